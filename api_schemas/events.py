@@ -1,0 +1,21 @@
+"""Events: what happened in the service, in order, for dashboards and progress bars."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from pydantic import JsonValue
+
+from api_schemas.base import WireModel
+
+
+class Event(WireModel):
+    """Something that happened. Ids grow by one and survive a restart, so that a reader can resume."""
+
+    event_id: int
+    time: datetime
+    kind: str
+    """As in `rollout.state` or `backend.failed`."""
+    subject: str
+    """What it happened to: the id of a rollout or a backend."""
+    data: dict[str, JsonValue] = {}

@@ -1,0 +1,158 @@
+"""Rollouts: one attempt at a task, from its request to its one terminal state."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+
+from pydantic import Field, JsonValue
+
+from api_schemas.base import Name, RolloutId, WireModel
+from api_schemas.errors import ErrorInfo
+from api_schemas.tasks import Limits, Task
+from api_schemas.trajectories import Trajectory
+
+
+class Sampling(WireModel):
+    """How the policy is sampled. The defaults are plain on-policy sampling: no truncation of any kind."""
+
+    temperature: float = Field(1.0, ge=0.0, le=100.0)
+    """0 is greedy."""
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(-1, ge=-1)
+    """-1 keeps every token."""
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    stop: list[str] = []
+    """Stop strings, beside the stop tokens of the policy's template."""
+    seed: int | None = None
+    """Asks the engine for a repeatable sample, where it can give one."""
+
+
+class Stage(StrEnum):
+    """The three stages of the pipeline."""
+
+    INIT = "init"
+    ROLLOUT = "rollout"
+    EVALUATE = "evaluate"
+
+
+class RolloutState(StrEnum):
+    """Where a rollout stands. The last three are final."""
+
+    QUEUED = "queued"
+    INIT = "init"
+    ROLLOUT = "rollout"
+    EVALUATE = "evaluate"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def terminal(self) -> bool:
+        """Whether nothing follows this state."""
+        return self in (RolloutState.COMPLETED, RolloutState.FAILED, RolloutState.CANCELLED)
+
+
+class StopReason(StrEnum):
+    """Why the agent stopped."""
+
+    FINISHED = "finished"
+    """It called `finish`."""
+    ANSWERED = "answered"
+    """It answered without calling a tool."""
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"
+    CONTEXT_FULL = "context_full"
+    """The next prompt would not fit the model's context."""
+    TRUNCATED = "truncated"
+    """A turn was cut off by its own token limit and held no complete tool call."""
+    MALFORMED = "malformed"
+    """Too many malformed tool calls in a row."""
+    AGENT_TIMEOUT = "agent_timeout"
+    """The agent's own wall clock ran out; what it did is scored."""
+    STAGE_TIMEOUT = "stage_timeout"
+    """A stage's deadline passed; the rollout failed."""
+    ERROR = "error"
+    CANCELLED = "cancelled"
+
+
+class Span(WireModel):
+    """One stage of one attempt. Time in the queue is told apart and counts against no limit."""
+
+    stage: Stage
+    attempt: int
+    started_at: datetime
+    queued_seconds: float
+    """How long the rollout waited for a worker of this stage."""
+    seconds: float
+    """How long the stage worked on it."""
+    sandbox_seconds: float = 0.0
+    """How much of it went into starting a sandbox."""
+    engine_seconds: float = 0.0
+    """How much of it was spent waiting for an engine's answer."""
+    tool_seconds: float = 0.0
+    """How much of it was spent in the agent's tools."""
+    error: str | None = None
+    """The code of the error that ended it, if one did."""
+
+
+class Usage(WireModel):
+    """What a rollout cost."""
+
+    turns: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens sent to the engine, summed over the turns."""
+    cached_tokens: int = 0
+    """How many of them the engine served from its prefix cache, by its own count."""
+    sampled_tokens: int = 0
+    tool_calls: int = 0
+    malformed_calls: int = 0
+
+
+class RolloutRequest(WireModel):
+    """An order for one rollout. Sending it again under the same `rollout_id` changes nothing."""
+
+    rollout_id: RolloutId | None = None
+    """Chosen by the caller, or by the service when left out."""
+    task: Task
+    pool: Name = "policy"
+    """The pool of engines that serves the agent."""
+    sampling: Sampling = Sampling()
+    limits: Limits = Limits()
+    metadata: dict[str, JsonValue] = {}
+    """Handed back untouched."""
+
+
+class Rollout(WireModel):
+    """A rollout as it stands; with its trajectory once it has one and the caller asks for it."""
+
+    rollout_id: RolloutId
+    state: RolloutState
+    task: Task
+    pool: Name
+    attempt: int = 0
+    """Attempts begun; 0 while the first has not."""
+    reward: float | None = None
+    """The score, or null when there is none: a failure is never a zero."""
+    reward_parts: dict[str, float] = {}
+    stop_reason: StopReason | None = None
+    error: ErrorInfo | None = None
+    """Why it failed; set if and only if the state is `failed`."""
+    retries: list[ErrorInfo] = []
+    """Failures of earlier attempts."""
+    usage: Usage = Usage()
+    spans: list[Span] = []
+    metadata: dict[str, JsonValue] = {}
+    created_at: datetime
+    finished_at: datetime | None = None
+    trajectory: Trajectory | None = None
+
+
+class RolloutPage(WireModel):
+    """A page of rollouts, oldest first."""
+
+    rollouts: list[Rollout]
+    next_cursor: str | None = None
+    """Pass it as `cursor` for the next page; null on the last one."""
+    counts: dict[RolloutState, int] = {}
+    """How many rollouts of this store are in each state."""

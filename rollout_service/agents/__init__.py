@@ -1,0 +1,1 @@
+"""Agents: the loop that drives a policy with tools."""

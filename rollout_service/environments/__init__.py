@@ -1,0 +1,1 @@
+"""What turns a task into an episode: environments, built-in and plugged in."""

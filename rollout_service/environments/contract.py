@@ -1,0 +1,183 @@
+"""The contract of an environment: how a task is set up, what the agent may do, how the outcome is scored.
+
+Three coroutines, `init`, `run` and `evaluate`, all with working defaults. Guarantees of the pipeline to them:
+each runs under its stage's deadline and may be cancelled at any await; a sandbox that `Episode` holds is alive
+and belongs to this rollout alone; it is released by the pipeline, never by the environment; whatever `evaluate`
+must not trust the agent with stays outside of the sandbox until the agent has ended.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from api_schemas.base import Name
+from api_schemas.rollouts import RolloutRequest, StopReason, Usage
+from api_schemas.tasks import Task
+from api_schemas.trajectories import Message, Trajectory
+from sandboxes import Sandbox
+
+
+class Settings(BaseModel):
+    """A part of an environment's settings; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class EpisodeLimits(Settings):
+    """The limits of an environment; a request may set each of them anew (see `api_schemas.tasks.Limits`)."""
+
+    max_turns: int = Field(16, ge=1)
+    max_tokens: int = Field(16_384, ge=1)
+    max_turn_tokens: int = Field(4_096, ge=1)
+    max_malformed: int = Field(3, ge=1)
+    """Turns in a row whose tool calls are all malformed, before the agent is stopped."""
+    agent_seconds: float = Field(900.0, gt=0)
+    tool_seconds: float = Field(60.0, gt=0)
+    tool_output_chars: int = Field(16_384, ge=64)
+    """A longer result of a tool is cut in the middle, with a note."""
+    init_seconds: float = Field(120.0, gt=0)
+    rollout_seconds: float = Field(1_200.0, gt=0)
+    evaluate_seconds: float = Field(300.0, gt=0)
+
+
+class SandboxSettings(Settings):
+    """What the sandbox of an environment may use."""
+
+    network: str = Field("none", pattern="^(none|full)$")
+    memory: str = Field("2G", pattern=r"^\d+(\.\d+)?[KMGT]?$")
+    """Bytes, or with a suffix K, M, G or T (powers of 1024)."""
+    max_processes: int = Field(256, ge=1)
+    env: dict[str, str] = {}
+
+
+class EvaluateIn(StrEnum):
+    """Where an outcome is scored."""
+
+    NONE = "none"
+    """Without a sandbox; the agent's is released when the agent ends."""
+    SAME = "same"
+    """In the agent's own sandbox."""
+    FRESH = "fresh"
+    """In a new one, that receives only the paths in `artifacts`."""
+
+
+class EnvironmentSpec(Settings):
+    """What is known of an environment without running it; `GET /v1/environments` shows it."""
+
+    name: Name
+    description: str = ""
+    image: str | None = None
+    """The sandbox image: a name, a path or a reference; None means that the agent needs no sandbox."""
+    system: str | None = None
+    """The system prompt, a sandboxed Jinja2 template over the task's instance."""
+    prompt: str = "{{ instance.question }}"
+    """The first user message, a sandboxed Jinja2 template over the task's instance."""
+    tools: list[str] = []
+    """Names of the built-in tools that the agent has."""
+    limits: EpisodeLimits = EpisodeLimits()
+    sandbox: SandboxSettings = SandboxSettings()
+    evaluate_in: EvaluateIn = EvaluateIn.NONE
+    artifacts: list[str] = []
+    """Absolute paths that a fresh evaluation sandbox receives from the agent's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The outcome of a rollout: a reward, and the parts that a person may want to see."""
+
+    reward: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTurn:
+    """One answer of the policy."""
+
+    message: Message
+    """As parsed from the sampled ids; only for acting on it, never for making ids again."""
+    truncated: bool
+    """Whether it was cut off by its token limit."""
+    malformed: int
+    """How many of its tool calls could not be parsed; their errors are in `message.tool_calls`."""
+
+
+class Policy(Protocol):
+    """The policy under training, as an agent sees it: messages in, one message out, every id kept."""
+
+    async def respond(self, new_messages: list[Message], *, max_tokens: int) -> PolicyTurn:
+        """Continue the conversation by these messages and sample one turn of at most `max_tokens` tokens.
+
+        Raises ContextFullError when the prompt would not fit the model's context, InferenceError and TokenError.
+        """
+        ...
+
+    @property
+    def usage(self) -> Usage:
+        """What the turns cost so far."""
+        ...
+
+    def trajectory(self) -> Trajectory:
+        """The segments so far, complete and exact after every turn, also after an error."""
+        ...
+
+
+@dataclass(slots=True)
+class Episode:
+    """One attempt at a task, as it passes through the stages."""
+
+    request: RolloutRequest
+    attempt: int
+    spec: EnvironmentSpec
+    limits: EpisodeLimits
+    """The environment's limits with the request's own put over them."""
+    policy: Policy
+    sandbox: Sandbox | None = None
+    """The agent's sandbox; in `evaluate` the one to score in; None where the environment needs none."""
+    answer: str | None = None
+    """The agent's final text: what it passed to `finish`, or its last message."""
+    tool_calls: int = 0
+    tool_seconds: float = 0.0
+    state: dict[str, Any] = field(default_factory=dict)
+    """Whatever the environment wants to carry from one stage to the next."""
+
+    @property
+    def task(self) -> Task:
+        """The task that is attempted."""
+        return self.request.task
+
+    @property
+    def instance(self) -> dict[str, JsonValue]:
+        """The data of the task."""
+        return self.request.task.instance
+
+
+class Environment(ABC):
+    """How tasks of one kind are set up, run and scored."""
+
+    spec: EnvironmentSpec
+
+    def check(self, instance: dict[str, JsonValue]) -> None:
+        """Refuse an instance that this environment cannot use, before it is accepted.
+
+        Raises InvalidFieldError with paths that start at `instance`. Must be quick: it runs on the event loop.
+        """
+
+    async def init(self, episode: Episode) -> None:  # noqa: B027 - a working default: nothing to prepare
+        """Prepare the sandbox for the agent."""
+
+    @abstractmethod
+    async def run(self, episode: Episode) -> StopReason:
+        """Let the agent work; returns why it stopped and leaves its answer in `episode.answer`."""
+
+    @abstractmethod
+    async def evaluate(self, episode: Episode) -> Score:
+        """Score the outcome."""
+
+    def dataset(self) -> list[dict[str, JsonValue]]:
+        """The instances that ship with the environment, for demos and checks."""
+        return []

@@ -1,0 +1,149 @@
+"""One family of errors, each named for the boundary that it crossed.
+
+ServiceError
+ |- RequestError                  a caller asked for something impossible               4xx
+ |   |- InvalidFieldError         422, with the path of the field
+ |   |- NotFoundError             404
+ |   |- ConflictError             409, as in the same id with another body
+ |   `- UnauthorizedError         401
+ |- EnvironmentFailedError        an environment's own code, or its grader, failed
+ |- StoreError                    the durable store cannot be read or written           503
+ |- UnavailableError              the service cannot take this now                      503
+ |- StageTimeoutError             a stage's deadline passed
+ |- AttemptsExhaustedError        the service died under this rollout too often
+ `- ConfigurationError            the service cannot start like this
+Inference and token errors (`inference/errors.py`, `tokens/errors.py`) are ServiceErrors too; those of the
+package `sandboxes` are not, since it knows nothing of this one: `describe` takes both.
+
+Every error says what happened, and in `hint` what to do next. `describe` turns any exception into what the
+API, the log and the metrics show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from api_schemas.errors import Boundary, ErrorInfo, FieldError
+from sandboxes.errors import SandboxError
+
+
+class ServiceError(Exception):
+    """The base of the family."""
+
+    code: ClassVar[str] = "service_error"
+    boundary: ClassVar[Boundary] = Boundary.SERVICE
+    status: ClassVar[int] = 500
+    retryable: bool = False
+
+    def __init__(self, message: str, *, hint: str = "", context: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+        self.context = context or {}
+
+
+class RequestError(ServiceError):
+    """The caller asked for something that cannot be done as it is."""
+
+    code = "bad_request"
+    boundary = Boundary.REQUEST
+    status = 400
+
+
+class InvalidFieldError(RequestError):
+    """A field of the request is wrong; `fields` says which."""
+
+    code = "invalid_field"
+    status = 422
+
+    def __init__(
+        self, fields: Sequence[FieldError], *, hint: str = "", context: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__("; ".join(f"{f.path}: {f.message}" for f in fields), hint=hint, context=context)
+        self.fields = list(fields)
+
+
+class NotFoundError(RequestError):
+    """There is no such thing."""
+
+    code = "not_found"
+    status = 404
+
+
+class ConflictError(RequestError):
+    """The request contradicts what is there already."""
+
+    code = "conflict"
+    status = 409
+
+
+class UnauthorizedError(RequestError):
+    """The bearer key is missing or wrong."""
+
+    code = "unauthorized"
+    status = 401
+
+
+class EnvironmentFailedError(ServiceError):
+    """An environment's own code or its grader failed; trying again gives the same."""
+
+    code = "environment_failed"
+    boundary = Boundary.ENVIRONMENT
+
+
+class StoreError(ServiceError):
+    """The durable store cannot be read or written."""
+
+    code = "store_unavailable"
+    boundary = Boundary.STORE
+    status = 503
+    retryable = True
+
+
+class UnavailableError(ServiceError):
+    """The service cannot take this now; later it can."""
+
+    code = "unavailable"
+    status = 503
+    retryable = True
+
+
+class StageTimeoutError(ServiceError):
+    """A stage's deadline passed."""
+
+    code = "stage_timeout"
+
+
+class AttemptsExhaustedError(ServiceError):
+    """The service died under this rollout as often as it may be tried."""
+
+    code = "attempts_exhausted"
+
+
+class ConfigurationError(ServiceError):
+    """The service cannot start like this."""
+
+    code = "bad_configuration"
+
+
+def describe(error: BaseException, *, stage: str | None = None, attempt: int | None = None) -> ErrorInfo:
+    """What a person and a program need to know of an exception, with the boundary that it crossed."""
+    if isinstance(error, ServiceError):
+        code, boundary, retryable, hint = error.code, error.boundary, error.retryable, error.hint
+    elif isinstance(error, SandboxError):
+        code, boundary, retryable, hint = error.code, Boundary.SANDBOX, error.retryable, error.hint
+    else:
+        code, boundary, retryable = "internal_error", Boundary.SERVICE, False
+        hint = "This is a defect of the service or of a plug-in; the log holds the traceback."
+    message = str(error) or type(error).__name__
+    if code == "internal_error":
+        message = f"{type(error).__name__}: {message}"
+    return ErrorInfo(
+        code=code,
+        boundary=boundary,
+        message=message,
+        hint=hint,
+        retryable=retryable,
+        stage=stage,
+        attempt=attempt,
+    )

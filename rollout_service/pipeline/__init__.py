@@ -1,0 +1,1 @@
+"""The three stages that every rollout passes: init, rollout, evaluate."""

@@ -1,0 +1,234 @@
+"""The service's settings: flags over `ROLLOUT_*` environment variables over `rollout.toml` over defaults.
+
+Guarantees: every key is known (an unknown one is refused together with the nearest known key), and a service
+that listens beyond loopback without a key does not start. Nested keys are tables in TOML and `__` in variables:
+`[pipeline] rollout_workers = 64` is `ROLLOUT_PIPELINE__ROLLOUT_WORKERS=64`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from api_schemas.inference import BackendSpec
+from rollout_service.errors import ConfigurationError
+from sandboxes.config import ApptainerConfig, ProviderConfig
+
+ENV_PREFIX = "ROLLOUT_"
+OTHER_VARIABLES = frozenset({"ROLLOUT_APPTAINER", "ROLLOUT_CONFIG", "ROLLOUT_URL", "ROLLOUT_KEY"})
+"""Variables with our prefix that are not settings of the server: the binary's path, and the client's own."""
+
+
+class Engine(StrEnum):
+    """What serves the policy when no backend is named."""
+
+    EMBEDDED = "embedded"
+    """The small CPU engine, started and ended with the service."""
+    NONE = "none"
+    """Nothing: backends are registered over HTTP."""
+
+
+class Section(BaseModel):
+    """A table of the settings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class PipelineSettings(Section):
+    """How many rollouts are in each stage at once.
+
+    Sandboxes alive at any time: at most init_workers + ready_queue + rollout_workers + evaluate_workers, plus
+    evaluate_queue for environments that are scored in the agent's own sandbox.
+    """
+
+    init_workers: int = Field(4, ge=1)
+    ready_queue: int = Field(2, ge=1)
+    """Rollouts whose sandbox is ready and that wait for a rollout worker."""
+    rollout_workers: int = Field(16, ge=1)
+    evaluate_queue: int = Field(256, ge=1)
+    evaluate_workers: int = Field(4, ge=1)
+    max_attempts: int = Field(3, ge=1)
+    """Attempts at one rollout, the first included; only infrastructure failures are tried again."""
+    retry_seconds: float = Field(0.5, ge=0)
+    """The wait before the second attempt; it doubles with every further one."""
+    lease_seconds: float = Field(30.0, gt=0)
+    """How long a rollout stays with a service that has stopped renewing its lease."""
+    drain_seconds: float = Field(10.0, ge=0)
+    """How long a shutdown waits for rollouts to end before it hands them back to the store."""
+
+
+class EngineSettings(Section):
+    """The embedded engine."""
+
+    model: str = "calc-tuned"
+    """A shipped policy (`calc-base`, `calc-tuned`) or the folder of a Qwen3 checkpoint."""
+    threads: int = Field(1, ge=1)
+
+
+class LogFormat(StrEnum):
+    """How the log is written."""
+
+    CONSOLE = "console"
+    JSON = "json"
+
+
+class Settings(BaseSettings):
+    """Everything that can be set."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+    )
+
+    host: str = "127.0.0.1"
+    port: int = Field(8080, ge=0, le=65_535)
+    """0 takes a free one."""
+    keys: list[SecretStr] = []
+    """Bearer keys, any of which opens the API; needed beyond loopback."""
+    state_dir: Path = Path(os.environ.get("XDG_STATE_HOME", "~/.local/state")) / "rollout-service"
+    """Where the store and the records of live sandboxes are kept; on a local disk."""
+    max_body_bytes: int = Field(8 * 1024 * 1024, ge=1_024)
+    environments: list[Path] = []
+    """Folders with an `environment.toml`, or images that carry one."""
+    images_dir: Path | None = None
+    """Where named images are; `~/.cache/rollout-service/images` when left out."""
+    sandbox: ProviderConfig = Field(default_factory=ApptainerConfig)
+    """What runs untrusted code; `provider = "local"` isolates nothing and must be asked for."""
+    engine: Engine = Engine.EMBEDDED
+    embedded: EngineSettings = EngineSettings()
+    backends: list[BackendSpec] = []
+    """Engines to register at the start; with any of these the embedded engine is not started."""
+    pipeline: PipelineSettings = PipelineSettings()
+    hold_seconds: float = Field(300.0, gt=0)
+    """How long a request of an agent waits while its pool is paused."""
+    log_format: LogFormat = LogFormat.CONSOLE
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+
+    @model_validator(mode="after")
+    def _keyed_beyond_loopback(self) -> Settings:
+        if not self.keys and not is_loopback(self.host):
+            raise ValueError(
+                f"host {self.host} listens beyond loopback and no key is set: set {ENV_PREFIX}KEYS='[\"...\"]' "
+                "or `keys` in rollout.toml, or listen on 127.0.0.1"
+            )
+        return self
+
+    @property
+    def database(self) -> Path:
+        """The file of the store."""
+        return self.state_dir.expanduser() / "rollouts.sqlite3"
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, then the environment; the file is put below them by `load_settings`."""
+        return init_settings, env_settings
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a server that binds this host can be reached from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def load_settings(config: Path | None = None, /, **flags: Any) -> Settings:
+    """Read the settings; raises ConfigurationError that names every key at fault and what to write instead."""
+    path = config or Path(os.environ.get(f"{ENV_PREFIX}CONFIG", "rollout.toml"))
+    table = _read_toml(path, must_exist=config is not None or f"{ENV_PREFIX}CONFIG" in os.environ)
+    _refuse_unknown_variables(os.environ)
+
+    class _Layered(Settings):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=table)
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    try:
+        return _Layered(**given)
+    except ValidationError as error:
+        raise ConfigurationError(_explain(error), hint="`rollout-service serve --help` lists the flags.") from error
+
+
+def _read_toml(path: Path, *, must_exist: bool) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        if must_exist:
+            raise ConfigurationError(f"there is no settings file {path}") from None
+        return {}
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} is not valid TOML: {error}") from error
+
+
+def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:
+    known = {f"{ENV_PREFIX}{path.replace('.', '__').upper()}" for path in known_keys(Settings)}
+    known |= OTHER_VARIABLES
+    for name in environ:
+        section = name.rsplit("__", 1)[0]
+        if name.startswith(ENV_PREFIX) and name not in known and section not in _union_sections():
+            raise ConfigurationError(f"{name} is not a setting{nearest(name, known)}")
+
+
+def _union_sections() -> set[str]:
+    """Sections whose keys depend on a tag, which the model itself checks."""
+    return {f"{ENV_PREFIX}SANDBOX"}
+
+
+def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """The dotted paths of all keys of a model."""
+    for name, info in model.model_fields.items():
+        yield prefix + name
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from known_keys(info.annotation, f"{prefix}{name}.")
+
+
+def nearest(name: str, known: set[str]) -> str:
+    """`; did you mean X?` for the nearest known name, or nothing."""
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _explain(error: ValidationError) -> str:
+    known = set(known_keys(Settings))
+    lines = []
+    for item in error.errors():
+        path = ".".join(str(part) for part in item["loc"])
+        text = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            text = f"unknown setting{nearest(path, known)}"
+        lines.append(f"{path}: {text}" if path else text)
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""The durable store: rollouts, results, events, and the queue."""
