@@ -39,6 +39,7 @@ class BackendView(WireModel):
     pool: Name
     state: BackendState
     model_path: str
+    tokenizer_path: str
     weight_version: int
     context_length: int
     in_flight: int

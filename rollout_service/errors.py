@@ -21,7 +21,8 @@ API, the log and the metrics show.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from api_schemas.errors import Boundary, ErrorInfo, FieldError
@@ -109,9 +110,13 @@ class UnavailableError(ServiceError):
 
 
 class StageTimeoutError(ServiceError):
-    """A stage's deadline passed."""
+    """A stage's deadline passed; only a slow start of a sandbox is worth another attempt."""
 
     code = "stage_timeout"
+
+    def __init__(self, message: str, *, hint: str = "", retryable: bool = False) -> None:
+        super().__init__(message, hint=hint)
+        self.retryable = retryable
 
 
 class AttemptsExhaustedError(ServiceError):
@@ -147,3 +152,9 @@ def describe(error: BaseException, *, stage: str | None = None, attempt: int | N
         stage=stage,
         attempt=attempt,
     )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` for the nearest known name, or nothing."""
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -7,7 +7,6 @@ that listens beyond loopback without a key does not start. Nested keys are table
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import os
 import tomllib
@@ -23,10 +22,10 @@ from pydantic_settings import (
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
+from sandboxes.config import ApptainerConfig, ProviderConfig
 
 from api_schemas.inference import BackendSpec
-from rollout_service.errors import ConfigurationError
-from sandboxes.config import ApptainerConfig, ProviderConfig
+from rollout_service.errors import ConfigurationError, nearest
 
 ENV_PREFIX = "ROLLOUT_"
 OTHER_VARIABLES = frozenset({"ROLLOUT_APPTAINER", "ROLLOUT_CONFIG", "ROLLOUT_URL", "ROLLOUT_KEY"})
@@ -51,12 +50,14 @@ class Section(BaseModel):
 class PipelineSettings(Section):
     """How many rollouts are in each stage at once.
 
-    Sandboxes alive at any time: at most init_workers + ready_queue + rollout_workers + evaluate_workers, plus
+    Sandboxes alive at any time: at most init_workers + rollout_queue + rollout_workers + evaluate_workers, plus
     evaluate_queue for environments that are scored in the agent's own sandbox.
     """
 
+    init_queue: int = Field(32, ge=1)
+    """Rollouts leased from the store that wait for an init worker."""
     init_workers: int = Field(4, ge=1)
-    ready_queue: int = Field(2, ge=1)
+    rollout_queue: int = Field(2, ge=1)
     """Rollouts whose sandbox is ready and that wait for a rollout worker."""
     rollout_workers: int = Field(16, ge=1)
     evaluate_queue: int = Field(256, ge=1)
@@ -180,7 +181,9 @@ def load_settings(config: Path | None = None, /, **flags: Any) -> Settings:
     try:
         return _Layered(**given)
     except ValidationError as error:
-        raise ConfigurationError(_explain(error), hint="`rollout-service serve --help` lists the flags.") from error
+        raise ConfigurationError(
+            _explain(error), hint="`rollout-service serve --help` lists the flags."
+        ) from error
 
 
 def _read_toml(path: Path, *, must_exist: bool) -> dict[str, Any]:
@@ -214,12 +217,6 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         yield prefix + name
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             yield from known_keys(info.annotation, f"{prefix}{name}.")
-
-
-def nearest(name: str, known: set[str]) -> str:
-    """`; did you mean X?` for the nearest known name, or nothing."""
-    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _explain(error: ValidationError) -> str:

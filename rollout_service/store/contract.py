@@ -1,14 +1,24 @@
 """The contract of the durable store, which is the queue as well.
 
 Guarantees: what `submit` returned survives any crash; a rollout reaches exactly one terminal state, and its
-result is written with that state in one transaction; only the holder of the current lease (owner and attempt)
-can move a rollout, so a worker that lost its lease can harm nothing; every change of state is an event with an
-id that grows by one.
+result is written with that state in one transaction; only the holder of the current lease can move a rollout,
+so a worker that lost its lease can harm nothing; every change of state is an event with an id that grows by
+one. A call runs to its end even when its caller is cancelled, so no lease is taken unseen.
+
+A lease is lost when it was taken over, given back or ended; one that ran out and that nobody took over yet
+can still be renewed or ended by its owner. The `wait_for_*` methods spare their callers polling: each returns
+when there may be something new since the call that it names, and at once if that happened in between.
+
+Events of the store: kind `rollout.state`, subject the rollout's id, data `state`, `attempt` and, when the
+rollout has them, `reward`, `stop_reason` and `code` (of the error that ended it or its last attempt); and
+kind `rollout.cancel_requested` with the same data for a leased one that is asked to end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Protocol
 
 from pydantic import JsonValue
@@ -29,6 +39,12 @@ class Lease:
     """Counted from 1; a lease that ran out or was given back counts as an attempt."""
     retries: list[ErrorInfo]
     """Failures of the earlier attempts."""
+    created_at: datetime
+    """When the rollout was submitted."""
+    queued_at: datetime
+    """When it was last queued: submitted, or given back after an attempt."""
+    token: int
+    """Grows with every claim, so that it tells this lease from earlier ones of the same owner and attempt."""
 
 
 class Store(Protocol):
@@ -46,31 +62,45 @@ class Store(Protocol):
         """Lease up to `limit` queued rollouts, oldest first; also those whose lease ran out."""
         ...
 
-    async def renew(self, owner: str, *, lease_seconds: float) -> None:
-        """Renew every lease of this owner."""
+    async def renew(self, owner: str, rollout_ids: Sequence[str], *, lease_seconds: float) -> None:
+        """Renew these leases of this owner; what a defect has orphaned is left to run out."""
         ...
 
-    async def release(self, owner: str) -> int:
-        """Queue again what this owner holds, as after its crash; returns how many there were."""
+    async def release(self, owner: str, *, refund: bool = False) -> int:
+        """Queue again what this owner holds, as after its crash; returns how many there were.
+
+        `refund` takes the attempt back from their counts: an orderly shutdown is nobody's failure.
+        """
         ...
 
     async def advance(self, lease: Lease, owner: str, state: RolloutState) -> bool:
-        """Record the stage that a leased rollout is in; False when the lease is no longer held."""
+        """Record the stage that a leased rollout is in; False when the lease is no longer held.
+
+        Within an attempt stages only go forward; another order, or a terminal state, raises ValueError.
+        """
         ...
 
     async def retry(self, lease: Lease, owner: str, error: ErrorInfo, *, delay_seconds: float = 0.0) -> bool:
-        """Queue a leased rollout again after a failed attempt, not before the delay has passed."""
+        """Queue a leased rollout again after a failed attempt, not before the delay has passed.
+
+        False when the lease is no longer held. One whose cancellation was asked for is cancelled instead.
+        """
         ...
 
     async def finish(self, lease: Lease, owner: str, result: Rollout) -> bool:
-        """Write the terminal state and the result; False (and nothing written) if the lease is lost."""
+        """Write the terminal state and the result; False (and nothing written) if the lease is lost.
+
+        What the store knows itself (the request's fields, the attempt, the retries and the times) it does not
+        take from the result. A state that is not terminal, or another id, raises ValueError.
+        """
         ...
 
     async def cancel(self, rollout_id: str) -> RolloutState | None:
         """Ask for a rollout to be cancelled; returns the state that it was in, None if it is not known.
 
-        A queued one is cancelled at once. An unknown id leaves a tombstone: submitted later, it is cancelled
-        already. A leased one is marked; its worker ends it through `finish`. A terminal one stays as it is.
+        A queued one that nobody has leased is cancelled at once. A leased one is marked; its worker ends it
+        through `finish`. A terminal one stays as it is. An unknown id leaves a tombstone: submitted later, it
+        is cancelled already.
         """
         ...
 
@@ -84,12 +114,6 @@ class Store(Protocol):
 
     async def trajectory(self, rollout_id: str) -> Trajectory | None:
         """The trajectory of a finished rollout, or None."""
-        ...
-
-    async def list(
-        self, *, state: RolloutState | None = None, cursor: str | None = None, limit: int = 100
-    ) -> RolloutPage:
-        """A page of rollouts, oldest first, without trajectories."""
         ...
 
     async def counts(self) -> dict[RolloutState, int]:
@@ -108,6 +132,28 @@ class Store(Protocol):
         """The id of the newest event; 0 when there is none."""
         ...
 
+    async def wait_for_work(self) -> None:
+        """Wait until `claim` may return something; a delay or a lease that ran out may bring it about too."""
+        ...
+
+    async def wait_for_cancels(self) -> None:
+        """Wait for a cancellation of a leased rollout since the last `cancel_requested`."""
+        ...
+
+    async def wait_for_events(self, *, after: int) -> int:
+        """Wait until the newest event's id is above `after`, and return that id."""
+        ...
+
+    async def wait_for_result(self, rollout_id: str) -> Rollout | None:
+        """Wait until a rollout is terminal and return it without its trajectory; None at once if unknown."""
+        ...
+
     async def close(self) -> None:
         """Flush and close; idempotent."""
+        ...
+
+    async def list(
+        self, *, state: RolloutState | None = None, cursor: str | None = None, limit: int = 100
+    ) -> RolloutPage:
+        """A page of rollouts, oldest first, without trajectories; a bad cursor raises InvalidFieldError."""
         ...

@@ -1,0 +1,91 @@
+"""Trajectories: token-exact records of what a policy saw and sampled, ready to train on.
+
+A trajectory is a list of segments. Inside a segment every prompt extends the previous prompt and its output
+token by token, so a segment is one training sample: five lists of equal length. Token ids, log-probabilities
+and versions come from the engine and are never derived from text.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Literal
+
+from api_schemas.base import WireModel
+
+
+class ForkReason(StrEnum):
+    """Why a segment was begun."""
+
+    FIRST = "first"
+    """It is the first one."""
+    BRIDGE_REFUSED = "bridge_refused"
+    """The next prompt could not be proven to extend the last prompt and its output."""
+    HISTORY_EDITED = "history_edited"
+    """Earlier messages were changed or removed."""
+    COMPACTION = "compaction"
+    """Earlier messages were replaced by a summary."""
+
+
+class FinishReason(StrEnum):
+    """Why a turn ended."""
+
+    STOP = "stop"
+    """The policy ended it."""
+    LENGTH = "length"
+    """A token limit cut it off."""
+    ABORT = "abort"
+    """The engine ended it, and it was not resumed."""
+
+
+class ToolCall(WireModel):
+    """A tool call as the policy wrote it, well-formed or not."""
+
+    id: str
+    """Unique in its conversation; the tool's answer refers to it."""
+    name: str | None
+    arguments: dict[str, Any] | None
+    """None if and only if the call is malformed."""
+    raw: str
+    """The call's text as it was sampled."""
+    error: str | None = None
+    """Why the call is malformed, as in `invalid_json`; None when it is well-formed."""
+
+
+class Message(WireModel):
+    """A message of a conversation. An assistant's text is derived from its token ids, for reading only."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = []
+    tool_call_id: str | None = None
+    """The call that a tool's message answers."""
+    name: str | None = None
+    """The name of the tool that answers."""
+
+
+class Segment(WireModel):
+    """One training sample: lists of equal length, one entry a token."""
+
+    token_ids: list[int]
+    loss_mask: list[int]
+    """1 exactly where the policy sampled the token in this segment, else 0."""
+    logprobs: list[float]
+    """The engine's natural log-probability of the token; 0.0 where the mask is 0."""
+    versions: list[int]
+    """The version of the weights that sampled the token; -1 where the mask is 0."""
+    turn_ids: list[int]
+    """The turn of the trajectory, counted from 0; -1 where the mask is 0."""
+    fork_reason: ForkReason
+
+
+class Trajectory(WireModel):
+    """All that a policy sampled in one rollout, each token in one segment."""
+
+    segments: list[Segment]
+    messages: list[Message]
+    """The conversation as it stands at the end, for reading."""
+    finish_reasons: list[FinishReason]
+    """Why each turn ended, by turn id."""
+    fork_counts: dict[ForkReason, int]
+    """How many segments were begun for which reason."""

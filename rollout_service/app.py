@@ -1,0 +1,44 @@
+"""The app factory. Everything with a lifetime is opened in the lifespan; the module holds no state."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+
+from rollout_service import __version__, problems
+from rollout_service.middleware import BearerKeys, CountRequests
+from rollout_service.routes import backends, environments, events, health, prorl, rollouts
+from rollout_service.service import open_service
+from rollout_service.settings import Settings
+from rollout_service.telemetry import Metrics
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """The service as an ASGI app; it starts working when its lifespan starts."""
+    metrics = Metrics()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with open_service(settings, metrics) as service:
+            app.state.service = service
+            yield
+
+    app = FastAPI(
+        title="Rollout service",
+        version=__version__,
+        summary="Agentic rollouts for any RL trainer",
+        lifespan=lifespan,
+        max_body_size=settings.max_body_bytes,
+        middleware=[
+            Middleware(CountRequests, metrics=metrics),
+            Middleware(BearerKeys, keys=settings.keys),
+        ],
+    )
+    app.state.settings = settings
+    problems.install(app)
+    for module in (rollouts, backends, environments, events, health, prorl):
+        app.include_router(module.router)
+    return app

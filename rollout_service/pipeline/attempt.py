@@ -1,0 +1,250 @@
+"""One attempt at a rollout: through init, rollout and evaluate, holding a sandbox only while a stage needs it.
+
+Guarantees: the agent's sandbox is closed before the evaluation queues up, unless the evaluation happens in it;
+whatever ends the attempt (success, failure, deadline, cancellation), `release` closes what is still open; every
+stage that was entered leaves a span; the trajectory is kept, however the attempt ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Protocol
+
+import anyio
+
+from api_schemas.errors import ErrorInfo
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span, Stage, StopReason
+from rollout_service.environments.contract import (
+    Environment,
+    EnvironmentSpec,
+    Episode,
+    EvaluateIn,
+    Policy,
+    Score,
+)
+from rollout_service.environments.registry import EnvironmentRegistry
+from rollout_service.errors import RequestError, describe
+from rollout_service.pipeline.sandboxing import Artifacts, SandboxSource
+from rollout_service.pipeline.stage import Slot, StageLimiter, Timer
+from rollout_service.store.contract import Lease, Store
+from rollout_service.telemetry import Metrics
+
+
+class LeaseLostError(Exception):
+    """Another worker holds this rollout now, or it has ended; nothing that is done here counts any more."""
+
+
+class PromptTooLongError(RequestError):
+    """The first prompt of a task does not fit the model's context."""
+
+    code = "prompt_too_long"
+
+
+class PolicyFactory(Protocol):
+    """Opens the conversation of one rollout with the engines of its pool."""
+
+    async def open(self, request: RolloutRequest, environment: Environment) -> Policy:
+        """Open it; raises NoBackendError when the pool is empty, TokenError when its tokenizer cannot be used."""
+        ...
+
+    def close(self, request: RolloutRequest) -> None:
+        """Forget which backend a rollout belongs to; idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The three stages."""
+
+    init: StageLimiter
+    rollout: StageLimiter
+    evaluate: StageLimiter
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What an attempt works with."""
+
+    owner: str
+    store: Store
+    stages: Stages
+    environments: EnvironmentRegistry
+    sandboxes: SandboxSource
+    policies: PolicyFactory
+    metrics: Metrics
+    max_attempts: int
+
+
+class Attempt:
+    """One leased rollout on its way."""
+
+    def __init__(self, services: Services, lease: Lease) -> None:
+        """The lease comes with a place before the init stage, which the attempt gives back."""
+        self._services = services
+        self.lease = lease
+        self._episode: Episode | None = None
+        self._slot = Slot(services.stages.init.places)
+        self._left = time.perf_counter() - (datetime.now(UTC) - lease.queued_at).total_seconds()
+        self._artifacts = Artifacts()
+        self._spans: list[Span] = []
+        self._stop_reason: StopReason | None = None
+        self.retries = list(lease.retries)
+
+    async def run(self) -> Score:
+        """Pass all stages; raises whatever ends the attempt early."""
+        environment = self._services.environments.get(self.lease.request.task.environment)
+        await self._init(environment)
+        await self._rollout(environment)
+        return await self._evaluate(environment)
+
+    async def _init(self, environment: Environment) -> None:
+        spec, request = environment.spec, self.lease.request
+        limits = spec.limits.model_copy(update=request.limits.model_dump(exclude_none=True))
+        async with self._stage(self._services.stages.init, limits.init_seconds) as timer:
+            policy = await self._services.policies.open(request, environment)
+            episode = Episode(
+                request=request, attempt=self.lease.attempt, spec=spec, limits=limits, policy=policy
+            )
+            self._episode = episode
+            if spec.image is not None:
+                await self._start_sandbox(spec, timer)
+            await environment.init(episode)
+
+    async def _rollout(self, environment: Environment) -> None:
+        episode = self.episode
+        async with self._stage(self._services.stages.rollout, episode.limits.rollout_seconds) as timer:
+            try:
+                self._stop_reason = await environment.run(episode)
+            finally:
+                timer.engine_seconds = episode.policy.engine_seconds
+                timer.tool_seconds = episode.tool_seconds
+            if self._stop_reason is StopReason.CONTEXT_FULL and episode.policy.usage.turns == 0:
+                raise PromptTooLongError(
+                    "the first prompt of this task does not fit the model's context",
+                    hint="Shorten the prompt or the tools' descriptions, or serve the model with a longer context.",
+                )
+            if environment.spec.evaluate_in is EvaluateIn.FRESH:
+                self._artifacts = await self._pack(episode)
+            if environment.spec.evaluate_in is not EvaluateIn.SAME:
+                await self._close_sandbox()
+            self._services.policies.close(self.lease.request)
+
+    async def _evaluate(self, environment: Environment) -> Score:
+        """Score the outcome; where it was not the agent's sandbox that failed, only this stage is tried again."""
+        seconds = self.episode.limits.evaluate_seconds
+        for tries_left in reversed(range(self._services.max_attempts)):
+            try:
+                async with self._stage(self._services.stages.evaluate, seconds) as timer:
+                    if environment.spec.evaluate_in is EvaluateIn.FRESH:
+                        await self._start_sandbox(environment.spec, timer)
+                        await self._unpack()
+                    return await environment.evaluate(self.episode)
+            except Exception as error:
+                info = describe(error, stage=Stage.EVALUATE, attempt=self.lease.attempt)
+                in_place = environment.spec.evaluate_in is not EvaluateIn.SAME
+                if not (info.retryable and in_place and tries_left):
+                    raise
+                self.retries.append(info)
+                self._services.metrics.retried(info)
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await self._close_sandbox()
+        raise AssertionError("the last try returns or raises")
+
+    @asynccontextmanager
+    async def _stage(self, limiter: StageLimiter, seconds: float) -> AsyncIterator[Timer]:
+        queued = await limiter.enter(self._slot, since=self._left)
+        if not await self._services.store.advance(
+            self.lease, self._services.owner, RolloutState(limiter.stage.value)
+        ):
+            raise LeaseLostError(self.lease.rollout_id)
+        timer = Timer(limiter.stage, self.lease.attempt, queued)
+        try:
+            async with limiter.deadline(seconds):
+                yield timer
+        except BaseException as error:
+            cancelled = isinstance(error, anyio.get_cancelled_exc_class())
+            timer.error = "cancelled" if cancelled else describe(error).code
+            raise
+        finally:
+            self._left = time.perf_counter()
+            self._spans.append(timer.span())
+
+    async def _start_sandbox(self, spec: EnvironmentSpec, timer: Timer) -> None:
+        started = time.perf_counter()
+        try:
+            self.episode.sandbox = await self._services.sandboxes.start(spec, self.lease.rollout_id)
+        finally:
+            timer.sandbox_seconds += time.perf_counter() - started
+
+    async def _pack(self, episode: Episode) -> Artifacts:
+        if episode.sandbox is None:
+            return Artifacts()
+        return await self._services.sandboxes.pack(episode.sandbox, episode.spec.artifacts)
+
+    async def _unpack(self) -> None:
+        if self.episode.sandbox is not None:
+            await self._services.sandboxes.unpack(self.episode.sandbox, self._artifacts)
+
+    async def _close_sandbox(self) -> None:
+        if self._episode is not None and self._episode.sandbox is not None:
+            sandbox, self._episode.sandbox = self._episode.sandbox, None
+            await sandbox.close()
+
+    async def release(self) -> None:
+        """Close what is open and give the worker back; shielded and idempotent."""
+        with anyio.CancelScope(shield=True):
+            try:
+                await self._close_sandbox()
+                await self._artifacts.close()
+            finally:
+                self._slot.free()
+                self._services.policies.close(self.lease.request)
+
+    @property
+    def episode(self) -> Episode:
+        """The episode, which the init stage made."""
+        if self._episode is None:
+            raise RuntimeError("the init stage has not run")
+        return self._episode
+
+    @property
+    def stage(self) -> str | None:
+        """The stage that was entered last."""
+        return self._spans[-1].stage if self._spans else None
+
+    def result(
+        self, state: RolloutState, *, score: Score | None = None, error: ErrorInfo | None = None
+    ) -> Rollout:
+        """The rollout in a terminal state, with all that this attempt has to show."""
+        policy = self._episode.policy if self._episode else None
+        usage = policy.usage if policy else None
+        return Rollout(
+            rollout_id=self.lease.rollout_id,
+            state=state,
+            task=self.lease.request.task,
+            pool=self.lease.request.pool,
+            attempt=self.lease.attempt,
+            reward=score.reward if score else None,
+            reward_parts=score.parts if score else {},
+            stop_reason=self._reason(state, error),
+            error=error,
+            retries=self.retries,
+            **({"usage": usage} if usage else {}),
+            spans=self._spans,
+            metadata=self.lease.request.metadata,
+            created_at=self.lease.created_at,
+            finished_at=datetime.now(UTC),
+            trajectory=policy.trajectory() if policy else None,
+        )
+
+    def _reason(self, state: RolloutState, error: ErrorInfo | None) -> StopReason | None:
+        if state is RolloutState.CANCELLED:
+            return StopReason.CANCELLED
+        if error is not None:
+            return StopReason.STAGE_TIMEOUT if error.code == "stage_timeout" else StopReason.ERROR
+        return self._stop_reason

@@ -1,0 +1,124 @@
+"""A stage: a bounded queue before a fixed number of workers.
+
+Guarantees: at most `workers` rollouts are worked on and at most `places` wait for that; whoever waits keeps the
+worker of the stage before until there is a place, so a full queue holds up what is upstream and nothing is ever
+dropped; places and workers are given in order of arrival; leaving by cancellation at any point gives back what
+was held; the deadline starts with the work and is absolute, so that time in a queue costs nobody anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+import anyio
+
+from api_schemas.rollouts import Span, Stage
+from rollout_service.errors import StageTimeoutError
+from rollout_service.telemetry import Metrics
+
+
+@dataclass(slots=True)
+class Timer:
+    """What a stage is doing for one rollout; becomes its span."""
+
+    stage: Stage
+    attempt: int
+    queued_seconds: float
+    started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    _started: float = field(default_factory=time.perf_counter)
+    sandbox_seconds: float = 0.0
+    engine_seconds: float = 0.0
+    tool_seconds: float = 0.0
+    error: str | None = None
+
+    def span(self) -> Span:
+        """The span, ending now."""
+        return Span(
+            stage=self.stage,
+            attempt=self.attempt,
+            started_at=self.started_at,
+            queued_seconds=self.queued_seconds,
+            seconds=time.perf_counter() - self._started,
+            sandbox_seconds=self.sandbox_seconds,
+            engine_seconds=self.engine_seconds,
+            tool_seconds=self.tool_seconds,
+            error=self.error,
+        )
+
+
+class Slot:
+    """What a rollout holds of the pipeline: at most one place in a queue and one worker."""
+
+    def __init__(self, place: anyio.Semaphore | None = None) -> None:
+        self._place = place
+        self._worker: anyio.Semaphore | None = None
+
+    async def take_place(self, places: anyio.Semaphore) -> None:
+        """Hold a place in a queue, unless one is held already."""
+        if self._place is None:
+            await places.acquire()
+            self._place = places
+
+    async def take_worker(self, workers: anyio.Semaphore) -> None:
+        """Exchange the worker of the stage before, then the place, for a worker of this stage."""
+        self._free_worker()
+        await workers.acquire()
+        self._worker = workers
+        self._free_place()
+
+    def free(self) -> None:
+        """Give everything back; idempotent."""
+        self._free_worker()
+        self._free_place()
+
+    def _free_worker(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.release()
+
+    def _free_place(self) -> None:
+        place, self._place = self._place, None
+        if place is not None:
+            place.release()
+
+
+class StageLimiter:
+    """The queue and the workers of one stage."""
+
+    def __init__(self, stage: Stage, *, places: int, workers: int, metrics: Metrics) -> None:
+        self.stage = stage
+        self.places = anyio.Semaphore(places, max_value=places)
+        self._workers = anyio.Semaphore(workers, max_value=workers)
+        self._metrics = metrics
+
+    async def enter(self, slot: Slot, *, since: float) -> float:
+        """Queue up, leave the stage before, and get a worker; returns the seconds waited since `since`.
+
+        `since` is a reading of `time.perf_counter`.
+        """
+        with self._metrics.waiting(self.stage):
+            await slot.take_place(self.places)
+            await slot.take_worker(self._workers)
+        waited = time.perf_counter() - since
+        self._metrics.waited(self.stage, waited)
+        return waited
+
+    @asynccontextmanager
+    async def deadline(self, seconds: float) -> AsyncIterator[None]:
+        """Work under an absolute deadline; raises StageTimeoutError when it passes."""
+        with (
+            self._metrics.working(self.stage),
+            anyio.CancelScope(deadline=anyio.current_time() + seconds) as scope,
+        ):
+            yield
+        if scope.cancelled_caught:
+            raise StageTimeoutError(
+                f"the {self.stage} stage took longer than its limit of {seconds:g} s",
+                hint=f"Raise `limits.{self.stage}_seconds` of the request or of the environment, "
+                "or look at the span for what took the time.",
+                retryable=self.stage is Stage.INIT,
+            )

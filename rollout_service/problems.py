@@ -1,0 +1,128 @@
+"""Every error that reaches the API becomes an RFC 9457 problem with a code, a field's path, and what to do next."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from api_schemas.errors import Boundary, FieldError, Problem
+from rollout_service.errors import InvalidFieldError, ServiceError, describe
+from sandboxes.errors import SandboxError
+
+log = structlog.get_logger(__name__)
+
+MEDIA_TYPE = "application/problem+json"
+
+
+def respond(problem: Problem, headers: Mapping[str, str] | None = None) -> Response:
+    """A response that carries a problem."""
+    return Response(
+        problem.model_dump_json(exclude_defaults=False),
+        status_code=problem.status,
+        media_type=MEDIA_TYPE,
+        headers=headers,
+    )
+
+
+def problem_of(error: BaseException) -> Problem:
+    """The problem that an exception is shown as."""
+    info = describe(error)
+    status = error.status if isinstance(error, ServiceError) else HTTPStatus.INTERNAL_SERVER_ERROR
+    if isinstance(error, SandboxError):
+        status = HTTPStatus.SERVICE_UNAVAILABLE
+    return Problem(
+        title=info.code.replace("_", " ").capitalize(),
+        status=status,
+        detail=f"{info.message} {info.hint}".strip()
+        if info.boundary is not Boundary.SERVICE
+        else info.message,
+        code=info.code,
+        retryable=info.retryable,
+        errors=error.fields if isinstance(error, InvalidFieldError) else [],
+        context=error.context if isinstance(error, ServiceError) else {},
+    )
+
+
+def install(app: FastAPI) -> None:
+    """Answer every exception with a problem."""
+    app.add_exception_handler(ServiceError, _service_error)
+    app.add_exception_handler(SandboxError, _service_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_exception)
+    app.add_exception_handler(Exception, _defect)
+
+
+async def _service_error(_: Request, error: Exception) -> Response:
+    problem = problem_of(error)
+    return respond(
+        problem, {"Retry-After": "1"} if problem.status == HTTPStatus.SERVICE_UNAVAILABLE else None
+    )
+
+
+async def _defect(request: Request, error: Exception) -> Response:
+    log.error("a request met a defect", method=request.method, path=request.url.path, exc_info=error)
+    return respond(problem_of(error))
+
+
+async def _validation_error(_: Request, error: Exception) -> Response:
+    if not isinstance(error, RequestValidationError):
+        raise error
+    fields = [FieldError(path=_path(item["loc"]), message=_message(item)) for item in error.errors()]
+    malformed = any(item["type"] == "json_invalid" for item in error.errors())
+    return respond(
+        Problem(
+            title="The body is not valid JSON" if malformed else "The request has invalid fields",
+            status=HTTPStatus.BAD_REQUEST if malformed else HTTPStatus.UNPROCESSABLE_ENTITY,
+            detail="; ".join(f"{field.path}: {field.message}" for field in fields),
+            code="malformed_json" if malformed else "invalid_field",
+            errors=fields,
+        )
+    )
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        raise error
+    title = HTTPStatus(error.status_code).phrase
+    return respond(
+        Problem(
+            title=title,
+            status=error.status_code,
+            detail=_http_detail(request, error),
+            code=title.lower().replace(" ", "_"),
+        ),
+        error.headers,
+    )
+
+
+def _http_detail(request: Request, error: HTTPException) -> str:
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        known = sorted({getattr(route, "path", "") for route in request.app.routes})
+        close = difflib.get_close_matches(request.url.path, known, n=1)
+        return f"there is no {request.url.path} here" + (
+            f"; did you mean {close[0]}?" if close else "; see /docs"
+        )
+    if error.status_code == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+        limit = request.app.state.settings.max_body_bytes
+        return f"the body is larger than {limit} bytes; send less at once or raise `max_body_bytes`"
+    return str(error.detail)
+
+
+def _path(loc: tuple[Any, ...]) -> str:
+    return ".".join(str(part) for part in loc)
+
+
+def _message(item: dict[str, Any]) -> str:
+    if item["type"] == "extra_forbidden":
+        return "unknown field"
+    if item["type"] == "json_invalid":
+        return f"not valid JSON: {item.get('ctx', {}).get('error', item['msg'])}"
+    return str(item["msg"]).removeprefix("Value error, ")

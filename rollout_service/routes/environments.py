@@ -1,0 +1,30 @@
+"""Environments: what tasks this service can run, and the instances that ship with them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from pydantic import JsonValue
+
+from rollout_service.environments.contract import EnvironmentSpec
+from rollout_service.routes.dependencies import ServiceDep
+
+router = APIRouter(prefix="/v1/environments", tags=["environments"])
+
+
+@router.get("")
+async def list_environments(service: ServiceDep) -> list[EnvironmentSpec]:
+    """All environments."""
+    return [environment.spec for environment in service.environments.list()]
+
+
+@router.get("/{name}/dataset")
+async def dataset(
+    service: ServiceDep,
+    name: str,
+    offset: Annotated[int, Query(ge=0)] = 0,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 100,
+) -> list[dict[str, JsonValue]]:
+    """Instances that ship with an environment."""
+    return service.environments.get(name).dataset()[offset : offset + limit]

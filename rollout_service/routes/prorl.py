@@ -1,0 +1,184 @@
+"""The ProRL Agent server's own routes, so that a trainer written for it changes only its address.
+
+`/process` blocks until the rollout has ended and answers with `resolved`, `report`, `timing` and the messages,
+whose assistant turns carry `input_ids`, `output_ids` and `logprobs` as they were sampled. The instance's
+`data_source` names the environment.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field, HttpUrl, JsonValue
+
+from api_schemas.base import RolloutId
+from api_schemas.errors import FieldError
+from api_schemas.inference import BackendSpec
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Sampling, Stage
+from api_schemas.tasks import Limits, Task
+from api_schemas.trajectories import Trajectory
+from rollout_service.errors import InvalidFieldError
+from rollout_service.routes.dependencies import ServiceDep
+
+router = APIRouter(tags=["ProRL Agent"])
+
+DAY_SECONDS = 86_400.0
+
+
+class ProcessSampling(BaseModel):
+    """The sampling parameters that such a trainer sends; others of its engine's are ignored, as they were there."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    max_tokens: int | None = None
+    max_new_tokens: int | None = None
+
+    def sampling(self) -> Sampling:
+        """The same in our terms."""
+        return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)
+
+    def limits(self) -> Limits:
+        """The limit on a turn's tokens in our terms."""
+        return Limits(max_turn_tokens=self.max_new_tokens or self.max_tokens)
+
+
+class ProcessRequest(BaseModel):
+    """An instance to work on."""
+
+    instance: dict[str, JsonValue]
+    sampling_params: ProcessSampling = ProcessSampling()
+    job_id: RolloutId | None = None
+
+
+class JobRequest(BaseModel):
+    """A job to cancel."""
+
+    job_id: RolloutId
+
+
+class ServerRequest(BaseModel):
+    """An engine to add."""
+
+    address: str = Field(min_length=1)
+
+
+@router.post("/process")
+async def process(service: ServiceDep, request: ProcessRequest) -> dict[str, Any]:
+    """Run one instance to its end."""
+    source = request.instance.get("data_source")
+    if not isinstance(source, str):
+        raise InvalidFieldError(
+            [FieldError(path="body.instance.data_source", message="must name an environment")]
+        )
+    instance = {key: value for key, value in request.instance.items() if key != "data_source"}
+    rollout_id = request.job_id or uuid.uuid4().hex
+    await service.submit(
+        RolloutRequest(
+            rollout_id=rollout_id,
+            task=Task(environment=source, instance=instance),
+            sampling=request.sampling_params.sampling(),
+            limits=request.sampling_params.limits(),
+        )
+    )
+    while (ended := await service.wait(rollout_id, DAY_SECONDS)) is None:
+        pass
+    return _result(ended)
+
+
+@router.post("/cancel")
+async def cancel(service: ServiceDep, request: JobRequest) -> dict[str, Any]:
+    """Cancel a job, also one that is yet to come."""
+    was = await service.pipeline.cancel(request.job_id)
+    return {"status": "success", "job_id": request.job_id, "was": was}
+
+
+@router.post("/add_llm_server")
+async def add_llm_server(service: ServiceDep, request: ServerRequest) -> dict[str, Any]:
+    """Add an engine to the default pool."""
+    url = request.address if "://" in request.address else f"http://{request.address}"
+    view = await service.serving.register(BackendSpec(url=HttpUrl(url)))
+    return {"status": "success", "address": request.address, "backend_id": view.backend_id}
+
+
+@router.post("/clear_llm_server")
+async def clear_llm_server(service: ServiceDep) -> dict[str, Any]:
+    """Remove all engines of the default pool."""
+    removed = [view.backend_id for view in service.serving.views() if view.pool == "policy"]
+    for backend_id in removed:
+        await service.serving.remove(backend_id)
+    return {"status": "success", "removed": len(removed)}
+
+
+@router.post("/start")
+async def start(service: ServiceDep) -> dict[str, str]:
+    """Begin queued jobs."""
+    service.pipeline.start()
+    return {"status": "success"}
+
+
+@router.post("/stop")
+async def stop(service: ServiceDep) -> dict[str, Any]:
+    """Begin no more jobs, and cancel those that are under way or wait."""
+    service.pipeline.stop()
+    return {"status": "success", "cancelled": await service.abort(None)}
+
+
+@router.get("/status")
+async def status(service: ServiceDep) -> dict[str, Any]:
+    """How much there is to do, and where it stands."""
+    counts = await service.store.counts()
+    stages = {stage.value: counts.get(RolloutState(stage.value), 0) for stage in Stage}
+    return {
+        "status": "running" if service.pipeline.started else "stopped",
+        "running": service.pipeline.started,
+        "pending_jobs": counts.get(RolloutState.QUEUED, 0),
+        "jobs": service.pipeline.live(),
+        "init": stages["init"],
+        "run": stages["rollout"],
+        "eval": stages["evaluate"],
+    }
+
+
+def _result(rollout: Rollout) -> dict[str, Any]:
+    seconds = {stage: sum(s.seconds for s in rollout.spans if s.stage is stage) for stage in Stage}
+    queued = sum(span.queued_seconds for span in rollout.spans)
+    return {
+        "job_id": rollout.rollout_id,
+        "resolved": rollout.reward is not None and rollout.reward >= 1.0,
+        "reward": rollout.reward,
+        "report": {
+            "state": rollout.state,
+            "stop_reason": rollout.stop_reason,
+            "parts": rollout.reward_parts,
+            "error": rollout.error.model_dump(mode="json") if rollout.error else None,
+        },
+        "timing": {
+            "init": seconds[Stage.INIT],
+            "run": seconds[Stage.ROLLOUT],
+            "eval": seconds[Stage.EVALUATE],
+            "others": queued,
+            "timeout": rollout.error is not None and rollout.error.code == "stage_timeout",
+        },
+        "messages": _messages(rollout.trajectory) if rollout.trajectory else [],
+    }
+
+
+def _messages(trajectory: Trajectory) -> list[dict[str, Any]]:
+    """The conversation; the k-th assistant message carries the ids of turn k."""
+    messages: list[dict[str, Any]] = [message.model_dump(mode="json") for message in trajectory.messages]
+    assistants = iter([message for message in messages if message["role"] == "assistant"])
+    for segment in trajectory.segments:
+        turns = sorted({turn for turn in segment.turn_ids if turn >= 0})
+        for turn, message in zip(turns, assistants, strict=False):
+            start = segment.turn_ids.index(turn)
+            end = start + segment.turn_ids.count(turn)
+            message["input_ids"] = segment.token_ids[:start]
+            message["output_ids"] = segment.token_ids[start:end]
+            message["logprobs"] = segment.logprobs[start:end]
+    return messages

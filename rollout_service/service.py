@@ -1,0 +1,192 @@
+"""The running service: everything with a lifetime, opened in order and closed in reverse.
+
+Guarantees: what a crash left behind is swept before any rollout starts; when `open_service` is left nothing of
+this service lives on: no task, no sandbox, no engine that it started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from socket import gethostname
+
+import anyio
+import structlog
+from pydantic import HttpUrl
+from sandboxes.images import ImageStore
+
+from api_schemas.errors import FieldError
+from api_schemas.inference import BackendSpec, BackendState
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage
+from rollout_service.environments.registry import EnvironmentRegistry
+from rollout_service.errors import InvalidFieldError, NotFoundError
+from rollout_service.inference.embedded.process import EmbeddedEngine
+from rollout_service.inference.pool import PoolOptions
+from rollout_service.inference.pools import Pools
+from rollout_service.pipeline.attempt import Services, Stages
+from rollout_service.pipeline.pipeline import Pipeline
+from rollout_service.pipeline.sandboxing import SandboxSource
+from rollout_service.pipeline.stage import StageLimiter
+from rollout_service.serving import Serving
+from rollout_service.settings import Engine, PipelineSettings, Settings
+from rollout_service.store.contract import Store
+from rollout_service.store.sqlite import SqliteStore
+from rollout_service.telemetry import Metrics
+from sandboxes import make_provider
+from sandboxes.errors import ImageError
+
+log = structlog.get_logger(__name__)
+
+POLICIES = Path(__file__).parent / "policies"
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What the routes work with."""
+
+    settings: Settings
+    store: Store
+    pipeline: Pipeline
+    environments: EnvironmentRegistry
+    sandboxes: SandboxSource
+    serving: Serving
+    metrics: Metrics
+
+    async def submit(self, request: RolloutRequest) -> Rollout:
+        """Check an order, and make it durable.
+
+        Raises InvalidFieldError with the paths at fault, NoBackendError, ConflictError, StoreError.
+        """
+        environment = self.environments.get(request.task.environment)
+        environment.check(request.task.instance)
+        if environment.spec.image is not None:
+            await self._check_image(environment.spec.image)
+        self.serving.check(request.pool)
+        rollout, _ = await self.store.submit(request)
+        return rollout
+
+    async def _check_image(self, image: str) -> None:
+        try:
+            await self.sandboxes.check_image(image)
+        except ImageError as error:
+            raise InvalidFieldError(
+                [FieldError(path="body.task.environment", message=f"its image cannot be used: {error}")],
+                hint=error.hint,
+            ) from error
+
+    async def get(self, rollout_id: str, *, trajectory: bool = False) -> Rollout:
+        """A rollout as it stands; raises NotFoundError."""
+        rollout = await self.store.get(rollout_id)
+        if rollout is None:
+            raise NotFoundError(
+                f"there is no rollout {rollout_id}", hint="GET /v1/rollouts lists those there are."
+            )
+        if trajectory and rollout.state.terminal:
+            rollout = rollout.model_copy(update={"trajectory": await self.store.trajectory(rollout_id)})
+        return rollout
+
+    async def wait(self, rollout_id: str, seconds: float) -> Rollout | None:
+        """The whole result once the rollout has ended, or None if that takes longer."""
+        event = self.pipeline.waiters.watch(rollout_id)
+        try:
+            rollout = await self.get(rollout_id)
+            if not rollout.state.terminal:
+                with anyio.move_on_after(seconds):
+                    await event.wait()
+            rollout = await self.get(rollout_id, trajectory=True)
+            return rollout if rollout.state.terminal else None
+        finally:
+            self.pipeline.waiters.forget(rollout_id, event)
+
+    async def abort(self, rollout_ids: list[str] | None) -> list[str]:
+        """Cancel these rollouts, or all that have not ended; returns those that this was asked for."""
+        if rollout_ids is None:
+            rollout_ids = [rollout_id async for rollout_id in self._unfinished()]
+        for rollout_id in rollout_ids:
+            await self.pipeline.cancel(rollout_id)
+        return rollout_ids
+
+    async def _unfinished(self) -> AsyncIterator[str]:
+        for state in [state for state in RolloutState if not state.terminal]:
+            cursor: str | None = None
+            while True:
+                page = await self.store.list(state=state, cursor=cursor, limit=1_000)
+                for rollout in page.rollouts:
+                    yield rollout.rollout_id
+                if (cursor := page.next_cursor) is None:
+                    break
+
+    def unready(self) -> list[str]:
+        """Why the service cannot take work, each with what to do; empty when it can."""
+        reasons = []
+        if not any(view.state is BackendState.READY for view in self.serving.views()):
+            waiting = "".join(f" Waiting for {url}: {why}." for url, why in self.serving.waiting.items())
+            reasons.append(
+                f"no backend is in service; register one with POST /v1/backends or resume its pool.{waiting}"
+            )
+        if not self.pipeline.started:
+            reasons.append("stopped; POST /start begins rollouts again")
+        return reasons
+
+
+@asynccontextmanager
+async def open_service(settings: Settings, metrics: Metrics) -> AsyncIterator[Service]:
+    """Open the service, sweep what a crash left, and work until the block is left."""
+    state_dir = settings.state_dir.expanduser()
+    state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    async with AsyncExitStack() as stack:
+        store = await stack.enter_async_context(SqliteStore.open(settings.database))
+        images = ImageStore(settings.images_dir)
+        environments = await anyio.to_thread.run_sync(EnvironmentRegistry.load, settings.environments)
+        provider = make_provider(settings.sandbox, state_dir)
+        stack.push_async_callback(provider.close)
+        swept = await provider.sweep()
+        log.info("swept what was left", **{name: getattr(swept, name) for name in ("sandboxes", "processes")})
+        sandboxes = SandboxSource(provider, images.resolve)
+        pools = await stack.enter_async_context(Pools(PoolOptions(hold_seconds=settings.hold_seconds)))
+        serving = Serving(pools, state_dir / "backends.json")
+        await _start_engine(settings, stack, serving)
+        await stack.enter_async_context(serving.reconnecting(settings.backends))
+        services = Services(
+            owner=gethostname(),
+            store=store,
+            stages=_stages(settings.pipeline, metrics),
+            environments=environments,
+            sandboxes=sandboxes,
+            policies=serving,
+            metrics=metrics,
+            max_attempts=settings.pipeline.max_attempts,
+        )
+        pipeline = Pipeline(services, settings.pipeline)
+        await stack.enter_async_context(pipeline.running())
+        yield Service(settings, store, pipeline, environments, sandboxes, serving, metrics)
+
+
+async def _start_engine(settings: Settings, stack: AsyncExitStack, serving: Serving) -> None:
+    """Start the embedded engine, unless real ones are named."""
+    if settings.engine is not Engine.EMBEDDED or settings.backends:
+        return
+    engine = await stack.enter_async_context(EmbeddedEngine(_checkpoint(settings), threads=settings.embedded.threads))
+    await serving.register(BackendSpec(url=HttpUrl(engine.url)), remember=False)
+
+
+def _checkpoint(settings: Settings) -> Path:
+    """The folder of a shipped policy, or of the caller's own."""
+    shipped = POLICIES / settings.embedded.model
+    return shipped if shipped.is_dir() else Path(settings.embedded.model).expanduser()
+
+
+def _stages(settings: PipelineSettings, metrics: Metrics) -> Stages:
+    return Stages(
+        init=StageLimiter(
+            Stage.INIT, places=settings.init_queue, workers=settings.init_workers, metrics=metrics
+        ),
+        rollout=StageLimiter(
+            Stage.ROLLOUT, places=settings.rollout_queue, workers=settings.rollout_workers, metrics=metrics
+        ),
+        evaluate=StageLimiter(
+            Stage.EVALUATE, places=settings.evaluate_queue, workers=settings.evaluate_workers, metrics=metrics
+        ),
+    )

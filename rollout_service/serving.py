@@ -1,0 +1,155 @@
+"""What serves each policy: the engines of its pool, and the tokenizer and chat format that they share.
+
+Guarantees: a backend is in service only if the service can also turn messages into ids for it; backends that
+were registered over HTTP are registered again after a restart; one that does not answer then is tried until it
+does, and `waiting` names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import structlog
+from pydantic import TypeAdapter
+
+from api_schemas.inference import (
+    BackendSpec,
+    BackendView,
+    PauseRequest,
+    PoolOutcome,
+    ResumeRequest,
+    WeightsRequest,
+)
+from api_schemas.rollouts import RolloutRequest
+from rollout_service.agents.policy import PolicySession
+from rollout_service.environments.contract import Environment
+from rollout_service.errors import ServiceError
+from rollout_service.inference.errors import InferenceError
+from rollout_service.inference.pools import Pools
+from rollout_service.tokens.renderer import ChatRenderer
+
+log = structlog.get_logger(__name__)
+
+RECONNECT_SECONDS = 5.0
+_SPECS = TypeAdapter(list[BackendSpec])
+
+
+class Serving:
+    """The backends and chat formats of all pools."""
+
+    def __init__(self, pools: Pools, remembered: Path) -> None:
+        """`remembered` is the file that keeps the backends for after a restart."""
+        self._pools = pools
+        self._remembered = remembered
+        self._renderers: dict[str, ChatRenderer] = {}
+        self._specs: dict[str, BackendSpec] = {}
+        self.waiting: dict[str, str] = {}
+        """Backends that are to be registered and do not answer, with the reason."""
+
+    @asynccontextmanager
+    async def reconnecting(self, specs: list[BackendSpec]) -> AsyncIterator[None]:
+        """Register these and the remembered backends, in the background for as long as it takes."""
+        async with anyio.create_task_group() as tasks:
+            known = {str(spec.url): spec for spec in [*self._load(), *specs]}
+            for spec in known.values():
+                self.waiting[str(spec.url)] = "not tried yet"
+                tasks.start_soon(self._reconnect, spec)
+            yield
+            tasks.cancel_scope.cancel()
+
+    async def register(self, spec: BackendSpec, *, remember: bool = True) -> BackendView:
+        """Take an engine into service; raises InferenceError or TokenError and leaves nothing half done."""
+        known = {view.backend_id for view in self._pools.views()}
+        view = await self._pools.register(str(spec.url), spec.pool)
+        try:
+            path = spec.tokenizer or view.tokenizer_path
+            renderer = await anyio.to_thread.run_sync(ChatRenderer.load, path, spec.renderer)
+        except BaseException:
+            if view.backend_id not in known:
+                with anyio.CancelScope(shield=True):
+                    await self._pools.remove(view.backend_id)
+            raise
+        self._renderers[spec.pool] = renderer
+        self.waiting.pop(str(spec.url), None)
+        if remember:
+            self._specs[view.backend_id] = spec
+            await self._save()
+        log.info("backend registered", backend_id=view.backend_id, model=view.model_path, pool=view.pool)
+        return view
+
+    async def remove(self, backend_id: str) -> None:
+        """Take an engine out for good; raises UnknownBackend."""
+        await self._pools.remove(backend_id)
+        if self._specs.pop(backend_id, None):
+            await self._save()
+
+    def drain(self, backend_id: str) -> BackendView:
+        """Send an engine nothing new; raises UnknownBackend."""
+        return self._pools.drain(backend_id)
+
+    def views(self) -> list[BackendView]:
+        """All backends of all pools."""
+        return self._pools.views()
+
+    async def pause(self, request: PauseRequest) -> PoolOutcome:
+        """Pause a pool; raises NoBackendError."""
+        return await self._pools[request.pool].pause(request.mode)
+
+    async def resume(self, request: ResumeRequest) -> PoolOutcome:
+        """Let a pool go on; raises NoBackendError."""
+        return await self._pools[request.pool].resume()
+
+    async def update_weights(self, request: WeightsRequest) -> PoolOutcome:
+        """Load weights into a pool; raises NoBackendError."""
+        return await self._pools[request.pool].update_weights(request.path, request.version, request.mode)
+
+    def check(self, pool: str) -> None:
+        """Whether a pool has ever had a backend; raises NoBackendError that says how to register one."""
+        self._pools[pool]
+
+    async def open(self, request: RolloutRequest, environment: Environment) -> PolicySession:
+        """The conversation of one rollout with its pool; raises NoBackendError."""
+        pool = self._pools[request.pool]
+        return PolicySession(
+            pool=pool,
+            renderer=self._renderers[request.pool],
+            tools=environment.tool_definitions(),
+            rollout_id=request.rollout_id or "",
+            sampling=request.sampling,
+        )
+
+    def close(self, request: RolloutRequest) -> None:
+        """Free a rollout's place on its backend; idempotent."""
+        if request.pool in self._renderers:
+            self._pools[request.pool].release(request.rollout_id or "")
+
+    async def _reconnect(self, spec: BackendSpec) -> None:
+        url = str(spec.url)
+        while url in self.waiting:
+            try:
+                await self.register(spec)
+            except InferenceError as error:
+                self.waiting[url] = str(error)
+                log.warning(
+                    "backend does not answer yet; trying again", url=url, error=str(error), hint=error.hint
+                )
+                await anyio.sleep(RECONNECT_SECONDS)
+            except ServiceError as error:
+                self.waiting[url] = str(error)
+                log.error("backend cannot be used", url=url, error=str(error), hint=error.hint)
+                return
+
+    def _load(self) -> list[BackendSpec]:
+        try:
+            return _SPECS.validate_json(self._remembered.read_bytes())
+        except FileNotFoundError:
+            return []
+
+    async def _save(self) -> None:
+        draft = self._remembered.with_suffix(".draft")
+        data = _SPECS.dump_json(list(self._specs.values()))
+        await anyio.Path(draft).write_bytes(data)
+        await anyio.Path(draft).replace(self._remembered)
