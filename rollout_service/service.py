@@ -89,23 +89,17 @@ class Service:
 
     async def wait(self, rollout_id: str, seconds: float) -> Rollout | None:
         """The whole result once the rollout has ended, or None if that takes longer."""
-        event = self.pipeline.waiters.watch(rollout_id)
-        try:
-            rollout = await self.get(rollout_id)
-            if not rollout.state.terminal:
-                with anyio.move_on_after(seconds):
-                    await event.wait()
-            rollout = await self.get(rollout_id, trajectory=True)
-            return rollout if rollout.state.terminal else None
-        finally:
-            self.pipeline.waiters.forget(rollout_id, event)
+        with anyio.move_on_after(seconds):
+            await self.store.wait_for_result(rollout_id)
+            return await self.get(rollout_id, trajectory=True)
+        return None
 
     async def abort(self, rollout_ids: list[str] | None) -> list[str]:
         """Cancel these rollouts, or all that have not ended; returns those that this was asked for."""
         if rollout_ids is None:
             rollout_ids = [rollout_id async for rollout_id in self._unfinished()]
         for rollout_id in rollout_ids:
-            await self.pipeline.cancel(rollout_id)
+            await self.store.cancel(rollout_id)
         return rollout_ids
 
     async def _unfinished(self) -> AsyncIterator[str]:
@@ -137,7 +131,7 @@ async def open_service(settings: Settings, metrics: Metrics) -> AsyncIterator[Se
     state_dir = settings.state_dir.expanduser()
     state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     async with AsyncExitStack() as stack:
-        store = await stack.enter_async_context(SqliteStore.open(settings.database))
+        store = await stack.enter_async_context(await SqliteStore.open(settings.database))
         images = ImageStore(settings.images_dir)
         environments = await anyio.to_thread.run_sync(EnvironmentRegistry.load, settings.environments)
         provider = make_provider(settings.sandbox, state_dir)
@@ -146,7 +140,7 @@ async def open_service(settings: Settings, metrics: Metrics) -> AsyncIterator[Se
         log.info("swept what was left", **{name: getattr(swept, name) for name in ("sandboxes", "processes")})
         sandboxes = SandboxSource(provider, images.resolve)
         pools = await stack.enter_async_context(Pools(PoolOptions(hold_seconds=settings.hold_seconds)))
-        serving = Serving(pools, state_dir / "backends.json")
+        serving = Serving(pools, state_dir / "backends.json", hold_seconds=settings.hold_seconds)
         await _start_engine(settings, stack, serving)
         await stack.enter_async_context(serving.reconnecting(settings.backends))
         services = Services(
@@ -168,7 +162,9 @@ async def _start_engine(settings: Settings, stack: AsyncExitStack, serving: Serv
     """Start the embedded engine, unless real ones are named."""
     if settings.engine is not Engine.EMBEDDED or settings.backends:
         return
-    engine = await stack.enter_async_context(EmbeddedEngine(_checkpoint(settings), threads=settings.embedded.threads))
+    engine = await stack.enter_async_context(
+        EmbeddedEngine(_checkpoint(settings), threads=settings.embedded.threads)
+    )
     await serving.register(BackendSpec(url=HttpUrl(engine.url)), remember=False)
 
 

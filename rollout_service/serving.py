@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
@@ -27,9 +28,9 @@ from api_schemas.rollouts import RolloutRequest
 from rollout_service.agents.policy import PolicySession
 from rollout_service.environments.contract import Environment
 from rollout_service.errors import ServiceError
-from rollout_service.inference.errors import InferenceError
+from rollout_service.inference.errors import InferenceError, NoBackendError
 from rollout_service.inference.pools import Pools
-from rollout_service.tokens.renderer import ChatRenderer
+from rollout_service.tokens import ChatRenderer, Conversation
 
 log = structlog.get_logger(__name__)
 
@@ -37,17 +38,28 @@ RECONNECT_SECONDS = 5.0
 _SPECS = TypeAdapter(list[BackendSpec])
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the engines of a pool have in common."""
+
+    renderer: ChatRenderer
+    context_length: int
+
+
 class Serving:
     """The backends and chat formats of all pools."""
 
-    def __init__(self, pools: Pools, remembered: Path) -> None:
+    def __init__(self, pools: Pools, remembered: Path, *, hold_seconds: float) -> None:
         """`remembered` is the file that keeps the backends for after a restart."""
         self._pools = pools
         self._remembered = remembered
-        self._renderers: dict[str, ChatRenderer] = {}
+        self._hold_seconds = hold_seconds
+        self._served: dict[str, Served] = {}
+        self._changed = anyio.Event()
         self._specs: dict[str, BackendSpec] = {}
+        self._awaited: dict[str, BackendSpec] = {}
         self.waiting: dict[str, str] = {}
-        """Backends that are to be registered and do not answer, with the reason."""
+        """Addresses of backends that are to be registered and cannot be yet, with the reason."""
 
     @asynccontextmanager
     async def reconnecting(self, specs: list[BackendSpec]) -> AsyncIterator[None]:
@@ -56,6 +68,7 @@ class Serving:
             known = {str(spec.url): spec for spec in [*self._load(), *specs]}
             for spec in known.values():
                 self.waiting[str(spec.url)] = "not tried yet"
+                self._awaited[str(spec.url)] = spec
                 tasks.start_soon(self._reconnect, spec)
             yield
             tasks.cancel_scope.cancel()
@@ -72,8 +85,8 @@ class Serving:
                 with anyio.CancelScope(shield=True):
                     await self._pools.remove(view.backend_id)
             raise
-        self._renderers[spec.pool] = renderer
-        self.waiting.pop(str(spec.url), None)
+        self._served[spec.pool] = Served(renderer, view.context_length)
+        self._stop_waiting(str(spec.url))
         if remember:
             self._specs[view.backend_id] = spec
             await self._save()
@@ -107,28 +120,50 @@ class Serving:
         return await self._pools[request.pool].update_weights(request.path, request.version, request.mode)
 
     def check(self, pool: str) -> None:
-        """Whether a pool has ever had a backend; raises NoBackendError that says how to register one."""
-        self._pools[pool]
+        """Whether a pool is served or about to be; raises NoBackendError that says how to register a backend."""
+        if pool not in self._served and all(spec.pool != pool for spec in self._awaited.values()):
+            self._pools[pool]
 
     async def open(self, request: RolloutRequest, environment: Environment) -> PolicySession:
-        """The conversation of one rollout with its pool; raises NoBackendError."""
-        pool = self._pools[request.pool]
+        """The conversation of one rollout with its pool, once that is served; raises NoBackendError."""
+        served = await self._once_served(request.pool)
         return PolicySession(
-            pool=pool,
-            renderer=self._renderers[request.pool],
-            tools=environment.tool_definitions(),
-            rollout_id=request.rollout_id or "",
+            Conversation(served.renderer, environment.tool_definitions()),
+            self._pools[request.pool],
+            affinity=request.rollout_id or "",
             sampling=request.sampling,
+            stop_token_ids=served.renderer.stop_token_ids,
+            context_length=served.context_length,
         )
 
     def close(self, request: RolloutRequest) -> None:
         """Free a rollout's place on its backend; idempotent."""
-        if request.pool in self._renderers:
+        if request.pool in self._served:
             self._pools[request.pool].release(request.rollout_id or "")
+
+    async def _once_served(self, pool: str) -> Served:
+        """Wait for backends that are still starting, as after a restart of the whole job."""
+        with anyio.move_on_after(self._hold_seconds):
+            while pool not in self._served:
+                self.check(pool)
+                await self._changed.wait()
+        if pool not in self._served:
+            reasons = "; ".join(f"{url}: {reason}" for url, reason in self.waiting.items())
+            raise NoBackendError(
+                f"pool {pool!r} has no backend after {self._hold_seconds:g} s ({reasons})",
+                hint="Bring its engine back, or register another with POST /v1/backends.",
+            )
+        return self._served[pool]
+
+    def _stop_waiting(self, url: str) -> None:
+        self.waiting.pop(url, None)
+        self._awaited.pop(url, None)
+        self._changed.set()
+        self._changed = anyio.Event()
 
     async def _reconnect(self, spec: BackendSpec) -> None:
         url = str(spec.url)
-        while url in self.waiting:
+        while url in self._awaited:
             try:
                 await self.register(spec)
             except InferenceError as error:
@@ -140,7 +175,7 @@ class Serving:
             except ServiceError as error:
                 self.waiting[url] = str(error)
                 log.error("backend cannot be used", url=url, error=str(error), hint=error.hint)
-                return
+                self._awaited.pop(url)
 
     def _load(self) -> list[BackendSpec]:
         try:

@@ -92,7 +92,7 @@ class Attempt:
         self._artifacts = Artifacts()
         self._spans: list[Span] = []
         self._stop_reason: StopReason | None = None
-        self.retries = list(lease.retries)
+        self._state = RolloutState.QUEUED
 
     async def run(self) -> Score:
         """Pass all stages; raises whatever ends the attempt early."""
@@ -148,7 +148,6 @@ class Attempt:
                 in_place = environment.spec.evaluate_in is not EvaluateIn.SAME
                 if not (info.retryable and in_place and tries_left):
                     raise
-                self.retries.append(info)
                 self._services.metrics.retried(info)
             finally:
                 with anyio.CancelScope(shield=True):
@@ -158,10 +157,7 @@ class Attempt:
     @asynccontextmanager
     async def _stage(self, limiter: StageLimiter, seconds: float) -> AsyncIterator[Timer]:
         queued = await limiter.enter(self._slot, since=self._left)
-        if not await self._services.store.advance(
-            self.lease, self._services.owner, RolloutState(limiter.stage.value)
-        ):
-            raise LeaseLostError(self.lease.rollout_id)
+        await self._advance(RolloutState(limiter.stage.value))
         timer = Timer(limiter.stage, self.lease.attempt, queued)
         try:
             async with limiter.deadline(seconds):
@@ -173,6 +169,13 @@ class Attempt:
         finally:
             self._left = time.perf_counter()
             self._spans.append(timer.span())
+
+    async def _advance(self, state: RolloutState) -> None:
+        if state is self._state:
+            return
+        if not await self._services.store.advance(self.lease, self._services.owner, state):
+            raise LeaseLostError(self.lease.rollout_id)
+        self._state = state
 
     async def _start_sandbox(self, spec: EnvironmentSpec, timer: Timer) -> None:
         started = time.perf_counter()
@@ -233,7 +236,7 @@ class Attempt:
             reward_parts=score.parts if score else {},
             stop_reason=self._reason(state, error),
             error=error,
-            retries=self.retries,
+            retries=self.lease.retries,
             **({"usage": usage} if usage else {}),
             spans=self._spans,
             metadata=self.lease.request.metadata,

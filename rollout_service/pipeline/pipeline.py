@@ -8,9 +8,10 @@ store with its attempt refunded. All tasks live in the task group of `running`; 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import anyio
 import structlog
@@ -20,11 +21,12 @@ from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutState
 from rollout_service.errors import AttemptsExhaustedError, ServiceError, StoreError, describe
 from rollout_service.pipeline.attempt import Attempt, LeaseLostError, Services
-from rollout_service.pipeline.waiters import Waiters
 from rollout_service.settings import PipelineSettings
 from rollout_service.store.contract import Lease
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 STORE_RETRY_SECONDS = 1.0
 
@@ -35,12 +37,6 @@ class Job:
 
     lease: Lease
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    cancel_requested: bool = False
-
-    def cancel(self) -> None:
-        """End it as cancelled."""
-        self.cancel_requested = True
-        self.scope.cancel()
 
 
 class Pipeline:
@@ -53,7 +49,6 @@ class Pipeline:
         self._idle = anyio.Event()
         self._started = anyio.Event()
         self._started.set()
-        self.waiters = Waiters()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -62,7 +57,8 @@ class Pipeline:
         async with anyio.create_task_group() as work:
             async with anyio.create_task_group() as admission:
                 admission.start_soon(self._admit, work)
-                work.start_soon(self._heartbeat)
+                work.start_soon(self._renew_leases)
+                work.start_soon(self._watch_cancels)
                 try:
                     yield
                 finally:
@@ -92,15 +88,6 @@ class Pipeline:
         """How many rollouts are being worked on or wait inside of the pipeline."""
         return len(self._jobs)
 
-    async def cancel(self, rollout_id: str) -> RolloutState | None:
-        """Cancel a rollout wherever it is; returns the state it was in, None for an id not known so far."""
-        state = await self._services.store.cancel(rollout_id)
-        if job := self._jobs.get(rollout_id):
-            job.cancel()
-        else:
-            self.waiters.finished(rollout_id)
-        return state
-
     async def _drain(self) -> None:
         with anyio.move_on_after(self._settings.drain_seconds):
             while self._jobs:
@@ -122,34 +109,45 @@ class Pipeline:
             for lease in leases:
                 job = self._jobs[lease.rollout_id] = Job(lease)
                 work.start_soon(self._work, job, name=f"rollout {lease.rollout_id}")
+            await self._apply_cancels()  # one may have come between the lease and the job
 
     async def _claim(self, limit: int) -> list[Lease]:
         """Wait until the store has work; it may be that another service takes it first."""
         services = self._services
-        await services.store.wait_for_work()
-        try:
+
+        async def claim() -> list[Lease]:
+            await services.store.wait_for_work()
             return await services.store.claim(
                 services.owner, limit=limit, lease_seconds=self._settings.lease_seconds
             )
-        except StoreError as error:
-            log.error("cannot lease work; trying again", error=str(error), hint=error.hint)
-            await anyio.sleep(STORE_RETRY_SECONDS)
-            return []
 
-    async def _heartbeat(self) -> None:
-        """Renew the leases, and notice cancellations that were asked for through another service."""
+        return await insist("lease work", claim)
+
+    async def _renew_leases(self) -> None:
         services = self._services
+
+        async def renew() -> None:
+            await services.store.renew(
+                services.owner, list(self._jobs), lease_seconds=self._settings.lease_seconds
+            )
+
         while True:
             await anyio.sleep(self._settings.lease_seconds / 3)
-            try:
-                await services.store.renew(
-                    services.owner, list(self._jobs), lease_seconds=self._settings.lease_seconds
-                )
-                for rollout_id in await services.store.cancel_requested(services.owner):
-                    if job := self._jobs.get(rollout_id):
-                        job.cancel()
-            except StoreError as error:
-                log.error("cannot renew leases", error=str(error), hint=error.hint)
+            await insist("renew leases", renew)
+
+    async def _watch_cancels(self) -> None:
+        """Cancel what was asked to be, whichever service was asked."""
+        while True:
+            await insist("wait for cancellations", self._services.store.wait_for_cancels)
+            await self._apply_cancels()
+
+    async def _apply_cancels(self) -> None:
+        async def requested() -> list[str]:
+            return await self._services.store.cancel_requested(self._services.owner)
+
+        for rollout_id in await insist("look for cancellations", requested):
+            if job := self._jobs.get(rollout_id):
+                job.scope.cancel()
 
     async def _work(self, job: Job) -> None:
         rollout_id = job.lease.rollout_id
@@ -165,8 +163,6 @@ class Pipeline:
             finally:
                 del self._jobs[rollout_id]
                 self._idle.set()
-                if job.cancel_requested:
-                    self.waiters.finished(rollout_id)
 
     async def _attempt(self, job: Job) -> None:
         attempt = Attempt(self._services, job.lease)
@@ -222,27 +218,38 @@ class Pipeline:
     async def _retry(self, attempt: Attempt, info: ErrorInfo) -> None:
         delay = self._settings.retry_seconds * 2 ** (attempt.lease.attempt - 1)
         self._services.metrics.retried(info)
-        with anyio.CancelScope(shield=True):
-            if not await self._services.store.retry(
+
+        async def retry() -> bool:
+            return await self._services.store.retry(
                 attempt.lease, self._services.owner, info, delay_seconds=delay
-            ):
-                raise LeaseLostError(attempt.lease.rollout_id)
+            )
+
+        await self._settle("queue a rollout again", attempt, retry)
 
     async def _finish(self, attempt: Attempt, result: Rollout) -> None:
-        """Write the terminal state, for as long as it takes the store to accept it; give up what is held first."""
+        async def finish() -> bool:
+            return await self._services.store.finish(attempt.lease, self._services.owner, result)
+
         await attempt.release()
+        await self._settle("write a result", attempt, finish)
+        self._services.metrics.finished(result)
+
+    async def _settle(self, what: str, attempt: Attempt, write: Callable[[], Awaitable[bool]]) -> None:
+        """Write how an attempt ended, for as long as it takes the store to accept it."""
         with anyio.CancelScope(shield=True):
-            while True:
-                try:
-                    held = await self._services.store.finish(attempt.lease, self._services.owner, result)
-                    break
-                except StoreError as error:
-                    log.error("cannot write a result; trying again", error=str(error), hint=error.hint)
-                    await anyio.sleep(STORE_RETRY_SECONDS)
+            held = await insist(what, write)
         if not held:
             raise LeaseLostError(attempt.lease.rollout_id)
-        self._services.metrics.finished(result)
-        self.waiters.finished(result.rollout_id)
+
+
+async def insist(what: str, call: Callable[[], Awaitable[T]]) -> T:
+    """Make an idempotent call to the store until it succeeds, saying so in the log whenever it does not."""
+    while True:
+        try:
+            return await call()
+        except StoreError as error:
+            log.error("the store failed; trying again", doing=what, error=str(error), hint=error.hint)
+        await anyio.sleep(STORE_RETRY_SECONDS)
 
 
 async def take_all(semaphore: anyio.Semaphore) -> int:

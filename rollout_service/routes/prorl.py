@@ -94,7 +94,7 @@ async def process(service: ServiceDep, request: ProcessRequest) -> dict[str, Any
 @router.post("/cancel")
 async def cancel(service: ServiceDep, request: JobRequest) -> dict[str, Any]:
     """Cancel a job, also one that is yet to come."""
-    was = await service.pipeline.cancel(request.job_id)
+    was = await service.store.cancel(request.job_id)
     return {"status": "success", "job_id": request.job_id, "was": was}
 
 

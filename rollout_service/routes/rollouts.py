@@ -79,7 +79,7 @@ async def get_trajectory(service: ServiceDep, rollout_id: RolloutId) -> Response
 @router.delete("/rollouts/{rollout_id}", status_code=HTTPStatus.ACCEPTED)
 async def cancel(service: ServiceDep, rollout_id: RolloutId) -> JSONResponse:
     """Cancel a rollout, also one that is yet to be submitted. Idempotent; what has ended stays as it is."""
-    state = await service.pipeline.cancel(rollout_id)
+    state = await service.store.cancel(rollout_id)
     return JSONResponse(
         {"rollout_id": rollout_id, "was": state},
         HTTPStatus.OK if state and state.terminal else HTTPStatus.ACCEPTED,
