@@ -1,0 +1,101 @@
+"""Between the wire models and what the database keeps.
+
+A rollout's result is kept without what the store knows itself (the request's fields, the state, the attempt,
+the retries, the times), so that there is one place for each fact. Trajectories are compressed JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+import zlib
+from datetime import UTC, datetime
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from api_schemas.errors import ErrorInfo
+from api_schemas.events import Event
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, StopReason
+from api_schemas.trajectories import Trajectory
+from rollout_service.store.contract import Lease
+
+_RETRIES = TypeAdapter(list[ErrorInfo])
+_RESULT_FIELDS = {"reward", "reward_parts", "stop_reason", "error", "usage", "spans"}
+
+
+def when(seconds: float) -> datetime:
+    """A time of the database (Unix seconds) as a time of the wire."""
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+def fingerprint(request: RolloutRequest) -> bytes:
+    """SHA-256 of the request's canonical JSON: sorted keys, defaults filled in, no white space."""
+    canonical = json.dumps(request.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).digest()
+
+
+def encode_result(result: Rollout) -> str:
+    """The part of a result that the store does not know itself, as JSON."""
+    return result.model_dump_json(include=_RESULT_FIELDS)
+
+
+def encode_trajectory(trajectory: Trajectory) -> bytes:
+    """Compressed JSON; level 1, since token ids and log-probabilities gain little from more."""
+    return zlib.compress(trajectory.model_dump_json().encode(), level=1)
+
+
+def decode_trajectory(data: bytes) -> Trajectory:
+    """The inverse of `encode_trajectory`."""
+    return Trajectory.model_validate_json(zlib.decompress(data))
+
+
+def trajectory_tokens(trajectory: Trajectory) -> int:
+    """How many tokens a trajectory holds, which is what encoding it costs."""
+    return sum(len(segment.token_ids) for segment in trajectory.segments)
+
+
+def decode_rollout(row: sqlite3.Row) -> Rollout:
+    """A rollout from its row joined with its request and, when it has one, its result."""
+    request = RolloutRequest.model_validate_json(row["request"])
+    state = RolloutState(row["state"])
+    result: dict[str, Any] = json.loads(row["result"]) if row["result"] else {}
+    if state is RolloutState.CANCELLED:
+        result.setdefault("stop_reason", StopReason.CANCELLED)
+    return Rollout(
+        rollout_id=row["rollout_id"],
+        state=state,
+        task=request.task,
+        pool=request.pool,
+        metadata=request.metadata,
+        attempt=row["attempt"],
+        retries=_RETRIES.validate_json(row["retries"]),
+        created_at=when(row["created_at"]),
+        finished_at=when(row["changed_at"]) if state.terminal else None,
+        **result,
+    )
+
+
+def decode_lease(row: sqlite3.Row) -> Lease:
+    """A lease from a claimed row joined with its request."""
+    return Lease(
+        rollout_id=row["rollout_id"],
+        request=RolloutRequest.model_validate_json(row["request"]),
+        attempt=row["attempt"],
+        retries=_RETRIES.validate_json(row["retries"]),
+        created_at=when(row["created_at"]),
+        queued_at=when(row["queued_at"]),
+        token=row["token"],
+    )
+
+
+def decode_event(row: sqlite3.Row) -> Event:
+    """An event from its row."""
+    return Event(
+        event_id=row["event_id"],
+        time=when(row["time"]),
+        kind=row["kind"],
+        subject=row["subject"],
+        data=json.loads(row["data"]),
+    )

@@ -1,0 +1,690 @@
+"""The contract of `Store`, as examples and as a state machine, over every kind of store."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import anyio
+import anyio.from_thread
+import pytest
+from anyio.from_thread import BlockingPortal
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from api_schemas.errors import Boundary, ErrorInfo
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, StopReason, Usage
+from api_schemas.tasks import Task
+from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
+from rollout_service.errors import ConflictError, InvalidFieldError, StoreError
+from rollout_service.store import Lease, SqliteStore, Store
+
+pytestmark = pytest.mark.anyio
+
+START = 1_700_000_000.0
+INFRASTRUCTURE = ErrorInfo(code="engine_gone", boundary=Boundary.INFERENCE, message="gone", retryable=True)
+S = RolloutState
+
+
+class Clock:
+    """A clock that only the test moves."""
+
+    def __init__(self) -> None:
+        self.now = START
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@asynccontextmanager
+async def sqlite_in_memory(clock: Clock) -> AsyncIterator[Store]:
+    async with await SqliteStore.open(":memory:", clock=clock) as store:
+        yield store
+
+
+Factory = Callable[[Clock], AbstractAsyncContextManager[Store]]
+KINDS: dict[str, Factory] = {"sqlite": sqlite_in_memory}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Factory:
+    return KINDS[request.param]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def store(kind: Factory, clock: Clock) -> AsyncIterator[Store]:
+    async with kind(clock) as made:
+        yield made
+
+
+def order(rollout_id: str = "r1", **instance: Any) -> RolloutRequest:
+    return RolloutRequest(rollout_id=rollout_id, task=Task(environment="calc", instance=instance))
+
+
+def trajectory(tokens: int) -> Trajectory:
+    ids = list(range(tokens))
+    segment = Segment(
+        token_ids=ids,
+        loss_mask=[1] * tokens,
+        logprobs=[-0.5] * tokens,
+        versions=[3] * tokens,
+        turn_ids=[0] * tokens,
+        fork_reason=ForkReason.FIRST,
+    )
+    return Trajectory(
+        segments=[segment],
+        messages=[Message(role="user", content="1 + 1 = ?")],
+        finish_reasons=[FinishReason.STOP],
+        fork_counts={ForkReason.FIRST: 1},
+    )
+
+
+def outcome(lease: Lease, state: RolloutState = S.COMPLETED, **fields: Any) -> Rollout:
+    if state is S.FAILED:
+        fields.setdefault("error", INFRASTRUCTURE)
+    return Rollout(
+        rollout_id=lease.rollout_id,
+        state=state,
+        task=lease.request.task,
+        pool=lease.request.pool,
+        created_at=lease.created_at,
+        **fields,
+    )
+
+
+async def take(store: Store, owner: str = "a", *, seconds: float = 10.0) -> Lease:
+    [lease] = await store.claim(owner, limit=1, lease_seconds=seconds)
+    return lease
+
+
+async def test_a_rollout_from_submit_to_result(store: Store, clock: Clock) -> None:
+    request = order(question="1 + 1").model_copy(update={"metadata": {"step": 7}})
+    queued, new = await store.submit(request)
+    assert new
+    assert (queued.state, queued.attempt, queued.task) == (S.QUEUED, 0, request.task)
+    lease = await take(store)
+    assert (lease.request, lease.attempt, lease.retries) == (request, 1, [])
+    assert lease.created_at == lease.queued_at == datetime.fromtimestamp(START, UTC)
+    for state in (S.INIT, S.ROLLOUT, S.EVALUATE):
+        assert await store.advance(lease, "a", state)
+        assert (await known(store)).state is state
+    clock.now += 5
+    result = outcome(
+        lease,
+        reward=0.5,
+        reward_parts={"format": 0.5},
+        stop_reason=StopReason.FINISHED,
+        usage=Usage(turns=2),
+        trajectory=trajectory(5),
+    )
+    assert await store.finish(lease, "a", result)
+    done = await known(store)
+    assert done == result.model_copy(
+        update={
+            "attempt": 1,
+            "trajectory": None,
+            "metadata": {"step": 7},
+            "finished_at": datetime.fromtimestamp(START + 5, UTC),
+        }
+    )
+    assert await store.trajectory("r1") == trajectory(5)
+    assert await store.counts() == {S.COMPLETED: 1}
+
+
+async def known(store: Store, rollout_id: str = "r1") -> Rollout:
+    rollout = await store.get(rollout_id)
+    assert rollout is not None
+    return rollout
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 50_000])
+async def test_a_trajectory_of_any_size_comes_back_as_it_was(store: Store, tokens: int) -> None:
+    await store.submit(order())
+    lease = await take(store)
+    assert await store.finish(lease, "a", outcome(lease, trajectory=trajectory(tokens)))
+    assert await store.trajectory("r1") == trajectory(tokens)
+
+
+async def test_what_is_unknown_or_unfinished_has_no_trajectory(store: Store) -> None:
+    assert await store.get("r1") is None
+    assert await store.trajectory("r1") is None
+    await store.submit(order())
+    assert await store.trajectory("r1") is None
+    lease = await take(store)
+    await store.finish(lease, "a", outcome(lease, S.FAILED))
+    assert await store.trajectory("r1") is None
+    assert (await known(store)).error == INFRASTRUCTURE
+
+
+async def test_the_same_body_again_changes_nothing_and_another_is_refused(store: Store) -> None:
+    await store.submit(order(x=1, y=2))
+    again, new = await store.submit(order(y=2, x=1))
+    assert not new
+    assert again.state is S.QUEUED
+    with pytest.raises(ConflictError, match="r1"):
+        await store.submit(order(x=1, y=3))
+    assert await store.counts() == {S.QUEUED: 1}
+    with pytest.raises(ValueError, match="rollout_id"):
+        await store.submit(RolloutRequest(task=Task(environment="calc")))
+
+
+async def test_a_conflict_harms_nothing_that_is_submitted_beside_it(store: Store) -> None:
+    await store.submit(order("r0"))
+    outcomes: dict[str, str] = {}
+
+    async def submit(request: RolloutRequest) -> None:
+        try:
+            await store.submit(request)
+        except ConflictError:
+            outcomes[str(request.rollout_id)] = "conflict"
+
+    async with anyio.create_task_group() as group:
+        for number in range(20):
+            group.start_soon(submit, order(f"r{number}"))
+            group.start_soon(submit, order("r0", another=number))
+    assert outcomes == {"r0": "conflict"}
+    assert await store.counts() == {S.QUEUED: 20}
+
+
+async def test_claims_are_oldest_first_and_disjoint(store: Store) -> None:
+    for number in range(7):
+        await store.submit(order(f"r{number}"))
+    first = await store.claim("a", limit=3, lease_seconds=10)
+    second = await store.claim("b", limit=10, lease_seconds=10)
+    assert [lease.rollout_id for lease in first + second] == [f"r{n}" for n in range(7)]
+    assert await store.claim("a", limit=10, lease_seconds=10) == []
+
+
+async def test_a_lease_that_ran_out_is_taken_over_and_its_owner_can_do_nothing(
+    store: Store, clock: Clock
+) -> None:
+    await store.submit(order())
+    lost = await take(store, "a", seconds=10)
+    assert await store.advance(lost, "a", S.ROLLOUT)
+    clock.now += 9
+    await store.renew("a", ["r1"], lease_seconds=10)
+    clock.now += 9
+    assert await store.claim("b", limit=1, lease_seconds=10) == []
+    clock.now += 1
+    lease = await take(store, "b")
+    assert lease.attempt == 2
+    assert (await known(store)).state is S.QUEUED
+    before = await store.last_event()
+    assert not await store.advance(lost, "a", S.EVALUATE)
+    assert not await store.retry(lost, "a", INFRASTRUCTURE)
+    assert not await store.finish(lost, "a", outcome(lost, reward=1.0))
+    assert not await store.finish(lease, "a", outcome(lease, reward=1.0))
+    assert await store.last_event() == before
+    assert await store.finish(lease, "b", outcome(lease, reward=0.25))
+    assert (await known(store)).reward == 0.25
+
+
+async def test_an_expired_lease_that_nobody_took_can_still_end(store: Store, clock: Clock) -> None:
+    await store.submit(order())
+    lease = await take(store)
+    clock.now += 100
+    assert await store.finish(lease, "a", outcome(lease))
+
+
+async def test_renewing_touches_only_the_named_leases_of_the_owner(store: Store, clock: Clock) -> None:
+    for number in range(3):
+        await store.submit(order(f"r{number}"))
+    await store.claim("a", limit=2, lease_seconds=10)
+    await store.claim("b", limit=1, lease_seconds=10)
+    await store.renew("a", ["r0", "r2", "unknown"], lease_seconds=100)
+    clock.now += 50
+    leases = await store.claim("c", limit=9, lease_seconds=10)
+    assert [lease.rollout_id for lease in leases] == ["r1", "r2"]
+
+
+@pytest.mark.parametrize(("refund", "attempt"), [(False, 2), (True, 1)])
+async def test_what_is_released_is_queued_again(
+    store: Store, clock: Clock, refund: bool, attempt: int
+) -> None:
+    await store.submit(order())
+    lost = await take(store)
+    clock.now += 3
+    assert await store.release("b") == 0
+    assert await store.release("a", refund=refund) == 1
+    again = await take(store)
+    assert again.attempt == attempt
+    assert again.queued_at == datetime.fromtimestamp(START + 3, UTC)
+    assert not await store.finish(lost, "a", outcome(lost)), "the same owner, but an earlier lease"
+    assert await store.finish(again, "a", outcome(again))
+
+
+async def test_a_retry_waits_and_remembers_why(store: Store, clock: Clock) -> None:
+    await store.submit(order())
+    lease = await take(store)
+    assert await store.retry(lease, "a", INFRASTRUCTURE, delay_seconds=5)
+    assert await store.claim("a", limit=1, lease_seconds=10) == []
+    assert (await known(store)).retries == [INFRASTRUCTURE]
+    clock.now += 5
+    again = await take(store)
+    assert (again.attempt, again.retries) == (2, [INFRASTRUCTURE])
+
+
+async def test_stages_only_go_forward_within_an_attempt(store: Store) -> None:
+    await store.submit(order())
+    lease = await take(store)
+    assert await store.advance(lease, "a", S.ROLLOUT)
+    for state in (S.INIT, S.QUEUED, S.COMPLETED):
+        with pytest.raises(ValueError, match=state):
+            await store.advance(lease, "a", state)
+    with pytest.raises(ValueError, match="no result"):
+        await store.finish(lease, "a", outcome(lease, S.EVALUATE))
+    with pytest.raises(ValueError, match="no result"):
+        await store.finish(replace(lease, rollout_id="r2"), "a", outcome(lease))
+    assert (await known(store)).state is S.ROLLOUT
+
+
+async def test_cancel_of_a_queued_rollout_is_final(store: Store) -> None:
+    await store.submit(order())
+    assert await store.cancel("r1") is S.QUEUED
+    assert await store.cancel("r1") is S.CANCELLED
+    cancelled = await known(store)
+    assert (cancelled.state, cancelled.stop_reason) == (S.CANCELLED, StopReason.CANCELLED)
+    assert cancelled.finished_at is not None
+    assert await store.claim("a", limit=1, lease_seconds=10) == []
+
+
+async def test_cancel_before_submit_leaves_a_tombstone_for_one_rollout(store: Store) -> None:
+    assert await store.cancel("r1") is None
+    assert await store.cancel("r1") is None
+    assert await store.get("r1") is None
+    rollout, new = await store.submit(order())
+    assert (rollout.state, new) == (S.CANCELLED, True)
+    assert (await store.submit(order()))[1] is False
+    assert await store.claim("a", limit=1, lease_seconds=10) == []
+
+
+async def test_cancel_of_a_leased_rollout_is_its_workers_to_end(store: Store) -> None:
+    await store.submit(order())
+    lease = await take(store)
+    assert await store.cancel("r1") is S.QUEUED
+    assert await store.cancel_requested("a") == ["r1"]
+    assert await store.cancel_requested("b") == []
+    assert (await known(store)).state is S.QUEUED
+    assert await store.finish(lease, "a", outcome(lease, S.CANCELLED, trajectory=trajectory(3)))
+    assert await store.cancel_requested("a") == []
+    assert await store.trajectory("r1") == trajectory(3)
+
+
+@pytest.mark.parametrize("way", ["expire", "release", "retry"])
+async def test_a_cancelled_rollout_is_never_queued_again(store: Store, clock: Clock, way: str) -> None:
+    await store.submit(order())
+    lease = await take(store, seconds=10)
+    await store.cancel("r1")
+    if way == "expire":
+        clock.now += 10
+    elif way == "release":
+        await store.release("a")
+    else:
+        await store.retry(lease, "a", INFRASTRUCTURE)
+    assert await store.claim("b", limit=1, lease_seconds=10) == []
+    assert (await known(store)).state is S.CANCELLED
+    assert await store.counts() == {S.CANCELLED: 1}
+
+
+async def test_every_change_of_state_is_an_event(store: Store) -> None:
+    assert await store.last_event() == 0
+    await store.submit(order())
+    lease = await take(store)
+    await store.advance(lease, "a", S.INIT)
+    await store.retry(lease, "a", INFRASTRUCTURE)
+    lease = await take(store)
+    await store.advance(lease, "a", S.INIT)
+    await store.cancel("r1")
+    own = await store.record("backend.failed", "b1", {"why": ["x"], "big": 2**70})
+    await store.finish(lease, "a", outcome(lease, reward=1.0, stop_reason=StopReason.FINISHED))
+    events = await store.events(after=0)
+    assert [event.event_id for event in events] == list(range(1, len(events) + 1))
+    assert events[-2] == own
+    assert [(event.kind, event.data) for event in events if event != own] == [
+        ("rollout.state", {"state": "queued", "attempt": 0}),
+        ("rollout.state", {"state": "init", "attempt": 1}),
+        ("rollout.state", {"state": "queued", "attempt": 1, "code": "engine_gone"}),
+        ("rollout.state", {"state": "init", "attempt": 2}),
+        ("rollout.cancel_requested", {"state": "init", "attempt": 2}),
+        ("rollout.state", {"state": "completed", "attempt": 2, "reward": 1.0, "stop_reason": "finished"}),
+    ]
+    assert await store.events(after=3, limit=2) == events[3:5]
+
+
+async def test_pages_cover_everything_once(store: Store) -> None:
+    for number in range(10):
+        await store.submit(order(f"r{number}"))
+    for number in (2, 3, 7):
+        await store.cancel(f"r{number}")
+    assert await pages(store, None) == [f"r{n}" for n in range(10)]
+    assert await pages(store, S.CANCELLED) == ["r2", "r3", "r7"]
+    assert (await store.list(limit=1)).counts == {S.QUEUED: 7, S.CANCELLED: 3}
+    for cursor in ("x", "-1", "1" * 30, "\N{SUPERSCRIPT TWO}"):
+        with pytest.raises(InvalidFieldError, match="cursor"):
+            await store.list(cursor=cursor)
+
+
+async def pages(store: Store, state: RolloutState | None) -> list[str]:
+    found: list[str] = []
+    cursor = None
+    for _ in range(10):
+        page = await store.list(state=state, cursor=cursor, limit=3)
+        found += [rollout.rollout_id for rollout in page.rollouts]
+        cursor = page.next_cursor
+        if cursor is None:
+            return found
+    raise AssertionError("the pages do not end")
+
+
+async def returns(wait: Awaitable[Any]) -> bool:
+    """Whether a wait is over at once."""
+    with anyio.move_on_after(0.05) as scope:
+        await wait
+    return not scope.cancelled_caught
+
+
+async def woken_by(wait: Callable[[], Awaitable[Any]], act: Callable[[], Awaitable[Any]]) -> Any:
+    """What a wait returns that had begun before the act."""
+    answers: list[Any] = []
+
+    async def waiter() -> None:
+        answers.append(await wait())
+
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as group:
+            group.start_soon(waiter)
+            await anyio.wait_all_tasks_blocked()
+            assert not answers
+            await act()
+    return answers[0]
+
+
+async def test_waiting_for_work(store: Store, clock: Clock) -> None:
+    assert await store.claim("a", limit=2, lease_seconds=10) == []
+    assert not await returns(store.wait_for_work())
+    await woken_by(store.wait_for_work, lambda: store.submit(order("r1")))
+    await store.submit(order("r2"))
+    await store.claim("a", limit=1, lease_seconds=10)
+    assert await returns(store.wait_for_work()), "a full claim may have left something"
+    lease = await take(store)
+    assert await store.claim("a", limit=1, lease_seconds=10) == []
+    await woken_by(store.wait_for_work, lambda: store.retry(lease, "a", INFRASTRUCTURE, delay_seconds=5))
+    assert await store.claim("a", limit=1, lease_seconds=10) == []
+    assert not await returns(store.wait_for_work())
+    clock.now += 5
+    assert await returns(store.wait_for_work()), "the delay is over"
+    await take(store)
+    assert await store.claim("a", limit=1, lease_seconds=10) == []
+    clock.now += 10
+    assert await returns(store.wait_for_work()), "the leases ran out"
+
+
+async def test_waiting_for_cancels(store: Store) -> None:
+    await store.submit(order())
+    await take(store)
+    await store.cancel_requested("a")
+    await woken_by(store.wait_for_cancels, lambda: store.cancel("r1"))
+    assert await returns(store.wait_for_cancels())
+    assert await store.cancel_requested("a") == ["r1"]
+    assert not await returns(store.wait_for_cancels())
+
+
+async def test_waiting_for_events(store: Store) -> None:
+    assert not await returns(store.wait_for_events(after=0))
+    assert await woken_by(lambda: store.wait_for_events(after=0), lambda: store.submit(order())) == 1
+    assert await returns(store.wait_for_events(after=0))
+    assert not await returns(store.wait_for_events(after=1))
+
+
+@pytest.mark.parametrize("way", ["finish", "cancel", "release"])
+async def test_waiting_for_a_result(store: Store, way: str) -> None:
+    assert await store.wait_for_result("r1") is None
+    await store.submit(order())
+
+    async def end() -> None:
+        if way == "cancel":
+            await store.cancel("r1")
+            return
+        lease = await take(store)
+        if way == "finish":
+            await store.finish(lease, "a", outcome(lease))
+        else:
+            await store.cancel("r1")
+            await store.release("a")
+
+    ended = await woken_by(lambda: store.wait_for_result("r1"), end)
+    assert ended.state is (S.COMPLETED if way == "finish" else S.CANCELLED)
+    assert await store.wait_for_result("r1") == ended
+
+
+async def test_a_cancelled_caller_leaves_no_lease_behind_unseen(store: Store) -> None:
+    await store.submit(order())
+    leases: list[Lease] = []
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        leases = await store.claim("a", limit=1, lease_seconds=10)
+    assert [lease.rollout_id for lease in leases] == ["r1"]
+
+
+async def test_a_closed_store_says_so(store: Store) -> None:
+    await store.submit(order())
+    await store.close()
+    await store.close()
+    with pytest.raises(StoreError, match="closed"):
+        await store.get("r1")
+
+
+@dataclass
+class Known:
+    """What a rollout must look like, by the contract."""
+
+    body: int
+    state: RolloutState = S.QUEUED
+    attempt: int = 0
+    owner: str | None = None
+    lease: Lease | None = None
+    until: float = 0.0
+    not_before: float = 0.0
+    cancel: bool = False
+    retries: int = 0
+    reward: float | None = None
+    history: list[RolloutState] = field(default_factory=list)
+
+
+OWNERS = st.sampled_from(["a", "b"])
+IDS = st.sampled_from(["r1", "r2", "r3", "r4"])
+STAGES = [S.QUEUED, S.INIT, S.ROLLOUT, S.EVALUATE]
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Any sequence of calls, against a model of the contract."""
+
+    def __init__(self, kind: Factory) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.stack = ExitStack()
+        portal: BlockingPortal = self.stack.enter_context(anyio.from_thread.start_blocking_portal())
+        self.portal = portal
+        self.store: Store = self.stack.enter_context(portal.wrap_async_context_manager(kind(self.clock)))
+        self.known: dict[str, Known] = {}
+        self.buried: set[str] = set()
+        self.leases: list[tuple[str, Lease]] = []
+        self.rewards = itertools.count(1)
+
+    def teardown(self) -> None:
+        self.stack.close()
+
+    def call(self, make: Callable[[], Awaitable[Any]]) -> Any:
+        async def run() -> Any:
+            return await make()
+
+        return self.portal.call(run)
+
+    def holder(self, owner: str, lease: Lease) -> Known | None:
+        record = self.known[lease.rollout_id]
+        return record if record.owner == owner and record.lease is lease else None
+
+    def pick(self, data: st.DataObject) -> tuple[str, Lease] | None:
+        return data.draw(st.sampled_from(self.leases)) if self.leases else None
+
+    @staticmethod
+    def give_back(record: Known) -> None:
+        record.owner = record.lease = None
+        record.state = S.CANCELLED if record.cancel else S.QUEUED
+
+    @rule(rollout_id=IDS, body=st.integers(0, 1))
+    def submit(self, rollout_id: str, body: int) -> None:
+        record = self.known.get(rollout_id)
+        if record is not None and record.body != body:
+            with pytest.raises(ConflictError):
+                self.call(lambda: self.store.submit(order(rollout_id, body=body)))
+            return
+        rollout, new = self.call(lambda: self.store.submit(order(rollout_id, body=body)))
+        assert new == (record is None)
+        if record is None:
+            record = self.known[rollout_id] = Known(body)
+            if rollout_id in self.buried:
+                self.buried.remove(rollout_id)
+                record.state = S.CANCELLED
+        assert rollout.state is record.state
+
+    @rule(rollout_id=IDS)
+    def cancel(self, rollout_id: str) -> None:
+        record = self.known.get(rollout_id)
+        state = self.call(lambda: self.store.cancel(rollout_id))
+        assert state == (record.state if record else None)
+        if record is None:
+            self.buried.add(rollout_id)
+        elif not record.state.terminal:
+            record.cancel = True
+            if record.owner is None:
+                record.state = S.CANCELLED
+
+    @rule(owner=OWNERS, limit=st.integers(1, 3), seconds=st.integers(1, 20))
+    def claim(self, owner: str, limit: int, seconds: int) -> None:
+        now = self.clock.now
+        for record in self.known.values():
+            if record.owner and record.until <= now and record.cancel:
+                self.give_back(record)
+        expected = [
+            rollout_id
+            for rollout_id, record in self.known.items()
+            if (record.state is S.QUEUED and record.owner is None and record.not_before <= now)
+            or (record.owner is not None and record.until <= now)
+        ][:limit]
+        leases = self.call(lambda: self.store.claim(owner, limit=limit, lease_seconds=seconds))
+        assert [lease.rollout_id for lease in leases] == expected
+        for lease in leases:
+            record = self.known[lease.rollout_id]
+            record.owner, record.lease, record.until = owner, lease, now + seconds
+            record.state = S.QUEUED
+            record.attempt += 1
+            assert lease.attempt == record.attempt
+            self.leases.append((owner, lease))
+
+    @rule(owner=OWNERS, ids=st.sets(IDS), seconds=st.integers(1, 20))
+    def renew(self, owner: str, ids: set[str], seconds: int) -> None:
+        self.call(lambda: self.store.renew(owner, sorted(ids), lease_seconds=seconds))
+        for rollout_id in ids & self.known.keys():
+            if self.known[rollout_id].owner == owner:
+                self.known[rollout_id].until = self.clock.now + seconds
+
+    @rule(owner=OWNERS, refund=st.booleans())
+    def release(self, owner: str, refund: bool) -> None:
+        held = [record for record in self.known.values() if record.owner == owner]
+        assert self.call(lambda: self.store.release(owner, refund=refund)) == len(held)
+        for record in held:
+            record.attempt -= refund
+            self.give_back(record)
+
+    @rule(data=st.data(), state=st.sampled_from(STAGES[1:]))
+    def advance(self, data: st.DataObject, state: RolloutState) -> None:
+        if (picked := self.pick(data)) is None:
+            return
+        owner, lease = picked
+        record = self.holder(owner, lease)
+        if record and STAGES.index(state) < STAGES.index(record.state):
+            with pytest.raises(ValueError, match="back"):
+                self.call(lambda: self.store.advance(lease, owner, state))
+            return
+        assert self.call(lambda: self.store.advance(lease, owner, state)) == (record is not None)
+        if record:
+            record.state = state
+
+    @rule(data=st.data(), delay=st.integers(0, 10))
+    def retry(self, data: st.DataObject, delay: int) -> None:
+        if (picked := self.pick(data)) is None:
+            return
+        owner, lease = picked
+        record = self.holder(owner, lease)
+        done = self.call(lambda: self.store.retry(lease, owner, INFRASTRUCTURE, delay_seconds=delay))
+        assert done == (record is not None)
+        if record:
+            record.not_before = self.clock.now + delay
+            record.retries += 1
+            self.give_back(record)
+
+    @rule(data=st.data(), state=st.sampled_from([S.COMPLETED, S.FAILED, S.CANCELLED]))
+    def finish(self, data: st.DataObject, state: RolloutState) -> None:
+        if (picked := self.pick(data)) is None:
+            return
+        owner, lease = picked
+        record = self.holder(owner, lease)
+        reward = float(next(self.rewards))
+        result = outcome(lease, state, reward=reward)
+        assert self.call(lambda: self.store.finish(lease, owner, result)) == (record is not None)
+        if record:
+            record.owner = record.lease = None
+            record.state, record.reward = state, reward
+
+    @rule(seconds=st.integers(1, 15))
+    def pass_time(self, seconds: int) -> None:
+        self.clock.now += seconds
+
+    @invariant()
+    def the_store_is_what_the_contract_says(self) -> None:
+        page = self.call(lambda: self.store.list(limit=10))
+        expected = {
+            rollout_id: (record.state, record.attempt, record.retries, record.reward)
+            for rollout_id, record in self.known.items()
+        }
+        assert {
+            r.rollout_id: (r.state, r.attempt, len(r.retries), r.reward) for r in page.rollouts
+        } == expected
+        states = [record.state for record in self.known.values()]
+        assert page.counts == {state: states.count(state) for state in set(states)}
+
+    @invariant()
+    def events_are_gapless_and_end_in_one_terminal_state(self) -> None:
+        events = self.call(lambda: self.store.events(after=0))
+        assert [event.event_id for event in events] == list(range(1, len(events) + 1))
+        last: dict[str, RolloutState] = {}
+        for event in events:
+            if event.kind == "rollout.state":
+                assert not (event.subject in last and last[event.subject].terminal)
+                last[event.subject] = S(str(event.data["state"]))
+        assert last == {rollout_id: record.state for rollout_id, record in self.known.items()}
+
+    @invariant()
+    def cancellations_reach_the_holder(self) -> None:
+        for owner in ("a", "b"):
+            asked = self.call(lambda owner=owner: self.store.cancel_requested(owner))
+            held = [i for i, record in self.known.items() if record.owner == owner and record.cancel]
+            assert sorted(asked) == sorted(held)
+
+
+def test_any_sequence_of_calls_keeps_the_contract(kind: Factory) -> None:
+    run_state_machine_as_test(
+        lambda: StoreMachine(kind),
+        settings=settings(max_examples=100, stateful_step_count=30, deadline=None),
+    )
