@@ -1,0 +1,451 @@
+"""A typed, asynchronous client of the service, for trainers and for the command line.
+
+Guarantees: every call may be sent twice without harm (a rollout without an id gets one here), so each is
+repeated with back-off while the server cannot be reached or cannot take it, for at most `patience_seconds`;
+`run_all` gives each rollout exactly once, through restarts of the server.
+
+ClientError
+ |- UnreachableError       no answer within the patience of this client
+ |- ProtocolError          an answer that the API does not promise
+ `- ProblemError           the server said no; `.problem` is what it said
+     |- InvalidRequestError    400, 413, 422
+     |- UnauthorizedError      401, 403
+     |- NotFoundError          404
+     |- ConflictError          409
+     `- UnavailableError       429, 502, 503, 504
+"""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import anyio
+import httpx
+from anyio.abc import TaskGroup
+from anyio.streams.memory import MemoryObjectSendStream
+from pydantic import JsonValue, TypeAdapter, ValidationError
+
+from api_schemas.errors import Problem
+from api_schemas.events import Event
+from api_schemas.inference import (
+    AbortRequest,
+    BackendSpec,
+    BackendView,
+    PauseMode,
+    PauseRequest,
+    PoolOutcome,
+    ResumeRequest,
+    WeightsRequest,
+)
+from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState
+from api_schemas.trajectories import Trajectory
+from rollout_service.sse import SSEParser
+
+T = TypeVar("T")
+Body = dict[str, Any] | None
+Refused = Callable[[RolloutRequest, "ProblemError"], None]
+
+CONNECT_SECONDS = 5.0
+ANSWER_SECONDS = 60.0
+ORDER_SECONDS = 1_800.0
+"""For orders that go to every engine, such as loading weights."""
+LONG_POLL_SECONDS = 30.0
+FIRST_BACKOFF_SECONDS = 0.1
+LAST_BACKOFF_SECONDS = 5.0
+QUOTED_BYTES = 300
+SILENCE_SECONDS = 60.0
+"""A stream of events that says nothing for so long, not even a comment, is taken for dead and opened anew."""
+
+
+class ClientError(Exception):
+    """The base of the family."""
+
+
+class UnreachableError(ClientError):
+    """No server answered within the patience of this client."""
+
+
+class ProtocolError(ClientError):
+    """The answer is not one that the API promises: another program, a proxy, or another version."""
+
+
+class ProblemError(ClientError):
+    """The server said no."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(f"{problem.title}: {problem.detail}")
+        self.problem = problem
+
+
+class InvalidRequestError(ProblemError):
+    """The request is wrong as it is; `problem.errors` names the fields."""
+
+
+class UnauthorizedError(ProblemError):
+    """The key is missing or wrong."""
+
+
+class NotFoundError(ProblemError):
+    """There is no such thing."""
+
+
+class ConflictError(ProblemError):
+    """The request contradicts what is there already."""
+
+
+class UnavailableError(ProblemError):
+    """The server cannot take this now; later it can."""
+
+
+PROBLEMS: dict[int, type[ProblemError]] = {
+    400: InvalidRequestError,
+    401: UnauthorizedError,
+    403: UnauthorizedError,
+    404: NotFoundError,
+    409: ConflictError,
+    413: InvalidRequestError,
+    422: InvalidRequestError,
+    429: UnavailableError,
+    502: UnavailableError,
+    503: UnavailableError,
+    504: UnavailableError,
+}
+PASSING = frozenset({429, 502, 503, 504})
+"""Statuses that a proxy, or a server that is not ready, also sends without a problem's body."""
+
+
+class RolloutClient:
+    """The service at one address. Use it as `async with RolloutClient(url, key) as client`.
+
+    `patience_seconds` is how long a call is repeated while the server cannot be reached; 0 asks once.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        key: str | None = None,
+        *,
+        patience_seconds: float = 60.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.base_url = base_url.rstrip("/")
+        self.patience_seconds = patience_seconds
+        self._http = httpx.AsyncClient(
+            base_url=self.base_url,
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            timeout=httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
+            transport=transport,
+        )
+        self._tasks: TaskGroup | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._http.__aenter__()
+        self._tasks = await anyio.create_task_group().__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        tasks, self._tasks = self._tasks, None
+        if tasks is not None:
+            tasks.cancel_scope.cancel()
+            # The body's own exception is kept from the group, which would wrap it in an ExceptionGroup.
+            await tasks.__aexit__(None, None, None)
+        with anyio.CancelScope(shield=True):
+            await self._http.__aexit__(kind, error, trace)
+
+    # -- rollouts --------------------------------------------------------------
+
+    async def submit(self, request: RolloutRequest, *, wait_seconds: float = 0.0) -> Rollout:
+        """Order a rollout; durable when this returns. Waits up to `wait_seconds` for it to end.
+
+        A finished one comes with its trajectory. Raises InvalidRequestError, ConflictError (this id with
+        another body) and the errors of every call.
+        """
+        body = identified(request).model_dump(mode="json", exclude_defaults=True)
+        params = {"wait": f"{wait_seconds:g}"} if wait_seconds > 0 else None
+        return await self._call(
+            Rollout, "POST", "/v1/rollouts", body, params=params, seconds=ANSWER_SECONDS + wait_seconds
+        )
+
+    async def get(self, rollout_id: str, *, trajectory: bool = False) -> Rollout:
+        """A rollout as it stands. Raises NotFoundError."""
+        params = {"trajectory": "true"} if trajectory else None
+        return await self._call(Rollout, "GET", f"/v1/rollouts/{rollout_id}", params=params)
+
+    async def wait(self, rollout_id: str, *, timeout_seconds: float | None = None) -> Rollout:
+        """The rollout with its trajectory once it has ended. Raises TimeoutError, NotFoundError."""
+        params = {"trajectory": "true", "wait": f"{LONG_POLL_SECONDS:g}"}
+        seconds = ANSWER_SECONDS + LONG_POLL_SECONDS
+        with anyio.fail_after(timeout_seconds):
+            while True:
+                path = f"/v1/rollouts/{rollout_id}"
+                rollout = await self._call(Rollout, "GET", path, params=params, seconds=seconds)
+                if rollout.state.terminal:
+                    return rollout
+
+    async def run(self, request: RolloutRequest) -> Rollout:
+        """Order a rollout and wait for its end, through restarts of the server."""
+        request = identified(request)
+        while True:
+            rollout = await self.submit(request, wait_seconds=LONG_POLL_SECONDS)
+            if rollout.state.terminal:
+                return rollout
+
+    async def run_all(
+        self, requests: Iterable[RolloutRequest], *, concurrency: int = 64, refused: Refused | None = None
+    ) -> AsyncIterator[Rollout]:
+        """Order these rollouts, at most `concurrency` at once; gives each with its trajectory when it ends.
+
+        The requests are read as they are needed. One that the server refuses goes to `refused`; without it
+        the error is raised here and no more are ordered, as with any other error. Leaving the loop early lets
+        the server finish what was ordered; the results stay there.
+        """
+        if self._tasks is None:
+            raise RuntimeError("open the client first: async with RolloutClient(...) as client")
+        results, answers = anyio.create_memory_object_stream[Rollout | Exception](0)
+        scope = anyio.CancelScope()
+        self._tasks.start_soon(self._run_workers, scope, iter(requests), results, concurrency, refused)
+        try:
+            async for answer in answers:
+                if isinstance(answer, Exception):
+                    raise answer
+                yield answer
+        finally:
+            scope.cancel()
+            answers.close()
+
+    async def _run_workers(
+        self,
+        scope: anyio.CancelScope,
+        queue: Iterator[RolloutRequest],
+        results: MemoryObjectSendStream[Rollout | Exception],
+        concurrency: int,
+        refused: Refused | None,
+    ) -> None:
+        async def work() -> None:
+            try:
+                for request in queue:
+                    if (rollout := await self._run_unless_refused(request, refused)) is not None:
+                        await results.send(rollout)
+            except Exception as error:  # noqa: BLE001 - nothing is hidden: the caller's loop raises it
+                await results.send(error)
+
+        with scope:
+            async with results, anyio.create_task_group() as workers:
+                for _ in range(concurrency):
+                    workers.start_soon(work)
+
+    async def _run_unless_refused(self, request: RolloutRequest, refused: Refused | None) -> Rollout | None:
+        try:
+            return await self.run(request)
+        except (InvalidRequestError, NotFoundError, ConflictError) as error:
+            if refused is None:
+                raise
+            refused(request, error)
+            return None
+
+    async def cancel(self, rollout_id: str) -> RolloutState | None:
+        """Ask for a rollout to be cancelled; returns the state that it was in.
+
+        None: it is not known yet, and cancelled when it comes.
+        """
+        answer = await self._call(dict[str, str | None], "DELETE", f"/v1/rollouts/{rollout_id}")
+        was = answer.get("was")
+        return None if was is None else RolloutState(was)
+
+    async def trajectory(self, rollout_id: str) -> Trajectory:
+        """The trajectory of a finished rollout. Raises NotFoundError."""
+        return await self._call(Trajectory, "GET", f"/v1/rollouts/{rollout_id}/trajectory")
+
+    async def page(
+        self, *, state: RolloutState | None = None, cursor: str | None = None, limit: int = 100
+    ) -> RolloutPage:
+        """One page of rollouts, oldest first, with the number of rollouts in each state."""
+        given = {"state": state, "cursor": cursor, "limit": str(limit)}
+        params = {name: value for name, value in given.items() if value is not None}
+        return await self._call(RolloutPage, "GET", "/v1/rollouts", params=params)
+
+    async def rollouts(self, *, state: RolloutState | None = None) -> AsyncIterator[Rollout]:
+        """All rollouts, oldest first, without trajectories."""
+        cursor: str | None = None
+        while True:
+            page = await self.page(state=state, cursor=cursor)
+            for rollout in page.rollouts:
+                yield rollout
+            if (cursor := page.next_cursor) is None:
+                return
+
+    # -- engines ---------------------------------------------------------------
+
+    async def backends(self) -> list[BackendView]:
+        """The engines that are registered."""
+        return await self._call(list[BackendView], "GET", "/v1/backends")
+
+    async def add_backend(self, backend: BackendSpec) -> BackendView:
+        """Register an engine; it is asked for its model first."""
+        return await self._call(BackendView, "POST", "/v1/backends", backend.model_dump(mode="json"))
+
+    async def remove_backend(self, backend_id: str) -> None:
+        """Take an engine out at once; its requests go on elsewhere. Raises NotFoundError."""
+        await self._call(None, "DELETE", f"/v1/backends/{backend_id}")
+
+    async def drain_backend(self, backend_id: str) -> BackendView:
+        """Give an engine nothing new; it finishes what it has. Raises NotFoundError."""
+        return await self._call(BackendView, "POST", f"/v1/backends/{backend_id}/drain")
+
+    async def update_weights(
+        self, path: str, version: int, *, pool: str = "policy", mode: PauseMode = PauseMode.ABORT
+    ) -> PoolOutcome:
+        """Load new weights into every engine of a pool, from a folder that the engines can read."""
+        order = WeightsRequest(path=path, version=version, pool=pool, mode=mode)
+        return await self._order("/v1/weights", order.model_dump(mode="json"))
+
+    async def pause(self, *, pool: str = "policy", mode: PauseMode = PauseMode.ABORT) -> PoolOutcome:
+        """Pause the generation of a pool."""
+        return await self._order("/v1/pause", PauseRequest(pool=pool, mode=mode).model_dump(mode="json"))
+
+    async def resume(self, *, pool: str = "policy") -> PoolOutcome:
+        """Let a paused pool go on."""
+        return await self._order("/v1/resume", ResumeRequest(pool=pool).model_dump(mode="json"))
+
+    async def abort(self, rollout_ids: list[str] | None = None) -> dict[str, JsonValue]:
+        """Cancel these rollouts, or all that have not ended; says which or how many were."""
+        body = AbortRequest(rollout_ids=rollout_ids).model_dump(mode="json")
+        return await self._call(dict[str, JsonValue], "POST", "/v1/abort", body)
+
+    async def _order(self, path: str, body: Body) -> PoolOutcome:
+        return await self._call(PoolOutcome, "POST", path, body, seconds=ORDER_SECONDS)
+
+    # -- the service -----------------------------------------------------------
+
+    async def environments(self) -> list[dict[str, JsonValue]]:
+        """What can be rolled out: the specification of each environment."""
+        return await self._call(list[dict[str, JsonValue]], "GET", "/v1/environments")
+
+    async def dataset(
+        self, environment: str, *, limit: int = 1_000, offset: int = 0
+    ) -> list[dict[str, JsonValue]]:
+        """Instances that ship with an environment. Raises NotFoundError."""
+        params = {"limit": str(limit), "offset": str(offset)}
+        path = f"/v1/environments/{environment}/dataset"
+        return await self._call(list[dict[str, JsonValue]], "GET", path, params=params)
+
+    async def sandboxes(self) -> list[dict[str, JsonValue]]:
+        """The sandboxes that are alive."""
+        return await self._call(list[dict[str, JsonValue]], "GET", "/v1/sandboxes")
+
+    async def ready(self) -> None:
+        """Returns when the service can take work; within this client's patience it waits for that."""
+        await self._call(None, "GET", "/ready")
+
+    async def events(self, *, after: int | None = None) -> AsyncIterator[Event]:
+        """Events as they happen, without end; from `after` on when it is given, each once and in order.
+
+        A lost connection is taken up again after the last event seen. Close it with `contextlib.aclosing`.
+        """
+        last, patience = after, self._patience()
+        while True:
+            try:
+                async for event in self._event_stream(last):
+                    last, patience = event.event_id, self._patience()
+                    yield event
+            except (httpx.TransportError, UnavailableError) as error:
+                await patience.wait(error)
+
+    async def _event_stream(self, after: int | None) -> AsyncIterator[Event]:
+        headers = {"accept": "text/event-stream"} | ({} if after is None else {"last-event-id": str(after)})
+        timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
+        async with self._http.stream("GET", "/v1/events", headers=headers, timeout=timeout) as response:
+            if not response.is_success:
+                await response.aread()
+                raise problem_of(response)
+            parser = SSEParser()
+            async for chunk in response.aiter_bytes():
+                for item in parser.feed(chunk):
+                    yield parse(TypeAdapter(Event), item.data.encode())
+        raise httpx.RemoteProtocolError("the server ended the stream")
+
+    # -- calls -----------------------------------------------------------------
+
+    async def _call(
+        self,
+        model: type[T] | None,
+        method: str,
+        path: str,
+        body: Body = None,
+        *,
+        params: dict[str, str] | None = None,
+        seconds: float = ANSWER_SECONDS,
+    ) -> T:
+        timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
+        patience = self._patience()
+        while True:
+            try:
+                response = await self._http.request(method, path, json=body, params=params, timeout=timeout)
+                if not response.is_success:
+                    raise problem_of(response)
+            except (httpx.TransportError, UnavailableError) as error:
+                await patience.wait(error)
+            else:
+                return parse(TypeAdapter(Any if model is None else model), response.content or b"null")
+
+    def _patience(self) -> _Patience:
+        return _Patience(self.base_url, self.patience_seconds)
+
+
+class _Patience:
+    """How long one call is repeated, with pauses that double up to a limit and are drawn at random."""
+
+    def __init__(self, address: str, seconds: float) -> None:
+        self._address = address
+        self._deadline = anyio.current_time() + seconds
+        self._pause = FIRST_BACKOFF_SECONDS
+
+    async def wait(self, error: httpx.TransportError | UnavailableError) -> None:
+        """Pause before the next try, or raise what is to be raised when the time is up."""
+        left = self._deadline - anyio.current_time()
+        if left <= 0:
+            if isinstance(error, UnavailableError):
+                raise error
+            reason = str(error) or type(error).__name__
+            raise UnreachableError(f"no answer from {self._address}: {reason}") from error
+        pause = random.uniform(0.5, 1.0) * self._pause  # noqa: S311 - spreads clients, keeps no secret
+        self._pause = min(2.0 * self._pause, LAST_BACKOFF_SECONDS)
+        await anyio.sleep(min(pause, left))
+
+
+def identified(request: RolloutRequest) -> RolloutRequest:
+    """The request with an id, so that sending it twice orders one rollout."""
+    if request.rollout_id is not None:
+        return request
+    return request.model_copy(update={"rollout_id": uuid.uuid4().hex})
+
+
+def problem_of(response: httpx.Response) -> ClientError:
+    """The error that an answer without success stands for."""
+    status, content = response.status_code, response.content
+    try:
+        problem = Problem.model_validate_json(content)
+    except ValidationError:
+        start = content[:QUOTED_BYTES].decode(errors="replace").strip() or "an empty body"
+        detail = f"{response.url} answered {status}: {start}"
+        if status not in PASSING:
+            return ProtocolError(detail)
+        problem = Problem(
+            title="Unavailable", status=status, detail=detail, code="unavailable", retryable=True
+        )
+    return PROBLEMS.get(status, ProblemError)(problem)
+
+
+def parse(adapter: TypeAdapter[T], content: bytes) -> T:
+    """Content of this type; raises ProtocolError."""
+    try:
+        return adapter.validate_json(content)
+    except ValidationError as error:
+        raise ProtocolError(f"an answer that this client does not understand: {error}") from error

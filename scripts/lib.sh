@@ -1,0 +1,163 @@
+# Shared by the scripts of this folder; source it. Each `ensure_*` is quick when there is nothing to do, safe to
+# interrupt, and safe to run twice at once (a lock is held while something is installed).
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cache=$root/.cache
+venv=$root/.venv
+setup_log=$cache/setup.log
+
+fail() {
+    echo "$(basename "$0"): $*" >&2
+    exit 1
+}
+
+# step TEXT COMMAND...: runs a command with its output in the log; prints one line with its seconds, and the end
+# of the log when it fails.
+step() {
+    local text=$1 start=$EPOCHREALTIME
+    shift
+    printf '==> %s ... ' "$text" >&2
+    if ! "$@" >"$setup_log" 2>&1 9>&-; then
+        printf 'failed\n' >&2
+        tail -n 25 "$setup_log" >&2
+        fail "\"$text\" failed; the whole output is in $setup_log"
+    fi
+    awk -v a="$start" -v b="$EPOCHREALTIME" 'BEGIN { printf "%.1f s\n", b - a }' >&2
+}
+
+# The lock is on a descriptor of this shell, and is given up with `unlock` or with the shell.
+lock() {
+    mkdir -p "$cache"
+    exec 9>"$cache/setup.lock"
+    flock -n 9 || { echo "==> waiting for another setup of this checkout" >&2; flock 9; }
+}
+
+unlock() {
+    exec 9>&-
+}
+
+# needs_admin WHAT COMMAND...: ends here for an ordinary user, and says what an administrator must run.
+needs_admin() {
+    local what=$1
+    shift
+    [[ $(id -u) == 0 ]] || fail "$what is missing; an administrator installs it with: sudo $*"
+}
+
+apt_install() {
+    apt-get update --quiet || true # lists that are there may do
+    DEBIAN_FRONTEND=noninteractive apt-get install --yes --quiet --no-install-recommends "$@"
+}
+
+# --- Python -------------------------------------------------------------------------------------------------
+
+find_python() {
+    local candidate
+    for candidate in ${ROLLOUT_PYTHON:-python3 python3.14 python3.13 python3.12 python3.11}; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    fail "there is no Python 3.11 or newer; an administrator installs it with: sudo apt-get install python3 python3-venv" \
+        "(or name one in ROLLOUT_PYTHON)"
+}
+
+# pip's own configuration, for uv, which does not read it: indexes and folders of packages.
+pip_setting() {
+    local variable=PIP_${1^^}
+    variable=${variable//-/_}
+    if [[ -n ${!variable:-} ]]; then
+        echo "${!variable}"
+    else
+        "$python" -m pip config get "global.$1" 2>/dev/null || "$python" -m pip config get "install.$1" 2>/dev/null || true
+    fi
+}
+
+configure_uv() {
+    local value
+    export UV_SYSTEM_CERTS=1 UV_NO_PROGRESS=1 UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never
+    # pip looks into all of its indexes; every package is pinned by hash, so the best match is also a safe one.
+    export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}
+    if [[ -z ${UV_DEFAULT_INDEX:-} ]] && value=$(pip_setting index-url) && [[ -n $value ]]; then
+        export UV_DEFAULT_INDEX=$value
+    fi
+    if [[ -z ${UV_INDEX:-} ]] && value=$(pip_setting extra-index-url) && [[ -n $value ]]; then
+        export UV_INDEX=$value
+    fi
+    if [[ -z ${UV_FIND_LINKS:-} ]] && value=$(pip_setting find-links) && [[ -n $value ]]; then
+        export UV_FIND_LINKS=${value// /,}
+    fi
+}
+
+# uv lives in an environment of its own, so that pip is all that a machine needs.
+ensure_uv() {
+    python=$(find_python) || exit 1
+    uv=$cache/bootstrap/bin/uv
+    if [[ ! -x $uv ]]; then
+        "$python" -c 'import ensurepip, venv' 2>/dev/null || install_venv_module
+        step "install uv" bootstrap_uv
+    fi
+    PATH=$cache/bootstrap/bin:$PATH
+    configure_uv
+}
+
+install_venv_module() {
+    command -v apt-get >/dev/null ||
+        fail "$python cannot make environments (venv, ensurepip); install them from where this Python came"
+    needs_admin "Python's venv module" apt-get install python3-venv
+    step "install Python's venv module" apt_install python3-venv
+}
+
+bootstrap_uv() {
+    "$python" -m venv --clear "$cache/bootstrap" &&
+        "$cache/bootstrap/bin/python" -m pip install --quiet --disable-pip-version-check 'uv>=0.9'
+}
+
+# --- the project --------------------------------------------------------------------------------------------
+
+venv_fingerprint() {
+    { cat "$root/requirements.lock" "$root/pyproject.toml"; echo "$root"; } | sha256sum | cut -d' ' -f1
+}
+
+venv_is_ready() {
+    [[ -x $venv/bin/rollout-service && -f $venv/.installed && $(<"$venv/.installed") == "$(venv_fingerprint)" ]]
+}
+
+ensure_venv() {
+    venv_is_ready && return
+    ensure_uv
+    [[ -x $venv/bin/python ]] || step "make .venv" "$uv" venv --quiet --python "$python" "$venv"
+    rm -f "$venv/.installed"
+    step "install the locked packages" "$uv" pip install --quiet --python "$venv/bin/python" --require-hashes \
+        --requirement "$root/requirements.lock"
+    step "install the project" "$uv" pip install --quiet --python "$venv/bin/python" --no-deps --editable "$root"
+    venv_fingerprint >"$venv/.installed"
+}
+
+# --- sandboxes and engines ----------------------------------------------------------------------------------
+
+has_apptainer() {
+    [[ -n ${ROLLOUT_APPTAINER:-} ]] || command -v apptainer >/dev/null || [[ -x /opt/apptainer/bin/apptainer ]]
+}
+
+ensure_apptainer() {
+    has_apptainer && return
+    needs_admin Apptainer "$root/scripts/install-apptainer"
+    step "install Apptainer" "$root/scripts/install-apptainer"
+}
+
+# The image's definition and the packages of its build decide whether it is new; the command knows.
+ensure_base_image() {
+    local stamp=$cache/base-image fingerprint
+    fingerprint=$(cat "$root"/sandboxes/definitions/base.def | sha256sum)
+    [[ -f $stamp && $(<"$stamp") == "$fingerprint" ]] && "$venv/bin/rollout-service" image inspect base >/dev/null 2>&1 &&
+        return
+    ensure_uv
+    step "build the base image" "$venv/bin/rollout-service" image build base
+    echo "$fingerprint" >"$stamp"
+}
+
+ensure_sglang() {
+    [[ -f $root/.venv-sglang/.installed ]] && "$root/scripts/install-sglang" >/dev/null && return
+    step "install SGLang for the CPU (2 GB)" "$root/scripts/install-sglang"
+}

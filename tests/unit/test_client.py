@@ -1,0 +1,314 @@
+"""The client against a server that fails in every way a network and a restart can."""
+
+from contextlib import aclosing
+from datetime import UTC, datetime
+
+import anyio
+import httpx
+import orjson
+import pytest
+
+from api_schemas.errors import Problem
+from api_schemas.events import Event
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
+from api_schemas.tasks import Task
+from rollout_service import client as client_module
+from rollout_service.client import (
+    ConflictError,
+    InvalidRequestError,
+    NotFoundError,
+    ProblemError,
+    ProtocolError,
+    RolloutClient,
+    UnauthorizedError,
+    UnavailableError,
+    UnreachableError,
+)
+
+pytestmark = pytest.mark.anyio
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+URL = "http://service.test"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(client_module, "FIRST_BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr(client_module, "LAST_BACKOFF_SECONDS", 0.005)
+
+
+def request(rollout_id: str | None = "r-1") -> RolloutRequest:
+    return RolloutRequest(rollout_id=rollout_id, task=Task(environment="calc", instance={"question": "1+1"}))
+
+
+def rollout(rollout_id: str, state: RolloutState = RolloutState.COMPLETED) -> Rollout:
+    return Rollout(
+        rollout_id=rollout_id,
+        state=state,
+        task=Task(environment="calc"),
+        pool="policy",
+        reward=1.0 if state is RolloutState.COMPLETED else None,
+        created_at=NOW,
+    )
+
+
+def problem(status: int, code: str = "some_code") -> httpx.Response:
+    body = Problem(title="No", status=status, detail=f"because of {code}", code=code)
+    return httpx.Response(status, content=body.model_dump_json())
+
+
+def answering(*answers) -> tuple[RolloutClient, list[httpx.Request]]:
+    """A client whose calls get these answers in turn; an exception is raised, a callable is called."""
+    left, seen = list(answers), []
+
+    def handle(http_request: httpx.Request) -> httpx.Response:
+        seen.append(http_request)
+        answer = left.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return RolloutClient(URL, "secret", transport=httpx.MockTransport(handle), patience_seconds=0.5), seen
+
+
+def ok(model, status=200) -> httpx.Response:
+    return httpx.Response(status, content=model.model_dump_json())
+
+
+async def test_submit_sends_the_key_and_chooses_an_id_once():
+    client, seen = answering(httpx.ConnectError("down"), problem(503), ok(rollout("x"), 202))
+    async with client:
+        await client.submit(request(None))
+    ids = {orjson.loads(sent.content)["rollout_id"] for sent in seen}
+    assert len(seen) == 3
+    assert len(ids) == 1
+    assert {sent.headers["authorization"] for sent in seen} == {"Bearer secret"}
+
+
+async def test_submit_that_waits_says_for_how_long():
+    client, seen = answering(ok(rollout("r-1")))
+    async with client:
+        assert (await client.submit(request(), wait_seconds=2.5)).reward == 1.0
+    assert seen[0].url.params["wait"] == "2.5"
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, InvalidRequestError),
+        (401, UnauthorizedError),
+        (404, NotFoundError),
+        (409, ConflictError),
+        (413, InvalidRequestError),
+        (422, InvalidRequestError),
+        (500, ProblemError),
+    ],
+)
+async def test_a_refusal_is_typed_by_its_status_and_not_repeated(status, kind):
+    client, seen = answering(problem(status))
+    async with client:
+        with pytest.raises(kind, match="because of some_code") as caught:
+            await client.get("r-1")
+    assert type(caught.value) is kind
+    assert caught.value.problem.code == "some_code"
+    assert len(seen) == 1
+
+
+async def test_patience_ends():
+    client = RolloutClient(URL, transport=httpx.MockTransport(lambda _: problem(503)), patience_seconds=0.02)
+    async with client:
+        with pytest.raises(UnavailableError):
+            await client.backends()
+
+    def refuse(_):
+        raise httpx.ConnectError("nobody listens")
+
+    client = RolloutClient(URL, transport=httpx.MockTransport(refuse), patience_seconds=0.0)
+    async with client:
+        with pytest.raises(UnreachableError, match=r"service\.test: nobody listens"):
+            await client.backends()
+
+
+async def test_an_answer_of_another_program_is_a_protocol_error():
+    client, _ = answering(httpx.Response(200, html="<p>hello</p>"), httpx.Response(418, text="teapot"))
+    async with client:
+        with pytest.raises(ProtocolError):
+            await client.backends()
+        with pytest.raises(ProtocolError, match="418: teapot"):
+            await client.backends()
+
+
+async def test_a_proxy_without_a_server_is_waited_for():
+    client, seen = answering(httpx.Response(502, html="<p>bad gateway</p>"), httpx.Response(200, json=[]))
+    async with client:
+        assert await client.backends() == []
+    assert len(seen) == 2
+
+
+async def test_wait_asks_until_the_end():
+    client, seen = answering(ok(rollout("r-1", RolloutState.ROLLOUT)), ok(rollout("r-1")))
+    async with client:
+        assert (await client.wait("r-1")).state is RolloutState.COMPLETED
+    assert all(sent.url.params["trajectory"] == "true" for sent in seen)
+
+
+async def test_wait_has_a_time_limit():
+    async def hang(_):
+        await anyio.sleep(60)
+
+    client = RolloutClient(URL, transport=httpx.MockTransport(hang))
+    async with client:
+        with pytest.raises(TimeoutError):
+            await client.wait("r-1", timeout_seconds=0.01)
+
+
+async def test_cancel_tells_known_from_unknown():
+    client, _ = answering(
+        httpx.Response(202, json={"rollout_id": "r-1", "was": "rollout"}),
+        httpx.Response(202, json={"rollout_id": "r-2", "was": None}),
+    )
+    async with client:
+        assert await client.cancel("r-1") is RolloutState.ROLLOUT
+        assert await client.cancel("r-2") is None
+
+
+async def test_removing_a_backend_takes_an_empty_answer():
+    client, seen = answering(httpx.Response(204))
+    async with client:
+        await client.remove_backend("b-1")
+    assert (seen[0].method, seen[0].url.path) == ("DELETE", "/v1/backends/b-1")
+
+
+class Flaky:
+    """A server that ends rollouts after some long polls, and that is gone now and then."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, int] = {}
+        self.at_work = 0
+        self.most_at_work = 0
+        self.calls = 0
+
+    async def __call__(self, http_request: httpx.Request) -> httpx.Response:
+        self.calls += 1
+        if self.calls % 5 == 0:
+            raise httpx.ReadError("the server died")
+        rollout_id = orjson.loads(http_request.content)["rollout_id"]
+        if rollout_id.startswith("bad"):
+            return problem(422, "invalid_field")
+        self.at_work += 1
+        self.most_at_work = max(self.most_at_work, self.at_work)
+        await anyio.sleep(0.001)
+        self.at_work -= 1
+        self.asked[rollout_id] = self.asked.get(rollout_id, 0) + 1
+        ended = self.asked[rollout_id] == 2
+        return ok(rollout(rollout_id, RolloutState.COMPLETED if ended else RolloutState.QUEUED))
+
+
+async def test_run_all_gives_each_exactly_once():
+    server = Flaky()
+    requests = [request(f"r-{number}") for number in range(50)]
+    async with RolloutClient(URL, transport=httpx.MockTransport(server)) as client:
+        found = [result.rollout_id async for result in client.run_all(requests, concurrency=8)]
+    assert sorted(found) == sorted(str(item.rollout_id) for item in requests)
+    assert 1 < server.most_at_work <= 8
+
+
+async def test_run_all_hands_out_refused_requests_and_goes_on():
+    refused = []
+    async with RolloutClient(URL, transport=httpx.MockTransport(Flaky())) as client:
+        batch = client.run_all(
+            [request("r-1"), request("bad-1"), request("r-2")],
+            refused=lambda item, error: refused.append((item.rollout_id, error.problem.code)),
+        )
+        found = {result.rollout_id async for result in batch}
+    assert found == {"r-1", "r-2"}
+    assert refused == [("bad-1", "invalid_field")]
+
+
+async def test_run_all_raises_what_it_cannot_hand_out():
+    async with RolloutClient(URL, transport=httpx.MockTransport(Flaky())) as client:
+        with pytest.raises(InvalidRequestError):
+            [result async for result in client.run_all([request("bad-1")])]
+
+
+async def test_run_all_raises_an_error_of_the_requests_themselves():
+    def broken():
+        yield request("r-1")
+        raise OSError("the disk is gone")
+
+    async with RolloutClient(URL, transport=httpx.MockTransport(Flaky())) as client:
+        with pytest.raises(OSError, match="the disk is gone"):
+            [result async for result in client.run_all(broken(), concurrency=1)]
+
+
+async def test_run_all_may_be_left_early():
+    server = Flaky()
+    async with RolloutClient(URL, transport=httpx.MockTransport(server)) as client:
+        async with aclosing(
+            client.run_all((request(f"r-{n}") for n in range(1_000)), concurrency=4)
+        ) as batch:
+            async for _ in batch:
+                break
+        await anyio.wait_all_tasks_blocked()
+        calls = server.calls
+        await anyio.sleep(0.01)
+        assert server.calls == calls
+    assert calls < 100
+
+
+async def test_run_all_needs_an_open_client():
+    with pytest.raises(RuntimeError, match="async with"):
+        [result async for result in RolloutClient(URL).run_all([request()])]
+
+
+async def test_an_error_in_the_body_is_not_wrapped():
+    with pytest.raises(ValueError, match="mine"):
+        async with RolloutClient(URL, transport=httpx.MockTransport(Flaky())):
+            raise ValueError("mine")
+
+
+def event(event_id: int) -> bytes:
+    item = Event(event_id=event_id, time=NOW, kind="rollout.state", subject="r-1", data={"state": "queued"})
+    return b"id: %d\nevent: rollout.state\ndata: %s\n\n" % (event_id, item.model_dump_json().encode())
+
+
+class Cut(httpx.AsyncByteStream):
+    """A stream of events that breaks off."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    async def __aiter__(self):
+        yield self.data
+        raise httpx.ReadError("cut")
+
+
+async def test_events_resume_after_the_last_one_seen():
+    client, seen = answering(
+        httpx.Response(200, stream=Cut(event(4) + event(5) + event(6)[:10])),
+        httpx.ConnectError("restarting"),
+        httpx.Response(200, content=event(6) + event(7)),
+    )
+    found = []
+    async with client, aclosing(client.events(after=3)) as events:
+        async for item in events:
+            found.append(item.event_id)
+            if item.event_id == 7:
+                break
+    assert found == [4, 5, 6, 7]
+    assert [sent.headers.get("last-event-id") for sent in seen] == ["3", "5", "5"]
+
+
+async def test_pages_are_followed_to_the_last():
+    pages = [
+        httpx.Response(
+            200, json={"rollouts": [orjson.loads(rollout("r-1").model_dump_json())], "next_cursor": "1"}
+        ),
+        httpx.Response(200, json={"rollouts": [orjson.loads(rollout("r-2").model_dump_json())]}),
+    ]
+    client, seen = answering(*pages)
+    async with client:
+        found = [item.rollout_id async for item in client.rollouts(state=RolloutState.COMPLETED)]
+    assert found == ["r-1", "r-2"]
+    assert [sent.url.params.get("cursor") for sent in seen] == [None, "1"]
+    assert seen[0].url.params["state"] == "completed"
