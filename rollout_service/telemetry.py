@@ -117,7 +117,9 @@ def configure_logging(log_format: LogFormat, level: str) -> None:
     renderer: structlog.typing.Processor = (
         structlog.processors.JSONRenderer()
         if log_format is LogFormat.JSON
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        else structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
     )
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,

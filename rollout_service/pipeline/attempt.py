@@ -26,7 +26,6 @@ from rollout_service.environments.contract import (
     Policy,
     Score,
 )
-from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.errors import RequestError, describe
 from rollout_service.pipeline.sandboxing import Artifacts, SandboxSource
 from rollout_service.pipeline.stage import Slot, StageLimiter, Timer
@@ -42,6 +41,14 @@ class PromptTooLongError(RequestError):
     """The first prompt of a task does not fit the model's context."""
 
     code = "prompt_too_long"
+
+
+class EnvironmentSource(Protocol):
+    """Knows the environments; `environments.registry.EnvironmentRegistry` is one."""
+
+    def get(self, name: str) -> Environment:
+        """The environment of that name; raises InvalidFieldError."""
+        ...
 
 
 class PolicyFactory(Protocol):
@@ -72,7 +79,7 @@ class Services:
     owner: str
     store: Store
     stages: Stages
-    environments: EnvironmentRegistry
+    environments: EnvironmentSource
     sandboxes: SandboxSource
     policies: PolicyFactory
     metrics: Metrics

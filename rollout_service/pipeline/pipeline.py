@@ -19,7 +19,7 @@ from anyio.abc import TaskGroup
 
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutState
-from rollout_service.errors import AttemptsExhaustedError, ServiceError, StoreError, describe
+from rollout_service.errors import AttemptsExhaustedError, StoreError, describe
 from rollout_service.pipeline.attempt import Attempt, LeaseLostError, Services
 from rollout_service.settings import PipelineSettings
 from rollout_service.store.contract import Lease
@@ -98,7 +98,6 @@ class Pipeline:
         """Lease rollouts for all free places before the init stage, as soon as there is one of either."""
         places = self._services.stages.init.places
         while True:
-            await self._started.wait()
             taken = await take_all(places)
             leases: list[Lease] = []
             try:
@@ -117,6 +116,7 @@ class Pipeline:
 
         async def claim() -> list[Lease]:
             await services.store.wait_for_work()
+            await self._started.wait()
             return await services.store.claim(
                 services.owner, limit=limit, lease_seconds=self._settings.lease_seconds
             )
@@ -197,23 +197,19 @@ class Pipeline:
     async def _settle_failure(self, attempt: Attempt, error: Exception) -> None:
         info = describe(error, stage=attempt.stage, attempt=attempt.lease.attempt)
         self._services.metrics.failed(info)
-        self._log_failure(info, error)
-        await attempt.release()
-        if info.retryable and attempt.lease.attempt < self._settings.max_attempts:
-            await self._retry(attempt, info)
-        else:
-            await self._finish(attempt, attempt.result(RolloutState.FAILED, error=info))
-
-    def _log_failure(self, info: ErrorInfo, error: Exception) -> None:
-        known = info.code != "internal_error"
         log.warning(
             "attempt failed",
             code=info.code,
             stage=info.stage,
             error=info.message,
             hint=info.hint,
-            exc_info=None if known and isinstance(error, ServiceError) else error,
+            exc_info=error if info.code == "internal_error" else None,
         )
+        await attempt.release()
+        if info.retryable and attempt.lease.attempt < self._settings.max_attempts:
+            await self._retry(attempt, info)
+        else:
+            await self._finish(attempt, attempt.result(RolloutState.FAILED, error=info))
 
     async def _retry(self, attempt: Attempt, info: ErrorInfo) -> None:
         delay = self._settings.retry_seconds * 2 ** (attempt.lease.attempt - 1)

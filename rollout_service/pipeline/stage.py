@@ -95,6 +95,11 @@ class StageLimiter:
         self._workers = anyio.Semaphore(workers, max_value=workers)
         self._metrics = metrics
 
+    @property
+    def idle(self) -> bool:
+        """Whether nobody waits or works."""
+        return all(held.value == held.max_value for held in (self.places, self._workers))
+
     async def enter(self, slot: Slot, *, since: float) -> float:
         """Queue up, leave the stage before, and get a worker; returns the seconds waited since `since`.
 

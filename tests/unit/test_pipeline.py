@@ -1,0 +1,547 @@
+"""The pipeline's promises, with scripted environments and policies and a store in memory."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage, StopReason
+from api_schemas.tasks import Limits, Task
+from rollout_service.agents.fakes import ScriptedPolicy
+from rollout_service.environments.contract import (
+    Environment,
+    EnvironmentSpec,
+    Episode,
+    EvaluateIn,
+    Policy,
+    Score,
+)
+from rollout_service.errors import EnvironmentFailedError, UnavailableError
+from rollout_service.pipeline.attempt import Services, Stages
+from rollout_service.pipeline.pipeline import Pipeline, take_all
+from rollout_service.pipeline.sandboxing import SandboxSource
+from rollout_service.pipeline.stage import Slot, StageLimiter
+from rollout_service.settings import PipelineSettings
+from rollout_service.store.sqlite import SqliteStore
+from rollout_service.telemetry import Metrics
+from sandboxes import Sandbox, SandboxInfo, SandboxProvider, SandboxSpec, SweepReport
+from sandboxes.errors import SandboxStartError
+
+pytestmark = pytest.mark.anyio
+
+Step = Callable[[Episode], Awaitable[Any]]
+
+
+class Played(Environment):
+    """An environment whose three stages are functions of the test."""
+
+    def __init__(
+        self,
+        *,
+        init: Step | None = None,
+        run: Step | None = None,
+        evaluate: Step | None = None,
+        **spec: Any,
+    ) -> None:
+        self.spec = EnvironmentSpec(name="played", **spec)
+        self._steps = {"init": init, "run": run, "evaluate": evaluate}
+
+    async def init(self, episode: Episode) -> None:
+        if step := self._steps["init"]:
+            await step(episode)
+
+    async def run(self, episode: Episode) -> StopReason:
+        if step := self._steps["run"]:
+            return await step(episode) or StopReason.FINISHED
+        return StopReason.FINISHED
+
+    async def evaluate(self, episode: Episode) -> Score:
+        if step := self._steps["evaluate"]:
+            return await step(episode) or Score(1.0)
+        return Score(1.0)
+
+
+class Only:
+    """A registry of one environment."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+
+    def get(self, name: str) -> Environment:
+        assert name == "played"
+        return self._environment
+
+
+class Policies:
+    """Opens scripted policies and counts what is open."""
+
+    def __init__(self) -> None:
+        self.open_ids: set[str] = set()
+
+    async def open(self, request: RolloutRequest, environment: Environment) -> Policy:
+        assert request.rollout_id
+        self.open_ids.add(request.rollout_id)
+        return ScriptedPolicy(["an answer"] * 100)
+
+    def close(self, request: RolloutRequest) -> None:
+        self.open_ids.discard(request.rollout_id or "")
+
+
+class FakeSandbox(Sandbox):
+    """A sandbox that only knows whether it was closed; using it in another way fails the test."""
+
+    def __init__(self, provider: "CountingProvider", spec: SandboxSpec) -> None:
+        self._provider, self._spec = provider, spec
+
+    id = "fake"
+    workdir = "/workspace"
+
+    @property
+    def spec(self) -> SandboxSpec:
+        return self._spec
+
+    async def close(self) -> None:
+        with anyio.CancelScope(shield=True):
+            await anyio.lowlevel.checkpoint()
+        self._provider.alive.discard(self)
+
+    def _unused(self, *args: Any, **kwargs: Any) -> Any:
+        pytest.fail("the pipeline itself runs nothing in a sandbox")
+
+    bash = python = exec = end_processes = read_file = write_file = edit_file = list = _unused
+    export_path = import_path = _unused
+
+
+class CountingProvider(SandboxProvider):
+    """Starts fake sandboxes, counts those alive, and fails as often as it is told to."""
+
+    name = "counting"
+    isolates = False
+
+    def __init__(self, failures: int = 0) -> None:
+        self.alive: set[FakeSandbox] = set()
+        self.started = 0
+        self.most = 0
+        self._failures = failures
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        await anyio.lowlevel.checkpoint()
+        if self._failures:
+            self._failures -= 1
+            raise SandboxStartError("the host said no")
+        sandbox = FakeSandbox(self, spec)
+        self.alive.add(sandbox)
+        self.started += 1
+        self.most = max(self.most, len(self.alive))
+        return sandbox
+
+    async def sweep(self) -> SweepReport:
+        return SweepReport()
+
+    def live(self) -> list[SandboxInfo]:
+        return []
+
+    async def close(self) -> None:
+        for sandbox in list(self.alive):
+            await sandbox.close()
+
+
+class Bench:
+    """A running pipeline, its store, and what it holds."""
+
+    def __init__(
+        self, store: SqliteStore, pipeline: Pipeline, services: Services, provider: CountingProvider
+    ):
+        self.store, self.pipeline, self.services, self.provider = store, pipeline, services, provider
+
+    async def submit(self, rollout_id: str, **limits: float) -> None:
+        await self.store.submit(
+            RolloutRequest(
+                rollout_id=rollout_id, task=Task(environment="played"), limits=Limits.model_validate(limits)
+            )
+        )
+
+    async def result(self, rollout_id: str) -> Rollout:
+        with anyio.fail_after(20):
+            rollout = await self.store.wait_for_result(rollout_id)
+        assert rollout is not None
+        return rollout
+
+    async def run(self, rollout_id: str = "r", **limits: float) -> Rollout:
+        await self.submit(rollout_id, **limits)
+        return await self.result(rollout_id)
+
+    async def idle(self) -> None:
+        """Wait until nothing is under way, and check that nothing is held."""
+        with anyio.fail_after(20):
+            while self.pipeline.live():
+                await anyio.sleep(0.001)
+        assert not self.provider.alive
+        for limiter in (self.services.stages.rollout, self.services.stages.evaluate):
+            assert limiter.idle
+
+
+SETTINGS = PipelineSettings(
+    init_workers=2, rollout_workers=2, evaluate_workers=2, retry_seconds=0.01, drain_seconds=0.2
+)
+
+
+@asynccontextmanager
+async def bench(
+    environment: Environment,
+    *,
+    store: SqliteStore | None = None,
+    provider: CountingProvider | None = None,
+    settings: PipelineSettings = SETTINGS,
+) -> AsyncIterator[Bench]:
+    store = store or await SqliteStore.open(":memory:")
+    provider = provider or CountingProvider()
+    metrics = Metrics()
+    limiters = {
+        stage: StageLimiter(
+            stage,
+            places=getattr(settings, f"{stage}_queue"),
+            workers=getattr(settings, f"{stage}_workers"),
+            metrics=metrics,
+        )
+        for stage in Stage
+    }
+    services = Services(
+        owner="here",
+        store=store,
+        stages=Stages(**{stage.value: limiter for stage, limiter in limiters.items()}),
+        environments=Only(environment),
+        sandboxes=SandboxSource(provider, Path),
+        policies=Policies(),
+        metrics=metrics,
+        max_attempts=settings.max_attempts,
+    )
+    pipeline = Pipeline(services, settings)
+    async with pipeline.running():
+        yield Bench(store, pipeline, services, provider)
+
+
+async def forever(_: Episode) -> None:
+    await anyio.sleep_forever()
+
+
+async def answer(episode: Episode) -> StopReason:
+    await episode.policy.respond([], max_tokens=10)
+    return StopReason.ANSWERED
+
+
+async def test_a_rollout_completes_with_a_span_per_stage() -> None:
+    async with bench(Played(run=answer)) as b:
+        rollout = await b.run()
+        assert (rollout.state, rollout.reward, rollout.attempt) == (RolloutState.COMPLETED, 1.0, 1)
+        assert rollout.stop_reason is StopReason.ANSWERED
+        assert [span.stage for span in rollout.spans] == list(Stage)
+        assert rollout.usage.turns == 1
+        assert await b.store.trajectory("r") is not None
+        await b.idle()
+
+
+async def test_the_agents_sandbox_is_closed_before_the_evaluation() -> None:
+    provider = CountingProvider()
+    alive: list[int] = []
+
+    async def evaluate(_: Episode) -> None:
+        alive.append(len(provider.alive))
+
+    async with bench(Played(evaluate=evaluate, image="any"), provider=provider) as b:
+        await b.run()
+        assert (alive, provider.started) == ([0], 1)
+
+
+async def test_an_evaluation_in_the_same_sandbox_keeps_it() -> None:
+    provider = CountingProvider()
+    alive: list[int] = []
+
+    async def evaluate(episode: Episode) -> None:
+        assert episode.sandbox is not None
+        alive.append(len(provider.alive))
+
+    environment = Played(evaluate=evaluate, image="any", evaluate_in=EvaluateIn.SAME)
+    async with bench(environment, provider=provider) as b:
+        await b.run()
+        await b.idle()
+        assert (alive, provider.started) == ([1], 1)
+
+
+async def test_a_fresh_evaluation_gets_a_sandbox_of_its_own() -> None:
+    async with bench(Played(image="any", evaluate_in=EvaluateIn.FRESH)) as b:
+        await b.run()
+        await b.idle()
+        assert b.provider.started == 2
+
+
+@pytest.mark.parametrize("stage", list(Stage))
+async def test_a_deadline_fails_the_rollout_and_keeps_its_trajectory(stage: Stage) -> None:
+    async def turn_then_hang(episode: Episode) -> None:
+        await answer(episode)
+        await anyio.sleep_forever()
+
+    steps = {"init": forever, "rollout": turn_then_hang, "evaluate": forever}
+    name = {"rollout": "run"}.get(stage, stage.value)
+    played = {"run": answer} | {name: steps[stage]}
+    settings = SETTINGS.model_copy(update={"max_attempts": 1})
+    async with bench(Played(**played, image="any"), settings=settings) as b:
+        rollout = await b.run(**{f"{stage.value}_seconds": 0.05})
+        assert rollout.state is RolloutState.FAILED
+        assert rollout.reward is None
+        assert rollout.stop_reason is StopReason.STAGE_TIMEOUT
+        assert rollout.error is not None
+        assert (rollout.error.code, rollout.error.stage) == ("stage_timeout", stage)
+        trajectory = await b.store.trajectory("r")
+        assert trajectory is not None
+        assert len(trajectory.messages) == (0 if stage is Stage.INIT else 1)
+        await b.idle()
+
+
+async def test_time_in_a_queue_counts_against_no_deadline() -> None:
+    async def slow(_: Episode) -> None:
+        await anyio.sleep(0.15)
+
+    settings = SETTINGS.model_copy(update={"rollout_workers": 1})
+    async with bench(Played(run=slow), settings=settings) as b:
+        for i in range(4):
+            await b.submit(f"r{i}", rollout_seconds=0.5)
+        rollouts = [await b.result(f"r{i}") for i in range(4)]
+        assert {rollout.state for rollout in rollouts} == {RolloutState.COMPLETED}
+        assert max(span.queued_seconds for rollout in rollouts for span in rollout.spans) > 0.3
+
+
+async def test_a_slow_evaluation_holds_up_no_rollout() -> None:
+    release = anyio.Event()
+    ran: list[str] = []
+
+    async def run(episode: Episode) -> None:
+        ran.append(episode.request.rollout_id or "")
+
+    async def evaluate(_: Episode) -> None:
+        await release.wait()
+
+    async with bench(Played(run=run, evaluate=evaluate)) as b:
+        for i in range(20):
+            await b.submit(f"r{i}")
+        with anyio.fail_after(10):
+            while len(ran) < 20:
+                await anyio.sleep(0.001)
+        release.set()
+        for i in range(20):
+            assert (await b.result(f"r{i}")).state is RolloutState.COMPLETED
+
+
+async def test_live_sandboxes_are_bounded() -> None:
+    async with bench(Played(image="any", evaluate_in=EvaluateIn.FRESH)) as b:
+        for i in range(40):
+            await b.submit(f"r{i}")
+        for i in range(40):
+            await b.result(f"r{i}")
+        await b.idle()
+        bound = SETTINGS.init_workers + SETTINGS.rollout_queue + SETTINGS.rollout_workers
+        assert b.provider.most <= bound + SETTINGS.evaluate_workers
+
+
+async def test_an_infrastructure_failure_is_tried_again() -> None:
+    async with bench(Played(image="any"), provider=CountingProvider(failures=2)) as b:
+        rollout = await b.run()
+        assert (rollout.state, rollout.attempt) == (RolloutState.COMPLETED, 3)
+        assert [error.code for error in rollout.retries] == ["sandbox_start"] * 2
+        assert [error.attempt for error in rollout.retries] == [1, 2]
+
+
+async def test_attempts_are_limited() -> None:
+    async with bench(Played(image="any"), provider=CountingProvider(failures=99)) as b:
+        rollout = await b.run()
+        assert (rollout.state, rollout.attempt, rollout.reward) == (RolloutState.FAILED, 3, None)
+        assert rollout.error is not None
+        assert rollout.error.boundary == "sandbox"
+
+
+async def test_a_defect_of_an_environment_is_not_tried_again() -> None:
+    async def broken(_: Episode) -> None:
+        raise EnvironmentFailedError("the grader wrote nothing", hint="Look at it.")
+
+    async with bench(Played(evaluate=broken)) as b:
+        rollout = await b.run()
+        assert (rollout.state, rollout.attempt, rollout.reward) == (RolloutState.FAILED, 1, None)
+        assert rollout.error is not None
+        assert (rollout.error.code, rollout.error.hint) == ("environment_failed", "Look at it.")
+
+
+async def test_an_unknown_exception_says_that_it_is_a_defect() -> None:
+    async def broken(_: Episode) -> None:
+        raise KeyError("oops")
+
+    async with bench(Played(run=broken)) as b:
+        rollout = await b.run()
+        assert rollout.error is not None
+        assert rollout.error.code == "internal_error"
+        assert "KeyError" in rollout.error.message
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+async def test_a_reward_that_is_no_number_is_a_failure(reward: float) -> None:
+    async def score(_: Episode) -> Score:
+        return Score(reward)
+
+    async with bench(Played(evaluate=score)) as b:
+        rollout = await b.run()
+        assert (rollout.state, rollout.reward) == (RolloutState.FAILED, None)
+
+
+async def test_an_evaluation_that_failed_is_tried_again_without_a_new_rollout() -> None:
+    runs, evaluations = [], []
+
+    async def run(_: Episode) -> None:
+        runs.append(1)
+
+    async def evaluate(_: Episode) -> None:
+        evaluations.append(1)
+        if len(evaluations) == 1:
+            raise UnavailableError("the judge is away")
+
+    async with bench(Played(run=run, evaluate=evaluate)) as b:
+        rollout = await b.run()
+        assert rollout.state is RolloutState.COMPLETED
+        assert (len(runs), len(evaluations), rollout.attempt) == (1, 2, 1)
+        assert [span.error for span in rollout.spans] == [None, None, "unavailable", None]
+
+
+@pytest.mark.parametrize("stage", ["init", "run", "evaluate"])
+async def test_cancel_in_any_stage_frees_what_is_held(stage: str) -> None:
+    entered = anyio.Event()
+
+    async def hang(_: Episode) -> None:
+        entered.set()
+        await anyio.sleep_forever()
+
+    environment = Played(**{stage: hang}, image="any", evaluate_in=EvaluateIn.SAME)
+    async with bench(environment) as b:
+        await b.submit("r")
+        with anyio.fail_after(10):
+            await entered.wait()
+        await b.store.cancel("r")
+        rollout = await b.result("r")
+        assert (rollout.state, rollout.stop_reason) == (RolloutState.CANCELLED, StopReason.CANCELLED)
+        assert rollout.reward is None
+        assert rollout.error is None
+        await b.idle()
+
+
+async def test_cancel_before_submit_and_while_queued() -> None:
+    async with bench(Played(run=forever, image="any")) as b:
+        assert await b.store.cancel("early") is None
+        assert (await b.run("early")).state is RolloutState.CANCELLED
+        for i in range(60):
+            await b.submit(f"r{i}")
+        for i in reversed(range(60)):
+            await b.store.cancel(f"r{i}")
+        for i in range(60):
+            assert (await b.result(f"r{i}")).state is RolloutState.CANCELLED
+        await b.idle()
+
+
+async def test_a_shutdown_hands_back_what_could_not_end() -> None:
+    store = await SqliteStore.open(":memory:")
+    entered = anyio.Event()
+
+    async def hang(_: Episode) -> None:
+        entered.set()
+        await anyio.sleep_forever()
+
+    async with bench(Played(run=hang, image="any"), store=store) as b:
+        await b.submit("r")
+        with anyio.fail_after(10):
+            await entered.wait()
+    assert not b.provider.alive
+    rollout = await store.get("r")
+    assert rollout is not None
+    assert rollout.state is RolloutState.QUEUED
+    async with bench(Played(), store=store) as b:
+        rollout = await b.result("r")
+        assert (rollout.state, rollout.attempt) == (RolloutState.COMPLETED, 1)
+
+
+async def test_a_crash_counts_as_an_attempt_and_not_for_ever() -> None:
+    store = await SqliteStore.open(":memory:")
+    await store.submit(RolloutRequest(rollout_id="r", task=Task(environment="played")))
+    for _ in range(3):
+        assert await store.claim("here", limit=1, lease_seconds=60)
+        await store.release("here")
+    async with bench(Played(), store=store) as b:
+        rollout = await b.result("r")
+        assert rollout.state is RolloutState.FAILED
+        assert rollout.error is not None
+        assert rollout.error.code == "attempts_exhausted"
+
+
+async def test_stop_begins_nothing_until_start() -> None:
+    async with bench(Played()) as b:
+        b.pipeline.stop()
+        await b.submit("r")
+        with anyio.move_on_after(0.2):
+            await b.store.wait_for_result("r")
+            pytest.fail("it was begun after the stop")
+        b.pipeline.start()
+        assert (await b.result("r")).state is RolloutState.COMPLETED
+
+
+async def test_take_all_takes_what_there_is() -> None:
+    semaphore = anyio.Semaphore(5)
+    await semaphore.acquire()
+    assert await take_all(semaphore) == 4
+    assert semaphore.value == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    workers=st.integers(1, 3),
+    places=st.integers(1, 3),
+    cancels=st.lists(st.integers(0, 11), max_size=8),
+)
+def test_slots_are_never_lost_whoever_is_cancelled(workers: int, places: int, cancels: list[int]) -> None:
+    """Twelve rollouts pass two stages; some are cancelled at arbitrary points; every slot comes back."""
+
+    async def main() -> None:
+        metrics = Metrics()
+        first, second = (
+            StageLimiter(stage, places=places, workers=workers, metrics=metrics)
+            for stage in (Stage.INIT, Stage.ROLLOUT)
+        )
+        working: dict[Stage, int] = {Stage.INIT: 0, Stage.ROLLOUT: 0}
+
+        async def one(scope: anyio.CancelScope) -> None:
+            slot = Slot()
+            try:
+                with scope:
+                    for limiter in (first, second):
+                        await limiter.enter(slot, since=0.0)
+                        working[limiter.stage] += 1
+                        try:
+                            assert working[limiter.stage] <= workers
+                            await anyio.lowlevel.checkpoint()
+                        finally:
+                            working[limiter.stage] -= 1
+            finally:
+                slot.free()
+
+        scopes = [anyio.CancelScope() for _ in range(12)]
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as tasks:
+                for scope in scopes:
+                    tasks.start_soon(one, scope)
+                for index in cancels:
+                    await anyio.lowlevel.checkpoint()
+                    scopes[index].cancel()
+        assert first.idle
+        assert second.idle
+
+    anyio.run(main)
