@@ -1,0 +1,110 @@
+"""Arithmetic questions for the environment `calc`, with a split that training respects.
+
+An expression is held out by its own hash, so no list of questions is needed to tell the two sides apart:
+the shipped policies never saw a held-out expression.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import random
+import zlib
+from typing import Final, TypedDict
+
+MAX_DIGITS: Final = 4
+HELD_OUT_SHARE: Final = 16  # one expression in so many is held out
+
+_PHRASINGS: Final = (
+    "What is {}?",
+    "Compute {}.",
+    "Calculate {}",
+    "Please evaluate {}.",
+    "{} = ?",
+    "How much is {}?",
+    "Find the value of {}.",
+    "What does {} equal?",
+    "Tell me {}.",
+    "Work out {}.",
+    "Can you compute {}?",
+    "Give me the result of {}.",
+    "{}",
+    "{}=?",
+    "I need the value of {}.",
+    "Solve: {}",
+    "Use the tool to get {}.",
+    "Evaluate the expression {}",
+    "What's {}?",
+    "Could you please calculate {} for me?",
+    "Answer in \\boxed{{}}: {}",
+    "Question: {}",
+)
+_OPERATORS: Final = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+
+
+class Problem(TypedDict):
+    """A question, its expression without spaces, and the answer as decimal digits."""
+
+    question: str
+    expression: str
+    answer: str
+
+
+def make_problem(rng: random.Random) -> Problem:
+    """A question with one to three of `+ - *` over numbers of up to four digits; some with spaces."""
+    expression = _number(rng)
+    for _ in range(rng.choices((1, 2, 3), weights=(4, 3, 2))[0]):
+        expression += rng.choice("+-*") + _number(rng)
+    shown = _spaced(expression) if rng.random() < 0.3 else expression
+    question = rng.choice(_PHRASINGS).format(shown)
+    return Problem(question=question, expression=expression, answer=str(evaluate_expression(expression)))
+
+
+def is_held_out(expression: str) -> bool:
+    """Whether an expression (without spaces) belongs to the side that no policy is trained on."""
+    return zlib.crc32(expression.encode()) % HELD_OUT_SHARE == 0
+
+
+def sample_problems(seed: int, n: int, held_out: bool) -> list[Problem]:
+    """The same `n` problems for the same seed, all of them held out or none."""
+    rng = random.Random(seed)  # noqa: S311 - questions, not secrets
+    problems: list[Problem] = []
+    while len(problems) < n:
+        problem = make_problem(rng)
+        if is_held_out(problem["expression"]) == held_out:
+            problems.append(problem)
+    return problems
+
+
+def evaluate_expression(expression: str) -> int:
+    """The value of integers under `+ - *`, unary minus and brackets; nothing else is evaluated.
+
+    Raises ValueError for anything else.
+    """
+    try:
+        return _value(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"not an arithmetic expression: {expression[:80]!r}") from error
+
+
+def _value(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int() as number) if not isinstance(number, bool):
+            return number
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return int(_OPERATORS[type(op)](_value(left), _value(right)))
+    raise ValueError("only integers, + - * and brackets are evaluated")
+
+
+def _number(rng: random.Random) -> str:
+    digits = rng.randint(1, MAX_DIGITS)
+    low = 10 ** (digits - 1) if digits > 1 else 0
+    return str(rng.randint(low, 10**digits - 1))
+
+
+def _spaced(expression: str) -> str:
+    for sign in "+-*":
+        expression = expression.replace(sign, f" {sign} ")
+    return expression

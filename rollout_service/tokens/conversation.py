@@ -1,0 +1,199 @@
+"""A conversation in token ids: prompts out, sampled ids in. Pure and synchronous.
+
+Guarantees, inside a segment: prompt k+1 starts with prompt k and output k, to the id. Sampled ids are never
+derived from text, and each is trainable in exactly one segment. Whatever breaks the chain begins a new
+segment with a counted reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+from api_schemas.trajectories import FinishReason, ForkReason, Message, ToolCall, Trajectory
+from rollout_service.tokens.errors import ConversationStateError, RecordError
+from rollout_service.tokens.renderer import ChatRenderer, ParsedTurn, ToolSpec
+from rollout_service.tokens.trajectory import GrowingSegment
+
+
+@dataclass(frozen=True, slots=True)
+class AssistantTurn:
+    """One turn of the policy, as the engine returned it, and what it says."""
+
+    turn_id: int
+    segment: int
+    prompt_length: int
+    output_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: FinishReason
+    fork_reason: ForkReason | None
+    """Why this turn began a segment; None when it extends one."""
+    message: Message
+    """Derived from the ids, for tools and for people."""
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """All calls of the turn, malformed ones included."""
+        return self.message.tool_calls
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a token limit cut the turn off."""
+        return self.finish_reason is FinishReason.LENGTH
+
+
+class Conversation:
+    """The messages, prompts and sampled ids of one rollout."""
+
+    def __init__(self, renderer: ChatRenderer, tools: Sequence[ToolSpec] = ()) -> None:
+        self._renderer = renderer
+        self._tools = list(tools)
+        self._messages: list[Message] = []
+        self._turns: list[AssistantTurn] = []
+        self._segments: list[GrowingSegment] = []
+        self._fork: ForkReason | None = ForkReason.FIRST
+        self._answered = 0  # messages that the last turn's prompt and the turn itself cover
+        self._last: tuple[list[int], list[int]] = ([], [])
+        self._pending: tuple[list[int], ForkReason | None] | None = None
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation as it stands."""
+        return tuple(self._messages)
+
+    @property
+    def turns(self) -> tuple[AssistantTurn, ...]:
+        """The policy's turns."""
+        return tuple(self._turns)
+
+    @property
+    def fork_counts(self) -> dict[ForkReason, int]:
+        """How many segments were begun for which reason."""
+        return dict(Counter(segment.fork_reason for segment in self._segments))
+
+    def append(self, messages: Sequence[Message]) -> None:
+        """Add messages to answer: the task at first, tool results or a user's message later."""
+        self._messages += [self._with_tool_name(message) for message in messages]
+        self._pending = None
+
+    def replace(self, messages: Sequence[Message], reason: ForkReason = ForkReason.HISTORY_EDITED) -> None:
+        """Put other messages in the place of the whole history; the next prompt begins a new segment.
+
+        What was sampled before stays in its own segments.
+        """
+        self._messages = list(messages)
+        self._pending = None
+        if self._segments:
+            self._fork = reason
+
+    def prompt(self) -> list[int]:
+        """The ids to send to the engine; the same until messages are added or the turn is recorded.
+
+        Raises:
+            ConversationStateError: there is no message to answer.
+            RenderError: the chat format has no place for these messages.
+        """
+        if self._pending is None:
+            self._pending = self._next_prompt()
+        return list(self._pending[0])
+
+    def record(
+        self,
+        output_ids: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[int],
+        finish_reason: FinishReason,
+    ) -> AssistantTurn:
+        """Take the engine's answer to `prompt()`: three lists of equal length, one entry a sampled token.
+
+        Raises:
+            ConversationStateError: no prompt was asked for.
+            RecordError: log-probabilities or versions are missing or not usable.
+        """
+        if self._pending is None:
+            raise ConversationStateError("there is no prompt to answer", hint="Call prompt() first.")
+        _check_output(output_ids, logprobs, versions)
+        prompt, fork_reason = self._pending
+        output = list(output_ids)
+        turn_id = len(self._turns)
+        if fork_reason is not None:
+            self._segments.append(GrowingSegment(fork_reason))
+        segment = self._segments[-1]
+        segment.add_context(prompt[len(segment.token_ids) :])
+        segment.add_sampled(output, logprobs, versions, turn_id)
+        turn = AssistantTurn(
+            turn_id=turn_id,
+            segment=len(self._segments) - 1,
+            prompt_length=len(prompt),
+            output_ids=tuple(output),
+            logprobs=tuple(logprobs),
+            versions=tuple(versions),
+            finish_reason=FinishReason(finish_reason),
+            fork_reason=fork_reason,
+            message=_message(self._renderer.parse(output, prompt, self._tools, f"call-{turn_id}")),
+        )
+        self._turns.append(turn)
+        self._messages.append(turn.message)
+        self._answered = len(self._messages)
+        self._last, self._pending, self._fork = (prompt, output), None, None
+        return turn
+
+    def trajectory(self) -> Trajectory:
+        """All segments so far. Messages after the last turn are in no segment: nothing was sampled on them."""
+        return Trajectory.model_construct(
+            segments=[segment.freeze() for segment in self._segments],
+            messages=list(self._messages),
+            finish_reasons=[turn.finish_reason for turn in self._turns],
+            fork_counts=self.fork_counts,
+        )
+
+    def _next_prompt(self) -> tuple[list[int], ForkReason | None]:
+        if self._fork is not None:
+            return self._rendered(self._fork)
+        new = self._messages[self._answered :]
+        if not new:
+            raise ConversationStateError(
+                "the last turn has no answer yet", hint="Append a tool result or a message first."
+            )
+        bridged = self._renderer.bridge(*self._last, new, self._tools)
+        return self._rendered(ForkReason.BRIDGE_REFUSED) if bridged is None else (bridged, None)
+
+    def _rendered(self, reason: ForkReason) -> tuple[list[int], ForkReason]:
+        if not self._messages:
+            raise ConversationStateError("there is no message to answer", hint="Append the task first.")
+        return self._renderer.render(self._messages, self._tools), reason
+
+    def _with_tool_name(self, message: Message) -> Message:
+        """Name the tool that answers, which some formats print; a bridge sees the new messages alone."""
+        if message.role != "tool" or message.name or not self._turns:
+            return message
+        names: Mapping[str, str | None] = {call.id: call.name for call in self._turns[-1].tool_calls}
+        return message.model_copy(update={"name": names.get(message.tool_call_id or "")})
+
+
+def _message(parsed: ParsedTurn) -> Message:
+    return Message.model_construct(
+        role="assistant",
+        content=parsed.content,
+        reasoning=parsed.reasoning,
+        tool_calls=list(parsed.tool_calls),
+        tool_call_id=None,
+        name=None,
+    )
+
+
+def _check_output(ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
+    if not len(ids) == len(logprobs) == len(versions):
+        raise RecordError(
+            f"{len(ids)} sampled ids came with {len(logprobs)} log-probabilities and {len(versions)} versions",
+            hint="Ask the engine for the log-probability of every sampled token.",
+        )
+    if any(token < 0 for token in ids) or any(version < 0 for version in versions):
+        raise RecordError("a sampled id or a version is negative", hint="Check the engine's answer.")
+    if not all(isfinite(logprob) for logprob in logprobs):
+        raise RecordError(
+            "a log-probability is not a finite number", hint="Look for NaN in the engine's weights."
+        )

@@ -1,0 +1,147 @@
+"""Tokenizers as chat formats need them, fast enough for every turn.
+
+A folder with a `tokenizer.json` is read by the Rust tokenizer alone: without the import of transformers, and
+without its per-call cost. Anything else goes through transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import tokenizers
+
+from rollout_service.tokens.errors import TokenizerNotFoundError
+
+_CACHED_TEXTS = 512
+_HEADER = "<|im_start|>assistant\n"
+_CACHED_CHARACTERS = 8192  # with the line above: some 10 MB at most
+
+
+class ChatTokenizer(Protocol):
+    """What a renderer asks of a tokenizer."""
+
+    name_or_path: str
+
+    def __len__(self) -> int: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """The ids of a text."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of ids; bytes that are no valid UTF-8 become U+FFFD."""
+        ...
+
+
+class FastTokenizer:
+    """The Rust tokenizer behind the few methods that a renderer calls, with the ids of short texts cached.
+
+    It is deliberately not callable: renderers then skip the character offsets, which nothing here uses and
+    which double the cost of a render.
+    """
+
+    unk_token_id = None
+
+    def __init__(self, backend: tokenizers.Tokenizer, name_or_path: str = "") -> None:
+        self.name_or_path = name_or_path
+        self._backend = backend
+        self._headers: dict[str, tuple[int, ...]] = {}
+        self._cached = lru_cache(_CACHED_TEXTS)(self._ids)
+
+    def __len__(self) -> int:
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """The ids of a text. Tokens around the text, such as a begin-of-text, are the chat format's matter."""
+        if add_special_tokens or len(text) > _CACHED_CHARACTERS:
+            return list(self._ids(text, add_special_tokens))
+        return list(self._headers.get(text) or self._cached(text))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of ids, spaces untouched; ids beyond the vocabulary are empty."""
+        return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def take_control_tokens_literally(self, literal: bool) -> None:
+        """Whether `<|im_end|>` inside a text is spelt out in pieces, or becomes the control token.
+
+        Covers the tokens that the tokenizer marks as special; Qwen3's `<tool_call>` is not among them.
+        """
+        self._cached.cache_clear()
+        self._backend.encode_special_tokens = False
+        # The library finds the beginning of a turn by encoding its header, which no other text equals.
+        self._headers = {_HEADER: self._ids(_HEADER)} if literal else {}
+        self._backend.encode_special_tokens = literal
+
+    def convert_tokens_to_ids(self, token: str) -> int | None:
+        """The id of a token, None when the vocabulary lacks it."""
+        return self._backend.token_to_id(token)
+
+    def _ids(self, text: str, add_special_tokens: bool = False) -> tuple[int, ...]:
+        return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+
+def load_tokenizer(path: str, *, with_template: bool) -> ChatTokenizer:
+    """Load the tokenizer of a folder or a hub name.
+
+    With `with_template` the result can also apply the tokenizer's own chat template.
+
+    Raises:
+        TokenizerNotFoundError: there is none, or it is not readable.
+    """
+    folder = Path(path).expanduser()
+    if not with_template and (folder / "tokenizer.json").is_file():
+        fast = _load_fast(folder)
+        if fast is not None:
+            return fast
+    if not folder.exists() and (folder.is_absolute() or path.count("/") != 1):
+        raise _not_found(path, "there is no such folder")
+    return _load_with_transformers(path)
+
+
+def _load_fast(folder: Path) -> FastTokenizer | None:
+    """The folder's tokenizer, or None when `tokenizer.json` does not hold all of it."""
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # noqa: BLE001 - the Rust library raises bare Exception for a bad file
+        raise _not_found(str(folder), f"tokenizer.json is not readable: {error}") from error
+    config = read_json(folder / "tokenizer_config.json")
+    added = (entry["content"] for entry in config.get("added_tokens_decoder", {}).values())
+    if "auto_map" in config or any(backend.token_to_id(token) is None for token in added):
+        return None
+    backend.no_truncation()
+    backend.no_padding()
+    return FastTokenizer(backend, str(folder))
+
+
+def _load_with_transformers(path: str) -> ChatTokenizer:
+    # Imported here: it takes seconds, and folders with a tokenizer.json do without.
+    from renderers.base import load_tokenizer as load
+
+    try:
+        tokenizer: ChatTokenizer = load(path)
+    except (OSError, ValueError) as error:
+        raise _not_found(path, str(error).splitlines()[0]) from error
+    return tokenizer
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, empty when there is no such file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise _not_found(str(path.parent), f"{path.name} is not valid JSON: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _not_found(path: str, why: str) -> TokenizerNotFoundError:
+    return TokenizerNotFoundError(
+        f"no tokenizer at {path!r}: {why}",
+        hint="Pass a folder with tokenizer.json and tokenizer_config.json, or a hub name such as"
+        " 'Qwen/Qwen3-0.6B' that this machine has cached or may download.",
+    )

@@ -1,0 +1,124 @@
+"""Segments while they grow, and the check of finished trajectories.
+
+A segment's five lists always have the same length; the mask is 1 exactly on sampled tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import isfinite
+
+from api_schemas.trajectories import ForkReason, Segment, Trajectory
+from rollout_service.tokens.errors import InvariantError
+
+
+@dataclass(slots=True)
+class GrowingSegment:
+    """A segment to which prompts and outputs are added in turn."""
+
+    fork_reason: ForkReason
+    token_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    turn_ids: list[int] = field(default_factory=list)
+
+    def add_context(self, ids: Sequence[int]) -> None:
+        """Add tokens that the policy reads and did not sample here."""
+        self.token_ids += ids
+        self.loss_mask += [0] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+        self.versions += [-1] * len(ids)
+        self.turn_ids += [-1] * len(ids)
+
+    def add_sampled(
+        self, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], turn_id: int
+    ) -> None:
+        """Add the tokens of one turn."""
+        self.token_ids += ids
+        self.loss_mask += [1] * len(ids)
+        self.logprobs += logprobs
+        self.versions += versions
+        self.turn_ids += [turn_id] * len(ids)
+
+    def freeze(self) -> Segment:
+        """The segment as it stands, as a copy."""
+        # Unchecked: the values were checked when they were recorded, and checking long lists again is slow.
+        return Segment.model_construct(
+            token_ids=list(self.token_ids),
+            loss_mask=list(self.loss_mask),
+            logprobs=list(self.logprobs),
+            versions=list(self.versions),
+            turn_ids=list(self.turn_ids),
+            fork_reason=self.fork_reason,
+        )
+
+
+def check_invariants(trajectory: Trajectory) -> None:
+    """Hold a trajectory to its promises.
+
+    Lists of equal length; mask 1 exactly where there is a turn, with a version and a finite log-probability;
+    a turn's tokens lie side by side in one segment, turns in order, so that no token is trainable twice;
+    the first segment is the first and the fork counts add up.
+
+    Raises:
+        InvariantError: one is broken, with the segment and the token's index.
+    """
+    last_turn = -1
+    for number, segment in enumerate(trajectory.segments):
+        if (segment.fork_reason is ForkReason.FIRST) != (number == 0):
+            raise InvariantError(f"its fork reason is {segment.fork_reason}", segment=number)
+        _check_lengths(segment, number)
+        _check_tokens(segment, number)
+        last_turn = _check_turns(segment, number, last_turn)
+        if last_turn >= len(trajectory.finish_reasons):
+            raise InvariantError(f"turn {last_turn} has no finish reason", segment=number)
+    if dict(Counter(s.fork_reason for s in trajectory.segments)) != trajectory.fork_counts:
+        raise InvariantError("the fork counts do not add up", segment=len(trajectory.segments))
+
+
+def _check_lengths(segment: Segment, number: int) -> None:
+    for name in ("loss_mask", "logprobs", "versions", "turn_ids"):
+        length = len(getattr(segment, name))
+        if length != len(segment.token_ids):
+            shortest = min(length, len(segment.token_ids))
+            raise InvariantError(f"{name} has another length than token_ids", segment=number, index=shortest)
+
+
+def _check_tokens(segment: Segment, number: int) -> None:
+    columns = zip(
+        segment.token_ids,
+        segment.loss_mask,
+        segment.logprobs,
+        segment.versions,
+        segment.turn_ids,
+        strict=True,
+    )
+    for index, (token, mask, logprob, version, turn) in enumerate(columns):
+        if token < 0:
+            raise InvariantError(f"token id {token} is negative", segment=number, index=index)
+        if mask == 0:
+            if logprob != 0.0 or version != -1 or turn != -1:
+                raise InvariantError(
+                    "a token that was not sampled has a turn, a version or a log-probability",
+                    segment=number,
+                    index=index,
+                )
+        elif mask != 1 or turn < 0 or version < 0 or not isfinite(logprob):
+            raise InvariantError(
+                "a sampled token lacks its turn, version or log-probability", segment=number, index=index
+            )
+
+
+def _check_turns(segment: Segment, number: int, last_turn: int) -> int:
+    """Check that turns begin in order and are not interrupted; return the last one."""
+    for index, (before, turn) in enumerate(pairwise([-1, *segment.turn_ids])):
+        if turn in (-1, before):
+            continue
+        if turn <= last_turn:
+            raise InvariantError(f"turn {turn} appears a second time", segment=number, index=index)
+        last_turn = turn
+    return last_turn
