@@ -1,0 +1,120 @@
+"""What the benchmarks share: their options, their report, and the processes that they measure.
+
+Every benchmark is one command; `--json FILE` writes machine, settings and flat figures, `--quick` takes at most a
+minute and gives the same keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+import psutil
+from pydantic import JsonValue
+from rich.console import Console
+from rich.table import Table
+
+from rollout_service.cli.child import running_server, stop
+from rollout_service.cli.figures import write_figures
+from rollout_service.client import RolloutClient
+
+HERE = Path(__file__).parent
+START_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What every benchmark is told."""
+
+    json: Path | None
+    quick: bool
+
+
+def options(description: str) -> Options:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    parser.add_argument("--quick", action="store_true", help="at most a minute, with the same keys")
+    arguments = parser.parse_args()
+    return Options(json=arguments.json, quick=arguments.quick)
+
+
+def report(
+    title: str,
+    given: Options,
+    settings: Mapping[str, JsonValue],
+    figures: Mapping[str, float | int | None],
+    aims: Mapping[str, str],
+) -> None:
+    """Show the figures beside what they aim at, and write them to the file that was asked for."""
+    table = Table(title=title)
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    if aims:
+        table.add_column("aim", justify="right")
+    for name, value in figures.items():
+        cells = [name, "-" if value is None else f"{value:,.2f}", aims.get(name, "")]
+        table.add_row(*cells[: len(table.columns)])
+    Console(width=100).print(table)
+    if given.json is not None:
+        write_figures(given.json, {**settings, "quick": given.quick}, figures)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running service, with a client of it."""
+
+    client: RolloutClient
+    process: psutil.Process
+
+    @property
+    def memory_mb(self) -> float:
+        """Resident memory of the service's process alone, in MB (10^6 bytes)."""
+        return float(self.process.memory_info().rss) / 1e6
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time of the service's process alone."""
+        times = self.process.cpu_times()
+        return float(times.user + times.system)
+
+
+@asynccontextmanager
+async def service(
+    state_dir: Path, engine_url: str, *, workers: int, environment: Path
+) -> AsyncIterator[Server]:
+    """`rollout-service serve` with local sandboxes, with room for `workers` rollouts in the agent's stage."""
+    config = state_dir / "rollout.toml"
+    config.write_text(
+        f'[sandbox]\nprovider = "local"\n'
+        f"[pipeline]\ninit_workers = 16\ninit_queue = 64\nrollout_queue = 16\nrollout_workers = {workers}\n"
+        f"evaluate_workers = 16\n"
+    )
+    flags = ["--config", str(config), "--engine", "none", "--backend", engine_url]
+    flags += ["--environment", str(environment), "--log-level", "warning"]
+    async with running_server(state_dir, flags, start_seconds=START_SECONDS) as client:
+        pid = int((state_dir / "rollouts.sqlite3.lock").read_text())
+        yield Server(client, psutil.Process(pid))
+
+
+@asynccontextmanager
+async def child(arguments: Sequence[str], address: Path) -> AsyncIterator[str]:
+    """A Python module as a process that writes its URL to a file once it listens; ended with the block."""
+    process = await anyio.open_process(
+        [sys.executable, "-m", *arguments], stdin=None, stdout=None, stderr=None, start_new_session=True
+    )
+    try:
+        with anyio.fail_after(START_SECONDS):
+            while not await anyio.Path(address).exists():
+                if process.returncode is not None:
+                    raise RuntimeError(f"{arguments[0]} ended with exit code {process.returncode}")
+                await anyio.sleep(0.05)
+        yield (await anyio.Path(address).read_text()).strip()
+    finally:
+        with anyio.CancelScope(shield=True):
+            await stop(process)
