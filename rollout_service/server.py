@@ -38,8 +38,9 @@ def serve(settings: Settings, *, port_file: Path | None = None) -> None:
 
 
 def _bind(settings: Settings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        return socket.create_server((settings.host, settings.port), backlog=2_048)
+        return socket.create_server((settings.host, settings.port), family=family, backlog=2_048)
     except OSError as error:
         raise ConfigurationError(
             f"cannot listen on {settings.host}:{settings.port}: {error.strerror}",
@@ -49,7 +50,8 @@ def _bind(settings: Settings) -> socket.socket:
 
 def _announce(listener: socket.socket, host: str, port_file: Path) -> None:
     """Write the address whole or not at all: a reader may look at any moment."""
-    address = f"http://{host}:{listener.getsockname()[1]}"
+    name = f"[{host}]" if ":" in host else host
+    address = f"http://{name}:{listener.getsockname()[1]}"
     draft = port_file.with_name(f"{port_file.name}.draft")
     draft.write_text(address)
     draft.replace(port_file)

@@ -22,7 +22,7 @@ from api_schemas.inference import BackendSpec, BackendState
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage
 from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.errors import InvalidFieldError, NotFoundError
-from rollout_service.inference.embedded.process import EmbeddedEngine
+from rollout_service.inference.embedded.process import embedded_engine
 from rollout_service.inference.pool import PoolOptions
 from rollout_service.inference.pools import Pools
 from rollout_service.pipeline.attempt import Services, Stages
@@ -163,7 +163,7 @@ async def _start_engine(settings: Settings, stack: AsyncExitStack, serving: Serv
     if settings.engine is not Engine.EMBEDDED or settings.backends:
         return
     engine = await stack.enter_async_context(
-        EmbeddedEngine(_checkpoint(settings), threads=settings.embedded.threads)
+        embedded_engine(_checkpoint(settings), threads=settings.embedded.threads)
     )
     await serving.register(BackendSpec(url=HttpUrl(engine.url)), remember=False)
 

@@ -1,0 +1,276 @@
+"""The API of a real server with the embedded engine and local sandboxes: answers, refusals, and what they say."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from api_schemas.errors import Problem
+from api_schemas.events import Event
+from api_schemas.rollouts import Rollout, RolloutState
+from api_schemas.trajectories import Trajectory
+from rollout_service.tokens import check_invariants
+
+pytestmark = pytest.mark.xdist_group("api")
+
+START_SECONDS = 90
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    state = tmp_path_factory.mktemp("service")
+    address, log = state / "address", state / "log"
+    flags = ["--port", "0", "--port-file", str(address), "--state-dir", str(state), "--sandbox", "local"]
+    command = [sys.executable, "-m", "rollout_service.cli", "serve", *flags]
+    environ = os.environ | {"ROLLOUT_MAX_BODY_BYTES": "20000"}
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(command, stdout=output, stderr=output, env=environ) as server,
+    ):
+        try:
+            with httpx.Client(base_url=wait_for(address, server, log), timeout=60) as client:
+                yield client
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(30)
+
+
+def wait_for(address: Path, server: subprocess.Popen[bytes], log: Path) -> str:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and server.poll() is None:
+        if address.exists():
+            url = address.read_text()
+            try:
+                if httpx.get(f"{url}/ready", timeout=5).is_success:
+                    return url
+            except httpx.TransportError:
+                pass
+        time.sleep(0.05)
+    pytest.fail(f"the server did not become ready:\n{log.read_text()[-4000:]}")
+
+
+def order(api: httpx.Client, *, wait: float = 0, **fields: Any) -> httpx.Response:
+    instance = api.get("/v1/environments/calc/dataset", params={"limit": 1}).json()[0]
+    body = {"task": {"environment": "calc", "instance": instance}} | fields
+    return api.post("/v1/rollouts", json=body, params={"wait": wait})
+
+
+def problem(response: httpx.Response, status: int) -> Problem:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    parsed = Problem.model_validate_json(response.content)
+    assert parsed.status == status
+    assert parsed.detail
+    return parsed
+
+
+def test_a_rollout_from_order_to_trajectory(api: httpx.Client) -> None:
+    response = order(api, wait=60, rollout_id="whole", metadata={"mine": 1})
+    assert response.status_code == 200
+    rollout = Rollout.model_validate_json(response.content)
+    assert rollout.state is RolloutState.COMPLETED
+    assert rollout.metadata == {"mine": 1}
+    assert rollout.reward in (0.0, 1.0)
+    assert rollout.usage.turns >= 1
+    assert rollout.trajectory is not None
+    check_invariants(rollout.trajectory)
+    again = Trajectory.model_validate_json(api.get("/v1/rollouts/whole/trajectory").content)
+    assert again == rollout.trajectory
+    light = Rollout.model_validate_json(api.get("/v1/rollouts/whole").content)
+    assert light == rollout.model_copy(update={"trajectory": None})
+
+
+def test_the_same_order_again_changes_nothing(api: httpx.Client) -> None:
+    first = order(api, rollout_id="twice")
+    second = order(api, rollout_id="twice")
+    assert (first.status_code, second.status_code) == (202, 202)
+    assert first.json()["created_at"] == second.json()["created_at"]
+    refused = problem(order(api, rollout_id="twice", pool="policy", metadata={"x": 1}), 409)
+    assert "twice" in refused.detail
+
+
+def test_an_order_without_an_id_gets_one(api: httpx.Client) -> None:
+    assert order(api).json()["rollout_id"] != order(api).json()["rollout_id"]
+
+
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        ({"task": {"environment": "clac"}}, "body.task.environment"),
+        ({"task": {"environment": "calc", "instance": {}}}, "instance"),
+        ({"task": {"environment": "calc"}, "smapling": {}}, "body.smapling"),
+        ({"task": {"environment": "calc"}, "sampling": {"temperature": -1}}, "body.sampling.temperature"),
+        ({"task": {"environment": "calc"}, "limits": {"max_turns": 0}}, "body.limits.max_turns"),
+        ({"task": {"environment": "calc"}, "rollout_id": "../etc/passwd"}, "body.rollout_id"),
+        ({}, "body.task"),
+    ],
+)
+def test_a_bad_field_is_named(api: httpx.Client, body: dict[str, Any], path: str) -> None:
+    before = api.get("/v1/rollouts").json()["counts"]
+    refused = problem(api.post("/v1/rollouts", json=body), 422)
+    assert any(path in field.path for field in refused.errors), refused.errors
+    assert sum(api.get("/v1/rollouts").json()["counts"].values()) == sum(before.values())
+
+
+def test_an_unknown_environment_is_told_the_nearest(api: httpx.Client) -> None:
+    refused = problem(api.post("/v1/rollouts", json={"task": {"environment": "clac"}}), 422)
+    assert "calc" in refused.detail
+
+
+def test_malformed_json_is_a_400(api: httpx.Client) -> None:
+    refused = problem(api.post("/v1/rollouts", content=b'{"task": '), 400)
+    assert refused.code == "malformed_json"
+
+
+def test_a_body_over_the_limit_is_a_413(api: httpx.Client) -> None:
+    refused = problem(order(api, metadata={"x": "y" * 30_000}), 413)
+    assert "20000" in refused.detail
+
+    def chunks() -> Iterator[bytes]:
+        for _ in range(40):
+            yield b" " * 1_000
+
+    problem(api.post("/v1/rollouts", content=chunks()), 413)
+
+
+def test_an_unknown_pool_says_how_to_register_a_backend(api: httpx.Client) -> None:
+    refused = problem(order(api, pool="judge"), 503)
+    assert "/v1/backends" in refused.detail
+    assert refused.retryable
+
+
+def test_a_backend_that_does_not_answer_is_refused(api: httpx.Client) -> None:
+    before = api.get("/v1/backends").json()
+    refused = problem(api.post("/v1/backends", json={"url": "http://127.0.0.1:9"}), 502)
+    assert "127.0.0.1:9" in refused.detail
+    assert api.get("/v1/backends").json() == before
+
+
+def test_an_unknown_path_and_method(api: httpx.Client) -> None:
+    assert "/v1/rollouts" in problem(api.get("/v1/rollout"), 404).detail
+    problem(api.put("/v1/rollouts"), 405)
+    problem(api.get("/v1/rollouts/nobody"), 404)
+    problem(api.get("/v1/rollouts/nobody/trajectory"), 404)
+    problem(api.delete("/v1/backends/nobody"), 404)
+    problem(api.get("/v1/environments/nobody/dataset"), 422)
+
+
+def test_cancel_before_submit(api: httpx.Client) -> None:
+    assert api.delete("/v1/rollouts/tombstone").status_code == 202
+    assert order(api, rollout_id="tombstone", wait=10).json()["state"] == "cancelled"
+    assert api.delete("/v1/rollouts/tombstone").json()["was"] == "cancelled"
+
+
+def test_cancel_many_in_flight(api: httpx.Client) -> None:
+    ids = [f"many-{i}" for i in range(12)]
+    for rollout_id in ids:
+        order(api, rollout_id=rollout_id)
+    api.post("/v1/abort", json={"rollout_ids": ids})
+    for rollout_id in ids:
+        rollout = api.get(f"/v1/rollouts/{rollout_id}", params={"wait": 30}).json()
+        assert rollout["state"] in ("cancelled", "completed")
+
+
+def test_pages_are_complete_and_in_order(api: httpx.Client) -> None:
+    for i in range(5):
+        order(api, rollout_id=f"page-{i}")
+    seen, cursor = [], None
+    while True:
+        page = api.get("/v1/rollouts", params={"limit": 2} | ({"cursor": cursor} if cursor else {})).json()
+        seen += [rollout["rollout_id"] for rollout in page["rollouts"]]
+        if (cursor := page["next_cursor"]) is None:
+            break
+    assert len(seen) == len(set(seen))
+    assert [name for name in seen if name.startswith("page-")] == [f"page-{i}" for i in range(5)]
+
+
+def read_events(api: httpx.Client, count: int, **headers: str) -> list[Event]:
+    events = []
+    with api.stream("GET", "/v1/events", headers=headers, timeout=30) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                events.append(Event.model_validate_json(line.removeprefix("data: ")))
+            if len(events) == count:
+                return events
+    pytest.fail("the stream ended early")
+
+
+def test_events_resume_after_the_last_id(api: httpx.Client) -> None:
+    order(api, rollout_id="eventful", wait=60)
+    events = read_events(api, 5, **{"Last-Event-ID": "0"})
+    assert [event.event_id for event in events] == sorted({event.event_id for event in events})
+    assert read_events(api, 2, **{"Last-Event-ID": str(events[2].event_id)}) == events[3:5]
+
+
+def test_weights_pause_and_resume(api: httpx.Client) -> None:
+    backend = api.get("/v1/backends").json()[0]
+    assert api.post("/v1/pause").json()["outcomes"][0]["ok"]
+    held = order(api, rollout_id="held").json()["rollout_id"]
+    assert api.get(f"/v1/rollouts/{held}", params={"wait": 0.5}).json()["state"] != "completed"
+    assert api.post("/v1/resume").json()["outcomes"][0]["ok"]
+    assert api.get(f"/v1/rollouts/{held}", params={"wait": 60}).json()["state"] == "completed"
+    update = {"path": backend["model_path"], "version": 7}
+    assert api.post("/v1/weights", json=update).json()["version"] == 7
+    trajectory = order(api, wait=60).json()["trajectory"]
+    versions = {v for segment in trajectory["segments"] for v in segment["versions"]}
+    assert versions == {-1, 7}
+
+
+def test_environments_health_and_metrics(api: httpx.Client) -> None:
+    names = {spec["name"] for spec in api.get("/v1/environments").json()}
+    assert {"calc", "math", "code"} <= names
+    assert api.get("/health").json()["status"] == "ok"
+    assert api.get("/ready").json() == {"ready": True, "reasons": []}
+    order(api, wait=60)
+    metrics = api.get("/metrics").text
+    assert 'rollout_finished_total{environment="calc",state="completed"' in metrics
+    assert "/v1/rollouts/{rollout_id}" in metrics
+    assert isinstance(api.get("/v1/sandboxes").json(), list)
+    assert api.get("/openapi.json").json()["openapi"].startswith("3.")
+
+
+def test_a_trainer_written_for_the_prorl_server(api: httpx.Client) -> None:
+    instance = api.get("/v1/environments/calc/dataset", params={"limit": 1}).json()[0]
+    body = {
+        "instance": instance | {"data_source": "calc"},
+        "sampling_params": {"temperature": 1.0, "max_tokens": 64, "repetition_penalty": 1.0},
+        "job_id": "prorl-1",
+    }
+    answer = api.post("/process", json=body).json()
+    assert answer["resolved"] in (True, False)
+    assert set(answer["timing"]) == {"init", "run", "eval", "others", "timeout"}
+    assistant = [message for message in answer["messages"] if message["role"] == "assistant"]
+    assert assistant
+    for message in assistant:
+        assert len(message["output_ids"]) == len(message["logprobs"]) > 0
+        assert message["input_ids"]
+    status = api.get("/status").json()
+    assert {"status", "pending_jobs", "running", "jobs", "init", "run", "eval"} <= set(status)
+    assert api.post("/cancel", json={"job_id": "prorl-2"}).json()["status"] == "success"
+    problem(api.post("/process", json={"instance": {}}), 422)
+
+
+def test_stop_and_start(api: httpx.Client) -> None:
+    api.post("/stop")
+    assert api.get("/status").json()["status"] == "stopped"
+    assert api.get("/ready").status_code == 503
+    rollout_id = order(api).json()["rollout_id"]
+    assert api.get(f"/v1/rollouts/{rollout_id}", params={"wait": 0.3}).json()["state"] == "queued"
+    api.post("/start")
+    assert api.get(f"/v1/rollouts/{rollout_id}", params={"wait": 60}).json()["state"] == "completed"
+
+
+def test_every_error_in_the_log_is_json_safe(api: httpx.Client) -> None:
+    """Hostile strings in a request come back as data, never as structure."""
+    hostile = "\u2028<script>\x1b[31m"
+    refused = problem(api.post("/v1/rollouts", content=json.dumps({"task": {"environment": hostile}})), 422)
+    assert refused.errors

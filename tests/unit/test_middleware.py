@@ -1,0 +1,40 @@
+"""Bearer keys: nothing but the probes answers without one."""
+
+import httpx
+import pytest
+
+from rollout_service.app import create_app
+from rollout_service.settings import load_settings
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def http() -> httpx.AsyncClient:
+    app = create_app(load_settings(keys=["first", "second"]))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service")
+
+
+@pytest.mark.parametrize(
+    "value", [None, "", "Bearer", "Bearer wrong", "Basic first", "first", "Bearer first x"]
+)
+async def test_without_a_right_key(http: httpx.AsyncClient, value: str | None) -> None:
+    async with http:
+        headers = {"authorization": value} if value is not None else {}
+        response = await http.get("/openapi.json", headers=headers)
+        assert response.status_code == 401
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert response.json()["code"] == "unauthorized"
+        assert "first" not in response.text
+
+
+@pytest.mark.parametrize("value", ["Bearer first", "bearer second"])
+async def test_with_a_right_key(http: httpx.AsyncClient, value: str) -> None:
+    async with http:
+        response = await http.get("/openapi.json", headers={"authorization": value})
+        assert response.status_code == 200
+
+
+async def test_the_probe_needs_none(http: httpx.AsyncClient) -> None:
+    async with http:
+        assert (await http.get("/health")).status_code == 200
