@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from api_schemas.errors import Boundary, FieldError, Problem
+from api_schemas.errors import FieldError, Problem
 from rollout_service.errors import InvalidFieldError, ServiceError, describe
 from sandboxes.errors import SandboxError
 
@@ -41,14 +41,17 @@ def problem_of(error: BaseException) -> Problem:
     return Problem(
         title=info.code.replace("_", " ").capitalize(),
         status=status,
-        detail=f"{info.message} {info.hint}".strip()
-        if info.boundary is not Boundary.SERVICE
-        else info.message,
+        detail=_sentences(info.message, info.hint),
         code=info.code,
         retryable=info.retryable,
         errors=error.fields if isinstance(error, InvalidFieldError) else [],
         context=error.context if isinstance(error, ServiceError) else {},
     )
+
+
+def _sentences(message: str, hint: str) -> str:
+    """What happened, and what to do next, as one text."""
+    return f"{message.rstrip('.')}. {hint}" if hint else message
 
 
 def install(app: FastAPI) -> None:
