@@ -1,9 +1,10 @@
 """The contract of an environment: how a task is set up, what the agent may do, how the outcome is scored.
 
-Three coroutines, `init`, `run` and `evaluate`, all with working defaults. Guarantees of the pipeline to them:
-each runs under its stage's deadline and may be cancelled at any await; a sandbox that `Episode` holds is alive
-and belongs to this rollout alone; it is released by the pipeline, never by the environment; whatever `evaluate`
-must not trust the agent with stays outside of the sandbox until the agent has ended.
+Three coroutines: `init` and `run`, which have working defaults in `base.AgentEnvironment`, and `evaluate`.
+Guarantees of the pipeline to them: each runs under its stage's deadline and may be cancelled at any await;
+`evaluate` may be called again after a failure that may go away by itself; a sandbox that `Episode` holds is
+alive and belongs to this rollout alone; it is released by the pipeline, never by the environment; whatever
+`evaluate` must not trust the agent with stays outside of the sandbox until the agent has ended.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from api_schemas.base import Name
 from api_schemas.rollouts import RolloutRequest, StopReason, Usage
 from api_schemas.tasks import Task
 from api_schemas.trajectories import Message, Trajectory
+from rollout_service.tokens import ToolSpec
 from sandboxes import Sandbox
 
 
@@ -38,7 +40,7 @@ class EpisodeLimits(Settings):
     """Turns in a row whose tool calls are all malformed, before the agent is stopped."""
     agent_seconds: float = Field(900.0, gt=0)
     tool_seconds: float = Field(60.0, gt=0)
-    tool_output_chars: int = Field(16_384, ge=64)
+    tool_output_chars: int = Field(16_384, ge=256)
     """A longer result of a tool is cut in the middle, with a note."""
     init_seconds: float = Field(120.0, gt=0)
     rollout_seconds: float = Field(1_200.0, gt=0)
@@ -53,6 +55,12 @@ class SandboxSettings(Settings):
     """Bytes, or with a suffix K, M, G or T (powers of 1024)."""
     max_processes: int = Field(256, ge=1)
     env: dict[str, str] = {}
+
+    @property
+    def memory_bytes(self) -> int:
+        """`memory` as a number of bytes."""
+        number, suffix = self.memory.rstrip("KMGT"), self.memory[-1]
+        return int(float(number) * 1024 ** ("KMGT".find(suffix) + 1))
 
 
 class EvaluateIn(StrEnum):
@@ -104,6 +112,8 @@ class PolicyTurn:
     """Whether it was cut off by its token limit."""
     malformed: int
     """How many of its tool calls could not be parsed; their errors are in `message.tool_calls`."""
+    context_full: bool = False
+    """Whether what cut it off was the end of the model's context."""
 
 
 class Policy(Protocol):
@@ -112,13 +122,19 @@ class Policy(Protocol):
     async def respond(self, new_messages: list[Message], *, max_tokens: int) -> PolicyTurn:
         """Continue the conversation by these messages and sample one turn of at most `max_tokens` tokens.
 
-        Raises ContextFullError when the prompt would not fit the model's context, InferenceError and TokenError.
+        Raises ContextFullError when the prompt leaves no room in the model's context, InferenceError and
+        TokenError.
         """
         ...
 
     @property
     def usage(self) -> Usage:
         """What the turns cost so far."""
+        ...
+
+    @property
+    def engine_seconds(self) -> float:
+        """Time spent waiting for the engine's answers so far."""
         ...
 
     def trajectory(self) -> Trajectory:
@@ -164,11 +180,17 @@ class Environment(ABC):
     def check(self, instance: dict[str, JsonValue]) -> None:
         """Refuse an instance that this environment cannot use, before it is accepted.
 
-        Raises InvalidFieldError with paths that start at `instance`. Must be quick: it runs on the event loop.
+        Raises InvalidFieldError with paths that start at `instance`. Must be quick: it runs on the event
+        loop.
         """
+        _ = instance  # a working default: everything is accepted
 
     async def init(self, episode: Episode) -> None:  # noqa: B027 - a working default: nothing to prepare
         """Prepare the sandbox for the agent."""
+
+    def tool_definitions(self) -> list[ToolSpec]:
+        """What the policy is told of its tools, in the OpenAI function format; fixed for all of its turns."""
+        return []
 
     @abstractmethod
     async def run(self, episode: Episode) -> StopReason:

@@ -1,0 +1,115 @@
+"""A policy that plays from a script: for tests of environments, and to try one out without a model.
+
+It samples nothing, so its trajectory has messages and no segments. Usage is counted as if a token were a
+character.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import anyio
+
+from api_schemas.rollouts import Usage
+from api_schemas.trajectories import FinishReason, Message, ToolCall, Trajectory
+from rollout_service.environments.contract import PolicyTurn
+from rollout_service.errors import ServiceError
+
+
+class ScriptEndedError(ServiceError):
+    """The agent asked for more turns than the script has."""
+
+    code = "script_ended"
+
+
+ScriptedTurn = str | PolicyTurn | ServiceError | Callable[[Sequence[Message]], "str | PolicyTurn"]
+"""A text, a turn (see `turn` and `call`), an error to raise, or a function of the conversation so far."""
+
+
+class ScriptedPolicy:
+    """Plays its turns in order; implements `environments.contract.Policy`.
+
+    `delay` is the time that each turn takes, in seconds, and counts as the engine's.
+    """
+
+    def __init__(self, script: Iterable[ScriptedTurn], *, delay: float = 0.0) -> None:
+        self.messages: list[Message] = []
+        self.max_tokens: list[int] = []
+        """The limits of tokens that were asked for, by turn."""
+        self._script = iter(script)
+        self._delay = delay
+        self._usage = Usage()
+        self._finish_reasons: list[FinishReason] = []
+        self.engine_seconds = 0.0
+
+    async def respond(self, new_messages: list[Message], *, max_tokens: int) -> PolicyTurn:
+        """Play the next turn; raises ScriptEndedError after the last one, or the script's own error."""
+        self.messages += new_messages
+        self.max_tokens.append(max_tokens)
+        await anyio.sleep(self._delay)
+        self.engine_seconds += self._delay
+        played = self._play()
+        self.messages.append(played.message)
+        self._finish_reasons.append(FinishReason.LENGTH if played.truncated else FinishReason.STOP)
+        self._count(new_messages, played)
+        return played
+
+    @property
+    def usage(self) -> Usage:
+        """Turns, calls, and characters as tokens."""
+        return self._usage
+
+    def trajectory(self) -> Trajectory:
+        """The messages; there are no ids."""
+        return Trajectory(
+            segments=[], messages=list(self.messages), finish_reasons=self._finish_reasons, fork_counts={}
+        )
+
+    def _play(self) -> PolicyTurn:
+        step = next(self._script, None)
+        if step is None:
+            raise ScriptEndedError(
+                f"the script has no turn {self._usage.turns + 1}",
+                hint="Add a turn, or a text as the last one.",
+            )
+        if isinstance(step, ServiceError):
+            raise step
+        played = step if isinstance(step, str | PolicyTurn) else step(self.messages)
+        return turn(played) if isinstance(played, str) else played
+
+    def _count(self, new_messages: Sequence[Message], played: PolicyTurn) -> None:
+        calls = played.message.tool_calls
+        usage = self._usage
+        self._usage = Usage(
+            turns=usage.turns + 1,
+            prompt_tokens=usage.prompt_tokens + sum(len(message.content) for message in new_messages),
+            sampled_tokens=usage.sampled_tokens
+            + len(played.message.content)
+            + sum(len(call.raw) for call in calls),
+            tool_calls=usage.tool_calls + len(calls),
+            malformed_calls=usage.malformed_calls + played.malformed,
+        )
+
+
+def turn(
+    content: str = "", *calls: ToolCall, truncated: bool = False, context_full: bool = False
+) -> PolicyTurn:
+    """A turn of this text and these calls; equal ids of calls are made different."""
+    numbered = [call.model_copy(update={"id": f"{call.id}-{i}"}) for i, call in enumerate(calls)]
+    return PolicyTurn(
+        message=Message(role="assistant", content=content, tool_calls=numbered),
+        truncated=truncated or context_full,
+        malformed=sum(call.error is not None for call in calls),
+        context_full=context_full,
+    )
+
+
+def call(name: str, **arguments: Any) -> ToolCall:
+    """A well-formed call of a tool."""
+    return ToolCall(id="call", name=name, arguments=arguments, raw=f"{name}({arguments})")
+
+
+def malformed_call(raw: str = "<tool_call>{", error: str = "invalid_json") -> ToolCall:
+    """A call that could not be parsed."""
+    return ToolCall(id="call", name=None, arguments=None, raw=raw, error=error)

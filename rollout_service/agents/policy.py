@@ -1,0 +1,151 @@
+"""The policy under training: a conversation in token ids, joined to a pool of engines.
+
+Guarantees: what the engine sampled is recorded to the id, in one step without an await, so that a cancellation
+or an error leaves whole turns only; a turn never asks for more tokens than the context has room for; long
+prompts are rendered in a thread, so that no rollout holds up the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import anyio.to_thread
+
+from api_schemas.rollouts import Sampling, Usage
+from api_schemas.trajectories import FinishReason, ForkReason, Message, Trajectory
+from rollout_service.agents.errors import ContextFullError
+from rollout_service.environments.contract import PolicyTurn
+from rollout_service.inference import contract as inference
+from rollout_service.inference.errors import PromptTooLong
+from rollout_service.tokens import AssistantTurn, Conversation
+
+INLINE_CHARS = 8_192
+"""Above this many characters a prompt is rendered in a thread: about 12 ms of work, against 0.1 ms for the hop."""
+
+
+class Generator(Protocol):
+    """What a session needs of a pool; `inference.pool.BackendPool` is one."""
+
+    async def generate(
+        self, request: inference.GenerateRequest, *, affinity: str | None = None
+    ) -> inference.Generation:
+        """Sample a continuation."""
+        ...
+
+
+class PolicySession:
+    """One rollout's policy; implements `environments.contract.Policy`."""
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        pool: Generator,
+        *,
+        affinity: str,
+        sampling: Sampling,
+        stop_token_ids: Sequence[int],
+        context_length: int,
+    ) -> None:
+        """`affinity` is the rollout's id; `context_length` counts the tokens of prompt and answer together."""
+        self._conversation = conversation
+        self._pool = pool
+        self._affinity = affinity
+        self._sampling = sampling
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._context_length = context_length
+        self._usage = Usage()
+        self._engine_seconds = 0.0
+
+    async def respond(self, new_messages: list[Message], *, max_tokens: int) -> PolicyTurn:
+        """Continue the conversation by these messages and sample one turn of at most `max_tokens` tokens.
+
+        Raises:
+            ContextFullError: the prompt leaves no room for an answer.
+            InferenceError: no engine gave an answer.
+            TokenError: the messages cannot be rendered, or the answer cannot be trained on.
+        """
+        prompt = await self._prompt(new_messages)
+        # One token is kept back: engines differ in whether the context may be filled to the last one.
+        room = self._context_length - 1 - len(prompt)
+        if room < 1:
+            raise self._context_full(len(prompt))
+        budget = min(max_tokens, room)
+        generation = await self._generate(prompt, budget)
+        turn = self._conversation.record(
+            generation.output_ids,
+            generation.logprobs,
+            generation.versions,
+            FinishReason(generation.finish_reason.value),
+        )
+        self._count(turn, generation)
+        return PolicyTurn(
+            message=turn.message,
+            truncated=turn.truncated,
+            malformed=sum(call.error is not None for call in turn.tool_calls),
+            context_full=turn.truncated and room <= max_tokens,
+        )
+
+    @property
+    def usage(self) -> Usage:
+        """What the recorded turns cost."""
+        return self._usage
+
+    @property
+    def engine_seconds(self) -> float:
+        """Time spent waiting for the pool, also for calls that failed or were cancelled."""
+        return self._engine_seconds
+
+    def trajectory(self) -> Trajectory:
+        """The segments so far."""
+        return self._conversation.trajectory()
+
+    async def _prompt(self, new_messages: list[Message]) -> list[int]:
+        self._conversation.append(new_messages)
+        # Only new messages are rendered, until the chat format has once refused to extend what was sampled.
+        refused = ForkReason.BRIDGE_REFUSED in self._conversation.fork_counts
+        rendered = self._conversation.messages if refused else new_messages
+        if sum(len(message.content) for message in rendered) <= INLINE_CHARS:
+            return self._conversation.prompt()
+        return await anyio.to_thread.run_sync(self._conversation.prompt)
+
+    async def _generate(self, prompt: list[int], budget: int) -> inference.Generation:
+        request = inference.GenerateRequest(inference.new_request_id(), prompt, self._engine_sampling(budget))
+        started = time.perf_counter()
+        try:
+            return await self._pool.generate(request, affinity=self._affinity)
+        except PromptTooLong as error:
+            raise self._context_full(len(prompt)) from error
+        finally:
+            self._engine_seconds += time.perf_counter() - started
+
+    def _engine_sampling(self, budget: int) -> inference.Sampling:
+        return inference.Sampling(
+            max_new_tokens=budget,
+            temperature=self._sampling.temperature,
+            top_p=self._sampling.top_p,
+            top_k=self._sampling.top_k or -1,  # 0 is another common spelling of "all tokens"
+            min_p=self._sampling.min_p,
+            stop=tuple(self._sampling.stop),
+            stop_token_ids=self._stop_token_ids,
+            seed=self._sampling.seed,
+        )
+
+    def _count(self, turn: AssistantTurn, generation: inference.Generation) -> None:
+        usage = self._usage
+        calls = turn.tool_calls
+        self._usage = Usage.model_construct(
+            turns=usage.turns + 1,
+            prompt_tokens=usage.prompt_tokens + generation.prompt_tokens,
+            cached_tokens=usage.cached_tokens + generation.cached_tokens,
+            sampled_tokens=usage.sampled_tokens + len(turn.output_ids),
+            tool_calls=usage.tool_calls + len(calls),
+            malformed_calls=usage.malformed_calls + sum(call.error is not None for call in calls),
+        )
+
+    def _context_full(self, prompt_tokens: int) -> ContextFullError:
+        return ContextFullError(
+            f"the prompt has {prompt_tokens} tokens, which leaves no room in a context of {self._context_length}",
+            hint="Serve the model with a longer context, or lower `tool_output_chars` or `max_turns`.",
+        )

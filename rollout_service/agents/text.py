@@ -1,0 +1,26 @@
+"""Text for the policy: long results are cut in the middle, where they matter least."""
+
+from __future__ import annotations
+
+MIN_LIMIT = 64
+"""Below this the note alone would not fit beside some text."""
+
+
+def cut_middle(text: str, limit: int) -> str:
+    """The text, or its beginning and end around a note that says how much is missing.
+
+    The result is never longer than `limit` characters, which must be at least `MIN_LIMIT`.
+    """
+    if limit < MIN_LIMIT:
+        raise ValueError(f"a limit of {limit} characters leaves no room for text; use {MIN_LIMIT} or more")
+    if len(text) <= limit:
+        return text
+    # The note's own length depends on the number in it; the longest it can get is reserved.
+    room = limit - len(_note(len(text)))
+    head = (room + 1) // 2
+    tail = room - head
+    return text[:head] + _note(len(text) - room) + (text[-tail:] if tail else "")
+
+
+def _note(missing: int) -> str:
+    return f"\n[... {missing} characters cut ...]\n"

@@ -1,0 +1,69 @@
+"""An environment whose agent is the built-in one; what is left to write is how an outcome is scored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import JsonValue
+
+from api_schemas.rollouts import StopReason
+from api_schemas.trajectories import Message
+from rollout_service.agents.builtin import NEEDS_SANDBOX, builtin_tools
+from rollout_service.agents.tool_calling import ToolCallingAgent
+from rollout_service.agents.tools import Tool
+from rollout_service.environments.contract import Environment, EnvironmentSpec, Episode, EvaluateIn
+from rollout_service.environments.templates import PromptTemplate
+from rollout_service.errors import ConfigurationError
+from rollout_service.tokens import ToolSpec
+
+
+class AgentEnvironment(Environment):
+    """Renders the prompts of its spec over the instance and runs the built-in agent.
+
+    Raises ConfigurationError when the spec contradicts itself, with the environment's name.
+    """
+
+    def __init__(self, spec: EnvironmentSpec, *, extra_tools: Sequence[Tool] = ()) -> None:
+        """`extra_tools` are given to the agent beside the built-in ones that the spec names."""
+        self.spec = spec
+        _check_spec(spec)
+        self._prompt = PromptTemplate(spec.prompt, where=f"the prompt of {spec.name!r}")
+        self._system = (
+            PromptTemplate(spec.system, where=f"the system prompt of {spec.name!r}") if spec.system else None
+        )
+        try:
+            self._agent = ToolCallingAgent([*builtin_tools(spec.tools), *extra_tools])
+        except (ValueError, ConfigurationError) as error:
+            raise ConfigurationError(f"environment {spec.name!r}: {error}") from error
+
+    def check(self, instance: dict[str, JsonValue]) -> None:
+        """Refuse an instance that lacks what the prompts use."""
+        self.messages(instance)
+
+    def messages(self, instance: dict[str, JsonValue]) -> list[Message]:
+        """The messages that a conversation begins with; raises InvalidFieldError."""
+        prompt = Message(role="user", content=self._prompt.render(instance))
+        if self._system is None:
+            return [prompt]
+        return [Message(role="system", content=self._system.render(instance)), prompt]
+
+    def tool_definitions(self) -> list[ToolSpec]:
+        return self._agent.definitions
+
+    async def run(self, episode: Episode) -> StopReason:
+        return await self._agent.run(episode, self.messages(episode.instance))
+
+
+def _check_spec(spec: EnvironmentSpec) -> None:
+    needing = sorted(NEEDS_SANDBOX.intersection(spec.tools))
+    if spec.image is None and (needing or spec.evaluate_in is not EvaluateIn.NONE):
+        what = f"the tools {', '.join(needing)}" if needing else f"evaluation in a {spec.evaluate_in} sandbox"
+        raise ConfigurationError(
+            f"environment {spec.name!r} has no image, and {what} would need a sandbox",
+            hint="Name an image, such as image = 'base'.",
+        )
+    for path in spec.artifacts:
+        if not path.startswith("/") or ".." in path.split("/"):
+            raise ConfigurationError(
+                f"environment {spec.name!r}: the artifact {path!r} is not an absolute path without '..'"
+            )

@@ -1,0 +1,195 @@
+"""`code`: write a Python program to `solution.py`; right when it passes all hidden tests in a fresh sandbox.
+
+The tests are part of the instance and never enter the agent's sandbox; only inputs, and never what is expected,
+enter the fresh one. A program that is missing, crashes, or runs out of time or memory fails its tests; a sandbox
+that fails is an error.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+
+from api_schemas.errors import FieldError
+from api_schemas.rollouts import StopReason
+from rollout_service.environments.base import AgentEnvironment
+from rollout_service.environments.code_problems import instances
+from rollout_service.environments.code_tests import (
+    HARNESS,
+    Assertion,
+    BadAssertionError,
+    Question,
+    parse_assertion,
+    same_output,
+)
+from rollout_service.environments.contract import EnvironmentSpec, Episode, EpisodeLimits, EvaluateIn, Score
+from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
+from sandboxes import ExecResult, Sandbox
+from sandboxes.errors import SandboxFileError
+
+PROGRAM: Final = "solution.py"
+MAX_PROGRAM_BYTES: Final = 256 * 1024
+MAX_OUTPUT_BYTES: Final = 1024 * 1024
+MEMORY_KILOBYTES: Final = 1024 * 1024
+LIMITED: Final = 'ulimit -v "$1" && ulimit -t "$2" && shift 2 && exec "$@"'
+
+SPEC = EnvironmentSpec(
+    name="code",
+    description="Small programs in Python, scored by hidden tests.",
+    image="base",
+    system="Write a Python 3 program to the file /workspace/solution.py. Try it out with your tools, then call finish.",
+    tools=["bash", "write", "edit", "finish"],
+    limits=EpisodeLimits(max_turns=24, max_tokens=16_384, evaluate_seconds=300.0),
+    evaluate_in=EvaluateIn.FRESH,
+)
+
+
+class _Instance(BaseModel):
+    """What the tests need of an instance; a prompt may use other fields."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    question: str
+    time_limit: float = Field(5.0, gt=0, le=60)
+    """Seconds of CPU time for one test."""
+
+
+class _Output(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    input: str = Field(max_length=MAX_OUTPUT_BYTES)
+    output: str = Field(max_length=MAX_OUTPUT_BYTES // 4)
+
+
+class _StdioInstance(_Instance):
+    kind: Literal["stdio"]
+    tests: list[_Output] = Field(min_length=1, max_length=200)
+
+
+class _AssertInstance(_Instance):
+    kind: Literal["assert"]
+    tests: list[Annotated[str, Field(max_length=65_536)]] = Field(min_length=1, max_length=200)
+
+
+_INSTANCE: TypeAdapter[_StdioInstance | _AssertInstance] = TypeAdapter(
+    Annotated[_StdioInstance | _AssertInstance, Field(discriminator="kind")]
+)
+
+
+class Code(AgentEnvironment):
+    """Instances: `question`, `kind` and `tests`.
+
+    Tests of kind `stdio` are `{"input", "output"}`; those of kind `assert` are assertions in the forms of
+    `code_tests.parse_assertion`. `time_limit` is the CPU time of one test.
+    """
+
+    def check(self, instance: dict[str, JsonValue]) -> None:
+        super().check(instance)
+        checked = _read(instance)
+        if isinstance(checked, _AssertInstance):
+            _assertions(checked)
+
+    async def run(self, episode: Episode) -> StopReason:
+        reason = await super().run(episode)
+        episode.state[PROGRAM] = await _submission(_sandbox(episode))
+        return reason
+
+    async def evaluate(self, episode: Episode) -> Score:
+        program: bytes | None = episode.state[PROGRAM]
+        if program is None:
+            return Score(0.0, {"submitted": 0.0, "tests_passed": 0.0})
+        sandbox = _sandbox(episode)
+        await _refuse_without_python(sandbox)
+        await sandbox.write_file(PROGRAM, program)
+        passed = await _passed(sandbox, _read(episode.instance))
+        share = sum(passed) / len(passed)
+        return Score(float(all(passed)), {"submitted": 1.0, "tests_passed": share})
+
+    def dataset(self) -> list[dict[str, JsonValue]]:
+        return instances()
+
+
+def _sandbox(episode: Episode) -> Sandbox:
+    if episode.sandbox is None:
+        raise EnvironmentFailedError("this environment was given no sandbox")
+    return episode.sandbox
+
+
+def _read(instance: dict[str, JsonValue]) -> _StdioInstance | _AssertInstance:
+    try:
+        return _INSTANCE.validate_python(instance)
+    except ValidationError as error:
+        fields = [
+            # The first part of a path is the kind, which the instance's own paths do not have.
+            FieldError(path=".".join(["instance", *map(str, item["loc"][1:])]), message=item["msg"])
+            for item in error.errors(include_url=False, include_input=False)
+        ]
+        raise InvalidFieldError(fields) from error
+
+
+def _assertions(instance: _AssertInstance) -> list[Assertion]:
+    assertions, fields = [], []
+    for index, source in enumerate(instance.tests):
+        try:
+            assertions.append(parse_assertion(source))
+        except BadAssertionError as error:
+            fields.append(FieldError(path=f"instance.tests.{index}", message=str(error)))
+    if fields:
+        raise InvalidFieldError(fields)
+    return assertions
+
+
+async def _submission(sandbox: Sandbox) -> bytes | None:
+    """The agent's program; None when it left none, or nothing that can be read as one."""
+    try:
+        return await sandbox.read_file(PROGRAM, limit=MAX_PROGRAM_BYTES)
+    except SandboxFileError:
+        return None
+
+
+async def _refuse_without_python(sandbox: Sandbox) -> None:
+    """Without Python every test would fail, and the program would not be why."""
+    result = await sandbox.exec(_limited(["python3", "-c", "print('ready')"], 10.0), timeout=60.0)
+    if result.stdout.strip() != b"ready":
+        raise EnvironmentFailedError(
+            f"the sandbox cannot run python3: {result.stderr.decode(errors='replace').strip()[-500:]}",
+            hint="Use an image that has python3 and bash.",
+        )
+
+
+async def _passed(sandbox: Sandbox, instance: _StdioInstance | _AssertInstance) -> list[bool]:
+    if isinstance(instance, _StdioInstance):
+        return [await _passes_output(sandbox, test, instance.time_limit) for test in instance.tests]
+    return [
+        await _passes_assertion(sandbox, assertion, instance.time_limit)
+        for assertion in _assertions(instance)
+    ]
+
+
+async def _passes_output(sandbox: Sandbox, test: _Output, seconds: float) -> bool:
+    result = await _run(sandbox, ["python3", PROGRAM], test.input.encode(), seconds)
+    return result.exit_code == 0 and not result.truncated and same_output(test.output, result.stdout)
+
+
+async def _passes_assertion(sandbox: Sandbox, assertion: Assertion, seconds: float) -> bool:
+    question = Question.of(assertion.expression)
+    result = await _run(sandbox, ["python3", "-c", HARNESS], question.stdin, seconds)
+    try:
+        return assertion.holds(question.value(result.stdout))
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        return False
+
+
+async def _run(sandbox: Sandbox, argv: list[str], stdin: bytes, seconds: float) -> ExecResult:
+    """Run one test; its limit is CPU time, and the wall clock only ends a program that sleeps."""
+    return await sandbox.exec(
+        _limited(argv, seconds), stdin=stdin, timeout=3 * seconds + 10, output_limit=MAX_OUTPUT_BYTES
+    )
+
+
+def _limited(argv: list[str], seconds: float) -> list[str]:
+    return ["bash", "-c", LIMITED, "bash", str(MEMORY_KILOBYTES), str(max(1, round(seconds))), *argv]
+
+
+environment = Code(SPEC)

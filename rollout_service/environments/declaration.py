@@ -1,0 +1,140 @@
+"""The file `environment.toml`: its keys, and its reading.
+
+Guarantees: a key that is not known is refused with its path and the nearest known key; what is returned is
+consistent with the folder that the file is in.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from api_schemas.base import Name
+from rollout_service.environments.contract import (
+    EnvironmentSpec,
+    EpisodeLimits,
+    EvaluateIn,
+    SandboxSettings,
+    Settings,
+)
+from rollout_service.errors import ConfigurationError, nearest
+
+FILE_NAME = "environment.toml"
+
+
+class InitTable(Settings):
+    """`[init]`: what prepares the sandbox."""
+
+    command: str = Field(min_length=1)
+    files: list[str] = []
+    """Files and folders of the environment that the command needs, beside the one that it names itself."""
+
+
+class GraderSandbox(StrEnum):
+    """Where the grader runs."""
+
+    FRESH = "fresh"
+    SAME = "same"
+
+
+class EvaluateTable(Settings):
+    """`[evaluate]`: what scores the outcome."""
+
+    command: str = Field(min_length=1)
+    sandbox: GraderSandbox = GraderSandbox.FRESH
+    artifacts: list[str] = ["/workspace"]
+    """What a fresh sandbox receives of the agent's."""
+
+
+class DatasetTable(Settings):
+    """`[dataset]`: the instances that ship with the environment."""
+
+    path: str = Field(min_length=1)
+    """A file with one instance, a JSON object, a line."""
+
+
+class Declaration(Settings):
+    """The whole file."""
+
+    name: Name
+    description: str = ""
+    image: str = Field(min_length=1)
+    system: str | None = None
+    prompt: str = "{{ instance.question }}"
+    tools: list[str] = ["bash", "python", "read", "write", "edit", "finish"]
+    limits: EpisodeLimits = EpisodeLimits()
+    sandbox: SandboxSettings = SandboxSettings()
+    init: InitTable | None = None
+    evaluate: EvaluateTable
+    dataset: DatasetTable | None = None
+
+    def spec(self, folder: Path) -> EnvironmentSpec:
+        """The environment's settings; an image that is a file of the folder becomes its absolute path."""
+        fresh = self.evaluate.sandbox is GraderSandbox.FRESH
+        return EnvironmentSpec(
+            name=self.name,
+            description=self.description,
+            image=_image(self.image, folder),
+            system=self.system,
+            prompt=self.prompt,
+            tools=self.tools,
+            limits=self.limits,
+            sandbox=self.sandbox,
+            evaluate_in=EvaluateIn.FRESH if fresh else EvaluateIn.SAME,
+            artifacts=self.evaluate.artifacts if fresh else [],
+        )
+
+
+def read_declaration(text: str, *, where: str) -> Declaration:
+    """Read the text of an `environment.toml`.
+
+    Raises:
+        ConfigurationError: it is not valid; the message has a line for every key at fault, after `where`.
+    """
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"{where} is not valid TOML: {error}") from error
+    try:
+        return Declaration.model_validate(table)
+    except ValidationError as error:
+        lines = [_explain(item) for item in error.errors(include_url=False)]
+        raise ConfigurationError(
+            "\n".join(f"{where}: {line}" for line in lines), hint="docs/environments.md lists the keys."
+        ) from error
+
+
+def _explain(item: Any) -> str:
+    *parents, last = [str(part) for part in item["loc"]]
+    path = ".".join([*parents, last])
+    if item["type"] == "extra_forbidden":
+        return f"there is no key {path}{nearest(last, _known_keys(parents))}"
+    if item["type"] == "missing":
+        return f"the key {path} is missing"
+    return f"{path}: {item['msg']}"
+
+
+def _known_keys(parents: list[str]) -> set[str]:
+    """The keys of the table that the path leads to."""
+    model: type[BaseModel] = Declaration
+    for name in parents:
+        annotation = model.model_fields[name].annotation
+        options = [annotation, *getattr(annotation, "__args__", ())]
+        model = next(one for one in options if isinstance(one, type) and issubclass(one, BaseModel))
+    return set(model.model_fields)
+
+
+def _image(image: str, folder: Path) -> str:
+    path = folder / image
+    if path.exists():
+        return str(path.resolve())
+    if image.endswith(".sif") or image.startswith(("/", "./", "../")):
+        raise ConfigurationError(
+            f"{folder / FILE_NAME}: there is no image {path}",
+            hint="Build it with `rollout-service image build`, or name another in `image`.",
+        )
+    return image

@@ -1,0 +1,249 @@
+"""An environment without Python: a folder with an `environment.toml` and the commands that it names.
+
+Guarantees: the agent's sandbox holds nothing of the grader while the agent is at work, and nothing of the
+instance but what the prompt and the init command make of it; the grader runs when every process of the agent
+has ended; its files are copied in for it, and its result has a path that nobody could know before; a result
+that is missing or is no finite number is an error and never a zero.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+
+from rollout_service.environments.base import AgentEnvironment
+from rollout_service.environments.contract import Episode, EvaluateIn, Score
+from rollout_service.environments.declaration import FILE_NAME, Declaration, read_declaration
+from rollout_service.environments.files import PackedFile, archive, read_folder
+from rollout_service.errors import ConfigurationError, EnvironmentFailedError
+from sandboxes import ExecResult, Sandbox
+from sandboxes.errors import SandboxFileError
+
+INSIDE = "/environment"
+"""What commands call the environment's folder."""
+MAX_RESULT_BYTES = 64 * 1024
+EXIT_TEXT_CHARS = 2_000
+RESULT_HINT = 'Write {"reward": NUMBER, "parts": {"name": NUMBER}} to the file that $ROLLOUT_RESULT names.'
+_FOLDER = re.compile(rf"(?<![\w./-]){INSIDE}(?![\w.-])")
+
+
+class _Result(BaseModel):
+    """What a grader writes; truth values, texts and numbers that are not finite are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    reward: float
+    parts: dict[str, float] = {}
+
+
+class DeclarativeEnvironment(AgentEnvironment):
+    """Runs what a declaration says; `load_folder` makes one."""
+
+    def __init__(self, declaration: Declaration, folder: Path, *, in_image: bool = False) -> None:
+        """`in_image` says that the image holds the folder too, so that it is removed before the agent comes.
+
+        Raises ConfigurationError when the declaration contradicts itself or the folder.
+        """
+        super().__init__(declaration.spec(folder))
+        self._declaration = declaration
+        self._in_image = in_image
+        dataset = folder / declaration.dataset.path if declaration.dataset else None
+        self._dataset = _read_dataset(dataset) if dataset else []
+        self._files = read_folder(folder, without=[dataset] if dataset else [])
+        self._init_files = _init_files(declaration, self._files)
+
+    async def init(self, episode: Episode) -> None:
+        sandbox = _sandbox(episode)
+        if init := self._declaration.init:
+            inputs = [_instance_file(episode.instance)]
+            place = await Place.make(sandbox, [*inputs, *self._init_files])
+            seconds = episode.limits.init_seconds
+            result = await place.run(init.command, cwd=sandbox.workdir, seconds=seconds)
+            await place.remove()
+            _require_success("init", init.command, result)
+        if self._in_image:
+            await _remove(sandbox, INSIDE)
+
+    async def evaluate(self, episode: Episode) -> Score:
+        sandbox = _sandbox(episode)
+        if self.spec.evaluate_in is EvaluateIn.SAME:
+            await sandbox.end_processes()
+        inputs = [
+            _instance_file(episode.instance),
+            PackedFile("answer.txt", (episode.answer or "").encode(errors="replace")),
+        ]
+        place = await Place.make(sandbox, [*inputs, *_below(self._files)])
+        command, seconds = self._declaration.evaluate.command, episode.limits.evaluate_seconds
+        # Not in the working folder: a module there could shadow one that the grader imports.
+        result = await place.run(command, cwd=place.path, seconds=seconds)
+        _require_success("evaluate", command, result)
+        return parse_score(await place.result(), result)
+
+    def dataset(self) -> list[dict[str, JsonValue]]:
+        return [dict(instance) for instance in self._dataset]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A folder in a sandbox whose path nobody could know before, with what one command needs."""
+
+    sandbox: Sandbox
+    path: str
+
+    @classmethod
+    async def make(cls, sandbox: Sandbox, files: list[PackedFile]) -> Place:
+        """Copy the files to a new place."""
+        # Without isolation only the sandbox's own folder is ours to write in.
+        isolated = sandbox.workdir == sandbox.spec.workdir
+        path = f"{'/tmp' if isolated else sandbox.workdir}/.rollout-{secrets.token_hex(16)}"  # noqa: S108
+        await sandbox.import_path(path, archive(files))
+        return cls(sandbox, path)
+
+    async def run(self, command: str, *, cwd: str, seconds: float) -> ExecResult:
+        """Run a command of the environment with what it needs to know in its variables."""
+        folder = f"{self.path}/environment"
+        return await self.sandbox.exec(
+            ["bash", "-c", _FOLDER.sub(folder, command)],
+            cwd=cwd,
+            env={
+                "ROLLOUT_ENVIRONMENT": folder,
+                "ROLLOUT_INSTANCE": f"{self.path}/instance.json",
+                "ROLLOUT_ANSWER": f"{self.path}/answer.txt",
+                "ROLLOUT_RESULT": f"{self.path}/result.json",
+                "ROLLOUT_WORKDIR": self.sandbox.workdir,
+            },
+            timeout=seconds,
+        )
+
+    async def result(self) -> bytes:
+        """What the command wrote; raises EnvironmentFailedError when there is nothing."""
+        try:
+            return await self.sandbox.read_file(f"{self.path}/result.json", limit=MAX_RESULT_BYTES)
+        except SandboxFileError as error:
+            raise EnvironmentFailedError(
+                f"the evaluate command left no result: {error}",
+                hint=RESULT_HINT,
+            ) from error
+
+    async def remove(self) -> None:
+        """Remove it; raises EnvironmentFailedError when that is not possible."""
+        await _remove(self.sandbox, self.path)
+
+
+def load_folder(folder: Path, *, image: Path | None = None) -> DeclarativeEnvironment:
+    """The environment in a folder; `image` is the image that the folder was taken out of, if it was.
+
+    Raises ConfigurationError that says what is wrong with it.
+    """
+    path = folder / FILE_NAME
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}") from error
+    declaration = read_declaration(text, where=str(image or path))
+    if image is not None:
+        declaration = declaration.model_copy(update={"image": str(image)})
+    return DeclarativeEnvironment(declaration, folder, in_image=image is not None)
+
+
+def parse_score(data: bytes, run: ExecResult | None = None) -> Score:
+    """The score that a grader wrote: `{"reward": NUMBER, "parts": {NAME: NUMBER, ...}}`.
+
+    Raises EnvironmentFailedError for anything else; `run` adds what the grader printed.
+    """
+    try:
+        result = _Result.model_validate_json(data)
+    except ValidationError as error:
+        reasons = "; ".join(
+            f"{'.'.join(map(str, item['loc'])) or 'the file'}: {item['msg']}"
+            for item in error.errors(include_url=False, include_input=False)
+        )
+        printed = f"; it printed: {_printed(run)}" if run and _printed(run) else ""
+        raise EnvironmentFailedError(
+            f"the evaluate command wrote no usable result: {reasons}{printed}", hint=RESULT_HINT
+        ) from error
+    return Score(result.reward, result.parts)
+
+
+def _sandbox(episode: Episode) -> Sandbox:
+    if episode.sandbox is None:
+        raise EnvironmentFailedError("this environment was given no sandbox")
+    return episode.sandbox
+
+
+async def _remove(sandbox: Sandbox, path: str) -> None:
+    result = await sandbox.exec(["rm", "-rf", "--", path])
+    if result.exit_code != 0:
+        raise EnvironmentFailedError(
+            f"{path} cannot be removed, so the agent could read it: {_printed(result)}",
+            hint="Keep the environment's files in a folder beside the image instead of in it.",
+        )
+
+
+def _require_success(stage: str, command: str, result: ExecResult) -> None:
+    if result.exit_code == 0:
+        return
+    how = "did not end in time" if result.timed_out else f"ended with exit code {result.exit_code}"
+    raise EnvironmentFailedError(
+        f"the {stage} command {command!r} {how}: {_printed(result) or 'it printed nothing'}",
+        hint="Try the environment with `rollout-service env run`.",
+    )
+
+
+def _printed(result: ExecResult) -> str:
+    text = (result.stderr + result.stdout).decode(errors="replace").strip()
+    return text[-EXIT_TEXT_CHARS:]
+
+
+def _instance_file(instance: dict[str, JsonValue]) -> PackedFile:
+    return PackedFile("instance.json", json.dumps(instance).encode())
+
+
+def _below(files: tuple[PackedFile, ...]) -> list[PackedFile]:
+    return [PackedFile(f"environment/{file.path}", file.data, file.executable) for file in files]
+
+
+def _init_files(declaration: Declaration, files: tuple[PackedFile, ...]) -> list[PackedFile]:
+    """The files that the init command names, and those that the declaration gives it beside them."""
+    if declaration.init is None:
+        return []
+    named = re.findall(rf"(?<![\w./-]){INSIDE}/([^\s;|&<>'\"]+)", declaration.init.command)
+    wanted = [*named, *declaration.init.files]
+    chosen = {
+        file.path: file
+        for name in wanted
+        for file in files
+        if file.path == name.strip("/") or file.path.startswith(f"{name.strip('/')}/")
+    }
+    missing = [
+        name for name in wanted if not any((path + "/").startswith(f"{name.strip('/')}/") for path in chosen)
+    ]
+    if missing:
+        raise ConfigurationError(
+            f"environment {declaration.name!r}: the init command needs {', '.join(missing)}, which the folder lacks"
+        )
+    return _below(tuple(chosen.values()))
+
+
+def _read_dataset(path: Path) -> list[dict[str, JsonValue]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"the dataset {path} cannot be read: {error}") from error
+    instances: list[dict[str, JsonValue]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            instance = json.loads(line)
+        except ValueError as error:
+            raise ConfigurationError(f"{path}:{number} is not JSON: {error}") from error
+        if not isinstance(instance, dict):
+            raise ConfigurationError(f"{path}:{number} is not a JSON object")
+        instances.append(instance)
+    return instances

@@ -1,0 +1,67 @@
+r"""`math`: a question with one exact answer; right when the last `\boxed{...}` is mathematically equal to it.
+
+An answer without a box, one that is no mathematics, and one that is too costly to compare (see
+`math_verifier`) are wrong answers. A gold answer that cannot be read, or a check that fails, is an error.
+"""
+
+from __future__ import annotations
+
+from pydantic import JsonValue
+
+from api_schemas.errors import FieldError
+from rollout_service.environments.base import AgentEnvironment
+from rollout_service.environments.boxed import last_boxed
+from rollout_service.environments.contract import EnvironmentSpec, Episode, EpisodeLimits, EvaluateIn, Score
+from rollout_service.environments.math_problems import sample_problems
+from rollout_service.environments.math_verifier import MAX_CHARS, MathVerifier, Verdict
+from rollout_service.errors import InvalidFieldError
+
+SPEC = EnvironmentSpec(
+    name="math",
+    description=r"Questions with one exact answer in \boxed{}, checked by math-verify.",
+    system=r"Reason step by step, and put your final answer in \boxed{}.",
+    limits=EpisodeLimits(max_turns=1, max_tokens=8_192, max_turn_tokens=8_192, evaluate_seconds=180.0),
+    evaluate_in=EvaluateIn.NONE,
+)
+
+
+class Math(AgentEnvironment):
+    """Instances: `question`, and `answer` in LaTeX."""
+
+    def __init__(self, spec: EnvironmentSpec = SPEC, verifier: MathVerifier | None = None) -> None:
+        super().__init__(spec)
+        self._verifier = verifier or MathVerifier()
+
+    def check(self, instance: dict[str, JsonValue]) -> None:
+        super().check(instance)
+        _gold(instance)
+
+    async def evaluate(self, episode: Episode) -> Score:
+        boxed = last_boxed(episode.answer)
+        if boxed is None:
+            return Score(0.0, {"boxed": 0.0})
+        verdict = await self._verifier.compare(_gold(episode.instance), boxed)
+        return Score(
+            float(verdict is Verdict.EQUAL),
+            {
+                "boxed": 1.0,
+                "readable": float(verdict is not Verdict.UNREADABLE),
+                "too_costly": float(verdict is Verdict.TOO_COSTLY),
+            },
+        )
+
+    def dataset(self) -> list[dict[str, JsonValue]]:
+        return [
+            {"question": problem["question"], "answer": problem["answer"]} for problem in sample_problems()
+        ]
+
+
+def _gold(instance: dict[str, JsonValue]) -> str:
+    answer = instance.get("answer")
+    if isinstance(answer, str) and 0 < len(answer.strip()) <= MAX_CHARS:
+        return answer
+    message = f"must be LaTeX of 1 to {MAX_CHARS} characters" if "answer" in instance else "is missing"
+    raise InvalidFieldError([FieldError(path="instance.answer", message=message)])
+
+
+environment = Math()

@@ -1,0 +1,146 @@
+"""Problems of school and early university mathematics with exact answers, made from a seed.
+
+Each maker works its answer out by exact arithmetic, so that no answer is copied from anywhere.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from fractions import Fraction
+from math import comb, gcd, lcm
+from typing import Final, TypedDict
+
+SEED: Final = 1_905
+PER_MAKER: Final = 5
+
+
+class Problem(TypedDict):
+    """A question, and its answer in LaTeX."""
+
+    question: str
+    answer: str
+
+
+def sample_problems(seed: int = SEED, per_maker: int = PER_MAKER) -> list[Problem]:
+    """The same problems for the same seed, `per_maker` of each kind, no question twice."""
+    rng = random.Random(seed)  # noqa: S311 - questions, not secrets
+    problems: list[Problem] = []
+    for maker in MAKERS:
+        kind: dict[str, Problem] = {}
+        while len(kind) < per_maker:
+            question, answer = maker(rng)
+            kind.setdefault(question, Problem(question=question, answer=answer))
+        problems += kind.values()
+    return problems
+
+
+def _latex(value: Fraction | int) -> str:
+    value = Fraction(value)
+    if value.denominator == 1:
+        return str(value.numerator)
+    sign = "-" if value < 0 else ""
+    return rf"{sign}\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
+
+
+def _term(coefficient: int, power: str) -> str:
+    """A term with its sign, as it stands inside a polynomial; `power` may be empty."""
+    size = abs(coefficient)
+    digits = "" if size == 1 and power else str(size)
+    return f" {'-' if coefficient < 0 else '+'} {digits}{power}"
+
+
+def _nonzero(rng: random.Random, bound: int) -> int:
+    return rng.choice([n for n in range(-bound, bound + 1) if n])
+
+
+def _linear_equation(rng: random.Random) -> tuple[str, str]:
+    a, b, c = rng.randint(2, 12), _nonzero(rng, 20), rng.randint(-30, 30)
+    return f"Solve ${a}x{_term(b, '')} = {c}$ for $x$.", _latex(Fraction(c - b, a))
+
+
+def _fraction_sum(rng: random.Random) -> tuple[str, str]:
+    a, b, c, d = rng.randint(1, 9), rng.randint(2, 12), rng.randint(1, 9), rng.randint(2, 12)
+    question = rf"What is $\frac{{{a}}}{{{b}}} + \frac{{{c}}}{{{d}}}$ in lowest terms?"
+    return question, _latex(Fraction(a, b) + Fraction(c, d))
+
+
+def _quadratic_roots(rng: random.Random) -> tuple[str, str]:
+    low, high = sorted(rng.sample([n for n in range(-9, 10) if n], 2))
+    if low + high == 0:
+        high += 1 if high < 9 else -1
+    left = f"x^2{_term(-(low + high), 'x')}{_term(low * high, '')}"
+    return f"Give the set of all real solutions of ${left} = 0$.", rf"\{{{low}, {high}\}}"
+
+
+def _vertex(rng: random.Random) -> tuple[str, str]:
+    a, b, c = rng.randint(1, 5), _nonzero(rng, 9), _nonzero(rng, 9)
+    question = f"What is the smallest value of ${a}x^2{_term(b, 'x')}{_term(c, '')}$ over the real numbers?"
+    return question, _latex(c - Fraction(b * b, 4 * a))
+
+
+def _derivative(rng: random.Random) -> tuple[str, str]:
+    a, b, n, at = rng.randint(2, 6), _nonzero(rng, 9), rng.randint(2, 4), _nonzero(rng, 3)
+    question = f"Let $f(x) = {a}x^{n}{_term(b, 'x')}$. What is $f'({at})$?"
+    return question, _latex(a * n * at ** (n - 1) + b)
+
+
+def _integral(rng: random.Random) -> tuple[str, str]:
+    a, b, top = rng.randint(1, 7), rng.randint(1, 9), rng.randint(1, 5)
+    question = rf"Evaluate $\int_0^{{{top}}} ({a}x^2 + {b}x)\,dx$."
+    return question, _latex(Fraction(a * top**3, 3) + Fraction(b * top**2, 2))
+
+
+def _choose(rng: random.Random) -> tuple[str, str]:
+    n, k = rng.randint(6, 14), rng.randint(2, 5)
+    return f"In how many ways can {k} people be chosen from a group of {n}?", str(comb(n, k))
+
+
+def _dice(rng: random.Random) -> tuple[str, str]:
+    total = rng.randint(2, 12)
+    ways = sum(1 for a in range(1, 7) for b in range(1, 7) if a + b == total)
+    return f"Two fair dice are rolled. What is the probability that they sum to {total}?", _latex(
+        Fraction(ways, 36)
+    )
+
+
+def _power_remainder(rng: random.Random) -> tuple[str, str]:
+    base, power, modulus = rng.randint(2, 19), rng.randint(20, 90), rng.randint(7, 29)
+    return f"What is the remainder of ${base}^{{{power}}}$ divided by {modulus}?", str(
+        pow(base, power, modulus)
+    )
+
+
+def _common(rng: random.Random) -> tuple[str, str]:
+    a, b = rng.randint(12, 96), rng.randint(12, 96)
+    if rng.random() < 0.5:
+        return f"What is the greatest common divisor of {a} and {b}?", str(gcd(a, b))
+    return f"What is the least common multiple of {a} and {b}?", str(lcm(a, b))
+
+
+def _geometric(rng: random.Random) -> tuple[str, str]:
+    first, p, q = rng.randint(1, 9), rng.randint(1, 4), rng.randint(5, 9)
+    series = rf"infinite geometric series with first term {first} and ratio $\frac{{{p}}}{{{q}}}$"
+    return f"What is the sum of the {series}?", _latex(Fraction(first) / (1 - Fraction(p, q)))
+
+
+def _surd(rng: random.Random) -> tuple[str, str]:
+    root, a, b = rng.choice([2, 3, 5, 6, 7]), rng.randint(2, 7), rng.randint(2, 7)
+    question = rf"Write $\sqrt{{{a * a * root}}} + \sqrt{{{b * b * root}}}$ as a multiple of one square root."
+    return question, rf"{a + b}\sqrt{{{root}}}"
+
+
+MAKERS: Final[tuple[Callable[[random.Random], tuple[str, str]], ...]] = (
+    _linear_equation,
+    _fraction_sum,
+    _quadratic_roots,
+    _vertex,
+    _derivative,
+    _integral,
+    _choose,
+    _dice,
+    _power_remainder,
+    _common,
+    _geometric,
+    _surd,
+)

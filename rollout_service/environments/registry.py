@@ -1,0 +1,114 @@
+"""The environments that a service knows: built-in ones, plug-ins, folders and images.
+
+Guarantees: an environment that cannot be loaded does not hide the others, and asking for it says why it could
+not; two of the same name are an error of the second one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Self
+
+from api_schemas.errors import FieldError
+from rollout_service.environments.contract import Environment
+from rollout_service.environments.declaration import FILE_NAME
+from rollout_service.environments.declarative import load_folder
+from rollout_service.environments.images import extract_environment
+from rollout_service.errors import ConfigurationError, InvalidFieldError, nearest
+
+GROUP = "rollout_service.environments"
+"""The group of entry points; each is an `Environment` or a function without arguments that returns one."""
+FIELD = "body.task.environment"
+
+
+class EnvironmentRegistry:
+    """Environments by name."""
+
+    def __init__(self, environments: Iterable[Environment] = ()) -> None:
+        self._environments: dict[str, Environment] = {}
+        self.problems: dict[str, ConfigurationError] = {}
+        """What could not be loaded, by the plug-in's name or the path, and why."""
+        for environment in environments:
+            self.add(environment, environment.spec.name)
+
+    @classmethod
+    def load(cls, paths: Iterable[Path] = (), *, plugins: Iterable[EntryPoint] | None = None) -> Self:
+        """All plug-ins, the built-in environments among them, and those at the paths.
+
+        A path is a folder with an `environment.toml`, such a file, or an image that holds `/environment`. Call
+        it in a thread: it imports plug-ins and may read images.
+        """
+        registry = cls()
+        for plugin in entry_points(group=GROUP) if plugins is None else plugins:
+            registry._try(plugin.name, lambda plugin=plugin: _from_plugin(plugin))  # type: ignore[misc]
+        for path in paths:
+            registry._try(str(path), lambda path=path: load_path(path))  # type: ignore[misc]
+        return registry
+
+    def add(self, environment: Environment, source: str) -> None:
+        """Make an environment known; raises ConfigurationError when its name is taken."""
+        name = environment.spec.name
+        if name in self._environments:
+            raise ConfigurationError(
+                f"{source}: there is another environment of the name {name!r}", hint="Give it another name."
+            )
+        self._environments[name] = environment
+
+    def get(self, name: str) -> Environment:
+        """The environment of that name.
+
+        Raises:
+            InvalidFieldError: there is none; at `body.task.environment`, with the names that are known.
+            ConfigurationError: the plug-in of that name could not be loaded.
+        """
+        if name in self._environments:
+            return self._environments[name]
+        if name in self.problems:
+            raise self.problems[name]
+        known = sorted(self._environments)
+        raise InvalidFieldError(
+            [FieldError(path=FIELD, message=f"there is no environment {name!r}{nearest(name, known)}")],
+            hint=f"Known environments: {', '.join(known) or 'none'}.",
+            context={"environments": known},
+        )
+
+    def list(self) -> list[Environment]:
+        """All environments, by name."""
+        return [self._environments[name] for name in sorted(self._environments)]
+
+    def _try(self, source: str, load: Callable[[], Environment]) -> None:
+        try:
+            self.add(load(), source)
+        except ConfigurationError as error:
+            self.problems[source] = error
+
+
+def load_path(path: Path) -> Environment:
+    """The environment at a path; raises ConfigurationError that names it."""
+    path = path.expanduser()
+    if path.name == FILE_NAME:
+        path = path.parent
+    if path.is_dir() and (path / FILE_NAME).is_file():
+        return load_folder(path)
+    if path.is_file():
+        return load_folder(extract_environment(path), image=path.resolve())
+    raise ConfigurationError(
+        f"there is no environment at {path}",
+        hint=f"Name a folder with an {FILE_NAME}, or an image that holds one.",
+    )
+
+
+def _from_plugin(plugin: EntryPoint) -> Environment:
+    where = f"the plug-in {plugin.name!r} ({plugin.value})"
+    try:
+        loaded = plugin.load()
+        environment = loaded() if callable(loaded) else loaded
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}: {error}", hint=error.hint) from error
+    except Exception as error:
+        raise ConfigurationError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not isinstance(environment, Environment):
+        raise ConfigurationError(f"{where} is a {type(environment).__name__} and no Environment")
+    return environment
