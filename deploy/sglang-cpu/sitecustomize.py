@@ -1,0 +1,115 @@
+"""Stand-ins for the GPU packages that SGLang 0.5.23 imports on every machine: sgl_kernel, torchvision and triton.
+
+Python imports this module at start-up when its folder is on PYTHONPATH; it does nothing unless
+SGLANG_USE_CPU_ENGINE=1. It covers imports alone: SGLang names these packages' kernels, types and decorators at
+import time and, with the torch_native attention backend, calls none of them. What is called by mistake gives a
+placeholder and no answer, so a server that runs on this must be checked for the numbers it returns; the
+project's agreement tests do that. A package that is really installed always wins, and code that asks whether one
+is installed hears that it is not.
+"""
+
+import importlib
+import os
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+PACKAGES = ("sgl_kernel", "torchvision", "triton")
+TRITON_SUBMODULES = ("backends", "compiler", "language", "runtime", "testing", "tools")
+TRITON_VERSION = "3.7.1"
+
+
+def _refuse_dunder(name):
+    """Protocol lookups (``__wrapped__``, ``__iter__``...) must see that there is nothing here."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+
+class Placeholder:
+    """An object that may be called, subscripted, read from, and used as a decorator with or without arguments."""
+
+    def __call__(self, *args, **kwargs):
+        is_bare_decorator = len(args) == 1 and not kwargs and callable(args[0])
+        if is_bare_decorator and not isinstance(args[0], Placeholder):
+            return args[0]
+        if args or kwargs:
+            return lambda decorated: decorated if callable(decorated) else None
+        return self
+
+    def __getitem__(self, key):
+        return self
+
+    def __iter__(self):
+        return iter(())
+
+    def __getattr__(self, name):
+        _refuse_dunder(name)
+        return Placeholder()
+
+
+class PlaceholderType(type):
+    """The type of stand-in classes: their members (of enumerations, mostly) are their own names."""
+
+    def __getattr__(cls, name):
+        _refuse_dunder(name)
+        return name
+
+
+class PlaceholderModule(ModuleType):
+    """A package whose every attribute exists: capitalised names are classes, the others placeholders."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.__path__ = []
+        self.__version__ = TRITON_VERSION
+
+    def __getattr__(self, name):
+        _refuse_dunder(name)
+        value = self._make(name)
+        setattr(self, name, value)
+        return value
+
+    def _make(self, name):
+        if self.__name__ == "triton.runtime" and name == "driver":
+            raise RuntimeError("0 active drivers")  # what triton itself says without a GPU
+        if self.__name__ == "triton" and name in TRITON_SUBMODULES:
+            return importlib.import_module(f"triton.{name}")
+        if self.__name__ == "triton.runtime" and name == "jit":
+            return importlib.import_module("triton.runtime.jit")
+        if name[0].isupper():
+            return PlaceholderType(name, (), {"__init__": _accept_anything})
+        return Placeholder()
+
+
+def _accept_anything(self, *args, **kwargs):
+    """The constructor of a stand-in class."""
+
+
+def _is_availability_probe():
+    """Whether the import system was entered through importlib.util.find_spec rather than an import."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("importlib"):
+        if frame.f_globals["__name__"] == "importlib.util":
+            return True
+        frame = frame.f_back
+    return False
+
+
+class PlaceholderFinder(MetaPathFinder, Loader):
+    """Finds the stand-ins, after every other finder has failed."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.partition(".")[0] not in PACKAGES or _is_availability_probe():
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec):
+        return PlaceholderModule(spec.name)
+
+    def exec_module(self, module):
+        """A stand-in has no code of its own."""
+
+
+if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+    sys.meta_path.append(PlaceholderFinder())

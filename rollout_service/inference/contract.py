@@ -1,0 +1,185 @@
+"""What the service asks of an inference engine: prompt ids in, sampled ids with logprobs and versions out.
+
+Guarantees of every `Backend`:
+
+- `Generation.output_ids`, `logprobs` and `versions` have equal lengths and come from the engine, element by
+  element; an answer that breaks this is a `BackendProtocolError`, never padded.
+- Weight versions are integers. An engine that was never told one is at version 0.
+- Request ids have a fixed length, so none is a prefix of another: engines abort by prefix.
+"""
+
+import math
+import re
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from api_schemas.inference import PauseMode
+
+_REQUEST_ID = re.compile(r"[0-9a-f]{32}(-\d{4})?")
+
+
+def new_request_id() -> str:
+    """A fresh id for a `GenerateRequest`: 32 hexadecimal digits."""
+    return uuid.uuid4().hex
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How to sample.
+
+    Every field is sent, because an engine's own defaults (a model's top_k of 50, say) would change the
+    distribution that the logprobs are taken from.
+    """
+
+    max_new_tokens: int = 1024
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 is the whole vocabulary."""
+    min_p: float = 0.0
+    stop: Sequence[str] = ()
+    """Texts after which to stop; the tokens that spell them are kept."""
+    stop_token_ids: Sequence[int] = ()
+    """Ids after which to stop, beside the model's own end-of-sequence ids; the id is kept."""
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature must be finite and not negative, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < 1 and self.top_k != -1:
+            raise ValueError(f"top_k must be at least 1, or -1 for all, got {self.top_k}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One turn: sample a continuation of `input_ids`.
+
+    `request_id` is from `new_request_id`; the pool appends the attempt (`-0001`) for the engine.
+    """
+
+    request_id: str
+    input_ids: Sequence[int]
+    sampling: Sampling = field(default_factory=Sampling)
+
+    def __post_init__(self) -> None:
+        if not _REQUEST_ID.fullmatch(self.request_id):
+            raise ValueError(f"request id {self.request_id!r} is not from new_request_id()")
+        if not self.input_ids:
+            raise ValueError("input_ids is empty; a prompt has at least one token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What was sampled. `output_ids`, `logprobs` and `versions` have one entry per sampled token."""
+
+    output_ids: list[int]
+    logprobs: list[float]
+    """Natural logarithm of each sampled token's probability under the temperature-scaled distribution, before
+    top_k, top_p and min_p."""
+    versions: list[int]
+    """The weight version that sampled each token."""
+    finish_reason: FinishReason
+    matched: int | str | None = None
+    """The id or text that ended a `stop`, where the engine names it."""
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose KV the engine already held, at the first attempt."""
+    backend_id: str
+    """The backend that served the last attempt."""
+    engine_seconds: float
+    """Seconds spent waiting for engines, summed over the attempts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What an engine says about its model."""
+
+    model_path: str
+    tokenizer_path: str
+    weight_version: int
+    vocab_size: int | None
+    """None where the engine does not say and its model folder is not readable from here."""
+    context_length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendLoad:
+    """How busy an engine says it is."""
+
+    running: int
+    waiting: int
+    used_tokens: int
+    """KV tokens that are held."""
+    token_usage: float
+    """Share of the KV budget that is held, 0 to 1."""
+
+
+class Backend(Protocol):
+    """One inference engine.
+
+    Every method may raise `BackendUnreachable`, `BackendRejected` or `BackendProtocolError`.
+    """
+
+    @property
+    def id(self) -> str:
+        """Unique among the backends of the service."""
+
+    @property
+    def url(self) -> str:
+        """Where the engine listens."""
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample one continuation; an abort in the engine gives what was sampled until then.
+
+        Cancelling this call aborts the request in the engine.
+
+        Raises:
+            PromptTooLong: prompt and budget do not fit the context.
+            GenerationTimeout: the engine did not answer in the backend's time limit; the request was aborted.
+        """
+
+    async def abort(self, request_id: str | None = None) -> None:
+        """End one request, or with None all of them; their `generate` calls return what they have."""
+
+    async def pause(self, mode: PauseMode = PauseMode.ABORT) -> None:
+        """Stop sampling; requests that arrive now wait in the engine."""
+
+    async def resume(self) -> None:
+        """Sample again; no effect on an engine that is not paused."""
+
+    async def update_weights(self, path: str, version: int, *, flush_cache: bool = True) -> None:
+        """Load the weights in the folder `path`, which the engine must be able to read, as `version`.
+
+        Without a pause the engine first finishes what is running. With `flush_cache=False` KV of the old
+        weights stays in use; it is required while a pause `in_place` holds running requests.
+        """
+
+    async def model_info(self) -> ModelInfo:
+        """The model, its limits and the current weight version."""
+
+    async def health(self, *, paused: bool = False) -> None:
+        """Return if the engine serves; a paused one is only asked whether it answers at all."""
+
+    async def load(self) -> BackendLoad:
+        """How busy the engine is."""
+
+    async def close(self) -> None:
+        """Release the connections; the engine itself runs on."""

@@ -1,0 +1,80 @@
+"""What can go wrong between this service and an inference engine.
+
+InferenceError
+├── BackendUnreachable      no answer, a broken connection, or a 5xx: the engine did not serve the request
+├── BackendRejected         a 4xx: the engine refused this request and would refuse it again
+│   └── PromptTooLong       ... because the prompt and its budget do not fit the context
+├── BackendProtocolError    an answer that cannot be trusted: missing logprobs, wrong counts, no JSON
+├── NoBackendError          the pool has nothing that could serve the request
+├── UnknownBackend          no backend of that id is registered
+└── GenerationTimeout       the request was served, but not in time
+
+Nothing here is ever repaired: tokens and logprobs are the engine's or there are none.
+"""
+
+# ruff: noqa: N818 - named for what happened, as httpx does; the family ends in Error.
+
+from typing import ClassVar
+
+from api_schemas.errors import Boundary
+from rollout_service.errors import ServiceError
+
+
+class InferenceError(ServiceError):
+    """The base of the family; `backend_id` names the backend where one is at fault."""
+
+    code: ClassVar[str] = "inference_error"
+    boundary: ClassVar[Boundary] = Boundary.INFERENCE
+    status: ClassVar[int] = 502
+
+    def __init__(self, message: str, *, hint: str = "", backend_id: str = "") -> None:
+        self.backend_id = backend_id
+        super().__init__(f"backend {backend_id}: {message}" if backend_id else message, hint=hint)
+
+
+class BackendUnreachable(InferenceError):
+    """The engine gave no answer, broke the connection, or failed with a 5xx."""
+
+    code = "backend_unreachable"
+    retryable = True
+
+
+class BackendRejected(InferenceError):
+    """The engine refused the request; sending it again gives the same answer."""
+
+    code = "backend_rejected"
+
+
+class PromptTooLong(BackendRejected):
+    """Prompt and token budget together do not fit the engine's context."""
+
+    code = "prompt_too_long"
+
+
+class BackendProtocolError(InferenceError):
+    """The engine answered something that the service cannot vouch for; the answer is dropped whole."""
+
+    code = "backend_protocol_error"
+
+
+class NoBackendError(InferenceError):
+    """No backend of the pool is registered and in service."""
+
+    code = "no_backend"
+    status = 503
+    retryable = True
+
+
+class UnknownBackend(InferenceError):
+    """No backend of that id is registered."""
+
+    code = "unknown_backend"
+    status = 404
+
+
+class GenerationTimeout(InferenceError):
+    """The request did not finish, or was held by a pause, for longer than allowed."""
+
+    code = "generation_timeout"
+    status = 504
+    retryable = True

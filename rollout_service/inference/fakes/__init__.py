@@ -1,0 +1,1 @@
+"""Stand-ins for engines and models, for tests and benchmarks: a scripted engine, a random checkpoint."""

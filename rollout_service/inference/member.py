@@ -1,0 +1,112 @@
+"""A backend in a pool: whether it is in service, what it is working on, how it has done so far."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import anyio
+
+from api_schemas.inference import BackendState, BackendView
+from rollout_service.inference.contract import Backend, GenerateRequest, Generation, ModelInfo
+from rollout_service.inference.errors import BackendUnreachable
+
+_SMALLEST_SHARE = 0.1
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One backend of a pool. `in_flight` goes down again however a call ends."""
+
+    backend: Backend
+    info: ModelInfo
+    slow_start: float
+    """Seconds over which a backend that has come into service takes up its fair share."""
+    clock: Callable[[], float] = time.monotonic
+    state: BackendState = BackendState.READY
+    in_flight: int = 0
+    served: int = 0
+    failures: int = 0
+    last_error: str | None = None
+    bad_in_a_row: int = 0
+    good_in_a_row: int = 0
+    being_checked: bool = False
+    watch: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    _since: float = 0.0
+    _calls: set[anyio.CancelScope] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._since = self.clock()
+
+    @property
+    def id(self) -> str:
+        """The backend's id."""
+        return self.backend.id
+
+    @property
+    def share(self) -> float:
+        """The part of its fair share that it may take now."""
+        if self.slow_start <= 0:
+            return 1.0
+        return min(1.0, max(_SMALLEST_SHARE, (self.clock() - self._since) / self.slow_start))
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Call the backend; a call that is open when the backend leaves service ends with
+        BackendUnreachable.
+        """
+        self.in_flight += 1
+        scope = anyio.CancelScope()
+        self._calls.add(scope)
+        try:
+            with scope:
+                part = await self.backend.generate(request)
+                self.served += 1
+                self.bad_in_a_row = 0
+                return part
+        finally:
+            self.in_flight -= 1
+            self._calls.discard(scope)
+        raise BackendUnreachable("was taken out of service during the request", backend_id=self.id)
+
+    def failed(self, error: BaseException) -> None:
+        """Count a failed call or probe."""
+        self.failures += 1
+        self.bad_in_a_row += 1
+        self.good_in_a_row = 0
+        self.last_error = str(error) or type(error).__name__
+
+    def take_out(self) -> None:
+        """Out of service: no new requests, and those that are open go elsewhere."""
+        if self.state is BackendState.READY:
+            self.state = BackendState.FAILED
+        self.good_in_a_row = 0
+        self.drop_calls()
+
+    def drop_calls(self) -> None:
+        """End the open calls, which the pool then repeats elsewhere."""
+        for scope in list(self._calls):
+            scope.cancel()
+
+    def bring_back(self, info: ModelInfo) -> None:
+        """Into service, with a small share at first."""
+        self.info = info
+        self.state = BackendState.READY
+        self.bad_in_a_row = 0
+        self._since = self.clock()
+
+    def view(self, pool: str, *, paused: bool) -> BackendView:
+        """The backend as the API shows it."""
+        is_paused = paused and self.state is BackendState.READY
+        return BackendView(
+            backend_id=self.id,
+            url=self.backend.url,
+            pool=pool,
+            state=BackendState.PAUSED if is_paused else self.state,
+            model_path=self.info.model_path,
+            tokenizer_path=self.info.tokenizer_path,
+            weight_version=self.info.weight_version,
+            context_length=self.info.context_length,
+            in_flight=self.in_flight,
+            served=self.served,
+            failures=self.failures,
+            last_error=self.last_error,
+        )

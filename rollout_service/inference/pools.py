@@ -1,0 +1,124 @@
+"""The pools of the service by name: `policy`, `judge`, `frozen-1`... Use as an async context manager."""
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+from urllib.parse import urlsplit
+
+import anyio
+from anyio.abc import TaskGroup
+from pydantic_core import to_json
+
+from api_schemas.inference import BackendView
+from rollout_service.inference.contract import Backend
+from rollout_service.inference.errors import NoBackendError, UnknownBackend
+from rollout_service.inference.pool import BackendPool, PoolOptions
+from rollout_service.inference.router import LeastLoaded, Router
+from rollout_service.inference.sglang import SGLangBackend, normalise_url
+
+DEFAULT_POOL = "policy"
+
+
+class Pools:
+    """Named pools, the tasks that probe their backends, and the backends' connections; all end with the
+    context.
+
+    Args:
+        options: of every pool.
+        router: makes the router of each pool.
+        connect: makes a backend from its address and id.
+    """
+
+    def __init__(
+        self,
+        options: PoolOptions | None = None,
+        *,
+        router: Callable[[], Router] = LeastLoaded,
+        connect: Callable[[str, str], Backend] | None = None,
+    ) -> None:
+        self._options = options or PoolOptions()
+        self._router = router
+        self._connect = connect or _connect
+        self._pools: dict[str, BackendPool] = {}
+        self._tasks: TaskGroup | None = None
+
+    async def __aenter__(self) -> Self:
+        self._tasks = await anyio.create_task_group().__aenter__()
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        tasks, self._tasks = self._tasks, None
+        if tasks is None:
+            return None
+        tasks.cancel_scope.cancel()
+        with anyio.CancelScope(shield=True):
+            for pool in self._pools.values():
+                await pool.close()
+        return await tasks.__aexit__(exc_type, exc, traceback)
+
+    def __getitem__(self, name: str) -> BackendPool:
+        """The pool of that name.
+
+        Raises:
+            NoBackendError: nothing was ever registered under it.
+        """
+        if name not in self._pools:
+            raise NoBackendError(
+                f"there is no pool {name!r}",
+                hint="Register a backend in it: "
+                f"POST /v1/backends {to_json({'url': 'http://host:30000', 'pool': name}).decode()}",
+            )
+        return self._pools[name]
+
+    def names(self) -> list[str]:
+        """The pools that exist."""
+        return sorted(self._pools)
+
+    def views(self) -> list[BackendView]:
+        """Every backend of every pool."""
+        return [view for name in self.names() for view in self._pools[name].views()]
+
+    async def register(
+        self, url: str, pool: str = DEFAULT_POOL, *, backend_id: str | None = None
+    ) -> BackendView:
+        """Take the engine at `url` into a pool; the same again changes nothing but ends a drain.
+
+        Raises:
+            ValueError: the address is malformed.
+            BackendUnreachable, BackendProtocolError, BackendRejected: it does not answer, or lacks something.
+        """
+        address = normalise_url(url)
+        backend = self._connect(address, backend_id or f"{pool}@{urlsplit(address).netloc}")
+        try:
+            return await self._pool(pool).register(backend)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await backend.close()
+            raise
+
+    async def remove(self, backend_id: str) -> None:
+        """Take a backend out for good."""
+        await self._holder(backend_id).remove(backend_id)
+
+    def drain(self, backend_id: str) -> BackendView:
+        """Give a backend nothing new."""
+        return self._holder(backend_id).drain(backend_id)
+
+    def _pool(self, name: str) -> BackendPool:
+        if self._tasks is None:
+            raise RuntimeError("use `async with Pools() as pools`")
+        if name not in self._pools:
+            self._pools[name] = BackendPool(name, self._tasks, options=self._options, router=self._router())
+        return self._pools[name]
+
+    def _holder(self, backend_id: str) -> BackendPool:
+        for pool in self._pools.values():
+            if backend_id in pool:
+                return pool
+        raise UnknownBackend(f"there is no backend {backend_id!r}", hint="GET /v1/backends lists them")
+
+
+def _connect(url: str, backend_id: str) -> Backend:
+    return SGLangBackend(url, backend_id=backend_id)
