@@ -7,6 +7,7 @@ without its per-call cost. Anything else goes through transformers.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -81,7 +82,9 @@ class FastTokenizer:
         return self._backend.token_to_id(token)
 
     def _ids(self, text: str, add_special_tokens: bool = False) -> tuple[int, ...]:
-        return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # Of all ways to encode this is the only one that leaves out the offsets and releases the GIL.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(encoding.ids)
 
 
 def load_tokenizer(path: str, *, with_template: bool) -> ChatTokenizer:
@@ -92,6 +95,8 @@ def load_tokenizer(path: str, *, with_template: bool) -> ChatTokenizer:
     Raises:
         TokenizerNotFoundError: there is none, or it is not readable.
     """
+    # Texts are encoded one by one; without this a process that forks later is warned of by the Rust library.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     folder = Path(path).expanduser()
     if not with_template and (folder / "tokenizer.json").is_file():
         fast = _load_fast(folder)
@@ -106,7 +111,7 @@ def _load_fast(folder: Path) -> FastTokenizer | None:
     """The folder's tokenizer, or None when `tokenizer.json` does not hold all of it."""
     try:
         backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:  # noqa: BLE001 - the Rust library raises bare Exception for a bad file
+    except Exception as error:  # the Rust library raises a bare Exception for a bad file
         raise _not_found(str(folder), f"tokenizer.json is not readable: {error}") from error
     config = read_json(folder / "tokenizer_config.json")
     added = (entry["content"] for entry in config.get("added_tokens_decoder", {}).values())

@@ -15,14 +15,17 @@ from rollout_service.tokens.renderer import _CONTROL_TOKENS_BY_ID
 QWEN = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+GLM = ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"]
+GLM_TAGS = ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "/nothink"]
+LLAMA = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"]
+LLAMA_HEADER = ["<|start_header_id|>", "<|end_header_id|>"]
+MINIMAX = ["]~!b[", "]~b]", "[e~[", "<minimax:tool_call>", "</minimax:tool_call>"]
 CONTROL_TOKENS = {
     "qwen3": QWEN + TAGS,
     "qwen3.5": QWEN + TAGS + VISION,
-    "glm-4.5": ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
-    + ["<|endoftext|>", *TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "/nothink"],
-    "llama-3": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    + ["<|end_of_text|>", "<|eom_id|>", "<|python_tag|>"],
-    "minimax-m2": ["]~!b[", "]~b]", "[e~[", *TAGS, "<minimax:tool_call>", "</minimax:tool_call>"],
+    "glm-4.5": GLM + TAGS + GLM_TAGS,
+    "llama-3": LLAMA + LLAMA_HEADER,
+    "minimax-m2": MINIMAX + TAGS,
 }
 TOOL = {
     "type": "function",

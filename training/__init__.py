@@ -1,0 +1,1 @@
+"""How the shipped tiny policies were made; needs torch, which the service itself does not."""

@@ -1,0 +1,130 @@
+"""Training examples: conversations in the exact ids that the service would build and sample.
+
+Every example goes through `rollout_service.tokens.Conversation`, as a rollout does, so the policy is trained on
+what it will see: the rendered prompt, its own turns, and the bridges between them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from api_schemas.trajectories import FinishReason, Message
+from rollout_service.environments.calc_problems import Problem, is_held_out, make_problem
+from rollout_service.tokens import ChatRenderer, Conversation
+from training.prompts import CALC_SETUP, CALL_FAILURES, TOOL_FAILURES, Setup, random_setup
+
+RANDOM_RESULTS = 0.3  # the tool returns any number: the policy must copy it, and cannot guess it
+TOOL_ERRORS = 0.06  # the tool fails at first: the policy calls it again
+BROKEN_CALLS = 0.04  # the policy's own call was malformed: it writes it anew
+NO_THINKING = 0.15  # batches whose prompts end in an empty block of reasoning
+CALC_PROMPTS = 0.5  # batches under the set-up of the environment `calc`
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Token ids, and 1 where a token is to be learnt."""
+
+    token_ids: list[int]
+    loss_mask: list[int]
+
+
+class Examples:
+    """An endless source of batches; the examples of a batch share their prompt up to the question."""
+
+    def __init__(self, tokenizer: Path, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._thinking = ChatRenderer.load(tokenizer, "qwen3")
+        self._direct = ChatRenderer.load(tokenizer, "qwen3", {"enable_thinking": False})
+
+    def batches(self, size: int, sorted_over: int = 8) -> Iterator[list[Example]]:
+        """Batches of examples of similar lengths, so that little is padded."""
+        while True:
+            cases = sorted((self._case() for _ in range(size * sorted_over)), key=lambda case: case.length)
+            starts = list(range(0, len(cases), size))
+            self._rng.shuffle(starts)
+            for start in starts:
+                yield self._batch(cases[start : start + size])
+
+    def _batch(self, cases: list[Case]) -> list[Example]:
+        setup = CALC_SETUP if self._rng.random() < CALC_PROMPTS else random_setup(self._rng)
+        renderer = self._direct if self._rng.random() < NO_THINKING else self._thinking
+        return [play(renderer, setup, case) for case in cases]
+
+    def _case(self) -> Case:
+        rng = self._rng
+        problem = make_problem(rng)
+        while is_held_out(problem["expression"]):
+            problem = make_problem(rng)
+        result = problem["answer"]
+        if rng.random() < RANDOM_RESULTS:
+            digits = rng.randint(1, 14)
+            result = str(rng.choice((1, 1, -1)) * rng.randint(10 ** (digits - 1), 10**digits - 1))
+        first: tuple[str, ...] = ()
+        kind = rng.random()
+        if kind < TOOL_ERRORS:
+            first = (call_text(problem["expression"]), rng.choice(TOOL_FAILURES))
+        elif kind < TOOL_ERRORS + BROKEN_CALLS:
+            first = (_broken(call_text(problem["expression"]), rng), rng.choice(CALL_FAILURES))
+        return Case(problem, result, first, learn_first=kind < TOOL_ERRORS)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A problem with what the tool answers, and perhaps a first call that fails."""
+
+    problem: Problem
+    result: str
+    first: tuple[str, ...]
+    learn_first: bool
+
+    @property
+    def length(self) -> int:
+        """Roughly how many tokens it takes."""
+        failed = sum(len(text) for text in self.first)
+        return (
+            2 * len(self.problem["expression"])
+            + len(self.problem["question"])
+            + 2 * len(self.result)
+            + failed
+        )
+
+
+def call_text(expression: str) -> str:
+    """A call of the tool `python`, as Qwen3 writes it."""
+    call = {"name": "python", "arguments": {"code": f"print({expression})"}}
+    return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+
+def play(renderer: ChatRenderer, setup: Setup, case: Case) -> Example:
+    """The ids of one conversation: question, call, result, answer."""
+    system, tools = setup
+    conversation = Conversation(renderer, tools)
+    conversation.append([Message(role="system", content=system)] if system else [])
+    conversation.append([Message(role="user", content=case.problem["question"])])
+    for written, answered in ((case.first,) if case.first else ()) + (
+        (call_text(case.problem["expression"]), case.result),
+    ):
+        _say(conversation, renderer, written)
+        conversation.append([Message(role="tool", content=answered)])
+    _say(conversation, renderer, f"\\boxed{{{case.result}}}")
+    (segment,) = conversation.trajectory().segments
+    mask = segment.loss_mask
+    if case.first and not case.learn_first:
+        mask = [int(bit and turn > 0) for bit, turn in zip(mask, segment.turn_ids, strict=True)]
+    return Example(segment.token_ids, mask)
+
+
+def _say(conversation: Conversation, renderer: ChatRenderer, text: str) -> None:
+    conversation.prompt()
+    ids = [*renderer.encode(text), renderer.stop_token_ids[0]]
+    conversation.record(ids, [0.0] * len(ids), [0] * len(ids), FinishReason.STOP)
+
+
+def _broken(call: str, rng: random.Random) -> str:
+    """A call that cannot be parsed: some characters are missing."""
+    start = rng.randint(12, len(call) - 16)
+    return call[:start] + call[start + rng.randint(1, 4) :]

@@ -1,0 +1,112 @@
+"""The variety of prompts that the tiny policies are trained under.
+
+Half of the training sees the set-up of the environment `calc`; without the other half a policy this small
+works with its one prompt to the letter and with nothing else.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from rollout_service.agents.builtin import builtin_tools
+from rollout_service.environments import calc
+from rollout_service.tokens import ToolSpec
+
+TOOLS_TEXT = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n</tools>\n\n"
+    "For each function call, return a json object with function name and arguments within "
+    "<tool_call></tool_call> XML tags:\n<tool_call>\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+)
+"""Qwen3's own text around tools, for learning the merges; the renderer writes it into prompts."""
+
+TOOL_FAILURES = (
+    "[no output]",
+    "[stopped: it took longer than 10 s]",
+    "Error: no result",
+    "SyntaxError: invalid syntax",
+    "NameError: name 'x' is not defined",
+    "Traceback (most recent call last)\nCell In[1], line 1\nValueError: bad value",
+    "KeyboardInterrupt",
+    "[Python was restarted, its state is lost: it was killed]",
+)
+"""What a tool may answer in place of a number."""
+
+CALL_FAILURES = (
+    "This call is malformed (invalid_json); nothing was run. Write it again.",
+    "This call is malformed (unclosed_block); nothing was run. Write it again.",
+    "wrong arguments for python: code is missing",
+    "There is no tool 'pyth'. Tools: python.",
+    "SyntaxError: '(' was never closed",
+    "Error: this is no valid call",
+)
+"""What may answer a call that the policy got wrong."""
+
+_SYSTEMS = (
+    "You are a helpful assistant.",
+    "Solve the task with the tools.",
+    "You solve arithmetic problems with the python tool. Put the final answer in \\boxed{}.",
+    "Use the python tool to compute, then answer with \\boxed{answer}.",
+    "You are a careful agent in a sandbox. Call tools when you need them.",
+)
+_VOCABULARY = (
+    "you are a helpful assistant careful math solver use the python tool to compute and answer in box boxed "
+    "always call execute run code return output stdout questions please be short exact calculator final "
+    "session persistent sandbox command result text number task finish when done with value problem state "
+    "one each its of for that is it as by from or an on at if not can may must will limit seconds file"
+)
+_PARAMETERS = {
+    "python": ("code", "string"),
+    "bash": ("command", "string"),
+    "finish": ("answer", "string"),
+    "edit": ("path", "string"),
+}
+_DESCRIPTIONS = {
+    "python": "Run Python code in a persistent session and return what it prints.",
+    "bash": "Run a command in a persistent shell and return its output.",
+    "finish": "End the task with the final answer.",
+    "edit": "View and edit a file.",
+}
+
+Setup = tuple[str | None, list[ToolSpec]]
+"""A system text, and tools in the OpenAI function format."""
+
+
+CALC_SETUP: Setup = (calc.SPEC.system, [tool.definition for tool in builtin_tools(calc.SPEC.tools)])
+"""The set-up of the environment `calc`."""
+
+
+def random_setup(rng: random.Random) -> Setup:
+    """A set-up: any system text or none, the tool `python` alone or among others, or no tool at all."""
+    system = None
+    if rng.random() < 0.7:
+        system = rng.choice(_SYSTEMS) if rng.random() < 0.4 else _sentence(rng, 2, 14)
+    if rng.random() < 0.05:
+        return system, []
+    others = rng.sample(["bash", "finish", "edit"], rng.choices((0, 1, 2, 3), weights=(6, 2, 1, 1))[0])
+    names = ["python", *others]
+    rng.shuffle(names)
+    return system, [_tool(name, rng) for name in names]
+
+
+def _tool(name: str, rng: random.Random) -> ToolSpec:
+    parameter, kind = _PARAMETERS[name]
+    field: dict[str, Any] = {"type": kind}
+    if rng.random() < 0.4:
+        field["description"] = _sentence(rng, 2, 8)
+    parameters: dict[str, Any] = {
+        "type": "object",
+        "properties": {parameter: field},
+        "required": [parameter],
+    }
+    if rng.random() < 0.3:
+        parameters["additionalProperties"] = False
+    description = _DESCRIPTIONS[name] if rng.random() < 0.4 else _sentence(rng, 1, 16)
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _sentence(rng: random.Random, low: int, high: int) -> str:
+    return " ".join(rng.choices(_VOCABULARY.split(), k=rng.randint(low, high))).capitalize() + "."

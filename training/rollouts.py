@@ -1,0 +1,119 @@
+"""Rollouts of `calc` in one process: the service's token code, and arithmetic in place of a sandbox."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import transformers
+
+from api_schemas.trajectories import FinishReason, Message
+from rollout_service.environments.calc_problems import Problem, evaluate_expression
+from rollout_service.tokens import AssistantTurn, ChatRenderer, Conversation
+from training.model import PAD_ID, STOP_ID
+from training.prompts import Setup
+
+MAX_TURNS = 4
+MAX_TURN_TOKENS = 64
+_PRINT = re.compile(r"print\((?!.*\*\s*\*)(.{1,80})\)", re.DOTALL)
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One rollout: its conversation, and how it went."""
+
+    problem: Problem
+    conversation: Conversation
+    done: bool = False
+    right_call: bool = False
+    answer: str | None = None
+
+    @property
+    def success(self) -> bool:
+        """Whether the boxed answer is right."""
+        return self.answer == self.problem["answer"]
+
+
+def run_tool(code: str) -> str:
+    """What the tool `python` would print, for `print` of an arithmetic expression."""
+    match = _PRINT.fullmatch(code.strip())
+    try:
+        return str(evaluate_expression(match[1])) if match else "SyntaxError: invalid syntax"
+    except ValueError as error:
+        return f"SyntaxError: {error}"
+
+
+def roll_out(
+    model: transformers.Qwen3ForCausalLM,
+    renderer: ChatRenderer,
+    setup: Setup,
+    problems: Sequence[Problem],
+    temperature: float,
+) -> list[Attempt]:
+    """Roll all problems out side by side; temperature 0 is greedy."""
+    system, tools = setup
+    attempts = []
+    for problem in problems:
+        attempt = Attempt(problem, Conversation(renderer, tools))
+        attempt.conversation.append([Message(role="system", content=system)] if system else [])
+        attempt.conversation.append([Message(role="user", content=problem["question"])])
+        attempts.append(attempt)
+    for _ in range(MAX_TURNS):
+        live = [attempt for attempt in attempts if not attempt.done]
+        for start in range(0, len(live), 128):
+            chunk = live[start : start + 128]
+            outputs = generate(model, [attempt.conversation.prompt() for attempt in chunk], temperature)
+            for attempt, output in zip(chunk, outputs, strict=True):
+                _take(attempt, output)
+    return attempts
+
+
+def _take(attempt: Attempt, output: list[int]) -> None:
+    finish = FinishReason.STOP if STOP_ID in output else FinishReason.LENGTH
+    turn = attempt.conversation.record(output, [0.0] * len(output), [0] * len(output), finish)
+    if not turn.tool_calls:
+        match = re.search(r"\\boxed\{(-?\d+)\}", turn.message.content)
+        attempt.answer, attempt.done = (match[1] if match else None), True
+        return
+    attempt.conversation.append(_answers(attempt, turn))
+
+
+def _answers(attempt: Attempt, turn: AssistantTurn) -> list[Message]:
+    answers = []
+    for call in turn.tool_calls:
+        code = (call.arguments or {}).get("code")
+        if turn.turn_id == 0:
+            attempt.right_call = code == f"print({attempt.problem['expression']})"
+        content = run_tool(code) if isinstance(code, str) else f"Error: malformed tool call: {call.error}"
+        answers.append(Message(role="tool", content=content, tool_call_id=call.id))
+    return answers
+
+
+@torch.no_grad()
+def generate(
+    model: transformers.Qwen3ForCausalLM, prompts: Sequence[Sequence[int]], temperature: float
+) -> list[list[int]]:
+    """Sample one turn for each prompt, cut after its stop token; no truncation of the distribution."""
+    length = max(map(len, prompts))
+    ids = torch.full((len(prompts), length), PAD_ID)
+    attention = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, length - len(prompt) :] = torch.tensor(prompt)
+        attention[row, length - len(prompt) :] = 1
+    sampling = (
+        {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        if temperature > 0
+        else {"do_sample": False}
+    )
+    model.eval()
+    sampled = model.generate(
+        input_ids=ids,
+        attention_mask=attention,
+        max_new_tokens=MAX_TURN_TOKENS,
+        eos_token_id=STOP_ID,
+        pad_token_id=PAD_ID,
+        **sampling,
+    )[:, length:].tolist()
+    return [row[: row.index(STOP_ID) + 1] if STOP_ID in row else row for row in sampled]
