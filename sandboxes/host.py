@@ -67,6 +67,16 @@ class HostFacts:
         """Whether Apptainer needs `--no-privs`: it runs as root without a capability that root asks for."""
         return self.is_root and not self.sys_resource
 
+    def require_apptainer(self) -> Path:
+        """The binary.
+
+        Raises:
+            ProviderUnavailableError: it is not installed.
+        """
+        if self.apptainer is None:
+            raise ProviderUnavailableError("Apptainer is not installed", hint=INSTALL_HINT)
+        return self.apptainer
+
     @property
     def fakeroot(self) -> bool:
         """Whether `--fakeroot` maps a range of ids for this user."""
