@@ -1,9 +1,24 @@
 """Fixtures that every test may use."""
 
+from collections.abc import AsyncIterator
+from pathlib import Path
+
 import pytest
+
+from sandboxes import LocalConfig, Sandbox, SandboxSpec, make_provider
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     """The service runs on asyncio, so its tests do too."""
     return "asyncio"
+
+
+@pytest.fixture
+async def local_sandbox(tmp_path: Path) -> AsyncIterator[Sandbox]:
+    """A sandbox that isolates nothing and starts in a tenth of a second."""
+    provider = make_provider(LocalConfig(provider="local"), tmp_path / "state")
+    try:
+        yield await provider.start(SandboxSpec())
+    finally:
+        await provider.close()

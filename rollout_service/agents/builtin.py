@@ -70,7 +70,8 @@ async def _python(arguments: _Python, context: ToolContext) -> str:
         result = await session.execute(arguments.code, timeout=context.seconds)
     except (SessionDiedError, LimitExceededError) as error:
         return _died("Python", error, context)
-    traceback = result.error.traceback if result.error and not result.timed_out else None
+    # IPython draws a line first, which tells nobody anything.
+    traceback = result.error.traceback.lstrip("-").lstrip() if result.error and not result.timed_out else None
     parts = [result.output.removesuffix("\n"), result.result, traceback]
     output = "\n".join(part for part in parts if part)
     return _text(output, _notes(result, context.seconds), context.output_chars)

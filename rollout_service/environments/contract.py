@@ -92,6 +92,8 @@ class EnvironmentSpec(Settings):
     evaluate_in: EvaluateIn = EvaluateIn.NONE
     artifacts: list[str] = []
     """Absolute paths that a fresh evaluation sandbox receives from the agent's."""
+    binds: dict[str, str] = Field({}, exclude=True)
+    """Files and folders of the host that a sandbox shows and cannot change, by their path inside."""
 
 
 @dataclass(frozen=True, slots=True)

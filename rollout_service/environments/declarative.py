@@ -20,6 +20,7 @@ from rollout_service.environments.base import AgentEnvironment
 from rollout_service.environments.contract import Episode, EvaluateIn, Score
 from rollout_service.environments.declaration import FILE_NAME, Declaration, read_declaration
 from rollout_service.environments.files import PackedFile, archive, read_folder
+from rollout_service.environments.images import empty_folder
 from rollout_service.errors import ConfigurationError, EnvironmentFailedError
 from sandboxes import ExecResult, Sandbox
 from sandboxes.errors import SandboxFileError
@@ -45,13 +46,15 @@ class DeclarativeEnvironment(AgentEnvironment):
     """Runs what a declaration says; `load_folder` makes one."""
 
     def __init__(self, declaration: Declaration, folder: Path, *, in_image: bool = False) -> None:
-        """`in_image` says that the image holds the folder too, so that it is removed before the agent comes.
+        """`in_image` says that the image holds the folder too; every sandbox then shows an empty one there.
 
         Raises ConfigurationError when the declaration contradicts itself or the folder.
         """
-        super().__init__(declaration.spec(folder))
+        spec = declaration.spec(folder)
+        if in_image:
+            spec = spec.model_copy(update={"binds": {INSIDE: str(empty_folder())}})
+        super().__init__(spec)
         self._declaration = declaration
-        self._in_image = in_image
         dataset = folder / declaration.dataset.path if declaration.dataset else None
         self._dataset = _read_dataset(dataset) if dataset else []
         self._files = read_folder(folder, without=[dataset] if dataset else [])
@@ -60,14 +63,10 @@ class DeclarativeEnvironment(AgentEnvironment):
     async def init(self, episode: Episode) -> None:
         sandbox = _sandbox(episode)
         if init := self._declaration.init:
-            inputs = [_instance_file(episode.instance)]
-            place = await Place.make(sandbox, [*inputs, *self._init_files])
-            seconds = episode.limits.init_seconds
-            result = await place.run(init.command, cwd=sandbox.workdir, seconds=seconds)
+            place = await Place.make(sandbox, [_instance_file(episode.instance), *self._init_files])
+            result = await place.run(init.command, cwd=sandbox.workdir, seconds=episode.limits.init_seconds)
             await place.remove()
             _require_success("init", init.command, result)
-        if self._in_image:
-            await _remove(sandbox, INSIDE)
 
     async def evaluate(self, episode: Episode) -> Score:
         sandbox = _sandbox(episode)
@@ -132,7 +131,11 @@ class Place:
 
     async def remove(self) -> None:
         """Remove it; raises EnvironmentFailedError when that is not possible."""
-        await _remove(self.sandbox, self.path)
+        result = await self.sandbox.exec(["rm", "-rf", "--", self.path])
+        if result.exit_code != 0:
+            raise EnvironmentFailedError(
+                f"{self.path} cannot be removed, so the agent could read the task's data: {_printed(result)}"
+            )
 
 
 def load_folder(folder: Path, *, image: Path | None = None) -> DeclarativeEnvironment:
@@ -174,15 +177,6 @@ def _sandbox(episode: Episode) -> Sandbox:
     if episode.sandbox is None:
         raise EnvironmentFailedError("this environment was given no sandbox")
     return episode.sandbox
-
-
-async def _remove(sandbox: Sandbox, path: str) -> None:
-    result = await sandbox.exec(["rm", "-rf", "--", path])
-    if result.exit_code != 0:
-        raise EnvironmentFailedError(
-            f"{path} cannot be removed, so the agent could read it: {_printed(result)}",
-            hint="Keep the environment's files in a folder beside the image instead of in it.",
-        )
 
 
 def _require_success(stage: str, command: str, result: ExecResult) -> None:

@@ -47,6 +47,18 @@ def extract_environment(image: Path, cache: Path | None = None) -> Path:
     return folder
 
 
+def empty_folder() -> Path:
+    """A folder with nothing in it, to be shown in the place of one that nobody inside should see.
+
+    It is below the system's temporary folder, where every user that sandboxes run as can reach it.
+    """
+    folder = Path(tempfile.gettempdir()) / f"rollout-service-empty-{os.geteuid()}"
+    folder.mkdir(mode=0o555, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.geteuid() or any(folder.iterdir()):
+        raise ConfigurationError(f"{folder} is not an empty folder of this user", hint="Remove it.")
+    return folder
+
+
 def _read(image: Path) -> bytes:
     try:
         apptainer = find_apptainer()

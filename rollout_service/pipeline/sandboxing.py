@@ -15,7 +15,7 @@ import anyio
 from anyio import SpooledTemporaryFile
 
 from rollout_service.environments.contract import EnvironmentSpec
-from sandboxes import Sandbox, SandboxInfo, SandboxProvider, SandboxSpec
+from sandboxes import Bind, Sandbox, SandboxInfo, SandboxProvider, SandboxSpec
 from sandboxes.errors import FileMissingError
 
 IN_MEMORY_BYTES = 1 << 20
@@ -58,6 +58,7 @@ class SandboxSource:
                 memory_bytes=spec.sandbox.memory_bytes,
                 max_processes=spec.sandbox.max_processes,
                 env=spec.sandbox.env,
+                read_only_binds=[Bind(source, target) for target, source in spec.binds.items()],
                 label=label,
             )
         )
