@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -199,7 +199,7 @@ class RolloutClient:
 
     async def run_all(
         self, requests: Iterable[RolloutRequest], *, concurrency: int = 64, refused: Refused | None = None
-    ) -> AsyncIterator[Rollout]:
+    ) -> AsyncGenerator[Rollout]:
         """Order these rollouts, at most `concurrency` at once; gives each with its trajectory when it ends.
 
         The requests are read as they are needed. One that the server refuses goes to `refused`; without it
@@ -271,7 +271,7 @@ class RolloutClient:
         params = {name: value for name, value in given.items() if value is not None}
         return await self._call(RolloutPage, "GET", "/v1/rollouts", params=params)
 
-    async def rollouts(self, *, state: RolloutState | None = None) -> AsyncIterator[Rollout]:
+    async def rollouts(self, *, state: RolloutState | None = None) -> AsyncGenerator[Rollout]:
         """All rollouts, oldest first, without trajectories."""
         cursor: str | None = None
         while True:
@@ -344,7 +344,7 @@ class RolloutClient:
         """Returns when the service can take work; within this client's patience it waits for that."""
         await self._call(None, "GET", "/ready")
 
-    async def events(self, *, after: int | None = None) -> AsyncIterator[Event]:
+    async def events(self, *, after: int | None = None) -> AsyncGenerator[Event]:
         """Events as they happen, without end; from `after` on when it is given, each once and in order.
 
         A lost connection is taken up again after the last event seen. Close it with `contextlib.aclosing`.
@@ -358,7 +358,7 @@ class RolloutClient:
             except (httpx.TransportError, UnavailableError) as error:
                 await patience.wait(error)
 
-    async def _event_stream(self, after: int | None) -> AsyncIterator[Event]:
+    async def _event_stream(self, after: int | None) -> AsyncGenerator[Event]:
         headers = {"accept": "text/event-stream"} | ({} if after is None else {"last-event-id": str(after)})
         timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
         async with self._http.stream("GET", "/v1/events", headers=headers, timeout=timeout) as response:

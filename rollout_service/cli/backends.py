@@ -1,0 +1,105 @@
+"""`rollout-service backends`: the engines of a running server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollout_service.cli import common
+from rollout_service.cli.common import DEFAULT_URL, AsJson, Key, Url
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from api_schemas.inference import BackendView
+
+app = typer.Typer(name="backends", help="List, add, drain and remove engines.", no_args_is_help=True)
+
+BackendId = Annotated[str, typer.Argument(help="As `backends list` shows it.")]
+
+
+@app.command("list", epilog="Example: rollout-service backends list --json")
+def list_backends(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
+    """Show the engines, their state and their load."""
+
+    async def main() -> None:
+        async with common.connect(url, key) as client:
+            _show(await client.backends(), as_json)
+
+    common.run(main)
+
+
+@app.command("add", epilog="Example: rollout-service backends add http://gpu-1:30000 --renderer qwen3")
+def add(
+    backend_url: Annotated[str, typer.Argument(help="Address of an SGLang server.")],
+    pool: Annotated[str, typer.Option(help="The policy that it serves.")] = "policy",
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder or hub name; default: what the engine says.")
+    ] = None,
+    renderer: Annotated[str, typer.Option(help="Chat format, such as qwen3.")] = "auto",
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Register an engine; rollouts use it at once."""
+
+    async def main() -> None:
+        from pydantic import ValidationError
+
+        from api_schemas.inference import BackendSpec
+
+        values = {"url": backend_url, "pool": pool, "tokenizer": tokenizer, "renderer": renderer}
+        try:
+            spec = BackendSpec.model_validate(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise common.CommandError(f"{first['loc'][0]}: {first['msg']}") from error
+        async with common.connect(url, key) as client:
+            _show([await client.add_backend(spec)], as_json)
+
+    common.run(main)
+
+
+@app.command("remove", epilog="Example: rollout-service backends remove b-1")
+def remove(backend_id: BackendId, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """Take an engine out at once; its requests go on elsewhere."""
+
+    async def main() -> None:
+        async with common.connect(url, key) as client:
+            await client.remove_backend(backend_id)
+            common.err().print(f"removed {backend_id}")
+
+    common.run(main)
+
+
+@app.command("drain", epilog="Example: rollout-service backends drain b-1")
+def drain(backend_id: BackendId, url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
+    """Give an engine nothing new; it finishes what it has."""
+
+    async def main() -> None:
+        async with common.connect(url, key) as client:
+            _show([await client.drain_backend(backend_id)], as_json)
+
+    common.run(main)
+
+
+def _show(backends: list[BackendView], as_json: bool) -> None:
+    if as_json:
+        common.print_json([backend.model_dump(mode="json") for backend in backends])
+    else:
+        common.out().print(backend_table(backends) if backends else "no engine is registered")
+
+
+def backend_table(backends: list[BackendView]) -> Table:
+    """A table of engines."""
+    from rich.table import Table
+
+    table = Table(
+        "id", "url", "pool", "state", "version", "in flight", "served", "failures", "last error", box=None
+    )
+    for backend in backends:
+        counts = (backend.weight_version, backend.in_flight, backend.served, backend.failures)
+        names = (backend.backend_id, backend.url, backend.pool, backend.state)
+        table.add_row(*names, *map(str, counts), backend.last_error or "")
+    return table

@@ -1,0 +1,91 @@
+"""A server of one's own, as a child process, for the commands that need one.
+
+Guarantee: the child has ended when the block is left, however it is left: SIGTERM, a while to drain, then
+SIGKILL, always by its own pid.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+from anyio.abc import Process
+
+from rollout_service.cli.common import CommandError
+from rollout_service.client import RolloutClient, UnavailableError, UnreachableError
+
+START_SECONDS = 60.0
+STOP_SECONDS = 20.0
+POLL_SECONDS = 0.05
+SHOWN_LOG_LINES = 15
+
+
+@asynccontextmanager
+async def running_server(
+    state_dir: Path, flags: Sequence[str] = (), *, start_seconds: float = START_SECONDS
+) -> AsyncIterator[RolloutClient]:
+    """Start `rollout-service serve` on a free port of the loopback; gives a client of it once it is ready.
+
+    Its log is `server.log` in `state_dir`. Raises CommandError with the log's end when it does not start.
+    """
+    address, log = _prepare(state_dir)
+    command = [sys.executable, "-m", "rollout_service.cli", "serve", "--host", "127.0.0.1", "--port", "0"]
+    command += ["--state-dir", str(state_dir), "--port-file", str(address), *flags]
+    with log.open("wb") as file:
+        process = await anyio.open_process(
+            command, stdin=None, stdout=file, stderr=file, start_new_session=True
+        )
+    try:
+        url = await _ready_address(process, address, log, start_seconds)
+        async with RolloutClient(url) as client:
+            yield client
+    finally:
+        with anyio.CancelScope(shield=True):
+            await stop(process)
+
+
+async def stop(process: Process) -> None:
+    """End a process: ask, wait, then kill; idempotent."""
+    if process.returncode is None:
+        process.terminate()
+        with anyio.move_on_after(STOP_SECONDS):
+            await process.wait()
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
+    await process.aclose()
+
+
+async def _ready_address(process: Process, address: Path, log: Path, seconds: float) -> str:
+    """Where the server listens, once it can take work."""
+    why = "it did not listen"
+    with anyio.move_on_after(seconds):
+        while process.returncode is None:
+            if (url := _read(address)) is not None:
+                try:
+                    async with RolloutClient(url, patience_seconds=0) as client:
+                        await client.ready()
+                        return url
+                except (UnreachableError, UnavailableError) as error:
+                    why = str(error)
+            await anyio.sleep(POLL_SECONDS)
+        why = f"it ended with exit code {process.returncode}"
+    raise CommandError(f"the server did not start: {why}\n{_tail(log)}", hint=f"the whole log is in {log}")
+
+
+def _prepare(state_dir: Path) -> tuple[Path, Path]:
+    state_dir.mkdir(parents=True, exist_ok=True)
+    address = state_dir / "address"
+    address.unlink(missing_ok=True)
+    return address, state_dir / "server.log"
+
+
+def _read(path: Path) -> str | None:
+    return path.read_text() if path.exists() else None
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-SHOWN_LOG_LINES:])

@@ -1,0 +1,117 @@
+"""What the commands share: their options, how they run, and how an error looks.
+
+Guarantee: results go to stdout and everything else to stderr, so that a command can stand in a pipe; an error
+that the project knows ends a command with its message, what to do next and exit code 1, without a traceback.
+Nothing heavy is imported before a command needs it, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rollout_service.client import RolloutClient
+
+DEFAULT_URL = "http://127.0.0.1:8080"
+
+Url = Annotated[str, typer.Option("--url", envvar="ROLLOUT_URL", help="Address of the server.")]
+Key = Annotated[
+    str | None, typer.Option("--key", envvar="ROLLOUT_KEY", help="Bearer key.", show_default=False)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+class CommandError(Exception):
+    """A command cannot go on; `hint` says what to do next."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+def out() -> Console:
+    """The console for results."""
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def err() -> Console:
+    """The console for progress, warnings and errors."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document, indented."""
+    import json
+
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def connect(url: str, key: str | None, *, patience_seconds: float = 0.0) -> RolloutClient:
+    """The client that commands use; by default it asks once and says at once when nobody answers."""
+    from rollout_service.client import RolloutClient
+
+    return RolloutClient(url, key, patience_seconds=patience_seconds)
+
+
+def run(command: Callable[[], Awaitable[int | None]]) -> None:
+    """Run a command's coroutine; it ends with the exit code that the coroutine gives, 0 for None."""
+    import anyio
+
+    run_blocking(lambda: anyio.run(command, backend_options={"use_uvloop": True}))
+
+
+def run_blocking(command: Callable[[], int | None]) -> None:
+    """Run a command; an error that the project knows is explained on stderr, and gives exit code 1."""
+    try:
+        exit_code = command()
+    except Exception as error:
+        known = _known(error)
+        if known is None:
+            raise
+        explain(known)
+        exit_code = 1
+    if exit_code:
+        raise typer.Exit(exit_code)
+
+
+def explain(error: Exception) -> None:
+    """Print an error and what to do next."""
+    from rich.text import Text
+
+    console = err()
+    console.print(Text.assemble(("error: ", "bold red"), str(error)))
+    for text in (getattr(error, "hint", ""), _advice(error)):
+        if text:
+            console.print(Text.assemble(("hint: ", "bold"), text))
+
+
+def _known(error: Exception) -> Exception | None:
+    """The error that is to be explained, taken out of the groups that task groups wrap it in."""
+    from rollout_service.client import ClientError
+    from rollout_service.errors import ServiceError
+    from rollout_service.inference.server_process import EngineStartError
+    from sandboxes.errors import SandboxError
+
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    known = CommandError | ClientError | ServiceError | SandboxError | EngineStartError
+    return error if isinstance(error, known) else None
+
+
+def _advice(error: Exception) -> str:
+    from rollout_service.client import UnauthorizedError, UnreachableError
+
+    if isinstance(error, UnreachableError):
+        return "start a server with `rollout-service serve`, or name another with --url or ROLLOUT_URL."
+    if isinstance(error, UnauthorizedError):
+        return "pass the server's key with --key or ROLLOUT_KEY."
+    return ""

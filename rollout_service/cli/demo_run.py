@@ -1,0 +1,160 @@
+"""The demo at work: a server and an engine of its own, a batch of rollouts, and a look at what came back.
+
+Guarantee: the server and the engine that it started have ended when it returns.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+from itertools import cycle, islice
+from pathlib import Path
+
+import anyio
+from pydantic import JsonValue
+from rich.rule import Rule
+
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Sampling
+from api_schemas.tasks import Task
+from rollout_service.cli import common
+from rollout_service.cli.child import running_server
+from rollout_service.cli.demo import DemoEngine, DemoPolicy, DemoSandbox
+from rollout_service.cli.figures import write_figures
+from rollout_service.cli.jsonl import ResultFile
+from rollout_service.cli.progress import ProgressView, Tally
+from rollout_service.cli.show import show_rollout
+from rollout_service.cli.summary import Summary
+from rollout_service.client import RolloutClient
+from rollout_service.inference.sglang_cpu import SGLangCpuServer
+from rollout_service.policies import policy_folder
+from rollout_service.tokens.errors import InvariantError
+from rollout_service.tokens.tokenizer import load_tokenizer
+from rollout_service.tokens.trajectory import check_invariants
+
+ENVIRONMENT = "calc"
+NEEDED_SUCCESS = 0.9
+"""The share of successes below which a demo of the tuned policy has failed."""
+LOOK_SECONDS = 0.5
+ORDERED_AT_ONCE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class DemoPlan:
+    """What the demo is to do."""
+
+    rollouts: int
+    sandbox: DemoSandbox
+    engine: DemoEngine
+    policy: DemoPolicy
+    concurrency: int
+    temperature: float
+
+
+async def run_demo(plan: DemoPlan, state_dir: Path | None, output: Path | None, figures: Path | None) -> int:
+    """Run the plan, show the results and write the files; returns the exit code."""
+    folder = state_dir or Path(tempfile.mkdtemp(prefix="rollout-demo-"))
+    batch = output or folder / "batch.jsonl"
+    console = common.err()
+    console.print(f"Starting the server (log: {folder / 'server.log'})")
+    async with _serving(plan, folder) as client:
+        model = (await client.backends())[0].model_path
+        summary = await _roll_out(plan, client, batch)
+    broken = _broken(summary.rollouts)
+    _show(summary, model)
+    common.out().print(f"batch: {batch}", soft_wrap=True)
+    if figures is not None:
+        write_figures(figures, asdict(plan), summary.figures())
+    return _verdict(plan, summary, broken)
+
+
+@asynccontextmanager
+async def _serving(plan: DemoPlan, folder: Path) -> AsyncIterator[RolloutClient]:
+    flags = ["--sandbox", plan.sandbox, "--rollout-workers", str(plan.concurrency), "--log-level", "warning"]
+    if plan.engine is DemoEngine.EMBEDDED:
+        async with running_server(folder, [*flags, "--model", plan.policy]) as client:
+            yield client
+        return
+    common.err().print("Starting SGLang on the CPU (half a minute or more)")
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(SGLangCpuServer(policy_folder(plan.policy)))
+        yield await stack.enter_async_context(running_server(folder, [*flags, "--backend", engine.url]))
+
+
+async def _roll_out(plan: DemoPlan, client: RolloutClient, batch: Path) -> Summary:
+    requests = _requests(plan, await client.dataset(ENVIRONMENT, limit=plan.rollouts))
+    rollouts: list[Rollout] = []
+    tally = Tally(plan.rollouts)
+    with ResultFile(batch) as results, ProgressView(common.err(), tally).shown() as view:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_watch_stages, client, view)
+            async for rollout in client.run_all(requests, concurrency=min(plan.rollouts, ORDERED_AT_ONCE)):
+                results.append(rollout)
+                rollouts.append(rollout)
+                tally.add(rollout)
+                view.update()
+            tasks.cancel_scope.cancel()
+    return Summary(rollouts, time.monotonic() - tally.started)
+
+
+def _requests(plan: DemoPlan, dataset: list[dict[str, JsonValue]]) -> Iterator[RolloutRequest]:
+    """As many tasks as were asked for; the data set is begun anew where it is shorter."""
+    sampling = Sampling(temperature=plan.temperature)
+    for instance in islice(cycle(dataset), plan.rollouts):
+        yield RolloutRequest(task=Task(environment=ENVIRONMENT, instance=instance), sampling=sampling)
+
+
+async def _watch_stages(client: RolloutClient, view: ProgressView) -> None:
+    """Show how many rollouts are in each stage, until cancelled."""
+    while True:
+        counts = (await client.page(limit=1)).counts
+        working = [f"{count} in {state}" for state, count in counts.items() if not state.terminal]
+        view.update(", ".join(working))
+        await anyio.sleep(LOOK_SECONDS)
+
+
+def _broken(rollouts: Sequence[Rollout]) -> list[str]:
+    """What is wrong with which trajectory; each is a sentence."""
+    found = []
+    for rollout in rollouts:
+        if rollout.trajectory is None:
+            if rollout.state is RolloutState.COMPLETED:
+                found.append(f"rollout {rollout.rollout_id} completed without a trajectory")
+            continue
+        try:
+            check_invariants(rollout.trajectory)
+        except InvariantError as error:
+            found.append(f"rollout {rollout.rollout_id}: {error}")
+    return found
+
+
+def _show(summary: Summary, model: str) -> None:
+    console = common.out()
+    example = _example(summary.rollouts)
+    if example is not None:
+        console.print(show_rollout(example, load_tokenizer(model, with_template=False)), soft_wrap=False)
+    console.print(Rule())
+    console.print(summary.show())
+
+
+def _example(rollouts: Sequence[Rollout]) -> Rollout | None:
+    """A rollout worth a look: one that succeeded with a tool, else the first that has a trajectory."""
+    seen = [rollout for rollout in rollouts if rollout.trajectory is not None]
+    good = (rollout for rollout in seen if rollout.usage.tool_calls and (rollout.reward or 0.0) >= 1.0)
+    return next(good, seen[0] if seen else None)
+
+
+def _verdict(plan: DemoPlan, summary: Summary, broken: list[str]) -> int:
+    console = common.err()
+    for sentence in broken:
+        console.print(sentence, style="red", markup=False)
+    short = plan.policy is DemoPolicy.TUNED and summary.success_rate < NEEDED_SUCCESS
+    if short:
+        console.print(
+            f"only {summary.success_rate:.1%} succeeded; {NEEDED_SUCCESS:.0%} are needed", style="red"
+        )
+    if not broken:
+        console.print(f"every trajectory passes the invariants ({len(summary.rollouts)} checked)")
+    return 1 if broken or short else 0

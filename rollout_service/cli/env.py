@@ -1,0 +1,110 @@
+"""`rollout-service env`: make an environment, check it, try it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollout_service.cli import common
+from rollout_service.cli.common import AsJson, Key
+
+app = typer.Typer(name="env", help="List, make, check and try environments.", no_args_is_help=True)
+
+Environment = Annotated[
+    str,
+    typer.Argument(help="Folder with an environment.toml, an image that holds one, or an installed name."),
+]
+ServerUrl = Annotated[
+    str | None, typer.Option("--url", help="Ask this server instead of looking on this machine.")
+]
+
+
+@app.command("list", epilog="Example: rollout-service env list --url http://127.0.0.1:8080")
+def list_environments(url: ServerUrl = None, key: Key = None, as_json: AsJson = False) -> None:
+    """Show the environments that are installed here, or that a server has."""
+
+    async def main() -> None:
+        from rollout_service.cli.env_check import environment_table, installed
+
+        if url is None:
+            specs, problems = installed()
+            for problem in problems:
+                common.err().print(problem, style="red", markup=False)
+        else:
+            async with common.connect(url, key) as client:
+                specs = await client.environments()
+        if as_json:
+            common.print_json(specs)
+        else:
+            common.out().print(environment_table(specs))
+
+    common.run(main)
+
+
+@app.command("new", epilog="Example: rollout-service env new word-count --folder environments")
+def new(
+    name: Annotated[str, typer.Argument(help="Letters, digits, '.', '_' or '-'.")],
+    folder: Annotated[Path, typer.Option(help="Where to make the folder NAME.")] = Path(),
+) -> None:
+    """Make a small environment that works as it is: a task file, a prompt and a grader, and no Python module."""
+
+    def main() -> None:
+        from rollout_service.cli.env_new import make_environment
+
+        made = make_environment(name, folder)
+        common.err().print(f"made {made}; next: rollout-service env check {made}", soft_wrap=True)
+
+    common.run_blocking(main)
+
+
+@app.command("check", epilog="Example: rollout-service env check ./word-count")
+def check(environment: Environment, as_json: AsJson = False) -> None:
+    """Validate an environment: its settings, its image, and every instance of its data set.
+
+    Each finding names what is wrong and where; exit code 1 when there is any.
+    """
+
+    def main() -> int:
+        from rollout_service.cli.env_check import check_environment
+
+        report = check_environment(environment)
+        if as_json:
+            common.print_json(report.as_dict())
+        else:
+            report.show(common.out())
+        return 1 if report.findings else 0
+
+    common.run_blocking(main)
+
+
+@app.command(
+    "run", epilog="Example: rollout-service env run ./word-count --index 2 --backend http://gpu-1:30000"
+)
+def run(
+    environment: Environment,
+    index: Annotated[int, typer.Option(min=0, help="Which instance of the data set.")] = 0,
+    instance: Annotated[str | None, typer.Option(help="An instance of your own, as JSON.")] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="URL of an engine; default: the embedded one with a small policy.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Of the embedded engine.")] = None,
+    sandbox: Annotated[str | None, typer.Option(help="apptainer, or local (isolates nothing).")] = None,
+    url: ServerUrl = None,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Roll out one task and show its whole trajectory.
+
+    On a server of its own that ends with the command, or on the one at --url. Exit code 1 when it came to no
+    result; a wrong answer is a result.
+    """
+
+    async def main() -> int:
+        from rollout_service.cli.env_run import OwnServer, run_one
+
+        own = OwnServer(environment, backend=backend, model=model, sandbox=sandbox)
+        return await run_one(own, index, instance, url, key, as_json=as_json)
+
+    common.run(main)

@@ -1,0 +1,99 @@
+"""One task of an environment, rolled out for a look at it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio.to_thread
+from pydantic import JsonValue
+
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
+from api_schemas.tasks import Task
+from rollout_service.cli import common
+from rollout_service.cli.child import running_server
+from rollout_service.cli.common import CommandError
+from rollout_service.cli.env_check import load_environment, place_of
+from rollout_service.cli.show import show_rollout
+from rollout_service.client import RolloutClient
+from rollout_service.tokens.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class OwnServer:
+    """The server that `env run` starts when it is given none."""
+
+    environment: str
+    backend: str | None
+    model: str | None
+    sandbox: str | None
+
+    def flags(self) -> list[str]:
+        """Flags of `rollout-service serve`."""
+        given = {
+            "--environment": place_of(self.environment),
+            "--backend": self.backend,
+            "--model": self.model,
+            "--sandbox": self.sandbox,
+        }
+        return [str(part) for flag, value in given.items() if value is not None for part in (flag, value)]
+
+
+async def run_one(
+    own: OwnServer, index: int, instance: str | None, url: str | None, key: str | None, *, as_json: bool
+) -> int:
+    """Roll out one task and show it; returns the exit code."""
+    name = await anyio.to_thread.run_sync(_name, own.environment)
+    async with _server(own, url, key) as client:
+        data = _parse(instance) if instance is not None else await _pick(client, name, index)
+        request = RolloutRequest(task=Task(environment=name, instance=data))
+        rollout = await client.run(request)
+        tokenizer = (await client.backends())[0].model_path
+    _show(rollout, tokenizer, as_json=as_json)
+    return 0 if rollout.state is RolloutState.COMPLETED else 1
+
+
+@asynccontextmanager
+async def _server(own: OwnServer, url: str | None, key: str | None) -> AsyncIterator[RolloutClient]:
+    if url is not None:
+        async with common.connect(url, key) as client:
+            yield client
+        return
+    with tempfile.TemporaryDirectory(prefix="rollout-env-") as folder:
+        common.err().print("Starting a server")
+        async with running_server(Path(folder), own.flags()) as client:
+            yield client
+
+
+def _name(name_or_path: str) -> str:
+    return load_environment(name_or_path).spec.name if place_of(name_or_path) else name_or_path
+
+
+async def _pick(client: RolloutClient, name: str, index: int) -> dict[str, JsonValue]:
+    found = await client.dataset(name, limit=1, offset=index)
+    if not found:
+        raise CommandError(
+            f"{name} has no instance {index}", hint="pass another --index, or --instance JSON."
+        )
+    return found[0]
+
+
+def _parse(text: str) -> dict[str, JsonValue]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise CommandError(f"--instance is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CommandError("--instance is no JSON object", hint="""as in --instance '{"question": "1+1"}'.""")
+    return value
+
+
+def _show(rollout: Rollout, tokenizer: str, *, as_json: bool) -> None:
+    if as_json:
+        common.print_json(rollout.model_dump(mode="json"))
+    else:
+        common.out().print(show_rollout(rollout, load_tokenizer(tokenizer, with_template=False)))

@@ -1,0 +1,145 @@
+"""Files of requests and of results, one JSON document a line.
+
+Guarantees: a bad line is named by its number and harms no other line; a request without an id gets one that
+follows from the file's name, the line's number and its content, so that a second run orders nothing twice; a
+result is in the file whole or not at all, as far as the next run is concerned: a torn last line is cut off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+from pydantic import ValidationError
+
+from api_schemas.rollouts import Rollout, RolloutRequest
+
+LONGEST_STEM = 64
+BEGIN = b'{"rollout_id":'
+"""How every result begins, since the id is the first field."""
+
+
+@dataclass(slots=True)
+class RequestFile:
+    """The requests of a file, read as they are needed.
+
+    A line is a `RolloutRequest`, or with `environment` just the instance of a task of that environment.
+    """
+
+    path: Path
+    bad_line: Callable[[int, str], None]
+    """Called with the number of a line (from 1) that is no request, and why."""
+    environment: str | None = None
+    lines: dict[str, int] = field(default_factory=dict)
+    """The line that each id came from, as far as the file was read."""
+
+    def __iter__(self) -> Iterator[RolloutRequest]:
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield from self._request(number, line.strip())
+
+    def count(self) -> int:
+        """How many lines there are that are not empty."""
+        with self.path.open("rb") as file:
+            return sum(1 for line in file if line.strip())
+
+    def _request(self, number: int, line: bytes) -> Iterator[RolloutRequest]:
+        try:
+            document = self._document(line)
+            document["rollout_id"] = document.get("rollout_id") or self._id(number, line)
+            request = RolloutRequest.model_validate(document)
+        except ValueError as error:
+            self.bad_line(number, why(error))
+            return
+        rollout_id = str(request.rollout_id)
+        if rollout_id in self.lines:
+            self.bad_line(number, f"line {self.lines[rollout_id]} has the same rollout_id {rollout_id}")
+            return
+        self.lines[rollout_id] = number
+        yield request
+
+    def _document(self, line: bytes) -> dict[str, Any]:
+        document = json.loads(line)
+        if not isinstance(document, dict):
+            raise ValueError("it is no JSON object")  # noqa: TRY004 - one kind of error for a bad line
+        if self.environment is None:
+            return document
+        return {"task": {"environment": self.environment, "instance": document}}
+
+    def _id(self, number: int, line: bytes) -> str:
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", self.path.stem).lstrip("._-")[:LONGEST_STEM] or "tasks"
+        return f"{stem}-{number}-{hashlib.sha256(line).hexdigest()[:12]}"
+
+
+class ResultFile:
+    """A file that finished rollouts are appended to. `done` holds the ids that it had when it was opened.
+
+    Raises ValueError when it holds something else than results.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.done: set[str] = set()
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> Self:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            self._file = stack.enter_context(self.path.open("a+b"))
+            self._file.truncate(self._read(self._file))
+            stack.pop_all()
+        return self
+
+    def _read(self, file: BinaryIO) -> int:
+        """Take in the ids of the results that are there; returns where the whole lines end."""
+        file.seek(0)
+        end = 0
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n") and _is_torn(line):
+                break
+            end += len(line)
+            self.done.add(self._rollout_id(number, line))
+        return end
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def append(self, rollout: Rollout) -> None:
+        """Write a result; it is with the operating system when this returns."""
+        if self._file is None:
+            raise RuntimeError("open the file first: with ResultFile(path) as results")
+        self._file.write(rollout.model_dump_json().encode() + b"\n")
+        self._file.flush()
+
+    def _rollout_id(self, number: int, line: bytes) -> str:
+        try:
+            return str(json.loads(line)["rollout_id"])
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{self.path}, line {number}: not a result of a rollout") from None
+
+
+def _is_torn(line: bytes) -> bool:
+    """Whether a line without an end began as one of ours: anything else is somebody's own and is not cut."""
+    length = min(len(line), len(BEGIN))
+    return line[:length] == BEGIN[:length]
+
+
+def why(error: ValueError) -> str:
+    """Why a line is no request, in one line."""
+    if isinstance(error, ValidationError):
+        parts = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        return "; ".join(parts)
+    if isinstance(error, json.JSONDecodeError):
+        return f"malformed JSON: {error.msg} at column {error.colno}"
+    return str(error)

@@ -1,0 +1,79 @@
+"""`rollout-service serve`: the server in the foreground."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rollout_service.cli import common
+
+EXAMPLE = "Example: rollout-service serve --port 8080 --backend http://gpu-1:30000 --rollout-workers 64"
+
+PANEL = "Workers"
+
+
+def command(
+    host: Annotated[str | None, typer.Option(help="Address; beyond loopback it needs keys.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
+    sandbox: Annotated[
+        str | None, typer.Option(help="What runs untrusted code: apptainer, or local (isolates nothing).")
+    ] = None,
+    engine: Annotated[str | None, typer.Option(help="Engine without a backend: embedded, or none.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Of the embedded engine: calc-base, calc-tuned, or a folder.")
+    ] = None,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="URL of an engine to register; may be repeated.")
+    ] = None,
+    environment: Annotated[
+        list[Path] | None, typer.Option(help="Folder with an environment.toml; may be repeated.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="Settings file; default rollout.toml.")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="Where the store is kept; a local disk.")] = None,
+    port_file: Annotated[
+        Path | None, typer.Option(help="Write the address here once the server listens.")
+    ] = None,
+    init_workers: Annotated[
+        int | None, typer.Option(help="Sandbox starts at once.", rich_help_panel=PANEL)
+    ] = None,
+    rollout_workers: Annotated[
+        int | None, typer.Option(help="Agents at once.", rich_help_panel=PANEL)
+    ] = None,
+    evaluate_workers: Annotated[
+        int | None, typer.Option(help="Gradings at once.", rich_help_panel=PANEL)
+    ] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+) -> None:
+    """Run the server in the foreground; Ctrl-C ends it and hands back what is unfinished.
+
+    Everything can also be set by ROLLOUT_* variables and in rollout.toml; flags win.
+    """
+    flags = {
+        "host": host,
+        "port": port,
+        "engine": engine,
+        "state_dir": state_dir,
+        "log_level": log_level,
+        "sandbox": _section(provider=sandbox),
+        "embedded": _section(model=model),
+        "pipeline": _section(
+            init_workers=init_workers, rollout_workers=rollout_workers, evaluate_workers=evaluate_workers
+        ),
+        "backends": [{"url": url} for url in backend] if backend else None,
+        "environments": environment or None,
+    }
+    common.run_blocking(lambda: _serve(config, flags, port_file))
+
+
+def _serve(config: Path | None, flags: dict[str, Any], port_file: Path | None) -> None:
+    from rollout_service.server import serve
+    from rollout_service.settings import load_settings
+
+    serve(load_settings(config, **flags), port_file=port_file)
+
+
+def _section(**values: object) -> dict[str, object] | None:
+    """The keys of a table that were given; None when none was."""
+    return {name: value for name, value in values.items() if value is not None} or None

@@ -1,0 +1,96 @@
+"""A trajectory for human eyes: what the policy read, what it sampled, and how sure it was of each token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.text import Text
+
+from api_schemas.rollouts import Rollout
+from api_schemas.trajectories import Segment, Trajectory
+from rollout_service.tokens.tokenizer import ChatTokenizer
+
+CONTEXT = "dim"
+SAMPLED = "green"
+UNSURE = "bold yellow"
+UNSURE_BELOW = -0.7
+"""Natural log-probability below which a token is marked: it had less than an even chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring tokens of one turn, or of none."""
+
+    start: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    turn: int
+    """-1: context, mask 0."""
+    version: int
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the policy sampled it, mask 1."""
+        return self.turn >= 0
+
+
+def runs(segment: Segment) -> Iterator[Run]:
+    """A segment cut where the turn changes."""
+    for turn, indices in groupby(range(len(segment.token_ids)), key=segment.turn_ids.__getitem__):
+        whole = list(indices)
+        span = slice(whole[0], whole[-1] + 1)
+        yield Run(
+            start=span.start,
+            token_ids=segment.token_ids[span],
+            logprobs=segment.logprobs[span],
+            turn=turn,
+            version=segment.versions[span.start],
+        )
+
+
+def show_rollout(rollout: Rollout, tokenizer: ChatTokenizer) -> RenderableType:
+    """A rollout and its whole trajectory."""
+    reward = "none" if rollout.reward is None else f"{rollout.reward:g}"
+    head = f"rollout {rollout.rollout_id}: {rollout.state}, {rollout.stop_reason}, reward {reward}"
+    parts: list[RenderableType] = [Rule(head, align="left")]
+    if rollout.error is not None:
+        parts.append(Text(f"{rollout.error.code}: {rollout.error.message}", style="red"))
+    if rollout.trajectory is not None:
+        parts.append(show_trajectory(rollout.trajectory, tokenizer))
+    return Group(*parts)
+
+
+def show_trajectory(trajectory: Trajectory, tokenizer: ChatTokenizer) -> RenderableType:
+    """Every token of a trajectory: context dim, sampled tokens green with their log-probabilities."""
+    parts: list[RenderableType] = []
+    for number, segment in enumerate(trajectory.segments):
+        counts = f"{len(segment.token_ids)} tokens, {sum(segment.loss_mask)} sampled"
+        parts.append(Text(f"segment {number} ({segment.fork_reason}): {counts}", style="bold"))
+        parts.extend(_show_run(run, tokenizer) for run in runs(segment))
+    return Group(*parts)
+
+
+def _show_run(run: Run, tokenizer: ChatTokenizer) -> RenderableType:
+    end = run.start + len(run.token_ids)
+    kind = f"turn {run.turn}, version {run.version}, mask 1" if run.sampled else "context, mask 0"
+    head = Text(f"tokens {run.start}-{end - 1}: {kind}", style="cyan")
+    text = tokenizer.decode(list(run.token_ids))
+    body = [Text(text.strip("\n"), style=SAMPLED if run.sampled else CONTEXT)]
+    if run.sampled:
+        body.append(_logprobs(run, tokenizer))
+    return Group(head, Padding(Group(*body), (0, 0, 0, 2)))
+
+
+def _logprobs(run: Run, tokenizer: ChatTokenizer) -> Text:
+    """Each token with its log-probability; those that the policy was not sure of stand out."""
+    line = Text("logprobs: ", style=CONTEXT)
+    for token_id, logprob in zip(run.token_ids, run.logprobs, strict=True):
+        token = tokenizer.decode([token_id]).replace("\n", "\\n")
+        line.append(token, style=SAMPLED)
+        line.append(f" {logprob:.3f}  ", style=UNSURE if logprob < UNSURE_BELOW else CONTEXT)
+    return line

@@ -1,0 +1,104 @@
+"""The live view of `watch`: counts come from the list of rollouts, speed and news from the stream of events."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import anyio
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from api_schemas.events import Event
+from api_schemas.inference import BackendView
+from api_schemas.rollouts import RolloutState
+from rollout_service.cli import common
+from rollout_service.cli.backends import backend_table
+from rollout_service.client import RolloutClient
+
+LOOK_SECONDS = 1.0
+LINE_SECONDS = 3.0
+RATE_SECONDS = 30.0
+SHOWN_EVENTS = 10
+STATE_EVENT = "rollout.state"
+
+
+@dataclass(slots=True)
+class Watched:
+    """What is known of a server."""
+
+    counts: dict[RolloutState, int] = field(default_factory=dict)
+    backends: list[BackendView] = field(default_factory=list)
+    sandboxes: int = 0
+    news: deque[Event] = field(default_factory=lambda: deque(maxlen=SHOWN_EVENTS))
+    ended: deque[float] = field(default_factory=deque)
+    """When rollouts ended, within the last `RATE_SECONDS`."""
+    began: float = field(default_factory=time.monotonic)
+
+    def add(self, event: Event) -> None:
+        """Take in an event."""
+        self.news.append(event)
+        if event.kind == STATE_EVENT and RolloutState(str(event.data["state"])).terminal:
+            self.ended.append(time.monotonic())
+
+    def rate(self) -> float:
+        """Rollouts that ended each second, over the last `RATE_SECONDS` or since the watch began."""
+        now = time.monotonic()
+        while self.ended and self.ended[0] < now - RATE_SECONDS:
+            self.ended.popleft()
+        return len(self.ended) / max(LOOK_SECONDS, min(RATE_SECONDS, now - self.began))
+
+    def line(self) -> str:
+        """Everything in a line."""
+        counts = [f"{self.counts[state]} {state}" for state in RolloutState if self.counts.get(state)]
+        parts = [*counts, f"{self.sandboxes} sandboxes", f"{len(self.backends)} engines"]
+        return ", ".join([*parts, f"{self.rate():.1f} rollouts/s"])
+
+    def __rich__(self) -> RenderableType:
+        states = Table(*(str(state) for state in RolloutState), "sandboxes", "rollouts/s")
+        numbers = [str(self.counts.get(state, 0)) for state in RolloutState]
+        states.add_row(*numbers, str(self.sandboxes), f"{self.rate():.1f}")
+        news = [Text(describe(event), style="dim", no_wrap=True) for event in self.news]
+        return Group(states, backend_table(self.backends), *news)
+
+
+def describe(event: Event) -> str:
+    """An event in a line."""
+    data = ", ".join(f"{name} {value}" for name, value in event.data.items() if value is not None)
+    return f"{event.time:%H:%M:%S} {event.kind} {event.subject} {data}"
+
+
+async def watch(client: RolloutClient) -> None:
+    """Show a server until cancelled."""
+    watched, console = Watched(), common.out()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_follow, client, watched)
+        if console.is_terminal:
+            with Live(watched, console=console, refresh_per_second=4):
+                await _look(client, watched)
+        tasks.start_soon(_print_lines, watched, console)
+        await _look(client, watched)
+
+
+async def _follow(client: RolloutClient, watched: Watched) -> None:
+    async with aclosing(client.events()) as events:
+        async for event in events:
+            watched.add(event)
+
+
+async def _look(client: RolloutClient, watched: Watched) -> None:
+    while True:
+        watched.counts = (await client.page(limit=1)).counts
+        watched.backends = await client.backends()
+        watched.sandboxes = len(await client.sandboxes())
+        await anyio.sleep(LOOK_SECONDS)
+
+
+async def _print_lines(watched: Watched, console: Console) -> None:
+    while True:
+        await anyio.sleep(LINE_SECONDS)
+        console.print(watched.line(), soft_wrap=True)

@@ -1,0 +1,92 @@
+"""The command line explains itself, quickly, and its errors say what to do next."""
+
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from rollout_service.cli import app, common
+from rollout_service.cli.common import CommandError
+
+COMMANDS = {
+    ("serve",),
+    ("demo",),
+    ("submit",),
+    ("watch",),
+    ("doctor",),
+    *(("backends", name) for name in ("list", "add", "remove", "drain")),
+    *(("image", name) for name in ("list", "build", "pull", "inspect", "remove")),
+    *(("env", name) for name in ("list", "new", "check", "run")),
+}
+HEAVY = {"httpx", "pydantic", "fastapi", "anyio", "rich.console", "transformers", "numpy", "jinja2"}
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_command_has_help_with_an_example(command):
+    result = invoke(*command, "--help")
+    assert result.exit_code == 0
+    assert f"Example: rollout-service {' '.join(command)}" in result.stdout
+
+
+def test_there_is_no_command_that_this_file_does_not_know():
+    root = typer.main.get_command(app)
+    found = set()
+    for name, command in root.commands.items():
+        nested = getattr(command, "commands", None)
+        found |= {(name, inner) for inner in nested} if nested else {(name,)}
+    assert found == COMMANDS
+
+
+def test_help_imports_nothing_heavy():
+    code = f"import sys, rollout_service.cli; print(sorted({HEAVY!r} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "command", [("backends", "list"), ("backends", "add", "http://x:1"), ("watch",), ("env", "list")]
+)
+def test_a_server_that_is_not_there_is_said_with_what_to_do(command, free_tcp_port):
+    result = invoke(*command, "--url", f"http://127.0.0.1:{free_tcp_port}")
+    assert result.exit_code == 1
+    assert f"no answer from http://127.0.0.1:{free_tcp_port}" in result.stderr
+    assert "rollout-service serve" in result.stderr
+
+
+def test_a_bad_url_of_a_backend_is_named():
+    result = invoke("backends", "add", "not a url")
+    assert result.exit_code == 1
+    assert "error: url: " in result.stderr
+
+
+def test_a_known_error_ends_with_its_hint_and_without_a_traceback(capsys):
+    def fail() -> None:
+        raise ExceptionGroup("from a task group", [CommandError("it is broken", hint="mend it.")])
+
+    with pytest.raises(typer.Exit) as caught:
+        common.run_blocking(fail)
+    assert caught.value.exit_code == 1
+    assert capsys.readouterr().err == "error: it is broken\nhint: mend it.\n"
+
+
+def test_a_defect_keeps_its_traceback():
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        common.run_blocking(fail)
+
+
+def test_the_exit_code_of_a_command_is_its_own():
+    async def partly() -> int:
+        return 3
+
+    with pytest.raises(typer.Exit) as caught:
+        common.run(partly)
+    assert caught.value.exit_code == 3
