@@ -15,20 +15,20 @@ from socket import gethostname
 import anyio
 import structlog
 from pydantic import HttpUrl
-from sandboxes.images import ImageStore
 
 from api_schemas.errors import FieldError
 from api_schemas.inference import BackendSpec, BackendState
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage
 from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.errors import InvalidFieldError, NotFoundError
-from rollout_service.inference.embedded.process import embedded_engine
+from rollout_service.inference.embedded.process import EmbeddedEngine
 from rollout_service.inference.pool import PoolOptions
 from rollout_service.inference.pools import Pools
 from rollout_service.pipeline.attempt import Services, Stages
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.sandboxing import SandboxSource
 from rollout_service.pipeline.stage import StageLimiter
+from rollout_service.policies import POLICIES, policy_folder
 from rollout_service.serving import Serving
 from rollout_service.settings import Engine, PipelineSettings, Settings
 from rollout_service.store.contract import Store
@@ -36,10 +36,9 @@ from rollout_service.store.sqlite import SqliteStore
 from rollout_service.telemetry import Metrics
 from sandboxes import make_provider
 from sandboxes.errors import ImageError
+from sandboxes.images import ImageStore
 
 log = structlog.get_logger(__name__)
-
-POLICIES = Path(__file__).parent / "policies"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +162,14 @@ async def _start_engine(settings: Settings, stack: AsyncExitStack, serving: Serv
     if settings.engine is not Engine.EMBEDDED or settings.backends:
         return
     engine = await stack.enter_async_context(
-        embedded_engine(_checkpoint(settings), threads=settings.embedded.threads)
+        EmbeddedEngine(_checkpoint(settings.embedded.model), threads=settings.embedded.threads)
     )
     await serving.register(BackendSpec(url=HttpUrl(engine.url)), remember=False)
 
 
-def _checkpoint(settings: Settings) -> Path:
+def _checkpoint(model: str) -> Path:
     """The folder of a shipped policy, or of the caller's own."""
-    shipped = POLICIES / settings.embedded.model
-    return shipped if shipped.is_dir() else Path(settings.embedded.model).expanduser()
+    return policy_folder(model) if model in POLICIES else Path(model).expanduser()
 
 
 def _stages(settings: PipelineSettings, metrics: Metrics) -> Stages:
