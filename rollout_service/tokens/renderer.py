@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from api_schemas.trajectories import Message, ToolCall
+from rollout_service.tokens import template_bridge
 from rollout_service.tokens.errors import RendererMismatchError, RenderError, UnknownRendererError
 from rollout_service.tokens.tokenizer import ChatTokenizer, FastTokenizer, load_tokenizer, read_json
 
@@ -122,14 +125,13 @@ class ChatRenderer:
         """
         wire = [_to_wire(message) for message in messages]
         try:
-            ids = self._backend.render_ids(wire, tools=list(tools) or None, add_generation_prompt=True)
-        except (ValueError, KeyError, TypeError, AssertionError) as error:
+            return self._render(wire, True, tools)
+        except ValueError as error:
             roles = ", ".join(message.role for message in messages) or "none"
             raise RenderError(
                 f"the chat format {self.name!r} cannot render these messages ({roles}): {error}",
                 hint="Begin with a system or user message, and answer every tool call.",
             ) from error
-        return list(ids)
 
     def bridge(
         self,
@@ -143,12 +145,12 @@ class ChatRenderer:
         Nothing that came before is rendered again: the result starts with `prompt_ids + completion_ids`.
         An output that was cut off is closed as context. None when the extension cannot be proven.
         """
+        new = [_to_wire(message) for message in new_messages]
+        if self.name == "default":
+            return self._extend(prompt_ids, completion_ids, new, tools)
         before = [*prompt_ids, *completion_ids]
         rendered = self._backend.bridge_to_next_turn(
-            list(prompt_ids),
-            list(completion_ids),
-            [_to_wire(message) for message in new_messages],
-            tools=list(tools) or None,
+            list(prompt_ids), list(completion_ids), new, tools=list(tools) or None
         )
         if rendered is None:
             return None
@@ -182,6 +184,30 @@ class ChatRenderer:
             return ParsedTurn(content="", reasoning=None, tool_calls=(call,), closed=closed)
         calls = tuple(_to_call(call, f"{call_prefix}-{i}") for i, call in enumerate(parsed.tool_calls))
         return ParsedTurn(parsed.content, parsed.reasoning_content, calls, closed)
+
+    def _render(self, wire: list[dict[str, Any]], begin_turn: bool, tools: Sequence[ToolSpec]) -> list[int]:
+        try:
+            return list(
+                self._backend.render_ids(wire, tools=list(tools) or None, add_generation_prompt=begin_turn)
+            )
+        except (KeyError, TypeError, AssertionError, TemplateError) as error:
+            raise ValueError(str(error)) from error
+
+    def _extend(
+        self,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        new: list[dict[str, Any]],
+        tools: Sequence[ToolSpec],
+    ) -> list[int] | None:
+        """A bridge in a chat format that the library knows by its template alone."""
+        if not new or any(message["role"] == "assistant" for message in new):
+            return None
+
+        def render(wire: list[dict[str, Any]], begin_turn: bool) -> list[int]:
+            return self._render(wire, begin_turn, tools)
+
+        return template_bridge.extend(render, self.stop_token_ids, prompt, completion, new)
 
 
 def _resolve(path: str, name: str) -> str:
