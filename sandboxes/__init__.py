@@ -1,1 +1,70 @@
-"""placeholder."""
+"""Sandboxes: places to run untrusted code, with persistent bash and Python sessions.
+
+`make_provider(config, state_dir)` gives a provider, `await provider.start(SandboxSpec(...))` a sandbox.
+"""
+
+from sandboxes.config import ApptainerConfig, LimitDefaults, LocalConfig, ProviderConfig, make_provider
+from sandboxes.contract import (
+    BashResult,
+    BashSession,
+    Bind,
+    ExecResult,
+    FileEntry,
+    PythonErrorInfo,
+    PythonResult,
+    PythonSession,
+    Sandbox,
+    SandboxInfo,
+    SandboxProvider,
+    SandboxSpec,
+    SweepReport,
+)
+from sandboxes.errors import (
+    EditMatchError,
+    FileMissingError,
+    FileTooLargeError,
+    ImageError,
+    ImageNotFoundError,
+    LimitExceededError,
+    ProviderUnavailableError,
+    SandboxClosedError,
+    SandboxConfigError,
+    SandboxError,
+    SandboxFileError,
+    SandboxStartError,
+    SessionDiedError,
+)
+
+__all__ = [
+    "ApptainerConfig",
+    "BashResult",
+    "BashSession",
+    "Bind",
+    "EditMatchError",
+    "ExecResult",
+    "FileEntry",
+    "FileMissingError",
+    "FileTooLargeError",
+    "ImageError",
+    "ImageNotFoundError",
+    "LimitDefaults",
+    "LimitExceededError",
+    "LocalConfig",
+    "ProviderConfig",
+    "ProviderUnavailableError",
+    "PythonErrorInfo",
+    "PythonResult",
+    "PythonSession",
+    "Sandbox",
+    "SandboxClosedError",
+    "SandboxConfigError",
+    "SandboxError",
+    "SandboxFileError",
+    "SandboxInfo",
+    "SandboxProvider",
+    "SandboxSpec",
+    "SandboxStartError",
+    "SessionDiedError",
+    "SweepReport",
+    "make_provider",
+]

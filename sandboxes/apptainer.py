@@ -1,0 +1,172 @@
+"""Sandboxes in Apptainer: one `apptainer exec` each, whose first process inside is the control shell.
+
+What a sandbox has of its own: user, process, mount, network (none but a loopback that is down) and IPC
+namespaces; a clean environment; no capability and no way to gain one; the image, read-only, below a writable
+overlay that vanishes with it. It never runs as the host's root: a service that is root gives up root first, since
+even without capabilities that user could write to the host's /proc/sys.
+
+What it shares: the kernel, and what is enforced of memory and processes only where control groups can be made
+(`enforced`). The disk limit holds for all files together as root, and for each file as another user.
+"""
+
+import os
+import pwd
+from functools import cached_property
+from pathlib import Path
+
+import anyio.to_thread
+
+from sandboxes.config import ApptainerConfig
+from sandboxes.contract import Bind, SandboxSpec
+from sandboxes.control import SCRIPT
+from sandboxes.errors import ProviderUnavailableError, SandboxConfigError
+from sandboxes.host import INSTALL_HINT, find_apptainer
+from sandboxes.images import ImageStore
+from sandboxes.limits import Groups, Limits, find_groups
+from sandboxes.process import MARKER
+from sandboxes.provider import HostProvider, Plan
+from sandboxes.rundir import RunFolder
+from sandboxes.unpacked import UnpackedImages
+
+LAUNCH = Path(__file__).with_name("launch.sh")
+PIPES, SOCKETS = "/run/rollout/pipes", "/run/rollout/sockets"
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+# The control shell runs from a copy of bash that can be executed but not read: the kernel then lets no process
+# inside look into it, trace it, or take its descriptors.
+HIDE = (
+    'copy=/dev/shm/.control; cp /bin/bash "$copy" 2>/dev/null && chmod 0111 "$copy" || copy=/bin/bash; '
+    'exec "$copy" --norc -c "$@"'
+)
+
+FLAGS = (
+    "--containall",
+    "--cleanenv",
+    "--no-home",
+    "--no-privs",
+    "--no-init",  # the control shell is process 1: nothing inside can kill it, and all ends with it
+    "--userns",
+    "--no-mount",
+    "tmp,home,cwd,bind-paths",  # /tmp is the image's, in the overlay, within the disk limit
+)
+
+
+class ApptainerProvider(HostProvider):
+    """Starts sandboxes in Apptainer, as root or as an ordinary user."""
+
+    name = "apptainer"
+    isolates = True
+
+    def __init__(self, config: ApptainerConfig, state_dir: Path, images: ImageStore | None = None) -> None:
+        """
+        Raises:
+            ProviderUnavailableError: Apptainer is not installed.
+            SandboxConfigError: there is no user of the configured name.
+        """
+        super().__init__(state_dir, config.run_dir, config.start_timeout)
+        self._config = config
+        self._binary = _binary(config.binary)
+        self._images = images or ImageStore()
+        self._user, self._group = _ids(config.user)
+        self._unpacked = UnpackedImages(self._binary, state_dir / "unpacked", self._user, self._group)
+
+    @cached_property
+    def _groups(self) -> Groups:
+        return find_groups()
+
+    def groups(self) -> Groups:
+        return self._groups
+
+    @property
+    def enforced(self) -> frozenset[str]:
+        """Of memory, processes, cpus and disk: what this host lets the provider enforce for a whole sandbox."""
+        disk = {"disk"} if os.geteuid() == 0 else set()
+        return self._groups.enforced | disk | {"processes"}
+
+    async def plan(self, spec: SandboxSpec, folder: RunFolder) -> Plan:
+        name = spec.image or self._config.image
+        image = await anyio.to_thread.run_sync(self._images.resolve, name)
+        if self._config.unpack and image.is_file():
+            image = await self._unpacked.provide(image)
+        defaults = self._config.limits
+        limits = Limits(
+            spec.memory_bytes or defaults.memory_bytes,
+            spec.max_processes or defaults.max_processes,
+            spec.cpus or defaults.cpus,
+        )
+        command = [
+            *self._exec(spec, folder),
+            str(folder.overlay / "image" if self._root else image),
+            *("/bin/bash", "--norc", "-c", HIDE, "hide", SCRIPT.read_text(), "control"),
+            *(PIPES, spec.workdir, str(limits.max_processes)),
+        ]
+        launch = ["/bin/sh", "-c", LAUNCH.read_text(), "launch", *command]
+        return Plan(
+            argv=["unshare", "--mount", "--propagation", "private", "--", *launch] if self._root else launch,
+            env=self._launch_env(folder, image, spec.disk_bytes or defaults.disk_bytes),
+            image=name,
+            limits=limits,
+            user=self._user,
+            group=self._group,
+            pipes_inside=PIPES,
+            sockets_inside=SOCKETS,
+            workdir=spec.workdir,
+            session_env={"HOME": "/root", "TERM": "dumb", "LANG": "C.UTF-8"},
+        )
+
+    @property
+    def _root(self) -> bool:
+        return os.geteuid() == 0
+
+    def _exec(self, spec: SandboxSpec, folder: RunFolder) -> list[str]:
+        """The command up to the image."""
+        net = ["--net", "--network", "none"] if spec.network == "none" else []
+        return [
+            *(str(self._binary), "--silent", "exec", *FLAGS, *net),
+            *("--overlay", str(folder.overlay / "data")),
+            *("--bind", f"{folder.pipes}:{PIPES}:ro", "--bind", f"{folder.sockets}:{SOCKETS}"),
+            *(flag for bind in spec.read_only_binds for flag in ("--bind", _read_only(bind))),
+            *("--env", f"{MARKER}={folder.id}"),
+        ]
+
+    def _launch_env(self, folder: RunFolder, image: Path, disk_bytes: int) -> dict[str, str]:
+        conf = str(folder.overlay / "conf")
+        env = {"PATH": PATH, "HOME": conf, "APPTAINER_CONFIGDIR": conf, "APPTAINER_CACHEDIR": conf}
+        env |= {"LAUNCH_SPACE": str(folder.overlay)}
+        if not self._root:
+            return env | {"LAUNCH_FILE_BLOCKS": str(disk_bytes // 512)}
+        return env | {
+            "LAUNCH_USER": str(self._user),
+            "LAUNCH_GROUP": str(self._group),
+            "LAUNCH_BYTES": str(disk_bytes),
+            "LAUNCH_IMAGE": str(image),
+        }
+
+
+def _read_only(bind: Bind) -> str:
+    """Apptainer's form of a bind; the characters that mean something in it are refused."""
+    for path in (bind.source, bind.target):
+        if not path.startswith("/") or any(character in path for character in ":,\\\n"):
+            raise SandboxConfigError(f"{path!r} cannot be bound", hint="give an absolute path without : , \\")
+    return f"{bind.source}:{bind.target}:ro"
+
+
+def _binary(configured: Path | None) -> Path:
+    if configured is None:
+        return find_apptainer()
+    if not os.access(configured, os.X_OK):
+        raise ProviderUnavailableError(f"{configured} is not an executable file", hint=INSTALL_HINT)
+    return configured
+
+
+def _ids(name: str) -> tuple[int, int]:
+    """Whom sandboxes run as: this user, or for root the one with the name."""
+    if os.geteuid() != 0:
+        return os.geteuid(), os.getegid()
+    try:
+        entry = pwd.getpwnam(name)
+    except KeyError as error:
+        raise SandboxConfigError(f"there is no user {name!r}", hint="make it, or set sandbox.user") from error
+    if entry.pw_uid == 0:
+        raise SandboxConfigError("sandboxes never run as root", hint="set sandbox.user to another user")
+    return entry.pw_uid, entry.pw_gid

@@ -1,0 +1,152 @@
+"""The persistent bash session: an interactive bash without a terminal, one command at a time.
+
+Each command is sent as one quoted `eval` and a line that reports its exit code, under a nonce, on a pipe of
+its own which the command does not have. So output cannot be taken for a result, a process in the background
+that holds the output open delays nothing, and after an interrupt the shell still reports. Interactive, since
+then SIGINT and an unset variable end the command and not the shell.
+"""
+
+import secrets
+import shlex
+import time
+from collections.abc import Awaitable, Callable
+
+import anyio
+
+from sandboxes.contract import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, BashResult, BashSession
+from sandboxes.control import Child, ControlShell, ticks_now
+from sandboxes.errors import SandboxError, SessionDiedError
+from sandboxes.output import OutputBuffer
+from sandboxes.pipes import INPUT, Reader, write_all
+
+ARGV = ("bash", "--norc", "--noprofile", "--noediting", "-i")
+ENV = {"PS1": "", "PS2": "", "PAGER": "cat", "GIT_PAGER": "cat"}
+SETUP = b"set +o history +H; unset HISTFILE PS1 PS2; shopt -u checkwinsize\n"
+
+STEPS = (("INT", 2.0), ("TERM", 1.0), ("KILL", 1.0))
+"""What a command gets at its time-out, and how long it may take to heed it."""
+
+
+class ShellSession(BashSession):
+    """A bash inside of a sandbox, started at its first command and again after it has died."""
+
+    def __init__(
+        self,
+        control: ControlShell,
+        *,
+        cwd: str,
+        env: dict[str, str],
+        explain: Callable[[SessionDiedError], Awaitable[SandboxError]],
+    ) -> None:
+        """`explain` turns a death into its cause where the sandbox knows one, such as its memory limit."""
+        self._control = control
+        self._cwd = cwd
+        self._env = {**env, **ENV}
+        self._explain = explain
+        self._lock = anyio.Lock()
+        self._child: Child | None = None
+        self._reader: Reader | None = None
+
+    async def open(self) -> None:
+        """Start the shell if there is none.
+
+        Raises:
+            SandboxClosedError, SandboxStartError: as `ControlShell.spawn`.
+        """
+        if self._child is not None and not self._child.status.ended:
+            return
+        self.discard()
+        child = await self._control.spawn("session", ARGV, cwd=self._cwd, env=self._env)
+        self._child, self._reader = child, Reader(child.stdout)
+        await write_all(child.pipes.fds[INPUT], SETUP)
+
+    async def run(
+        self, command: str, *, timeout: float = DEFAULT_TIMEOUT, output_limit: int = DEFAULT_OUTPUT_LIMIT
+    ) -> BashResult:
+        if "\0" in command or timeout <= 0 or output_limit <= 0:
+            raise ValueError("a command has no NUL characters, and its limits are positive")
+        async with self._lock:
+            await self.open()
+            output = OutputBuffer(output_limit)
+            try:
+                return await self._run(command, timeout, output)
+            except BaseException:
+                self.discard()  # cancelled or dead: what it was doing must not go on under the next command
+                raise
+
+    async def _run(self, command: str, timeout: float, output: OutputBuffer) -> BashResult:
+        child, reader = self._opened()
+        begun, since, nonce = time.monotonic(), ticks_now(), secrets.token_hex(8)
+        code: int | None = None
+        reader.start(output.add)
+        try:
+            with anyio.move_on_after(timeout) as scope:
+                await write_all(child.pipes.fds[INPUT], _framed(command, nonce))
+                code = await _status(child, nonce)
+            if scope.cancelled_caught:
+                await self._interrupt(child, nonce, since)
+        except SessionDiedError as error:
+            reader.stop()
+            error.output = output.text()
+            raise await self._explain(error) from None
+        finally:
+            reader.stop()
+        seconds = time.monotonic() - begun
+        return BashResult(output.text(), code, scope.cancelled_caught, output.truncated, seconds)
+
+    def _opened(self) -> tuple[Child, Reader]:
+        if self._child is None or self._reader is None:
+            raise SessionDiedError("the shell ended before the command ran")
+        return self._child, self._reader
+
+    async def _interrupt(self, child: Child, nonce: str, since: int) -> None:
+        """Stop the command that runs and keep the shell, if it can be done."""
+        for name, grace in STEPS:
+            if name != "INT":
+                await self._control.stop(child.group, name, since)
+            await child.signal("INT")  # also: the rest of the command is not to follow what was killed
+            with anyio.move_on_after(grace):
+                await _status(child, nonce)
+                return
+        raise SessionDiedError(
+            "the command ran into its time-out and nothing less than its shell's end stopped it",
+            timed_out=True,
+        )
+
+    async def ensure(self) -> None:
+        """Start the shell if there is none; the errors of `open`."""
+        async with self._lock:
+            await self.open()
+
+    async def idle(self) -> None:
+        """Wait until no command runs."""
+        async with self._lock:
+            pass
+
+    async def restart(self) -> None:
+        async with self._lock:
+            self.discard()
+            await self.open()
+
+    def discard(self) -> None:
+        """Kill the shell and its process group, without waiting. Idempotent."""
+        if self._reader is not None:
+            self._reader.close()
+        if self._child is not None:
+            self._child.discard()
+        self._child = self._reader = None
+
+
+def _framed(command: str, nonce: str) -> bytes:
+    """The command with nothing of the session's own pipes, then a report that an interrupt does not skip."""
+    run = f"eval {shlex.quote(command)} </dev/null >&8 2>&8 8>&- 9>&-"
+    report = f"\\builtin printf '%s %s\\n' {nonce} \"$?\" >&9"
+    return f"{run}\n{report}\n".encode("utf-8", "surrogatepass")
+
+
+async def _status(child: Child, nonce: str) -> int:
+    while (line := await child.status.next()) is not None:
+        found, _, code = line.partition(" ")
+        if found == nonce and code.isdigit():
+            return int(code)
+    raise SessionDiedError("the shell ended while the command ran")

@@ -1,0 +1,181 @@
+"""The host's side of `control.sh`, the first process of every sandbox, and of the processes that it starts.
+
+The control shell reads from one end of a socket pair and the host holds the other. What the agent runs has
+neither: it cannot start, signal or confuse anything through it. When the host's end closes, also by the
+service's death, the shell ends and everything inside with it.
+"""
+
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import anyio
+
+from sandboxes.errors import SandboxClosedError, SandboxStartError
+from sandboxes.pipes import INPUT, OUTPUT, Pipes, StatusLines
+
+SCRIPT = Path(__file__).with_name("control.sh")
+SPAWN_TIMEOUT = 30.0
+"""A fork that fails is tried again by the shell inside for 15 s."""
+END_TIMEOUT = 20.0
+TICKS = 100
+"""Of /proc's start times, per second: USER_HZ of every Linux that Python and Apptainer run on."""
+
+
+def ticks_now() -> int:
+    """The present as /proc/PID/stat writes start times."""
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * TICKS)
+
+
+class ControlShell:
+    """Sends messages to the control shell; one at a time, whole."""
+
+    def __init__(self, channel: socket.socket, pipes: Path) -> None:
+        """`channel` is the host's end; `pipes` the folder, as the host sees it, where pipes are made."""
+        channel.setblocking(False)
+        self._channel = channel
+        self._pipes = pipes
+        self._lock = anyio.Lock()
+        self._replies = StatusLines(channel.fileno())
+
+    @property
+    def alive(self) -> bool:
+        """Whether the shell is there to take a message."""
+        return not self._replies.ended
+
+    async def ready(self) -> bool:
+        """Wait for the shell to come up; False where it ended instead."""
+        return await self._replies.next() == "ready"
+
+    async def spawn(self, mode: str, argv: Sequence[str], *, cwd: str, env: Mapping[str, str]) -> "Child":
+        """Start a process inside. Mode "run" reports its exit code, mode "session" leaves it the status pipe.
+
+        Raises:
+            SandboxClosedError: the sandbox has ended.
+            SandboxStartError: the process did not start in time, for example for want of processes.
+        """
+        token = secrets.token_hex(8)
+        pipes = Pipes(self._pipes / token)
+        child = Child(self, pipes)
+        try:
+            entries = [f"{name}={value}" for name, value in env.items()]
+            await self.send("spawn", token, mode, cwd, str(len(entries)), *entries, *argv)
+            await child.started()
+        except BaseException:
+            child.discard()
+            raise
+        return child
+
+    async def signal(self, group: int, name: str) -> None:
+        """Send a signal to a process group inside."""
+        await self.send("signal", str(group), name)
+
+    async def stop(self, group: int, name: str, since: int) -> None:
+        """Signal a session's processes that are younger than `since`, in ticks, and never its leader."""
+        await self.send("stop", str(group), name, str(since))
+
+    async def end_all(self) -> None:
+        """End every process inside but the control shell.
+
+        Raises:
+            SandboxClosedError: the sandbox has ended, or does not answer.
+        """
+        await self.send("end")
+        with anyio.move_on_after(END_TIMEOUT):
+            if await self._replies.next() == "ended":
+                return
+        raise SandboxClosedError("the sandbox did not end its processes")
+
+    async def send(self, *fields: str) -> None:
+        """Send one message.
+
+        Raises:
+            SandboxClosedError: the sandbox has ended.
+        """
+        message = "".join(f"{field}\0" for field in (str(len(fields)), *fields)).encode(
+            "utf-8", "surrogateescape"
+        )
+        async with self._lock:
+            view = memoryview(message)
+            while view:
+                if not self.alive:
+                    raise SandboxClosedError("the sandbox has ended")
+                try:
+                    view = view[self._channel.send(view) :]
+                except BlockingIOError:
+                    await anyio.wait_writable(self._channel)
+                except OSError as error:
+                    raise SandboxClosedError("the sandbox has ended") from error
+
+    def send_now(self, *fields: str) -> None:
+        """Send a short message without waiting, as from a cancelled task; lost where the sandbox has ended."""
+        message = "".join(f"{field}\0" for field in (str(len(fields)), *fields)).encode()
+        if self.alive and not self._lock.locked():
+            try:
+                self._channel.send(message)
+            except OSError:
+                self.close()
+
+    def close(self) -> None:
+        """Close the host's end, upon which everything inside ends. Idempotent."""
+        self._replies.close()
+        self._channel.close()
+
+
+class Child:
+    """A process inside of the sandbox that the control shell started, and the leader of its process group."""
+
+    def __init__(self, control: ControlShell, pipes: Pipes) -> None:
+        self._control = control
+        self.pipes = pipes
+        self.status = StatusLines(pipes.fds["st"])
+        self.group = 0
+        """Its process id inside, and that of its group."""
+
+    async def started(self) -> None:
+        """Wait until the process has opened its pipes."""
+        line: str | None = None
+        with anyio.move_on_after(SPAWN_TIMEOUT):
+            line = await self.status.next()
+        if line is None and not self._control.alive:
+            raise SandboxClosedError("the sandbox has ended")
+        if line is None or line[:1] != "+" or not line[1:].isdigit():
+            raise SandboxStartError(
+                "no process could be started in the sandbox", hint="its limit of processes may be used up"
+            )
+        self.group = int(line[1:])
+        self.pipes.opened()
+
+    async def exit_code(self) -> int | None:
+        """Wait for the end of a process of mode "run"; None where it was killed together with its parent."""
+        line = await self.status.next()
+        return int(line) if line is not None and line.isdigit() else None
+
+    @property
+    def done(self) -> bool:
+        """Whether it is known to have ended; a process of mode "run" writes nothing else after its start."""
+        return self.status.ended or self.status.waiting
+
+    async def signal(self, name: str) -> None:
+        """Send a signal to its group."""
+        await self._control.signal(self.group, name)
+
+    def discard(self) -> None:
+        """Kill the group and close the pipes, without waiting. Idempotent."""
+        if self.group and not self.status.ended:
+            self._control.send_now("signal", str(self.group), "KILL")
+        self.status.close()
+        self.pipes.unlink()
+        self.pipes.close()
+
+    @property
+    def stdin(self) -> int | None:
+        """The end to write its standard input to; None where it has been closed."""
+        return self.pipes.fds.get(INPUT)
+
+    @property
+    def stdout(self) -> int:
+        """The end to read its standard output from."""
+        return self.pipes.fds[OUTPUT]

@@ -1,0 +1,81 @@
+# The first process of a sandbox: starts and signals processes for the host, which alone holds the other end
+# of its standard input, a socket. It ends when that closes, and as process 1 takes everything inside with it.
+# Usage: control PIPES WORKDIR MAX_PROCESSES; a message is COUNT and COUNT fields, each ended by NUL.
+# The host's end of every pipe is open before its message comes, so that no redirection here waits.
+set -m # every child leads a process group of its own, which is what signals are sent to
+trap : INT TERM HUP QUIT
+pipes=$1 workdir=$2 max_processes=$3
+unset PROMPT_COMMAND OLDPWD
+
+# The kernel should end what the agent runs before this shell.
+{ printf 500 >/proc/self/oom_score_adj; } 2>/dev/null
+
+# Descriptors of whatever started this shell are none of the agent's business.
+for path in /proc/self/fd/*; do
+  fd=${path##*/}
+  if ((fd > 2 && fd != 255)); then eval "exec $fd>&-"; fi
+done 2>/dev/null
+
+# spawn TOKEN MODE CWD COUNT ENV... ARGV...: the status pipe gets "+PID", and in mode "run" the exit code.
+spawn() {
+  local pipe=$pipes/$1 mode=$2 cwd=$3 count=$4 entry
+  shift 4
+  (
+    exec 0<"$pipe.in" 1>"$pipe.out" 2>"$pipe.err" 9>"$pipe.st" || exit 126
+    printf '+%s\n' "$BASHPID" >&9
+    cd -- "$cwd" || { printf '126\n' >&9; exit 126; }
+    for entry in "${@:1:count}"; do export -- "${entry?}"; done
+    shift "$count"
+    if ((max_processes > 0)); then ulimit -u "$max_processes"; fi
+    if [[ $mode == session ]]; then exec -- "$@" 8>&1 >/dev/null 2>&1; fi
+    (exec -- "$@" 9>&-)
+    printf '%s\n' "$?" >&9
+  ) &
+  disown
+}
+
+# stat_of PID: sets ppid, group, session and start (in ticks since boot); fails where the process has gone.
+stat_of() {
+  local line fields
+  { IFS= read -r line <"/proc/$1/stat"; } 2>/dev/null || return
+  read -r -a fields <<<"${line##*) }" # what follows the command's name, which may hold anything
+  ppid=${fields[1]} group=${fields[2]} session=${fields[3]} start=${fields[19]}
+}
+
+# stop GROUP NAME SINCE: signals the group and its leader's children, but what is older, and the leader itself.
+stop() {
+  local path pid ppid group session start
+  for path in /proc/[0-9]*; do
+    pid=${path##*/}
+    stat_of "$pid" || continue
+    if ((pid != $1 && pid != $$ && start >= $3 && (group == $1 || ppid == $1))); then kill -s "$2" "$pid"; fi
+  done 2>/dev/null
+}
+
+# Everything but this shell. Where it is not process 1, that is what still belongs to its session.
+end_all() {
+  local path pid ppid group session start
+  if (($$ == 1)); then
+    kill -KILL -1 2>/dev/null
+    return
+  fi
+  for path in /proc/[0-9]*; do
+    pid=${path##*/}
+    stat_of "$pid" || continue
+    if ((pid != $$ && session == $$)); then kill -KILL "$pid"; fi
+  done 2>/dev/null
+}
+
+mkdir -p -- "$workdir" && cd -- "$workdir" || exit 1
+printf 'ready\n' >&0
+while IFS= read -r -d '' count; do
+  mapfile -d '' -t -n "$count" message
+  set -- "${message[@]}"
+  case $1 in
+    spawn) spawn "${@:2}" ;;
+    signal) kill -s "$3" -- "-$2" 2>/dev/null ;; # signal GROUP NAME
+    stop) stop "${@:2}" ;;
+    end) end_all; wait; printf 'ended\n' >&0 ;;
+  esac
+done
+end_all

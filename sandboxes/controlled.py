@@ -1,0 +1,250 @@
+"""A sandbox made of a control shell: sessions, programs and files, whatever started the shell.
+
+A provider launches `control.sh` in its own way and hands over the channel; `Launched` is what it knows about
+that. Everything else is the same for all providers.
+"""
+
+import posixpath
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import anyio
+import zmq.asyncio
+
+from sandboxes.bash import ShellSession
+from sandboxes.contract import (
+    DEFAULT_FILE_LIMIT,
+    DEFAULT_OUTPUT_LIMIT,
+    DEFAULT_TIMEOUT,
+    DEFAULT_TREE_LIMIT,
+    ExecResult,
+    FileEntry,
+    Sandbox,
+    SandboxInfo,
+    SandboxSpec,
+)
+from sandboxes.control import ControlShell
+from sandboxes.errors import LimitExceededError, SandboxClosedError, SandboxError, SessionDiedError
+from sandboxes.execution import run_collected, stream_in, stream_out
+from sandboxes.files import Files
+from sandboxes.ipython import KernelSession
+from sandboxes.kernel import KernelPaths
+
+DRAIN_SECONDS = 3.0
+"""How long `close` waits for calls under way to notice that everything inside has ended."""
+
+
+class Backing(ABC):
+    """What a provider started for one sandbox, and how it ends."""
+
+    @property
+    @abstractmethod
+    def pid(self) -> int | None:
+        """The launcher's process on the host."""
+
+    @abstractmethod
+    def out_of_memory(self) -> bool:
+        """Whether the kernel has ended a process of it for its memory limit since this was last asked."""
+
+    @abstractmethod
+    async def release(self) -> None:
+        """End every process and remove folders, limits and records. Called once, with the channel closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A running control shell, and what the sessions need to know of its surroundings."""
+
+    id: str
+    provider: str
+    image: str
+    control: ControlShell
+    backing: Backing
+    kernel_paths: KernelPaths
+    context: zmq.asyncio.Context
+    workdir: str
+    env: Mapping[str, str]
+    python: str
+    start_timeout: float
+
+
+class ControlledSandbox(Sandbox):
+    """Implements the contract by messages to a control shell."""
+
+    def __init__(self, launched: Launched, spec: SandboxSpec, forget: Callable[[str], None]) -> None:
+        """`forget` is called once, with the id, when the sandbox has been closed."""
+        self._launched = launched
+        self._spec = spec
+        self._forget = forget
+        self._env = {**launched.env, **spec.env}
+        self._closing = False
+        self._closed = anyio.Event()
+        self._shell = ShellSession(
+            launched.control, cwd=launched.workdir, env=self._env, explain=self._explain
+        )
+        self._kernel = KernelSession(
+            launched.control,
+            launched.kernel_paths,
+            python=launched.python,
+            cwd=launched.workdir,
+            env=self._env,
+            context=launched.context,
+            start_timeout=launched.start_timeout,
+            explain=self._explain,
+        )
+        self._files = Files(self._run_script, self._stream, self._feed, self.resolve)
+        self._under_way = 0
+        self._at_rest = anyio.Event()
+        self.info = SandboxInfo(
+            id=launched.id,
+            label=spec.label,
+            image=launched.image,
+            provider=launched.provider,
+            started_at=time.time(),
+            pid=launched.backing.pid,
+        )
+
+    @property
+    def id(self) -> str:
+        return self._launched.id
+
+    @property
+    def spec(self) -> SandboxSpec:
+        return self._spec
+
+    @property
+    def workdir(self) -> str:
+        return self._launched.workdir
+
+    def resolve(self, path: str) -> str:
+        """The path as code inside would write it, absolute; no file is looked at."""
+        return posixpath.normpath(posixpath.join(self.workdir, path))
+
+    async def bash(self) -> ShellSession:
+        with self._operation():
+            await self._shell.ensure()
+        return self._shell
+
+    async def python(self) -> KernelSession:
+        with self._operation():
+            await self._kernel.ensure()
+        return self._kernel
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        output_limit: int = DEFAULT_OUTPUT_LIMIT,
+    ) -> ExecResult:
+        entries = {**self._env, **(env or {})}
+        if not argv or any("\0" in text for text in (*argv, *entries, *entries.values(), cwd or "")):
+            raise ValueError("a program has a name, and no string of it has NUL characters")
+        if timeout <= 0 or output_limit <= 0:
+            raise ValueError("the limits of a program are positive")
+        with self._operation():
+            return await run_collected(
+                self._launched.control,
+                argv,
+                stdin=stdin,
+                cwd=self.resolve(cwd or "."),
+                env=entries,
+                timeout=timeout,
+                output_limit=output_limit,
+            )
+
+    async def end_processes(self) -> None:
+        with self._operation():
+            self._shell.discard()
+            self._kernel.discard()
+            await self._launched.control.end_all()
+
+    async def read_file(self, path: str, *, limit: int = DEFAULT_FILE_LIMIT) -> bytes:
+        return await self._files.read(path, limit)
+
+    async def write_file(self, path: str, data: bytes | str) -> None:
+        await self._files.write(path, data)
+
+    async def edit_file(self, path: str, old: str, new: str, *, replace_all: bool = False) -> int:
+        return await self._files.edit(path, old, new, replace_all=replace_all)
+
+    async def list(self, path: str = ".") -> "list[FileEntry]":
+        return await self._files.list(path)
+
+    def export_path(self, path: str, *, limit: int = DEFAULT_TREE_LIMIT) -> AsyncIterator[bytes]:
+        return self._files.export(path, limit)
+
+    async def import_path(self, parent: str, tar: AsyncIterable[bytes]) -> None:
+        await self._files.import_(parent, tar)
+
+    async def close(self) -> None:
+        with anyio.CancelScope(shield=True):
+            if self._closing:
+                await self._closed.wait()
+                return
+            self._closing = True
+            try:
+                self._launched.control.close()
+                await self._launched.backing.release()
+                await self._drain()
+            finally:
+                self._forget(self.id)
+                self._closed.set()
+
+    async def _drain(self) -> None:
+        """Let calls under way see that all has ended; then close what they may have left open."""
+        with anyio.move_on_after(DRAIN_SECONDS):
+            await self._shell.idle()
+            await self._kernel.idle()
+            while self._under_way:
+                self._at_rest = anyio.Event()
+                await self._at_rest.wait()
+        self._shell.discard()
+        self._kernel.discard()
+
+    @contextmanager
+    def _operation(self) -> Iterator[None]:
+        if self._closing or not self._launched.control.alive:
+            raise self._ended()
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+            self._at_rest.set()
+
+    def _ended(self) -> SandboxClosedError:
+        how = "has been closed" if self._closing else "has ended by itself"
+        return SandboxClosedError(f"the sandbox {self.id} {how}")
+
+    async def _explain(self, error: SessionDiedError) -> SandboxError:
+        """Why a session died, as far as the sandbox knows."""
+        if self._closing or not self._launched.control.alive:
+            return self._ended()
+        if self._launched.backing.out_of_memory():
+            return LimitExceededError(
+                "the sandbox used up its memory and a session was ended", limit="memory"
+            )
+        return error
+
+    def _run_script(
+        self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float, output_limit: int
+    ) -> Awaitable[ExecResult]:
+        return self.exec(argv, stdin=stdin, timeout=timeout, output_limit=output_limit)
+
+    async def _stream(self, argv: Sequence[str], limit: int) -> AsyncIterator[bytes]:
+        with self._operation():
+            async for part in stream_out(
+                self._launched.control, argv, cwd=self.workdir, env=self._env, limit=limit
+            ):
+                yield part
+
+    async def _feed(self, argv: Sequence[str], data: AsyncIterable[bytes]) -> None:
+        with self._operation():
+            await stream_in(self._launched.control, argv, data, cwd=self.workdir, env=self._env)

@@ -1,0 +1,167 @@
+"""The persistent Python session: an IPython kernel inside of the sandbox, one cell at a time.
+
+A cell is done when the kernel has replied and its output has come. At its time-out it gets SIGINT, as Ctrl-C
+in a terminal, with whatever it started; what it printed is kept, and so are the session's variables.
+"""
+
+import json
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+
+import anyio
+import zmq.asyncio
+
+from sandboxes.contract import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, PythonResult, PythonSession
+from sandboxes.control import ControlShell
+from sandboxes.errors import SandboxError, SandboxStartError, SessionDiedError
+from sandboxes.kernel import Cell, Kernel, KernelPaths, connection_info
+
+FLAGS = (
+    "--HistoryManager.enabled=False",
+    "--InteractiveShell.colors=nocolor",
+    "--InteractiveShell.cache_size=100",
+    "--IPKernelApp.log_level=ERROR",
+)
+INTERRUPT_GRACE = 5.0
+
+
+class KernelSession(PythonSession):
+    """An IPython kernel inside of a sandbox, started at its first cell and again after it has died."""
+
+    def __init__(
+        self,
+        control: ControlShell,
+        paths: KernelPaths,
+        *,
+        python: str,
+        cwd: str,
+        env: Mapping[str, str],
+        context: zmq.asyncio.Context,
+        start_timeout: float,
+        explain: Callable[[SessionDiedError], Awaitable[SandboxError]],
+    ) -> None:
+        self._control = control
+        self._paths = paths
+        self._argv = (python, "-Xfrozen_modules=on", "-m", "ipykernel_launcher")
+        self._cwd = cwd
+        self._env = {**env, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+        self._context = context
+        self._start_timeout = start_timeout
+        self._explain = explain
+        self._lock = anyio.Lock()
+        self._kernel: Kernel | None = None
+        self._running = False
+
+    async def open(self) -> None:
+        """Start the kernel if there is none.
+
+        Raises:
+            SandboxStartError: it did not come up, or not in time.
+            SandboxClosedError: the sandbox has ended.
+        """
+        if self._kernel is not None and not self._kernel.child.done:
+            return
+        self.discard()
+        token = secrets.token_hex(4)
+        inside = self._write_connection(token)
+        try:
+            child = await self._control.spawn(
+                "run", (*self._argv, "-f", inside, *FLAGS), cwd=self._cwd, env=self._env
+            )
+            kernel = Kernel(child, self._context, self._paths, token)
+            try:
+                with anyio.fail_after(self._start_timeout):
+                    await kernel.connect()
+            except TimeoutError as error:
+                raise SandboxStartError(
+                    f"the Python kernel was not ready within {self._start_timeout:.0f} s; {kernel.said()}"
+                ) from error
+            finally:
+                if not kernel.ready:
+                    kernel.close()
+            self._kernel = kernel
+        finally:
+            (self._paths.files / f"{token}.json").unlink()
+
+    def _write_connection(self, token: str) -> str:
+        name = f"{token}.json"
+        path = self._paths.files / name
+        path.write_text(json.dumps(connection_info(f"{self._paths.sockets_inside}/{token}")))
+        path.chmod(0o644)
+        return f"{self._paths.files_inside}/{name}"
+
+    async def execute(
+        self, code: str, *, timeout: float = DEFAULT_TIMEOUT, output_limit: int = DEFAULT_OUTPUT_LIMIT
+    ) -> PythonResult:
+        if timeout <= 0 or output_limit <= 0:
+            raise ValueError("the limits of a cell are positive")
+        async with self._lock:
+            await self.open()
+            cell = Cell(output_limit)
+            try:
+                self._running = True
+                return await self._execute(code, timeout, cell)
+            except SessionDiedError as error:
+                self.discard()
+                error.output = cell.output.text()
+                raise await self._explain(error) from None
+            except BaseException:
+                self.discard()
+                raise
+            finally:
+                self._running = False
+
+    async def _execute(self, code: str, timeout: float, cell: Cell) -> PythonResult:
+        if (kernel := self._kernel) is None:
+            raise SessionDiedError("the Python kernel ended before the cell ran")
+        begun = time.monotonic()
+        request = kernel.request(code)
+        with anyio.move_on_after(timeout) as scope:
+            await kernel.follow(request, cell)
+        if scope.cancelled_caught:
+            await _stop(kernel, request, cell)
+        return PythonResult(
+            output=cell.output.text(),
+            result=cell.result,
+            error=cell.error,
+            timed_out=scope.cancelled_caught,
+            truncated=cell.truncated or cell.output.truncated,
+            seconds=time.monotonic() - begun,
+        )
+
+    async def interrupt(self) -> None:
+        if self._running and self._kernel is not None:
+            await self._kernel.child.signal("INT")
+
+    async def ensure(self) -> None:
+        """Start the kernel if there is none; the errors of `open`."""
+        async with self._lock:
+            await self.open()
+
+    async def idle(self) -> None:
+        """Wait until no cell runs."""
+        async with self._lock:
+            pass
+
+    async def restart(self) -> None:
+        async with self._lock:
+            self.discard()
+            await self.open()
+
+    def discard(self) -> None:
+        """Kill the kernel and its process group, without waiting. Idempotent."""
+        if self._kernel is not None:
+            self._kernel.close()
+            self._kernel = None
+
+
+async def _stop(kernel: Kernel, request: str, cell: Cell) -> None:
+    """Interrupt the cell that runs and keep the kernel, if it can be done."""
+    await kernel.child.signal("INT")
+    with anyio.move_on_after(INTERRUPT_GRACE):
+        await kernel.follow(request, cell)
+        return
+    raise SessionDiedError(
+        "the cell ran into its time-out and nothing less than its kernel's end stopped it", timed_out=True
+    )

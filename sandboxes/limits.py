@@ -1,0 +1,193 @@
+"""Limits of memory, processes and processor time, by control groups of version 1 or 2 where they are ours to make.
+
+What is enforced is said by `Limits.enforced`; what is not is never claimed. A group holds the launcher, its
+helpers and everything inside, and is removed with the sandbox.
+"""
+
+import resource
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from sandboxes.errors import SandboxStartError
+
+CGROUPS = Path("/sys/fs/cgroup")
+PERIOD_US = 100_000
+LAUNCHER_PROCESSES = 64
+"""What a group allows beyond the sandbox's own limit: the launcher has threads, its file systems helpers."""
+REMOVE_SECONDS = 2.0
+OOM_FILES = ("memory.oom_control", "memory.events")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one sandbox may use; None is no limit."""
+
+    memory_bytes: int | None
+    max_processes: int | None
+    cpus: float | None
+
+
+class Group:
+    """The control groups of one sandbox: one folder in version 2, one for each controller in version 1."""
+
+    def __init__(self, folders: dict[str, Path]) -> None:
+        self.folders = folders
+        """By controller; the same folder for all of them in version 2."""
+        self._kills = 0
+
+    @property
+    def paths(self) -> list[Path]:
+        """Each folder once."""
+        return list(dict.fromkeys(self.folders.values()))
+
+    def apply(self, limits: Limits) -> None:
+        """Write the limits.
+
+        Raises:
+            OSError: the kernel refuses one.
+        """
+        if limits.memory_bytes is not None and (memory := self.folders.get("memory")):
+            swap = "memory.swap.max" if (memory / "memory.max").exists() else "memory.memsw.limit_in_bytes"
+            _write(_first(memory, "memory.max", "memory.limit_in_bytes"), limits.memory_bytes)
+            with suppress(OSError):  # there only where the kernel counts swap
+                _write(memory / swap, 0 if swap == "memory.swap.max" else limits.memory_bytes)
+        if limits.max_processes is not None and (pids := self.folders.get("pids")):
+            _write(pids / "pids.max", limits.max_processes + LAUNCHER_PROCESSES)
+        if limits.cpus is not None and (cpu := self.folders.get("cpu")):
+            quota = max(1000, int(limits.cpus * PERIOD_US))
+            if (cpu / "cpu.max").exists():
+                _write(cpu / "cpu.max", f"{quota} {PERIOD_US}")
+            else:
+                _write(cpu / "cpu.cfs_quota_us", quota)
+
+    def processes(self) -> list[int]:
+        """The processes in it, as the host numbers them."""
+        found: set[int] = set()
+        for path in self.paths:
+            with suppress(OSError):
+                found |= {int(line) for line in (path / "cgroup.procs").read_text().split()}
+        return sorted(found)
+
+    def out_of_memory(self) -> bool:
+        """Whether the kernel has killed a process in it for want of memory since this was last asked."""
+        memory = self.folders.get("memory")
+        before, self._kills = self._kills, _oom_kills(memory) if memory else 0
+        return self._kills > before
+
+    def remove(self) -> bool:
+        """Remove the folders, waiting a little for the kernel to bury the dead; whether all are gone. Blocks."""
+        deadline = time.monotonic() + REMOVE_SECONDS
+        while True:
+            for path in self.paths:
+                with suppress(OSError):
+                    path.rmdir()
+            left = [path for path in self.paths if path.exists()]
+            if not left or time.monotonic() > deadline:
+                return not left
+            time.sleep(0.02)
+
+
+class Groups:
+    """Where this process may make control groups, found out once."""
+
+    def __init__(self, parents: dict[str, Path]) -> None:
+        self._parents = parents
+
+    @property
+    def enforced(self) -> frozenset[str]:
+        """Of "memory", "processes" and "cpus", what a group made here enforces."""
+        names = {"memory": "memory", "pids": "processes", "cpu": "cpus"}
+        return frozenset(names[controller] for controller in self._parents)
+
+    def paths_of(self, name: str) -> dict[str, Path]:
+        """The folders that a group of this name has or would have, by controller."""
+        return {controller: parent / f"rollout-{name}" for controller, parent in self._parents.items()}
+
+    def create(self, name: str, limits: Limits) -> Group | None:
+        """A group with these limits; None where this host lets us make none.
+
+        Raises:
+            SandboxStartError: the kernel refuses the group or a limit.
+        """
+        if not self._parents:
+            return None
+        group = Group(self.paths_of(name))
+        try:
+            for path in group.paths:
+                path.mkdir()
+            group.apply(limits)
+        except OSError as error:
+            group.remove()
+            raise SandboxStartError(f"no control group could be made: {error}") from error
+        return group
+
+
+def find_groups(root: Path = CGROUPS, own: str | None = None) -> Groups:
+    """Where groups can be made: below this process's own in version 1, below it or beside it in version 2.
+
+    `own` is what /proc/self/cgroup says.
+    """
+    lines = (Path("/proc/self/cgroup").read_text() if own is None else own).splitlines()
+    by_controller = {}
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            by_controller[controller] = path.lstrip("/")
+    if (root / "cgroup.controllers").exists():
+        return Groups(_unified_parents(root / by_controller.get("", "")))
+    parents = {}
+    for controller in ("memory", "pids", "cpu"):
+        folder = root / controller / by_controller.get(controller, "")
+        if controller in by_controller and _can_make(folder):
+            parents[controller] = folder
+    return Groups(parents)
+
+
+def _unified_parents(own: Path) -> dict[str, Path]:
+    """Version 2 gives controllers only to the children of a group without processes: often that is our parent."""
+    for folder in (own, own.parent):
+        control = folder / "cgroup.subtree_control"
+        with suppress(OSError):
+            _write(control, "+memory +pids")
+        with suppress(OSError):
+            enabled = control.read_text().split()
+            if {"memory", "pids"} <= set(enabled) and _can_make(folder):
+                return {name: folder for name in ("memory", "pids", "cpu") if name in enabled}
+    return {}
+
+
+def _can_make(folder: Path) -> bool:
+    probe = folder / f"rollout-probe-{time.monotonic_ns()}"
+    try:
+        probe.mkdir()
+        probe.rmdir()
+    except OSError:
+        return False
+    return True
+
+
+def _first(folder: Path, *names: str) -> Path:
+    return next((folder / name for name in names if (folder / name).exists()), folder / names[-1])
+
+
+def _write(path: Path, value: object) -> None:
+    path.write_text(f"{value}\n")
+
+
+def _oom_kills(memory: Path) -> int:
+    for name in OOM_FILES:
+        with suppress(OSError):
+            for line in (memory / name).read_text().splitlines():
+                key, _, value = line.partition(" ")
+                if key == "oom_kill":
+                    return int(value)
+    return 0
+
+
+def raise_open_files() -> None:
+    """Use all descriptors that the hard limit allows: a sandbox with a shell takes four of the service."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

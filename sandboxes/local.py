@@ -1,0 +1,74 @@
+"""Sandboxes that are plain processes of this user, for tests and for code that is trusted.
+
+It isolates NOTHING: code inside can read and change whatever this user can, reach the network, and end other
+processes. Limits of memory, processes, disk and processor time are not enforced, images are not used, and the
+network cannot be switched off. What it does keep is the contract's sessions, time-outs and output limits, a
+clean environment, and a working folder of its own that is removed with the sandbox.
+"""
+
+import os
+import posixpath
+import sys
+from pathlib import Path
+
+import structlog
+
+from sandboxes.config import LocalConfig
+from sandboxes.contract import SandboxSpec
+from sandboxes.control import SCRIPT
+from sandboxes.controlled import ControlledSandbox, Launched
+from sandboxes.errors import SandboxConfigError
+from sandboxes.limits import Groups, Limits
+from sandboxes.provider import HostProvider, Plan
+from sandboxes.rundir import RunFolder
+
+log = structlog.get_logger(__name__)
+
+
+class LocalProvider(HostProvider):
+    """Starts `control.sh` as a child of this process."""
+
+    name = "local"
+    isolates = False
+
+    def __init__(self, config: LocalConfig, state_dir: Path) -> None:
+        super().__init__(state_dir, config.run_dir, config.start_timeout)
+        self._python = str(config.python or sys.executable)
+        log.warning("sandboxes are not isolated", provider=self.name, use="for tests and trusted code alone")
+
+    def groups(self) -> Groups:
+        return Groups({})
+
+    async def plan(self, spec: SandboxSpec, folder: RunFolder) -> Plan:
+        if spec.read_only_binds:
+            raise SandboxConfigError(
+                "the local provider cannot show host paths at other paths", hint="use the apptainer provider"
+            )
+        workdir = str(folder.overlay)
+        return Plan(
+            argv=["bash", "--norc", "-c", SCRIPT.read_text(), "control", str(folder.pipes), workdir, "0"],
+            env={name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ},
+            image="",
+            limits=Limits(None, None, None),
+            user=os.geteuid(),
+            group=os.getegid(),
+            pipes_inside=str(folder.pipes),
+            sockets_inside=str(folder.sockets),
+            workdir=workdir,
+            session_env={"HOME": workdir, "TERM": "dumb", "LANG": "C.UTF-8"},
+            python=self._python,
+        )
+
+    def make_sandbox(self, launched: Launched, spec: SandboxSpec) -> ControlledSandbox:
+        return LocalSandbox(launched, spec, self.forget)
+
+
+class LocalSandbox(ControlledSandbox):
+    """File operations take paths below `spec.workdir` for paths in the working folder, as callers write them."""
+
+    def resolve(self, path: str) -> str:
+        given = posixpath.normpath(posixpath.join(self.workdir, path))
+        named = posixpath.normpath(self.spec.workdir)
+        if given == named or given.startswith(f"{named}/"):
+            return posixpath.normpath(posixpath.join(self.workdir, posixpath.relpath(given, named)))
+        return given

@@ -1,0 +1,226 @@
+"""The host's ends of the pipes of one process in a sandbox, read by the event loop without threads or polling.
+
+The pipes are named ones in a folder that only the host writes to. They are unlinked as soon as the process has
+opened them, so that nothing else inside can find them. A flood from inside is read at a bounded rate: memory
+is bounded by the buffer that takes it, processor time by `FLOOD_PAUSE`.
+"""
+
+import array
+import asyncio
+import errno
+import fcntl
+import os
+import termios
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import anyio
+
+READ_SIZE = 64 * 1024
+FLOOD_BYTES = 1024 * 1024
+"""After so many bytes of one command, the reader rests between reads."""
+FLOOD_PAUSE = 0.001
+STATUS_LIMIT = 4096
+
+INPUT, OUTPUT, ERROR, STATUS = "in", "out", "err", "st"
+NAMES = (INPUT, OUTPUT, ERROR, STATUS)
+
+
+class Pipes:
+    """The four pipes of one process: standard input, output and error, and a status of its own."""
+
+    __slots__ = ("_base", "fds")
+
+    def __init__(self, base: Path) -> None:
+        """Make the pipes `base`.in, .out, .err and .st, and open the host's ends.
+
+        Raises:
+            OSError: the host has no descriptors or no space left.
+        """
+        self._base = base
+        self.fds: dict[str, int] = {}
+        try:
+            for name in NAMES:
+                path = self._path(name)
+                os.mkfifo(path)
+                path.chmod(0o666)  # its folder, which others cannot enter, is what protects it
+                # Opened for both ways, the end for writing does not wait for a reader.
+                flags = os.O_RDWR if name == INPUT else os.O_RDONLY
+                self.fds[name] = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except BaseException:
+            self.unlink()
+            self.close()
+            raise
+
+    def _path(self, name: str) -> Path:
+        return self._base.with_name(f"{self._base.name}.{name}")
+
+    def opened(self) -> None:
+        """The process has opened its ends: forget the names, and keep input for writing alone, to see it close."""
+        self.unlink()
+        both = self.fds.pop(INPUT)
+        try:
+            self.fds[INPUT] = os.open(f"/proc/self/fd/{both}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # ENXIO: its reader is gone already
+                raise
+        finally:
+            os.close(both)
+
+    def unlink(self) -> None:
+        """Remove the names."""
+        for name in NAMES:
+            with suppress(FileNotFoundError):
+                self._path(name).unlink()
+
+    def close(self, *names: str) -> None:
+        """Close the named ends, or all. Idempotent."""
+        for name in names or NAMES:
+            if (fd := self.fds.pop(name, None)) is not None:
+                os.close(fd)
+
+
+def pending(fd: int) -> int:
+    """Bytes that can be read at once."""
+    count = array.array("i", [0])
+    fcntl.ioctl(fd, termios.FIONREAD, count)
+    return count[0]
+
+
+def read_some(fd: int, size: int = READ_SIZE) -> bytes | None:
+    """Up to `size` bytes; b"" at the end of the stream; None where nothing has come yet."""
+    try:
+        return os.read(fd, size)
+    except BlockingIOError:
+        return None
+
+
+async def write_all(fd: int, data: bytes) -> bool:
+    """Write everything, waiting for room; False where the reader has gone."""
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(fd, view) :]
+        except BlockingIOError:
+            await anyio.wait_writable(fd)
+        except BrokenPipeError:
+            return False
+    return True
+
+
+class Reader:
+    """Hands what arrives on a pipe to `sink`, from the event loop, while it is started."""
+
+    __slots__ = ("_fd", "_loop", "_seen", "_sink", "_timer", "ended")
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._loop = asyncio.get_running_loop()
+        self._sink: Callable[[bytes], object] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._seen = 0
+        self.ended = False
+        """Whether the stream has ended."""
+
+    def start(self, sink: Callable[[bytes], object]) -> None:
+        """Begin to hand on."""
+        self._sink, self._seen = sink, 0
+        if not self.ended:
+            self._loop.add_reader(self._fd, self._ready)
+
+    def stop(self) -> None:
+        """Hand on what is in the pipe at this moment, and no more; a writer that never rests cannot prolong it."""
+        if self._sink is None:
+            return
+        self._loop.remove_reader(self._fd)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        left = pending(self._fd)
+        while left > 0 and (data := read_some(self._fd, min(left, READ_SIZE))):
+            left -= len(data)
+            self._sink(data)
+        self._sink = None
+
+    def close(self) -> None:
+        """Stop at once; what is still in the pipe is left. Idempotent, also after the pipe has been closed."""
+        if self._sink is not None:
+            self._sink = None
+            self._loop.remove_reader(self._fd)
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def _ready(self) -> None:
+        data = read_some(self._fd)
+        if data is None or self._sink is None:
+            return
+        if not data:
+            self.ended = True
+            self._loop.remove_reader(self._fd)
+            return
+        self._seen += len(data)
+        self._sink(data)
+        if self._seen > FLOOD_BYTES:
+            self._loop.remove_reader(self._fd)
+            self._timer = self._loop.call_later(FLOOD_PAUSE, self._resume)
+
+    def _resume(self) -> None:
+        self._timer = None
+        if self._sink is not None:
+            self._loop.add_reader(self._fd, self._ready)
+
+
+class StatusLines:
+    """The lines of a status pipe, one at a time. Too long a line ends the stream: only tampering writes one."""
+
+    __slots__ = ("_buffer", "_fd", "_lines", "_loop", "_waiter", "ended")
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._loop = asyncio.get_running_loop()
+        self._buffer = b""
+        self._lines: list[str] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self.ended = False
+        self._loop.add_reader(fd, self._ready)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a line is there that nobody has taken."""
+        return bool(self._lines)
+
+    def close(self) -> None:
+        """Stop reading; whoever waits for a line gets None."""
+        if not self.ended:
+            self.ended = True
+            self._loop.remove_reader(self._fd)
+        self._wake()
+
+    async def next(self) -> str | None:
+        """The next line without its end; None at the end of the stream."""
+        while not self._lines:
+            if self.ended:
+                return None
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._lines.pop(0)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _ready(self) -> None:
+        data = read_some(self._fd, STATUS_LIMIT)
+        if data is None:
+            return
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        self._lines += [line.decode("ascii", errors="replace") for line in lines]
+        if not data or len(self._buffer) > STATUS_LIMIT or len(self._lines) > STATUS_LIMIT:
+            self.close()
+        elif self._lines:
+            self._wake()
