@@ -28,7 +28,7 @@ class CharRenderer:
 
     def render(self, messages, tools=()):
         self.threads.append(threading.get_ident())
-        return [id for message in messages for id in (*map(ord, message.content), 0)]
+        return [token for message in messages for token in (*map(ord, message.content), 0)]
 
     def bridge(self, prompt, output, messages, tools=()):
         return None if self.refuse else [*prompt, *output, *self.render(messages)]
@@ -150,4 +150,3 @@ async def test_only_long_prompts_are_rendered_in_a_thread():
     await policy.respond([Message(role="tool", content="short")], max_tokens=5)
     policy_after = [ident == here for ident in renderer.threads[3:]]
     assert policy_after == [True]  # the first refusal could not be foreseen
-    await anyio.sleep(0)

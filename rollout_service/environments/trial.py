@@ -1,0 +1,71 @@
+"""One episode of an environment outside of the service: for its author's tests, and to try it out.
+
+It does what the pipeline does, in the same order, without queues, deadlines and retries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from pydantic import JsonValue
+
+from api_schemas.rollouts import RolloutRequest, StopReason
+from api_schemas.tasks import Task
+from rollout_service.environments.contract import Environment, Episode, EvaluateIn, Policy, Score
+from rollout_service.pipeline.sandboxing import SandboxSource
+from sandboxes import Sandbox
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """How an episode went."""
+
+    score: Score
+    stop_reason: StopReason
+    episode: Episode
+
+
+async def play(
+    environment: Environment,
+    instance: dict[str, JsonValue],
+    policy: Policy,
+    sandboxes: SandboxSource,
+) -> Trial:
+    """Check an instance, set it up, let the policy work on it, and score the outcome.
+
+    Raises whatever the environment, the policy or a sandbox fails with.
+    """
+    environment.check(instance)
+    spec = environment.spec
+    request = RolloutRequest(rollout_id="trial", task=Task(environment=spec.name, instance=instance))
+    episode = Episode(request=request, attempt=1, spec=spec, limits=spec.limits, policy=policy)
+    async with _sandbox(episode, sandboxes):
+        await environment.init(episode)
+        stop_reason = await environment.run(episode)
+        if spec.evaluate_in is EvaluateIn.SAME:
+            return Trial(await environment.evaluate(episode), stop_reason, episode)
+        taken = spec.artifacts if spec.evaluate_in is EvaluateIn.FRESH and episode.sandbox else []
+        artifacts = await sandboxes.pack(episode.sandbox, taken) if episode.sandbox else None
+    episode.sandbox = None
+    if spec.evaluate_in is EvaluateIn.NONE or artifacts is None:
+        return Trial(await environment.evaluate(episode), stop_reason, episode)
+    try:
+        async with _sandbox(episode, sandboxes) as sandbox:
+            if sandbox is not None:
+                await sandboxes.unpack(sandbox, artifacts)
+            return Trial(await environment.evaluate(episode), stop_reason, episode)
+    finally:
+        await artifacts.close()
+
+
+@asynccontextmanager
+async def _sandbox(episode: Episode, sandboxes: SandboxSource) -> AsyncIterator[Sandbox | None]:
+    """The episode's sandbox, if its environment has one."""
+    if episode.spec.image is None:
+        yield None
+        return
+    async with await sandboxes.start(episode.spec, "trial") as sandbox:
+        episode.sandbox = sandbox
+        yield sandbox

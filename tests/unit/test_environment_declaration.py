@@ -1,0 +1,107 @@
+"""`environment.toml`: every mistake is found when it is read, and said in a way that helps."""
+
+import pytest
+
+from rollout_service.environments.declaration import read_declaration
+from rollout_service.environments.declarative import DeclarativeEnvironment, load_folder
+from rollout_service.errors import ConfigurationError, InvalidFieldError
+
+MINIMAL = 'name = "e"\nimage = "base"\n[evaluate]\ncommand = "true"\n'
+
+
+def write(folder, text=MINIMAL, **files):
+    (folder / "environment.toml").write_text(text)
+    for name, content in files.items():
+        (folder / name.replace("__", ".")).write_text(content)
+    return folder
+
+
+def test_the_defaults():
+    declaration = read_declaration(MINIMAL, where="here")
+    assert declaration.evaluate.sandbox == "fresh"
+    assert declaration.evaluate.artifacts == ["/workspace"]
+    assert "bash" in declaration.tools
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        ("name = ", ["here is not valid TOML"]),
+        ('name = "e"\nimage = "base"\n', ["here: the key evaluate is missing"]),
+        (MINIMAL.replace("command", "comand"), ["there is no key evaluate.comand; did you mean command?"]),
+        ("promt = 'x'\n" + MINIMAL, ["there is no key promt; did you mean prompt?"]),
+        (MINIMAL + "[limits]\nmax_turn = 3\n", ["limits.max_turn; did you mean max_turn"]),
+        (MINIMAL + "[limits]\nmax_turns = 0\n", ["limits.max_turns: Input should be greater"]),
+        (MINIMAL + "[sandbox]\nmemory = '2 GB'\n", ["sandbox.memory: "]),
+        (
+            MINIMAL + "[init]\nfile = []\n",
+            ["there is no key init.file; did you mean files?", "init.command is missing"],
+        ),
+        (MINIMAL.replace('"true"', '"true"\nsandbox = "other"'), ["evaluate.sandbox: "]),
+        (MINIMAL.replace('"e"', '"a b"'), ["here: name: "]),
+    ],
+)
+def test_mistakes_are_named_with_their_place(text, messages):
+    with pytest.raises(ConfigurationError) as caught:
+        read_declaration(text, where="here")
+    for message in messages:
+        assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            'tools = ["bsh"]\n' + MINIMAL,
+            "environment 'e': there is no built-in tool 'bsh'; did you mean bash",
+        ),
+        ('prompt = "{{ instance.a "\n' + MINIMAL, "prompt of 'e' is not a valid template"),
+        (
+            'prompt = "{{ question }}"\n' + MINIMAL,
+            "uses question, and a template knows nothing but `instance`",
+        ),
+        (MINIMAL.replace('"base"', '"other.sif"'), "there is no image"),
+        (MINIMAL.replace('"true"', '"true"\nartifacts = ["workspace"]'), "is not an absolute path"),
+        (MINIMAL.replace('"true"', '"true"\nartifacts = ["/a/../etc"]'), "is not an absolute path"),
+        (
+            MINIMAL + '[init]\ncommand = "/environment/init"\n',
+            "the init command needs init, which the folder lacks",
+        ),
+        (MINIMAL + '[dataset]\npath = "none.jsonl"\n', "cannot be read"),
+        (MINIMAL + '[dataset]\npath = "bad.jsonl"\n', "bad.jsonl:2 is not JSON"),
+        (MINIMAL + '[dataset]\npath = "list.jsonl"\n', "list.jsonl:1 is not a JSON object"),
+    ],
+)
+def test_what_does_not_fit_the_folder_is_found_too(tmp_path, text, message):
+    write(tmp_path, text, bad__jsonl='{"a": 1}\n{\n', list__jsonl="[1]\n")
+    with pytest.raises(ConfigurationError) as caught:
+        load_folder(tmp_path)
+    assert message in str(caught.value)
+
+
+def test_an_image_beside_the_file_is_found(tmp_path):
+    write(tmp_path, MINIMAL.replace('"base"', '"own.sif"'), own__sif="image")
+    assert load_folder(tmp_path).spec.image == str(tmp_path / "own.sif")
+
+
+def test_an_image_that_holds_the_folder_hides_it(tmp_path):
+    environment = load_folder(write(tmp_path, some__sif="image"), image=tmp_path / "some.sif")
+    assert environment.spec.image == str(tmp_path / "some.sif")
+    assert list(environment.spec.binds) == ["/environment"]
+    assert "binds" not in environment.spec.model_dump()
+
+
+def test_the_dataset_is_read_and_its_instances_checked(tmp_path):
+    text = 'prompt = "{{ instance.word }}"\n' + MINIMAL + '[dataset]\npath = "d.jsonl"\n'
+    environment = load_folder(write(tmp_path, text, d__jsonl='{"word": "a"}\n\n{"text": "b"}\n'))
+    assert isinstance(environment, DeclarativeEnvironment)
+    good, bad = environment.dataset()
+    environment.check(good)
+    with pytest.raises(InvalidFieldError, match=r"instance\.word: is missing"):
+        environment.check(bad)
+
+
+def test_files_that_are_too_large_belong_into_the_image(tmp_path, monkeypatch):
+    monkeypatch.setattr("rollout_service.environments.files.MAX_BYTES", 1_000)
+    with pytest.raises(ConfigurationError, match="more than 1000 bytes"):
+        load_folder(write(tmp_path, data="x" * 2_000))
