@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from rollout_service import __version__, problems
-from rollout_service.middleware import BearerKeys, CountRequests
+from rollout_service.middleware import BearerKeys, BodyLimit, CountRequests
 from rollout_service.routes import backends, environments, events, health, prorl, rollouts
 from rollout_service.service import open_service
 from rollout_service.settings import Settings
@@ -31,13 +31,12 @@ def create_app(settings: Settings) -> FastAPI:
         version=__version__,
         summary="Agentic rollouts for any RL trainer",
         lifespan=lifespan,
-        max_body_size=settings.max_body_bytes,
         middleware=[
             Middleware(CountRequests, metrics=metrics),
             Middleware(BearerKeys, keys=settings.keys),
+            Middleware(BodyLimit, max_bytes=settings.max_body_bytes),
         ],
     )
-    app.state.settings = settings
     problems.install(app)
     for module in (rollouts, backends, environments, events, health, prorl):
         app.include_router(module.router)

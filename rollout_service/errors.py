@@ -5,6 +5,7 @@ ServiceError
  |   |- InvalidFieldError         422, with the path of the field
  |   |- NotFoundError             404
  |   |- ConflictError             409, as in the same id with another body
+ |   |- TooLargeError             413
  |   `- UnauthorizedError         401
  |- EnvironmentFailedError        an environment's own code, or its grader, failed
  |- StoreError                    the durable store cannot be read or written           503
@@ -76,6 +77,13 @@ class ConflictError(RequestError):
 
     code = "conflict"
     status = 409
+
+
+class TooLargeError(RequestError):
+    """The body is larger than the service takes."""
+
+    code = "request_entity_too_large"
+    status = 413
 
 
 class UnauthorizedError(RequestError):

@@ -1,19 +1,22 @@
-"""What stands before every route: the bearer key, and the count of requests.
+"""What stands before every route: the bearer key, the limit on bodies, and the count of requests.
 
 Guarantees: with keys configured, nothing but `/health` and `/ready` answers without one; keys are compared in
-constant time; both are plain ASGI, so that a streamed answer is never buffered.
+constant time; no more of a body is read than the limit allows; all are plain ASGI, so that a streamed answer is
+never buffered.
 """
 
 from __future__ import annotations
 
 import hmac
 from collections.abc import Sequence
+from http import HTTPStatus
 
+from fastapi import HTTPException
 from pydantic import SecretStr
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_service.errors import UnauthorizedError
+from rollout_service.errors import TooLargeError, UnauthorizedError
 from rollout_service.problems import problem_of, respond
 from rollout_service.telemetry import Metrics
 
@@ -43,6 +46,37 @@ class BearerKeys:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
         return scheme.lower() == "bearer" and any(matches)
+
+
+class BodyLimit:
+    """Refuses bodies over a limit: at once where their length is announced, else while they are read."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        announced = Headers(scope=scope).get("content-length", "") if scope["type"] == "http" else ""
+        if announced.isdecimal() and int(announced) > self._max_bytes:
+            await respond(problem_of(self._error()))(scope, receive, send)
+            return
+        read = 0
+
+        async def count() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self._max_bytes:
+                # FastAPI turns anything but its own exception into "there was an error parsing the body".
+                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(self._error()))
+            return message
+
+        await self._app(scope, count, send)
+
+    def _error(self) -> TooLargeError:
+        return TooLargeError(
+            f"the body is larger than {self._max_bytes} bytes; send less at once or raise `max_body_bytes`"
+        )
 
 
 class CountRequests:

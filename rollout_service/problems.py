@@ -108,14 +108,10 @@ async def _http_exception(request: Request, error: Exception) -> Response:
 
 def _http_detail(request: Request, error: HTTPException) -> str:
     if error.status_code == HTTPStatus.NOT_FOUND:
-        known = sorted({getattr(route, "path", "") for route in request.app.routes})
-        close = difflib.get_close_matches(request.url.path, known, n=1)
+        close = difflib.get_close_matches(request.url.path, request.app.openapi()["paths"], n=1)
         return f"there is no {request.url.path} here" + (
             f"; did you mean {close[0]}?" if close else "; see /docs"
         )
-    if error.status_code == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
-        limit = request.app.state.settings.max_body_bytes
-        return f"the body is larger than {limit} bytes; send less at once or raise `max_body_bytes`"
     return str(error.detail)
 
 
@@ -128,4 +124,6 @@ def _message(item: dict[str, Any]) -> str:
         return "unknown field"
     if item["type"] == "json_invalid":
         return f"not valid JSON: {item.get('ctx', {}).get('error', item['msg'])}"
+    if item["loc"] == ("body",) and isinstance(item.get("input"), bytes):
+        return "is not read as JSON: send it with `Content-Type: application/json`"
     return str(item["msg"]).removeprefix("Value error, ")

@@ -22,10 +22,10 @@ from pydantic_settings import (
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
-from sandboxes.config import ApptainerConfig, ProviderConfig
 
 from api_schemas.inference import BackendSpec
 from rollout_service.errors import ConfigurationError, nearest
+from sandboxes.config import ApptainerConfig, ProviderConfig
 
 ENV_PREFIX = "ROLLOUT_"
 OTHER_VARIABLES = frozenset({"ROLLOUT_APPTAINER", "ROLLOUT_CONFIG", "ROLLOUT_URL", "ROLLOUT_KEY"})

@@ -126,8 +126,14 @@ def test_an_unknown_environment_is_told_the_nearest(api: httpx.Client) -> None:
 
 
 def test_malformed_json_is_a_400(api: httpx.Client) -> None:
-    refused = problem(api.post("/v1/rollouts", content=b'{"task": '), 400)
+    headers = {"content-type": "application/json"}
+    refused = problem(api.post("/v1/rollouts", content=b'{"task": ', headers=headers), 400)
     assert refused.code == "malformed_json"
+
+
+def test_a_body_of_another_type_is_told_the_right_one(api: httpx.Client) -> None:
+    refused = problem(api.post("/v1/rollouts", data={"task": "x"}), 422)
+    assert "application/json" in refused.detail
 
 
 def test_a_body_over_the_limit_is_a_413(api: httpx.Client) -> None:
@@ -138,7 +144,8 @@ def test_a_body_over_the_limit_is_a_413(api: httpx.Client) -> None:
         for _ in range(40):
             yield b" " * 1_000
 
-    problem(api.post("/v1/rollouts", content=chunks()), 413)
+    headers = {"content-type": "application/json"}
+    problem(api.post("/v1/rollouts", content=chunks(), headers=headers), 413)
 
 
 def test_an_unknown_pool_says_how_to_register_a_backend(api: httpx.Client) -> None:
@@ -148,10 +155,10 @@ def test_an_unknown_pool_says_how_to_register_a_backend(api: httpx.Client) -> No
 
 
 def test_a_backend_that_does_not_answer_is_refused(api: httpx.Client) -> None:
-    before = api.get("/v1/backends").json()
+    before = {backend["backend_id"] for backend in api.get("/v1/backends").json()}
     refused = problem(api.post("/v1/backends", json={"url": "http://127.0.0.1:9"}), 502)
     assert "127.0.0.1:9" in refused.detail
-    assert api.get("/v1/backends").json() == before
+    assert {backend["backend_id"] for backend in api.get("/v1/backends").json()} == before
 
 
 def test_an_unknown_path_and_method(api: httpx.Client) -> None:
@@ -230,7 +237,8 @@ def test_environments_health_and_metrics(api: httpx.Client) -> None:
     assert {"calc", "math", "code"} <= names
     assert api.get("/health").json()["status"] == "ok"
     assert api.get("/ready").json() == {"ready": True, "reasons": []}
-    order(api, wait=60)
+    rollout_id = order(api, wait=60).json()["rollout_id"]
+    api.get(f"/v1/rollouts/{rollout_id}")
     metrics = api.get("/metrics").text
     assert 'rollout_finished_total{environment="calc",state="completed"' in metrics
     assert "/v1/rollouts/{rollout_id}" in metrics
