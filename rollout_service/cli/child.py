@@ -17,7 +17,7 @@ from anyio.abc import Process
 from rollout_service.cli.common import CommandError
 from rollout_service.client import RolloutClient, UnavailableError, UnreachableError
 
-START_SECONDS = 60.0
+START_SECONDS = 120.0
 STOP_SECONDS = 20.0
 POLL_SECONDS = 0.05
 SHOWN_LOG_LINES = 15

@@ -1,0 +1,55 @@
+"""The main job on real parts: the demo in Apptainer, with the embedded engine and with SGLang."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from api_schemas.rollouts import Rollout
+from rollout_service.tokens.trajectory import check_invariants
+
+COMMAND = [sys.executable, "-m", "rollout_service.cli", "demo"]
+
+
+def demo(folder, *flags: str) -> tuple[dict[str, float], list[Rollout], str]:
+    """Run the demo; its figures, its batch, and what it printed."""
+    figures, output = folder / "figures.json", folder / "batch.jsonl"
+    files = ["--state-dir", str(folder / "state"), "--output", str(output), "--json", str(figures)]
+    result = subprocess.run([*COMMAND, *flags, *files], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr + result.stdout
+    rollouts = [Rollout.model_validate_json(line) for line in output.read_text().splitlines()]
+    return json.loads(figures.read_text())["figures"], rollouts, result.stdout
+
+
+@pytest.mark.apptainer
+def test_the_demo_in_apptainer(tmp_path):
+    figures, rollouts, printed = demo(tmp_path, "--rollouts", "16")
+    assert figures["rollouts"] == len({rollout.rollout_id for rollout in rollouts}) == 16
+    assert figures["failed"] == 0
+    assert figures["success_rate"] >= 0.9
+    for rollout in rollouts:
+        check_invariants(rollout.trajectory)
+        assert all(span.sandbox_seconds > 0 for span in rollout.spans if span.stage == "init")
+    for part in ("<tool_call>", "<tool_response>", "mask 0", "mask 1", "logprobs", "sandbox start"):
+        assert part in printed
+
+
+@pytest.mark.apptainer
+def test_the_base_policy_gives_groups_with_something_to_learn(tmp_path):
+    figures, rollouts, _ = demo(tmp_path, "--rollouts", "32", "--policy", "calc-base")
+    assert figures["failed"] == 0
+    assert 0.1 <= figures["success_rate"] <= 0.9
+    assert {rollout.reward for rollout in rollouts} == {0.0, 1.0}
+
+
+@pytest.mark.apptainer
+@pytest.mark.sglang
+@pytest.mark.timeout(400)
+def test_the_demo_with_sglang(tmp_path):
+    figures, rollouts, _ = demo(tmp_path, "--engine", "sglang", "--rollouts", "8")
+    assert figures["failed"] == 0
+    assert figures["success_rate"] >= 0.8
+    for rollout in rollouts:
+        check_invariants(rollout.trajectory)
+        assert rollout.usage.cached_tokens > 0

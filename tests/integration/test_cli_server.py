@@ -1,0 +1,243 @@
+"""The command line against a real server with the embedded engine, in processes of their own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from api_schemas.events import Event
+from api_schemas.rollouts import Rollout, RolloutState
+from rollout_service.cli import app
+from rollout_service.tokens.trajectory import check_invariants
+
+START_SECONDS = 120.0
+COMMAND = [sys.executable, "-m", "rollout_service.cli"]
+FLAGS = ["--sandbox", "local", "--model", "calc-tuned", "--init-workers", "2", "--log-level", "warning"]
+
+
+class Server:
+    """`rollout-service serve` as a child process."""
+
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        self.folder = folder
+        address = folder / "address"
+        address.unlink(missing_ok=True)
+        command = [*COMMAND, "serve", *FLAGS, "--port", str(port), "--state-dir", str(folder)]
+        with (folder / "server.log").open("ab") as log:
+            self.process = subprocess.Popen([*command, "--port-file", str(address)], stdout=log, stderr=log)
+        self.url = self._wait(address)
+
+    def _wait(self, address: Path) -> str:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, (self.folder / "server.log").read_text()
+            try:
+                if address.exists() and httpx.get(f"{address.read_text()}/ready").is_success:
+                    return address.read_text()
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)
+        raise AssertionError((self.folder / "server.log").read_text())
+
+    @property
+    def port(self) -> int:
+        return httpx.URL(self.url).port
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+        self.process.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    running = Server(tmp_path_factory.mktemp("server"))
+    yield running
+    running.stop()
+
+
+def invoke(*arguments: str, url: str | None = None):
+    variables = {"COLUMNS": "200"} | ({"ROLLOUT_URL": url} if url else {})
+    return CliRunner().invoke(app, list(arguments), env=variables)
+
+
+def tasks(path: Path, count: int) -> Path:
+    lines = [
+        {"task": {"environment": "calc", "instance": {"question": f"What is {n}+{n}?", "answer": 2 * n}}}
+        for n in range(10, 10 + count)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def results(path: Path) -> list[Rollout]:
+    return [Rollout.model_validate_json(line) for line in path.read_text().splitlines()]
+
+
+def test_the_engine_is_listed_and_can_be_drained_by_its_id(server):
+    listed = invoke("backends", "list", "--json", url=server.url)
+    assert listed.exit_code == 0
+    (backend,) = json.loads(listed.stdout)
+    assert backend["state"] == "ready"
+    assert "calc-tuned" in invoke("backends", "list", "--json", url=server.url).stdout
+    assert backend["url"] in invoke("backends", "list", url=server.url).stdout
+
+    unknown = invoke("backends", "drain", "nobody", url=server.url)
+    assert unknown.exit_code == 1
+    assert "nobody" in unknown.stderr
+
+
+def test_environments_are_those_of_the_server(server):
+    listed = invoke("env", "list", "--url", server.url, "--json")
+    assert {spec["name"] for spec in json.loads(listed.stdout)} >= {"calc", "math", "code"}
+
+
+def test_submit_gives_a_result_for_every_good_line_and_resumes(server, tmp_path):
+    file, output = tasks(tmp_path / "tasks.jsonl", 4), tmp_path / "out.jsonl"
+    lines = file.read_text().splitlines()
+    unknown = lines[0].replace("calc", "clac")
+    file.write_text("\n".join([lines[0], '{"task":', lines[1], unknown, lines[2], lines[3]]))
+
+    first = invoke("submit", str(file), "-o", str(output), "--json", url=server.url)
+    assert first.exit_code == 1
+    assert "line 2: malformed JSON" in first.stderr
+    assert "line 4: " in first.stderr
+    assert "clac" in first.stderr
+    assert json.loads(first.stdout)["refused"] == 2
+    found = results(output)
+    assert len({rollout.rollout_id for rollout in found}) == len(found) == 4
+    for rollout in found:
+        assert rollout.state is RolloutState.COMPLETED
+        check_invariants(rollout.trajectory)
+
+    # Half of the results are lost, and the last one is torn.
+    whole = output.read_bytes().splitlines(keepends=True)
+    output.write_bytes(b"".join(whole[:2]) + whole[2][:50])
+    second = invoke("submit", str(file), "-o", str(output), "--json", url=server.url)
+    assert json.loads(second.stdout)["resumed"] == 2
+    assert {rollout.rollout_id for rollout in results(output)} == {rollout.rollout_id for rollout in found}
+
+
+def test_submit_takes_plain_instances(server, tmp_path):
+    file, output = tmp_path / "instances.jsonl", tmp_path / "out.jsonl"
+    file.write_text('{"question": "What is 20+22?", "answer": 42}\n')
+    result = invoke("submit", str(file), "-o", str(output), "--environment", "calc", url=server.url)
+    assert result.exit_code == 0, result.stderr
+    assert results(output)[0].task.instance["answer"] == 42
+
+
+def test_submit_refuses_an_output_that_is_something_else(server, tmp_path):
+    file, output = tasks(tmp_path / "tasks.jsonl", 1), tmp_path / "notes.txt"
+    output.write_text("mine\n")
+    result = invoke("submit", str(file), "-o", str(output), url=server.url)
+    assert result.exit_code == 1
+    assert "not a result of a rollout" in result.stderr
+    assert output.read_text() == "mine\n"
+
+
+def test_watch_prints_events_as_they_happen(server, tmp_path):
+    command = [*COMMAND, "watch", "--url", server.url, "--json", "--after", "0"]
+    file, output = tasks(tmp_path / "watched.jsonl", 1), tmp_path / "out.jsonl"
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watch:
+        try:
+            assert invoke("submit", str(file), "-o", str(output), url=server.url).exit_code == 0
+            (rollout,) = results(output)
+            states = []
+            while "completed" not in states:
+                event = Event.model_validate_json(watch.stdout.readline())
+                if event.subject == rollout.rollout_id and event.kind == "rollout.state":
+                    states.append(event.data["state"])
+            assert states == ["queued", "init", "rollout", "evaluate", "completed"]
+        finally:
+            watch.terminate()
+
+
+def test_watch_off_a_terminal_says_how_things_stand(server):
+    command = [*COMMAND, "watch", "--url", server.url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watch:
+        try:
+            assert "1 engines" in watch.stdout.readline()
+        finally:
+            watch.terminate()
+
+
+def test_env_run_shows_a_whole_trajectory(server):
+    instance = '{"question": "What is 12*7?", "answer": 84}'
+    result = invoke("env", "run", "calc", "--instance", instance, "--url", server.url)
+    assert result.exit_code == 0, result.stderr
+    for part in ("context, mask 0", "mask 1", "logprobs: ", "<tool_call>", "<tool_response>", "12*7"):
+        assert part in result.stdout
+    missing = invoke("env", "run", "calc", "--index", "100000", "--url", server.url)
+    assert missing.exit_code == 1
+    assert "no instance 100000" in missing.stderr
+
+
+def test_submit_lives_through_a_kill_of_the_server(tmp_path):
+    folder = tmp_path / "state"
+    folder.mkdir()
+    server = Server(folder)
+    file, output = tasks(tmp_path / "tasks.jsonl", 12), tmp_path / "out.jsonl"
+    command = [*COMMAND, "submit", str(file), "-o", str(output), "--url", server.url]
+    submit = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not (output.exists() and output.read_bytes()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        port = server.port
+        server.kill()
+        server = Server(folder, port)
+        _, stderr = submit.communicate(timeout=120)
+    finally:
+        if submit.poll() is None:
+            submit.kill()
+            submit.communicate()
+        server.stop()
+    assert submit.returncode == 0, stderr
+    found = results(output)
+    assert len({rollout.rollout_id for rollout in found}) == len(found) == 12
+    assert {rollout.state for rollout in found} == {RolloutState.COMPLETED}
+
+
+def test_a_demo_without_isolation_ends_well(tmp_path):
+    figures, output = tmp_path / "figures.json", tmp_path / "batch.jsonl"
+    arguments = ["--sandbox", "local", "--rollouts", "8", "--state-dir", str(tmp_path / "state")]
+    result = invoke("demo", *arguments, "--output", str(output), "--json", str(figures))
+    assert result.exit_code == 0, result.stderr
+    assert "every trajectory passes the invariants (8 checked)" in result.stderr
+    assert str(output) in result.stdout.replace("\n", "")
+    document = json.loads(figures.read_text())
+    assert set(document) == {"machine", "settings", "figures"}
+    assert document["figures"]["rollouts"] == len(results(output)) == 8
+    assert document["figures"]["success_rate"] >= 0.9
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path, monkeypatch):
+    monkeypatch.setenv("ROLLOUT_PIPELIN__ROLLOUT_WORKERS", "4")
+    result = invoke("demo", "--sandbox", "local", "--rollouts", "1", "--state-dir", str(tmp_path))
+    assert result.exit_code == 1
+    assert "ROLLOUT_PIPELINE__ROLLOUT_WORKERS" in result.stderr
+
+
+def test_doctor_says_what_it_found(monkeypatch, tmp_path):
+    monkeypatch.setenv("ROLLOUT_STATE_DIR", str(tmp_path))
+    monkeypatch.setenv("ROLLOUT_IMAGES_DIR", str(tmp_path / "no images"))
+    monkeypatch.setenv("ROLLOUT_APPTAINER", "/nowhere/apptainer")
+    result = invoke("doctor", "--json")
+    assert result.exit_code == 1
+    checks = {check["name"]: check for check in json.loads(result.stdout)}
+    assert checks["image base"]["state"] == "missing"
+    assert checks["image base"]["fix"] == "rollout-service image build base"
+    assert checks["Apptainer"]["state"] == "missing"
+    assert checks["Apptainer"]["fix"].endswith(f"{os.sep}install-apptainer")
+    assert "rollout-service image build base" in invoke("doctor").stdout
