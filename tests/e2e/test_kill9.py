@@ -26,7 +26,7 @@ ROLLOUTS = 64
 TURNS = 4
 START_SECONDS = 60.0
 END_SECONDS = 120.0
-ENVIRONMENT = """
+ENVIRONMENT = '''
 name = "echo"
 image = "base"
 prompt = "Greet {{ instance.number }}."
@@ -35,7 +35,12 @@ tools = ["bash"]
 max_turns = 4
 [sandbox]
 memory = "256M"
+[evaluate]
+command = """
+printf '{"reward": %d.0}' "$(wc -l < "$ROLLOUT_WORKDIR/greetings")" > "$ROLLOUT_RESULT"
 """
+'''
+GREETING = '<tool_call>\n{"name": "bash", "arguments": {"command": "echo hello >> greetings"}}\n</tool_call><|im_end|>'
 
 
 @pytest.fixture
@@ -76,7 +81,8 @@ def eventually(condition, log: Path | None = None, seconds: float = START_SECOND
 @contextmanager
 def scripted_engine(folder: Path) -> Iterator[str]:
     address = folder / "engine.address"
-    arguments = ["rollout_service.inference.fakes", "--delay", "0.3", "--address", str(address)]
+    arguments = ["rollout_service.inference.fakes", "--delay", "0.3", "--turn", GREETING]
+    arguments += ["--address", str(address)]
     with running(arguments, address, folder / "engine.log") as (_, url):
         yield url
 
@@ -158,10 +164,10 @@ async def test_kill_9_in_the_middle_loses_nothing_and_leaves_nothing(folder: Pat
             assert not [child for child in begun if alive(child)], "swept before the server is ready"
             eventually(lambda: ended(client) == ROLLOUTS, seconds=END_SECONDS)
             results = {rollout["rollout_id"]: rollout for rollout in completed(client)}
-            assert set(results) == set(ids)
+            assert set(results) == set(ids), (folder / "server.log").read_text()[-4_000:]
             assert before_kill <= set(results)
             for rollout_id, rollout in results.items():
-                assert rollout["usage"]["turns"] == TURNS
+                assert (rollout["usage"]["turns"], rollout["reward"]) == (TURNS, TURNS)
                 assert rollout["attempt"] == 1 or rollout_id not in before_kill
                 trajectory = client.get(f"/v1/rollouts/{rollout_id}/trajectory").raise_for_status().json()
                 assert len(trajectory["finish_reasons"]) == TURNS
