@@ -15,6 +15,7 @@ import logging
 import multiprocessing
 import resource
 import signal
+from collections.abc import Callable
 from enum import StrEnum
 from multiprocessing.connection import Connection
 from typing import Any, Final
@@ -52,8 +53,9 @@ class MathVerifier:
     It may be used from one event loop after the other.
     """
 
-    def __init__(self, processes: int = 2) -> None:
+    def __init__(self, processes: int = 2, cpu_seconds: int = CPU_SECONDS) -> None:
         self._processes = processes
+        self._cpu_seconds = cpu_seconds
         self._limiters: RunVar[anyio.CapacityLimiter] = RunVar(f"math-verifier-{id(self)}")
 
     async def compare(self, gold: str, answer: str) -> Verdict:
@@ -65,7 +67,7 @@ class MathVerifier:
             return Verdict.UNREADABLE
         try:
             found = await anyio.to_process.run_sync(
-                compare_in_fork, gold, answer, cancellable=True, limiter=self._limiter()
+                compare_in_fork, gold, answer, self._cpu_seconds, cancellable=True, limiter=self._limiter()
             )
         except anyio.BrokenWorkerProcess as error:
             raise EnvironmentFailedError(
@@ -86,14 +88,14 @@ class MathVerifier:
         return limiter
 
 
-def compare_in_fork(gold: str, answer: str) -> Verdict | str:
+def compare_in_fork(gold: str, answer: str, cpu_seconds: int) -> Verdict | str:
     """The verdict, or why there is none. Runs in a worker process, which has one thread and may fork."""
     import math_verify  # noqa: F401 - imported before the fork, so that each child has it
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that we bound its time ourselves
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(sender, gold, answer), daemon=True)
+    child = context.Process(target=_child, args=(sender, gold, answer, cpu_seconds), daemon=True)
     child.start()
     sender.close()
     try:
@@ -121,32 +123,37 @@ def _await_verdict(receiver: Connection, child: Any) -> Verdict | str:
     return f"nothing came of it in {WALL_SECONDS:g} s"
 
 
-def _child(sender: Connection, gold: str, answer: str) -> None:
-    """Runs in the fork: says `gold read`, then the verdict; before that, anything else is a reason."""
-    _limit_self()
+def _child(sender: Connection, gold: str, answer: str, cpu_seconds: int) -> None:
+    """Runs in the fork."""
+    _limit_self(cpu_seconds)
+    judge(sender.send, gold, answer)
+
+
+def judge(send: Callable[[str], None], gold: str, answer: str) -> None:
+    """Say `GOLD_READ` and then the verdict; what is said in the place of the first is why there is none."""
     try:
         expected = _parse(gold)
         if expected:
             _equal(expected, _parse("0"))
     except (MemoryError, RecursionError):
-        sender.send("it took too much memory")
+        send("it took too much memory")
         return
     if not expected:
-        sender.send("it could not be read")
+        send("it could not be read")
         return
-    sender.send(GOLD_READ)
+    send(GOLD_READ)
     try:
         given = _parse(answer)
         equal = _equal(expected, given)
     except (MemoryError, RecursionError):
-        sender.send(Verdict.TOO_COSTLY)
+        send(Verdict.TOO_COSTLY)
     else:
-        sender.send(Verdict.EQUAL if equal else Verdict.DIFFERENT if given else Verdict.UNREADABLE)
+        send(Verdict.EQUAL if equal else Verdict.DIFFERENT if given else Verdict.UNREADABLE)
 
 
-def _limit_self() -> None:
+def _limit_self(cpu_seconds: int) -> None:
     spent = resource.getrusage(resource.RUSAGE_SELF)
-    cpu = int(spent.ru_utime + spent.ru_stime) + CPU_SECONDS
+    cpu = int(spent.ru_utime + spent.ru_stime) + cpu_seconds
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))

@@ -1,0 +1,95 @@
+"""The registry: what is there, what is not, and what is broken and says so."""
+
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from api_schemas.rollouts import StopReason
+from rollout_service.environments.contract import Environment, EnvironmentSpec, Score
+from rollout_service.environments.registry import GROUP, EnvironmentRegistry, load_path
+from rollout_service.errors import ConfigurationError, InvalidFieldError
+
+
+class Plain(Environment):
+    def __init__(self, name="plain"):
+        self.spec = EnvironmentSpec(name=name)
+
+    async def run(self, episode):
+        return StopReason.FINISHED
+
+    async def evaluate(self, episode):
+        return Score(1.0)
+
+
+instance = Plain("an-instance")
+not_an_environment = 3
+
+
+def factory():
+    return Plain("from-a-factory")
+
+
+def broken():
+    raise RuntimeError("it does not work here")
+
+
+def plugin(name, attribute, monkeypatch):
+    """An entry point to something of this module, which pytest imports under a name of its own."""
+    entry = EntryPoint(name=name, value=f"{__name__}:{attribute}", group=GROUP)
+    monkeypatch.setitem(__import__("sys").modules, __name__, __import__("sys").modules[__name__])
+    return entry
+
+
+def folder(path, name):
+    path.mkdir()
+    (path / "environment.toml").write_text(f'name = "{name}"\nimage = "base"\n[evaluate]\ncommand = "true"\n')
+    return path
+
+
+def test_the_built_in_environments_are_plug_ins_like_others():
+    registry = EnvironmentRegistry.load()
+    assert registry.problems == {}
+    assert [environment.spec.name for environment in registry.list()] == ["calc", "code", "math"]
+    for environment in registry.list():
+        for task in environment.dataset():
+            environment.check(task)
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones():
+    with pytest.raises(InvalidFieldError) as caught:
+        EnvironmentRegistry([Plain("calc"), Plain("math")]).get("clac")
+    [field] = caught.value.fields
+    assert field.path == "body.task.environment"
+    assert "did you mean calc" in field.message
+    assert caught.value.context == {"environments": ["calc", "math"]}
+
+
+def test_what_is_broken_does_not_hide_the_others(tmp_path, monkeypatch):
+    plugins = [
+        plugin("good", "instance", monkeypatch),
+        plugin("made", "factory", monkeypatch),
+        plugin("raises", "broken", monkeypatch),
+        plugin("wrong", "not_an_environment", monkeypatch),
+        plugin("gone", "nothing_there", monkeypatch),
+        EntryPoint(name="absent", value="no.such.module:environment", group=GROUP),
+    ]
+    paths = [folder(tmp_path / "a", "a"), folder(tmp_path / "b", "a"), tmp_path / "none"]
+    registry = EnvironmentRegistry.load(paths, plugins=plugins)
+    assert [environment.spec.name for environment in registry.list()] == [
+        "a",
+        "an-instance",
+        "from-a-factory",
+    ]
+    assert set(registry.problems) == {"raises", "wrong", "gone", "absent", *map(str, paths[1:])}
+    assert "RuntimeError: it does not work here" in str(registry.problems["raises"])
+    assert "is a int and no Environment" in str(registry.problems["wrong"])
+    assert "another environment of the name 'a'" in str(registry.problems[str(paths[1])])
+    with pytest.raises(ConfigurationError, match="plug-in 'absent'"):
+        registry.get("absent")
+
+
+def test_a_folder_may_be_named_by_its_file(tmp_path):
+    path = folder(tmp_path / "a", "a")
+    assert load_path(path / "environment.toml").spec.name == "a"
+    with pytest.raises(ConfigurationError, match="there is no environment at"):
+        load_path(tmp_path)
