@@ -47,6 +47,7 @@ GREETING = '<tool_call>\n{"name": "bash", "arguments": {"command": "echo hello >
 def folder() -> Iterator[Path]:
     """A folder with a short path, since sockets are made below it."""
     made = Path(tempfile.mkdtemp(prefix="k9-", dir="/tmp"))
+    made.chmod(0o755)  # sandboxes run as another user, who must reach theirs
     yield made
     shutil.rmtree(made)
 
@@ -70,11 +71,11 @@ def running(arguments: list[str], address: Path, log: Path) -> Iterator[tuple[ps
         process.wait(30)
 
 
-def eventually(condition, log: Path | None = None, seconds: float = START_SECONDS) -> None:
+def eventually(condition, log: Path, seconds: float = START_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise AssertionError(log.read_text()[-4_000:] if log else "it did not come to pass")
+            raise AssertionError(log.read_text()[-4_000:])
         time.sleep(0.05)
 
 
@@ -146,6 +147,7 @@ def mentioning(folder: Path) -> list[int]:
 @pytest.mark.parametrize("provider", ["local", pytest.param("apptainer", marks=pytest.mark.apptainer)])
 async def test_kill_9_in_the_middle_loses_nothing_and_leaves_nothing(folder: Path, provider: str) -> None:
     ids = [f"r{number}" for number in range(ROLLOUTS)]
+    log = folder / "server.log"
     with scripted_engine(folder) as engine_url:
         with server(folder, engine_url, provider) as (process, client):
             for number, rollout_id in enumerate(ids):
@@ -154,7 +156,7 @@ async def test_kill_9_in_the_middle_loses_nothing_and_leaves_nothing(folder: Pat
                     "task": {"environment": "echo", "instance": {"number": number}},
                 }
                 assert client.post("/v1/rollouts", json=order).status_code == httpx.codes.ACCEPTED
-            eventually(lambda: ended(client) >= 8 and counts(client).get("rollout", 0) >= 4)
+            eventually(lambda: ended(client) >= 8 and counts(client).get("rollout", 0) >= 4, log, END_SECONDS)
             before_kill = {rollout["rollout_id"] for rollout in completed(client)}
             begun = process.children(recursive=True)
             assert begun
@@ -162,9 +164,9 @@ async def test_kill_9_in_the_middle_loses_nothing_and_leaves_nothing(folder: Pat
             process.wait(30)
         with server(folder, engine_url, provider) as (_, client):
             assert not [child for child in begun if alive(child)], "swept before the server is ready"
-            eventually(lambda: ended(client) == ROLLOUTS, seconds=END_SECONDS)
+            eventually(lambda: ended(client) == ROLLOUTS, log, END_SECONDS)
             results = {rollout["rollout_id"]: rollout for rollout in completed(client)}
-            assert set(results) == set(ids), (folder / "server.log").read_text()[-4_000:]
+            assert set(results) == set(ids), log.read_text()[-4_000:]
             assert before_kill <= set(results)
             for rollout_id, rollout in results.items():
                 assert (rollout["usage"]["turns"], rollout["reward"]) == (TURNS, TURNS)
@@ -172,7 +174,7 @@ async def test_kill_9_in_the_middle_loses_nothing_and_leaves_nothing(folder: Pat
                 trajectory = client.get(f"/v1/rollouts/{rollout_id}/trajectory").raise_for_status().json()
                 assert len(trajectory["finish_reasons"]) == TURNS
             assert any(rollout["attempt"] == 2 for rollout in results.values())
-            eventually(lambda: client.get("/v1/sandboxes").json() == [])
+            eventually(lambda: client.get("/v1/sandboxes").json() == [], log)
     await check_each_ended_once(folder / "state" / "rollouts.sqlite3", ids)
     assert mentioning(folder) == []
     assert mounts_below(folder) == []
