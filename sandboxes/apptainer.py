@@ -36,7 +36,7 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # inside look into it, trace it, or take its descriptors.
 HIDE = (
     'copy=/dev/shm/.control; cp /bin/bash "$copy" 2>/dev/null && chmod 0111 "$copy" || copy=/bin/bash; '
-    'exec "$copy" --norc -c "$@"'
+    'exec "$copy" --norc "$@"'
 )
 
 FLAGS = (
@@ -68,7 +68,8 @@ class ApptainerProvider(HostProvider):
         self._binary = _binary(config.binary)
         self._images = images or ImageStore()
         self._user, self._group = _ids(config.user)
-        self._unpacked = UnpackedImages(self._binary, state_dir / "unpacked", self._user, self._group)
+        unpacked = self._images.root.parent / "unpacked"
+        self._unpacked = UnpackedImages(self._binary, unpacked, self._user, self._group)
 
     @cached_property
     def _groups(self) -> Groups:
@@ -97,8 +98,8 @@ class ApptainerProvider(HostProvider):
         command = [
             *self._exec(spec, folder),
             str(folder.overlay / "image" if self._root else image),
-            *("/bin/bash", "--norc", "-c", HIDE, "hide", SCRIPT.read_text(), "control"),
-            *(PIPES, spec.workdir, str(limits.max_processes)),
+            *("/bin/bash", "--norc", "-c", HIDE, "hide"),
+            *(f"{PIPES}/{SCRIPT.name}", PIPES, spec.workdir, str(limits.max_processes)),
         ]
         launch = ["/bin/sh", "-c", LAUNCH.read_text(), "launch", *command]
         return Plan(

@@ -21,8 +21,14 @@ from sandboxes.pipes import INPUT, Reader, write_all
 
 ARGV = ("bash", "--norc", "--noprofile", "--noediting", "-i")
 ENV = {"PS1": "", "PS2": "", "PAGER": "cat", "GIT_PAGER": "cat"}
-SETUP = b"set +o history +H; unset HISTFILE PS1 PS2; shopt -u checkwinsize\n"
+STATUS_FUNCTION = "__rollout_status"
+SETUP = (
+    "set +o history +H; unset HISTFILE PS1 PS2; shopt -u checkwinsize; "
+    f'{STATUS_FUNCTION}() {{ \\builtin return "$1"; }}\n'
+).encode()
 
+JOBS_LIMIT = 1024
+PID_DIGITS = 10
 STEPS = (("INT", 2.0), ("TERM", 1.0), ("KILL", 1.0))
 """What a command gets at its time-out, and how long it may take to heed it."""
 
@@ -46,6 +52,10 @@ class ShellSession(BashSession):
         self._lock = anyio.Lock()
         self._child: Child | None = None
         self._reader: Reader | None = None
+        self._jobs: list[int] = []
+        """What ran in the background when the present command began."""
+        self._last = 0
+        """The exit code of the command before."""
 
     async def open(self) -> None:
         """Start the shell if there is none.
@@ -57,7 +67,7 @@ class ShellSession(BashSession):
             return
         self.discard()
         child = await self._control.spawn("session", ARGV, cwd=self._cwd, env=self._env)
-        self._child, self._reader = child, Reader(child.stdout)
+        self._child, self._reader, self._last = child, Reader(child.stdout), 0
         await write_all(child.pipes.fds[INPUT], SETUP)
 
     async def run(
@@ -78,11 +88,12 @@ class ShellSession(BashSession):
         child, reader = self._opened()
         begun, since, nonce = time.monotonic(), ticks_now(), secrets.token_hex(8)
         code: int | None = None
+        self._jobs = []
         reader.start(output.add)
         try:
             with anyio.move_on_after(timeout) as scope:
-                await write_all(child.pipes.fds[INPUT], _framed(command, nonce))
-                code = await _status(child, nonce)
+                await write_all(child.pipes.fds[INPUT], _framed(command, nonce, self._last))
+                code = await self._status(child, nonce)
             if scope.cancelled_caught:
                 await self._interrupt(child, nonce, since)
         except SessionDiedError as error:
@@ -102,11 +113,9 @@ class ShellSession(BashSession):
     async def _interrupt(self, child: Child, nonce: str, since: int) -> None:
         """Stop the command that runs and keep the shell, if it can be done."""
         for name, grace in STEPS:
-            if name != "INT":
-                await self._control.stop(child.group, name, since)
-            await child.signal("INT")  # also: the rest of the command is not to follow what was killed
+            await self._control.stop(child.group, name, since, self._jobs)
             with anyio.move_on_after(grace):
-                await _status(child, nonce)
+                await self._status(child, nonce)
                 return
         raise SessionDiedError(
             "the command ran into its time-out and nothing less than its shell's end stopped it",
@@ -123,6 +132,17 @@ class ShellSession(BashSession):
         async with self._lock:
             pass
 
+    async def _status(self, child: Child, nonce: str) -> int:
+        """Wait for the report of a command; before it, the shell has named its jobs."""
+        while (line := await child.status.next()) is not None:
+            found, _, code = line.partition(" ")
+            if found == nonce and code.isdigit():
+                self._last = int(code)
+                return self._last
+            if found.isdigit() and len(found) < PID_DIGITS and len(self._jobs) < JOBS_LIMIT:
+                self._jobs.append(int(found))
+        raise SessionDiedError("the shell ended while the command ran")
+
     async def restart(self) -> None:
         async with self._lock:
             self.discard()
@@ -137,16 +157,13 @@ class ShellSession(BashSession):
         self._child = self._reader = None
 
 
-def _framed(command: str, nonce: str) -> bytes:
-    """The command with nothing of the session's own pipes, then a report that an interrupt does not skip."""
+def _framed(command: str, nonce: str, last: int) -> bytes:
+    """The command with none of the session's own pipes, and then a report that an interrupt does not skip.
+
+    Before it the shell names its jobs, and `$?` is made again what the last command left.
+    """
     run = f"eval {shlex.quote(command)} </dev/null >&8 2>&8 8>&- 9>&-"
     report = f"\\builtin printf '%s %s\\n' {nonce} \"$?\" >&9"
-    return f"{run}\n{report}\n".encode("utf-8", "surrogatepass")
-
-
-async def _status(child: Child, nonce: str) -> int:
-    while (line := await child.status.next()) is not None:
-        found, _, code = line.partition(" ")
-        if found == nonce and code.isdigit():
-            return int(code)
-    raise SessionDiedError("the shell ended while the command ran")
+    return f"\\builtin jobs -p >&9; {STATUS_FUNCTION} {last}; {run}\n{report}\n".encode(
+        "utf-8", "surrogatepass"
+    )

@@ -57,7 +57,14 @@ class ControlShell:
             SandboxStartError: the process did not start in time, for example for want of processes.
         """
         token = secrets.token_hex(8)
-        pipes = Pipes(self._pipes / token)
+        if not self.alive:
+            raise SandboxClosedError("the sandbox has ended")
+        try:
+            pipes = Pipes(self._pipes / token)
+        except OSError as error:
+            raise SandboxStartError(
+                f"no pipes for a process: {error}", hint="raise the limit of open files"
+            ) from error
         child = Child(self, pipes)
         try:
             entries = [f"{name}={value}" for name, value in env.items()]
@@ -72,9 +79,12 @@ class ControlShell:
         """Send a signal to a process group inside."""
         await self.send("signal", str(group), name)
 
-    async def stop(self, group: int, name: str, since: int) -> None:
-        """Signal a session's processes that are younger than `since`, in ticks, and never its leader."""
-        await self.send("stop", str(group), name, str(since))
+    async def stop(self, group: int, name: str, since: int, kept: Sequence[int]) -> None:
+        """Interrupt a session's shell, and signal its processes that are younger than `since`, in ticks.
+
+        The processes `kept`, and what they started, are spared whatever their age.
+        """
+        await self.send("stop", str(group), name, str(since), *map(str, kept))
 
     async def end_all(self) -> None:
         """End every process inside but the control shell.

@@ -1,11 +1,14 @@
 # The first process of a sandbox: starts and signals processes for the host, which alone holds the other end
 # of its standard input, a socket. It ends when that closes, and as process 1 takes everything inside with it.
-# Usage: control PIPES WORKDIR MAX_PROCESSES; a message is COUNT and COUNT fields, each ended by NUL.
+# Usage: control.sh PIPES WORKDIR MAX_PROCESSES; a message is COUNT and COUNT fields, each ended by NUL.
 # The host's end of every pipe is open before its message comes, so that no redirection here waits.
 set -m # every child leads a process group of its own, which is what signals are sent to
 trap : INT TERM HUP QUIT
 pipes=$1 workdir=$2 max_processes=$3
-unset PROMPT_COMMAND OLDPWD
+unset PROMPT_COMMAND OLDPWD "${!APPTAINER@}" "${!SINGULARITY@}" "${!LAUNCH@}"
+
+# The copy that this shell runs from has done its work, see apptainer.py.
+if [[ $BASH == /dev/shm/.control ]]; then rm -f "$BASH"; fi
 
 # The kernel should end what the agent runs before this shell.
 { printf 500 >/proc/self/oom_score_adj; } 2>/dev/null
@@ -42,14 +45,25 @@ stat_of() {
   ppid=${fields[1]} group=${fields[2]} session=${fields[3]} start=${fields[19]}
 }
 
-# stop GROUP NAME SINCE: signals the group and its leader's children, but what is older, and the leader itself.
+# stop GROUP NAME SINCE KEPT...: interrupts the leader, a shell, so that it drops the rest of its command; then
+# signals its group and its children. What is older than the command is in the background and spared, and so are
+# the jobs KEPT with what they started: start times are too coarse to tell these from the command.
 stop() {
-  local path pid ppid group session start
+  local leader=$1 name=$2 since=$3 path pid ppid group session start
+  local -A parents=() kept=() found=()
+  for pid in "${@:4}"; do kept[$pid]=1; done
+  kill -s INT "$leader" 2>/dev/null
   for path in /proc/[0-9]*; do
     pid=${path##*/}
     stat_of "$pid" || continue
-    if ((pid != $1 && pid != $$ && start >= $3 && (group == $1 || ppid == $1))); then kill -s "$2" "$pid"; fi
-  done 2>/dev/null
+    parents[$pid]=$ppid
+    if ((pid != leader && pid != $$ && start >= since && (group == leader || ppid == leader))); then found[$pid]=1; fi
+  done
+  for pid in "${!found[@]}"; do
+    path=$pid
+    while [[ -n $path && -z ${kept[$path]-} ]]; do path=${parents[$path]-}; done
+    if [[ -z $path ]]; then kill -s "$name" "$pid" 2>/dev/null; fi
+  done
 }
 
 # Everything but this shell. Where it is not process 1, that is what still belongs to its session.

@@ -150,12 +150,16 @@ def _unified_parents(own: Path) -> dict[str, Path]:
     for folder in (own, own.parent):
         control = folder / "cgroup.subtree_control"
         with suppress(OSError):
-            _write(control, "+memory +pids")
-        with suppress(OSError):
-            enabled = control.read_text().split()
-            if {"memory", "pids"} <= set(enabled) and _can_make(folder):
+            if not _gives(control):
+                _write(control, "+memory +pids")
+            if _gives(control) and _can_make(folder):
+                enabled = control.read_text().split()
                 return {name: folder for name in ("memory", "pids", "cpu") if name in enabled}
     return {}
+
+
+def _gives(control: Path) -> bool:
+    return {"memory", "pids"} <= set(control.read_text().split())
 
 
 def _can_make(folder: Path) -> bool:

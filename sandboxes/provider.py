@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from sandboxes import reaper
 from sandboxes.contract import SandboxInfo, SandboxProvider, SandboxSpec, SweepReport
-from sandboxes.control import ControlShell
+from sandboxes.control import SCRIPT, ControlShell
 from sandboxes.controlled import Backing, ControlledSandbox, Launched
 from sandboxes.errors import SandboxClosedError, SandboxStartError
 from sandboxes.kernel import KernelPaths, make_context
@@ -108,6 +108,9 @@ class HostProvider(SandboxProvider):
             group = self.groups().create(folder.id, plan.limits)
             backing = HostBacking(folder, group, self._records)
             folder.create(plan.user, plan.group)
+            script = folder.pipes / SCRIPT.name
+            script.write_text(SCRIPT.read_text())
+            script.chmod(0o644)
             backing.process, control = _launch(plan, folder, group)
             await self._until_ready(control, folder)
         except BaseException as error:

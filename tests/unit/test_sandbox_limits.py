@@ -1,0 +1,82 @@
+"""Control groups of both versions, on trees of plain files that look like the kernel's."""
+
+from pathlib import Path
+
+import pytest
+
+from sandboxes.limits import Group, Limits, find_groups
+
+LIMITS = Limits(memory_bytes=1 << 30, max_processes=100, cpus=1.5)
+
+
+def make_tree(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_version_1_groups_are_below_our_own(tmp_path: Path) -> None:
+    for controller in ("memory", "pids", "cpu"):
+        (tmp_path / controller / "job/7").mkdir(parents=True)
+    own = "8:pids:/job/7\n4:memory:/job/7\n1:cpu,cpuacct:/job/7\n0::/\n"
+    groups = find_groups(tmp_path, own)
+    assert groups.enforced == {"memory", "processes", "cpus"}
+    assert groups.paths_of("x")["memory"] == tmp_path / "memory/job/7/rollout-x"
+
+
+def test_version_1_without_rights_enforces_nothing(tmp_path: Path) -> None:
+    assert find_groups(tmp_path, "8:pids:/gone\n4:memory:/gone\n").enforced == frozenset()
+    assert find_groups(tmp_path, "0::/\n").create("x", LIMITS) is None
+
+
+@pytest.mark.parametrize(("own_gives", "place"), [("cpu memory pids", "slice/own"), ("", "slice")])
+def test_version_2_groups_are_where_controllers_are_given(tmp_path: Path, own_gives: str, place: str) -> None:
+    make_tree(
+        tmp_path,
+        {
+            "cgroup.controllers": "cpu memory pids",
+            "slice/own/cgroup.subtree_control": own_gives,
+            "slice/cgroup.subtree_control": "memory pids",
+        },
+    )
+    groups = find_groups(tmp_path, "0::/slice/own\n")
+    assert groups.paths_of("x")["memory"] == tmp_path / place / "rollout-x"
+    assert groups.enforced >= {"memory", "processes"}
+
+
+def test_version_2_that_gives_nothing_enforces_nothing(tmp_path: Path) -> None:
+    make_tree(tmp_path, {"cgroup.controllers": "hugetlb", "own/cgroup.subtree_control": ""})
+    assert find_groups(tmp_path, "0::/own\n").enforced == frozenset()
+
+
+def test_limits_are_written_as_each_version_wants_them(tmp_path: Path) -> None:
+    new, old = tmp_path / "new", tmp_path / "old"
+    make_tree(new, dict.fromkeys(("memory.max", "memory.swap.max", "pids.max", "cpu.max"), ""))
+    make_tree(old, dict.fromkeys(("memory.limit_in_bytes", "pids.max", "cpu.cfs_quota_us"), ""))
+    Group(dict.fromkeys(("memory", "pids", "cpu"), new)).apply(LIMITS)
+    Group(dict.fromkeys(("memory", "pids", "cpu"), old)).apply(LIMITS)
+    assert (new / "memory.max").read_text() == f"{1 << 30}\n"
+    assert (new / "memory.swap.max").read_text() == "0\n"
+    assert (new / "cpu.max").read_text() == "150000 100000\n"
+    assert (old / "memory.limit_in_bytes").read_text() == f"{1 << 30}\n"
+    assert (old / "cpu.cfs_quota_us").read_text() == "150000\n"
+    assert int((new / "pids.max").read_text()) >= 100
+
+
+def test_an_oom_kill_is_told_once(tmp_path: Path) -> None:
+    make_tree(tmp_path, {"memory.events": "oom 3\noom_kill 1\n"})
+    group = Group({"memory": tmp_path})
+    assert group.out_of_memory()
+    assert not group.out_of_memory()
+    (tmp_path / "memory.events").write_text("oom 4\noom_kill 2\n")
+    assert group.out_of_memory()
+
+
+def test_a_group_is_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "group"
+    folder.mkdir()
+    group = Group({"memory": folder, "pids": folder})
+    assert group.remove()
+    assert not folder.exists()
+    assert group.remove()
