@@ -62,29 +62,30 @@ find_python() {
         "(or name one in ROLLOUT_PYTHON)"
 }
 
-# pip's own configuration, for uv, which does not read it: indexes and folders of packages.
+# pip_setting PYTHON NAME: pip's own configuration, which uv does not read: indexes and folders of packages.
 pip_setting() {
-    local variable=PIP_${1^^}
+    local variable=PIP_${2^^}
     variable=${variable//-/_}
     if [[ -n ${!variable:-} ]]; then
         echo "${!variable}"
     else
-        "$python" -m pip config get "global.$1" 2>/dev/null || "$python" -m pip config get "install.$1" 2>/dev/null || true
+        "$1" -m pip config get "global.$2" 2>/dev/null || "$1" -m pip config get "install.$2" 2>/dev/null || true
     fi
 }
 
+# configure_uv PYTHON: gives uv the settings of this Python's pip.
 configure_uv() {
     local value
     export UV_SYSTEM_CERTS=1 UV_NO_PROGRESS=1 UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never
     # pip looks into all of its indexes; every package is pinned by hash, so the best match is also a safe one.
     export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}
-    if [[ -z ${UV_DEFAULT_INDEX:-} ]] && value=$(pip_setting index-url) && [[ -n $value ]]; then
+    if [[ -z ${UV_DEFAULT_INDEX:-} ]] && value=$(pip_setting "$1" index-url) && [[ -n $value ]]; then
         export UV_DEFAULT_INDEX=$value
     fi
-    if [[ -z ${UV_INDEX:-} ]] && value=$(pip_setting extra-index-url) && [[ -n $value ]]; then
+    if [[ -z ${UV_INDEX:-} ]] && value=$(pip_setting "$1" extra-index-url) && [[ -n $value ]]; then
         export UV_INDEX=$value
     fi
-    if [[ -z ${UV_FIND_LINKS:-} ]] && value=$(pip_setting find-links) && [[ -n $value ]]; then
+    if [[ -z ${UV_FIND_LINKS:-} ]] && value=$(pip_setting "$1" find-links) && [[ -n $value ]]; then
         export UV_FIND_LINKS=${value// /,}
     fi
 }
@@ -98,7 +99,7 @@ ensure_uv() {
         step "install uv" bootstrap_uv
     fi
     PATH=$cache/bootstrap/bin:$PATH
-    configure_uv
+    configure_uv "$cache/bootstrap/bin/python"
 }
 
 install_venv_module() {
@@ -146,13 +147,12 @@ ensure_apptainer() {
     step "install Apptainer" "$root/scripts/install-apptainer"
 }
 
-# The image's definition and the packages of its build decide whether it is new; the command knows.
 ensure_base_image() {
-    local stamp=$cache/base-image fingerprint
-    fingerprint=$(cat "$root"/sandboxes/definitions/base.def | sha256sum)
-    [[ -f $stamp && $(<"$stamp") == "$fingerprint" ]] && "$venv/bin/rollout-service" image inspect base >/dev/null 2>&1 &&
-        return
-    ensure_uv
+    local stamp=$cache/base-image fingerprint images
+    images=${ROLLOUT_IMAGES_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/rollout-service/images}
+    fingerprint=$(sha256sum <"$root/sandboxes/definitions/base.def")
+    [[ -e $images/base.sif && -f $stamp && $(<"$stamp") == "$fingerprint" ]] && return
+    ensure_uv # the image's Python packages may come through it
     step "build the base image" "$venv/bin/rollout-service" image build base
     echo "$fingerprint" >"$stamp"
 }

@@ -12,7 +12,7 @@ app = typer.Typer(
     epilog="Example: rollout-service demo   (or rollout-service COMMAND --help)",
     no_args_is_help=True,
     rich_markup_mode=None,  # plain help: a third of the time, and paragraphs are wrapped as one
-    pretty_exceptions_show_locals=False,
+    pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for module in (serve, demo, submit, watch, doctor):

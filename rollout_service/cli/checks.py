@@ -15,11 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from sandboxes.images import ImageStore
-
 from rollout_service.policies import POLICIES, policy_folder
 from rollout_service.settings import Engine, Settings
 from sandboxes.host import HostFacts, read_host_facts
+from sandboxes.images import ImageStore
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 """Where the installing scripts are in a checkout; an installed package has none."""

@@ -17,6 +17,8 @@ from api_schemas.rollouts import Rollout, RolloutState
 from rollout_service.cli import app
 from rollout_service.tokens.trajectory import check_invariants
 
+pytestmark = pytest.mark.xdist_group("cli")
+
 START_SECONDS = 120.0
 COMMAND = [sys.executable, "-m", "rollout_service.cli"]
 FLAGS = ["--sandbox", "local", "--model", "calc-tuned", "--init-workers", "2", "--log-level", "warning"]
