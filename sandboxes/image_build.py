@@ -168,7 +168,7 @@ def _hint(output: str) -> str:
         return "the registry cannot be reached from here; pull the image elsewhere and name the file"
     if "mmdebstrap: not found" in output or "mksquashfs" in output:
         return "run scripts/install-apptainer as root, which installs what building needs"
-    if "fakeroot" in output:
+    if "fakeroot" in output or "Cannot change ownership" in output:
         return "building as an ordinary user needs lines in /etc/subuid and /etc/subgid; or build as root"
     return "the lines above are the builder's own"
 
