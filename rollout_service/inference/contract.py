@@ -93,7 +93,7 @@ class Generation:
     output_ids: list[int]
     logprobs: list[float]
     """Natural logarithm of each sampled token's probability under the temperature-scaled distribution, before
-    top_k, top_p and min_p."""
+    top_k, top_p and min_p; of greedy sampling, under that at temperature 1."""
     versions: list[int]
     """The weight version that sampled each token."""
     finish_reason: FinishReason

@@ -21,7 +21,9 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
     sampling = request.sampling
     parameters: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
+        # With top_k 1 SGLang scales logprobs by the temperature or does not, by what else is in the batch; greedily it
+        # never does, and the tokens are the same.
+        "temperature": 0.0 if sampling.top_k == 1 else sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,

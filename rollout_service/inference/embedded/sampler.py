@@ -68,9 +68,7 @@ def sample(
 
 
 def _log_softmax(logits: Array, settings: Sequence[SamplerSettings]) -> NDArray[np.float64]:
-    temperatures = np.array(
-        [1.0 if each.temperature < _GREEDY_BELOW else each.temperature for each in settings]
-    )
+    temperatures = np.array([1.0 if each.is_greedy else each.temperature for each in settings])
     scaled = logits.astype(np.float64) / temperatures[:, None]
     scaled -= scaled.max(axis=-1, keepdims=True)
     return np.asarray(scaled - np.log(np.exp(scaled).sum(axis=-1, keepdims=True)))

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -96,6 +96,8 @@ class Engine:
         self.stats = EngineStats()
         self.paused = False
         self._model = Qwen3(Path(model_path))
+        # As in SGLang an update brings weights, not another end of sequence.
+        self._eos_token_ids = self._model.config.eos_token_ids
         self._decode = decode
         self._store = KVStore(self._model.config, self.options.max_running + 1)
         self._cache = PrefixCache(self.options.kv_tokens)
@@ -121,7 +123,7 @@ class Engine:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Ids that end a sequence."""
-        return self._model.config.eos_token_ids
+        return self._eos_token_ids
 
     @property
     def is_alive(self) -> bool:
@@ -171,7 +173,7 @@ class Engine:
                 caller's thread, which does the reading.
         """
         model = Qwen3(Path(path))
-        if model.config != self._model.config:
+        if replace(model.config, eos_token_ids=self.eos_token_ids) != self._model.config:
             raise ModelError(f"the model in {path} has another shape than the one that is being served")
         done: Future[None] = Future()
         update = _Update(model, path, version or self.weight_version, flush_cache, done)
@@ -252,6 +254,7 @@ class Engine:
                     )
                 )
                 continue
+            update.model.config = self._model.config
             self._model, self.model_path = update.model, update.path
             self.weight_version = update.version
             if update.flush_cache:

@@ -148,7 +148,7 @@ def create_app(
     return app
 
 
-def _served(request: Request) -> Served:
+async def _served(request: Request) -> Served:  # a coroutine, or it would run on another thread
     served: Served = request.app.state.served
     return served
 

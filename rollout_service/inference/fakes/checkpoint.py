@@ -23,7 +23,7 @@ class Shape:
     head_dim: int = 64
     intermediate: int = 256
     vocab: int = 512
-    context: int = 1024
+    context: int = 2048
     tied: bool = True
     std: float = 0.15
     """Standard deviation of the matrices; at 0.15 the model has clear preferences without being certain."""
@@ -34,7 +34,8 @@ def write_random_checkpoint(
 ) -> Path:
     """Write config, weights and a byte-level tokenizer into `folder`, which is made.
 
-    The ids from 256 on are `<|im_end|>` (the end of a sequence) and unused special tokens.
+    The ids from 256 on are `<|im_end|>` (the end of a sequence) and unused special tokens. The end's embedding is
+    zero, so that with tied embeddings greedy decoding does not end by itself.
     """
     shape = shape or Shape()
     folder.mkdir(parents=True, exist_ok=True)
@@ -42,6 +43,7 @@ def write_random_checkpoint(
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": _BYTES}))
     rng = np.random.default_rng(seed)
     tensors = {name: _draw(rng, name, size, shape.std) for name, size in _tensor_shapes(shape).items()}
+    tensors["model.embed_tokens.weight"][_BYTES] = 0
     (folder / "model.safetensors").write_bytes(_safetensors(tensors, dtype))
     _write_tokenizer(folder, shape)
     return folder

@@ -1,0 +1,85 @@
+"""What a scripted engine answers: a function of the prompt alone, so that retries and restarts change nothing."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+_ID_TYPE = "i"
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole turn. `stops` is whether it ends by itself; otherwise it ends with the budget."""
+
+    ids: Sequence[int]
+    stops: bool = True
+
+
+class Script(Protocol):
+    """Decides what an engine answers."""
+
+    def reply(self, input_ids: Sequence[int], budget: int) -> Reply:
+        """The turn that follows this prompt; the engine cuts it at `budget` tokens."""
+
+
+class Replies:
+    """Fixed turns in order: the next one is the first that the prompt does not contain yet, after the others.
+
+    The last one repeats for ever.
+    """
+
+    def __init__(self, turns: Sequence[Sequence[int]]) -> None:
+        if not turns or not all(turns):
+            raise ValueError("a script has at least one turn, and every turn at least one token")
+        self._replies = [Reply(list(turn)) for turn in turns]
+        self._patterns = [array(_ID_TYPE, turn).tobytes() for turn in turns]
+
+    @classmethod
+    def from_texts(cls, texts: Sequence[str], tokenizer_folder: Path) -> "Replies":
+        """Turns as texts, in which special tokens such as the end of the turn are spelled out."""
+        tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+        return cls([tokenizer.encode(text, add_special_tokens=False).ids for text in texts])
+
+    def reply(self, input_ids: Sequence[int], budget: int) -> Reply:
+        del budget
+        if len(self._replies) == 1:
+            return self._replies[0]
+        prompt = array(_ID_TYPE, input_ids).tobytes()
+        position = 0
+        for reply, pattern in zip(self._replies, self._patterns, strict=True):
+            position = _find(prompt, pattern, position)
+            if position < 0:
+                return reply
+            position += len(pattern)
+        return self._replies[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Counting:
+    """Tokens that are a function of their position, up to the budget.
+
+    So the right continuation of any prompt is known wherever, and however often, it was interrupted.
+    """
+
+    vocab_size: int = 512
+
+    def token_at(self, position: int) -> int:
+        """The token that is sampled at an absolute position."""
+        return (position * 7 + 3) % self.vocab_size
+
+    def reply(self, input_ids: Sequence[int], budget: int) -> Reply:
+        start = len(input_ids)
+        return Reply([self.token_at(position) for position in range(start, start + budget)], stops=False)
+
+
+def _find(haystack: bytes, needle: bytes, start: int) -> int:
+    """Like `bytes.find`, for whole array items."""
+    width = array(_ID_TYPE).itemsize
+    position = haystack.find(needle, start)
+    while position % width and position >= 0:
+        position = haystack.find(needle, position + 1)
+    return position

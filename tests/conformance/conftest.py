@@ -1,0 +1,130 @@
+"""Engines for the contract and agreement suites: started once for a test run, left as they were by every test."""
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from anyio.from_thread import start_blocking_portal
+
+from rollout_service.inference.contract import (
+    GenerateRequest,
+    Generation,
+    ModelInfo,
+    Sampling,
+    new_request_id,
+)
+from rollout_service.inference.embedded.process import EmbeddedEngine
+from rollout_service.inference.fakes import Counting, ScriptedEngine, write_random_checkpoint
+from rollout_service.inference.server_process import ServerProcess
+from rollout_service.inference.sglang import SGLangBackend
+from rollout_service.inference.sglang_cpu import SGLangCpuServer
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Two models of one shape."""
+
+    first: Path
+    second: Path
+
+
+@dataclass(frozen=True)
+class EngineUnderTest:
+    """A backend, and what it serves at the start of a test."""
+
+    backend: SGLangBackend
+    checkpoints: Checkpoints
+    info: ModelInfo
+
+    def request(self, prompt: Sequence[int], **sampling: Any) -> GenerateRequest:
+        """Greedy unless told otherwise."""
+        return GenerateRequest(new_request_id(), prompt, Sampling(**{"temperature": 0.0, **sampling}))
+
+    async def generate(self, prompt: Sequence[int], **sampling: Any) -> Generation:
+        return await self.backend.generate(self.request(prompt, **sampling))
+
+    @asynccontextmanager
+    async def running(self, request: GenerateRequest) -> AsyncIterator[list[Generation]]:
+        """Inside, the request is being sampled; afterwards the list has its result."""
+        result: list[Generation] = []
+
+        async def generate() -> None:
+            result.append(await self.backend.generate(request))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(generate)
+            while not (await self.backend.load()).running:
+                await anyio.sleep(0.01)
+            yield result
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return Checkpoints(
+        write_random_checkpoint(folder / "first", seed=1), write_random_checkpoint(folder / "second", seed=2)
+    )
+
+
+def serving(server: ServerProcess | ScriptedEngine) -> Iterator[str]:
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(server) as running:
+        yield running.url
+
+
+@pytest.fixture(scope="session")
+def embedded_url(checkpoints: Checkpoints) -> Iterator[str]:
+    yield from serving(EmbeddedEngine(checkpoints.first))
+
+
+@pytest.fixture(scope="session")
+def sglang_url(checkpoints: Checkpoints) -> Iterator[str]:
+    yield from serving(SGLangCpuServer(checkpoints.first))
+
+
+@pytest.fixture
+def scripted_url(checkpoints: Checkpoints) -> Iterator[str]:
+    engine = ScriptedEngine(
+        Counting(512), latency=0.5, context_length=2048, model_path=checkpoints.first, vocab_size=512
+    )
+    yield from serving(engine)
+
+
+REAL = [
+    pytest.param("embedded", id="embedded"),
+    pytest.param("sglang", id="sglang", marks=[pytest.mark.sglang, pytest.mark.xdist_group("sglang")]),
+]
+
+
+@asynccontextmanager
+async def prepared(url: str, kind: str, checkpoints: Checkpoints) -> AsyncIterator[EngineUnderTest]:
+    backend = SGLangBackend(url, backend_id=kind)
+    await backend.resume()
+    await backend.update_weights(str(checkpoints.first), 0)
+    yield EngineUnderTest(backend, checkpoints, await backend.model_info())
+    await backend.abort()
+    await backend.resume()
+    await backend.close()
+
+
+@pytest.fixture(params=REAL)
+async def model_engine(
+    request: pytest.FixtureRequest, checkpoints: Checkpoints, anyio_backend: str
+) -> AsyncIterator[EngineUnderTest]:
+    """Each engine that runs a model, at version 0 of the first checkpoint, its cache empty."""
+    url = request.getfixturevalue(f"{request.param}_url")
+    async with prepared(url, request.param, checkpoints) as engine:
+        yield engine
+
+
+@pytest.fixture(params=[*REAL, pytest.param("scripted", id="scripted")])
+async def engine(
+    request: pytest.FixtureRequest, checkpoints: Checkpoints, anyio_backend: str
+) -> AsyncIterator[EngineUnderTest]:
+    """Each engine there is."""
+    url = request.getfixturevalue(f"{request.param}_url")
+    async with prepared(url, request.param, checkpoints) as engine:
+        yield engine

@@ -1,0 +1,140 @@
+"""With the same weights the embedded engine, SGLang and transformers give every token the same logprob."""
+
+import json
+import random
+import subprocess
+from pathlib import Path
+
+import aiohttp
+import anyio
+import pytest
+
+from rollout_service.inference.contract import GenerateRequest, Sampling, new_request_id
+from rollout_service.inference.sglang import SGLangBackend
+from rollout_service.inference.sglang_cpu import DEFAULT_ENVIRONMENT
+
+pytestmark = [pytest.mark.anyio, pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
+
+POLICIES = Path(__file__).parents[2] / "rollout_service" / "policies"
+RECOMPUTE = Path(__file__).parents[1] / "support" / "recompute_logprobs.py"
+ENGINES_TOLERANCE = 1e-4
+TRANSFORMERS_TOLERANCE = 1e-4
+SAMPLINGS = [
+    Sampling(max_new_tokens=24, temperature=1.0),
+    Sampling(max_new_tokens=24, temperature=0.6),
+    Sampling(max_new_tokens=24, temperature=1.3, top_p=0.9, top_k=20),
+    Sampling(max_new_tokens=24, temperature=0.0),
+]
+
+
+def some_requests(seed):
+    """Prompts of many lengths, some of which share their beginning."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(9, 500) for _ in range(120)]
+    lengths = [1, 2, 17, 60, 120, 250]
+    prompts = [[rng.randrange(9, 500) for _ in range(length)] for length in lengths]
+    prompts += [shared + prompt[:20] for prompt in prompts]
+    return [
+        GenerateRequest(new_request_id(), prompt, SAMPLINGS[index % len(SAMPLINGS)])
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+async def generate_together(backend, requests):
+    results = {}
+
+    async def generate(index):
+        results[index] = await backend.generate(requests[index])
+
+    async with anyio.create_task_group() as tasks:
+        for index in range(len(requests)):
+            tasks.start_soon(generate, index)
+    return [results[index] for index in range(len(requests))]
+
+
+def temperature_of(request):
+    return request.sampling.temperature or 1.0
+
+
+def recompute(model, requests, generations):
+    sequences = [
+        {"prompt": list(request.input_ids), "output": each.output_ids, "temperature": temperature_of(request)}
+        for request, each in zip(requests, generations, strict=True)
+    ]
+    finished = subprocess.run(
+        [DEFAULT_ENVIRONMENT / "bin" / "python", RECOMPUTE],
+        input=json.dumps({"model": str(model), "sequences": sequences}),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(finished.stdout)
+
+
+async def score_with_sglang(url, request, generation):
+    """SGLang's logprobs, at temperature 1, of tokens that another engine sampled."""
+    body = {
+        "input_ids": [*request.input_ids, *generation.output_ids],
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        "return_logprob": True,
+        "logprob_start_len": len(request.input_ids) - 1,
+    }
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/generate", json=body) as answer:
+        entries = (await answer.json())["meta_info"]["input_token_logprobs"]
+    return [logprob for logprob, _, _ in entries[1:]]
+
+
+def largest_difference(left, right):
+    assert len(left) == len(right)
+    return max(abs(a - b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.fixture(params=["random", "calc-base", "calc-tuned"])
+def model(request, checkpoints):
+    return checkpoints.second if request.param == "random" else POLICIES / request.param
+
+
+@pytest.fixture(params=["embedded", "sglang"])
+async def sampled(request, model):
+    """The model's folder, requests and what one of the engines sampled for them all at once."""
+    backend = SGLangBackend(request.getfixturevalue(f"{request.param}_url"))
+    await backend.update_weights(str(model), 1)
+    requests = some_requests(seed=4)
+    yield model, requests, await generate_together(backend, requests)
+    await backend.close()
+
+
+async def test_transformers_gives_every_sampled_token_the_same_logprob(sampled):
+    model, requests, generations = sampled
+    recomputed = await anyio.to_thread.run_sync(recompute, model, requests, generations)
+    worst = max(
+        largest_difference(each.logprobs, logprobs)
+        for each, logprobs in zip(generations, recomputed, strict=True)
+    )
+    assert worst < TRANSFORMERS_TOLERANCE
+
+
+async def test_sglang_gives_the_embedded_engines_tokens_the_same_logprob(model, embedded_url, sglang_url):
+    embedded, sglang = SGLangBackend(embedded_url), SGLangBackend(sglang_url)
+    for backend in (embedded, sglang):
+        await backend.update_weights(str(model), 1)
+    requests = [each for each in some_requests(seed=5) if temperature_of(each) == 1.0]
+    for request, generation in zip(requests, await generate_together(embedded, requests), strict=True):
+        scored = await score_with_sglang(sglang_url, request, generation)
+        assert largest_difference(generation.logprobs, scored) < ENGINES_TOLERANCE
+    await embedded.close()
+    await sglang.close()
+
+
+async def test_both_engines_take_the_same_greedy_path(model, embedded_url, sglang_url):
+    embedded, sglang = SGLangBackend(embedded_url), SGLangBackend(sglang_url)
+    for backend in (embedded, sglang):
+        await backend.update_weights(str(model), 1)
+    requests = [each for each in some_requests(seed=6) if each.sampling.temperature == 0.0]
+    ours, theirs = await generate_together(embedded, requests), await generate_together(sglang, requests)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.output_ids == other.output_ids
+        assert mine.matched == other.matched
+        assert largest_difference(mine.logprobs, other.logprobs) < ENGINES_TOLERANCE
+    await embedded.close()
+    await sglang.close()
