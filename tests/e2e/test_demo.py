@@ -3,12 +3,17 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from api_schemas.rollouts import Rollout
+from rollout_service.inference.sglang_cpu import DEFAULT_ENVIRONMENT
+from rollout_service.policies import policy_folder
 from rollout_service.tokens.trajectory import check_invariants
 
+RECOMPUTE = Path(__file__).parents[1] / "support" / "recompute_logprobs.py"
+TOLERANCE = 1e-3
 COMMAND = [sys.executable, "-m", "rollout_service.cli", "demo"]
 
 
@@ -22,7 +27,27 @@ def demo(folder, *flags: str) -> tuple[dict[str, float], list[Rollout], str]:
     return json.loads(figures.read_text())["figures"], rollouts, result.stdout
 
 
+def check_logprobs(rollouts: list[Rollout]) -> None:
+    """Every sampled token's logprob is what transformers computes from the trajectory's ids alone."""
+    segments = [segment for rollout in rollouts for segment in rollout.trajectory.segments]
+    sequences = [
+        {"prompt": segment.token_ids[:1], "output": segment.token_ids[1:], "temperature": 1.0}
+        for segment in segments
+    ]
+    finished = subprocess.run(
+        [DEFAULT_ENVIRONMENT / "bin" / "python", RECOMPUTE],
+        input=json.dumps({"model": str(policy_folder("calc-tuned")), "sequences": sequences}),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for segment, recomputed in zip(segments, json.loads(finished.stdout), strict=True):
+        served = zip(segment.loss_mask[1:], segment.logprobs[1:], recomputed, strict=True)
+        assert max(abs(ours - theirs) for mask, ours, theirs in served if mask) < TOLERANCE
+
+
 @pytest.mark.apptainer
+@pytest.mark.sglang
 def test_the_demo_in_apptainer(tmp_path):
     figures, rollouts, printed = demo(tmp_path, "--rollouts", "16")
     assert figures["rollouts"] == len({rollout.rollout_id for rollout in rollouts}) == 16
@@ -31,6 +56,7 @@ def test_the_demo_in_apptainer(tmp_path):
     for rollout in rollouts:
         check_invariants(rollout.trajectory)
         assert all(span.sandbox_seconds > 0 for span in rollout.spans if span.stage == "init")
+    check_logprobs(rollouts)
     for part in ("<tool_call>", "<tool_response>", "mask 0", "mask 1", "logprobs", "sandbox start"):
         assert part in printed
 
@@ -53,3 +79,4 @@ def test_the_demo_with_sglang(tmp_path):
     for rollout in rollouts:
         check_invariants(rollout.trajectory)
         assert rollout.usage.cached_tokens > 0
+    check_logprobs(rollouts)
