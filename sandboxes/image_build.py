@@ -166,7 +166,7 @@ def _hint(output: str) -> str:
     """The commonest causes, by what Apptainer and the definitions say."""
     if "dial tcp" in output or "no such host" in output or "connection refused" in output:
         return "the registry cannot be reached from here; pull the image elsewhere and name the file"
-    if "mmdebstrap: not found" in output or "mksquashfs" in output:
+    if "mmdebstrap: not found" in output or "executable file not found" in output:
         return "run scripts/install-apptainer as root, which installs what building needs"
     if "fakeroot" in output or "Cannot change ownership" in output:
         return "building as an ordinary user needs lines in /etc/subuid and /etc/subgid; or build as root"
