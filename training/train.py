@@ -87,7 +87,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--start", type=Path, help="a checkpoint to train further")
     parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--warm-up", type=int, default=100)
     parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
