@@ -17,7 +17,7 @@ from sandboxes.contract import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, BashResult
 from sandboxes.control import Child, ControlShell, ticks_now
 from sandboxes.errors import SandboxError, SessionDiedError
 from sandboxes.output import OutputBuffer
-from sandboxes.pipes import INPUT, Reader, write_all
+from sandboxes.pipes import ERROR, INPUT, Reader, write_all
 
 ARGV = ("bash", "--norc", "--noprofile", "--noediting", "-i")
 ENV = {"PS1": "", "PS2": "", "PAGER": "cat", "GIT_PAGER": "cat"}
@@ -62,11 +62,15 @@ class ShellSession(BashSession):
 
         Raises:
             SandboxClosedError, SandboxStartError: as `ControlShell.spawn`.
+            SessionDiedError: the one that there was ended since its last command.
         """
-        if self._child is not None and not self._child.status.ended:
-            return
-        self.discard()
+        if self._child is not None:
+            if not self._child.status.ended:
+                return
+            self.discard()
+            raise await self._explain(SessionDiedError("the shell ended after its last command"))
         child = await self._control.spawn("session", ARGV, cwd=self._cwd, env=self._env)
+        child.pipes.close(ERROR)  # the shell's own complaints go nowhere, its commands' to the output
         self._child, self._reader, self._last = child, Reader(child.stdout), 0
         await write_all(child.pipes.fds[INPUT], SETUP)
 
@@ -123,9 +127,10 @@ class ShellSession(BashSession):
         )
 
     async def ensure(self) -> None:
-        """Start the shell if there is none; the errors of `open`."""
+        """Start the shell at the first call; `run` says where it has ended since, and starts others."""
         async with self._lock:
-            await self.open()
+            if self._child is None:
+                await self.open()
 
     async def idle(self) -> None:
         """Wait until no command runs."""

@@ -152,8 +152,8 @@ class BashSession(ABC):
         `timed_out`, and the session goes on. Processes that it put into the background live on.
 
         Raises:
-            SessionDiedError: the shell ended (`exit`, a kill, or a command that nothing else could stop).
-                The next `run` starts a new shell in the sandbox's working folder.
+            SessionDiedError: the shell ended (`exit`, a kill, or a command that nothing else could stop), now
+                or since the last command; said once. The next `run` starts a new shell in the working folder.
             LimitExceededError: the kernel ended the shell because the sandbox used up its memory.
             SandboxClosedError: the sandbox is closed or has ended.
             ValueError: the command holds a NUL character, or a limit is not positive.
@@ -178,8 +178,8 @@ class PythonSession(ABC):
         """Run a cell. An exception is a result with `error`; at the time-out the cell is interrupted.
 
         Raises:
-            SessionDiedError: the kernel ended, or had to be ended since nothing else stopped the cell.
-                The next `execute` starts a new kernel.
+            SessionDiedError: the kernel ended, now or since the last cell, or had to be ended since nothing
+                else stopped the cell; said once. The next `execute` starts a new kernel.
             LimitExceededError: the kernel was ended because the sandbox used up its memory.
             SandboxStartError: a new kernel did not come up, for example as the image has no ipykernel.
             SandboxClosedError: the sandbox is closed or has ended.

@@ -5,6 +5,7 @@
 set -m # every child leads a process group of its own, which is what signals are sent to
 trap : INT TERM HUP QUIT
 pipes=$1 workdir=$2 max_processes=$3
+groups=() # that were started, where this is not process 1
 unset PROMPT_COMMAND OLDPWD "${!APPTAINER@}" "${!SINGULARITY@}" "${!LAUNCH@}"
 
 # The copy that this shell runs from has done its work, see apptainer.py.
@@ -29,12 +30,25 @@ spawn() {
     cd -- "$cwd" || { printf '126\n' >&9; exit 126; }
     for entry in "${@:1:count}"; do export -- "${entry?}"; done
     shift "$count"
-    if ((max_processes > 0)); then ulimit -u "$max_processes"; fi
+    if ((max_processes > 0)); then ulimit -u "$max_processes" 2>/dev/null; fi
     if [[ $mode == session ]]; then exec -- "$@" 8>&1 >/dev/null 2>&1; fi
     (exec -- "$@" 9>&-)
     printf '%s\n' "$?" >&9
   ) &
   disown
+  if (($$ != 1)); then
+    if ((${#groups[@]} >= 256)); then drop_ended_groups; fi
+    groups+=("$!")
+  fi
+}
+
+# Forget the groups whose leader has gone: its number may belong to somebody else by now.
+drop_ended_groups() {
+  local pid ppid group session start alive=()
+  for pid in "${groups[@]}"; do
+    if stat_of "$pid" && ((session == $$)); then alive+=("$pid"); fi
+  done
+  groups=("${alive[@]}")
 }
 
 # stat_of PID: sets ppid, group, session and start (in ticks since boot); fails where the process has gone.
@@ -92,4 +106,7 @@ while IFS= read -r -d '' count; do
     end) end_all; wait; printf 'ended\n' >&0 ;;
   esac
 done
-end_all
+
+# The host's end is closed. Process 1 takes everything with it; elsewhere the host finds what has left its group.
+drop_ended_groups
+for group in "${groups[@]}"; do kill -KILL -- "-$group"; done 2>/dev/null

@@ -59,10 +59,13 @@ class KernelSession(PythonSession):
         Raises:
             SandboxStartError: it did not come up, or not in time.
             SandboxClosedError: the sandbox has ended.
+            SessionDiedError: the one that there was ended since its last cell.
         """
-        if self._kernel is not None and not self._kernel.child.done:
-            return
-        self.discard()
+        if self._kernel is not None:
+            if not self._kernel.child.done:
+                return
+            self.discard()
+            raise await self._explain(SessionDiedError("the Python kernel ended after its last cell"))
         token = secrets.token_hex(4)
         inside = self._write_connection(token)
         try:
@@ -135,9 +138,10 @@ class KernelSession(PythonSession):
             await self._kernel.child.signal("INT")
 
     async def ensure(self) -> None:
-        """Start the kernel if there is none; the errors of `open`."""
+        """Start the kernel at the first call; `execute` says where it has ended since, and starts others."""
         async with self._lock:
-            await self.open()
+            if self._kernel is None:
+                await self.open()
 
     async def idle(self) -> None:
         """Wait until no cell runs."""

@@ -18,8 +18,8 @@ from pathlib import Path
 import anyio
 
 READ_SIZE = 64 * 1024
-FLOOD_BYTES = 1024 * 1024
-"""After so many bytes of one command, the reader rests between reads."""
+FLOOD_BYTES = 256 * 1024
+"""After so many bytes the reader rests, so that a flood costs the service a small part of a processor."""
 FLOOD_PAUSE = 0.001
 STATUS_LIMIT = 4096
 
@@ -163,6 +163,7 @@ class Reader:
         self._seen += len(data)
         self._sink(data)
         if self._seen > FLOOD_BYTES:
+            self._seen = 0
             self._loop.remove_reader(self._fd)
             self._timer = self._loop.call_later(FLOOD_PAUSE, self._resume)
 

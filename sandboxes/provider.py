@@ -42,13 +42,33 @@ class Plan:
     python: str = "python3"
 
 
+class Stragglers:
+    """Ends processes of sandboxes by their mark. To find them takes a reading of all of /proc: closes share it."""
+
+    def __init__(self) -> None:
+        self._lock = anyio.Lock()
+        self._waiting: set[str] = set()
+
+    async def end(self, sandbox_id: str) -> None:
+        """End what is left of one sandbox."""
+        batch = self._waiting
+        batch.add(sandbox_id)
+        async with self._lock:
+            if batch is self._waiting:  # else it was done together with another that had to wait
+                self._waiting = set()
+                await anyio.to_thread.run_sync(reaper.kill_marked, batch)
+
+
 class HostBacking(Backing):
     """The launcher's process, the folder, the control groups and the record of one sandbox."""
 
-    def __init__(self, folder: RunFolder, group: Group | None, records: reaper.Records) -> None:
+    def __init__(
+        self, folder: RunFolder, group: Group | None, records: reaper.Records, stragglers: Stragglers
+    ) -> None:
         self._folder = folder
         self._group = group
         self._records = records
+        self._stragglers = stragglers
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -62,6 +82,8 @@ class HostBacking(Backing):
         """The record goes last, and stays for the next sweep where something could not be removed."""
         if self.process is not None:
             await end_process(self.process, grace=EXIT_GRACE, kill_wait=KILL_WAIT)
+        if self._group is None and self.process is not None:
+            await self._stragglers.end(self._folder.id)
         problem = await anyio.to_thread.run_sync(self._remove)
         if problem is None:
             self._records.remove(self._folder.id)
@@ -69,8 +91,6 @@ class HostBacking(Backing):
     def _remove(self) -> str | None:
         if self._group is not None:
             reaper.kill_group(self._group)
-        else:
-            reaper.kill_marked({self._folder.id})
         return reaper.remove(self._folder.path, self._group)
 
 
@@ -84,6 +104,7 @@ class HostProvider(SandboxProvider):
         self._live: dict[str, ControlledSandbox] = {}
         self._context: zmq.asyncio.Context | None = None
         self._closed = False
+        self._stragglers = Stragglers()
         raise_open_files()
 
     @abstractmethod
@@ -102,11 +123,11 @@ class HostProvider(SandboxProvider):
         # Between the record and the sandbox's own `close` nothing may be lost, so cancellation waits at the end.
         group_paths = self.groups().paths_of(folder.id)
         self._records.write(folder.id, self.name, folder.path, group_paths)
-        backing = HostBacking(folder, None, self._records)
+        backing = HostBacking(folder, None, self._records, self._stragglers)
         control: ControlShell | None = None
         try:
             group = self.groups().create(folder.id, plan.limits)
-            backing = HostBacking(folder, group, self._records)
+            backing = HostBacking(folder, group, self._records, self._stragglers)
             folder.create(plan.user, plan.group)
             script = folder.pipes / SCRIPT.name
             script.write_text(SCRIPT.read_text())
