@@ -92,14 +92,12 @@ def _show(backends: list[BackendView], as_json: bool) -> None:
 
 
 def backend_table(backends: list[BackendView]) -> Table:
-    """A table of engines."""
-    from rich.table import Table
+    """A table of engines; the id names pool and address, and is never cut, for it is what commands take."""
+    from rich.table import Column, Table
 
-    table = Table(
-        "id", "url", "pool", "state", "version", "in flight", "served", "failures", "last error", box=None
-    )
+    identity = Column("id", no_wrap=True, overflow="ignore")
+    table = Table(identity, "state", "version", "in flight", "served", "failures", "last error", box=None)
     for backend in backends:
         counts = (backend.weight_version, backend.in_flight, backend.served, backend.failures)
-        names = (backend.backend_id, backend.url, backend.pool, backend.state)
-        table.add_row(*names, *map(str, counts), backend.last_error or "")
+        table.add_row(backend.backend_id, backend.state, *map(str, counts), backend.last_error or "")
     return table

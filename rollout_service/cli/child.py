@@ -1,11 +1,12 @@
 """A server of one's own, as a child process, for the commands that need one.
 
 Guarantee: the child has ended when the block is left, however it is left: SIGTERM, a while to drain, then
-SIGKILL, always by its own pid.
+SIGKILL, always by its own pid. If this process is killed, the kernel sends the child SIGTERM.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -32,7 +33,9 @@ async def running_server(
     Its log is `server.log` in `state_dir`. Raises CommandError with the log's end when it does not start.
     """
     address, log = _prepare(state_dir)
-    command = [sys.executable, "-m", "rollout_service.cli", "serve", "--host", "127.0.0.1", "--port", "0"]
+    setpriv = shutil.which("setpriv")
+    command = [setpriv, "--pdeathsig", "TERM", "--"] if setpriv else []
+    command += [sys.executable, "-m", "rollout_service.cli", "serve", "--host", "127.0.0.1", "--port", "0"]
     command += ["--state-dir", str(state_dir), "--port-file", str(address), *flags]
     with log.open("wb") as file:
         process = await anyio.open_process(

@@ -7,6 +7,7 @@ Nothing heavy is imported before a command needs it, so that `--help` is quick.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
     from rollout_service.client import RolloutClient
 
+TERMINATED = 128 + signal.SIGTERM
+"""The exit code after SIGTERM, as a shell counts."""
 DEFAULT_URL = "http://127.0.0.1:8080"
 
 Url = Annotated[str, typer.Option("--url", envvar="ROLLOUT_URL", help="Address of the server.")]
@@ -63,10 +66,21 @@ def connect(url: str, key: str | None, *, patience_seconds: float = 0.0) -> Roll
 
 
 def run(command: Callable[[], Awaitable[int | None]]) -> None:
-    """Run a command's coroutine; it ends with the exit code that the coroutine gives, 0 for None."""
+    """Run a command's coroutine; it ends with the exit code that the coroutine gives, 0 for None.
+
+    SIGTERM cancels it, as Ctrl-C does, so that what it started is ended.
+    """
+    import asyncio
+
     import anyio
 
-    run_blocking(lambda: anyio.run(command, backend_options={"use_uvloop": True}))
+    async def main() -> int | None:
+        with anyio.CancelScope() as scope:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, scope.cancel)
+            return await command()
+        return TERMINATED
+
+    run_blocking(lambda: anyio.run(main, backend_options={"use_uvloop": True}))
 
 
 def run_blocking(command: Callable[[], int | None]) -> None:

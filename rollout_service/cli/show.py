@@ -56,7 +56,9 @@ def runs(segment: Segment) -> Iterator[Run]:
 def show_rollout(rollout: Rollout, tokenizer: ChatTokenizer) -> RenderableType:
     """A rollout and its whole trajectory."""
     reward = "none" if rollout.reward is None else f"{rollout.reward:g}"
+    parts_of_it = ", ".join(f"{name} {value:g}" for name, value in rollout.reward_parts.items())
     head = f"rollout {rollout.rollout_id}: {rollout.state}, {rollout.stop_reason}, reward {reward}"
+    head += f" ({parts_of_it})" if parts_of_it else ""
     parts: list[RenderableType] = [Rule(head, align="left")]
     if rollout.error is not None:
         parts.append(Text(f"{rollout.error.code}: {rollout.error.message}", style="red"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,8 +21,10 @@ PATIENCE_SECONDS = 3_600.0
 def command(
     url: Url = DEFAULT_URL,
     key: Key = None,
-    as_json: bool = typer.Option(False, "--json", help="Print every event as a line of JSON."),
-    after: int = typer.Option(None, help="With --json: begin after the event with this id."),
+    as_json: Annotated[bool, typer.Option("--json", help="Print every event as a line of JSON.")] = False,
+    after: Annotated[
+        int | None, typer.Option(min=0, help="With --json: begin after the event with this id.")
+    ] = None,
 ) -> None:
     """Show states, stages, engines and speed until Ctrl-C; off a terminal, a line every few seconds."""
 

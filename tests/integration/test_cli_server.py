@@ -24,6 +24,21 @@ COMMAND = [sys.executable, "-m", "rollout_service.cli"]
 FLAGS = ["--sandbox", "local", "--model", "calc-tuned", "--init-workers", "2", "--log-level", "warning"]
 
 
+def ready_address(process: subprocess.Popen[bytes], folder: Path) -> str:
+    """Where the server that keeps its state in this folder listens, once it is ready."""
+    address, log = folder / "address", folder / "server.log"
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text()
+        try:
+            if address.exists() and httpx.get(f"{address.read_text()}/ready").is_success:
+                return address.read_text()
+        except httpx.TransportError:
+            pass
+        time.sleep(0.05)
+    raise AssertionError(log.read_text())
+
+
 class Server:
     """`rollout-service serve` as a child process."""
 
@@ -34,19 +49,7 @@ class Server:
         command = [*COMMAND, "serve", *FLAGS, "--port", str(port), "--state-dir", str(folder)]
         with (folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen([*command, "--port-file", str(address)], stdout=log, stderr=log)
-        self.url = self._wait(address)
-
-    def _wait(self, address: Path) -> str:
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, (self.folder / "server.log").read_text()
-            try:
-                if address.exists() and httpx.get(f"{address.read_text()}/ready").is_success:
-                    return address.read_text()
-            except httpx.TransportError:
-                pass
-            time.sleep(0.05)
-        raise AssertionError((self.folder / "server.log").read_text())
+        self.url = ready_address(self.process, folder)
 
     @property
     def port(self) -> int:
@@ -93,7 +96,7 @@ def test_the_engine_is_listed_and_can_be_drained_by_its_id(server):
     (backend,) = json.loads(listed.stdout)
     assert backend["state"] == "ready"
     assert "calc-tuned" in invoke("backends", "list", "--json", url=server.url).stdout
-    assert backend["url"] in invoke("backends", "list", url=server.url).stdout
+    assert backend["backend_id"] in invoke("backends", "list", url=server.url).stdout
 
     unknown = invoke("backends", "drain", "nobody", url=server.url)
     assert unknown.exit_code == 1
@@ -222,6 +225,23 @@ def test_a_demo_without_isolation_ends_well(tmp_path):
     assert set(document) == {"machine", "settings", "figures"}
     assert document["figures"]["rollouts"] == len(results(output)) == 8
     assert document["figures"]["success_rate"] >= 0.9
+
+
+@pytest.mark.parametrize(("sent", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_demo_that_is_ended_leaves_no_server(tmp_path, sent, exit_code):
+    command = [*COMMAND, "demo", "--sandbox", "local", "--rollouts", "500", "--state-dir", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
+        url = ready_address(running, tmp_path)
+        running.send_signal(sent)
+        assert running.wait(timeout=60) == exit_code
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            httpx.get(f"{url}/health")
+        except httpx.ConnectError:
+            return
+        time.sleep(0.05)
+    pytest.fail("the server still answers")
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path, monkeypatch):
