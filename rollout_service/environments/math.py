@@ -1,7 +1,7 @@
 r"""`math`: a question with one exact answer; right when the last `\boxed{...}` is mathematically equal to it.
 
 An answer without a box, one that is no mathematics, and one that is too costly to compare (see
-`math_verifier`) are wrong answers. A gold answer that cannot be read, or a check that fails, is an error.
+`math_worker`) are wrong answers. A gold answer that cannot be read, or a check that fails, is an error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from rollout_service.environments.base import AgentEnvironment
 from rollout_service.environments.boxed import last_boxed
 from rollout_service.environments.contract import EnvironmentSpec, Episode, EpisodeLimits, EvaluateIn, Score
 from rollout_service.environments.math_problems import sample_problems
-from rollout_service.environments.math_verifier import MAX_CHARS, MathVerifier, Verdict
+from rollout_service.environments.math_verifier import MAX_CHARS, MathVerifier
+from rollout_service.environments.math_worker import Verdict
 from rollout_service.errors import InvalidFieldError
 
 SPEC = EnvironmentSpec(

@@ -1,62 +1,39 @@
-"""Whether an answer equals the gold answer, worked out where it can be killed.
+"""Whether an answer equals the gold answer, worked out where it can do no harm: see `math_worker`.
 
-sympy may take forever, or all memory, on what a model writes (`9^{9^{9^{9}}}`), and nothing inside of the
-process can stop it. So each check runs in a process forked for it alone, with limits of CPU time and memory
-that the kernel holds; it forks from a warm worker process, since importing sympy takes two seconds.
-
-A verdict is only ever given once the gold answer was parsed, and compared with 0, under the same limits. What
-happens after that is the answer's doing, so running out of CPU time or memory there is a verdict; a process that
-ends in any other way is a failure, and nobody's score.
+The worker processes belong to a verifier, not to an event loop: they start with the first check, end with the
+verifier or the service, and a check that is cancelled is left to run into its own limits.
 """
 
 from __future__ import annotations
 
-import logging
-import multiprocessing
-import resource
-import signal
-from collections.abc import Callable
-from enum import StrEnum
-from multiprocessing.connection import Connection
-from typing import Any, Final
+import json
+import subprocess
+import sys
+import weakref
+from collections import deque
+from typing import Final
 
 import anyio
-import anyio.to_process
+import anyio.to_thread
 from anyio.lowlevel import RunVar
 
+from rollout_service.environments.math_worker import Verdict
 from rollout_service.errors import EnvironmentFailedError
 
 CPU_SECONDS: Final = 5
-MEMORY_BYTES: Final = 2 * 1024**3
-"""Address space of one check; the imports alone take about a quarter of it."""
-WALL_SECONDS: Final = 60.0
-"""A loaded machine gives a check its CPU time late; this only ends one that hangs without using any."""
-GOLD_READ: Final = "gold read"
 MAX_CHARS: Final = 4_096
 """No answer of this length is an answer; it is not even tried."""
 
 
-class Verdict(StrEnum):
-    """What a check found."""
-
-    EQUAL = "equal"
-    DIFFERENT = "different"
-    UNREADABLE = "unreadable"
-    """The answer is no mathematics, or too long."""
-    TOO_COSTLY = "too_costly"
-    """Comparing it ran out of CPU time or memory."""
-
-
 class MathVerifier:
-    """Checks answers, `processes` of them at once; the worker processes start with the first check.
-
-    It may be used from one event loop after the other.
-    """
+    """Checks answers, `processes` of them at once, each with `cpu_seconds`."""
 
     def __init__(self, processes: int = 2, cpu_seconds: int = CPU_SECONDS) -> None:
         self._processes = processes
         self._cpu_seconds = cpu_seconds
+        self._idle: deque[_Worker] = deque()
         self._limiters: RunVar[anyio.CapacityLimiter] = RunVar(f"math-verifier-{id(self)}")
+        weakref.finalize(self, _close, self._idle)
 
     async def compare(self, gold: str, answer: str) -> Verdict:
         """Compare two pieces of LaTeX by their mathematics.
@@ -65,20 +42,31 @@ class MathVerifier:
         """
         if len(answer) > MAX_CHARS:
             return Verdict.UNREADABLE
-        try:
-            found = await anyio.to_process.run_sync(
-                compare_in_fork, gold, answer, self._cpu_seconds, cancellable=True, limiter=self._limiter()
-            )
-        except anyio.BrokenWorkerProcess as error:
-            raise EnvironmentFailedError(
-                "a process that checks answers ended", hint="Look for the kernel's out-of-memory killer."
-            ) from error
-        if isinstance(found, Verdict):
-            return found
-        raise EnvironmentFailedError(
-            f"the gold answer {gold[:200]!r} could not be checked: {found}",
-            hint="Write it as LaTeX that math-verify reads, without `$`.",
+        found = await anyio.to_thread.run_sync(
+            self._compare, gold, answer, abandon_on_cancel=True, limiter=self._limiter()
         )
+        try:
+            return Verdict(found)
+        except ValueError:
+            raise EnvironmentFailedError(
+                f"the gold answer {gold[:200]!r} could not be checked: {found}",
+                hint="Write it as LaTeX that math-verify reads, without `$`.",
+            ) from None
+
+    def _compare(self, gold: str, answer: str) -> str:
+        try:
+            worker = self._idle.pop()
+        except IndexError:
+            worker = _Worker()
+        try:
+            found = worker.compare(gold, answer, self._cpu_seconds)
+        except BaseException:
+            worker.close()
+            raise
+        self._idle.append(worker)
+        while len(self._idle) > self._processes:  # checks that were cancelled may have needed more
+            self._idle.popleft().close()
+        return found
 
     def _limiter(self) -> anyio.CapacityLimiter:
         limiter = self._limiters.get(None)
@@ -88,91 +76,40 @@ class MathVerifier:
         return limiter
 
 
-def compare_in_fork(gold: str, answer: str, cpu_seconds: int) -> Verdict | str:
-    """The verdict, or why there is none. Runs in a worker process, which has one thread and may fork."""
-    import math_verify  # noqa: F401 - imported before the fork, so that each child has it
+class _Worker:
+    """One worker process; its methods block."""
 
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that we bound its time ourselves
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(sender, gold, answer, cpu_seconds), daemon=True)
-    child.start()
-    sender.close()
-    try:
-        return _await_verdict(receiver, child)
-    finally:
-        child.kill()
-        child.join()
-        receiver.close()
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rollout_service.environments.math_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the service; this one ends with its input
+            text=True,
+        )
 
-
-def _await_verdict(receiver: Connection, child: Any) -> Verdict | str:
-    gold_read = False
-    while receiver.poll(WALL_SECONDS):
+    def compare(self, gold: str, answer: str, cpu_seconds: int) -> str:
+        """The verdict, or why there is none; raises EnvironmentFailedError when the process ended."""
+        if self._process.stdin is None or self._process.stdout is None:
+            raise RuntimeError("the worker was started without pipes")
         try:
-            message = receiver.recv()
-        except EOFError:
-            child.join()
-            out_of_cpu = child.exitcode in (-signal.SIGXCPU, -signal.SIGKILL)
-            if gold_read and child.exitcode == -signal.SIGXCPU:
-                return Verdict.TOO_COSTLY
-            return "it took too much CPU time" if out_of_cpu else f"the process ended with {child.exitcode}"
-        if message != GOLD_READ:
-            return Verdict(message) if gold_read else str(message)
-        gold_read = True
-    return f"nothing came of it in {WALL_SECONDS:g} s"
+            self._process.stdin.write(json.dumps([gold, answer, cpu_seconds]) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except OSError:
+            line = ""
+        if not line:
+            raise EnvironmentFailedError(
+                "a process that checks answers ended", hint="Look for the kernel's out-of-memory killer."
+            )
+        return str(json.loads(line))
+
+    def close(self) -> None:
+        """End the process; idempotent."""
+        self._process.kill()
+        self._process.communicate()
 
 
-def _child(sender: Connection, gold: str, answer: str, cpu_seconds: int) -> None:
-    """Runs in the fork."""
-    _limit_self(cpu_seconds)
-    judge(sender.send, gold, answer)
-
-
-def judge(send: Callable[[str], None], gold: str, answer: str) -> None:
-    """Say `GOLD_READ` and then the verdict; what is said in the place of the first is why there is none."""
-    try:
-        expected = _parse(gold)
-        if expected:
-            _equal(expected, _parse("0"))
-    except (MemoryError, RecursionError):
-        send("it took too much memory")
-        return
-    if not expected:
-        send("it could not be read")
-        return
-    send(GOLD_READ)
-    try:
-        given = _parse(answer)
-        equal = _equal(expected, given)
-    except (MemoryError, RecursionError):
-        send(Verdict.TOO_COSTLY)
-    else:
-        send(Verdict.EQUAL if equal else Verdict.DIFFERENT if given else Verdict.UNREADABLE)
-
-
-def _limit_self(cpu_seconds: int) -> None:
-    spent = resource.getrusage(resource.RUSAGE_SELF)
-    cpu = int(spent.ru_utime + spent.ru_stime) + cpu_seconds
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
-    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
-    signal.alarm(int(WALL_SECONDS))  # should the worker be killed, nobody else would end this process
-
-
-def _equal(expected: list[Any], given: list[Any]) -> bool:
-    from math_verify import verify
-
-    return bool(verify(expected, given, timeout_seconds=None))
-
-
-def _parse(latex: str) -> list[Any]:
-    """The expressions in LaTeX; none when it cannot be read.
-
-    Only LaTeX is read: math-verify's reader of plain expressions evaluates them as Python.
-    """
-    from math_verify import LatexExtractionConfig, parse
-
-    text = latex.replace("$", " ").replace("\n", " ")
-    return list(parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=None))
+def _close(workers: deque[_Worker]) -> None:
+    while workers:
+        workers.pop().close()

@@ -7,10 +7,11 @@ import pytest
 
 from api_schemas.rollouts import StopReason
 from rollout_service.agents.fakes import ScriptedPolicy
-from rollout_service.environments import math_verifier
+from rollout_service.environments import math_worker
 from rollout_service.environments.math import Math, environment
 from rollout_service.environments.math_problems import sample_problems
-from rollout_service.environments.math_verifier import MathVerifier, Verdict
+from rollout_service.environments.math_verifier import MathVerifier
+from rollout_service.environments.math_worker import Verdict
 from rollout_service.environments.trial import play
 from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.pipeline.sandboxing import SandboxSource
@@ -65,18 +66,30 @@ def test_memory_that_runs_out_is_a_verdict_only_after_the_gold_answer_was_read(m
             raise error
         return [text]
 
-    monkeypatch.setattr(math_verifier, "_parse", parse)
-    monkeypatch.setattr(math_verifier, "_equal", lambda expected, given: False)
+    monkeypatch.setattr(math_worker, "_parse", parse)
+    monkeypatch.setattr(math_worker, "_equal", lambda expected, given: False)
     said = []
-    math_verifier.judge(said.append, "gold", "answer")
+    math_worker.judge(said.append, "gold", "answer")
     if at_fault == "gold":
         assert said == ["it took too much memory"]
     else:
-        assert said == [math_verifier.GOLD_READ, Verdict.TOO_COSTLY]
+        assert said == [math_worker.GOLD_READ, Verdict.TOO_COSTLY]
+
+
+async def test_a_worker_that_dies_is_no_verdict_and_is_replaced():
+    verifier = MathVerifier(processes=1)
+    assert await verifier.compare("3", "3") is Verdict.EQUAL
+    [worker] = verifier._idle
+    worker._process.kill()
+    worker._process.wait()
+    with pytest.raises(EnvironmentFailedError, match="ended"):
+        await verifier.compare("3", "3")
+    assert await verifier.compare("3", "4") is Verdict.DIFFERENT
 
 
 class FixedVerifier(MathVerifier):
     def __init__(self, verdict):
+        super().__init__()
         self.verdict = verdict
 
     async def compare(self, gold, answer):
