@@ -11,6 +11,7 @@ from rollout_service.inference.contract import Backend, GenerateRequest, Generat
 from rollout_service.inference.errors import BackendUnreachable
 
 _SMALLEST_SHARE = 0.1
+_CLOSE_SECONDS = 5.0
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +34,7 @@ class Member:
     watch: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     _since: float = 0.0
     _calls: set[anyio.CancelScope] = field(default_factory=set)
+    _ended: anyio.Event = field(default_factory=anyio.Event)
 
     def __post_init__(self) -> None:
         self._since = self.clock()
@@ -65,6 +67,7 @@ class Member:
         finally:
             self.in_flight -= 1
             self._calls.discard(scope)
+            self._ended.set()
         raise BackendUnreachable("was taken out of service during the request", backend_id=self.id)
 
     def failed(self, error: BaseException) -> None:
@@ -85,6 +88,17 @@ class Member:
         """End the open calls, which the pool then repeats elsewhere."""
         for scope in list(self._calls):
             scope.cancel()
+
+    async def close(self) -> None:
+        """End the open calls, which aborts them in the engine, and release the connections."""
+        self.watch.cancel()
+        self.take_out()
+        with anyio.CancelScope(shield=True):
+            with anyio.move_on_after(_CLOSE_SECONDS):
+                while self.in_flight:
+                    self._ended = anyio.Event()
+                    await self._ended.wait()
+            await self.backend.close()
 
     def bring_back(self, info: ModelInfo) -> None:
         """Into service, with a small share at first."""

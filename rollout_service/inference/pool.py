@@ -131,11 +131,8 @@ class BackendPool:
         member = self._member(backend_id)
         del self._members[backend_id]
         self._router.forget(backend_id)
-        member.watch.cancel()
-        member.take_out()
         self._notify()
-        with anyio.CancelScope(shield=True):
-            await member.backend.close()
+        await member.close()
 
     def drain(self, backend_id: str) -> BackendView:
         """Give a backend nothing new; `in_flight` tells when it is done. Registering it again ends the
@@ -152,8 +149,7 @@ class BackendPool:
         members, self._members = list(self._members.values()), {}
         self._notify()
         for member in members:
-            member.watch.cancel()
-            await member.backend.close()
+            await member.close()
 
     # ---- requests
 

@@ -56,6 +56,7 @@ class SGLangBackend:
         self._id = backend_id or urlsplit(self._url).netloc
         self._timeout = timeout
         self._session: aiohttp.ClientSession | None = None
+        self._is_closed = False
         self._vocab_size: int | None = None
 
     @property
@@ -146,9 +147,9 @@ class SGLangBackend:
             raise BackendProtocolError(f"/v1/loads lacks {error}", backend_id=self._id) from error
 
     async def close(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        self._is_closed = True
+        if self._session is not None:
+            await self._session.close()
 
     @asynccontextmanager
     async def _aborted_on_cancel(self, request_id: str) -> AsyncIterator[None]:
@@ -230,6 +231,8 @@ class SGLangBackend:
         return answer
 
     def _open_session(self) -> aiohttp.ClientSession:
+        if self._is_closed:
+            raise BackendUnreachable("was removed", backend_id=self._id)
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
             self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())

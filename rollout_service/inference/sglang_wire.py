@@ -83,9 +83,7 @@ def parse_generation(
     try:
         return _parse(answer, request, backend_id, vocab_size, engine_seconds)
     except BackendProtocolError as error:
-        if error.backend_id:
-            raise
-        raise BackendProtocolError(str(error), backend_id=backend_id) from error
+        raise BackendProtocolError(str(error), hint=error.hint, backend_id=backend_id) from error
 
 
 def _parse(

@@ -25,6 +25,7 @@ from rollout_service.inference.fakes.script import Reply, Script
 _BASE_ID_LENGTH = 32  # the part of a request id that its attempts share
 _LOGPROB = -0.5
 _DEFAULT_BUDGET = 128
+_SHUTDOWN_SECONDS = 0.01  # 0 would wait for ever
 
 
 class Fault(StrEnum):
@@ -143,7 +144,9 @@ class ScriptedEngine:
         self._faults.extend([fault] * count)
 
     async def __aenter__(self) -> Self:
-        self._runner = web.ServerRunner(web.Server(self._handle), shutdown_timeout=0)
+        self._runner = web.ServerRunner(
+            web.Server(self._handle, handler_cancellation=True), shutdown_timeout=_SHUTDOWN_SECONDS
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, *self._address, backlog=2048)
         await site.start()
