@@ -28,7 +28,7 @@ class PrefixCache:
     """KV of token prefixes, at most `budget` tokens of it; used from one thread."""
 
     def __init__(self, budget: int) -> None:
-        self.budget = budget
+        self.budget = max(0, budget)
         self.tokens = 0
         self._uses = 0
         nothing = np.zeros((0, 0, 0, 0), np.float32)
@@ -79,7 +79,7 @@ class PrefixCache:
 
     def resize(self, budget: int) -> None:
         """Change the budget, forgetting what no longer fits."""
-        self.budget = budget
+        self.budget = max(0, budget)
         self._evict()
 
     def clear(self) -> None:
@@ -101,13 +101,11 @@ class PrefixCache:
         return upper
 
     def _evict(self) -> None:
-        if self.tokens <= self.budget:
-            return
-        for leaf in sorted(self._leaves(), key=lambda node: node.used):
-            self._drop(leaf)
-            if self.tokens <= self.budget:
-                return
-        self._evict()  # inner nodes have become leaves
+        while self.tokens > self.budget:  # again where inner nodes have become leaves
+            for leaf in sorted(self._leaves(), key=lambda node: node.used):
+                self._drop(leaf)
+                if self.tokens <= self.budget:
+                    break
 
     def _drop(self, leaf: _Node) -> None:
         if leaf.parent is not None:

@@ -113,6 +113,8 @@ def read_tensors(folder: Path) -> dict[str, Array]:
 def _read_file(file: Path) -> dict[str, Array]:
     with file.open("rb") as stream:
         header_length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+        if header_length > file.stat().st_size:
+            raise ValueError("its header is longer than the file")
         header = json.loads(stream.read(header_length))
     data = np.memmap(file, dtype=np.uint8, mode="r", offset=_LENGTH_BYTES + header_length)
     return {
