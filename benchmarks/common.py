@@ -7,8 +7,9 @@ minute and gives the same keys.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,9 @@ HERE = Path(__file__).parent
 START_SECONDS = 60.0
 
 
+Main = Callable[["Options"], Awaitable[None]]
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """What every benchmark is told."""
@@ -35,8 +39,29 @@ class Options:
     quick: bool
 
 
-def options(description: str) -> Options:
-    """Read the command line."""
+def run(main: Main, description: str) -> None:
+    """Run a benchmark; whatever ends it, also SIGTERM, the processes that it started are ended first."""
+    given = _options(description)
+
+    async def watched() -> bool:
+        async with anyio.create_task_group() as group:
+            group.start_soon(_cancel_on_signal, group.cancel_scope)
+            await main(given)
+            group.cancel_scope.cancel()
+            return True
+        return False
+
+    if not anyio.run(watched, backend_options={"use_uvloop": True}):
+        raise SystemExit("interrupted")
+
+
+async def _cancel_on_signal(scope: anyio.CancelScope) -> None:
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async for _ in signals:
+            scope.cancel()
+
+
+def _options(description: str) -> Options:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     parser.add_argument("--quick", action="store_true", help="at most a minute, with the same keys")
@@ -105,9 +130,10 @@ async def service(
 @asynccontextmanager
 async def child(arguments: Sequence[str], address: Path) -> AsyncIterator[str]:
     """A Python module as a process that writes its URL to a file once it listens; ended with the block."""
-    process = await anyio.open_process(
-        [sys.executable, "-m", *arguments], stdin=None, stdout=None, stderr=None, start_new_session=True
-    )
+    with address.with_suffix(".log").open("wb") as log:
+        process = await anyio.open_process(
+            [sys.executable, "-m", *arguments], stdin=None, stdout=log, stderr=log, start_new_session=True
+        )
     try:
         with anyio.fail_after(START_SECONDS):
             while not await anyio.Path(address).exists():

@@ -5,7 +5,7 @@ Run: python benchmarks/service.py [--json FILE] [--quick]
 Every turn is one bash call in a local sandbox; the engine is scripted, so that it costs no compute of its own.
 Added latency of a turn = the agent stage's wall time less the engine's scripted seconds and less the time in the
 bash tool, over the turns; the engine's HTTP transfer counts as added. The median is over rollouts. Memory is the
-growth of the service's process alone, while all rollouts wait for the engine, over their number.
+growth of the service's process alone, when most rollouts wait for the engine, over their number then.
 
 `service_cpu_ms_per_turn` is the CPU time of the service's process, starting and ending the rollouts included: on a
 machine that is busy with other things it is the figure to trust.
@@ -20,12 +20,12 @@ import statistics
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import anyio
 from bare import Bare, bare_turns
-from common import HERE, Options, Server, child, options, report, service
+from common import HERE, Options, Server, child, report, run, service
 
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span, Stage
 from api_schemas.tasks import Limits, Task
@@ -51,7 +51,7 @@ class Plan:
 
 
 FULL = Plan(slow_turns={1: 10, 64: 10, 512: 12}, fast_turns=100)
-QUICK = Plan(slow_turns={1: 3, 64: 3, 512: 6}, fast_turns=50)
+QUICK = Plan(slow_turns={1: 2, 64: 2, 512: 5}, fast_turns=40)
 
 
 async def main(given: Options) -> None:
@@ -62,10 +62,11 @@ async def main(given: Options) -> None:
         for concurrency in CONCURRENCIES:
             turns = plan.slow_turns[concurrency]
             idle_mb = server.memory_mb
-            rollouts, waiting_mb = await roll_out(server, concurrency, turns)
+            rollouts, peak = await roll_out(server, concurrency, turns)
             figures |= latencies(rollouts, turns, concurrency)
-        figures["memory_mb_per_rollout_c512"] = (waiting_mb - idle_mb) / concurrency
-        bare = await bare_turns(engine_url, COMMAND, concurrency=64, turns=3)
+        figures["memory_mb_per_rollout_c512"] = (peak.memory_mb - idle_mb) / peak.waiting
+        figures["waiting_at_once_c512"] = peak.waiting
+        bare = await bare_turns(engine_url, COMMAND, concurrency=64, turns=2)
         figures["limit_added_ms_p50_c64"] = bare.added_ms(ENGINE_SECONDS)
     async with measured_service(0.0) as (server, engine_url):
         await roll_out(server, 64, 5)
@@ -99,10 +100,18 @@ async def measured_service(engine_seconds: float) -> AsyncIterator[tuple[Server,
             yield server, engine_url
 
 
-async def roll_out(server: Server, count: int, turns: int) -> tuple[list[Rollout], float]:
-    """So many rollouts at once; returns them, and the service's memory (MB) while all were with the agent."""
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """When most rollouts were with the agent at once."""
+
+    waiting: int = 0
+    memory_mb: float = 0.0
+
+
+async def roll_out(server: Server, count: int, turns: int) -> tuple[list[Rollout], Peak]:
+    """So many rollouts at once; returns them, and the service's memory when most of them were with the agent."""
     ids = [f"c{count}-t{turns}-{number}" for number in range(count)]
-    memory: list[float] = []
+    peak = Peak()
     async with anyio.create_task_group() as group:
         limit = anyio.CapacityLimiter(32)
         for number, rollout_id in enumerate(ids):
@@ -110,14 +119,13 @@ async def roll_out(server: Server, count: int, turns: int) -> tuple[list[Rollout
     before = set(ids)
     while True:
         counts = (await server.client.page(limit=1)).counts
-        if counts.get(RolloutState.ROLLOUT, 0) == count:
-            memory.append(server.memory_mb)
+        peak = max(peak, Peak(counts.get(RolloutState.ROLLOUT, 0), server.memory_mb), key=astuple)
         if not any(counts.get(state) for state in RolloutState if not state.terminal):
             break
         await anyio.sleep(0.25)
     rollouts = [rollout async for rollout in server.client.rollouts() if rollout.rollout_id in before]
     check(rollouts, count, turns)
-    return rollouts, statistics.median(memory) if memory else server.memory_mb
+    return rollouts, peak
 
 
 async def submit(
@@ -182,4 +190,4 @@ async def throughput(server: Server, engine_url: str, turns: int) -> dict[str, f
 
 
 if __name__ == "__main__":
-    anyio.run(main, options("What the service itself costs."), backend_options={"use_uvloop": True})
+    run(main, "What the service itself costs.")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
-from common import Options, options, report
+from common import Options, report, run
 
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.tasks import Task
@@ -107,4 +107,4 @@ async def main(given: Options) -> None:
 
 
 if __name__ == "__main__":
-    anyio.run(main, options("How fast the durable store is."), backend_options={"use_uvloop": True})
+    run(main, "How fast the durable store is.")
