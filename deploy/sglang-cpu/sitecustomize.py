@@ -11,16 +11,18 @@ is installed hears that it is not.
 import importlib
 import os
 import sys
+from collections.abc import Iterator
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any, Self
 
 PACKAGES = ("sgl_kernel", "torchvision", "triton")
 TRITON_SUBMODULES = ("backends", "compiler", "language", "runtime", "testing", "tools")
 TRITON_VERSION = "3.7.1"
 
 
-def _refuse_dunder(name):
+def _refuse_dunder(name: str) -> None:
     """Protocol lookups (``__wrapped__``, ``__iter__``...) must see that there is nothing here."""
     if name.startswith("__"):
         raise AttributeError(name)
@@ -29,7 +31,7 @@ def _refuse_dunder(name):
 class Placeholder:
     """An object that may be called, subscripted, read from, and used as a decorator with or without arguments."""
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         is_bare_decorator = len(args) == 1 and not kwargs and callable(args[0])
         if is_bare_decorator and not isinstance(args[0], Placeholder):
             return args[0]
@@ -37,13 +39,13 @@ class Placeholder:
             return lambda decorated: decorated if callable(decorated) else None
         return self
 
-    def __getitem__(self, key):
+    def __getitem__(self, key: object) -> Self:
         return self
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         return iter(())
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         _refuse_dunder(name)
         return Placeholder()
 
@@ -51,7 +53,7 @@ class Placeholder:
 class PlaceholderType(type):
     """The type of stand-in classes: their members (of enumerations, mostly) are their own names."""
 
-    def __getattr__(cls, name):
+    def __getattr__(cls, name: str) -> str:
         _refuse_dunder(name)
         return name
 
@@ -59,18 +61,18 @@ class PlaceholderType(type):
 class PlaceholderModule(ModuleType):
     """A package whose every attribute exists: capitalised names are classes, the others placeholders."""
 
-    def __init__(self, name):
+    def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.__path__ = []
+        self.__path__: list[str] = []
         self.__version__ = TRITON_VERSION
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         _refuse_dunder(name)
         value = self._make(name)
         setattr(self, name, value)
         return value
 
-    def _make(self, name):
+    def _make(self, name: str) -> Any:
         if self.__name__ == "triton.runtime" and name == "driver":
             raise RuntimeError("0 active drivers")  # what triton itself says without a GPU
         if self.__name__ == "triton" and name in TRITON_SUBMODULES:
@@ -82,11 +84,11 @@ class PlaceholderModule(ModuleType):
         return Placeholder()
 
 
-def _accept_anything(self, *args, **kwargs):
+def _accept_anything(self: object, *args: Any, **kwargs: Any) -> None:
     """The constructor of a stand-in class."""
 
 
-def _is_availability_probe():
+def _is_availability_probe() -> bool:
     """Whether the import system was entered through importlib.util.find_spec rather than an import."""
     frame = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("importlib"):
@@ -99,15 +101,15 @@ def _is_availability_probe():
 class PlaceholderFinder(MetaPathFinder, Loader):
     """Finds the stand-ins, after every other finder has failed."""
 
-    def find_spec(self, fullname, path=None, target=None):
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
         if fullname.partition(".")[0] not in PACKAGES or _is_availability_probe():
             return None
         return ModuleSpec(fullname, self, is_package=True)
 
-    def create_module(self, spec):
+    def create_module(self, spec: ModuleSpec) -> PlaceholderModule:
         return PlaceholderModule(spec.name)
 
-    def exec_module(self, module):
+    def exec_module(self, module: ModuleType) -> None:
         """A stand-in has no code of its own."""
 
 
