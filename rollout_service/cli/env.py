@@ -54,7 +54,9 @@ def new(
         from rollout_service.cli.env_new import make_environment
 
         made = make_environment(name, folder)
-        common.err().print(f"made {made}; next: rollout-service env check {made}", soft_wrap=True)
+        common.err().print(f"made {made}; next:", soft_wrap=True)
+        for command in (f"check {made}", f"run {made} --script {made / 'solution.jsonl'}"):
+            common.err().print(f"  rollout-service env {command}", soft_wrap=True)
 
     common.run_blocking(main)
 
@@ -79,9 +81,7 @@ def check(environment: Environment, as_json: AsJson = False) -> None:
     common.run_blocking(main)
 
 
-@app.command(
-    "run", epilog="Example: rollout-service env run ./word-count --index 2 --backend http://gpu-1:30000"
-)
+@app.command("run", epilog="Example: rollout-service env run ./word-count --script word-count/solution.jsonl")
 def run(
     environment: Environment,
     index: Annotated[int, typer.Option(min=0, help="Which instance of the data set.")] = 0,
@@ -89,13 +89,16 @@ def run(
     backend: Annotated[
         str | None, typer.Option(help="URL of an engine; default: the embedded one with a small policy.")
     ] = None,
+    script: Annotated[
+        Path | None, typer.Option(help="JSONL: the turns of a scripted model, such as a known solution.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Of the embedded engine.")] = None,
     sandbox: Annotated[str | None, typer.Option(help="apptainer, or local (isolates nothing).")] = None,
     url: ServerUrl = None,
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
-    """Roll out one task and show its whole trajectory.
+    """Roll out one task, with a scripted or a real model, and show its whole trajectory.
 
     On a server of its own that ends with the command, or on the one at --url. Exit code 1 when it came to no
     result; a wrong answer is a result.
@@ -104,7 +107,7 @@ def run(
     async def main() -> int:
         from rollout_service.cli.env_run import OwnServer, run_one
 
-        own = OwnServer(environment, backend=backend, model=model, sandbox=sandbox)
+        own = OwnServer(environment, backend=backend, script=script, model=model, sandbox=sandbox)
         return await run_one(own, index, instance, url, key, as_json=as_json)
 
     common.run(main)

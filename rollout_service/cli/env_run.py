@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from rollout_service.cli import common
 from rollout_service.cli.child import running_server
 from rollout_service.cli.common import CommandError
 from rollout_service.cli.env_check import load_environment, place_of
+from rollout_service.cli.script import read_turns, scripted_engine
 from rollout_service.cli.show import show_rollout
 from rollout_service.client import RolloutClient
 from rollout_service.tokens.tokenizer import load_tokenizer
@@ -29,14 +30,27 @@ class OwnServer:
 
     environment: str
     backend: str | None
+    script: Path | None
     model: str | None
     sandbox: str | None
 
-    def flags(self) -> list[str]:
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[RolloutClient]:
+        """Start it, with the scripted model if there is a script."""
+        turns = await anyio.to_thread.run_sync(read_turns, self.script) if self.script else None
+        common.err().print("Starting a server")
+        async with AsyncExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-env-"))
+            backend = self.backend
+            if turns is not None:
+                backend = (await stack.enter_async_context(scripted_engine(turns))).url
+            yield await stack.enter_async_context(running_server(Path(folder), self._flags(backend)))
+
+    def _flags(self, backend: str | None) -> list[str]:
         """Flags of `rollout-service serve`."""
         given = {
             "--environment": place_of(self.environment),
-            "--backend": self.backend,
+            "--backend": backend,
             "--model": self.model,
             "--sandbox": self.sandbox,
         }
@@ -63,10 +77,8 @@ async def _server(own: OwnServer, url: str | None, key: str | None) -> AsyncIter
         async with common.connect(url, key) as client:
             yield client
         return
-    with tempfile.TemporaryDirectory(prefix="rollout-env-") as folder:
-        common.err().print("Starting a server")
-        async with running_server(Path(folder), own.flags()) as client:
-            yield client
+    async with own.running() as client:
+        yield client
 
 
 def _name(name_or_path: str) -> str:

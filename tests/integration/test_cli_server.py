@@ -188,6 +188,19 @@ def test_env_run_shows_a_whole_trajectory(server):
     assert "no instance 100000" in missing.stderr
 
 
+def test_a_new_environment_rewards_its_own_solution_and_nothing_less(tmp_path):
+    assert invoke("env", "new", "word-count", "--folder", str(tmp_path)).exit_code == 0
+    folder, lazy = tmp_path / "word-count", tmp_path / "lazy.jsonl"
+    lazy.write_text('{"tool_calls": [{"name": "finish"}]}\n')
+    for script, reward in ((folder / "solution.jsonl", 1.0), (lazy, 0.0)):
+        flags = ["--script", str(script), "--sandbox", "local", "--json"]
+        result = invoke("env", "run", str(folder), *flags)
+        assert result.exit_code == 0, result.stderr
+        rollout = Rollout.model_validate_json(result.stdout)
+        assert rollout.reward == reward
+        assert rollout.stop_reason == "finished"
+
+
 def test_submit_lives_through_a_kill_of_the_server(tmp_path):
     folder = tmp_path / "state"
     folder.mkdir()
