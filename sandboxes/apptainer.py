@@ -5,8 +5,9 @@ namespaces; a clean environment; no capability and no way to gain one; the image
 overlay that vanishes with it. It never runs as the host's root: a service that is root gives up root first, since
 even without capabilities that user could write to the host's /proc/sys.
 
-What it shares: the kernel, and what is enforced of memory and processes only where control groups can be made
-(`enforced`). The disk limit holds for all files together as root, and for each file as another user.
+What it shares: the kernel. `enforced` says which limits hold for a sandbox as a whole: memory and processor time
+do only where control groups can be made, and the disk does only as root. Elsewhere the memory limit holds for
+each process, and the disk limit for each file.
 """
 
 import os
@@ -100,6 +101,8 @@ class ApptainerProvider(HostProvider):
             str(folder.overlay / "image" if self._root else image),
             *("/bin/bash", "--norc", "-c", HIDE, "hide"),
             *(f"{PIPES}/{SCRIPT.name}", PIPES, spec.workdir, str(limits.max_processes)),
+            # Without control groups the next best thing: each process alone is limited.
+            "0" if "memory" in self.enforced else str((limits.memory_bytes or 0) // 1024),
         ]
         launch = ["/bin/sh", "-c", LAUNCH.read_text(), "launch", *command]
         return Plan(

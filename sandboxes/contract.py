@@ -361,6 +361,11 @@ class SandboxProvider(ABC):
     isolates: bool
     """Whether code inside is kept from the host; False says that the code must be trusted."""
 
+    @property
+    def enforced(self) -> frozenset[str]:
+        """Of "memory", "processes", "cpus" and "disk": the limits that hold for a sandbox as a whole here."""
+        return frozenset()
+
     @abstractmethod
     async def start(self, spec: SandboxSpec) -> Sandbox:
         """Start a sandbox; when it returns, commands can be run in it. A cancelled start leaves nothing.

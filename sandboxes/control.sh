@@ -1,10 +1,11 @@
 # The first process of a sandbox: starts and signals processes for the host, which alone holds the other end
 # of its standard input, a socket. It ends when that closes, and as process 1 takes everything inside with it.
-# Usage: control.sh PIPES WORKDIR MAX_PROCESSES; a message is COUNT and COUNT fields, each ended by NUL.
+# Usage: control.sh PIPES WORKDIR MAX_PROCESSES MAX_DATA; the limits, of processes and of each one's data in KiB,
+# are for what it starts and not for itself, and 0 is none. A message is COUNT and COUNT fields, each ended by NUL.
 # The host's end of every pipe is open before its message comes, so that no redirection here waits.
 set -m # every child leads a process group of its own, which is what signals are sent to
 trap : INT TERM HUP QUIT
-pipes=$1 workdir=$2 max_processes=$3
+pipes=$1 workdir=$2 max_processes=$3 max_data=$4
 groups=() # that were started, where this is not process 1
 unset PROMPT_COMMAND OLDPWD "${!APPTAINER@}" "${!SINGULARITY@}" "${!LAUNCH@}"
 
@@ -30,7 +31,8 @@ spawn() {
     cd -- "$cwd" || { printf '126\n' >&9; exit 126; }
     for entry in "${@:1:count}"; do export -- "${entry?}"; done
     shift "$count"
-    if ((max_processes > 0)); then ulimit -u "$max_processes" 2>/dev/null; fi
+    if ((max_processes > 0)); then ulimit -u "$max_processes"; fi 2>/dev/null
+    if ((max_data > 0)); then ulimit -d "$max_data"; fi 2>/dev/null
     if [[ $mode == session ]]; then exec -- "$@" 8>&1 >/dev/null 2>&1; fi
     (exec -- "$@" 9>&-)
     printf '%s\n' "$?" >&9
@@ -59,24 +61,31 @@ stat_of() {
   ppid=${fields[1]} group=${fields[2]} session=${fields[3]} start=${fields[19]}
 }
 
-# stop GROUP NAME SINCE KEPT...: interrupts the leader, a shell, so that it drops the rest of its command; then
-# signals its group and its children. What is older than the command is in the background and spared, and so are
-# the jobs KEPT with what they started: start times are too coarse to tell these from the command.
+# stop LEADER NAME SINCE KEPT...: interrupts the leader, a shell, so that it drops the rest of its command, and signals
+# what the command started. Spared are the jobs KEPT, and what is older than the command, with all below them: they
+# are in the background. Both are needed, since start times alone are too coarse.
 stop() {
-  local leader=$1 name=$2 since=$3 path pid ppid group session start
-  local -A parents=() kept=() found=()
+  local leader=$1 name=$2 since=$3 pid
+  local -A kept=()
   for pid in "${@:4}"; do kept[$pid]=1; done
-  kill -s INT "$leader" 2>/dev/null
-  for path in /proc/[0-9]*; do
-    pid=${path##*/}
-    stat_of "$pid" || continue
-    parents[$pid]=$ppid
-    if ((pid != leader && pid != $$ && start >= since && (group == leader || ppid == leader))); then found[$pid]=1; fi
+  kill -s INT "$leader"
+  if [[ -e /proc/$$/task/$$/children ]]; then
+    stop_tree "$leader"
+  else
+    kill -s INT -- "-$leader" # a kernel that does not tell children: the group, of which jobs ignore SIGINT
+  fi
+} 2>/dev/null
+
+# A parent goes before its children, lest it start others in their place.
+stop_tree() {
+  local file pid below children=() ppid group session start
+  for file in /proc/"$1"/task/*/children; do
+    read -r -a below <"$file"
+    children+=("${below[@]}")
   done
-  for pid in "${!found[@]}"; do
-    path=$pid
-    while [[ -n $path && -z ${kept[$path]-} ]]; do path=${parents[$path]-}; done
-    if [[ -z $path ]]; then kill -s "$name" "$pid" 2>/dev/null; fi
+  if (($1 != leader)); then kill -s "$name" "$1"; fi
+  for pid in "${children[@]}"; do
+    if [[ -z ${kept[$pid]-} ]] && stat_of "$pid" && ((start >= since)); then stop_tree "$pid"; fi
   done
 }
 

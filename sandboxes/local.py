@@ -46,7 +46,7 @@ class LocalProvider(HostProvider):
             )
         workdir = str(folder.overlay)
         return Plan(
-            argv=["bash", "--norc", str(folder.pipes / SCRIPT.name), str(folder.pipes), workdir, "0"],
+            argv=["bash", "--norc", str(folder.pipes / SCRIPT.name), str(folder.pipes), workdir, "0", "0"],
             env={name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ},
             image="",
             limits=Limits(None, None, None),
