@@ -4,15 +4,7 @@ Guarantees: every call may be sent twice without harm (a rollout without an id g
 repeated with back-off while the server cannot be reached or cannot take it, for at most `patience_seconds`;
 `run_all` gives each rollout exactly once, through restarts of the server.
 
-ClientError
- |- UnreachableError       no answer within the patience of this client
- |- ProtocolError          an answer that the API does not promise
- `- ProblemError           the server said no; `.problem` is what it said
-     |- InvalidRequestError    400, 413, 422
-     |- UnauthorizedError      401, 403
-     |- NotFoundError          404
-     |- ConflictError          409
-     `- UnavailableError       429, 502, 503, 504
+The errors are those of `client_errors`, and can be imported from here.
 """
 
 from __future__ import annotations
@@ -27,9 +19,8 @@ import anyio
 import httpx
 from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectSendStream
-from pydantic import JsonValue, TypeAdapter, ValidationError
+from pydantic import JsonValue, TypeAdapter
 
-from api_schemas.errors import Problem
 from api_schemas.events import Event
 from api_schemas.inference import (
     AbortRequest,
@@ -43,7 +34,34 @@ from api_schemas.inference import (
 )
 from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState
 from api_schemas.trajectories import Trajectory
+from rollout_service.client_errors import (
+    ClientError,
+    ConflictError,
+    InvalidRequestError,
+    NotFoundError,
+    ProblemError,
+    ProtocolError,
+    UnauthorizedError,
+    UnavailableError,
+    UnreachableError,
+    parse,
+    problem_of,
+)
 from rollout_service.sse import SSEParser
+
+__all__ = [
+    "ClientError",
+    "ConflictError",
+    "InvalidRequestError",
+    "NotFoundError",
+    "ProblemError",
+    "ProtocolError",
+    "RolloutClient",
+    "UnauthorizedError",
+    "UnavailableError",
+    "UnreachableError",
+    "identified",
+]
 
 T = TypeVar("T")
 Body = dict[str, Any] | None
@@ -56,66 +74,8 @@ ORDER_SECONDS = 1_800.0
 LONG_POLL_SECONDS = 30.0
 FIRST_BACKOFF_SECONDS = 0.1
 LAST_BACKOFF_SECONDS = 5.0
-QUOTED_BYTES = 300
 SILENCE_SECONDS = 60.0
 """A stream of events that says nothing for so long, not even a comment, is taken for dead and opened anew."""
-
-
-class ClientError(Exception):
-    """The base of the family."""
-
-
-class UnreachableError(ClientError):
-    """No server answered within the patience of this client."""
-
-
-class ProtocolError(ClientError):
-    """The answer is not one that the API promises: another program, a proxy, or another version."""
-
-
-class ProblemError(ClientError):
-    """The server said no."""
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(f"{problem.title}: {problem.detail}")
-        self.problem = problem
-
-
-class InvalidRequestError(ProblemError):
-    """The request is wrong as it is; `problem.errors` names the fields."""
-
-
-class UnauthorizedError(ProblemError):
-    """The key is missing or wrong."""
-
-
-class NotFoundError(ProblemError):
-    """There is no such thing."""
-
-
-class ConflictError(ProblemError):
-    """The request contradicts what is there already."""
-
-
-class UnavailableError(ProblemError):
-    """The server cannot take this now; later it can."""
-
-
-PROBLEMS: dict[int, type[ProblemError]] = {
-    400: InvalidRequestError,
-    401: UnauthorizedError,
-    403: UnauthorizedError,
-    404: NotFoundError,
-    409: ConflictError,
-    413: InvalidRequestError,
-    422: InvalidRequestError,
-    429: UnavailableError,
-    502: UnavailableError,
-    503: UnavailableError,
-    504: UnavailableError,
-}
-PASSING = frozenset({429, 502, 503, 504})
-"""Statuses that a proxy, or a server that is not ready, also sends without a problem's body."""
 
 
 class RolloutClient:
@@ -425,27 +385,3 @@ def identified(request: RolloutRequest) -> RolloutRequest:
     if request.rollout_id is not None:
         return request
     return request.model_copy(update={"rollout_id": uuid.uuid4().hex})
-
-
-def problem_of(response: httpx.Response) -> ClientError:
-    """The error that an answer without success stands for."""
-    status, content = response.status_code, response.content
-    try:
-        problem = Problem.model_validate_json(content)
-    except ValidationError:
-        start = content[:QUOTED_BYTES].decode(errors="replace").strip() or "an empty body"
-        detail = f"{response.url} answered {status}: {start}"
-        if status not in PASSING:
-            return ProtocolError(detail)
-        problem = Problem(
-            title="Unavailable", status=status, detail=detail, code="unavailable", retryable=True
-        )
-    return PROBLEMS.get(status, ProblemError)(problem)
-
-
-def parse(adapter: TypeAdapter[T], content: bytes) -> T:
-    """Content of this type; raises ProtocolError."""
-    try:
-        return adapter.validate_json(content)
-    except ValidationError as error:
-        raise ProtocolError(f"an answer that this client does not understand: {error}") from error

@@ -1,0 +1,106 @@
+"""The errors of the client, and how an answer of the server becomes one.
+
+ClientError
+ |- UnreachableError       no answer within the patience of this client
+ |- ProtocolError          an answer that the API does not promise
+ `- ProblemError           the server said no; `.problem` is what it said
+     |- InvalidRequestError    400, 413, 422
+     |- UnauthorizedError      401, 403
+     |- NotFoundError          404
+     |- ConflictError          409
+     `- UnavailableError       429, 502, 503, 504
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import httpx
+from pydantic import TypeAdapter, ValidationError
+
+from api_schemas.errors import Problem
+
+T = TypeVar("T")
+
+QUOTED_BYTES = 300
+
+
+class ClientError(Exception):
+    """The base of the family."""
+
+
+class UnreachableError(ClientError):
+    """No server answered within the patience of this client."""
+
+
+class ProtocolError(ClientError):
+    """The answer is not one that the API promises: another program, a proxy, or another version."""
+
+
+class ProblemError(ClientError):
+    """The server said no."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(f"{problem.title}: {problem.detail}")
+        self.problem = problem
+
+
+class InvalidRequestError(ProblemError):
+    """The request is wrong as it is; `problem.errors` names the fields."""
+
+
+class UnauthorizedError(ProblemError):
+    """The key is missing or wrong."""
+
+
+class NotFoundError(ProblemError):
+    """There is no such thing."""
+
+
+class ConflictError(ProblemError):
+    """The request contradicts what is there already."""
+
+
+class UnavailableError(ProblemError):
+    """The server cannot take this now; later it can."""
+
+
+PROBLEMS: dict[int, type[ProblemError]] = {
+    400: InvalidRequestError,
+    401: UnauthorizedError,
+    403: UnauthorizedError,
+    404: NotFoundError,
+    409: ConflictError,
+    413: InvalidRequestError,
+    422: InvalidRequestError,
+    429: UnavailableError,
+    502: UnavailableError,
+    503: UnavailableError,
+    504: UnavailableError,
+}
+PASSING = frozenset({429, 502, 503, 504})
+"""Statuses that a proxy, or a server that is not ready, also sends without a problem's body."""
+
+
+def problem_of(response: httpx.Response) -> ClientError:
+    """The error that an answer without success stands for."""
+    status, content = response.status_code, response.content
+    try:
+        problem = Problem.model_validate_json(content)
+    except ValidationError:
+        start = content[:QUOTED_BYTES].decode(errors="replace").strip() or "an empty body"
+        detail = f"{response.url} answered {status}: {start}"
+        if status not in PASSING:
+            return ProtocolError(detail)
+        problem = Problem(
+            title="Unavailable", status=status, detail=detail, code="unavailable", retryable=True
+        )
+    return PROBLEMS.get(status, ProblemError)(problem)
+
+
+def parse(adapter: TypeAdapter[T], content: bytes) -> T:
+    """Content of this type; raises ProtocolError."""
+    try:
+        return adapter.validate_json(content)
+    except ValidationError as error:
+        raise ProtocolError(f"an answer that this client does not understand: {error}") from error
