@@ -18,7 +18,7 @@ from pathlib import Path
 import anyio.to_thread
 
 from sandboxes.config import ApptainerConfig
-from sandboxes.contract import Bind, SandboxSpec
+from sandboxes.contract import SandboxSpec
 from sandboxes.control import SCRIPT
 from sandboxes.errors import ProviderUnavailableError, SandboxConfigError
 from sandboxes.host import INSTALL_HINT, find_apptainer
@@ -107,7 +107,7 @@ class ApptainerProvider(HostProvider):
         launch = ["/bin/sh", "-c", LAUNCH.read_text(), "launch", *command]
         return Plan(
             argv=["unshare", "--mount", "--propagation", "private", "--", *launch] if self._root else launch,
-            env=self._launch_env(folder, image, spec.disk_bytes or defaults.disk_bytes),
+            env=self._launch_env(spec, folder, image),
             image=name,
             limits=limits,
             user=self._user,
@@ -129,11 +129,25 @@ class ApptainerProvider(HostProvider):
             *(str(self._binary), "--silent", "exec", *FLAGS, *net),
             *("--overlay", str(folder.overlay / "data")),
             *("--bind", f"{folder.pipes}:{PIPES}:ro", "--bind", f"{folder.sockets}:{SOCKETS}"),
-            *(flag for bind in spec.read_only_binds for flag in ("--bind", _read_only(bind))),
+            *(flag for bind in self._binds(spec, folder) for flag in ("--bind", bind)),
             *("--env", f"{MARKER}={folder.id}"),
         ]
 
-    def _launch_env(self, folder: RunFolder, image: Path, disk_bytes: int) -> dict[str, str]:
+    def _binds(self, spec: SandboxSpec, folder: RunFolder) -> list[str]:
+        """Apptainer's form of the binds; as root the launcher shows their sources where its user can see them."""
+        found = []
+        for number, bind in enumerate(spec.read_only_binds):
+            for path in (bind.source, bind.target):
+                if not path.startswith("/") or any(character in path for character in ":,\\\n"):
+                    raise SandboxConfigError(
+                        f"{path!r} cannot be bound", hint="give an absolute path without : , \\"
+                    )
+            source = folder.overlay / f"bind{number}" if self._root else bind.source
+            found.append(f"{source}:{bind.target}:ro")
+        return found
+
+    def _launch_env(self, spec: SandboxSpec, folder: RunFolder, image: Path) -> dict[str, str]:
+        disk_bytes = spec.disk_bytes or self._config.limits.disk_bytes
         conf = str(folder.overlay / "conf")
         env = {"PATH": PATH, "HOME": conf, "APPTAINER_CONFIGDIR": conf, "APPTAINER_CACHEDIR": conf}
         env |= {"LAUNCH_SPACE": str(folder.overlay)}
@@ -144,15 +158,8 @@ class ApptainerProvider(HostProvider):
             "LAUNCH_GROUP": str(self._group),
             "LAUNCH_BYTES": str(disk_bytes),
             "LAUNCH_IMAGE": str(image),
+            "LAUNCH_BINDS": "\n".join(bind.source for bind in spec.read_only_binds),
         }
-
-
-def _read_only(bind: Bind) -> str:
-    """Apptainer's form of a bind; the characters that mean something in it are refused."""
-    for path in (bind.source, bind.target):
-        if not path.startswith("/") or any(character in path for character in ":,\\\n"):
-            raise SandboxConfigError(f"{path!r} cannot be bound", hint="give an absolute path without : , \\")
-    return f"{bind.source}:{bind.target}:ro"
 
 
 def _binary(configured: Path | None) -> Path:

@@ -38,6 +38,8 @@ class SandboxSpec:
     """A name, a path or a reference; None is the provider's default image."""
 
     network: Literal["none", "full"] = "none"
+    """"full" is the host's own network, with its loopback: for images that must download, never for hostile code."""
+
     memory_bytes: int | None = None
     max_processes: int | None = None
     """Processes and threads alive at once."""

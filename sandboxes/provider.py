@@ -200,7 +200,7 @@ class HostProvider(SandboxProvider):
                 for sandbox in list(self._live.values()):
                     tasks.start_soon(sandbox.close)
             if self._context is not None:
-                self._context.term()
+                self._context.destroy(linger=0)
                 self._context = None
 
 
