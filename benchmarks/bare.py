@@ -33,8 +33,10 @@ class Bare:
         return (statistics.median(self.seconds_per_turn) - engine_seconds - self.tool_seconds) * 1e3
 
 
-async def bare_turns(engine_url: str, command: str, *, concurrency: int, turns: int) -> Bare:
-    """Run so many loops at once, each of so many turns."""
+async def bare_turns(
+    engine_url: str, command: str, *, concurrency: int, turns: int, spread_seconds: float = 0.0
+) -> Bare:
+    """Run so many loops at once, each of so many turns; their starts are spread over so many seconds."""
     per_turn: list[float] = []
     in_tools: list[float] = []
     started = time.perf_counter()
@@ -54,6 +56,7 @@ async def bare_turns(engine_url: str, command: str, *, concurrency: int, turns: 
     async with aiohttp.ClientSession(connector=connector) as http, anyio.create_task_group() as group:
         for _ in range(concurrency):
             group.start_soon(loop, http)
+            await anyio.sleep(spread_seconds / concurrency)
     seconds = time.perf_counter() - started
     return Bare(concurrency * turns / seconds, per_turn, statistics.mean(in_tools))
 
