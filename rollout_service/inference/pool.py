@@ -11,13 +11,14 @@ Guarantees:
 """
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import anyio
 from anyio.abc import TaskGroup
 
-from api_schemas.inference import BackendOutcome, BackendState, BackendView, PauseMode, PoolOutcome
+from api_schemas.inference import BackendState, BackendView, PauseMode, PoolOutcome
+from rollout_service.inference.broadcast import Order, tell_all
 from rollout_service.inference.capabilities import check_backend
 from rollout_service.inference.contract import Backend, GenerateRequest, Generation
 from rollout_service.inference.errors import (
@@ -372,31 +373,13 @@ class BackendPool:
             else:
                 self._take_out(member)
 
-    async def _each(self, order: Callable[[Backend], Awaitable[None]]) -> PoolOutcome:
+    async def _each(self, order: Order) -> PoolOutcome:
         """Give an order to every backend at once; one that cannot be reached leaves service."""
-        outcomes: dict[str, BackendOutcome] = {}
-
-        async def carry_out(member: Member) -> None:
-            started = time.perf_counter()
-            error: InferenceError | None = None
-            try:
-                await order(member.backend)
-            except InferenceError as caught:
-                error = caught
-                member.failed(caught)
-                if isinstance(caught, BackendUnreachable):
-                    self._take_out(member)
-            outcomes[member.id] = BackendOutcome(
-                backend_id=member.id,
-                ok=error is None,
-                seconds=time.perf_counter() - started,
-                error=str(error) if error else None,
-            )
-
-        async with anyio.create_task_group() as tasks:
-            for member in list(self._members.values()):
-                tasks.start_soon(carry_out, member)
-        return PoolOutcome(pool=self.name, outcomes=[outcomes[key] for key in sorted(outcomes)])
+        answers = await tell_all(list(self._members.values()), order)
+        for member, answer in answers:
+            if isinstance(answer.error, BackendUnreachable):
+                self._take_out(member)
+        return PoolOutcome(pool=self.name, outcomes=[answer.outcome(member.id) for member, answer in answers])
 
     def _refuse_other_vocabulary(self, backend_id: str, vocab_size: int | None) -> None:
         for member in self._members.values():

@@ -57,7 +57,7 @@ class EngineUnderTest:
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(generate)
-            while not (await self.backend.load()).running:
+            while not result and not (await self.backend.load()).running:
                 await anyio.sleep(0.01)
             yield result
 

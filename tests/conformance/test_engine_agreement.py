@@ -3,6 +3,7 @@
 import json
 import random
 import subprocess
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -94,47 +95,42 @@ def model(request, checkpoints):
     return checkpoints.second if request.param == "random" else POLICIES / request.param
 
 
-@pytest.fixture(params=["embedded", "sglang"])
-async def sampled(request, model):
-    """The model's folder, requests and what one of the engines sampled for them all at once."""
-    backend = SGLangBackend(request.getfixturevalue(f"{request.param}_url"))
-    await backend.update_weights(str(model), 1)
-    requests = some_requests(seed=4)
-    yield model, requests, await generate_together(backend, requests)
-    await backend.close()
+@asynccontextmanager
+async def serving(model, *urls):
+    """Backends of these engines with the model loaded."""
+    backends = [SGLangBackend(url) for url in urls]
+    for backend in backends:
+        await backend.update_weights(str(model), 1)
+    yield backends
+    for backend in backends:
+        await backend.close()
 
 
-async def test_transformers_gives_every_sampled_token_the_same_logprob(sampled):
-    model, requests, generations = sampled
+async def test_transformers_gives_every_sampled_token_the_same_logprob(model, embedded_url, sglang_url):
+    requests, generations = [], []
+    async with serving(model, embedded_url, sglang_url) as backends:
+        for seed, backend in enumerate(backends):
+            asked = some_requests(seed)
+            requests += asked
+            generations += await generate_together(backend, asked)
     recomputed = await anyio.to_thread.run_sync(recompute, model, requests, generations)
-    worst = max(
-        largest_difference(each.logprobs, logprobs)
-        for each, logprobs in zip(generations, recomputed, strict=True)
-    )
-    assert worst < TRANSFORMERS_TOLERANCE
+    for generation, logprobs in zip(generations, recomputed, strict=True):
+        assert largest_difference(generation.logprobs, logprobs) < TRANSFORMERS_TOLERANCE
 
 
 async def test_sglang_gives_the_embedded_engines_tokens_the_same_logprob(model, embedded_url, sglang_url):
-    embedded, sglang = SGLangBackend(embedded_url), SGLangBackend(sglang_url)
-    for backend in (embedded, sglang):
-        await backend.update_weights(str(model), 1)
     requests = [each for each in some_requests(seed=5) if temperature_of(each) == 1.0]
-    for request, generation in zip(requests, await generate_together(embedded, requests), strict=True):
-        scored = await score_with_sglang(sglang_url, request, generation)
-        assert largest_difference(generation.logprobs, scored) < ENGINES_TOLERANCE
-    await embedded.close()
-    await sglang.close()
+    async with serving(model, embedded_url, sglang_url) as (embedded, _):
+        for request, generation in zip(requests, await generate_together(embedded, requests), strict=True):
+            scored = await score_with_sglang(sglang_url, request, generation)
+            assert largest_difference(generation.logprobs, scored) < ENGINES_TOLERANCE
 
 
 async def test_both_engines_take_the_same_greedy_path(model, embedded_url, sglang_url):
-    embedded, sglang = SGLangBackend(embedded_url), SGLangBackend(sglang_url)
-    for backend in (embedded, sglang):
-        await backend.update_weights(str(model), 1)
     requests = [each for each in some_requests(seed=6) if each.sampling.temperature == 0.0]
-    ours, theirs = await generate_together(embedded, requests), await generate_together(sglang, requests)
+    async with serving(model, embedded_url, sglang_url) as backends:
+        ours, theirs = [await generate_together(backend, requests) for backend in backends]
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.output_ids == other.output_ids
         assert mine.matched == other.matched
         assert largest_difference(mine.logprobs, other.logprobs) < ENGINES_TOLERANCE
-    await embedded.close()
-    await sglang.close()

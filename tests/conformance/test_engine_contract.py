@@ -14,12 +14,13 @@ from rollout_service.inference.sglang_wire import generate_body
 pytestmark = pytest.mark.anyio
 
 PROMPT = [(7 * i + 11) % 256 for i in range(40)]
-LONG = 400  # tokens: long enough to be interrupted
+LONG = 800  # tokens: long enough to be interrupted
 
 
 async def test_every_token_has_a_logprob_and_a_version(engine):
     generation = await engine.generate(PROMPT, max_new_tokens=20, temperature=1.0)
-    assert len(generation.output_ids) == len(generation.logprobs) == len(generation.versions) == 20
+    assert 1 <= len(generation.output_ids) <= 20, "it may have sampled the end"
+    assert len(generation.output_ids) == len(generation.logprobs) == len(generation.versions)
     assert all(logprob <= 0 for logprob in generation.logprobs)
     assert set(generation.versions) == {0}
     assert generation.prompt_tokens == len(PROMPT)

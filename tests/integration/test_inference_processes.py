@@ -147,7 +147,8 @@ async def test_what_the_engine_does_not_do_is_a_400_that_says_so(engine, body, m
 
 async def test_a_client_that_hangs_up_frees_its_place(engine):
     backend = SGLangBackend(engine.url)
-    body = orjson.dumps({"rid": "gone", "input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1400}})
+    params = {"max_new_tokens": 1400, "temperature": 0}
+    body = orjson.dumps({"rid": "gone", "input_ids": [1, 2], "sampling_params": params})
     reader_writer = await anyio.connect_tcp("127.0.0.1", int(engine.url.rpartition(":")[2]))
     async with reader_writer as stream:
         head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"

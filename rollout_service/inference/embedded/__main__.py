@@ -38,7 +38,7 @@ def main(
             weight_version=weight_version,
         )
     except ModelError as error:
-        raise typer.BadParameter(str(error), param_hint="--model") from error
+        raise SystemExit(f"{model} cannot be served: {error}") from error
     serve(app, host, port, port_file=port_file, exit_with_parent=exit_with_parent)
 
 

@@ -22,7 +22,7 @@ from rollout_service.inference.embedded.weights import (
 
 Ids = NDArray[np.int64]
 _MASKED = np.float32(-1e30)
-_FIRST_CAPACITY = 256
+_FIRST_CAPACITY = 2048  # costs address space alone: pages that were never written take no memory
 
 
 class KVStore:
@@ -31,13 +31,14 @@ class KVStore:
     Positions are added as sequences grow. What lies beyond a sequence's length is stale but finite, and masked.
     """
 
-    def __init__(self, config: ModelConfig, slots: int) -> None:
+    def __init__(self, config: ModelConfig, slots: int, *, capacity: int = _FIRST_CAPACITY) -> None:
+        """`capacity` is the number of positions at first."""
         self._limit = config.context_length
         self._shape = (
             config.layers,
             slots,
             config.kv_heads,
-            min(_FIRST_CAPACITY, self._limit),
+            min(capacity, self._limit),
             config.head_dim,
         )
         self.keys: Array = np.zeros(self._shape, np.float32)

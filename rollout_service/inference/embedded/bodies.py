@@ -1,0 +1,75 @@
+"""The bodies of the embedded engine's requests: SGLang's, as far as this engine has them; unknown fields
+are refused.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from api_schemas.inference import PauseMode
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class SamplingParams(_Body):
+    """SGLang's sampling_params, as far as this engine has them."""
+
+    max_new_tokens: int = Field(128, ge=1)
+    temperature: float = Field(1.0, ge=0.0, allow_inf_nan=False)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(-1, ge=-1, lt=2**31)
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    # Penalties would make the reported logprobs another distribution's than the sampled one's.
+    frequency_penalty: float = Field(0.0, ge=0.0, le=0.0)
+    presence_penalty: float = Field(0.0, ge=0.0, le=0.0)
+    repetition_penalty: float = Field(1.0, ge=1.0, le=1.0)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: Literal[True] = True
+    sampling_seed: int | None = None
+
+
+class GenerateBody(_Body):
+    """The body of `/generate`."""
+
+    input_ids: list[int] = Field(min_length=1)
+    rid: str | None = Field(None, min_length=1)
+    sampling_params: SamplingParams = SamplingParams()
+    return_logprob: bool = False
+    logprob_start_len: Literal[-1] = -1
+    stream: bool = False
+
+
+class AbortBody(_Body):
+    """The body of `/abort_request`."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+class PauseBody(_Body):
+    """The body of `/pause_generation`."""
+
+    mode: PauseMode = PauseMode.ABORT
+
+
+class UpdateBody(_Body):
+    """The body of `/update_weights_from_disk`."""
+
+    model_path: str
+    load_format: str | None = None
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+
+
+class VersionBody(_Body):
+    """The body of `/update_weight_version`."""
+
+    new_version: str
+    abort_all_requests: bool = True
