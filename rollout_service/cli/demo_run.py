@@ -110,8 +110,8 @@ async def _watch_stages(client: RolloutClient, view: ProgressView) -> None:
     """Show how many rollouts are in each stage, until cancelled."""
     while True:
         counts = (await client.page(limit=1)).counts
-        working = [f"{count} in {state}" for state, count in counts.items() if not state.terminal]
-        view.update(", ".join(working))
+        there = [state for state in RolloutState if counts.get(state) and not state.terminal]
+        view.update(", ".join(f"{state}: {counts[state]}" for state in there))
         await anyio.sleep(LOOK_SECONDS)
 
 
