@@ -59,6 +59,7 @@ class ProgressView:
         self._console = console
         self._tally = tally
         self._said = time.monotonic()
+        self._note = ""
         self._bar = Progress(
             SpinnerColumn(),
             BarColumn(),
@@ -70,9 +71,10 @@ class ProgressView:
         )
         self._task = self._bar.add_task("", total=tally.total)
 
-    def update(self, note: str = "") -> None:
-        """Show how things stand; `note` is added to the line."""
-        text = ", ".join(filter(None, [note, str(self._tally)]))
+    def update(self, note: str | None = None) -> None:
+        """Show how things stand; `note` begins the line until another one is given."""
+        self._note = self._note if note is None else note
+        text = ", ".join(filter(None, [self._note, str(self._tally)]))
         self._bar.update(self._task, completed=self._tally.count, total=self._tally.total, description=text)
         if not self._console.is_terminal and time.monotonic() - self._said >= LINE_SECONDS:
             self._said = time.monotonic()
