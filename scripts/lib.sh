@@ -141,8 +141,9 @@ has_apptainer() {
     [[ -n ${ROLLOUT_APPTAINER:-} ]] || command -v apptainer >/dev/null || [[ -x /opt/apptainer/bin/apptainer ]]
 }
 
+# As root also the tools that build images, which a machine with an Apptainer of its own may lack.
 ensure_apptainer() {
-    has_apptainer && return
+    has_apptainer && { [[ $(id -u) != 0 ]] || command -v mmdebstrap >/dev/null; } && return
     needs_admin Apptainer "$root/scripts/install-apptainer"
     step "install Apptainer" "$root/scripts/install-apptainer"
 }

@@ -71,6 +71,7 @@ def test_the_base_policy_gives_groups_with_something_to_learn(tmp_path):
 
 @pytest.mark.apptainer
 @pytest.mark.sglang
+@pytest.mark.xdist_group("sglang")  # one SGLang at a time: its scheduler spins on a core
 @pytest.mark.timeout(400)
 def test_the_demo_with_sglang(tmp_path):
     figures, rollouts, _ = demo(tmp_path, "--engine", "sglang", "--rollouts", "8")
