@@ -1,6 +1,5 @@
 """Serving an ASGI application from a child process: a port of the kernel's choice, and an end with the parent's."""
 
-import asyncio
 import os
 import socket
 import sys
@@ -25,13 +24,13 @@ def serve(
     if port_file is not None:
         announce_port(listener, port_file)
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_SECONDS, loop="uvloop"
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_SECONDS
     )
     server = uvicorn.Server(config)
-    asyncio.run(_serve(server, listener, exit_with_parent=exit_with_parent))
+    anyio.run(_serve, server, listener, exit_with_parent, backend_options={"use_uvloop": True})
 
 
-async def _serve(server: uvicorn.Server, listener: socket.socket, *, exit_with_parent: bool) -> None:
+async def _serve(server: uvicorn.Server, listener: socket.socket, exit_with_parent: bool) -> None:
     async with anyio.create_task_group() as tasks:
         if exit_with_parent:
             tasks.start_soon(_stop_at_end_of_input, server)

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,9 +51,7 @@ class Served:
 
     def text(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         """The text of sampled ids; nothing for a model that came without a tokenizer."""
-        if self.tokenizer is None:
-            return ""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+        return _text(self.tokenizer, ids, skip_special_tokens=skip_special_tokens) if self.tokenizer else ""
 
 
 def create_app(
@@ -64,10 +63,8 @@ def create_app(
         ModelError: the folder holds no model that this engine can run.
     """
     tokenizer = _read_tokenizer(Path(model_path))
-    decode: Callable[[list[int]], str] | None = None
-    if tokenizer is not None:
-        decode = lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))  # noqa: E731
-    engine = Engine(model_path, options, decode=decode, weight_version=weight_version)
+    served_text = partial(_text, tokenizer, skip_special_tokens=False) if tokenizer else None
+    engine = Engine(model_path, options, decode=served_text, weight_version=weight_version)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -360,6 +357,10 @@ async def _refuse(_: Request, error: Exception) -> Response:
 
 async def _fail_update(_: Request, error: Exception) -> Response:
     return _json({"success": False, "message": str(error), "num_paused_requests": 0}, _BAD_REQUEST)
+
+
+def _text(tokenizer: Tokenizer, ids: list[int], *, skip_special_tokens: bool) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
 
 def _read_tokenizer(folder: Path) -> Tokenizer | None:
