@@ -20,45 +20,37 @@ END = b"END\n"
 
 @dataclass(frozen=True, slots=True)
 class Bare:
-    """What a bare loop took."""
+    """What bare loops took."""
 
     turns_per_second: float
-    seconds_per_turn: list[float]
-    """Mean of each loop."""
-    tool_seconds: float
-    """Mean seconds of a command, over all loops."""
-
-    def added_ms(self, engine_seconds: float) -> float:
-        """Median milliseconds per turn beside the engine's and the tool's own."""
-        return (statistics.median(self.seconds_per_turn) - engine_seconds - self.tool_seconds) * 1e3
+    engine_ms: float
+    """Median of the HTTP calls."""
+    tool_ms: float
+    """Median of the commands."""
 
 
-async def bare_turns(
-    engine_url: str, command: str, *, concurrency: int, turns: int, spread_seconds: float = 0.0
-) -> Bare:
-    """Run so many loops at once, each of so many turns; their starts are spread over so many seconds."""
-    per_turn: list[float] = []
-    in_tools: list[float] = []
-    started = time.perf_counter()
+async def bare_turns(engine_url: str, command: str, *, concurrency: int, turns: int) -> Bare:
+    """Run so many loops at once, each of so many turns."""
+    engine: list[float] = []
+    tool: list[float] = []
 
     async def loop(http: aiohttp.ClientSession) -> None:
         async with shell() as bash:
-            begun, tool = time.perf_counter(), 0.0
             for number in range(turns):
+                begun = time.perf_counter()
                 await generate(http, engine_url, PROMPT_TOKENS + number)
-                before = time.perf_counter()
+                answered = time.perf_counter()
                 await run(bash, command)
-                tool += time.perf_counter() - before
-        per_turn.append((time.perf_counter() - begun) / turns)
-        in_tools.append(tool / turns)
+                engine.append(answered - begun)
+                tool.append(time.perf_counter() - answered)
 
+    started = time.perf_counter()
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as http, anyio.create_task_group() as group:
         for _ in range(concurrency):
             group.start_soon(loop, http)
-            await anyio.sleep(spread_seconds / concurrency)
-    seconds = time.perf_counter() - started
-    return Bare(concurrency * turns / seconds, per_turn, statistics.mean(in_tools))
+    rate = concurrency * turns / (time.perf_counter() - started)
+    return Bare(rate, statistics.median(engine) * 1e3, statistics.median(tool) * 1e3)
 
 
 async def generate(http: aiohttp.ClientSession, engine_url: str, tokens: int) -> dict[str, Any]:

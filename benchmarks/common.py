@@ -129,10 +129,10 @@ async def service(
 
 @asynccontextmanager
 async def child(arguments: Sequence[str], address: Path) -> AsyncIterator[str]:
-    """A Python module as a process that writes its URL to a file once it listens; ended with the block."""
+    """A Python program as a process that writes its URL to a file once it listens; ended with the block."""
     with address.with_suffix(".log").open("wb") as log:
         process = await anyio.open_process(
-            [sys.executable, "-m", *arguments], stdin=None, stdout=log, stderr=log, start_new_session=True
+            [sys.executable, *arguments], stdin=None, stdout=log, stderr=log, start_new_session=True
         )
     try:
         with anyio.fail_after(START_SECONDS):
