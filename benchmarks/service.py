@@ -5,10 +5,10 @@ Run: python benchmarks/service.py [--json FILE] [--quick]
 Every turn is one bash call in a local sandbox; the engine is scripted, so that it costs no compute of its own, and
 writes down when each request came. Added latency of a turn = the time from one request of a rollout to its next,
 less the engine's scripted seconds, less what the same command takes in a bare bash. So it counts HTTP both ways,
-tokens, tool call, and whatever waits for the CPU. Figures are over all turns that lie within the time in which all
-rollouts were with the agent at once; their orders are spread evenly over some seconds, so that turns do not all end
-at the same moment. Memory is the growth of the service's process alone, when most rollouts wait for the engine, over
-their number then.
+tokens, the tool call, and whatever waits for the CPU. Figures are over the turns in the time in which all rollouts
+were with the agent at once, without each one's first, whose command starts its shell; the orders are spread evenly
+over some seconds, so that turns do not all end at the same moment. Memory is the growth of the service's process
+alone, when most rollouts wait for the engine, over their number then.
 
 `service_cpu_ms_per_turn` and `_per_rollout` are the CPU time of the service's process, for a turn, and for all else in
 a rollout's life: on a machine that is busy with other things these are the figures to trust. `limit_*` figures are
@@ -55,7 +55,7 @@ class Plan:
 
 
 FULL = Plan(slow_turns={1: 10, 64: 12, 512: 20}, fast_turns=100)
-QUICK = Plan(slow_turns={1: 2, 64: 4, 512: 8}, fast_turns=40)
+QUICK = Plan(slow_turns={1: 4, 64: 4, 512: 8}, fast_turns=40)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def latencies(file: Path, numbers: Sequence[int], tool_ms: float) -> dict[str, f
     arrivals = read_arrivals(file)
     ours = [sorted(arrivals[number]) for number in numbers]
     begin, end = max(times[0] for times in ours), min(times[-1] for times in ours)
-    pairs = [pair for times in ours for pair in itertools.pairwise(times)]
+    pairs = [pair for times in ours for pair in itertools.pairwise(times[1:])]
     # Where starting them all takes longer than the first one's work, there is no such time: then all turns count.
     inside = [pair for pair in pairs if begin <= pair[0] and pair[1] <= end] or pairs
     added = sorted((later - earlier - ENGINE_SECONDS) * 1e3 - tool_ms for earlier, later in inside)
