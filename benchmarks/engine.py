@@ -1,6 +1,6 @@
-"""A scripted engine that writes down when each request came, so that turns can be timed from outside the service.
+"""A scripted engine that writes down each turn's times, so that the service is timed from outside.
 
-Run: python benchmarks/engine.py --delay SECONDS --address FILE --arrivals FILE
+Run: python benchmarks/engine.py --delay SECONDS --address FILE --record FILE
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import time
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
+from aiohttp import web
 from tokenizers import Tokenizer
 
 import rollout_service.policies
@@ -29,44 +32,69 @@ CALL = {"name": "bash", "arguments": {"command": COMMAND}}
 TURN = f"<tool_call>\n{json.dumps(CALL)}\n</tool_call><|im_end|>"
 KEPT_TOKENS = 256
 """How much of a prompt is written down: enough to hold the number in the first message."""
-RECORD = struct.Struct(f"=d{KEPT_TOKENS}i")
+RECORD = struct.Struct(f"=2d{KEPT_TOKENS}i")
 
 
-class Recorder:
-    """The script of one turn that repeats for ever; appends a record per request to a file."""
+PROMPT: ContextVar[bytes] = ContextVar("prompt")
+"""How the prompt of the request begins that this task answers."""
 
-    def __init__(self, arrivals: Path) -> None:
+
+class OneTurn:
+    """The script of one turn that repeats for ever; keeps how the prompt begins."""
+
+    def __init__(self) -> None:
         self._replies = Replies.from_texts([TURN], MODEL)
-        self._file = os.open(arrivals, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def reply(self, input_ids: Sequence[int], budget: int) -> Reply:
-        """Write down the time and how the prompt begins."""
+        """The turn."""
         begin = array("i", input_ids[:KEPT_TOKENS])
         begin.extend([0] * (KEPT_TOKENS - len(begin)))
-        os.write(self._file, struct.pack("=d", time.monotonic()) + begin.tobytes())
+        PROMPT.set(begin.tobytes())
         return self._replies.reply(input_ids, budget)
 
 
-def read_arrivals(file: Path) -> dict[int, list[float]]:
-    """When the requests of each rollout came (seconds), by the number in its prompt."""
+class TimedEngine(ScriptedEngine):
+    """Appends a record of each turn to a file."""
+
+    def __init__(self, record: Path, *, latency: float) -> None:
+        vocab_size = json.loads((MODEL / "config.json").read_bytes())["vocab_size"]
+        super().__init__(OneTurn(), latency=latency, vocab_size=vocab_size, model_path=MODEL)
+        self._record = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        asked = time.monotonic()
+        response = await super()._handle(request)
+        if request.path == "/generate":
+            os.write(self._record, struct.pack("=2d", asked, time.monotonic()) + PROMPT.get())
+        return response
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Turn:
+    """When the engine was asked for a turn and when it answered, in seconds on one clock."""
+
+    asked: float
+    answered: float
+
+
+def read_turns(file: Path) -> dict[int, list[Turn]]:
+    """The turns of each rollout in order, by the number in its prompt."""
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
-    arrivals: dict[int, list[float]] = defaultdict(list)
-    for when, *begin in RECORD.iter_unpack(file.read_bytes()):
+    turns: dict[int, list[Turn]] = defaultdict(list)
+    for asked, answered, *begin in RECORD.iter_unpack(file.read_bytes()):
         if found := re.search(r"Greet number (\d+) ", tokenizer.decode(begin)):
-            arrivals[int(found[1])].append(when)
-    return arrivals
+            turns[int(found[1])].append(Turn(asked, answered))
+    return {number: sorted(ours) for number, ours in turns.items()}
 
 
 async def main() -> None:
     """Serve until the process is ended."""
-    parser = argparse.ArgumentParser(description="A scripted engine that writes down when each request came.")
+    parser = argparse.ArgumentParser(description="A scripted engine that writes down each turn's times.")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds per turn")
     parser.add_argument("--address", type=Path, required=True, help="write the URL to this file")
-    parser.add_argument("--arrivals", type=Path, required=True, help="write the requests to this file")
+    parser.add_argument("--record", type=Path, required=True, help="write the requests to this file")
     given = parser.parse_args()
-    vocab_size = json.loads((MODEL / "config.json").read_bytes())["vocab_size"]
-    script = Recorder(given.arrivals)
-    async with ScriptedEngine(script, latency=given.delay, vocab_size=vocab_size, model_path=MODEL) as engine:
+    async with TimedEngine(given.record, latency=given.delay) as engine:
         draft = given.address.with_suffix(".draft")
         draft.write_text(engine.url)
         draft.replace(given.address)

@@ -3,8 +3,8 @@
 Run: python benchmarks/service.py [--json FILE] [--quick]
 
 Every turn is one bash call in a local sandbox; the engine is scripted, so that it costs no compute of its own, and
-writes down when each request came. Added latency of a turn = the time from one request of a rollout to its next,
-less the engine's scripted seconds, less what the same command takes in a bare bash. So it counts HTTP both ways,
+writes down when it was asked and when it answered. Added latency of a turn = the time from one answer of the engine
+to the same rollout's next request, less what the same command takes in a bare bash. So it counts HTTP both ways,
 tokens, the tool call, and whatever waits for the CPU. Figures are over the turns in the time in which all rollouts
 were with the agent at once, without each one's first, whose command starts its shell; the orders are spread evenly
 over some seconds, so that turns do not all end at the same moment. Memory is the growth of the service's process
@@ -29,7 +29,7 @@ from pathlib import Path
 import anyio
 from bare import bare_turns
 from common import HERE, Options, Server, child, report, run, service
-from engine import COMMAND, read_arrivals
+from engine import COMMAND, read_turns
 
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.tasks import Limits, Task
@@ -64,7 +64,7 @@ class Bench:
 
     server: Server
     engine_url: str
-    arrivals: Path
+    record: Path
     numbers: Iterator[int] = field(default_factory=itertools.count)
     """Every rollout has its own, in its prompt."""
 
@@ -89,7 +89,7 @@ async def main(given: Options) -> None:
         for concurrency, spread in SPREAD_SECONDS.items():
             idle_mb = slow.server.memory_mb
             numbers, peak = await roll_out(slow, concurrency, plan.slow_turns[concurrency], spread)
-            figures |= latencies(slow.arrivals, numbers, bare.tool_ms)
+            figures |= latencies(slow.record, numbers, bare.tool_ms)
         figures["memory_mb_per_rollout_c512"] = (peak.memory_mb - idle_mb) / peak.waiting
         figures["waiting_at_once_c512"] = peak.waiting
     settings = {"engine_seconds": ENGINE_SECONDS, "command": COMMAND, "fast_turns": plan.fast_turns}
@@ -101,15 +101,15 @@ async def bench(engine_seconds: float) -> AsyncIterator[Bench]:
     """A service before a scripted engine that takes so long for a turn."""
     with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
         folder = Path(name)
-        address, arrivals = folder / "engine", folder / "arrivals"
+        address, record = folder / "engine", folder / "turns"
         script = [str(HERE / "engine.py"), "--delay", str(engine_seconds)]
-        script += ["--address", str(address), "--arrivals", str(arrivals)]
+        script += ["--address", str(address), "--record", str(record)]
         environment = HERE / "environments" / "echo"
         async with (
             child(script, address) as engine_url,
             service(folder, engine_url, workers=max(SPREAD_SECONDS), environment=environment) as server,
         ):
-            yield Bench(server, engine_url, arrivals)
+            yield Bench(server, engine_url, record)
 
 
 async def roll_out(
@@ -160,13 +160,15 @@ def check(rollouts: Sequence[Rollout], count: int, turns: int) -> None:
 
 def latencies(file: Path, numbers: Sequence[int], tool_ms: float) -> dict[str, float]:
     """Milliseconds that were added to a turn, over the turns in the time when all rollouts were at work."""
-    arrivals = read_arrivals(file)
-    ours = [sorted(arrivals[number]) for number in numbers]
-    begin, end = max(times[0] for times in ours), min(times[-1] for times in ours)
-    pairs = [pair for times in ours for pair in itertools.pairwise(times[1:])]
+    turns = read_turns(file)
+    ours = [turns[number] for number in numbers]
+    begin, end = max(one[0].asked for one in ours), min(one[-1].asked for one in ours)
+    pairs = [pair for one in ours for pair in itertools.pairwise(one[1:])]
     # Where starting them all takes longer than the first one's work, there is no such time: then all turns count.
-    inside = [pair for pair in pairs if begin <= pair[0] and pair[1] <= end] or pairs
-    added = sorted((later - earlier - ENGINE_SECONDS) * 1e3 - tool_ms for earlier, later in inside)
+    inside = [
+        (turn, after) for turn, after in pairs if begin <= turn.answered and after.asked <= end
+    ] or pairs
+    added = sorted((after.asked - turn.answered) * 1e3 - tool_ms for turn, after in inside)
     count = len(numbers)
     return {
         f"added_ms_p50_c{count}": statistics.median(added),
@@ -182,9 +184,9 @@ async def throughput(instant: Bench, turns: int) -> dict[str, float]:
     cpu.append(instant.server.cpu_seconds)
     numbers, _ = await roll_out(instant, 64, turns)
     cpu.append(instant.server.cpu_seconds)
-    arrivals = read_arrivals(instant.arrivals)
-    ours = [sorted(arrivals[number]) for number in numbers]
-    seconds = max(times[-1] for times in ours) - min(times[0] for times in ours)
+    turns_of = read_turns(instant.record)
+    ours = [turns_of[number] for number in numbers]
+    seconds = max(one[-1].asked for one in ours) - min(one[0].asked for one in ours)
     rate = 64 * (turns - 1) / seconds
     bare = await bare_turns(instant.engine_url, COMMAND, concurrency=64, turns=turns)
     per_turn = (cpu[2] - cpu[1] - (cpu[1] - cpu[0])) / (64 * (turns - 1)) * 1e3
