@@ -136,18 +136,6 @@ class Settings(BaseSettings):
         """The file of the store."""
         return self.state_dir.expanduser() / "rollouts.sqlite3"
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, then the environment; the file is put below them by `load_settings`."""
-        return init_settings, env_settings
-
 
 def is_loopback(host: str) -> bool:
     """Whether a server that binds this host can be reached from this machine only."""
