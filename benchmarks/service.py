@@ -35,7 +35,7 @@ from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.tasks import Limits, Task
 
 ENGINE_SECONDS = 2.0
-SPREAD_SECONDS = {1: 0.0, 64: 2.0, 512: 8.0}
+SPREAD_SECONDS = {1: 0.0, 64: 2.0, 512: 6.0}
 """Over how long the orders are spread, by concurrency: whole turns of the engine."""
 AIMS = {
     "added_ms_p50_c64": "< 3",
@@ -55,7 +55,7 @@ class Plan:
 
 
 FULL = Plan(slow_turns={1: 10, 64: 12, 512: 20}, fast_turns=100)
-QUICK = Plan(slow_turns={1: 4, 64: 4, 512: 8}, fast_turns=40)
+QUICK = Plan(slow_turns={1: 3, 64: 4, 512: 6}, fast_turns=30)
 
 
 @dataclass(frozen=True, slots=True)
