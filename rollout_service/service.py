@@ -19,6 +19,7 @@ from pydantic import HttpUrl
 from api_schemas.errors import FieldError
 from api_schemas.inference import BackendSpec, BackendState
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage
+from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.errors import InvalidFieldError, NotFoundError
 from rollout_service.inference.embedded.process import EmbeddedEngine
@@ -60,15 +61,14 @@ class Service:
         """
         environment = self.environments.get(request.task.environment)
         environment.check(request.task.instance)
-        if environment.spec.image is not None:
-            await self._check_image(environment.spec.image)
+        await self._check_image(environment.spec)
         self.serving.check(request.pool)
         rollout, _ = await self.store.submit(request)
         return rollout
 
-    async def _check_image(self, image: str) -> None:
+    async def _check_image(self, spec: EnvironmentSpec) -> None:
         try:
-            await self.sandboxes.check_image(image)
+            await self.sandboxes.image_of(spec)
         except ImageError as error:
             raise InvalidFieldError(
                 [FieldError(path="body.task.environment", message=f"its image cannot be used: {error}")],
@@ -133,6 +133,8 @@ async def open_service(settings: Settings, metrics: Metrics) -> AsyncIterator[Se
         store = await stack.enter_async_context(await SqliteStore.open(settings.database))
         images = ImageStore(settings.images_dir)
         environments = await anyio.to_thread.run_sync(EnvironmentRegistry.load, settings.environments)
+        for where, problem in environments.problems.items():
+            log.error("an environment cannot be used", where=where, error=str(problem), hint=problem.hint)
         provider = make_provider(settings.sandbox, state_dir)
         stack.push_async_callback(provider.close)
         swept = await provider.sweep()

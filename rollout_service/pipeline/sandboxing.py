@@ -42,15 +42,20 @@ class SandboxSource:
         self._provider = provider
         self._resolve_image = resolve_image
 
-    async def check_image(self, image: str) -> Path:
-        """Where an image is; raises ImageNotFoundError that says how to make it."""
-        return await anyio.to_thread.run_sync(self._resolve_image, image)
+    async def image_of(self, spec: EnvironmentSpec) -> Path | None:
+        """Where an environment's image is, or None where it or the provider needs none.
+
+        Raises ImageNotFoundError that says how to make it.
+        """
+        if spec.image is None or not self._provider.isolates:
+            return None
+        return await anyio.to_thread.run_sync(self._resolve_image, spec.image)
 
     async def start(self, spec: EnvironmentSpec, label: str) -> Sandbox:
         """Start a sandbox for an environment; raises SandboxError."""
         if spec.image is None:
             raise ValueError(f"environment {spec.name} needs no sandbox")
-        image = await self.check_image(spec.image) if self._provider.isolates else None
+        image = await self.image_of(spec)
         return await self._provider.start(
             SandboxSpec(
                 image=str(image) if image else None,

@@ -17,7 +17,13 @@ from api_schemas.errors import Problem
 from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutState
 from api_schemas.trajectories import Trajectory
+from rollout_service.environments.contract import EnvironmentSpec
+from rollout_service.pipeline.sandboxing import SandboxSource
 from rollout_service.tokens import check_invariants
+from sandboxes import make_provider
+from sandboxes.config import ApptainerConfig, LocalConfig
+from sandboxes.errors import ImageNotFoundError
+from sandboxes.images import ImageStore
 
 pytestmark = pytest.mark.xdist_group("api")
 
@@ -282,3 +288,13 @@ def test_every_error_in_the_log_is_json_safe(api: httpx.Client) -> None:
     hostile = "\u2028<script>\x1b[31m"
     refused = problem(api.post("/v1/rollouts", content=json.dumps({"task": {"environment": hostile}})), 422)
     assert refused.errors
+
+
+@pytest.mark.anyio
+async def test_a_missing_image_is_refused_where_sandboxes_need_one(tmp_path: Path) -> None:
+    spec = EnvironmentSpec(name="lost", image=str(tmp_path / "nowhere.sif"))
+    apptainer = make_provider(ApptainerConfig(), tmp_path)
+    local = make_provider(LocalConfig(provider="local"), tmp_path)
+    with pytest.raises(ImageNotFoundError, match=r"nowhere\.sif"):
+        await SandboxSource(apptainer, ImageStore(tmp_path).resolve).image_of(spec)
+    assert await SandboxSource(local, ImageStore(tmp_path).resolve).image_of(spec) is None
