@@ -55,7 +55,7 @@ class Plan:
 
 
 FULL = Plan(slow_turns={1: 10, 64: 12, 512: 20}, fast_turns=100)
-QUICK = Plan(slow_turns={1: 3, 64: 4, 512: 6}, fast_turns=30)
+QUICK = Plan(slow_turns={1: 3, 64: 4, 512: 5}, fast_turns=30)
 
 
 @dataclass(frozen=True, slots=True)
