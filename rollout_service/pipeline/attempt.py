@@ -97,7 +97,10 @@ class Attempt:
         self._slot = Slot(services.stages.init.places)
         self._left = time.perf_counter() - (datetime.now(UTC) - lease.queued_at).total_seconds()
         self._artifacts = Artifacts()
-        self._spans: list[Span] = []
+        self.stage: Stage | None = None
+        """The stage that was entered last."""
+        self.spans: list[Span] = list(lease.spans)
+        """Of all attempts so far."""
         self._stop_reason: StopReason | None = None
         self._state = RolloutState.QUEUED
 
@@ -164,6 +167,7 @@ class Attempt:
     @asynccontextmanager
     async def _stage(self, limiter: StageLimiter, seconds: float) -> AsyncIterator[Timer]:
         queued = await limiter.enter(self._slot, since=self._left)
+        self.stage = limiter.stage
         await self._advance(RolloutState(limiter.stage.value))
         timer = Timer(limiter.stage, self.lease.attempt, queued)
         try:
@@ -175,7 +179,7 @@ class Attempt:
             raise
         finally:
             self._left = time.perf_counter()
-            self._spans.append(timer.span())
+            self.spans.append(timer.span())
 
     async def _advance(self, state: RolloutState) -> None:
         if state is self._state:
@@ -222,11 +226,6 @@ class Attempt:
             raise RuntimeError("the init stage has not run")
         return self._episode
 
-    @property
-    def stage(self) -> str | None:
-        """The stage that was entered last."""
-        return self._spans[-1].stage if self._spans else None
-
     def result(
         self, state: RolloutState, *, score: Score | None = None, error: ErrorInfo | None = None
     ) -> Rollout:
@@ -245,7 +244,7 @@ class Attempt:
             error=error,
             retries=self.lease.retries,
             **({"usage": usage} if usage else {}),
-            spans=self._spans,
+            spans=self.spans,
             metadata=self.lease.request.metadata,
             created_at=self.lease.created_at,
             finished_at=datetime.now(UTC),

@@ -217,7 +217,7 @@ class Pipeline:
 
         async def retry() -> bool:
             return await self._services.store.retry(
-                attempt.lease, self._services.owner, info, delay_seconds=delay
+                attempt.lease, self._services.owner, info, spans=attempt.spans, delay_seconds=delay
             )
 
         await self._settle("queue a rollout again", attempt, retry)

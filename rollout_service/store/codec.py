@@ -10,6 +10,7 @@ import hashlib
 import json
 import sqlite3
 import zlib
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,11 +18,12 @@ from pydantic import TypeAdapter
 
 from api_schemas.errors import ErrorInfo
 from api_schemas.events import Event
-from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, StopReason
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span, StopReason
 from api_schemas.trajectories import Trajectory
 from rollout_service.store.contract import Lease
 
 _RETRIES = TypeAdapter(list[ErrorInfo])
+_SPANS = TypeAdapter(list[Span])
 _RESULT_FIELDS = {"reward", "reward_parts", "stop_reason", "error", "usage", "spans"}
 
 
@@ -60,7 +62,8 @@ def decode_rollout(row: sqlite3.Row) -> Rollout:
     """A rollout from its row joined with its request and, when it has one, its result."""
     request = RolloutRequest.model_validate_json(row["request"])
     state = RolloutState(row["state"])
-    result: dict[str, Any] = json.loads(row["result"]) if row["result"] else {}
+    result: dict[str, Any] = json.loads(row["result"] or "{}")
+    result.setdefault("spans", json.loads(row["spans"]))
     if state is RolloutState.CANCELLED:
         result.setdefault("stop_reason", StopReason.CANCELLED)
     return Rollout(
@@ -77,6 +80,11 @@ def decode_rollout(row: sqlite3.Row) -> Rollout:
     )
 
 
+def encode_spans(spans: Sequence[Span]) -> str:
+    """Spans as a JSON list."""
+    return _SPANS.dump_json(list(spans)).decode()
+
+
 def decode_lease(row: sqlite3.Row) -> Lease:
     """A lease from a claimed row joined with its request."""
     return Lease(
@@ -84,6 +92,7 @@ def decode_lease(row: sqlite3.Row) -> Lease:
         request=RolloutRequest.model_validate_json(row["request"]),
         attempt=row["attempt"],
         retries=_RETRIES.validate_json(row["retries"]),
+        spans=_SPANS.validate_json(row["spans"]),
         created_at=when(row["created_at"]),
         queued_at=when(row["queued_at"]),
         token=row["token"],

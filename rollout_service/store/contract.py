@@ -25,7 +25,7 @@ from pydantic import JsonValue
 
 from api_schemas.errors import ErrorInfo
 from api_schemas.events import Event
-from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState
+from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState, Span
 from api_schemas.trajectories import Trajectory
 
 
@@ -39,6 +39,8 @@ class Lease:
     """Counted from 1; a lease that ran out or was given back counts as an attempt."""
     retries: list[ErrorInfo]
     """Failures of the earlier attempts."""
+    spans: list[Span]
+    """Stages of the earlier attempts that ended in a failure, not in a crash."""
     created_at: datetime
     """When the rollout was submitted."""
     queued_at: datetime
@@ -80,10 +82,19 @@ class Store(Protocol):
         """
         ...
 
-    async def retry(self, lease: Lease, owner: str, error: ErrorInfo, *, delay_seconds: float = 0.0) -> bool:
+    async def retry(
+        self,
+        lease: Lease,
+        owner: str,
+        error: ErrorInfo,
+        *,
+        spans: Sequence[Span] = (),
+        delay_seconds: float = 0.0,
+    ) -> bool:
         """Queue a leased rollout again after a failed attempt, not before the delay has passed.
 
-        False when the lease is no longer held. One whose cancellation was asked for is cancelled instead.
+        `spans` are those of all attempts so far; the next lease brings them along. False when the lease is no
+        longer held. One whose cancellation was asked for is cancelled instead.
         """
         ...
 

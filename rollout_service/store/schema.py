@@ -30,6 +30,7 @@ CREATE TABLE rollouts (
     stop_reason TEXT,
     code TEXT,
     retries TEXT NOT NULL DEFAULT '[]',
+    spans TEXT NOT NULL DEFAULT '[]',
     created_at REAL NOT NULL,
     queued_at REAL NOT NULL,
     changed_at REAL NOT NULL

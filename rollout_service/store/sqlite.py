@@ -21,7 +21,7 @@ from pydantic_core import to_json
 
 from api_schemas.errors import ErrorInfo, FieldError
 from api_schemas.events import Event
-from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState
+from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState, Span
 from api_schemas.trajectories import Trajectory
 from rollout_service.errors import InvalidFieldError
 from rollout_service.store import codec, statements
@@ -115,8 +115,17 @@ class SqliteStore(Store):
         values = self._held(lease, owner) | {"state": state, "before": to_json(before).decode()}
         return await self._write(lambda db: statements.advance(db, values))
 
-    async def retry(self, lease: Lease, owner: str, error: ErrorInfo, *, delay_seconds: float = 0.0) -> bool:
+    async def retry(
+        self,
+        lease: Lease,
+        owner: str,
+        error: ErrorInfo,
+        *,
+        spans: Sequence[Span] = (),
+        delay_seconds: float = 0.0,
+    ) -> bool:
         values = self._held(lease, owner) | {"error": error.model_dump_json(), "code": error.code}
+        values["spans"] = codec.encode_spans(spans)
         values["not_before"] = values["now"] + delay_seconds
         rows = await self._write(lambda db: db.execute(statements.RETRY, values).fetchall())
         self._announce(row["rollout_id"] for row in rows if row["state"] == RolloutState.CANCELLED)

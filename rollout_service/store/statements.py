@@ -73,7 +73,7 @@ RETRY = """
 UPDATE rollouts SET
     state = iif(cancel, 'cancelled', 'queued'), stop_reason = iif(cancel, 'cancelled', NULL),
     code = iif(cancel, NULL, :code), owner = NULL, not_before = :not_before,
-    retries = json_insert(retries, '$[#]', json(:error)), queued_at = :now, changed_at = :now
+    retries = json_insert(retries, '$[#]', json(:error)), spans = :spans, queued_at = :now, changed_at = :now
 WHERE rollout_id = :id AND owner = :owner AND token = :token
 RETURNING rollout_id, state
 """

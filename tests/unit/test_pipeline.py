@@ -355,6 +355,11 @@ async def test_an_infrastructure_failure_is_tried_again() -> None:
         assert (rollout.state, rollout.attempt) == (RolloutState.COMPLETED, 3)
         assert [error.code for error in rollout.retries] == ["sandbox_start"] * 2
         assert [error.attempt for error in rollout.retries] == [1, 2]
+        assert [(span.attempt, span.stage, span.error) for span in rollout.spans] == [
+            (1, Stage.INIT, "sandbox_start"),
+            (2, Stage.INIT, "sandbox_start"),
+            *((3, stage, None) for stage in Stage),
+        ]
 
 
 async def test_attempts_are_limited() -> None:
