@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from rollout_service import __version__, problems
+from rollout_service.errors import known_cause
 from rollout_service.middleware import BearerKeys, BodyLimit, CountRequests
 from rollout_service.routes import backends, environments, events, health, prorl, rollouts
 from rollout_service.service import open_service
@@ -22,8 +23,12 @@ def create_app(settings: Settings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with open_service(settings, metrics) as service:
-            app.state.service = service
+        async with AsyncExitStack() as stack:
+            try:
+                app.state.service = await stack.enter_async_context(open_service(settings, metrics))
+            except Exception as error:
+                app.state.failure = known_cause(error)
+                raise
             yield
 
     app = FastAPI(
@@ -37,6 +42,7 @@ def create_app(settings: Settings) -> FastAPI:
             Middleware(BodyLimit, max_bytes=settings.max_body_bytes),
         ],
     )
+    app.state.failure = None
     problems.install(app)
     for module in (rollouts, backends, environments, events, health, prorl):
         app.include_router(module.router)

@@ -139,6 +139,13 @@ class ConfigurationError(ServiceError):
     code = "bad_configuration"
 
 
+def known_cause(error: BaseException) -> ServiceError | SandboxError | None:
+    """The error of ours that an exception is, or that a group of exceptions holds; None for a defect."""
+    if isinstance(error, BaseExceptionGroup):
+        return next((cause for inner in error.exceptions if (cause := known_cause(inner))), None)
+    return error if isinstance(error, ServiceError | SandboxError) else None
+
+
 def describe(error: BaseException, *, stage: str | None = None, attempt: int | None = None) -> ErrorInfo:
     """What a person and a program need to know of an exception, with the boundary that it crossed."""
     if isinstance(error, ServiceError):

@@ -7,11 +7,14 @@ import socket
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
+from starlette.types import Message, Receive, Scope, Send
 
 from rollout_service.app import create_app
-from rollout_service.errors import ConfigurationError
+from rollout_service.errors import ConfigurationError, ServiceError
 from rollout_service.settings import Settings
 from rollout_service.telemetry import configure_logging
+from sandboxes.errors import SandboxError
 
 CONNECTIONS_GRACE_SECONDS = 3
 GC_YOUNG_OBJECTS = 20_000
@@ -21,12 +24,14 @@ GC_YOUNG_OBJECTS = 20_000
 def serve(settings: Settings, *, port_file: Path | None = None) -> None:
     """Serve until SIGTERM or SIGINT; writes `http://HOST:PORT` to `port_file` once it listens.
 
-    Raises ConfigurationError when the address cannot be bound.
+    Raises ConfigurationError when the address cannot be bound. Where the service itself cannot start, the log
+    says why and the process ends with exit code 3.
     """
     configure_logging(settings.log_format, settings.log_level)
     _settle_garbage_collector()
+    app = create_app(settings)
     config = uvicorn.Config(
-        create_app(settings),
+        PlainStartup(app),
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=CONNECTIONS_GRACE_SECONDS,
@@ -37,8 +42,26 @@ def serve(settings: Settings, *, port_file: Path | None = None) -> None:
             _announce(listener, settings.host, port_file)
         server = uvicorn.Server(config)
         server.run(sockets=[listener])
-        if not server.started:
-            raise ConfigurationError("the service did not start; the log above says why")
+
+
+class PlainStartup:
+    """The app, which says why it does not start in a sentence; only a defect is worth a traceback."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def plain(message: Message) -> None:
+            if message["type"] == "lifespan.startup.failed" and (why := _why(self._app)):
+                message["message"] = why
+            await send(message)
+
+        await self._app(scope, receive, plain if scope["type"] == "lifespan" else send)
+
+
+def _why(app: FastAPI) -> str:
+    failure: ServiceError | SandboxError | None = app.state.failure
+    return f"{failure} {failure.hint}".strip() if failure else ""
 
 
 def _settle_garbage_collector() -> None:

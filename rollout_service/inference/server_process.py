@@ -23,13 +23,17 @@ import aiohttp
 import anyio
 import anyio.abc
 
+from rollout_service.errors import ConfigurationError
+
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 3.0
 _TAIL_BYTES = 4000
 
 
-class EngineStartError(RuntimeError):
+class EngineStartError(ConfigurationError):
     """An engine's process ended, or did not serve in time; the message has the end of its log."""
+
+    code = "engine_start"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,42 @@
+"""A service that cannot start says why in a sentence, and what to do, without a traceback."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def serve(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rollout_service.cli", "serve", "--port", "0", "--sandbox", "local"]
+    return subprocess.run(
+        [*command, "--state-dir", str(folder), *flags],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--model", "/nowhere"], "/nowhere/config.json"),
+        (["--host", "0.0.0.0"], "no key is set"),
+        (["--engine", "gpu"], "embedded"),
+        (["--config", "/nowhere.toml"], "there is no settings file"),
+    ],
+)
+def test_it_says_why(tmp_path: Path, flags: list[str], says: str) -> None:
+    ended = serve(tmp_path, *flags)
+    assert ended.returncode != 0
+    assert says in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_store_that_is_no_database(tmp_path: Path) -> None:
+    (tmp_path / "rollouts.sqlite3").write_bytes(b"not a database, and long enough to be taken for none" * 100)
+    ended = serve(tmp_path, "--engine", "none")
+    assert ended.returncode != 0
+    assert "Traceback" not in ended.stderr
+    assert "rollouts.sqlite3" in ended.stderr or "store" in ended.stderr
