@@ -34,6 +34,8 @@ _CONNECT_SECONDS = 10.0
 _CONTROL_SECONDS = 30.0
 _ABORT_SECONDS = 2.0
 _UPDATE_SECONDS = 900.0
+_FLUSH_SECONDS = 30
+_NOT_FLUSHED = "the cache was not flushed"
 # Below the 5 seconds after which the engines' HTTP server drops an idle connection, so that no request
 # is sent into one that is being closed.
 _KEEPALIVE_SECONDS = 4.0
@@ -103,7 +105,16 @@ class SGLangBackend:
             "flush_cache": flush_cache,
             "abort_all_requests": False,
         }
-        answer = await self._post("/update_weights_from_disk", body, seconds=_UPDATE_SECONDS)
+        try:
+            answer = await self._post("/update_weights_from_disk", body, seconds=_UPDATE_SECONDS)
+        except BackendRejected as error:
+            if not (flush_cache and _NOT_FLUSHED in str(error)):
+                raise
+            # The weights are in place, but a request that was aborted a moment ago still held its KV.
+            await self._post(
+                f"/flush_cache?timeout={_FLUSH_SECONDS}", {}, seconds=_FLUSH_SECONDS + _CONTROL_SECONDS
+            )
+            return
         if not (isinstance(answer, dict) and answer.get("success") is True):
             raise BackendProtocolError(f"weights from {path} gave {answer!r}", backend_id=self._id)
 

@@ -103,6 +103,9 @@ REAL = [
 async def prepared(url: str, kind: str, checkpoints: Checkpoints) -> AsyncIterator[EngineUnderTest]:
     backend = SGLangBackend(url, backend_id=kind)
     await backend.resume()
+    with anyio.fail_after(60):
+        while (load := await backend.load()).running or load.waiting:  # what the test before cancelled
+            await anyio.sleep(0.05)
     await backend.update_weights(str(checkpoints.first), 0)
     yield EngineUnderTest(backend, checkpoints, await backend.model_info())
     await backend.abort()
