@@ -37,8 +37,8 @@ QUEUE_LIMIT = 64
 LOG_LIMIT = 4096
 POLL = 0.02
 PROBE = 1.0
-IDLE_GRACE = 1.0
-"""How long output may come after the reply: "idle" is lost only where the kernel's queue ran over."""
+SILENCE = 4.0
+"""How long the output may pause after the reply: "idle" is lost only where the kernel's queue ran over."""
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
@@ -85,10 +85,13 @@ class Cell:
         self.truncated = False
         """Whether the result or the error was cut; the output says so itself."""
         self.idle = anyio.Event()
+        self.taken = 0
+        """Messages so far."""
         self._limit = limit
 
     def take(self, kind: str, content: Mapping[str, Any]) -> None:
         """Add one message of the output channel."""
+        self.taken += 1
         if kind == "stream":
             self.output.add(_encoded(content.get("text")))
         elif kind == "display_data":
@@ -200,8 +203,7 @@ class Kernel:
             tasks.start_soon(self._collect, request, cell)
             tasks.start_soon(self._cancel_at_end, tasks.cancel_scope)
             await self._reply(request)
-            with anyio.move_on_after(IDLE_GRACE):
-                await cell.idle.wait()
+            await self._until_idle(cell)
             done = True
             tasks.cancel_scope.cancel()
         if not done:
@@ -209,6 +211,14 @@ class Kernel:
         if not cell.idle.is_set():
             # ZeroMQ disconnects for good from a peer that sends more than it may.
             raise SessionDiedError("the kernel's output was lost: it sent too much at once")
+
+    async def _until_idle(self, cell: Cell) -> None:
+        """Wait for the rest of the output, which comes on a channel of its own, for as long as it keeps coming."""
+        seen = -1
+        while not cell.idle.is_set() and cell.taken != seen:
+            seen = cell.taken
+            with anyio.move_on_after(SILENCE):
+                await cell.idle.wait()
 
     async def _collect(self, request: str, cell: Cell) -> None:
         while not cell.idle.is_set():
