@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
@@ -50,7 +50,7 @@ class EpisodeLimits(Settings):
 class SandboxSettings(Settings):
     """What the sandbox of an environment may use."""
 
-    network: str = Field("none", pattern="^(none|full)$")
+    network: Literal["none", "full"] = "none"
     memory: str = Field("2G", pattern=r"^\d+(\.\d+)?[KMGT]?$")
     """Bytes, or with a suffix K, M, G or T (powers of 1024)."""
     max_processes: int = Field(256, ge=1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Literal, cast
 
 import anyio
 from anyio import SpooledTemporaryFile
@@ -59,7 +58,7 @@ class SandboxSource:
         return await self._provider.start(
             SandboxSpec(
                 image=str(image) if image else None,
-                network=cast(Literal["none", "full"], spec.sandbox.network),
+                network=spec.sandbox.network,
                 memory_bytes=spec.sandbox.memory_bytes,
                 max_processes=spec.sandbox.max_processes,
                 env=spec.sandbox.env,
