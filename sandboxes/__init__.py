@@ -10,6 +10,7 @@ from sandboxes.contract import (
     Bind,
     ExecResult,
     FileEntry,
+    Network,
     PythonErrorInfo,
     PythonResult,
     PythonSession,
@@ -17,6 +18,7 @@ from sandboxes.contract import (
     SandboxInfo,
     SandboxProvider,
     SandboxSpec,
+    SessionName,
     SweepReport,
 )
 from sandboxes.errors import (
@@ -50,6 +52,7 @@ __all__ = [
     "LimitDefaults",
     "LimitExceededError",
     "LocalConfig",
+    "Network",
     "ProviderConfig",
     "ProviderUnavailableError",
     "PythonErrorInfo",
@@ -65,6 +68,7 @@ __all__ = [
     "SandboxSpec",
     "SandboxStartError",
     "SessionDiedError",
+    "SessionName",
     "SweepReport",
     "make_provider",
 ]

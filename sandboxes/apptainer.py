@@ -1,17 +1,17 @@
 """Sandboxes in Apptainer: one `apptainer exec` each, whose first process inside is the control shell.
 
-What a sandbox has of its own: user, process, mount, network (none but a loopback that is down) and IPC
-namespaces; a clean environment; no capability and no way to gain one; the image, read-only, below a writable
-overlay that vanishes with it. It never runs as the host's root: a service that is root gives up root first, since
-even without capabilities that user could write to the host's /proc/sys.
+What a sandbox has of its own: user, process, mount, network and IPC namespaces; a clean environment; no capability
+and no way to gain one; the image, read-only, below a writable overlay that vanishes with it. It never runs as the
+host's root: a service that is root gives up root first, since even without capabilities that user could write to
+the host's /proc/sys.
 
 What it shares: the kernel. `enforced` says which limits hold for a sandbox as a whole: memory and processor time
-do only where control groups can be made, and the disk does only as root. Elsewhere the memory limit holds for
-each process, and the disk limit for each file.
+do only where control groups can be made, and the disk only where plain programs may make user namespaces. Elsewhere
+the memory limit holds for each process, and the disk limit for each file; a list of hosts is refused there, too.
 """
 
 import os
-import pwd
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -20,18 +20,21 @@ import anyio.to_thread
 from sandboxes.config import ApptainerConfig
 from sandboxes.contract import SandboxSpec
 from sandboxes.control import SCRIPT
+from sandboxes.egress.rules import AllowList
 from sandboxes.errors import ProviderUnavailableError, SandboxConfigError
 from sandboxes.host import INSTALL_HINT, find_apptainer
 from sandboxes.images import ImageStore
+from sandboxes.launcher import NAMESPACES_HINT, Launcher
 from sandboxes.limits import Groups, Limits, find_groups
+from sandboxes.materials import Materials
 from sandboxes.process import MARKER
-from sandboxes.provider import HostProvider, Plan
+from sandboxes.provider import EgressPlan, HostProvider, Plan
 from sandboxes.rundir import RunFolder
-from sandboxes.unpacked import UnpackedImages
+from sandboxes.users import has_subordinate_ids, ids_of
 
-LAUNCH = Path(__file__).with_name("launch.sh")
+PROXY_PORT = 3128
+"""In the sandbox's own network, in which nothing else can have taken it."""
 PIPES, SOCKETS = "/run/rollout/pipes", "/run/rollout/sockets"
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 # The control shell runs from a copy of bash that can be executed but not read: the kernel then lets no process
 # inside look into it, trace it, or take its descriptors.
@@ -44,11 +47,26 @@ FLAGS = (
     "--containall",
     "--cleanenv",
     "--no-home",
-    "--no-privs",
     "--no-init",  # the control shell is process 1: nothing inside can kill it, and all ends with it
-    "--userns",
     "--no-mount",
-    "tmp,home,cwd,bind-paths",  # /tmp is the image's, in the overlay, within the disk limit
+    # /tmp is the image's, in the overlay, within the disk limit; /sys is of the sandbox's network, without the
+    # host's control groups, which an ordinary user's sandbox could change.
+    "tmp,home,cwd,bind-paths,sys",
+)
+
+
+ORDINARY, FAKEROOT = ("--no-privs", "--userns"), ("--fakeroot",)
+
+# What root has in its own user namespace, as elsewhere in containers. The control shell keeps more, so that nothing
+# inside may look into it or trace it, and no file system can be mounted.
+KEPT = "chown,dac_override,fowner,fsetid,kill,setgid,setuid,setpcap,setfcap,net_bind_service,sys_chroot"
+GIVE_UP = (
+    "setpriv",
+    "--inh-caps=-all",
+    "--ambient-caps=-all",
+    "--bounding-set=-all," + ",".join(f"+{name}" for name in KEPT.split(",")),
+    "--no-new-privs",
+    "--",
 )
 
 
@@ -62,15 +80,20 @@ class ApptainerProvider(HostProvider):
         """
         Raises:
             ProviderUnavailableError: Apptainer is not installed.
-            SandboxConfigError: there is no user of the configured name.
+            SandboxConfigError: there is no user of the configured name, or it has no ids for fakeroot.
         """
         super().__init__(state_dir, config.run_dir, config.start_timeout)
         self._config = config
         self._binary = _binary(config.binary)
         self._images = images or ImageStore()
-        self._user, self._group = _ids(config.user)
-        unpacked = self._images.root.parent / "unpacked"
-        self._unpacked = UnpackedImages(self._binary, unpacked, self._user, self._group)
+        self._user, self._group = ids_of(config.user)
+        self.launcher = Launcher(self._user, self._group, fakeroot=config.fakeroot)
+        if config.fakeroot and not has_subordinate_ids(self._user):
+            raise SandboxConfigError(
+                f"fakeroot needs ids for user {self._user} in /etc/subuid and /etc/subgid, and there are none",
+                hint="sudo usermod --add-subuids 200000-265535 --add-subgids 200000-265535 USER",
+            )
+        self.materials = Materials(config, self._images, self._binary, (self._user, self._group))
 
     @cached_property
     def _groups(self) -> Groups:
@@ -82,32 +105,60 @@ class ApptainerProvider(HostProvider):
     @property
     def enforced(self) -> frozenset[str]:
         """Of memory, processes, cpus and disk: what this host lets the provider enforce for a whole sandbox."""
-        disk = {"disk"} if os.geteuid() == 0 else set()
+        disk = {"disk"} if self.launcher.mounts else set()
         return self._groups.enforced | disk | {"processes"}
 
+    async def identity(self, spec: SandboxSpec) -> str:
+        return await anyio.to_thread.run_sync(self._identity, spec)
+
+    def _identity(self, spec: SandboxSpec) -> str:
+        image = self._images.resolve(spec.image or self._config.image)
+        sources = (image, *(Path(bind.source) for bind in spec.read_only_binds))
+        try:
+            files = [(path, path.stat()) for path in sources]
+        except OSError as error:
+            raise SandboxConfigError(f"what the sandbox is made from cannot be read: {error}") from error
+        return "\n".join(
+            f"{path} {found.st_dev}:{found.st_ino} {found.st_size} {found.st_mtime_ns}"
+            for path, found in files
+        )
+
     async def plan(self, spec: SandboxSpec, folder: RunFolder) -> Plan:
+        allowed = _allowed(spec)
+        self.launcher.require_enterable(folder.path.parent)
+        namespaces = await anyio.to_thread.run_sync(lambda: self.launcher.namespaces)
+        if allowed is not None and not namespaces:
+            raise SandboxConfigError(
+                "no sandbox can be held to a list of hosts here",
+                hint="set sandbox.fakeroot to false" if self._config.fakeroot else NAMESPACES_HINT,
+            )
         name = spec.image or self._config.image
-        image = await anyio.to_thread.run_sync(self._images.resolve, name)
-        if self._config.unpack and image.is_file():
-            image = await self._unpacked.provide(image)
+        material = await self.materials.of(name)
+        spec = replace(spec, read_only_binds=(*spec.read_only_binds, *material.binds))
         defaults = self._config.limits
         limits = Limits(
             spec.memory_bytes or defaults.memory_bytes,
             spec.max_processes or defaults.max_processes,
             spec.cpus or defaults.cpus,
+            spec.disk_bytes or defaults.disk_bytes,
         )
         command = [
             *self._exec(spec, folder),
-            str(folder.overlay / "image" if self._root else image),
+            str(folder.overlay / "image" if self.launcher.root else material.image),
             *("/bin/bash", "--norc", "-c", HIDE, "hide"),
             *(f"{PIPES}/{SCRIPT.name}", PIPES, spec.workdir, str(limits.max_processes)),
             # Without control groups the next best thing: each process alone is limited.
             "0" if "memory" in self.enforced else str((limits.memory_bytes or 0) // 1024),
         ]
-        launch = ["/bin/sh", "-c", LAUNCH.read_text(), "launch", *command]
         return Plan(
-            argv=["unshare", "--mount", "--propagation", "private", "--", *launch] if self._root else launch,
-            env=self._launch_env(spec, folder, image),
+            argv=self.launcher.command(command),
+            env=self.launcher.variables(
+                folder.overlay,
+                spec.disk_bytes or defaults.disk_bytes,
+                network=spec.network != "full",
+                image=material.image,
+                binds=[bind.source for bind in spec.read_only_binds],
+            ),
             image=name,
             limits=limits,
             user=self._user,
@@ -115,20 +166,25 @@ class ApptainerProvider(HostProvider):
             pipes_inside=PIPES,
             sockets_inside=SOCKETS,
             workdir=spec.workdir,
-            session_env={"HOME": "/root", "TERM": "dumb", "LANG": "C.UTF-8"},
+            own_space=True,
+            prefix=GIVE_UP if self._config.fakeroot else (),
+            python=material.python,
+            session_env={"HOME": "/root", "TERM": "dumb", "LANG": "C.UTF-8"} | _proxy_env(allowed),
+            egress=EgressPlan(allowed, PROXY_PORT, self._config.private_addresses) if allowed else None,
         )
-
-    @property
-    def _root(self) -> bool:
-        return os.geteuid() == 0
 
     def _exec(self, spec: SandboxSpec, folder: RunFolder) -> list[str]:
         """The command up to the image."""
-        net = ["--net", "--network", "none"] if spec.network == "none" else []
         return [
-            *(str(self._binary), "--silent", "exec", *FLAGS, *net),
-            *("--overlay", str(folder.overlay / "data")),
-            *("--bind", f"{folder.pipes}:{PIPES}:ro", "--bind", f"{folder.sockets}:{SOCKETS}"),
+            *(
+                str(self._binary),
+                "--silent",
+                "exec",
+                *FLAGS,
+                *(FAKEROOT if self._config.fakeroot else ORDINARY),
+            ),
+            *self.launcher.flags(folder.overlay, network=spec.network != "full"),
+            *("--bind", f"{folder.pipes}:{PIPES}:ro", "--bind", f"{folder.overlay}/sockets:{SOCKETS}"),
             *(flag for bind in self._binds(spec, folder) for flag in ("--bind", bind)),
             *("--env", f"{MARKER}={folder.id}"),
         ]
@@ -142,24 +198,34 @@ class ApptainerProvider(HostProvider):
                     raise SandboxConfigError(
                         f"{path!r} cannot be bound", hint="give an absolute path without : , \\"
                     )
-            source = folder.overlay / f"bind{number}" if self._root else bind.source
+            source = folder.overlay / f"bind{number}" if self.launcher.root else bind.source
             found.append(f"{source}:{bind.target}:ro")
         return found
 
-    def _launch_env(self, spec: SandboxSpec, folder: RunFolder, image: Path) -> dict[str, str]:
-        disk_bytes = spec.disk_bytes or self._config.limits.disk_bytes
-        conf = str(folder.overlay / "conf")
-        env = {"PATH": PATH, "HOME": conf, "APPTAINER_CONFIGDIR": conf, "APPTAINER_CACHEDIR": conf}
-        env |= {"LAUNCH_SPACE": str(folder.overlay)}
-        if not self._root:
-            return env | {"LAUNCH_FILE_BLOCKS": str(disk_bytes // 512)}
-        return env | {
-            "LAUNCH_USER": str(self._user),
-            "LAUNCH_GROUP": str(self._group),
-            "LAUNCH_BYTES": str(disk_bytes),
-            "LAUNCH_IMAGE": str(image),
-            "LAUNCH_BINDS": "\n".join(bind.source for bind in spec.read_only_binds),
-        }
+
+def _allowed(spec: SandboxSpec) -> AllowList | None:
+    """The list of hosts, if the network is one."""
+    if spec.network in {"none", "full"}:
+        return None
+    if isinstance(spec.network, str):
+        raise SandboxConfigError(
+            f"there is no network {spec.network!r}", hint='give "none", "full" or a list of hosts'
+        )
+    return AllowList(spec.network)
+
+
+def _proxy_env(allowed: AllowList | None) -> dict[str, str]:
+    """What programs look at for a proxy; some know one spelling, some the other."""
+    if allowed is None:
+        return {}
+    proxy = f"http://127.0.0.1:{PROXY_PORT}"
+    variables = {
+        "HTTP_PROXY": proxy,
+        "HTTPS_PROXY": proxy,
+        "ALL_PROXY": proxy,
+        "NO_PROXY": "localhost,127.0.0.1,::1",
+    }
+    return variables | {name.lower(): value for name, value in variables.items()}
 
 
 def _binary(configured: Path | None) -> Path:
@@ -168,16 +234,3 @@ def _binary(configured: Path | None) -> Path:
     if not os.access(configured, os.X_OK):
         raise ProviderUnavailableError(f"{configured} is not an executable file", hint=INSTALL_HINT)
     return configured
-
-
-def _ids(name: str) -> tuple[int, int]:
-    """Whom sandboxes run as: this user, or for root the one with the name."""
-    if os.geteuid() != 0:
-        return os.geteuid(), os.getegid()
-    try:
-        entry = pwd.getpwnam(name)
-    except KeyError as error:
-        raise SandboxConfigError(f"there is no user {name!r}", hint="make it, or set sandbox.user") from error
-    if entry.pw_uid == 0:
-        raise SandboxConfigError("sandboxes never run as root", hint="set sandbox.user to another user")
-    return entry.pw_uid, entry.pw_gid

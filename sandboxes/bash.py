@@ -13,9 +13,10 @@ from collections.abc import Awaitable, Callable
 
 import anyio
 
+from sandboxes.breaches import Breaches
 from sandboxes.contract import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, BashResult, BashSession
 from sandboxes.control import Child, ControlShell, ticks_now
-from sandboxes.errors import SandboxError, SessionDiedError
+from sandboxes.errors import SandboxClosedError, SandboxError, SessionDiedError
 from sandboxes.output import OutputBuffer
 from sandboxes.pipes import ERROR, INPUT, Reader, write_all
 
@@ -29,6 +30,8 @@ SETUP = (
 
 JOBS_LIMIT = 1024
 PID_DIGITS = 10
+INTERRUPTS, INTERRUPT_PAUSE = 3, 1.0
+"""SIGINT is lost on a process that the shell has forked and that is not its program yet, so it is sent again."""
 STEPS = (("INT", 2.0), ("TERM", 1.0), ("KILL", 1.0))
 """What a command gets at its time-out, and how long it may take to heed it."""
 
@@ -42,12 +45,14 @@ class ShellSession(BashSession):
         *,
         cwd: str,
         env: dict[str, str],
+        breaches: Breaches,
         explain: Callable[[SessionDiedError], Awaitable[SandboxError]],
     ) -> None:
         """`explain` turns a death into its cause where the sandbox knows one, such as its memory limit."""
         self._control = control
         self._cwd = cwd
         self._env = {**env, **ENV}
+        self._breaches = breaches
         self._explain = explain
         self._lock = anyio.Lock()
         self._child: Child | None = None
@@ -56,6 +61,10 @@ class ShellSession(BashSession):
         """What ran in the background when the present command began."""
         self._last = 0
         """The exit code of the command before."""
+        self._since: int | None = None
+        """When the present command began, in ticks."""
+        self._ended = anyio.Event()
+        """Set when the present command has ended."""
 
     async def open(self) -> None:
         """Start the shell if there is none.
@@ -90,7 +99,9 @@ class ShellSession(BashSession):
 
     async def _run(self, command: str, timeout: float, output: OutputBuffer) -> BashResult:
         child, reader = self._opened()
-        begun, since, nonce = time.monotonic(), ticks_now(), secrets.token_hex(8)
+        begun, nonce = time.monotonic(), secrets.token_hex(8)
+        self._since = since = ticks_now()
+        self._ended = anyio.Event()
         code: int | None = None
         self._jobs = []
         reader.start(output.add)
@@ -105,9 +116,14 @@ class ShellSession(BashSession):
             error.output = output.text()
             raise await self._explain(error) from None
         finally:
+            self._since = None
+            self._ended.set()
             reader.stop()
-        seconds = time.monotonic() - begun
-        return BashResult(output.text(), code, scope.cancelled_caught, output.truncated, seconds)
+        seconds, timed_out = time.monotonic() - begun, scope.cancelled_caught
+        breaches = self._breaches.of_call(
+            timeout if timed_out else None, output.limit if output.truncated else None
+        )
+        return BashResult(output.text(), code, timed_out, output.truncated, seconds, breaches)
 
     def _opened(self) -> tuple[Child, Reader]:
         if self._child is None or self._reader is None:
@@ -126,11 +142,27 @@ class ShellSession(BashSession):
             timed_out=True,
         )
 
+    async def interrupt(self) -> None:
+        if not self._control.alive:
+            raise SandboxClosedError("the sandbox has ended")
+        child, since, ended = self._child, self._since, self._ended
+        for _ in range(INTERRUPTS):
+            if child is None or since is None or ended.is_set():
+                return
+            await self._control.stop(child.group, "INT", since, self._jobs)
+            with anyio.move_on_after(INTERRUPT_PAUSE):
+                await ended.wait()
+
     async def ensure(self) -> None:
         """Start the shell at the first call; `run` says where it has ended since, and starts others."""
         async with self._lock:
             if self._child is None:
                 await self.open()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the shell runs, or has not been opened."""
+        return self._child is None or not self._child.status.ended
 
     async def idle(self) -> None:
         """Wait until no command runs."""

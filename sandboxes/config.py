@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from sandboxes.contract import SandboxProvider
 
@@ -38,11 +38,56 @@ class ApptainerConfig(_Config):
     user: str = "nobody"
     """When the service runs as root, the user that sandboxes run as; code never runs as the host's root."""
 
+    fakeroot: bool = False
+    """Code runs as a root that has no right on the host, for images that expect it: the user's range of subordinate
+    ids (/etc/subuid, /etc/subgid) is mapped. A list of hosts is refused then, and an ordinary user's limit of the disk
+    holds for each file alone. The image needs setpriv (util-linux)."""
+
     unpack: bool = True
     """Keep each image unpacked on disk: starts are faster and no FUSE is needed, for its size on disk."""
 
+    unpacked_dir: Path | None = None
+    """Where they are unpacked, on a disk of this machine; None is ~/.cache/rollout-service/unpacked."""
+
+    unpacked_budget_bytes: PositiveInt | None = 50 * GIB
+    """The least recently used unpacked images go when all take more; None sets no limit."""
+
+    python: Literal["auto", "image", "toolkit"] = "auto"
+    """Whose Python the Python tool runs in: the image's own; one with ipykernel that is bound into any image; or
+    the image's if it has one with ipykernel, else the other."""
+
+    toolkit_image: str = "base"
+    """The image that the other one is made of."""
+
     run_dir: Path | None = None
     """Where the folders of live sandboxes are made; a short path. None: below XDG_RUNTIME_DIR or /tmp."""
+
+    private_addresses: bool = False
+    """Whether the names of a sandbox's list of hosts may be private addresses (10.0.0.0/8, fd00::/8 and their like)
+    that the list does not have itself. Loopback and link-local addresses may be so only where listed."""
+
+    start_timeout: PositiveFloat = 60.0
+    limits: LimitDefaults = LimitDefaults()
+
+
+class DockerConfig(_Config):
+    """Sandboxes in Docker, where a daemon answers; see `sandboxes.docker` for what they isolate."""
+
+    provider: Literal["docker"]
+    binary: str = "docker"
+    """The client: a name to look for in PATH, or a path."""
+
+    host: str | None = None
+    """The daemon, such as "unix:///run/docker.sock"; None is the client's own, by DOCKER_HOST or its context."""
+
+    image: str = "rollout-service/base"
+    """For a specification without an image; `scripts/docker-image` makes this one."""
+
+    user: str = "nobody"
+    """When the service runs as root, the user that code runs as, in containers too."""
+
+    run_dir: Path | None = None
+    """Where the folders of live sandboxes are made; the daemon must be on this host and see it."""
 
     start_timeout: PositiveFloat = 60.0
     limits: LimitDefaults = LimitDefaults()
@@ -59,18 +104,67 @@ class LocalConfig(_Config):
     start_timeout: PositiveFloat = 30.0
 
 
-ProviderConfig = Annotated[ApptainerConfig | LocalConfig, Field(discriminator="provider")]
+ProviderConfig = Annotated[ApptainerConfig | DockerConfig | LocalConfig, Field(discriminator="provider")]
 """The settings of a provider: `provider` says which."""
 
 
+class WarmPoolConfig(_Config):
+    """Sandboxes that are started ahead, with their sessions open, for whoever asks next."""
+
+    size: NonNegativeInt = 1
+    """How many are kept for each kind of sandbox that is in demand; 0 keeps none."""
+
+    max_kinds: PositiveInt = 4
+    """For how many kinds at once; the kind that was wanted least recently gives way."""
+
+    idle_seconds: PositiveFloat = 600.0
+    """How long after the last demand a kind is kept."""
+
+    starts: PositiveInt = 2
+    """How many are started ahead at the same time."""
+
+
+class PressureConfig(_Config):
+    """Where this host is under so much pressure that no further sandbox is started."""
+
+    enabled: bool = True
+    cpu_percent: PositiveFloat = 95.0
+    """Of the last 10 s, the share in which something waited for a processor (PSI "some")."""
+
+    load_per_cpu: PositiveFloat = 8.0
+    """The load average per processor; asked only where the kernel has no PSI."""
+
+    memory_percent: PositiveFloat = 10.0
+    """Of the last 10 s, the share in which something waited for memory (PSI "some")."""
+
+    memory_free_bytes: PositiveInt | None = None
+    """Memory that is kept free; None is a tenth of it, at most 4 GiB."""
+
+    io_percent: PositiveFloat = 80.0
+    """Of the last 10 s, the share in which everything waited for disks (PSI "full")."""
+
+    disk_free_bytes: PositiveInt = 2 * GIB
+    """Kept free where sandboxes and the state are kept."""
+
+    descriptors_free: PositiveInt = 256
+    """Open files of the service that are kept free."""
+
+    processes_free: PositiveInt = 1024
+    """Processes and threads of the host, or of the service's control group, that are kept free."""
+
+
 def default_state_dir() -> Path:
-    """Where records of live sandboxes are kept: $XDG_STATE_HOME/rollout-service, or below the home folder."""
+    """Where it is noted which run folders were in use: $XDG_STATE_HOME/rollout-service, or below the home folder."""
     base = os.environ.get("XDG_STATE_HOME")
     return (Path(base) if base else Path.home() / ".local/state") / "rollout-service"
 
 
-def make_provider(config: ProviderConfig, state_dir: Path | None = None) -> SandboxProvider:
+def make_provider(
+    config: ProviderConfig, state_dir: Path | None = None, images_dir: Path | None = None
+) -> SandboxProvider:
     """The provider that the settings describe. Nothing is started; `state_dir` is made when it is first used.
+
+    `images_dir` is where named images are; None is the default place.
 
     Raises:
         ProviderUnavailableError: this host lacks what the provider needs; the hint says how to install it.
@@ -81,6 +175,11 @@ def make_provider(config: ProviderConfig, state_dir: Path | None = None) -> Sand
         from sandboxes.local import LocalProvider
 
         return LocalProvider(config, state)
-    from sandboxes.apptainer import ApptainerProvider
+    if isinstance(config, DockerConfig):
+        from sandboxes.docker import DockerProvider
 
-    return ApptainerProvider(config, state)
+        return DockerProvider(config, state)
+    from sandboxes.apptainer import ApptainerProvider
+    from sandboxes.images import ImageStore
+
+    return ApptainerProvider(config, state, ImageStore(images_dir))

@@ -16,10 +16,20 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Self
 
+from sandboxes.egress.counts import EgressCounts
+from sandboxes.errors import LimitExceededError
+
 DEFAULT_TIMEOUT = 60.0
 DEFAULT_OUTPUT_LIMIT = 64 * 1024
 DEFAULT_FILE_LIMIT = 16 * 1024 * 1024
 DEFAULT_TREE_LIMIT = 1024 * 1024 * 1024
+
+Network = Literal["none", "full"] | tuple[str, ...]
+"""What a sandbox reaches. "none": a loopback of its own and nothing else. A tuple is an allow list of hosts, each
+`HOST`, `*.HOST` or either with `:PORT` (443 and 80 without one), through an egress proxy that the environment's
+proxy variables name. "full": the host's own network, with its loopback; never for hostile code."""
+
+SessionName = Literal["bash", "python"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +47,7 @@ class SandboxSpec:
     image: str | None = None
     """A name, a path or a reference; None is the provider's default image."""
 
-    network: Literal["none", "full"] = "none"
-    """"full" is the host's own network, with its loopback: for images that must download, never for hostile code."""
-
+    network: Network = "none"
     memory_bytes: int | None = None
     max_processes: int | None = None
     """Processes and threads alive at once."""
@@ -48,10 +56,16 @@ class SandboxSpec:
     disk_bytes: int | None = None
     """What the sandbox may write outside of memory file systems, in all."""
 
+    lifetime_seconds: float | None = None
+    """How long it may live, whatever it does; then it is closed and every call raises LimitExceededError."""
+
     env: Mapping[str, str] = field(default_factory=dict)
     read_only_binds: Sequence[Bind] = ()
     workdir: str = "/workspace"
     """Where sessions start and relative paths begin; made if it is missing."""
+
+    sessions: frozenset[SessionName] = frozenset()
+    """Those that will be used: a hint, by which a warm pool opens them ahead. Every session opens when asked for."""
 
     label: str = ""
     """For people and logs: which rollout this sandbox belongs to."""
@@ -68,6 +82,9 @@ class BashResult:
     timed_out: bool
     truncated: bool
     seconds: float
+
+    breaches: tuple[LimitExceededError, ...] = ()
+    """Limits of the sandbox that were reached meanwhile and that the session survived, each once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +111,9 @@ class PythonResult:
     truncated: bool
     seconds: float
 
+    breaches: tuple[LimitExceededError, ...] = ()
+    """Limits of the sandbox that were reached meanwhile and that the session survived, each once."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExecResult:
@@ -107,12 +127,17 @@ class ExecResult:
     timed_out: bool
     truncated: bool
 
+    breaches: tuple[LimitExceededError, ...] = ()
+    """Limits of the sandbox that were reached meanwhile and that the session survived, each once."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
     """One entry of a folder in a sandbox."""
 
     name: str
+    """Bytes that are no UTF-8 are surrogate escapes, as of `os.fsdecode`: as part of a path it finds the file."""
+
     kind: Literal["file", "directory", "symlink", "other"]
     size: int
 
@@ -130,6 +155,9 @@ class SandboxInfo:
 
     pid: int | None
     """The launcher's process on the host."""
+
+    state: Literal["in_use", "warm"] = "in_use"
+    """A warm one waits in a pool and is nobody's yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +187,18 @@ class BashSession(ABC):
             LimitExceededError: the kernel ended the shell because the sandbox used up its memory.
             SandboxClosedError: the sandbox is closed or has ended.
             ValueError: the command holds a NUL character, or a limit is not positive.
+        """
+
+    @abstractmethod
+    async def interrupt(self) -> None:
+        """Interrupt the running command, as Ctrl-C does; without one, nothing happens.
+
+        Its `run` returns what was printed and the exit code that the shell gives, 130 for most commands; the session
+        stays. Processes in the background live on. SIGINT is sent again, a second after, to a command that goes on; one
+        that ignores it runs on to its time-out.
+
+        Raises:
+            SandboxClosedError: the sandbox is closed or has ended.
         """
 
     @abstractmethod
@@ -224,6 +264,11 @@ class Sandbox(ABC):
     def workdir(self) -> str:
         """Where code inside finds the working folder: `spec.workdir` if the provider isolates files."""
 
+    @property
+    def healthy(self) -> bool:
+        """Whether it and every session that was opened run, as far as is known without asking; takes no time."""
+        return True
+
     @abstractmethod
     async def bash(self) -> BashSession:
         """The agent's bash, opened at the first call and the same one after.
@@ -285,11 +330,40 @@ class Sandbox(ABC):
         """
 
     @abstractmethod
+    def read_stream(self, path: str, *, limit: int | None = None) -> AsyncIterator[bytes]:
+        """The contents of a file of any size, in pieces of at most 64 KiB, as fast as they are taken.
+
+        They are the bytes that it had when it was opened: what is appended meanwhile is left out. Memory here does
+        not grow with the file. Close the iterator (`contextlib.aclosing`) when leaving it before its end.
+
+        Raises:
+            FileMissingError: there is no such file.
+            FileTooLargeError: it has more than `limit` bytes; None is no limit.
+            SandboxFileError: it cannot be read, is no file, became shorter meanwhile, or gave nothing for minutes.
+            SandboxClosedError: the sandbox is closed or has ended.
+        """
+
+    @abstractmethod
     async def write_file(self, path: str, data: bytes | str) -> None:
         """Write a file, making the folders above it; text is written as UTF-8.
 
+        It is there whole, or as it was before. One that is there keeps its mode; a link is written through.
+
         Raises:
-            SandboxFileError: it cannot be written.
+            DiskFullError: there is no room for it in the sandbox.
+            SandboxFileError: it cannot be written, for example as it is a folder or a device.
+            SandboxClosedError: the sandbox is closed or has ended.
+        """
+
+    @abstractmethod
+    async def write_stream(self, path: str, data: AsyncIterable[bytes]) -> None:
+        """Write a file of any size from a stream, as `write_file` does; memory here does not grow with it.
+
+        Where the stream raises, or the call is cancelled, the file is as it was before.
+
+        Raises:
+            DiskFullError: there is no room for it in the sandbox.
+            SandboxFileError: it cannot be written, or took nothing for minutes.
             SandboxClosedError: the sandbox is closed or has ended.
         """
 
@@ -335,7 +409,8 @@ class Sandbox(ABC):
         """Unpack a tar stream below the folder `parent`, which is made if it is missing.
 
         Raises:
-            SandboxFileError: it cannot be unpacked, for example as the disk is full.
+            DiskFullError: there is no room for it in the sandbox.
+            SandboxFileError: it cannot be unpacked.
             SandboxClosedError: the sandbox is closed or has ended.
         """
 
@@ -364,9 +439,36 @@ class SandboxProvider(ABC):
     """Whether code inside is kept from the host; False says that the code must be trusted."""
 
     @property
+    def known_failures(self) -> Mapping[str, str]:
+        """Checks of `sandboxes.conformance` that this provider fails, by name, and why."""
+        return {}
+
+    @property
     def enforced(self) -> frozenset[str]:
         """Of "memory", "processes", "cpus" and "disk": the limits that hold for a sandbox as a whole here."""
         return frozenset()
+
+    async def identity(self, spec: SandboxSpec) -> str:
+        """A text that changes whenever the files do that a sandbox of this specification would be made from.
+
+        Sandboxes that were started ahead are handed out only while it is what it was. "" where there are no such
+        files.
+
+        Raises:
+            ImageNotFoundError: there is no such image.
+            SandboxConfigError: the specification cannot be met.
+        """
+        _ = spec  # a working default: nothing of the host shows through
+        return ""
+
+    @property
+    def breaches(self) -> Mapping[str, int]:
+        """How often each limit was reached, in all sandboxes together, since the provider was made."""
+        return {}
+
+    async def egress_counts(self) -> EgressCounts:
+        """What all sandboxes together have done through their lists of hosts since the provider was made."""
+        return EgressCounts()
 
     @abstractmethod
     async def start(self, spec: SandboxSpec) -> Sandbox:

@@ -5,6 +5,7 @@ neither: it cannot start, signal or confuse anything through it. When the host's
 service's death, the shell ends and everything inside with it.
 """
 
+import os
 import secrets
 import socket
 import time
@@ -17,9 +18,13 @@ from sandboxes.errors import SandboxClosedError, SandboxStartError
 from sandboxes.pipes import INPUT, OUTPUT, Pipes, StatusLines
 
 SCRIPT = Path(__file__).with_name("control.sh")
+ANSWERS = "answers"
 SPAWN_TIMEOUT = 30.0
 """A fork that fails is tried again by the shell inside for 15 s."""
 END_TIMEOUT = 20.0
+SEND_TIMEOUT = 30.0
+"""A shell that takes nothing for so long is lost."""
+KILLED = 128 + 9
 TICKS = 100
 """Of /proc's start times, per second: USER_HZ of every Linux that Python and Apptainer run on."""
 
@@ -32,22 +37,56 @@ def ticks_now() -> int:
 class ControlShell:
     """Sends messages to the control shell; one at a time, whole."""
 
-    def __init__(self, channel: socket.socket, pipes: Path) -> None:
-        """`channel` is the host's end; `pipes` the folder, as the host sees it, where pipes are made."""
+    def __init__(
+        self,
+        channel: socket.socket,
+        pipes: Path,
+        answers: "Answers | None" = None,
+        prefix: Sequence[str] = (),
+    ) -> None:
+        """
+        Args:
+            channel: the host's end.
+            pipes: the folder, as the host sees it, where pipes are made.
+            answers: where the shell answers, if not on the channel.
+            prefix: what every program is started by, such as one that gives up rights.
+        """
         channel.setblocking(False)
         self._channel = channel
         self._pipes = pipes
         self._lock = anyio.Lock()
-        self._replies = StatusLines(channel.fileno())
+        self._answers = answers
+        self._prefix = tuple(prefix)
+        self._other_end = StatusLines(channel.fileno())
+        self._replies = StatusLines(answers.fd) if answers else self._other_end
 
     @property
     def alive(self) -> bool:
         """Whether the shell is there to take a message."""
-        return not self._replies.ended
+        return not self._other_end.ended
 
     async def ready(self) -> bool:
         """Wait for the shell to come up; False where it ended instead."""
-        return await self._replies.next() == "ready"
+        ready = await self._reply() == "ready"
+        if self._answers is not None:
+            self._answers.unlink()
+        return ready
+
+    async def _reply(self) -> str | None:
+        """The next answer; None where the shell has ended."""
+        line: str | None = None
+        async with anyio.create_task_group() as tasks:
+            if self._answers is not None:
+                tasks.start_soon(self._end_with_channel)
+            line = await self._replies.next()
+            tasks.cancel_scope.cancel()
+        return line
+
+    async def _end_with_channel(self) -> None:
+        """Nothing is said on a channel beside which there are answers: it only ends."""
+        while await self._other_end.next() is not None:
+            pass
+        self._replies.close()
 
     async def spawn(self, mode: str, argv: Sequence[str], *, cwd: str, env: Mapping[str, str]) -> "Child":
         """Start a process inside. Mode "run" reports its exit code, mode "session" leaves it the status pipe.
@@ -68,7 +107,7 @@ class ControlShell:
         child = Child(self, pipes)
         try:
             entries = [f"{name}={value}" for name, value in env.items()]
-            await self.send("spawn", token, mode, cwd, str(len(entries)), *entries, *argv)
+            await self.send("spawn", token, mode, cwd, str(len(entries)), *entries, *self._prefix, *argv)
             await child.started()
         except BaseException:
             child.discard()
@@ -94,19 +133,18 @@ class ControlShell:
         """
         await self.send("end")
         with anyio.move_on_after(END_TIMEOUT):
-            if await self._replies.next() == "ended":
+            if await self._reply() == "ended":
                 return
         raise SandboxClosedError("the sandbox did not end its processes")
 
     async def send(self, *fields: str) -> None:
-        """Send one message.
+        """Send one message. Cancellation before its first byte sends nothing; later it waits for the last.
 
         Raises:
-            SandboxClosedError: the sandbox has ended.
+            SandboxClosedError: the sandbox has ended, or takes no messages any more, so that it was ended.
+            ValueError: a field has a NUL character.
         """
-        message = "".join(f"{field}\0" for field in (str(len(fields)), *fields)).encode(
-            "utf-8", "surrogateescape"
-        )
+        message = _encoded(fields)
         async with self._lock:
             view = memoryview(message)
             while view:
@@ -115,13 +153,21 @@ class ControlShell:
                 try:
                     view = view[self._channel.send(view) :]
                 except BlockingIOError:
-                    await anyio.wait_writable(self._channel)
+                    await self._room(begun=len(view) < len(message))
                 except OSError as error:
                     raise SandboxClosedError("the sandbox has ended") from error
 
+    async def _room(self, *, begun: bool) -> None:
+        """Wait for room. The rest of a message that was begun must follow: another one would be read as part of it."""
+        with anyio.move_on_after(SEND_TIMEOUT, shield=begun) as scope:
+            await anyio.wait_writable(self._channel)
+        if scope.cancelled_caught:
+            self.close()
+            raise SandboxClosedError("the sandbox took no messages, and was ended")
+
     def send_now(self, *fields: str) -> None:
         """Send a short message without waiting, as from a cancelled task; lost where the sandbox has ended."""
-        message = "".join(f"{field}\0" for field in (str(len(fields)), *fields)).encode()
+        message = _encoded(fields)
         if self.alive and not self._lock.locked():
             try:
                 self._channel.send(message)
@@ -130,8 +176,48 @@ class ControlShell:
 
     def close(self) -> None:
         """Close the host's end, upon which everything inside ends. Idempotent."""
+        self._other_end.close()
         self._replies.close()
+        if self._answers is not None:
+            self._answers.close()
         self._channel.close()
+
+
+def _encoded(fields: Sequence[str]) -> bytes:
+    """A message as the shell reads it."""
+    message = "".join(f"{field}\0" for field in (str(len(fields)), *fields)).encode(
+        "utf-8", "surrogateescape"
+    )
+    if message.count(b"\0") != len(fields) + 1:
+        raise ValueError("arguments, variables and folders of a program have no NUL characters")
+    return message
+
+
+class Answers:
+    """A named pipe on which a control shell answers whose standard input goes one way, as a container's does.
+
+    Its name goes as soon as the shell has opened it, before anything else runs inside.
+    """
+
+    def __init__(self, pipes: Path) -> None:
+        """
+        Raises:
+            OSError: it cannot be made.
+        """
+        self._path = pipes / ANSWERS
+        os.mkfifo(self._path)
+        self._path.chmod(0o666)  # its folder, which others cannot enter, is what protects it
+        self.fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def unlink(self) -> None:
+        """Remove the name. Idempotent."""
+        self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the host's end. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 class Child:
@@ -162,6 +248,16 @@ class Child:
         """Wait for the end of a process of mode "run"; None where it was killed together with its parent."""
         line = await self.status.next()
         return int(line) if line is not None and line.isdigit() else None
+
+    def counted(self, code: int | None) -> int:
+        """An exit code as a shell counts, also of a process that was killed with its whole group.
+
+        Raises:
+            SandboxClosedError: the sandbox has ended, and the process with it.
+        """
+        if code is None and not self._control.alive:
+            raise SandboxClosedError("the sandbox has ended")
+        return KILLED if code is None else code
 
     @property
     def done(self) -> bool:

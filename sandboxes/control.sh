@@ -1,6 +1,7 @@
 # The first process of a sandbox: starts and signals processes for the host, which alone holds the other end
 # of its standard input, a socket. It ends when that closes, and as process 1 takes everything inside with it.
-# Usage: control.sh PIPES WORKDIR MAX_PROCESSES MAX_DATA; the limits, of processes and of each one's data in KiB,
+# Usage: control.sh PIPES WORKDIR MAX_PROCESSES MAX_DATA [ANSWERS]; it answers on its standard input, or on the pipe
+# of this name where that goes one way. The limits, of processes and of each one's data in KiB,
 # are for what it starts and not for itself, and 0 is none. A message is COUNT and COUNT fields, each ended by NUL.
 # The host's end of every pipe is open before its message comes, so that no redirection here waits.
 set -m # every child leads a process group of its own, which is what signals are sent to
@@ -20,21 +21,20 @@ for path in /proc/self/fd/*; do
   fd=${path##*/}
   if ((fd > 2 && fd != 255)); then eval "exec $fd>&-"; fi
 done 2>/dev/null
+if [[ -n ${5-} ]]; then exec 7>"$pipes/$5"; else exec 7>&0; fi
 
 # spawn TOKEN MODE CWD COUNT ENV... ARGV...: the status pipe gets "+PID", and in mode "run" the exit code.
 spawn() {
   local pipe=$pipes/$1 mode=$2 cwd=$3 count=$4 entry
   shift 4
   (
-    exec 0<"$pipe.in" 1>"$pipe.out" 2>"$pipe.err" 9>"$pipe.st" || exit 126
+    exec 0<"$pipe.in" 1>"$pipe.out" 2>"$pipe.err" 7>&- 9>"$pipe.st" || exit 126
     printf '+%s\n' "$BASHPID" >&9
     cd -- "$cwd" || { printf '126\n' >&9; exit 126; }
     for entry in "${@:1:count}"; do export -- "${entry?}"; done
     shift "$count"
-    if ((max_processes > 0)); then ulimit -u "$max_processes"; fi 2>/dev/null
-    if ((max_data > 0)); then ulimit -d "$max_data"; fi 2>/dev/null
-    if [[ $mode == session ]]; then exec -- "$@" 8>&1 >/dev/null 2>&1; fi
-    (exec -- "$@" 9>&-)
+    if [[ $mode == session ]]; then limit; exec -- "$@" 8>&1 >/dev/null 2>&1; fi
+    (limit; exec -- "$@" 9>&-) # limited after the fork, so that at the limit programs still start
     printf '%s\n' "$?" >&9
   ) &
   disown
@@ -43,6 +43,11 @@ spawn() {
     groups+=("$!")
   fi
 }
+
+limit() {
+  if ((max_processes > 0)); then ulimit -u "$max_processes"; fi
+  if ((max_data > 0)); then ulimit -d "$max_data"; fi
+} 2>/dev/null
 
 # Forget the groups whose leader has gone: its number may belong to somebody else by now.
 drop_ended_groups() {
@@ -104,7 +109,7 @@ end_all() {
 }
 
 mkdir -p -- "$workdir" && cd -- "$workdir" || exit 1
-printf 'ready\n' >&0
+printf 'ready\n' >&7
 while IFS= read -r -d '' count; do
   mapfile -d '' -t -n "$count" message
   set -- "${message[@]}"
@@ -112,7 +117,8 @@ while IFS= read -r -d '' count; do
     spawn) spawn "${@:2}" ;;
     signal) kill -s "$3" -- "-$2" 2>/dev/null ;; # signal GROUP NAME
     stop) stop "${@:2}" ;;
-    end) end_all; wait; printf 'ended\n' >&0 ;;
+    processes) max_processes=$2 ;; # processes COUNT: those of the launcher, which are counted too, and the limit
+    end) end_all; wait; printf 'ended\n' >&7 ;;
   esac
 done
 

@@ -4,17 +4,20 @@ A provider launches `control.sh` in its own way and hands over the channel; `Lau
 that. Everything else is the same for all providers.
 """
 
+import asyncio
 import posixpath
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import anyio
-import zmq.asyncio
+import zmq
 
 from sandboxes.bash import ShellSession
+from sandboxes.breaches import Breaches, LimitWatch
 from sandboxes.contract import (
     DEFAULT_FILE_LIMIT,
     DEFAULT_OUTPUT_LIMIT,
@@ -27,7 +30,13 @@ from sandboxes.contract import (
     SandboxSpec,
 )
 from sandboxes.control import ControlShell
-from sandboxes.errors import LimitExceededError, SandboxClosedError, SandboxError, SessionDiedError
+from sandboxes.errors import (
+    LimitExceededError,
+    SandboxClosedError,
+    SandboxError,
+    SandboxStartError,
+    SessionDiedError,
+)
 from sandboxes.execution import run_collected, stream_in, stream_out
 from sandboxes.files import Files
 from sandboxes.ipython import KernelSession
@@ -46,12 +55,8 @@ class Backing(ABC):
         """The launcher's process on the host."""
 
     @abstractmethod
-    def out_of_memory(self) -> bool:
-        """Whether the kernel has ended a process of it for its memory limit since this was last asked."""
-
-    @abstractmethod
     async def release(self) -> None:
-        """End every process and remove folders, limits and records. Called once, with the channel closed."""
+        """End every process and remove folders and limits. Called once, with the channel closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +68,9 @@ class Launched:
     image: str
     control: ControlShell
     backing: Backing
+    watch: LimitWatch
     kernel_paths: KernelPaths
-    context: zmq.asyncio.Context
+    context: zmq.Context[zmq.Socket[bytes]]
     workdir: str
     env: Mapping[str, str]
     python: str
@@ -82,8 +88,15 @@ class ControlledSandbox(Sandbox):
         self._env = {**launched.env, **spec.env}
         self._closing = False
         self._closed = anyio.Event()
+        self._over: LimitExceededError | None = None
+        """The limit that ended the whole sandbox."""
+        seen = Breaches(launched.watch), Breaches(launched.watch)
         self._shell = ShellSession(
-            launched.control, cwd=launched.workdir, env=self._env, explain=self._explain
+            launched.control,
+            cwd=launched.workdir,
+            env=self._env,
+            breaches=seen[0],
+            explain=partial(self._explain, seen[0]),
         )
         self._kernel = KernelSession(
             launched.control,
@@ -93,11 +106,14 @@ class ControlledSandbox(Sandbox):
             env=self._env,
             context=launched.context,
             start_timeout=launched.start_timeout,
-            explain=self._explain,
+            breaches=seen[1],
+            explain=partial(self._explain, seen[1]),
         )
         self._files = Files(self._run_script, self._stream, self._feed, self.resolve)
         self._under_way = 0
         self._at_rest = anyio.Event()
+        self._lifetime: asyncio.TimerHandle | None = None
+        self.begin_lifetime()
         self.info = SandboxInfo(
             id=launched.id,
             label=spec.label,
@@ -118,6 +134,11 @@ class ControlledSandbox(Sandbox):
     @property
     def workdir(self) -> str:
         return self._launched.workdir
+
+    @property
+    def healthy(self) -> bool:
+        running = not self._closing and self._launched.control.alive
+        return running and self._shell.healthy and self._kernel.healthy
 
     def resolve(self, path: str) -> str:
         """The path as code inside would write it, absolute; no file is looked at."""
@@ -157,6 +178,7 @@ class ControlledSandbox(Sandbox):
                 env=entries,
                 timeout=timeout,
                 output_limit=output_limit,
+                breaches=Breaches(self._launched.watch),
             )
 
     async def end_processes(self) -> None:
@@ -168,8 +190,14 @@ class ControlledSandbox(Sandbox):
     async def read_file(self, path: str, *, limit: int = DEFAULT_FILE_LIMIT) -> bytes:
         return await self._files.read(path, limit)
 
+    def read_stream(self, path: str, *, limit: int | None = None) -> AsyncIterator[bytes]:
+        return self._files.read_stream(path, limit)
+
     async def write_file(self, path: str, data: bytes | str) -> None:
         await self._files.write(path, data)
+
+    async def write_stream(self, path: str, data: AsyncIterable[bytes]) -> None:
+        await self._files.write_stream(path, data)
 
     async def edit_file(self, path: str, old: str, new: str, *, replace_all: bool = False) -> int:
         return await self._files.edit(path, old, new, replace_all=replace_all)
@@ -189,8 +217,10 @@ class ControlledSandbox(Sandbox):
                 await self._closed.wait()
                 return
             self._closing = True
+            self._end_lifetime()
             try:
                 self._launched.control.close()
+                self._launched.watch.close()
                 await self._launched.backing.release()
                 await self._drain()
             finally:
@@ -215,22 +245,51 @@ class ControlledSandbox(Sandbox):
         self._under_way += 1
         try:
             yield
+        except SandboxStartError as error:
+            if self._launched.watch.at_end("processes"):
+                raise self._launched.watch.error("processes") from error
+            raise
         finally:
             self._under_way -= 1
             self._at_rest.set()
 
-    def _ended(self) -> SandboxClosedError:
+    def begin_lifetime(self) -> None:
+        """Let `spec.lifetime_seconds` begin now, again for a sandbox that was started ahead of its use.
+
+        At its end everything inside ends; folders and groups go when the sandbox is closed.
+        """
+        self._end_lifetime()
+        if self._spec.lifetime_seconds is not None and not self._closing:
+            loop = asyncio.get_running_loop()
+            self._lifetime = loop.call_later(self._spec.lifetime_seconds, self._expire)
+
+    def _end_lifetime(self) -> None:
+        if self._lifetime is not None:
+            self._lifetime.cancel()
+            self._lifetime = None
+
+    def _expire(self) -> None:
+        seconds = self._spec.lifetime_seconds or 0.0
+        self._over = LimitExceededError(
+            f"the sandbox {self.id} has ended: its lifetime of {seconds:g} s is over", limit="lifetime"
+        )
+        self._launched.watch.note("lifetime")
+        self._launched.control.close()
+
+    def _ended(self) -> SandboxError:
+        if self._over is not None:
+            return self._over
         how = "has been closed" if self._closing else "has ended by itself"
         return SandboxClosedError(f"the sandbox {self.id} {how}")
 
-    async def _explain(self, error: SessionDiedError) -> SandboxError:
+    async def _explain(self, breaches: Breaches, error: SessionDiedError) -> SandboxError:
         """Why a session died, as far as the sandbox knows."""
         if self._closing or not self._launched.control.alive:
             return self._ended()
-        if self._launched.backing.out_of_memory():
-            return LimitExceededError(
-                "the sandbox used up its memory and a session was ended", limit="memory"
-            )
+        for breach in breaches.new():
+            if breach.limit == "memory":
+                breach.output = error.output
+                return breach
         return error
 
     def _run_script(
@@ -238,13 +297,13 @@ class ControlledSandbox(Sandbox):
     ) -> Awaitable[ExecResult]:
         return self.exec(argv, stdin=stdin, timeout=timeout, output_limit=output_limit)
 
-    async def _stream(self, argv: Sequence[str], limit: int) -> AsyncIterator[bytes]:
+    async def _stream(self, argv: Sequence[str], limit: int | None) -> AsyncIterator[bytes]:
         with self._operation():
-            async for part in stream_out(
-                self._launched.control, argv, cwd=self.workdir, env=self._env, limit=limit
-            ):
-                yield part
+            stream = stream_out(self._launched.control, argv, cwd=self.workdir, env=self._env, limit=limit)
+            async with aclosing(stream):
+                async for part in stream:
+                    yield part
 
-    async def _feed(self, argv: Sequence[str], data: AsyncIterable[bytes]) -> None:
+    async def _feed(self, argv: Sequence[str], data: AsyncIterable[bytes]) -> int:
         with self._operation():
-            await stream_in(self._launched.control, argv, data, cwd=self.workdir, env=self._env)
+            return await stream_in(self._launched.control, argv, data, cwd=self.workdir, env=self._env)

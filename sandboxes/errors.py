@@ -9,10 +9,11 @@ SandboxError
  |- SandboxStartError             a sandbox did not come up                          retryable
  |- SandboxClosedError            it has been closed, or has ended by itself
  |- SessionDiedError              a bash or Python session ended under a command     retryable
- |- LimitExceededError            memory, processes, disk or output: `limit` says which
+ |- LimitExceededError            memory, processes, disk, lifetime, output or time: `limit` says which
  `- SandboxFileError              a file operation inside of the sandbox
      |- FileMissingError          no such file or folder
      |- FileTooLargeError         larger than the caller allows
+     |- DiskFullError             no room for it; a LimitExceededError too, of the limit "disk"
      `- EditMatchError            the text to replace is not there exactly once
 
 The message says what happened, `hint` what to do next, `retryable` whether the same call may work later.
@@ -75,6 +76,7 @@ class SandboxStartError(SandboxError):
 
     code = "sandbox_start"
     retryable = True
+    default_hint = "`rollout-service doctor` says what this host lacks"
 
 
 class SandboxClosedError(SandboxError):
@@ -102,13 +104,15 @@ class SessionDiedError(SandboxError):
 
 
 class LimitExceededError(SandboxError):
-    """A limit of the sandbox was reached; `limit` names it: memory, processes, disk, output."""
+    """A limit was reached; `limit` names it: memory, processes, disk, lifetime, and of a call output and time."""
 
     code = "limit_exceeded"
 
     def __init__(self, message: str, *, limit: str, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.limit = limit
+        self.output = ""
+        """What a command had printed before its session was ended, cut to its limit."""
 
 
 class SandboxFileError(SandboxError):
@@ -127,6 +131,15 @@ class FileTooLargeError(SandboxFileError):
     """The file, or the tree, is larger than the caller allows."""
 
     code = "file_too_large"
+
+
+class DiskFullError(LimitExceededError, SandboxFileError):
+    """There is no room left in the sandbox for what was to be written."""
+
+    default_hint = "remove files in the sandbox, or give it more with `disk_bytes`"
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message, limit="disk", hint=hint)
 
 
 class EditMatchError(SandboxFileError):

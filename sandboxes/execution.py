@@ -1,9 +1,12 @@
 """One program in a process of its own inside of a sandbox: collected whole, or as streams."""
 
-from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import anyio
+import anyio.lowlevel
 
+from sandboxes.breaches import Breaches
 from sandboxes.contract import ExecResult
 from sandboxes.control import Child, ControlShell
 from sandboxes.errors import FileTooLargeError, SandboxFileError
@@ -13,6 +16,8 @@ from sandboxes.pipes import ERROR, INPUT, OUTPUT, READ_SIZE, Reader, read_some, 
 GRACE = 1.0
 """Between SIGTERM and SIGKILL for a program at its time-out."""
 MESSAGE_LIMIT = 4096
+STALL_SECONDS = 120.0
+"""How long a stream may stand still on the side of the sandbox."""
 
 
 async def run_collected(
@@ -24,6 +29,7 @@ async def run_collected(
     env: Mapping[str, str],
     timeout: float,
     output_limit: int,
+    breaches: Breaches,
 ) -> ExecResult:
     """Run a program to its end, or to its time-out; the same errors as `Sandbox.exec`."""
     out, err = OutputBuffer(output_limit), OutputBuffer(output_limit)
@@ -34,16 +40,21 @@ async def run_collected(
         try:
             readers[OUTPUT].start(out.add)
             readers[ERROR].start(err.add)
-            code = await _feed(child, stdin)
+            code = child.counted(await _feed(child, stdin))
         finally:
             if scope.cancel_called:
                 await _terminate(child)
             for reader in readers.values():
                 reader.stop()
             child.discard()
-    timed_out = scope.cancelled_caught
+    timed_out, truncated = scope.cancelled_caught, out.truncated or err.truncated
     return ExecResult(
-        None if timed_out else code, out.bytes(), err.bytes(), timed_out, out.truncated or err.truncated
+        None if timed_out else code,
+        out.bytes(),
+        err.bytes(),
+        timed_out,
+        truncated,
+        breaches.of_call(timeout if timed_out else None, output_limit if truncated else None),
     )
 
 
@@ -72,14 +83,25 @@ async def _terminate(child: Child) -> None:
         await child.exit_code()
 
 
+class ProgramFailedError(Exception):
+    """A program that streams ended with a failure; for the caller to say what that means."""
+
+    def __init__(self, exit_code: int, said: str) -> None:
+        super().__init__(f"ended with {exit_code}: {said}")
+        self.exit_code = exit_code
+        self.said = said
+        """The end of its standard error."""
+
+
 async def stream_out(
-    control: ControlShell, argv: Sequence[str], *, cwd: str, env: Mapping[str, str], limit: int
+    control: ControlShell, argv: Sequence[str], *, cwd: str, env: Mapping[str, str], limit: int | None
 ) -> AsyncGenerator[bytes, None]:
     """The standard output of a program, as fast as it is taken.
 
     Raises:
         FileTooLargeError: it is longer than `limit`.
-        SandboxFileError: the program failed; the message is its standard error.
+        ProgramFailedError: the program failed.
+        SandboxFileError: nothing came for `STALL_SECONDS`.
     """
     child = await control.spawn("run", argv, cwd=cwd, env=env)
     errors, total = OutputBuffer(MESSAGE_LIMIT), 0
@@ -87,18 +109,15 @@ async def stream_out(
     reader.start(errors.add)
     try:
         child.pipes.close(INPUT)
-        while (data := read_some(child.stdout, READ_SIZE)) != b"":
-            if data is None:
-                await anyio.wait_readable(child.stdout)
-                continue
+        while data := await _read_some(child.stdout):
             total += len(data)
-            if total > limit:
-                raise FileTooLargeError(f"more than {limit} bytes", hint="allow more, or export less")
+            if limit is not None and total > limit:
+                raise FileTooLargeError(f"more than {limit} bytes", hint="allow more, or ask for less")
             yield data
-        code = await child.exit_code()
+        code = await _ended(child)
         reader.stop()
         if code != 0:
-            raise SandboxFileError(errors.text().strip() or f"{argv[0]} ended with {code}")
+            raise ProgramFailedError(code, errors.text())
     finally:
         reader.stop()
         child.discard()
@@ -111,28 +130,64 @@ async def stream_in(
     *,
     cwd: str,
     env: Mapping[str, str],
-) -> None:
-    """Feed a stream to a program's standard input.
+) -> int:
+    """Feed a stream to a program's standard input; how many bytes it took.
 
     Raises:
-        SandboxFileError: the program failed; the message is its standard error.
+        ProgramFailedError: the program failed.
+        SandboxFileError: it took nothing for `STALL_SECONDS`.
     """
     child = await control.spawn("run", argv, cwd=cwd, env=env)
-    output = OutputBuffer(MESSAGE_LIMIT)
+    output, total = OutputBuffer(MESSAGE_LIMIT), 0
     readers = [Reader(child.pipes.fds[name]) for name in (OUTPUT, ERROR)]
     try:
         for reader in readers:
             reader.start(output.add)
         async for part in data:
-            if child.stdin is None or not await write_all(child.stdin, part):
+            if not await _write_piece(child, part):
                 break
+            total += len(part)
         child.pipes.close(INPUT)
-        code = await child.exit_code()
+        code = await _ended(child)
         for reader in readers:
             reader.stop()
         if code != 0:
-            raise SandboxFileError(output.text().strip() or f"{argv[0]} ended with {code}")
+            raise ProgramFailedError(code, output.text())
     finally:
         for reader in readers:
             reader.stop()
         child.discard()
+    return total
+
+
+async def _read_some(fd: int) -> bytes:
+    """The next bytes, b"" at the end; others have their turn in between, however fast they come."""
+    with _patience():
+        await anyio.lowlevel.checkpoint()
+        while (data := read_some(fd, READ_SIZE)) is None:
+            await anyio.wait_readable(fd)
+    return data
+
+
+async def _write_piece(child: Child, part: bytes) -> bool:
+    """Write all of a piece, a little at a time; False where the program takes no more."""
+    for at in range(0, len(part), READ_SIZE):
+        with _patience():
+            await anyio.lowlevel.checkpoint()
+            if child.stdin is None or not await write_all(child.stdin, part[at : at + READ_SIZE]):
+                return False
+    return True
+
+
+async def _ended(child: Child) -> int:
+    with _patience():
+        return child.counted(await child.exit_code())
+
+
+@contextmanager
+def _patience() -> Iterator[None]:
+    try:
+        with anyio.fail_after(STALL_SECONDS):
+            yield
+    except TimeoutError as error:
+        raise SandboxFileError(f"nothing moved for {STALL_SECONDS:.0f} s") from error

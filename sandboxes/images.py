@@ -1,41 +1,48 @@
-"""Named images: a folder that maps names to image files, safe for many processes at once.
+"""Named images: a folder that maps names to image files, safe for many processes on many nodes at once.
 
 Guarantees:
 - A name's file is complete at every moment: an image appears, and is replaced, by one rename.
-- An image is known by what it is made from (definition, arguments, builder): building it again is a look-up.
-- Two builders of one image do the work once; a build that fails, or is killed, leaves the names as they were.
+- An image is known by what it is made from (source, arguments, builder): making it again is a look-up.
+- A builder that fails, or is killed at any moment, leaves the names as they were.
+- No file is removed that another node has used within the grace period: it may have it mounted.
 
-In the root, `NAME.sif` is a link to `blobs/KEY.sif`, and a blob that no name links to is removed. A sandbox that
-runs keeps the image that it has mounted.
+In the root, `NAME.sif` is a link to `blobs/KEY.sif`, beside which `KEY.json` says where it is from; `uses/` tells
+which node used what and when. A file that no name links to is removed. Names are given up only by `remove`, or by
+`prune` when all are larger than a budget.
 """
 
-import fcntl
 import hashlib
+import json
 import os
 import re
-import shutil
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+import secrets
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-import anyio.to_thread
-
-from sandboxes.errors import ImageError, ImageNotFoundError
-from sandboxes.image_build import (
-    ApptainerBuilder,
-    ImageBuilder,
-    ImageInfo,
-    Progress,
+from sandboxes.errors import ImageBuildError, ImageNotFoundError
+from sandboxes.eviction import Candidate, choose
+from sandboxes.image_build import ApptainerBuilder, ImageBuilder, Progress
+from sandboxes.image_sources import (
+    REFERENCE,
+    Definition,
+    Source,
+    Tree,
+    name_of_reference,
     packaged_definition,
     packaged_names,
+    source_of_reference,
 )
+from sandboxes.shared_folder import SharedFolder, modified
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-REFERENCE = re.compile(r"(docker|oras|library|https)://\S+")
 SUFFIX = ".sif"
+GRACE_SECONDS = 24 * 3600.0
+"""How long after its last use an image may still be mounted somewhere: longer than sandboxes live."""
+
+ATTEMPTS = 3
+KINDS = {Definition: "build", Tree: "tree"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,225 +56,268 @@ class StoredImage:
     """Seconds since the epoch."""
 
     key: str
-    """What it was made from, as a hash: equal keys are equal images."""
+    """What it was made from, as a hash: equal keys are equal images. "" for a file that was put there by hand."""
+
+    source: str
+    """The definition, reference or folder; "" where it is not known."""
+
+    pulled: bool
+    """Whether it is a copy of an image that is elsewhere."""
+
+
+def default_cache() -> Path:
+    """`$XDG_CACHE_HOME/rollout-service`, by default below `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollout-service"
 
 
 def default_root() -> Path:
-    """`$XDG_CACHE_HOME/rollout-service/images`, by default below `~/.cache`."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "rollout-service" / "images"
+    """Where the images are if nothing else is said."""
+    return default_cache() / "images"
 
 
 class ImageStore:
-    """The images of one folder. Its methods block: the ones that take long have an `_async` twin."""
+    """The images of one folder. Its methods block: call them in a thread."""
 
     def __init__(self, root: Path | None = None, builder: ImageBuilder | None = None) -> None:
         self.root = (root or default_root()).expanduser().absolute()
         self._blobs = self.root / "blobs"
         self._builder: ImageBuilder = builder or ApptainerBuilder()
+        self._shared = SharedFolder(self.root)
 
     def resolve(self, image: str | os.PathLike[str]) -> Path:
         """The file (or unpacked folder) of a name, a path, or a reference that has been pulled.
 
-        A path is what has a slash or ends in ".sif". Nothing is built or pulled: that may take minutes.
+        A path is what has a slash or ends in ".sif". Nothing is built or pulled: that may take minutes. That this
+        node uses the image is noted, at most once a minute.
 
         Raises:
             ImageNotFoundError: there is none; the hint says the command that makes it.
+            ImageError: it is a reference that holds a password.
         """
         text = os.fspath(image)
-        if REFERENCE.fullmatch(text):
-            path, hint = self._blob(self._pull_key(text)), f"rollout-service image pull {text}"
-        elif "/" in text or text.endswith(SUFFIX):
-            path, hint = Path(text).expanduser().absolute(), "name an image file or an unpacked image"
-        else:
-            path, hint = self._link(text), self._how_to_make(text)
-        if path.exists():
+        path, hint = self._find(text)
+        if path is not None and path.exists():
+            if path.is_relative_to(self.root):
+                self._shared.stamp(path.resolve().stem)
             return path
         names = ", ".join(stored.name for stored in self.list()) or "none"
         raise ImageNotFoundError(f"there is no image {text!r}; images here: {names}", hint=hint)
 
-    def build(
+    def _find(self, text: str) -> tuple[Path | None, str]:
+        """Where the image would be, and what to do if it is not there."""
+        if REFERENCE.fullmatch(text):
+            return self._pulled(text), f"rollout-service image pull {text}"
+        if "/" in text or text.endswith(SUFFIX):
+            return Path(text).expanduser().absolute(), "name an image file or an unpacked image"
+        return self._link(text), self._how_to_make(text)
+
+    def provide(
         self,
-        name: str,
-        definition: Path | None = None,
-        *,
-        arguments: Mapping[str, str] | None = None,
-        force: bool = False,
-        progress: Progress | None = None,
-    ) -> StoredImage:
-        """Build the image and give it the name; at once where the same has been built before.
-
-        Args:
-            name: what to call it.
-            definition: a definition file; left out, the built-in one of this name.
-            arguments: values for the definition's `%arguments`.
-            force: build even if it is here, for example to take in newer packages.
-            progress: called with each line of the builder, in this thread.
-
-        Raises:
-            ImageNotFoundError: there is no such definition.
-            ImageBuildError: the build failed.
-            ProviderUnavailableError: Apptainer is not installed.
-        """
-        definition = packaged_definition(name) if definition is None else definition.expanduser().absolute()
-        chosen = dict(sorted((arguments or {}).items()))
-        try:
-            text = definition.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ImageNotFoundError(f"the definition {definition} cannot be read: {error}") from error
-        key = _key("build", self._builder.version, text, *(f"{k}={v}" for k, v in chosen.items()))
-        say = progress or _silent
-
-        def make(target: Path) -> None:
-            self._builder.build(definition, target, chosen, say)
-
-        return self._provide(name, key, make, force=force, say=say)
-
-    def pull(
-        self,
-        reference: str,
+        source: Source,
         name: str | None = None,
         *,
         force: bool = False,
         progress: Progress | None = None,
     ) -> StoredImage:
-        """Pull an image such as "docker://python:3.12-slim"; its name is made from the reference by default.
+        """Make the image and give it the name; at once where one has been made from the same source before.
+
+        Args:
+            source: what to make it from; `packaged_definition` finds the definitions that this package brings.
+            name: what to call it; left out, it follows from the source.
+            force: make it even if it is here, for example to take in newer packages.
+            progress: called with each line of the builder, in this thread.
 
         Raises:
-            ImageError: this is no reference.
-            ImageBuildError: the registry cannot be reached, refuses, or has no such image.
+            ImageNotFoundError: the source is not there, or this is no name.
+            ImageError: the source cannot be one.
+            ImageBuildError: the builder failed; the hint says what to do about the commonest causes.
             ProviderUnavailableError: Apptainer is not installed.
         """
-        if not REFERENCE.fullmatch(reference):
-            raise ImageError(f"{reference!r} is no reference", hint="write it as docker://NAME:TAG")
-        say = progress or _silent
-
-        def make(target: Path) -> None:
-            self._builder.pull(reference, target, say)
-
-        key = self._pull_key(reference)
-        return self._provide(name or _name_of(reference), key, make, force=force, say=say)
-
-    def inspect(self, image: str | os.PathLike[str]) -> ImageInfo:
-        """What the image offers and lacks; it is started once for that (about half a second).
-
-        Raises:
-            ImageNotFoundError: there is no such image.
-            ImageError: it cannot be read or started.
-            ProviderUnavailableError: Apptainer is not installed.
-        """
-        return self._builder.inspect(self.resolve(image))
+        link = self._link(name or _name_of(source))
+        key, say = self._key(source), progress or _silent
+        if not force and self._has_name(link, key):
+            self._shared.stamp(link.resolve().stem)
+            if (stored := self._stored(link)) is not None:
+                return stored
+        self._blobs.mkdir(parents=True, exist_ok=True)
+        self._shared.remove_dead_drafts()
+        for _ in range(ATTEMPTS):
+            with self._shared.lock(key, waiting=lambda: say("waiting for another build of the same image")):
+                blob = None if force else self._blob(key)
+                if blob is None:
+                    blob = self._make(source, key, say, another=force)
+                self._shared.stamp(blob.stem)
+                with self._shared.lock("store"):
+                    self._give_name(link, blob)
+                    self._collect(mine=key)
+            # Another process may have removed the name at once, or, where locks do not hold, the file.
+            if (stored := self._stored(link)) is not None:
+                return stored
+        raise ImageBuildError(
+            f"{source} was removed by another process as soon as it was made",
+            hint="see who removes images from this folder, and try again",
+        )
 
     def list(self) -> list[StoredImage]:
         """All names, sorted."""
-        links = sorted(path for path in self.root.glob(f"*{SUFFIX}") if path.exists())
-        return [self._stored(path.name.removesuffix(SUFFIX)) for path in links]
+        found = (self._stored(link) for link in sorted(self.root.glob(f"*{SUFFIX}")))
+        return [stored for stored in found if stored is not None]
 
     def remove(self, name: str) -> None:
-        """Forget the name, and its image where no other name has the same.
+        """Forget the name, and its image where no other name has the same and no other node uses it.
 
         Raises:
             ImageNotFoundError: there is no such name.
         """
         link = self._link(name)
-        with self._lock("store"):
+        with self._shared.lock("store"):
             if not link.is_symlink() and not link.exists():
                 raise ImageNotFoundError(f"there is no image {name!r}")
-            link.unlink()
+            link.unlink(missing_ok=True)
             self._collect()
 
-    async def build_async(
+    def prune(
         self,
-        name: str,
-        definition: Path | None = None,
+        budget_bytes: int | None,
         *,
-        arguments: Mapping[str, str] | None = None,
-        force: bool = False,
-        progress: Progress | None = None,
-    ) -> StoredImage:
-        """`build` in a thread; `progress` is called in that thread. Cancelling does not stop the builder."""
-        work = partial(self.build, name, definition, arguments=arguments, force=force, progress=progress)
-        return await anyio.to_thread.run_sync(work)
+        keep: Collection[str] = (),
+        grace_seconds: float = GRACE_SECONDS,
+        dry_run: bool = False,
+    ) -> Sequence[Candidate]:
+        """Give up names until all images fit the budget: pulled ones first, each kind by its last use.
 
-    async def pull_async(
-        self,
-        reference: str,
-        name: str | None = None,
-        *,
-        force: bool = False,
-        progress: Progress | None = None,
-    ) -> StoredImage:
-        """`pull` in a thread; `progress` is called in that thread. Cancelling does not stop the builder."""
-        work = partial(self.pull, reference, name, force=force, progress=progress)
-        return await anyio.to_thread.run_sync(work)
+        Kept are what `keep` names and what any node used within the grace period. What dead builders left, and
+        files without a name, go in any case.
 
-    async def inspect_async(self, image: str | os.PathLike[str]) -> ImageInfo:
-        """`inspect` in a thread."""
-        return await anyio.to_thread.run_sync(self.inspect, image)
-
-    def _provide(
-        self, name: str, key: str, make: Callable[[Path], None], *, force: bool, say: Progress
-    ) -> StoredImage:
-        link, blob = self._link(name), self._blob(key)
-        unfinished = self._blobs / f"{key}.partial"
-        with self._lock(key, waiting=lambda: say("waiting for another build of the same image")):
-            # What is there was left by a builder that was killed: an alive one would hold the lock.
-            shutil.rmtree(unfinished, ignore_errors=True)
-            if force or not blob.exists():
-                unfinished.mkdir()
-                try:
-                    make(unfinished / blob.name)
-                    (unfinished / blob.name).replace(blob)
-                finally:
-                    shutil.rmtree(unfinished, ignore_errors=True)
-            with self._lock("store"):
-                _link_atomically(link, blob)
-                self._collect()
-        return self._stored(name)
-
-    def _collect(self) -> None:
-        """Remove what no name links to and what killed builders left; not what a build holds the lock of."""
-        used = {path.resolve() for path in self.root.glob(f"*{SUFFIX}")}
-        for path in self._blobs.glob("*"):
-            if path.resolve() in used:
-                continue
-            with suppress(BlockingIOError), self._lock(path.stem, wait=False):
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
-
-    @contextmanager
-    def _lock(
-        self, name: str, *, wait: bool = True, waiting: Callable[[], None] = lambda: None
-    ) -> Iterator[None]:
-        """Hold a lock between processes and threads, which the kernel releases when its holder dies.
-
-        Raises:
-            BlockingIOError: it is held, and `wait` is false.
+        Returns:
+            Every name and what was decided about it; with `dry_run` nothing has been done.
         """
-        locks = self.root / "locks"
-        for folder in (locks, self._blobs):
-            folder.mkdir(parents=True, exist_ok=True)
-        with (locks / f"{name}.lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if not wait:
-                    raise
-                waiting()
-                fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+        if not self.root.is_dir():
+            return ()
+        if not dry_run:
+            self._shared.remove_dead_drafts()
+        with self._shared.lock("store"):
+            decided = choose(self._candidates(keep, grace_seconds), budget_bytes)
+            if not dry_run:
+                for one in decided:
+                    if one.evicted:
+                        self._link(one.name).unlink(missing_ok=True)
+                self._collect()
+        return decided
 
-    def _stored(self, name: str) -> StoredImage:
-        link = self._link(name)
-        status = link.stat()
+    def _candidates(self, keep: Iterable[str], grace_seconds: float) -> Iterator[Candidate]:
+        kept = {self._key_or_none(text) for text in keep}
+        now = self._shared.now()
+        seen: set[str] = set()
+        for image in self.list():
+            stem = image.path.resolve().stem
+            used = max(self._shared.last_used(stem), image.built_at)
+            reason = f"used {now - used:.0f} s ago" if now - used < grace_seconds else ""
+            if stem in kept:
+                reason = "an environment uses it"
+            elif not image.key:
+                reason = "it was put there by hand"
+            yield Candidate(
+                kind="image",
+                name=image.name,
+                size_bytes=0 if stem in seen else image.size_bytes,
+                last_used=used,
+                of=image.source,
+                rank=0 if image.pulled else 1,
+                kept=reason,
+            )
+            seen.add(stem)
+
+    def _key_or_none(self, image: str) -> str | None:
+        """The stem of the file that an environment's image is, if it is one of the store's."""
+        try:
+            path, _ = self._find(image)
+        except ImageNotFoundError:
+            return None
+        return path.resolve().stem if path is not None else None
+
+    def _make(self, source: Source, key: str, say: Progress, *, another: bool) -> Path:
+        """Make the file. No file is ever written over: another node may have it mounted."""
+        blob = self._blobs / (f"{key}-{secrets.token_hex(4)}{SUFFIX}" if another else f"{key}{SUFFIX}")
+        with self._shared.draft(key) as draft:
+            made = draft / blob.name
+            self._builder.build(source, made, say)
+            about = {"source": str(source), "kind": KINDS.get(type(source), "pull")}
+            (draft / "about").write_text(json.dumps(about))
+            # Who finds a new file without a name sees by the stamp that somebody is about to give it one.
+            self._shared.stamp(blob.stem)
+            (draft / "about").replace(blob.with_suffix(".json"))
+            try:
+                os.link(made, blob)
+            except FileExistsError:
+                pass  # of another node that did the same work
+            except OSError:  # a file system without hard links
+                made.replace(blob)
+        return blob
+
+    def _give_name(self, link: Path, blob: Path) -> None:
+        with self._shared.draft("name") as draft:
+            (draft / "link").symlink_to(blob.relative_to(self.root))
+            (draft / "link").replace(link)
+
+    def _has_name(self, link: Path, key: str) -> bool:
+        """Whether nothing is left to do: also where this user may not write."""
+        newest = self._blob(key)
+        return newest is not None and link.exists() and link.resolve().stem == newest.stem
+
+    def _collect(self, mine: str = "") -> None:
+        """Remove the files that no name links to, unless another node uses them or is making them.
+
+        Of `mine` the caller has the lock.
+        """
+        linked = {path.resolve().stem for path in self.root.glob(f"*{SUFFIX}")}
+        now = self._shared.now()
+        for stem in {path.stem for path in self._blobs.glob("*")} - linked:
+            # Locks tell what this node is making.
+            used = self._shared.last_used(stem, elsewhere=self._shared.locks_hold)
+            if now - used < GRACE_SECONDS:
+                continue
+            key = stem.partition("-")[0]
+            with (
+                suppress(BlockingIOError),
+                nullcontext() if key == mine else self._shared.lock(key, wait=False),
+            ):
+                for suffix in (SUFFIX, ".json"):
+                    (self._blobs / f"{stem}{suffix}").unlink(missing_ok=True)
+                self._shared.forget_uses(stem)
+
+    def _blob(self, key: str) -> Path | None:
+        """The newest file that was made from this."""
+        found = [*self._blobs.glob(f"{key}{SUFFIX}"), *self._blobs.glob(f"{key}-*{SUFFIX}")]
+        return max(found, key=modified, default=None)
+
+    def _pulled(self, text: str) -> Path | None:
+        try:
+            return self._blob(self._key(source_of_reference(text)))
+        except ImageNotFoundError:  # the archive is not there
+            return None
+
+    def _key(self, source: Source) -> str:
+        return _hash(KINDS.get(type(source), "pull"), self._builder.version, *source.identity())
+
+    def _stored(self, link: Path) -> StoredImage | None:
+        """None for a name that has been removed, or that links to nothing."""
+        try:
+            status, blob = link.stat(), link.resolve()
+        except FileNotFoundError:
+            return None
+        try:
+            about = json.loads(blob.with_suffix(".json").read_text())
+        except (OSError, ValueError):
+            about = {}
         return StoredImage(
-            name=name,
+            name=link.name.removesuffix(SUFFIX),
             path=link,
             size_bytes=status.st_size,
             built_at=status.st_mtime,
-            key=link.resolve().stem if link.is_symlink() else "",
+            key=blob.stem.partition("-")[0] if link.is_symlink() else "",
+            source=str(about.get("source", "")),
+            pulled=about.get("kind") == "pull",
         )
 
     def _link(self, name: str) -> Path:
@@ -278,39 +328,31 @@ class ImageStore:
             )
         return self.root / f"{name}{SUFFIX}"
 
-    def _blob(self, key: str) -> Path:
-        return self._blobs / f"{key}{SUFFIX}"
-
-    def _pull_key(self, reference: str) -> str:
-        return _key("pull", self._builder.version, reference)
-
     def _how_to_make(self, name: str) -> str:
         if name in packaged_names():
             return f"rollout-service image build {name}"
         return f"rollout-service image build {name} --definition FILE, or name a file or docker://{name}"
 
 
+def packaged(name: str, arguments: dict[str, str] | None = None) -> Definition:
+    """The definition that this package brings for `name`. Raises ImageNotFoundError where it brings none."""
+    return Definition(packaged_definition(name), arguments or {})
+
+
+def _name_of(source: Source) -> str:
+    if isinstance(source, Definition | Tree):
+        return source.path.stem
+    return name_of_reference(source.text)
+
+
 def _silent(_line: str) -> None:
     """Progress that nobody asked for."""
 
 
-def _key(*parts: str) -> str:
+def _hash(*parts: str) -> str:
     """A hash of the parts that no other parts have: each is preceded by its length."""
     digest = hashlib.sha256()
     for part in parts:
-        data = part.encode()
+        data = part.encode(errors="surrogateescape")
         digest.update(len(data).to_bytes(8, "big") + data)
     return digest.hexdigest()[:32]
-
-
-def _name_of(reference: str) -> str:
-    """ "docker://ghcr.io/org/python:3.12" -> "ghcr.io-org-python-3.12", cut to what a name may be."""
-    text = re.sub(r"[^a-z0-9._]+", "-", reference.split("://", 1)[1].lower())
-    return text.strip("-._")[-64:].lstrip("-._")
-
-
-def _link_atomically(link: Path, target: Path) -> None:
-    fresh = link.with_name(f".{link.name}.{os.getpid()}.{threading.get_ident()}")
-    fresh.unlink(missing_ok=True)
-    fresh.symlink_to(target.relative_to(link.parent))
-    fresh.replace(link)

@@ -10,19 +10,15 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 
 import anyio
-import zmq.asyncio
+import zmq
 
+from sandboxes.breaches import Breaches
 from sandboxes.contract import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, PythonResult, PythonSession
 from sandboxes.control import ControlShell
 from sandboxes.errors import SandboxError, SandboxStartError, SessionDiedError
-from sandboxes.kernel import Cell, Kernel, KernelPaths, connection_info
+from sandboxes.kernel import PROGRAM, Cell, Kernel, KernelPaths, connection_info
 
-FLAGS = (
-    "--HistoryManager.enabled=False",
-    "--InteractiveShell.colors=nocolor",
-    "--InteractiveShell.cache_size=100",
-    "--IPKernelApp.log_level=ERROR",
-)
+PROGRAM_INSIDE = "kernel.py"
 INTERRUPT_GRACE = 5.0
 
 
@@ -37,17 +33,19 @@ class KernelSession(PythonSession):
         python: str,
         cwd: str,
         env: Mapping[str, str],
-        context: zmq.asyncio.Context,
+        context: zmq.Context[zmq.Socket[bytes]],
         start_timeout: float,
+        breaches: Breaches,
         explain: Callable[[SessionDiedError], Awaitable[SandboxError]],
     ) -> None:
         self._control = control
         self._paths = paths
-        self._argv = (python, "-Xfrozen_modules=on", "-m", "ipykernel_launcher")
+        self._argv = (python, "-Xfrozen_modules=on", f"{paths.files_inside}/{PROGRAM_INSIDE}")
         self._cwd = cwd
         self._env = {**env, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
         self._context = context
         self._start_timeout = start_timeout
+        self._breaches = breaches
         self._explain = explain
         self._lock = anyio.Lock()
         self._kernel: Kernel | None = None
@@ -69,9 +67,7 @@ class KernelSession(PythonSession):
         token = secrets.token_hex(4)
         inside = self._write_connection(token)
         try:
-            child = await self._control.spawn(
-                "run", (*self._argv, "-f", inside, *FLAGS), cwd=self._cwd, env=self._env
-            )
+            child = await self._control.spawn("run", (*self._argv, inside), cwd=self._cwd, env=self._env)
             kernel = Kernel(child, self._context, self._paths, token)
             try:
                 with anyio.fail_after(self._start_timeout):
@@ -88,10 +84,13 @@ class KernelSession(PythonSession):
             (self._paths.files / f"{token}.json").unlink()
 
     def _write_connection(self, token: str) -> str:
+        """Write the program and its connection file; the latter's path inside."""
         name = f"{token}.json"
-        path = self._paths.files / name
-        path.write_text(json.dumps(connection_info(f"{self._paths.sockets_inside}/{token}")))
-        path.chmod(0o644)
+        info = json.dumps(connection_info(f"{self._paths.sockets_inside}/{token}"))
+        for path, text in ((name, info), (PROGRAM_INSIDE, PROGRAM.read_text())):
+            file = self._paths.files / path
+            file.write_text(text)
+            file.chmod(0o644)
         return f"{self._paths.files_inside}/{name}"
 
     async def execute(
@@ -124,13 +123,17 @@ class KernelSession(PythonSession):
             await kernel.follow(request, cell)
         if scope.cancelled_caught:
             await _stop(kernel, request, cell)
+        timed_out, truncated = scope.cancelled_caught, cell.truncated or cell.output.truncated
         return PythonResult(
             output=cell.output.text(),
             result=cell.result,
             error=cell.error,
-            timed_out=scope.cancelled_caught,
-            truncated=cell.truncated or cell.output.truncated,
+            timed_out=timed_out,
+            truncated=truncated,
             seconds=time.monotonic() - begun,
+            breaches=self._breaches.of_call(
+                timeout if timed_out else None, cell.output.limit if truncated else None
+            ),
         )
 
     async def interrupt(self) -> None:
@@ -142,6 +145,11 @@ class KernelSession(PythonSession):
         async with self._lock:
             if self._kernel is None:
                 await self.open()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the kernel runs, or has not been opened."""
+        return self._kernel is None or not self._kernel.child.done
 
     async def idle(self) -> None:
         """Wait until no cell runs."""

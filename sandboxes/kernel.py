@@ -1,9 +1,9 @@
-"""One IPython kernel: its process inside, jupyter_client here, and Unix sockets between them.
+"""One IPython kernel: its process inside, and Unix sockets between it and the host.
 
-The kernel binds its sockets in a folder that the sandbox may write to. The host connects to none of these names
-directly, since the code inside could put a link to another socket of the host there: it makes hard links in a
-folder of its own, checks that they are sockets, and connects to those. Messages are hostile: their size and
-number are bounded, and every field is checked before it is used.
+The kernel binds its sockets in a folder that the sandbox may write to. The host connects to none of these names,
+since the code inside could put a link to another socket of the host there: it opens each without following links,
+checks that it is a socket, and connects to what it holds. Messages are hostile: their size and number are bounded,
+and every field is checked before it is used.
 """
 
 import os
@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import anyio.lowlevel
 import zmq
-import zmq.asyncio
-from jupyter_client.asynchronous.client import AsyncKernelClient
 
 from sandboxes.contract import PythonErrorInfo
 from sandboxes.control import Child
 from sandboxes.errors import SandboxStartError, SessionDiedError
+from sandboxes.kernel_wire import Wire, mapping
 from sandboxes.output import OutputBuffer
 from sandboxes.pipes import ERROR, INPUT, OUTPUT, Reader
 
@@ -31,25 +29,16 @@ CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 HOST_CHANNELS = ("shell", "iopub")
 """Those that the host uses: signals do for the rest."""
 
-SETUP = Path(__file__).with_name("kernel_setup.py")
-MESSAGE_LIMIT = 4 * 1024 * 1024
-QUEUE_LIMIT = 64
+PROGRAM = Path(__file__).with_name("kernel_program.py")
+READY = b"ready"
+"""What the program prints when its sockets are there."""
 LOG_LIMIT = 4096
 POLL = 0.02
-PROBE = 1.0
+PROBE = 0.5
 SILENCE = 4.0
 """How long the output may pause after the reply: "idle" is lost only where the kernel's queue ran over."""
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
-
-
-def make_context() -> zmq.asyncio.Context:
-    """The one ZeroMQ context of a provider, with bounds on what any kernel may make the host hold."""
-    context = zmq.asyncio.Context()
-    context.setsockopt(zmq.MAXMSGSIZE, MESSAGE_LIMIT)
-    context.setsockopt(zmq.RCVHWM, QUEUE_LIMIT)
-    context.setsockopt(zmq.LINGER, 0)
-    return context
 
 
 def connection_info(prefix: str) -> dict[str, object]:
@@ -68,8 +57,6 @@ class KernelPaths:
     sockets_inside: str
     sockets: Path
     """The same folder; code inside may write to it."""
-    links: Path
-    """A folder of the host alone."""
     files_inside: str
     files: Path
     """The same folder; only the host may write to it."""
@@ -84,15 +71,18 @@ class Cell:
         self.error: PythonErrorInfo | None = None
         self.truncated = False
         """Whether the result or the error was cut; the output says so itself."""
+        self.replied = anyio.Event()
         self.idle = anyio.Event()
         self.taken = 0
         """Messages so far."""
         self._limit = limit
 
     def take(self, kind: str, content: Mapping[str, Any]) -> None:
-        """Add one message of the output channel."""
+        """Add one message: the reply, or one of the output channel."""
         self.taken += 1
-        if kind == "stream":
+        if kind == "execute_reply":
+            self.replied.set()
+        elif kind == "stream":
             self.output.add(_encoded(content.get("text")))
         elif kind == "display_data":
             self.output.add(_encoded(_plain(content)) + b"\n")
@@ -115,19 +105,30 @@ class Cell:
 
 
 class Kernel:
-    """One kernel process and the client that is connected to it."""
+    """One kernel process and the sockets that are connected to it."""
 
-    def __init__(self, child: Child, context: zmq.asyncio.Context, paths: KernelPaths, token: str) -> None:
+    def __init__(
+        self, child: Child, context: zmq.Context[zmq.Socket[bytes]], paths: KernelPaths, token: str
+    ) -> None:
         self.child = child
         self.ready = False
+        self._context = context
         self._paths = paths
         self._token = token
         self._log = OutputBuffer(LOG_LIMIT)
+        self._announced = anyio.Event()
         child.pipes.close(INPUT)
         self._readers = [Reader(child.pipes.fds[name]) for name in (OUTPUT, ERROR)]
         for reader in self._readers:
-            reader.start(self._log.add)
-        self._client = AsyncKernelClient(context=context)
+            reader.start(self._add_log)
+        self._wire: Wire | None = None
+        self._held: list[int] = []
+        """Handles on the sockets that the host uses."""
+
+    def _add_log(self, data: bytes) -> None:
+        self._log.add(data)
+        if READY in data:
+            self._announced.set()
 
     def said(self) -> str:
         """For an error message: what the process printed by itself."""
@@ -141,56 +142,61 @@ class Kernel:
         """
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._cancel_at_end, tasks.cancel_scope)
-            await self._link()
-            self._start_client()
+            await self._announced.wait()
+            for channel in HOST_CHANNELS:
+                await self._hold(channel)
+            shell, iopub = (Path(f"/proc/self/fd/{held}") for held in self._held)
+            self._wire = Wire(self._context, shell, iopub)
             while not self.ready:
-                self.ready = await self._probe()
+                self.ready = await self._probe(self._wire)
             tasks.cancel_scope.cancel()
         if not self.ready:
             for reader in self._readers:
                 reader.stop()
             raise SandboxStartError(
                 f"the Python kernel ended while it started; {self.said()}",
-                hint="the image needs python3 with ipykernel for the Python tool",
+                hint='set sandbox.python to "toolkit", for which `rollout-service image build base` makes the Python '
+                "once, or use an image that has python3 with ipykernel",
             )
 
     async def _cancel_at_end(self, scope: anyio.CancelScope) -> None:
         await self.child.exit_code()
         scope.cancel()
 
-    async def _link(self) -> None:
-        for channel in HOST_CHANNELS:
-            name = f"{self._token}-{CHANNELS.index(channel) + 1}"
-            while not _link_socket(self._paths.sockets / name, self._paths.links / name):  # noqa: ASYNC110
-                await anyio.sleep(POLL)  # the kernel tells nobody when it has bound them
+    async def _hold(self, channel: str) -> None:
+        """Open a socket; waits where something inside claimed too early that it is there."""
+        path = self._paths.sockets / f"{self._token}-{CHANNELS.index(channel) + 1}"
+        while (held := _open_socket(path)) is None:  # noqa: ASYNC110  nobody tells
+            await anyio.sleep(POLL)
+        self._held.append(held)
 
-    def _start_client(self) -> None:
-        info = connection_info(f"{self._paths.links}/{self._token}")
-        self._client.load_connection_info(info)  # type: ignore[arg-type]
-        self._client.start_channels(  # noqa: S604  "shell" is a channel of the kernel
-            shell=True,
-            iopub=True,
-            stdin=False,
-            hb=False,
-            control=False,
-        )
-
-    async def _probe(self) -> bool:
-        """Prepare the kernel; False where the output channel was not connected in time to see it."""
-        request = self._client.execute(SETUP.read_text(), silent=True, store_history=False)
+    async def _probe(self, wire: Wire) -> bool:
+        """Run an empty cell; False where the output channel was not connected in time to see it."""
         cell = Cell(LOG_LIMIT)
-        with anyio.move_on_after(PROBE):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._collect, request, cell)
+        wire.listen(wire.execute("", silent=True), cell.take)
+        try:
+            with anyio.move_on_after(PROBE):
+                await cell.replied.wait()
                 await cell.idle.wait()
-                await self._reply(request)
-                tasks.cancel_scope.cancel()
-            return True
-        return False
+            return cell.idle.is_set()
+        finally:
+            wire.rest()
 
     def request(self, code: str) -> str:
-        """Send a cell; the id of its message."""
-        return str(self._client.execute(code, allow_stdin=False))
+        """Send a cell; the id of its message.
+
+        Raises:
+            SessionDiedError: it cannot be sent.
+        """
+        try:
+            return self._connected().execute(code)
+        except BlockingIOError as error:
+            raise SessionDiedError(str(error)) from error
+
+    def _connected(self) -> Wire:
+        if self._wire is None:
+            raise SessionDiedError("the Python kernel is not connected")
+        return self._wire
 
     async def follow(self, request: str, cell: Cell) -> None:
         """Collect the messages of a request until it is done.
@@ -198,14 +204,17 @@ class Kernel:
         Raises:
             SessionDiedError: the kernel ended.
         """
-        done = False
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._collect, request, cell)
-            tasks.start_soon(self._cancel_at_end, tasks.cancel_scope)
-            await self._reply(request)
-            await self._until_idle(cell)
-            done = True
-            tasks.cancel_scope.cancel()
+        done, wire = False, self._connected()
+        wire.listen(request, cell.take)
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._cancel_at_end, tasks.cancel_scope)
+                await cell.replied.wait()
+                await self._until_idle(cell)
+                done = True
+                tasks.cancel_scope.cancel()
+        finally:
+            wire.rest()
         if not done:
             raise SessionDiedError("the Python kernel ended while the cell ran")
         if not cell.idle.is_set():
@@ -220,58 +229,31 @@ class Kernel:
             with anyio.move_on_after(SILENCE):
                 await cell.idle.wait()
 
-    async def _collect(self, request: str, cell: Cell) -> None:
-        while not cell.idle.is_set():
-            message = await self._receive(self._client.get_iopub_msg)
-            if message is not None and _parent(message) == request:
-                cell.take(str(message.get("msg_type")), _mapping(message.get("content")))
-
-    async def _reply(self, request: str) -> None:
-        while True:
-            message = await self._receive(self._client.get_shell_msg)
-            if message is not None and _parent(message) == request:
-                return
-
-    async def _receive(self, get: Any) -> Mapping[str, Any] | None:
-        """The next message, or None for one that is not well formed."""
-        await anyio.lowlevel.checkpoint()  # a flood must leave the event loop to others
-        try:
-            return _mapping(await get(timeout=None))
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-            return None
-
     def close(self) -> None:
-        """Kill the process, disconnect and remove the links. Idempotent."""
+        """Kill the process, disconnect and let go of the sockets. Idempotent."""
         for reader in self._readers:
             reader.close()
-        self._client.stop_channels()
+        if self._wire is not None:
+            self._wire.close()
         self.child.discard()
-        for path in self._paths.links.glob(f"{self._token}-*"):
-            path.unlink()
+        while self._held:
+            os.close(self._held.pop())
 
 
-def _link_socket(source: Path, link: Path) -> bool:
-    """Make the hard link; False where there is no socket yet, or something that is none."""
+def _open_socket(path: Path) -> int | None:
+    """A handle on a socket's name, not on what a link of that name leads to; None where there is none yet."""
     try:
-        os.link(source, link, follow_symlinks=False)
+        fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
-        return False
-    if stat.S_ISSOCK(link.lstat().st_mode):
-        return True
-    link.unlink()
-    return False
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _parent(message: Mapping[str, Any]) -> object:
-    return _mapping(message.get("parent_header")).get("msg_id")
+        return None
+    if stat.S_ISSOCK(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    return None
 
 
 def _plain(content: Mapping[str, Any]) -> object:
-    return _mapping(content.get("data")).get("text/plain")
+    return mapping(content.get("data")).get("text/plain")
 
 
 def _joined(lines: object) -> str:

@@ -1,9 +1,11 @@
 """Limits of memory, processes and processor time, by control groups of version 1 or 2 where they are ours to make.
 
-What is enforced is said by `Limits.enforced`; what is not is never claimed. A group holds the launcher, its
-helpers and everything inside, and is removed with the sandbox.
+What is enforced is said by `Groups.enforced`; what is not is never claimed. A group holds the launcher, its
+helpers and everything inside, and is removed with the sandbox. All have the weight of an ordinary process: with
+less, a short command would wait for whatever else the host does. Who never rests yields instead, see `watchdog`.
 """
 
+import os
 import resource
 import time
 from contextlib import suppress
@@ -15,9 +17,11 @@ from sandboxes.errors import SandboxStartError
 CGROUPS = Path("/sys/fs/cgroup")
 PERIOD_US = 100_000
 LAUNCHER_PROCESSES = 64
-"""What a group allows beyond the sandbox's own limit: the launcher has threads, its file systems helpers."""
+"""What a group allows beyond the sandbox's limit while it starts: the launcher has threads, file systems helpers."""
+SPARE_PROCESSES = 16
+"""And from then on: so many of the control shell's own, which a fork bomb must not starve of forks."""
 REMOVE_SECONDS = 2.0
-OOM_FILES = ("memory.oom_control", "memory.events")
+READ_SIZE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,7 @@ class Limits:
     memory_bytes: int | None
     max_processes: int | None
     cpus: float | None
+    disk_bytes: int | None = None
 
 
 class Group:
@@ -35,7 +40,6 @@ class Group:
     def __init__(self, folders: dict[str, Path]) -> None:
         self.folders = folders
         """By controller; the same folder for all of them in version 2."""
-        self._kills = 0
 
     @property
     def paths(self) -> list[Path]:
@@ -62,6 +66,37 @@ class Group:
             else:
                 _write(cpu / "cpu.cfs_quota_us", quota)
 
+    def settle(self, max_processes: int | None) -> int:
+        """Count the launcher's own tasks, once the sandbox is ready; its limit is then for what is inside alone.
+
+        Raises:
+            OSError: the group is gone.
+        """
+        if (pids := self.folders.get("pids")) is None:
+            return 0
+        launcher = max(0, int((pids / "pids.current").read_text()) - 1)  # but for the control shell
+        if max_processes is not None:
+            _write(pids / "pids.max", launcher + max_processes + SPARE_PROCESSES)
+        return launcher
+
+    def yield_processor(self, yields: bool) -> None:
+        """Whether what is inside runs only when nothing else wants to; False makes it equal to others again.
+
+        Raises:
+            OSError: the kernel knows no such thing (before 5.15), or the group is gone.
+        """
+        if cpu := self.folders.get("cpu"):
+            _write(cpu / "cpu.idle", int(yields))
+
+    def file(self, controller: str, *names: str) -> "GroupFile | None":
+        """The first of these files of a controller that there is, open for reading again and again."""
+        folder = self.folders.get(controller)
+        if folder is not None:
+            for name in names:
+                with suppress(OSError):
+                    return GroupFile(folder / name)
+        return None
+
     def processes(self) -> list[int]:
         """The processes in it, as the host numbers them."""
         found: set[int] = set()
@@ -69,12 +104,6 @@ class Group:
             with suppress(OSError):
                 found |= {int(line) for line in (path / "cgroup.procs").read_text().split()}
         return sorted(found)
-
-    def out_of_memory(self) -> bool:
-        """Whether the kernel has killed a process in it for want of memory since this was last asked."""
-        memory = self.folders.get("memory")
-        before, self._kills = self._kills, _oom_kills(memory) if memory else 0
-        return self._kills > before
 
     def remove(self) -> bool:
         """Remove the folders, waiting a little for the kernel to bury the dead; whether all are gone. Blocks."""
@@ -89,6 +118,38 @@ class Group:
             time.sleep(0.02)
 
 
+class GroupFile:
+    """A file of the kernel's that is read often: one system call each time."""
+
+    __slots__ = ("_fd",)
+
+    def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            OSError: there is no such file.
+        """
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def number(self, key: str | None = None) -> int:
+        """The file's one number, or that of the line which starts with `key`; 0 where the group has gone.
+
+        The kernel writes "max" for no number: that is 0 too.
+        """
+        try:
+            text = os.pread(self._fd, READ_SIZE, 0).decode("ascii", "replace")
+        except OSError:
+            return 0
+        for line in text.splitlines():
+            name, _, value = line.rpartition(" ")
+            if key is None or name == key:
+                return int(value) if value.isdigit() else 0
+        return 0
+
+    def close(self) -> None:
+        """Close it. Called once."""
+        os.close(self._fd)
+
+
 class Groups:
     """Where this process may make control groups, found out once."""
 
@@ -99,7 +160,7 @@ class Groups:
     def enforced(self) -> frozenset[str]:
         """Of "memory", "processes" and "cpus", what a group made here enforces."""
         names = {"memory": "memory", "pids": "processes", "cpu": "cpus"}
-        return frozenset(names[controller] for controller in self._parents)
+        return frozenset(name for controller, name in names.items() if controller in self._parents)
 
     def paths_of(self, name: str) -> dict[str, Path]:
         """The folders that a group of this name has or would have, by controller."""
@@ -138,10 +199,10 @@ def find_groups(root: Path = CGROUPS, own: str | None = None) -> Groups:
     if (root / "cgroup.controllers").exists():
         return Groups(_unified_parents(root / by_controller.get("", "")))
     parents = {}
-    for controller in ("memory", "pids", "cpu"):
+    for controller in ("memory", "pids", "cpu", "cpuacct"):
         folder = root / controller / by_controller.get(controller, "")
         if controller in by_controller and _can_make(folder):
-            parents[controller] = folder
+            parents[controller] = folder.resolve()  # "cpu" and "cpuacct" are often links to one hierarchy
     return Groups(parents)
 
 
@@ -152,14 +213,17 @@ def _unified_parents(own: Path) -> dict[str, Path]:
         with suppress(OSError):
             if not _gives(control):
                 _write(control, "+memory +pids")
+            if "cpu" in (folder / "cgroup.controllers").read_text().split() and not _gives(control, "cpu"):
+                with suppress(OSError):  # where only the first two are delegated, they alone are limited
+                    _write(control, "+cpu")
             if _gives(control) and _can_make(folder):
                 enabled = control.read_text().split()
                 return {name: folder for name in ("memory", "pids", "cpu") if name in enabled}
     return {}
 
 
-def _gives(control: Path) -> bool:
-    return {"memory", "pids"} <= set(control.read_text().split())
+def _gives(control: Path, *controllers: str) -> bool:
+    return set(controllers or ("memory", "pids")) <= set(control.read_text().split())
 
 
 def _can_make(folder: Path) -> bool:
@@ -178,16 +242,6 @@ def _first(folder: Path, *names: str) -> Path:
 
 def _write(path: Path, value: object) -> None:
     path.write_text(f"{value}\n")
-
-
-def _oom_kills(memory: Path) -> int:
-    for name in OOM_FILES:
-        with suppress(OSError):
-            for line in (memory / name).read_text().splitlines():
-                key, _, value = line.partition(" ")
-                if key == "oom_kill":
-                    return int(value)
-    return 0
 
 
 def raise_open_files() -> None:

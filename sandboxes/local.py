@@ -2,13 +2,14 @@
 
 It isolates NOTHING: code inside can read and change whatever this user can, reach the network, and end other
 processes. Limits of memory, processes, disk and processor time are not enforced, images are not used, and the
-network cannot be switched off. What it does keep is the contract's sessions, time-outs and output limits, a
-clean environment, and a working folder of its own that is removed with the sandbox.
+network can neither be switched off nor held to a list of hosts. What it does keep is the contract's sessions,
+time-outs and output limits, a clean environment, and a working folder of its own that is removed with the sandbox.
 """
 
 import os
 import posixpath
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import structlog
@@ -21,6 +22,14 @@ from sandboxes.errors import SandboxConfigError
 from sandboxes.limits import Groups, Limits
 from sandboxes.provider import HostProvider, Plan
 from sandboxes.rundir import RunFolder
+
+KNOWN_FAILURES = {
+    "hidden_host": "code runs as this user, among all of the host's files and processes",
+    "hidden_network": "code has the host's network",
+    "hidden_neighbours": "sandboxes are processes of one user, which may signal each other",
+    "control_out_of_reach": "the control shell is a process of the same user",
+    "no_rights": "code has all rights of this user",
+}
 
 log = structlog.get_logger(__name__)
 
@@ -35,6 +44,10 @@ class LocalProvider(HostProvider):
         super().__init__(state_dir, config.run_dir, config.start_timeout)
         self._python = str(config.python or sys.executable)
         log.warning("sandboxes are not isolated", provider=self.name, use="for tests and trusted code alone")
+
+    @property
+    def known_failures(self) -> Mapping[str, str]:
+        return KNOWN_FAILURES
 
     def groups(self) -> Groups:
         return Groups({})

@@ -2,13 +2,17 @@
 
 from collections import deque
 
+CONTINUATION, FIRST_BYTE, FIRST_OF_THREE, FIRST_OF_FOUR = 0x80, 0xC0, 0xE0, 0xF0
+"""Of UTF-8: the least byte inside of a character, and the least that begins one of 2, 3 and 4 bytes."""
+
 
 class OutputBuffer:
     """Keeps at most `limit` bytes (and one read's worth) of a stream, half from its start and half from its end."""
 
-    __slots__ = ("_head", "_head_limit", "_tail", "_tail_limit", "_tail_size", "total")
+    __slots__ = ("_head", "_head_limit", "_tail", "_tail_limit", "_tail_size", "limit", "total")
 
     def __init__(self, limit: int) -> None:
+        self.limit = limit
         self._head_limit = (limit + 1) // 2
         self._tail_limit = limit // 2
         self._head = bytearray()
@@ -38,13 +42,41 @@ class OutputBuffer:
 
     def bytes(self) -> bytes:
         """What is kept, with a note in the place of what was left out."""
-        tail = b"".join(self._tail)
+        head, tail = bytes(self._head), b"".join(self._tail)
         if not self.truncated:
-            return bytes(self._head) + tail
-        tail = tail[-self._tail_limit :] if self._tail_limit else b""
-        left_out = self.total - len(self._head) - len(tail)
-        return bytes(self._head) + f"\n[... {left_out} bytes left out ...]\n".encode() + tail
+            return head + tail
+        return _noted(head, tail[-self._tail_limit :] if self._tail_limit else b"", self.total)
 
     def text(self) -> str:
-        """The same as text; what is no UTF-8 becomes U+FFFD."""
-        return self.bytes().decode("utf-8", errors="replace")
+        """The same as text; what is no UTF-8 becomes U+FFFD, and a character that the cut divides is left out."""
+        if not self.truncated:
+            return self.bytes().decode("utf-8", errors="replace")
+        tail = b"".join(self._tail)[-self._tail_limit :] if self._tail_limit else b""
+        kept = _noted(_whole_end(bytes(self._head)), _whole_start(tail), self.total)
+        return kept.decode("utf-8", errors="replace")
+
+
+def _noted(head: bytes, tail: bytes, total: int) -> bytes:
+    """Both ends of a stream of `total` bytes, and how many are missing between them."""
+    left_out = total - len(head) - len(tail)
+    return head + f"\n[... {left_out} bytes left out ...]\n".encode() + tail
+
+
+def _whole_end(data: bytes) -> bytes:
+    """Without the beginning of a character that is cut off at the end."""
+    for length in range(1, min(len(data), 3) + 1):
+        first = data[-length]
+        if first >= FIRST_BYTE:
+            needed = 4 if first >= FIRST_OF_FOUR else 3 if first >= FIRST_OF_THREE else 2
+            return data[:-length] if needed > length else data
+        if first < CONTINUATION:
+            break
+    return data
+
+
+def _whole_start(data: bytes) -> bytes:
+    """Without the end of a character that is cut off at the start."""
+    at = 0
+    while at < min(len(data), 3) and CONTINUATION <= data[at] < FIRST_BYTE:
+        at += 1
+    return data[at:]

@@ -20,7 +20,7 @@ import anyio
 READ_SIZE = 64 * 1024
 FLOOD_BYTES = 256 * 1024
 """After so many bytes the reader rests, so that a flood costs the service a small part of a processor."""
-FLOOD_PAUSE = 0.001
+FLOOD_PAUSE = 0.004
 STATUS_LIMIT = 4096
 
 INPUT, OUTPUT, ERROR, STATUS = "in", "out", "err", "st"

@@ -1,26 +1,30 @@
-"""Processes of the host: who they are beyond a number that is used again, and how they end.
+"""Which processes of this host belong to which sandbox, and their end.
 
-Ending is: ask, wait, kill, wait again for a bounded time. Signals go through a pidfd, which cannot hit another
-process that got the same number. Nothing here finds a process by its name.
+A process belongs to a sandbox by its environment, which names it, or by its mounts, which show the sandbox's
+folder: the first is what the launcher was given, the second what a process inside cannot be without. Nothing here
+finds a process by its name. Signals go through a pidfd, which cannot hit another process that got the same number.
+
+Only the standard library is used here, since the guard starts without anything else.
 """
 
 import os
+import re
 import signal
-import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import anyio
-
 MARKER = "ROLLOUT_SANDBOX"
 """The environment variable that says to which sandbox a process belongs."""
+
+FOLDERS = re.compile(rb"/([0-9a-f]{8})/([0-9]+)/(?:pipes|sockets|overlay)\b")
+"""Parts of sandboxes' folders among the mounts of a process, see `rundir`."""
 
 
 def start_time(pid: int) -> int | None:
     """When a process started, in ticks since boot: with its number and `boot_id` it is unique. None: it is gone."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        stat = _read(f"/proc/{pid}/stat").decode(errors="replace")
     except OSError:
         return None
     fields = stat.rpartition(")")[2].split()
@@ -33,21 +37,50 @@ def boot_id() -> str:
 
 
 def marked_with(pid: int) -> str | None:
-    """The sandbox that the process was started for, by its environment; None for none or one we may not read."""
+    """The sandbox that a process belongs to; None for none, or where we may not know."""
     try:
-        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        entries = _read(f"/proc/{pid}/environ").split(b"\0")
     except OSError:
-        return None
+        return _mounted_in(pid)
     prefix = f"{MARKER}=".encode()
-    return next(
-        (entry[len(prefix) :].decode(errors="replace") for entry in entries if entry.startswith(prefix)), None
-    )
+    found = (entry[len(prefix) :] for entry in entries if entry.startswith(prefix))
+    return next((value.decode(errors="replace") for value in found), None)
+
+
+def _mounted_in(pid: int) -> str | None:
+    """The sandbox whose folder a process sees mounted: also told of processes that may not be looked into."""
+    with suppress(OSError):
+        if os.geteuid() in (0, _user_of(pid)):
+            found = FOLDERS.search(_read(f"/proc/{pid}/mountinfo"))
+            return f"{found[1].decode()}-{found[2].decode()}" if found else None
+    return None
+
+
+def _user_of(pid: int) -> int:
+    """The effective user; the owner of /proc/PID is root for a process that may not be looked into."""
+    found = re.search(rb"^Uid:\s+\d+\s+(\d+)", _read(f"/proc/{pid}/status"), re.MULTILINE)
+    return int(found[1]) if found else -1
+
+
+def processes_where(belongs: Callable[[str], bool]) -> list[int]:
+    """The processes of the sandboxes for whose id `belongs` holds. It reads all of /proc: call it in a thread."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if (mark := marked_with(pid)) is not None and belongs(mark)]
 
 
 def marked_processes(ids: set[str]) -> list[int]:
     """The processes of these sandboxes. It reads all of /proc: call it in a thread."""
-    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [pid for pid in pids if marked_with(pid) in ids]
+    return processes_where(ids.__contains__)
+
+
+def kill_where(belongs: Callable[[str], bool]) -> int:
+    """SIGKILL the processes of the sandboxes for whose id `belongs` holds; how many. It blocks."""
+
+    def still(pid: int) -> bool:
+        mark = marked_with(pid)
+        return mark is not None and belongs(mark)
+
+    return sum(kill_if(pid, still) for pid in processes_where(belongs))
 
 
 def kill_if(pid: int, is_it: Callable[[int], bool]) -> bool:
@@ -67,24 +100,5 @@ def kill_if(pid: int, is_it: Callable[[int], bool]) -> bool:
         os.close(fd)
 
 
-async def wait_exit(process: subprocess.Popen[bytes], timeout: float) -> bool:
-    """Wait for a child of this process and collect it; False where it still runs after `timeout` seconds."""
-    if process.poll() is not None:
-        return True
-    fd = os.pidfd_open(process.pid)
-    try:
-        with anyio.move_on_after(timeout):
-            await anyio.wait_readable(fd)
-    finally:
-        os.close(fd)
-    return process.poll() is not None
-
-
-async def end_process(process: subprocess.Popen[bytes], *, grace: float, kill_wait: float) -> bool:
-    """Wait `grace` seconds for a child that knows it should end, terminate, kill; whether it is gone."""
-    for act in (None, process.terminate, process.kill):
-        if act is not None:
-            act()
-        if await wait_exit(process, grace if act is None else kill_wait / 2):
-            return True
-    return False
+def _read(path: str) -> bytes:
+    return Path(path).read_bytes()

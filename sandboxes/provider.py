@@ -1,27 +1,44 @@
-"""What the providers of this host share: record, folder, limits, launch, and the way back when any of it fails."""
+"""What the providers of this host share: folder, guard, limits, launch, and the way back when any of it fails."""
 
 import socket
 import subprocess
 from abc import abstractmethod
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
-import zmq.asyncio
+import zmq
 
-from sandboxes import reaper
+from sandboxes.backing import HostBacking, ServiceBacking, Stragglers
+from sandboxes.breaches import LimitWatch
 from sandboxes.contract import SandboxInfo, SandboxProvider, SandboxSpec, SweepReport
-from sandboxes.control import SCRIPT, ControlShell
-from sandboxes.controlled import Backing, ControlledSandbox, Launched
+from sandboxes.control import SCRIPT, Answers, ControlShell
+from sandboxes.controlled import ControlledSandbox, Launched
+from sandboxes.egress.counts import EgressCounts
+from sandboxes.egress.host import EgressHost, Handover, Owner
+from sandboxes.egress.rules import AllowList
 from sandboxes.errors import SandboxClosedError, SandboxStartError
-from sandboxes.kernel import KernelPaths, make_context
+from sandboxes.kernel import KernelPaths
+from sandboxes.kernel_wire import make_context
 from sandboxes.limits import Group, Groups, Limits, raise_open_files
-from sandboxes.process import MARKER, end_process
-from sandboxes.rundir import RunFolder, new_run_folder, run_base
+from sandboxes.process import MARKER
+from sandboxes.rundir import RunFolder
+from sandboxes.watchdog import Watchdog
 
-EXIT_GRACE = 2.0
-KILL_WAIT = 4.0
+
+@dataclass(frozen=True, slots=True)
+class EgressPlan:
+    """A way to a list of hosts."""
+
+    allowed: AllowList
+    port: int
+    """Of the loopback inside."""
+    private: bool
+    """Whether names of the list may be private addresses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,73 +55,31 @@ class Plan:
     pipes_inside: str
     sockets_inside: str
     workdir: str
+    own_space: bool = False
+    """Whether the launcher makes the folder of the sockets itself, in a file system that may be its own."""
     session_env: dict[str, str] = field(default_factory=dict)
     python: str = "python3"
-
-
-class Stragglers:
-    """Ends processes of sandboxes by their mark. To find them takes a reading of all of /proc: closes share it."""
-
-    def __init__(self) -> None:
-        self._lock = anyio.Lock()
-        self._waiting: set[str] = set()
-
-    async def end(self, sandbox_id: str) -> None:
-        """End what is left of one sandbox."""
-        batch = self._waiting
-        batch.add(sandbox_id)
-        async with self._lock:
-            if batch is self._waiting:  # else it was done together with another that had to wait
-                self._waiting = set()
-                await anyio.to_thread.run_sync(reaper.kill_marked, batch)
-
-
-class HostBacking(Backing):
-    """The launcher's process, the folder, the control groups and the record of one sandbox."""
-
-    def __init__(
-        self, folder: RunFolder, group: Group | None, records: reaper.Records, stragglers: Stragglers
-    ) -> None:
-        self._folder = folder
-        self._group = group
-        self._records = records
-        self._stragglers = stragglers
-        self.process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def pid(self) -> int | None:
-        return self.process.pid if self.process else None
-
-    def out_of_memory(self) -> bool:
-        return self._group is not None and self._group.out_of_memory()
-
-    async def release(self) -> None:
-        """The record goes last, and stays for the next sweep where something could not be removed."""
-        if self.process is not None:
-            await end_process(self.process, grace=EXIT_GRACE, kill_wait=KILL_WAIT)
-        if self._group is None and self.process is not None:
-            await self._stragglers.end(self._folder.id)
-        problem = await anyio.to_thread.run_sync(self._remove)
-        if problem is None:
-            self._records.remove(self._folder.id)
-
-    def _remove(self) -> str | None:
-        if self._group is not None:
-            reaper.kill_group(self._group)
-        return reaper.remove(self._folder.path, self._group)
+    egress: EgressPlan | None = None
+    """The way out that the launcher opens, if there is one."""
+    prefix: tuple[str, ...] = ()
+    """What every program inside is started by."""
+    answers: bool = False
+    """Whether the control shell answers on a pipe of its own, since its standard input goes one way."""
 
 
 class HostProvider(SandboxProvider):
     """Launches control shells on this host; a subclass says how."""
 
     def __init__(self, state_dir: Path, run_dir: Path | None, start_timeout: float) -> None:
-        self._records = reaper.Records(state_dir)
-        self._run_dir = run_dir
+        self._backing = ServiceBacking(state_dir, run_dir)
         self._start_timeout = start_timeout
         self._live: dict[str, ControlledSandbox] = {}
-        self._context: zmq.asyncio.Context | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._closed = False
         self._stragglers = Stragglers()
+        self._tally: Counter[str] = Counter()
+        self._watchdog = Watchdog()
+        self.egress = EgressHost()
         raise_open_files()
 
     @abstractmethod
@@ -118,22 +93,28 @@ class HostProvider(SandboxProvider):
     async def start(self, spec: SandboxSpec) -> ControlledSandbox:
         if self._closed:
             raise SandboxClosedError("the provider has been closed")
-        folder = new_run_folder(run_base(self._run_dir))
+        try:
+            folder = await self._backing.new_folder(self.groups())
+        except OSError as error:
+            raise SandboxStartError(f"no folder for the sandbox could be made: {error}") from error
         plan = await self.plan(spec, folder)
-        # Between the record and the sandbox's own `close` nothing may be lost, so cancellation waits at the end.
-        group_paths = self.groups().paths_of(folder.id)
-        self._records.write(folder.id, self.name, folder.path, group_paths)
-        backing = HostBacking(folder, None, self._records, self._stragglers)
+        # From here to the sandbox's own `close` nothing may be lost, so cancellation waits at the end.
+        backing = self.make_backing(folder, None)
         control: ControlShell | None = None
         try:
-            group = self.groups().create(folder.id, plan.limits)
-            backing = HostBacking(folder, group, self._records, self._stragglers)
             folder.create(plan.user, plan.group)
+            group = self.groups().create(folder.id, plan.limits)
+            backing = self.make_backing(folder, group)
             script = folder.pipes / SCRIPT.name
             script.write_text(SCRIPT.read_text())
             script.chmod(0o644)
-            backing.process, control = _launch(plan, folder, group)
+            with Handover() if plan.egress else nullcontext() as handover:
+                backing.process, control = _launch(plan, folder, group, handover)
+                if handover is not None:
+                    await self._open_egress(plan, folder, backing, handover)
             await self._until_ready(control, folder)
+            watched = await backing.watched_group()
+            sandbox = self.make_sandbox(self._launched(plan, folder, control, backing, watched), spec)
         except BaseException as error:
             with anyio.CancelScope(shield=True):
                 if control is not None:
@@ -142,9 +123,21 @@ class HostProvider(SandboxProvider):
             if isinstance(error, OSError):
                 raise SandboxStartError(f"the sandbox could not be launched: {error}") from error
             raise
-        sandbox = self.make_sandbox(self._launched(plan, folder, control, backing), spec)
         self._live[folder.id] = sandbox
         return sandbox
+
+    async def _open_egress(
+        self, plan: Plan, folder: RunFolder, backing: HostBacking, handover: Handover
+    ) -> None:
+        """Where the launcher ends instead of handing a socket over, `_until_ready` says why."""
+        with anyio.move_on_after(self._start_timeout):
+            if plan.egress is not None and (listening := await handover.receive()) is not None:
+                backing.before_release.push_async_callback(self.egress.close, folder.id)
+                way, owner = plan.egress, Owner(folder.path.parent.name, plan.user, plan.group)
+                await self.egress.open(folder.id, way.allowed, way.private, listening, owner)
+
+    async def egress_counts(self) -> EgressCounts:
+        return await self.egress.counts()
 
     async def _until_ready(self, control: ControlShell, folder: RunFolder) -> None:
         ready = None
@@ -152,25 +145,43 @@ class HostProvider(SandboxProvider):
             ready = await control.ready()
         if ready is None:
             raise SandboxStartError(
-                f"the sandbox was not ready within {self._start_timeout:.0f} s: {folder.said()}"
+                f"the sandbox was not ready within {self._start_timeout:.0f} s: {folder.said()}",
+                hint="raise sandbox.start_timeout, or see what keeps this host busy",
             )
         if not ready:
             raise SandboxStartError(f"the sandbox ended while it started: {folder.said()}")
 
     def _launched(
-        self, plan: Plan, folder: RunFolder, control: ControlShell, backing: HostBacking
+        self,
+        plan: Plan,
+        folder: RunFolder,
+        control: ControlShell,
+        backing: HostBacking,
+        watched: Group | None,
     ) -> Launched:
+        if self._closed:  # while this was under way: nobody would close the sandbox any more
+            raise SandboxClosedError("the provider has been closed")
         if self._context is None:
             self._context = make_context()
         paths = KernelPaths(
-            plan.sockets_inside, folder.sockets, folder.links, plan.pipes_inside, folder.pipes
+            plan.sockets_inside,
+            # The launcher's own root, which nothing inside can change: its mounts are not this process's.
+            Path(f"/proc/{backing.pid}/root{folder.overlay}/sockets") if plan.own_space else folder.sockets,
+            plan.pipes_inside,
+            folder.pipes,
         )
+        watch = LimitWatch(plan.limits, watched, backing.pid, folder.overlay, self._tally)
+        backing.before_release.callback(watch.close)
+        self._watchdog.add(watch)
+        if plan.limits.max_processes is not None:
+            control.send_now("processes", str(watch.launcher_tasks + plan.limits.max_processes))
         return Launched(
             id=folder.id,
             provider=self.name,
             image=plan.image,
             control=control,
             backing=backing,
+            watch=watch,
             kernel_paths=paths,
             context=self._context,
             workdir=plan.workdir,
@@ -178,6 +189,14 @@ class HostProvider(SandboxProvider):
             python=plan.python,
             start_timeout=self._start_timeout,
         )
+
+    @property
+    def breaches(self) -> Mapping[str, int]:
+        return dict(self._tally)
+
+    def make_backing(self, folder: RunFolder, group: Group | None) -> HostBacking:
+        """What a sandbox that is being started has on this host."""
+        return HostBacking(folder, group, self._stragglers)
 
     def make_sandbox(self, launched: Launched, spec: SandboxSpec) -> ControlledSandbox:
         """The sandbox of a control shell that is ready."""
@@ -188,7 +207,7 @@ class HostProvider(SandboxProvider):
         self._live.pop(sandbox_id, None)
 
     async def sweep(self) -> SweepReport:
-        return await anyio.to_thread.run_sync(reaper.sweep, self._records, self.name)
+        return SweepReport(*await self._backing.sweep(self.groups()))
 
     def live(self) -> list[SandboxInfo]:
         return [sandbox.info for sandbox in self._live.values()]
@@ -199,15 +218,22 @@ class HostProvider(SandboxProvider):
             async with anyio.create_task_group() as tasks:
                 for sandbox in list(self._live.values()):
                     tasks.start_soon(sandbox.close)
+            await self.egress.aclose()
+            await self._backing.close()
+            self._watchdog.close()
             if self._context is not None:
                 self._context.destroy(linger=0)
                 self._context = None
 
 
 def _launch(
-    plan: Plan, folder: RunFolder, group: Group | None
+    plan: Plan, folder: RunFolder, group: Group | None, handover: Handover | None
 ) -> tuple[subprocess.Popen[bytes], ControlShell]:
     """Start the launcher with one end of a socket pair as its standard input."""
+    env = {**plan.env, MARKER: folder.id}
+    if plan.egress is not None and handover is not None:
+        env |= {"LAUNCH_LISTENER": str(handover.descriptor), "LAUNCH_PORT": str(plan.egress.port)}
+    answers = Answers(folder.pipes) if plan.answers else None
     ours, theirs = socket.socketpair()
     try:
         with theirs, folder.log.open("wb") as log:
@@ -217,11 +243,16 @@ def _launch(
                 stdin=theirs.fileno(),
                 stdout=log,
                 stderr=log,
-                env={**plan.env, MARKER: folder.id, "LAUNCH_GROUPS": entries},
+                env={**env, "LAUNCH_GROUPS": entries},
                 cwd="/",
                 start_new_session=True,
+                pass_fds=[handover.descriptor] if handover is not None else [],
             )
+        if handover is not None:
+            handover.given()
     except BaseException:
         ours.close()
+        if answers is not None:
+            answers.close()
         raise
-    return process, ControlShell(ours, folder.pipes)
+    return process, ControlShell(ours, folder.pipes, answers, plan.prefix)

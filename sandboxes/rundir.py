@@ -1,22 +1,31 @@
-"""The folder of one live sandbox on the host: short, since Unix sockets allow 107 bytes, and private.
+"""The folders of live services and their sandboxes on the host: short, since Unix sockets allow 107 bytes; private.
+
+A service has one folder, whose name begins the ids of its sandboxes, and holds a lock on it for as long as it
+lives; see `reaper`. (Cleaners of /tmp that know locks leave it alone, too.) In it every sandbox has one:
 
 pipes/    named pipes of processes; read-only inside, where it can be entered but not listed
 sockets/  the kernel's sockets; writable inside
-links/    hard links to these sockets, for the host alone
 overlay/  what the sandbox writes         image  the image, as the launcher sees it
 log       what the launcher says
 """
 
+import hashlib
 import os
 import secrets
 import stat
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from sandboxes.errors import SandboxConfigError
+from sandboxes.reaper import lock, write_owner
 
 SOCKET_PATH_LIMIT = 107
-ID_BYTES = 5
+NAME_BYTES = 4
+NOTES = "run-dirs"
+LONGEST = "00000000/0000000/sockets/00000000-5"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +36,8 @@ class RunFolder:
 
     @property
     def id(self) -> str:
-        """The sandbox's id is the folder's name."""
-        return self.path.name
+        """The sandbox's id: the name of its service's folder, and its number there."""
+        return f"{self.path.parent.name}-{self.path.name}"
 
     @property
     def pipes(self) -> Path:
@@ -39,11 +48,6 @@ class RunFolder:
     def sockets(self) -> Path:
         """See the module."""
         return self.path / "sockets"
-
-    @property
-    def links(self) -> Path:
-        """See the module."""
-        return self.path / "links"
 
     @property
     def overlay(self) -> Path:
@@ -75,34 +79,94 @@ class RunFolder:
         self.path.mkdir(mode=0o711)
         self.pipes.mkdir()
         self.pipes.chmod(0o311)
-        self.links.mkdir(mode=0o700)
         for folder in (self.sockets, self.overlay):
             folder.mkdir(mode=0o700)
             os.chown(folder, user, group)
         self.log.touch(mode=0o600)
 
 
+class ServiceFolder:
+    """The folder of one service: locked by it, and so known to be alive."""
+
+    def __init__(self, base: Path) -> None:
+        """
+        Raises:
+            OSError: it cannot be made.
+            SandboxConfigError: the file system cannot lock it.
+        """
+        self._numbers = count(1)
+        while True:
+            self.path = base / secrets.token_hex(NAME_BYTES)
+            if (handle := _make_locked(self.path)) is not None:
+                self._handle = handle
+                return
+
+    @property
+    def name(self) -> str:
+        """What the ids of its sandboxes begin with."""
+        return self.path.name
+
+    def describe(self, groups: Iterable[str]) -> None:
+        """Say for a later sweep what the paths of its sandboxes' control groups begin with."""
+        write_owner(self.path, groups)
+
+    @property
+    def intact(self) -> bool:
+        """Whether it is where it was made: somebody may have emptied /tmp."""
+        return _is_at(self._handle, self.path)
+
+    def new(self) -> RunFolder:
+        """A folder for a new sandbox; nothing is made yet."""
+        return RunFolder(self.path / str(next(self._numbers)))
+
+    def close(self) -> None:
+        """Give up the lock: whatever is left in it may be swept by anyone. Called once."""
+        os.close(self._handle)
+
+
+def _make_locked(path: Path) -> int | None:
+    """Make a folder and lock it; None where the name is taken, or a sweep was faster than the lock."""
+    try:
+        path.mkdir(mode=0o711)
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except (FileExistsError, FileNotFoundError):
+        if not path.parent.is_dir():
+            raise
+        return None
+    try:
+        if lock(handle) and _is_at(handle, path):
+            return handle
+    except OSError as error:
+        path.rmdir()
+        raise SandboxConfigError(
+            f"folders in {path.parent} cannot be locked: {error}",
+            hint="set sandbox.run_dir to a folder on a local disk or in memory",
+        ) from error
+    os.close(handle)
+    return None
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.lstat())
+    except OSError:
+        return False
+
+
 def run_base(configured: Path | None) -> Path:
-    """The folder of all sandboxes of this user: configured, or below XDG_RUNTIME_DIR, or in /tmp. Made if missing.
+    """The folder of all services of this user: configured, or below XDG_RUNTIME_DIR, or in /tmp. Made if missing.
 
     Raises:
         SandboxConfigError: it is not this user's alone, or its path is too long for sockets.
     """
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if configured is not None:
-        base = configured
-    elif runtime and os.access(runtime, os.W_OK):
-        base = Path(runtime) / "rs"
-    else:
-        base = Path(f"/tmp/rs-{os.geteuid()}")  # noqa: S108  checked below
+    base = _choices(configured)[0]
     base.mkdir(mode=0o711, parents=True, exist_ok=True)
-    found = base.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    if not _is_private(base):
         raise SandboxConfigError(
             f"{base} is not a folder that only this user can write to",
             hint="remove it, or set sandbox.run_dir",
         )
-    longest = base / ("0" * 2 * ID_BYTES) / "sockets" / "00000000-5"
+    longest = base / LONGEST
     if len(os.fsencode(longest)) > SOCKET_PATH_LIMIT:
         raise SandboxConfigError(
             f"{base} is too long: {longest} has more than the {SOCKET_PATH_LIMIT} bytes of a socket's path",
@@ -111,6 +175,37 @@ def run_base(configured: Path | None) -> Path:
     return base
 
 
-def new_run_folder(base: Path) -> RunFolder:
-    """A name for a new sandbox; nothing is made yet."""
-    return RunFolder(base / secrets.token_hex(ID_BYTES))
+def remember(state_dir: Path, base: Path) -> None:
+    """Note for later sweeps that a service ran here: after a power cut another may be configured.
+
+    Raises:
+        OSError: the state cannot be written.
+    """
+    notes = state_dir / NOTES
+    notes.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with suppress(FileExistsError):
+        (notes / hashlib.sha256(os.fsencode(base)).hexdigest()[:16]).symlink_to(base.absolute())
+
+
+def run_bases(configured: Path | None, state_dir: Path) -> list[Path]:
+    """Where services of this user may have left something: where they run, ran, or would without configuration."""
+    notes = state_dir / NOTES
+    noted = [note.readlink() for note in notes.iterdir() if note.is_symlink()] if notes.is_dir() else []
+    found = dict.fromkeys([*_choices(configured), *noted])
+    return [base for base in found if base.exists() and _is_private(base)]
+
+
+def _choices(configured: Path | None) -> list[Path]:
+    """Where this user's services may run, the best first."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    usable = runtime is not None and os.access(runtime, os.W_OK)
+    return [
+        *([configured] if configured is not None else []),
+        *([Path(runtime) / "rs"] if runtime and usable else []),
+        Path(f"/tmp/rs-{os.geteuid()}"),  # noqa: S108  checked before it is used
+    ]
+
+
+def _is_private(base: Path) -> bool:
+    found = base.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022

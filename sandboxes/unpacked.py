@@ -1,113 +1,231 @@
 """Images unpacked on disk, each once for all its sandboxes: no FUSE, a shared page cache, faster starts.
 
-A folder is complete or not there: it is made beside its place and renamed. It belongs to the user that sandboxes
-run as, and only below their overlay, so that none can change it. An image file that is replaced is another image;
-the folder of the old one is removed when it has not been used for `KEEP_SECONDS`.
+A folder is complete or not there. It belongs to the user that sandboxes run as, and only below their overlay, so
+that none can change it. What is in it is read once, when it is made. An image file that is replaced is another
+image. When all folders are larger than the budget, the least recently used go; one that a process of this machine
+has mounted, or that was used a moment ago, does not.
+
+It should be on a disk of this machine, where the image files may be on one that many share.
 """
 
-import fcntl
 import hashlib
+import json
 import os
 import re
-import shutil
-import subprocess
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import anyio
-import anyio.to_thread
-
+from sandboxes import squashfs, toolkit
 from sandboxes.errors import ImageError
+from sandboxes.eviction import Candidate, choose
+from sandboxes.image_facts import ImageFacts, read_facts
+from sandboxes.shared_folder import SharedFolder
 
-UNPACK_SECONDS = 3600.0
-KEEP_SECONDS = 7 * 24 * 3600.0
+GRACE_SECONDS = 600.0
+"""A start has mounted its image well before this has passed."""
+
+FORMAT = "4"
+"""Changes with what is read from an image."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """An image on disk, and what is in it."""
+
+    folder: Path
+    facts: ImageFacts
 
 
 class UnpackedImages:
-    """A folder of unpacked images, which several services of one user may share."""
+    """A folder of unpacked images, which several services of one user may share. Its methods block."""
 
-    def __init__(self, apptainer: Path, root: Path, user: int, group: int) -> None:
+    def __init__(
+        self, apptainer: Path, root: Path, user: int, group: int, budget_bytes: int | None = None
+    ) -> None:
         self._apptainer = apptainer
-        self._root = root
+        self._root = root.expanduser().absolute()
         self._owner = (user, group)
-        self._known: dict[tuple[str, int, int], Path] = {}
+        self._budget_bytes = budget_bytes
+        self._shared = SharedFolder(self._root)
+        self._facts_folder = self._root / "facts"
+        self._seen: dict[str, ImageFacts] = {}
 
-    async def provide(self, image: Path) -> Path:
-        """The folder of an image file, unpacked now if it has not been: that takes seconds for each 100 MB.
+    def provide(self, image: Path) -> Unpacked:
+        """An image file, unpacked now if it has not been: that takes seconds for each 100 MB.
+
+        A folder is taken as it is.
 
         Raises:
             ImageError: it cannot be unpacked; the message is Apptainer's.
         """
-        key = _identity(image)
-        if key not in self._known:
-            self._known[key] = await anyio.to_thread.run_sync(self._provide, key)
-        return self._known[key]
+        if image.is_dir():
+            name = self._name("folder", image)
+            return Unpacked(image, self._facts(name, image, str(image)))
+        name = self._name("image", image)
 
-    def _provide(self, key: tuple[str, int, int]) -> Path:
-        name = hashlib.sha256(repr((key, self._owner)).encode()).hexdigest()[:24]
+        def unpack(draft: Path) -> None:
+            self._unpack(image, draft)
+
+        folder = self._make(name, str(image), unpack)
+        return Unpacked(folder, self._facts(name, folder, str(image)))
+
+    def facts(self, image: Path) -> ImageFacts:
+        """What is in an image; an image file that is not unpacked is unpacked for this alone.
+
+        Raises:
+            ImageError: it cannot be unpacked.
+        """
+        name = self._name("folder" if image.is_dir() else "image", image)
+        folder = image if image.is_dir() else self._root / name
+        if folder.exists() or name in self._seen or self._facts_file(name).exists():
+            return self._facts(name, folder, str(image))
+        self._private()
+        with self._shared.draft(name) as draft:
+            self._unpack(image, draft / "root")
+            return self._facts(name, draft / "root", str(image))
+
+    def toolkit(self, base: Path) -> Path:
+        """The Python toolkit that is made of this image, made now if it has not been: see `toolkit.py`.
+
+        Raises:
+            ImageError: it cannot be made of this image.
+        """
+        name = self._name(f"toolkit {toolkit.RECIPE}", base)
+        if (self._root / name).exists():
+            self._shared.stamp(name)
+            return self._root / name
+        unpacked = self.provide(base)
+
+        def make(draft: Path) -> None:
+            draft.mkdir()
+            toolkit.assemble(unpacked.folder, unpacked.facts, draft)
+            self._give_away(draft)
+
+        return self._make(name, f"the toolkit of {base}", make)
+
+    def prune(
+        self, budget_bytes: int | None, *, grace_seconds: float = GRACE_SECONDS, dry_run: bool = False
+    ) -> Sequence[Candidate]:
+        """Remove folders until all fit the budget, by their last use; what dead services left goes in any case.
+
+        Returns:
+            Every folder and what was decided about it; with `dry_run` nothing has been done.
+        """
+        if not self._root.is_dir():
+            return ()
+        if not dry_run:
+            self._shared.remove_dead_drafts()
+        with self._shared.lock("store"):
+            decided = choose(self._candidates(grace_seconds), budget_bytes)
+            for one in decided:
+                if one.evicted and not dry_run:
+                    self._remove(one.name)
+        return decided
+
+    def _make(self, name: str, image: str, make: Callable[[Path], None]) -> Path:
         folder = self._root / name
-        self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with self._locked(name):
-            if not folder.exists():
-                self._prune()
-                self._unpack(Path(key[0]), folder)
-            os.utime(folder)
+        # Who is about to use it says so before it looks: `prune` looks at this before it removes.
+        self._private()
+        self._shared.stamp(name)
+        if folder.exists():
+            return folder
+        self._shared.remove_dead_drafts()
+        with self._shared.lock(name):
+            if folder.exists():
+                return folder
+            with self._shared.draft(name) as draft:
+                made = draft / "root"
+                make(made)
+                self._facts(name, made, image)
+                made.rename(folder)
+        if self._budget_bytes is not None:
+            self.prune(self._budget_bytes)
         return folder
 
-    def _unpack(self, image: Path, folder: Path) -> None:
-        draft = folder.with_suffix(".new")
-        _remove(draft)
-        offset = self._squashfs_offset(image)
-        # Not by `apptainer build`, which as root asks for capabilities that containers and jobs often lack. What
-        # an ordinary user cannot make, device files, is no failure: Apptainer brings a /dev of its own.
-        flags = ["-quiet", "-no-progress", "-no-xattrs", "-no-exit-code"]
-        _run(["unsquashfs", *flags, "-o", offset, "-d", str(draft), str(image)])
+    def _unpack(self, image: Path, target: Path) -> None:
+        squashfs.unpack(self._apptainer, image, target)
+        self._give_away(target)
+
+    def _give_away(self, folder: Path) -> None:
         if os.geteuid() == 0:
-            _run(["chown", "-hR", "{}:{}".format(*self._owner), str(draft)])
-        draft.rename(folder)
+            squashfs.run(["chown", "-hR", "{}:{}".format(*self._owner), str(folder)])
 
-    def _squashfs_offset(self, image: Path) -> str:
-        """Where the file system begins in the image file."""
-        listing = _run([str(self._apptainer), "sif", "list", str(image)])
-        found = re.search(r"\|(\d+)-\d+\s*\|FS \(Squashfs/", listing)
-        if found is None:
-            raise ImageError(f"{image} holds no squashfs", hint="set sandbox.unpack to false")
-        return found[1]
+    def _facts(self, name: str, folder: Path, image: str) -> ImageFacts:
+        """What was read of it before; read now where nothing was."""
+        if name not in self._seen:
+            file = self._facts_file(name)
+            try:
+                self._seen[name] = ImageFacts.from_json(json.loads(file.read_text())["facts"])
+            except (OSError, ValueError, TypeError, KeyError):
+                self._seen[name] = read_facts(folder)
+                self._write(file, {"image": image, "facts": self._seen[name].as_json()})
+        return self._seen[name]
 
-    def _prune(self) -> None:
-        """Remove folders that no sandbox has been started from for long; a sandbox lives for less."""
+    def _private(self) -> None:
+        """Make the root, where no other user may enter: the folders in it belong to the user of sandboxes."""
+        self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def _facts_file(self, name: str) -> Path:
+        return self._facts_folder / f"{name}.json"
+
+    def _write(self, file: Path, data: Mapping[str, object]) -> None:
+        self._private()
+        self._facts_folder.mkdir(exist_ok=True)
+        with self._shared.draft("facts") as draft:
+            (draft / file.name).write_text(json.dumps(data))
+            (draft / file.name).replace(file)
+
+    def _candidates(self, grace_seconds: float) -> Iterator[Candidate]:
+        now, mounted = self._shared.now(), _mounted()
         for folder in self._root.iterdir():
-            if folder.is_dir() and folder.stat().st_mtime < time.time() - KEEP_SECONDS:
-                _remove(folder)
+            if re.fullmatch(r"[0-9a-f]{24}", folder.name) is None:
+                continue
+            used = max(self._shared.last_used(folder.name), folder.stat().st_ctime)
+            reason = "a sandbox has it mounted" if folder.name in mounted else ""
+            if not reason and now - used < grace_seconds:
+                reason = f"used {now - used:.0f} s ago"
+            size = self._facts(folder.name, folder, "").size_bytes
+            yield Candidate("unpacked", folder.name, size, used, self._image_of(folder.name), kept=reason)
 
-    @contextmanager
-    def _locked(self, name: str) -> Iterator[None]:
-        with (self._root / f"{name}.lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+    def _image_of(self, name: str) -> str:
+        try:
+            return str(json.loads(self._facts_file(name).read_text())["image"])
+        except (OSError, ValueError, KeyError):
+            return ""
+
+    def _remove(self, name: str) -> None:
+        """Take it away by one rename, so that nobody finds half of it."""
+        with self._shared.draft(name) as draft:
+            (self._root / name).rename(draft / "root")
+        self._facts_file(name).unlink(missing_ok=True)
+        self._shared.forget_uses(name)
+        self._seen.pop(name, None)
+
+    def _name(self, kind: str, image: Path) -> str:
+        """By path, size and time of the file, which tell it from any other, and by whom it is unpacked for."""
+        resolved = image.resolve()
+        try:
+            found = resolved.stat()
+        except OSError as error:
+            raise ImageError(f"{image} cannot be read: {error.strerror}") from error
+        identity = (FORMAT, kind, str(resolved), found.st_size, found.st_mtime_ns, self._owner)
+        return hashlib.sha256(repr(identity).encode()).hexdigest()[:24]
 
 
-def _run(command: list[str]) -> str:
-    try:
-        result = subprocess.run(command, check=True, capture_output=True, timeout=UNPACK_SECONDS)
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or b""
-        raise ImageError(
-            f"the image could not be unpacked: {said.decode(errors='replace').strip() or error}",
-            hint="free disk space, install squashfs-tools, or set sandbox.unpack to false",
-        ) from error
-    return result.stdout.decode(errors="replace")
-
-
-def _identity(image: Path) -> tuple[str, int, int]:
-    """What makes a file this file: its path, its size and when it was written."""
-    found = image.resolve().stat()
-    return str(image.resolve()), found.st_size, found.st_mtime_ns
-
-
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        subprocess.run(["chmod", "-R", "u+rwX", str(folder)], check=False, capture_output=True)
-        shutil.rmtree(folder, ignore_errors=True)
+def _mounted() -> set[str]:
+    """The names of folders, of 24 hexadecimal digits, that are part of a mount which any process sees."""
+    names: set[str] = set()
+    seen: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            space = str((process / "ns" / "mnt").readlink())
+            if space in seen:
+                continue
+            names.update(
+                re.findall(r"/([0-9a-f]{24})[/ ]", (process / "mountinfo").read_text(errors="replace"))
+            )
+        except OSError:  # it has ended, or is of another user, whose images are elsewhere
+            continue
+        seen.add(space)
+    return names

@@ -18,6 +18,7 @@ from rollout_service.environments.trial import play
 from rollout_service.errors import ConfigurationError
 from rollout_service.pipeline.sandboxing import SandboxSource
 from sandboxes import ApptainerConfig, make_provider
+from sandboxes.image_sources import Definition
 from sandboxes.images import ImageStore
 
 pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
@@ -27,7 +28,7 @@ WORDCOUNT = Path(__file__).parents[2] / "examples" / "environments" / "wordcount
 @pytest.fixture
 async def sandboxes(tmp_path):
     provider = make_provider(ApptainerConfig(), tmp_path / "state")
-    yield SandboxSource(provider, ImageStore().resolve)
+    yield SandboxSource(provider)
     assert provider.live() == []
     await provider.close()
 
@@ -130,6 +131,33 @@ def test_an_image_without_an_environment_is_named(tmp_path):
         extract_environment(tiny_image(tmp_path), tmp_path / "cache")
 
 
+def test_an_environment_of_an_unpacked_image_is_copied_without_what_is_no_file(tmp_path):
+    tree = tmp_path / "tree"
+    shutil.copytree(WORDCOUNT, tree / "environment")
+    (tree / "environment" / "again.toml").symlink_to("/environment/environment.toml")
+    os.mkfifo(tree / "environment" / "pipe")
+    folder = extract_environment(tree, tmp_path / "cache")
+    assert (folder / "again.toml").read_bytes() == (WORDCOUNT / "environment.toml").read_bytes()
+    assert not (folder / "pipe").exists()
+
+
+@pytest.mark.parametrize("target", ["/etc/hostname", "../../../etc/hostname", "missing", "."])
+def test_a_link_out_of_an_environment_is_refused(tmp_path, target):
+    tree = tmp_path / "tree"
+    shutil.copytree(WORDCOUNT, tree / "environment")
+    (tree / "environment" / "stolen").symlink_to(target)
+    with pytest.raises(ConfigurationError, match="/environment/stolen is a link"):
+        extract_environment(tree, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_what_is_no_image_is_named(tmp_path):
+    (tmp_path / "fake.sif").write_text("not an image")
+    with pytest.raises(ConfigurationError, match="cannot be read") as caught:
+        extract_environment(tmp_path / "fake.sif", tmp_path / "cache")
+    assert caught.value.hint
+
+
 def tiny_image(folder, environment=None):
     """An image with bash, tar and perhaps an environment: 5 MB."""
     root = folder / "tree"
@@ -151,5 +179,5 @@ def tiny_image(folder, environment=None):
         f'    cp -a "{root}/." "$APPTAINER_ROOTFS/"\n'
     )
     store = ImageStore(folder / "images")
-    store.build("tiny", definition)
+    store.provide(Definition(definition), "tiny")
     return store.resolve("tiny").resolve()

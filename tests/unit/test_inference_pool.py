@@ -20,7 +20,7 @@ from rollout_service.inference.errors import (
     UnknownBackend,
 )
 from rollout_service.inference.fakes import Counting, Fault, ScriptedEngine
-from rollout_service.inference.pool import PoolOptions
+from rollout_service.inference.options import PoolOptions
 from rollout_service.inference.pools import Pools
 
 pytestmark = pytest.mark.anyio
@@ -140,13 +140,23 @@ async def test_endless_aborts_of_an_engine_that_nobody_paused_are_an_error():
             await pool.generate(request())
 
 
-async def test_a_request_that_the_engine_refuses_is_not_repeated():
+@pytest.mark.parametrize("token", [-1, 512, 10**9])
+async def test_an_id_outside_the_vocabulary_is_never_sent(token):
+    engine = ScriptedEngine(SCRIPT)
+    async with running(engine) as (_, pool):
+        before = engine.requests
+        with pytest.raises(BackendRejected, match=f"prompt id {token} at 1"):
+            await pool.generate(request(prompt=(1, token, 3)))
+        assert engine.requests == before
+
+
+async def test_a_request_that_does_not_fit_is_refused_before_it_is_sent():
     engine = ScriptedEngine(SCRIPT, context_length=50)
     async with running(engine) as (_, pool):
         before = engine.requests
         with pytest.raises(PromptTooLong):
             await pool.generate(request(budget=60))
-        assert engine.requests == before + 1
+        assert engine.requests == before
         assert pool.views()[0].state is BackendState.READY
 
 
@@ -309,7 +319,7 @@ async def test_an_update_loses_no_token_and_every_token_has_its_version(mode):
         assert is_exact(results[0], budget=60)
         assert results[0].versions == sorted(results[0].versions)
         assert set(results[0].versions) <= {0, 1}
-        assert results[0].versions[-1] == 1
+        assert results[0].versions[-1] == (0 if mode is PauseMode.DRAIN else 1)
         assert pool.views()[0].weight_version == 1
 
 

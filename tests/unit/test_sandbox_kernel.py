@@ -1,4 +1,4 @@
-"""Kernels' messages are hostile: fields are checked, sockets are linked and never followed."""
+"""Kernels' messages are hostile: fields are checked, sockets are opened and links never followed."""
 
 import os
 import socket
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandboxes.kernel import Cell, _link_socket, connection_info
+from sandboxes.kernel import Cell, _open_socket, connection_info
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),
@@ -38,21 +38,25 @@ def test_colours_are_taken_out_and_long_values_cut() -> None:
     assert cell.truncated
 
 
-def test_only_sockets_are_linked(tmp_path: Path) -> None:
-    inside, links = tmp_path / "inside", tmp_path / "links"
+def test_only_sockets_are_opened_and_no_link_is_followed(tmp_path: Path) -> None:
+    inside = tmp_path / "inside"
     inside.mkdir()
-    links.mkdir()
     target = tmp_path / "host.sock"
-    with socket.socket(socket.AF_UNIX) as server:
+    with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as client:
         server.bind(str(target))
+        server.listen()
         (inside / "planted").symlink_to(target)
-        assert not _link_socket(inside / "planted", links / "planted")
-        assert not _link_socket(inside / "missing", links / "missing")
         (inside / "file").touch()
-        assert not _link_socket(inside / "file", links / "file")
-        assert list(links.iterdir()) == []
+        os.mkfifo(inside / "fifo")
+        for name in ("planted", "missing", "file", "fifo"):
+            assert _open_socket(inside / name) is None
         os.link(target, inside / "real")
-        assert _link_socket(inside / "real", links / "real")
+        held = _open_socket(inside / "real")
+        assert held is not None
+        (inside / "real").unlink()
+        (inside / "real").symlink_to("/dev/null")
+        client.connect(f"/proc/self/fd/{held}")  # what was checked, whatever has the name by now
+        os.close(held)
 
 
 def test_connection_info_names_all_channels() -> None:

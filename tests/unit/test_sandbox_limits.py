@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.limits import Group, Limits, find_groups
+from sandboxes.limits import SPARE_PROCESSES, Group, Limits, find_groups
 
 LIMITS = Limits(memory_bytes=1 << 30, max_processes=100, cpus=1.5)
 
@@ -37,6 +37,8 @@ def test_version_2_groups_are_where_controllers_are_given(tmp_path: Path, own_gi
         {
             "cgroup.controllers": "cpu memory pids",
             "slice/own/cgroup.subtree_control": own_gives,
+            "slice/own/cgroup.controllers": "cpu memory pids",
+            "slice/cgroup.controllers": "memory pids",
             "slice/cgroup.subtree_control": "memory pids",
         },
     )
@@ -64,13 +66,30 @@ def test_limits_are_written_as_each_version_wants_them(tmp_path: Path) -> None:
     assert int((new / "pids.max").read_text()) >= 100
 
 
-def test_an_oom_kill_is_told_once(tmp_path: Path) -> None:
-    make_tree(tmp_path, {"memory.events": "oom 3\noom_kill 1\n"})
-    group = Group({"memory": tmp_path})
-    assert group.out_of_memory()
-    assert not group.out_of_memory()
-    (tmp_path / "memory.events").write_text("oom 4\noom_kill 2\n")
-    assert group.out_of_memory()
+def test_a_group_can_yield_the_processor(tmp_path: Path) -> None:
+    for yields in (True, False):
+        Group({"cpu": tmp_path}).yield_processor(yields)
+        assert (tmp_path / "cpu.idle").read_text() == f"{int(yields)}\n"
+    Group({"memory": tmp_path}).yield_processor(True)
+
+
+def test_the_launchers_tasks_do_not_count(tmp_path: Path) -> None:
+    make_tree(tmp_path, {"pids.current": "9\n", "pids.max": "max\n"})
+    group = Group({"pids": tmp_path})
+    assert group.settle(100) == 8
+    assert int((tmp_path / "pids.max").read_text()) == 8 + 100 + SPARE_PROCESSES
+    assert Group({}).settle(100) == 0
+
+
+def test_version_1_hierarchies_that_are_links_to_one_are_one(tmp_path: Path) -> None:
+    (tmp_path / "cpu,cpuacct/job").mkdir(parents=True)
+    for name in ("cpu", "cpuacct"):
+        (tmp_path / name).symlink_to("cpu,cpuacct")
+    groups = find_groups(tmp_path, "5:cpu,cpuacct:/job\n")
+    assert groups.enforced == {"cpus"}
+    group = groups.create("x", Limits(None, None, None))
+    assert group is not None
+    assert group.paths == [tmp_path / "cpu,cpuacct/job/rollout-x"]
 
 
 def test_a_group_is_removed(tmp_path: Path) -> None:

@@ -1,24 +1,20 @@
-"""Host processes: known by number and start time, ended with patience, killed only if they are the right ones."""
+"""Processes of the host: known by marks, number and start time, and killed only if they are the right ones."""
 
 import os
 import subprocess
 import sys
-import time
-from pathlib import Path
-
-import pytest
 
 from sandboxes.process import (
+    FOLDERS,
     MARKER,
-    end_process,
     kill_if,
+    kill_where,
     marked_processes,
     marked_with,
+    processes_where,
     start_time,
-    wait_exit,
 )
 
-pytestmark = pytest.mark.anyio
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
 
 
@@ -30,28 +26,6 @@ def start(code: str, **env: str) -> subprocess.Popen[bytes]:
     process.stdout.readline()
     process.stdout.close()
     return process
-
-
-async def test_a_process_that_ignores_sigterm_is_killed() -> None:
-    process = start(STUBBORN)
-    begun = time.monotonic()
-    assert await end_process(process, grace=0.1, kill_wait=4.0)
-    assert process.returncode == -9
-    assert time.monotonic() - begun < 10
-
-
-async def test_a_process_that_ends_by_itself_is_left_to() -> None:
-    process = start("print(flush=True)")
-    assert await end_process(process, grace=10, kill_wait=1)
-    assert process.returncode == 0
-    assert await wait_exit(process, 0)
-
-
-async def test_waiting_is_bounded() -> None:
-    process = start(STUBBORN)
-    assert not await wait_exit(process, 0.05)
-    process.kill()
-    assert await wait_exit(process, 10)
 
 
 def test_start_time_tells_processes_apart() -> None:
@@ -75,5 +49,26 @@ def test_marks_and_kills_only_what_matches() -> None:
     assert not kill_if(process.pid, lambda pid: True)
 
 
-def test_unreadable_processes_are_not_ours(tmp_path: Path) -> None:
+def test_kills_by_the_service_and_spares_the_neighbour() -> None:
+    mine, neighbour = start(STUBBORN, **{MARKER: "0a0a0a0a-12"}), start(STUBBORN, **{MARKER: "0a0a0a0b-12"})
+    try:
+        assert processes_where(lambda mark: mark.startswith("0a0a0a0a-")) == [mine.pid]
+        assert kill_where(lambda mark: mark.startswith("0a0a0a0a-")) == 1
+        assert mine.wait() == -9
+        assert neighbour.poll() is None
+    finally:
+        neighbour.kill()
+        neighbour.wait()
+
+
+def test_processes_that_have_gone_are_not_ours() -> None:
     assert marked_with(2**22 + 1) is None
+
+
+def test_a_sandbox_is_told_by_its_mounts() -> None:
+    line = b"36 35 0:20 /rs-0/0a1b2c3d/17/pipes /run/rollout/pipes ro,nosuid - tmpfs tmpfs rw"
+    found = FOLDERS.search(line)
+    assert found is not None
+    assert found.groups() == (b"0a1b2c3d", b"17")
+    for other in (b"/rs-0/0a1b2c3d4/17/pipes", b"/overlay2/0a1b2c3d/x/overlay", b"/0a1b2c3d/17/pipesx "):
+        assert FOLDERS.search(other) is None

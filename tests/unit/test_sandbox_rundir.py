@@ -1,4 +1,4 @@
-"""Run folders are private and short, and their removal copes with what overlays leave."""
+"""Run folders are private, short, locked by their service, and not given to two."""
 
 import os
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from sandboxes.errors import SandboxConfigError
-from sandboxes.reaper import remove
-from sandboxes.rundir import new_run_folder, run_base
+from sandboxes.reaper import lock
+from sandboxes.rundir import NOTES, ServiceFolder, remember, run_base, run_bases
 
 
 def test_a_long_path_is_refused_with_advice(tmp_path: Path) -> None:
@@ -16,35 +16,58 @@ def test_a_long_path_is_refused_with_advice(tmp_path: Path) -> None:
     assert "run_dir" in error.value.hint
 
 
-def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
-    base = Path("/tmp") / f"rs-test-{os.getpid()}"
-    base.mkdir(mode=0o777)
+def test_a_folder_of_others_is_refused_and_never_swept(tmp_path: Path) -> None:
+    base = tmp_path / "open"
+    base.mkdir()
     base.chmod(0o777)
-    try:
-        with pytest.raises(SandboxConfigError, match="only this user"):
-            run_base(base)
-    finally:
-        base.rmdir()
+    with pytest.raises(SandboxConfigError, match="only this user"):
+        run_base(base)
+    assert base not in run_bases(base, tmp_path)
 
 
 def test_pipes_can_be_entered_but_not_listed(tmp_path: Path) -> None:
-    folder = new_run_folder(tmp_path)
+    service = ServiceFolder(tmp_path)
+    folder = service.new()
     folder.create(os.geteuid(), os.getegid())
     assert folder.pipes.stat().st_mode & 0o777 == 0o311
     assert folder.sockets.stat().st_mode & 0o777 == 0o700
     assert folder.said() == "nothing"
-    (folder.overlay / "work").mkdir()
-    (folder.overlay / "work/work").mkdir(mode=0)
-    assert remove(folder.path, None) is None
-    assert not folder.path.exists()
+    assert folder.id == f"{service.name}-1"
+    assert service.new().id == f"{service.name}-2"
+    service.close()
 
 
-def test_removal_follows_no_links(tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "file").touch()
-    folder = new_run_folder(tmp_path)
-    folder.create(os.geteuid(), os.getegid())
-    (folder.overlay / "link").symlink_to(outside)
-    assert remove(folder.path, None) is None
-    assert (outside / "file").exists()
+def test_a_service_folder_is_locked_until_it_is_closed(tmp_path: Path) -> None:
+    service = ServiceFolder(tmp_path)
+    handle = os.open(service.path, os.O_RDONLY)
+    assert not lock(handle)
+    service.close()
+    assert lock(handle)
+    os.close(handle)
+
+
+def test_a_service_folder_that_was_taken_away_is_noticed(tmp_path: Path) -> None:
+    service = ServiceFolder(tmp_path)
+    assert service.intact
+    service.path.rmdir()
+    assert not service.intact
+    service.path.mkdir()
+    assert not service.intact, "another folder of the same name"
+    service.close()
+
+
+def test_a_missing_base_is_an_error_and_not_an_endless_search(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        ServiceFolder(tmp_path / "missing")
+
+
+def test_former_run_folders_are_remembered(tmp_path: Path) -> None:
+    state, former = tmp_path / "state", tmp_path / "former"
+    assert former not in run_bases(None, state)
+    former.mkdir(mode=0o711)
+    remember(state, former)
+    remember(state, former)
+    (state / NOTES / "stray").touch()
+    assert former in run_bases(None, state)
+    former.rmdir()
+    assert former not in run_bases(None, state)

@@ -1,0 +1,35 @@
+"""The contract as runnable checks, for anyone who writes a provider.
+
+    python -m sandboxes.conformance apptainer
+    python -m sandboxes.conformance my_package.provider:make --json report.json
+
+Each check is given a fresh sandbox and its provider, and raises `ConformanceError` where the contract is broken; its
+docstring is what the contract promises. A provider names the checks that it is known to fail (`known_failures`);
+any other failure is one. Checks that attack are not run where the provider says that it does not isolate.
+"""
+
+from sandboxes.conformance import bash, files, isolation, lifecycle, programs, python
+from sandboxes.conformance.expectations import Check, ConformanceError, expect, expect_error
+from sandboxes.conformance.runner import Outcome, Report, run_check, run_checks
+
+CHECKS: tuple[Check, ...] = (
+    *bash.CHECKS,
+    *python.CHECKS,
+    *programs.CHECKS,
+    *files.CHECKS,
+    *lifecycle.CHECKS,
+    *isolation.CHECKS,
+)
+"""All of them, in the order in which they run."""
+
+__all__ = [
+    "CHECKS",
+    "Check",
+    "ConformanceError",
+    "Outcome",
+    "Report",
+    "expect",
+    "expect_error",
+    "run_check",
+    "run_checks",
+]

@@ -1,0 +1,203 @@
+"""The bash session: state, exit codes, time-outs, interrupts, output, death."""
+
+import time
+
+import anyio
+
+from sandboxes.conformance.expectations import GRACE, Check, expect, expect_error
+from sandboxes.contract import BashResult, BashSession, Sandbox, SandboxProvider
+from sandboxes.errors import SessionDiedError
+
+
+async def bash_keeps_state(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """The working folder, variables and functions last from command to command; so does the session itself."""
+    bash = await sandbox.bash()
+    await bash.run("mkdir -p sub && cd sub && X=5 && f() { echo f$X; }")
+    result = await (await sandbox.bash()).run('f; basename "$PWD"')
+    expect(result.output == "f5\nsub\n", result)
+
+
+async def bash_exit_codes(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """Exit codes are exact, those of syntax errors and signals too, and the session goes on."""
+    bash = await sandbox.bash()
+    for command, code in (("true", 0), ("(exit 7)", 7), ("false | true", 0), ("if", 2), ("nope-nope", 127)):
+        result = await bash.run(command)
+        expect(result.exit_code == code, (command, result))
+    result = await bash.run("bash -c 'kill -9 $$'")
+    expect(result.exit_code == 137, result)
+    await bash.run("(exit 5)")
+    expect((await bash.run('echo "$?"')).output == "5\n", "$? is not the last command's")
+    result = await bash.run('set -u; echo "$UNSET_VARIABLE"; echo never')
+    expect(result.exit_code != 0 and "never" not in result.output, result)
+
+
+async def bash_any_text(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """Commands are taken as they are: quotes, lines, here-documents, no history expansion; output as UTF-8."""
+    bash = await sandbox.bash()
+    result = await bash.run("cat <<'X'\n'\"$HOME\" !x\nX\nprintf 'é\\xff\\n'")
+    expect(result.output == '\'"$HOME" !x\né\ufffd\n', result)
+    result = await bash.run("cat; echo done")
+    expect(result.output == "done\n", result)
+    long = "x" * 300_000
+    result = await bash.run(f"echo {long} | wc -c", timeout=30)
+    expect(result.output.strip() == "300001", result)
+
+
+async def bash_time_out(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """A time-out keeps what was printed and the session with its state, whatever form the command has."""
+    bash = await sandbox.bash()
+    await bash.run("KEPT=yes")
+    stubborn = "echo part; bash -c 'trap \"\" INT TERM; while :; do sleep 1; done'; echo after"
+    for command in ("echo part; sleep 60; echo after", "echo part; while :; do :; done", stubborn):
+        begun = time.monotonic()
+        result = await bash.run(command, timeout=1)
+        expect(result.timed_out and result.exit_code is None, (command, result))
+        expect(result.output.startswith("part\n"), (command, result))
+        expect(time.monotonic() - begun < 1 + GRACE, (command, time.monotonic() - begun))
+    result = await bash.run("echo $KEPT")
+    expect(result.output == "yes\n", result)
+
+
+async def bash_background(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """A process in the background that holds the output open delays nothing and lives on."""
+    bash = await sandbox.bash()
+    begun = time.monotonic()
+    result = await bash.run("(sleep 300; echo late) & echo $! >pid; echo now")
+    expect("now\n" in result.output and time.monotonic() - begun < GRACE, result)
+    result = await bash.run('sleep 60; kill -0 "$(cat pid)"', timeout=1)
+    expect(result.timed_out, result)
+    result = await bash.run('kill -0 "$(cat pid)" && kill "$(cat pid)"')
+    expect(result.exit_code == 0, result)
+
+
+async def bash_output_limit(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """Output over the limit is cut in the middle and says so; one endless line is no exception."""
+    bash = await sandbox.bash()
+    result = await bash.run(
+        "echo first; head -c 3000000 /dev/zero | tr '\\0' x; echo last", output_limit=1000
+    )
+    expect(result.truncated and result.exit_code == 0, result)
+    expect(result.output.startswith("first\n") and result.output.endswith("last\n"), result)
+    expect(len(result.output) < 1200 and "left out" in result.output, len(result.output))
+    result = await bash.run("yes", timeout=1, output_limit=1000)
+    expect(result.timed_out and result.truncated and len(result.output) < 1200, result)
+
+
+async def bash_dies(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """A shell that ends is an error with what was printed; the next command runs in a fresh one."""
+    bash = await sandbox.bash()
+    await bash.run("X=1; echo kept >file")
+    error = await expect_error(SessionDiedError, bash.run("echo out; exit 3"))
+    expect(isinstance(error, SessionDiedError) and error.output.startswith("out\n"), error)
+    result = await bash.run('echo "${X-gone}"; cat file')
+    expect(result.output == "gone\nkept\n", result)
+    await expect_error(SessionDiedError, bash.run("kill -9 $$"))
+    await bash.restart()
+    expect((await bash.run("echo up")).output == "up\n", "no fresh shell")
+
+
+async def bash_cancelled(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """A cancelled call ends the command; the next one finds a session that works."""
+    bash = await sandbox.bash()
+    with anyio.move_on_after(0.5):
+        await bash.run("sleep 100; touch reached")
+    result = await bash.run("ls; echo ok")
+    expect(result.output.endswith("ok\n") and "reached" not in result.output, result)
+
+
+async def bash_one_at_a_time(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """Calls at the same time are run one after the other, each with its own result."""
+    bash = await sandbox.bash()
+    found: dict[int, str] = {}
+
+    async def run(number: int) -> None:
+        found[number] = (await bash.run(f"echo {number}")).output
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(20):
+            tasks.start_soon(run, number)
+    expect(found == {number: f"{number}\n" for number in range(20)}, found)
+
+
+async def bash_whole_rollout(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """State lasts over a hundred commands, with time-outs, interrupts, floods and failures among them."""
+    bash = await sandbox.bash()
+    await bash.run(
+        "total=0; declare -A seen; mkdir -p deep/er; cd deep/er; shopt -s extglob; export MARK=kept"
+    )
+    for number in range(100):
+        match number % 25:
+            case 6:
+                await bash.run("yes", timeout=0.2, output_limit=1000)
+            case 13:
+                await bash.run("nope-nope; (exit 3)")
+            case 20:
+                await sandbox.exec(["true"])
+            case _:
+                result = await bash.run(f"seen[{number}]=1; total=$((total + 1)); echo $total")
+                expect(result.exit_code == 0, result)
+    result = await bash.run(
+        "echo $total ${#seen[@]} $(env | grep -c ^MARK=kept) ${PWD##*/}; shopt -q extglob"
+    )
+    expect(result.output == "88 88 1 er\n" and result.exit_code == 0, result)
+
+
+async def bash_interrupt(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """`interrupt` ends the command and its children, again and again, in the middle of output; the shell stays."""
+    bash = await sandbox.bash()
+    await bash.run("KEPT=yes; sleep 300 & background=$!")
+    await bash.interrupt()  # nothing runs: nothing happens
+    commands = (
+        "touch running; sleep 60; echo after",
+        "touch running; yes",
+        "touch running; bash -c 'bash -c \"sleep 60; touch survived\"; touch survived'; touch survived",
+        "touch running; while :; do echo x; done",
+        "(touch running; sleep 60) | cat",
+    )
+    for command in commands:
+        result = await _interrupted(sandbox, bash, command)
+        expect(result.exit_code is not None and not result.timed_out, result)
+        expect("after" not in result.output and result.seconds < GRACE, result)
+    result = await bash.run("ls; echo $KEPT; kill -0 $background && kill $background")
+    expect(result.output == "yes\n" and result.exit_code == 0, result)
+
+
+async def _interrupted(sandbox: Sandbox, bash: BashSession, command: str) -> BashResult:
+    async with anyio.create_task_group() as tasks:
+
+        async def interrupt_soon() -> None:
+            while (await sandbox.exec(["rm", "running"])).exit_code != 0:
+                pass
+            await bash.interrupt()
+
+        tasks.start_soon(interrupt_soon)
+        result = await bash.run(command, timeout=30, output_limit=1000)
+    return result  # noqa: RET504  mypy: a task group may swallow what is raised in it
+
+
+async def bash_characters(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """A character that arrives in two halves is one; one that the limit cuts in two is left out whole."""
+    bash = await sandbox.bash()
+    result = await bash.run("printf '\\xe2\\x82'; sleep 0.2; printf '\\xac\\n'")
+    expect(result.output == "€\n", result)
+    for limit in (1000, 1001, 1002, 1003):
+        result = await bash.run("printf '€%.0s' {1..3000}", output_limit=limit)
+        head, _note, tail = result.output.partition("\n[")
+        tail = tail.partition("]\n")[2]
+        expect(result.truncated and set(head) == set(tail) == {"€"}, (limit, result))
+
+
+CHECKS: tuple[Check, ...] = (
+    bash_keeps_state,
+    bash_exit_codes,
+    bash_any_text,
+    bash_time_out,
+    bash_background,
+    bash_output_limit,
+    bash_dies,
+    bash_cancelled,
+    bash_one_at_a_time,
+    bash_whole_rollout,
+    bash_interrupt,
+    bash_characters,
+)

@@ -1,0 +1,90 @@
+"""From start to close: cancelled starts, calls under way, and that nothing can be run after."""
+
+from collections.abc import AsyncIterator, Awaitable
+
+import anyio
+
+from sandboxes.conformance.expectations import GRACE, Check, expect, expect_error
+from sandboxes.contract import Sandbox, SandboxProvider, SandboxSpec
+from sandboxes.errors import SandboxClosedError, SandboxError
+
+
+async def processes_end(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """`end_processes` ends all of them, sessions too; files stay, and new sessions open."""
+    bash = await sandbox.bash()
+    await bash.run("X=1; for number in 1 2 3; do (sleep 2; touch survived) & done")
+    await sandbox.end_processes()
+    result = await bash.run('sleep 3; ls; echo "${X-gone}"')
+    expect(result.output == "gone\n", result)
+
+
+async def closes(sandbox: Sandbox, provider: SandboxProvider) -> None:
+    """`close` ends calls under way, may be called again and at once, and leaves the sandbox unusable."""
+    bash = await sandbox.bash()
+    failures: list[SandboxError] = []
+
+    async def run() -> None:
+        failures.append(await expect_error(SandboxError, bash.run("sleep 100")))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run)
+        await sandbox.exec(["true"])
+        tasks.start_soon(sandbox.close)
+        tasks.start_soon(sandbox.close)
+    expect(len(failures) == 1, failures)
+    await sandbox.close()
+    await expect_error(SandboxClosedError, bash.run("true"))
+    await expect_error(SandboxClosedError, sandbox.exec(["true"]))
+    await expect_error(SandboxClosedError, sandbox.read_file("x"))
+    await expect_error(SandboxClosedError, sandbox.bash())
+    await expect_error(SandboxClosedError, sandbox.python())
+    expect(sandbox.id not in {info.id for info in provider.live()}, provider.live())
+
+
+async def closes_under_calls(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """Every kind of call that is under way when the sandbox is closed ends soon, with an error of the family."""
+    bash, python = await sandbox.bash(), await sandbox.python()
+    await sandbox.exec(["truncate", "-s", "1G", "large"])
+    ended: list[str] = []
+
+    async def under_way(name: str, call: Awaitable[object]) -> None:
+        await expect_error(SandboxError, call)
+        ended.append(name)
+
+    async def slow() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x"
+            await anyio.sleep(0.01)
+
+    async def read() -> None:
+        async for _ in sandbox.read_stream("large"):
+            await anyio.sleep(0.05)
+
+    calls: dict[str, Awaitable[object]] = {
+        "bash": bash.run("sleep 100"),
+        "python": python.execute("import time; time.sleep(100)"),
+        "exec": sandbox.exec(["sleep", "100"]),
+        "write": sandbox.write_stream("f", slow()),
+        "read": read(),
+    }
+    with anyio.fail_after(GRACE + 1):
+        async with anyio.create_task_group() as tasks:
+            for name, call in calls.items():
+                tasks.start_soon(under_way, name, call)
+            await anyio.sleep(1)
+            tasks.start_soon(sandbox.close)
+    expect(sorted(ended) == sorted(calls), ended)
+
+
+async def starts_cancelled(_: Sandbox, provider: SandboxProvider) -> None:
+    """A start that is cancelled, at whatever moment, leaves no sandbox."""
+    before = {info.id for info in provider.live()}
+    for milliseconds in (0, 20, 60, 120, 200):
+        with anyio.move_on_after(milliseconds / 1000) as scope:
+            started = await provider.start(SandboxSpec(label="conformance"))
+        if not scope.cancelled_caught:
+            await started.close()
+    expect({info.id for info in provider.live()} == before, provider.live())
+
+
+CHECKS: tuple[Check, ...] = (processes_end, closes, closes_under_calls, starts_cancelled)

@@ -1,0 +1,61 @@
+"""Programs in processes of their own: streams, exit codes, time-outs, many at once."""
+
+import time
+
+import anyio
+
+from sandboxes.conformance.expectations import GRACE, Check, expect
+from sandboxes.contract import Sandbox, SandboxProvider
+
+
+async def exec_programs(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """One-shot programs have their own streams, input, environment, folder and exact exit codes."""
+    data = bytes(range(256)) * 4000
+    result = await sandbox.exec(["cat"], stdin=data, output_limit=2 * len(data))
+    expect(result.exit_code == 0 and result.stdout == data, result.exit_code)
+    script = 'echo "$1" "$GIVEN"; pwd >&2; exit 3'
+    result = await sandbox.exec(["bash", "-c", script, "-", "a 'b"], env={"GIVEN": "x y"}, cwd="/")
+    expect((result.exit_code, result.stdout, result.stderr) == (3, b"a 'b x y\n", b"/\n"), result)
+    expect((await sandbox.exec(["no-such-program"])).exit_code == 127, "no 127")
+    expect((await sandbox.exec(["bash", "-c", "kill -9 $$"])).exit_code == 137, "no 137")
+    result = await sandbox.exec(["bash", "-c", "echo part; sleep 60"], timeout=0.5)
+    expect(result.timed_out and result.exit_code is None and result.stdout == b"part\n", result)
+    result = await sandbox.exec(["head", "-c", "5000000", "/dev/zero"], output_limit=100)
+    expect(result.truncated and len(result.stdout) < 300, result)
+
+
+async def exec_apart(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """Programs run beside a busy session and beside each other."""
+    bash = await sandbox.bash()
+    begun = time.monotonic()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(bash.run, "sleep 2")
+        for _number in range(8):
+            tasks.start_soon(sandbox.exec, ["sleep", "2"])
+    expect(time.monotonic() - begun < 2 + GRACE, time.monotonic() - begun)
+
+
+async def exec_at_once(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """Two dozen programs at once have each its own input and output."""
+    found: dict[int, bytes] = {}
+
+    async def run(number: int) -> None:
+        data = f"{number} ".encode() * 20_000
+        found[number] = (await sandbox.exec(["cat"], stdin=data, output_limit=2 * len(data))).stdout
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(24):
+            tasks.start_soon(run, number)
+    for number, data in found.items():
+        expect(data == f"{number} ".encode() * 20_000, (number, data[:100], len(data)))
+
+
+async def exec_cancelled(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """A cancelled call ends its program and what that has started."""
+    with anyio.move_on_after(0.5):
+        await sandbox.exec(["bash", "-c", "(sleep 2; touch reached) & sleep 2; touch reached"])
+    result = await sandbox.exec(["bash", "-c", "sleep 3; ls"])
+    expect(result.stdout == b"", result)
+
+
+CHECKS: tuple[Check, ...] = (exec_programs, exec_apart, exec_at_once, exec_cancelled)

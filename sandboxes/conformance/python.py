@@ -1,0 +1,138 @@
+"""The Python session: state, results, exceptions, time-outs, interrupts, output, death."""
+
+import anyio
+
+from sandboxes.conformance.expectations import Check, expect, expect_error
+from sandboxes.contract import PythonResult, PythonSession, Sandbox, SandboxProvider
+from sandboxes.errors import SessionDiedError
+
+
+async def python_cells(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """Values, prints and exceptions come apart; state lasts; tracebacks have no terminal colours."""
+    python = await sandbox.python()
+    first = await python.execute("import sys\nprint('out'); print('err', file=sys.stderr)\nx = 41")
+    expect(first.output == "out\nerr\n" and first.result is None and first.error is None, first)
+    expect((await python.execute("x + 1")).result == "42", "no state")
+    failed = await python.execute("print('before')\n1/0")
+    expect(failed.error is not None and failed.output == "before\n", failed)
+    if failed.error is not None:
+        expect(failed.error.ename == "ZeroDivisionError" and "\x1b" not in failed.error.traceback, failed)
+        expect("1/0" in failed.error.traceback, failed.error.traceback)
+
+
+async def python_time_out(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """A time-out interrupts the cell, keeps what was printed, and the session's variables."""
+    python = await sandbox.python()
+    await python.execute("x = 'kept'")
+    for code in (
+        "print('part', flush=True)\nwhile True: pass",
+        "print('part')\nimport time; time.sleep(100)",
+    ):
+        result = await python.execute(code, timeout=2)
+        expect(result.timed_out and result.output.startswith("part\n"), (code, result))
+    expect((await python.execute("x")).result == "'kept'", "state lost")
+
+
+async def python_output_limit(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """Long prints, results and exceptions are cut in the middle, and the session goes on."""
+    python = await sandbox.python()
+    printed = await python.execute("print('a' + 'x' * 9_000_000 + 'b')", output_limit=1000)
+    expect(printed.truncated and len(printed.output) < 1200 and printed.output.endswith("b\n"), printed)
+    value = await python.execute("'y' * 9_000_000", output_limit=1000)
+    expect(value.truncated and value.result is not None and len(value.result) < 1200, value)
+    failed = await python.execute("raise ValueError('z' * 9_000_000)", output_limit=1000)
+    expect(failed.error is not None and len(failed.error.evalue) < 1200, failed)
+    expect((await python.execute("1 + 1")).result == "2", "the session did not go on")
+
+
+async def python_dies(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """A kernel that ends is an error; the next cell runs in a fresh one."""
+    python = await sandbox.python()
+    await python.execute("x = 1")
+    await expect_error(SessionDiedError, python.execute("import os\nos._exit(3)"))
+    fresh = await python.execute("x")
+    expect(fresh.error is not None and fresh.error.ename == "NameError", fresh)
+    await python.restart()
+    expect((await python.execute("2 + 2")).result == "4", "no fresh kernel")
+
+
+async def python_whole_rollout(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """State lasts over dozens of cells, with time-outs, exceptions and floods among them."""
+    python = await sandbox.python()
+    await python.execute(
+        "import collections, os\nos.makedirs('deep'); os.chdir('deep')\nseen = collections.Counter()"
+    )
+    for number in range(60):
+        match number % 20:
+            case 6:
+                await python.execute("while True: print('x' * 1000)", timeout=0.3, output_limit=1000)
+            case 13:
+                await python.execute("seen['no'] += 1 / 0")
+            case _:
+                result = await python.execute(f"seen['yes'] += 1\n{number}")
+                expect(result.result == str(number), result)
+    result = await python.execute("seen['yes'], seen['no'], os.path.basename(os.getcwd())")
+    expect(result.result == "(54, 0, 'deep')", result)
+
+
+async def python_interrupt(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """`interrupt` is a KeyboardInterrupt in the cell, again and again, in the middle of output; the kernel stays."""
+    python = await sandbox.python()
+    await python.execute("import os, subprocess, time\nkept = 1\ndef ready(): open('running', 'w').close()")
+    await python.interrupt()  # nothing runs: nothing happens
+    cells = (
+        "ready(); time.sleep(60)",
+        "ready()\nwhile True: print('x' * 100)",
+        "ready(); subprocess.run(['sleep', '60'])",
+        "ready()\nwhile True: pass",
+    )
+    for cell in cells:
+        result = await _interrupted(sandbox, python, cell)
+        expect(result.error is not None and result.error.ename == "KeyboardInterrupt", result)
+        expect(not result.timed_out, result)
+    result = await python.execute("kept")
+    expect(result.result == "1", result)
+
+
+async def _interrupted(sandbox: Sandbox, python: PythonSession, cell: str) -> PythonResult:
+    async with anyio.create_task_group() as tasks:
+
+        async def interrupt_soon() -> None:
+            while (await sandbox.exec(["rm", "running"])).exit_code != 0:
+                pass
+            await python.interrupt()
+
+        tasks.start_soon(interrupt_soon)
+        result = await python.execute(cell, timeout=30, output_limit=1000)
+    return result  # noqa: RET504  mypy: a task group may swallow what is raised in it
+
+
+async def python_cancelled(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """A cancelled call ends the cell; the next one finds a session that works."""
+    python = await sandbox.python()
+    with anyio.move_on_after(0.5):
+        await python.execute("import time; time.sleep(3); open('reached', 'w').close()")
+    result = await python.execute("import os, time; time.sleep(3); os.path.exists('reached')", timeout=60)
+    expect(result.result == "False", result)
+
+
+async def python_characters(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """Characters of several bytes come whole, whatever the limit."""
+    python = await sandbox.python()
+    for limit in (1000, 1001, 1002, 1003):
+        result = await python.execute("print('€' * 3000, end='')", output_limit=limit)
+        head, _note, tail = result.output.partition("\n[")
+        tail = tail.partition("]\n")[2]
+        expect(result.truncated and set(head) == set(tail) == {"€"}, (limit, result))
+
+
+CHECKS: tuple[Check, ...] = (
+    python_cells,
+    python_time_out,
+    python_output_limit,
+    python_dies,
+    python_whole_rollout,
+    python_interrupt,
+    python_cancelled,
+    python_characters,
+)

@@ -1,0 +1,122 @@
+"""Runs checks and tells four outcomes apart: holds, fails, fails as known, and holds though known to fail."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import anyio
+
+from sandboxes.conformance.expectations import Check, ConformanceError
+from sandboxes.conformance.isolation import ATTACKS
+from sandboxes.contract import SandboxProvider, SandboxSpec
+from sandboxes.errors import SandboxError
+
+CHECK_SECONDS = 120.0
+
+Verdict = Literal["holds", "fails", "known failure", "holds now"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one check went."""
+
+    check: str
+    promise: str
+    """The check's docstring: what the contract says."""
+    verdict: Verdict
+    reason: str
+    """What was found instead, or why the failure is known; empty where it holds."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How all of them went."""
+
+    provider: str
+    isolates: bool
+    enforced: tuple[str, ...]
+    """The limits that hold for a sandbox as a whole, as the provider says."""
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def conforms(self) -> bool:
+        """Whether nothing failed but what the provider names."""
+        return all(outcome.verdict != "fails" for outcome in self.outcomes)
+
+    def as_json(self) -> dict[str, Any]:
+        """For machines."""
+        return {"conforms": self.conforms, **asdict(self)}
+
+
+async def run_check(check: Check, provider: SandboxProvider, image: str | None = None) -> None:
+    """Run one check in a sandbox of its own.
+
+    Raises:
+        ConformanceError: the contract is broken, or the check took longer than it may.
+        SandboxError: an error that the contract does not allow there.
+    """
+    with anyio.move_on_after(CHECK_SECONDS) as scope:
+        async with await provider.start(SandboxSpec(image=image, label="conformance")) as sandbox:
+            await check(sandbox, provider)
+    if scope.cancelled_caught:
+        raise ConformanceError(f"not done within {CHECK_SECONDS:.0f} s")
+
+
+async def run_checks(
+    checks: Sequence[Check],
+    provider: SandboxProvider,
+    image: str | None = None,
+    progress: Callable[[Outcome], object] = lambda _: None,
+) -> Report:
+    """Run checks one after the other; `progress` is called after each."""
+    outcomes = []
+    for check in checks:
+        outcome = await judge(check, provider, image)
+        progress(outcome)
+        outcomes.append(outcome)
+    return Report(provider.name, provider.isolates, tuple(sorted(provider.enforced)), tuple(outcomes))
+
+
+async def judge(check: Check, provider: SandboxProvider, image: str | None = None) -> Outcome:
+    """Run one check and say how it went; one that attacks is not run where nothing isolates it."""
+    known = provider.known_failures.get(check.__name__)
+    begun = time.monotonic()
+    found = "the check attacks what is outside, and nothing here isolates it: not run"
+    if provider.isolates or check.__name__ not in ATTACKS:
+        found = await _failure(check, provider, image)
+    return Outcome(
+        check=check.__name__,
+        promise=" ".join((check.__doc__ or "").split()),
+        verdict=_verdict(found, known),
+        reason=found if known is None else known,
+        seconds=round(time.monotonic() - begun, 3),
+    )
+
+
+def _verdict(found: str, known: str | None) -> Verdict:
+    if known is None:
+        return "fails" if found else "holds"
+    return "known failure" if found else "holds now"
+
+
+async def _failure(check: Check, provider: SandboxProvider, image: str | None) -> str:
+    try:
+        await run_check(check, provider, image)
+    except (ConformanceError, SandboxError) as error:
+        return f"{type(error).__name__}: {error}"
+    except ExceptionGroup as group:
+        _, other = group.split((ConformanceError, SandboxError))
+        if other is not None:
+            raise
+        return "; ".join(f"{type(error).__name__}: {error}" for error in _leaves(group))
+    return ""
+
+
+def _leaves(group: ExceptionGroup[Exception]) -> list[Exception]:
+    return [
+        leaf
+        for error in group.exceptions
+        for leaf in (_leaves(error) if isinstance(error, ExceptionGroup) else [error])
+    ]

@@ -1,0 +1,164 @@
+"""The service's side of the proxies: one process for all sandboxes, started with the first that needs it."""
+
+import os
+import socket
+import subprocess
+import sys
+from typing import NamedTuple, Self
+
+import anyio
+
+from sandboxes.children import end_process
+from sandboxes.egress.counts import EgressCounts
+from sandboxes.egress.messages import PACKET_BYTES, Request, decode_counts
+from sandboxes.egress.rules import AllowList
+from sandboxes.errors import SandboxStartError
+from sandboxes.process import MARKER
+
+ANSWER_SECONDS = 20.0
+"""The first answer waits for the process to load."""
+GRACE = 2.0
+ENV = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LOCALDOMAIN", "RES_OPTIONS")
+"""What Python and the resolver look at; the process gets nothing else of the service's, such as its keys."""
+
+
+class Owner(NamedTuple):
+    """For whom the process of the proxies runs."""
+
+    service: str
+    """The name that the ids of its sandboxes begin with; by it the guard finds the process if it hangs."""
+
+    user: int
+    """What it becomes where this process is root."""
+
+    group: int
+
+
+class Handover:
+    """A pair of sockets, over which a launcher hands a socket of the sandbox's network to this process."""
+
+    def __init__(self) -> None:
+        self._ours, self._theirs = socket.socketpair()
+        self._ours.setblocking(False)
+
+    @property
+    def descriptor(self) -> int:
+        """The launcher's end."""
+        return self._theirs.fileno()
+
+    def given(self) -> None:
+        """The launcher has its end: when it ends, ours is told."""
+        self._theirs.close()
+
+    async def receive(self) -> socket.socket | None:
+        """The socket; None where the launcher ended without sending one."""
+        await anyio.wait_readable(self._ours)
+        _, descriptors, _, _ = socket.recv_fds(self._ours, 64, 1)
+        return socket.socket(fileno=descriptors[0]) if descriptors else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ours.close()
+        self._theirs.close()
+
+
+class EgressHost:
+    """Gives sandboxes their proxies and takes them back."""
+
+    def __init__(self) -> None:
+        self._lock = anyio.Lock()
+        self.process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._ended = EgressCounts()
+        self._open: set[str] = set()
+
+    async def open(
+        self,
+        sandbox: str,
+        allowed: AllowList,
+        private: bool,
+        listening: socket.socket,
+        owner: Owner,
+    ) -> None:
+        """Serve a sandbox from a socket that listens in its network, which is closed here.
+
+        Raises:
+            SandboxStartError: there is no process to serve it.
+        """
+        with listening:
+            request = Request("open", sandbox, allowed.entries, private)
+            async with self._lock:
+                if self._channel is None:
+                    await self._start(owner)
+                if await self._ask(request, [listening.fileno()]) is None:
+                    raise SandboxStartError("the process of the egress proxies does not answer")
+                self._open.add(sandbox)
+
+    async def close(self, sandbox: str) -> EgressCounts:
+        """End a sandbox's proxy and its connections; what it did, which is nothing where it had none."""
+        async with self._lock:
+            if sandbox not in self._open:
+                return EgressCounts()
+            self._open.discard(sandbox)
+            counts = await self._ask(Request("close", sandbox)) or EgressCounts()
+            self._ended.add(counts)
+        return counts
+
+    async def counts(self) -> EgressCounts:
+        """What all proxies have done since the service began."""
+        total = EgressCounts()
+        async with self._lock:
+            total.add(self._ended)
+            if self._open:
+                total.add(await self._ask(Request("counts")) or EgressCounts())
+        return total
+
+    async def aclose(self) -> None:
+        """End the process. Idempotent."""
+        self._hang_up()
+        process, self.process = self.process, None
+        if process is not None:
+            await end_process(process, grace=GRACE, kill_wait=GRACE)
+
+    async def _start(self, owner: Owner) -> None:
+        await self.aclose()  # one that ended by itself is still to be collected
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.setblocking(False)
+        with theirs:
+            self.process = _spawn(theirs, owner)
+
+    async def _ask(self, request: Request, descriptors: list[int] | None = None) -> EgressCounts | None:
+        """One request and its answer, which cancellation does not part; None where the process has ended."""
+        packet = b""
+        with anyio.move_on_after(ANSWER_SECONDS, shield=True):
+            try:
+                if self._channel is not None:
+                    socket.send_fds(self._channel, [request.encode()], descriptors or [])
+                    await anyio.wait_readable(self._channel)
+                    packet = self._channel.recv(PACKET_BYTES)
+            except OSError:
+                packet = b""
+        if not packet:
+            self._hang_up()
+            return None
+        return decode_counts(packet)
+
+    def _hang_up(self) -> None:
+        """The process ends when it notices."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+
+def _spawn(channel: socket.socket, owner: Owner) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "sandboxes.egress.process", str(owner.user), str(owner.group)]
+    return subprocess.Popen(
+        command,
+        stdin=channel.fileno(),
+        stdout=subprocess.DEVNULL,
+        env={name: os.environ[name] for name in ENV if name in os.environ}
+        | {MARKER: f"{owner.service}-egress"},
+        start_new_session=True,
+    )

@@ -1,0 +1,134 @@
+"""The process that holds the proxies of one service, so that no traffic of a sandbox takes the service's time.
+
+It gives up root when it has been loaded, reads requests from a socket that the service holds the other end of, and
+ends with that: also when the service was killed.
+"""
+
+import os
+import socket
+import sys
+from dataclasses import dataclass, field
+
+import anyio
+import structlog
+
+from sandboxes.egress.counts import EgressCounts
+from sandboxes.egress.messages import PACKET_BYTES, Request, encode_counts
+from sandboxes.egress.proxy import EgressProxy, resolve
+from sandboxes.egress.rules import AllowList, normal_host
+from sandboxes.limits import raise_open_files
+
+
+@dataclass(slots=True)
+class Running:
+    """The proxy of one sandbox."""
+
+    proxy: EgressProxy
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    ended: anyio.Event = field(default_factory=anyio.Event)
+
+    async def serve(self, listening: socket.socket) -> None:
+        """Until it is closed."""
+        try:
+            with self.scope:
+                await self.proxy.serve(listening)
+        finally:
+            self.ended.set()
+
+    async def close(self) -> None:
+        """End it, with its connections."""
+        self.scope.cancel()
+        await self.ended.wait()
+
+
+class Proxies:
+    """The proxies by sandbox."""
+
+    def __init__(self, tasks: anyio.abc.TaskGroup) -> None:
+        self._tasks = tasks
+        self._running: dict[str, Running] = {}
+
+    async def answer(self, request: Request, descriptors: list[int]) -> EgressCounts:
+        """Do what a request says; what the sandbox's proxy, or all together, have counted."""
+        if request.act == "open":
+            proxy = EgressProxy(request.sandbox, AllowList(request.allowed), private=request.private)
+            one = self._running[request.sandbox] = Running(proxy)
+            self._tasks.start_soon(one.serve, socket.socket(fileno=descriptors[0]))
+            return proxy.counts
+        if request.act == "counts":
+            total = EgressCounts()
+            for one in self._running.values():
+                total.add(one.proxy.counts)
+            return total
+        found = self._running.pop(request.sandbox, None)
+        if found is None:
+            return EgressCounts()
+        await found.close()
+        return found.proxy.counts
+
+
+async def serve(channel: socket.socket, user: int, group: int) -> None:
+    """Hold proxies until the service's end of the channel closes."""
+    await load_everything()
+    become(user, group)
+    async with anyio.create_task_group() as tasks:
+        proxies = Proxies(tasks)
+        while True:
+            await anyio.wait_readable(channel)
+            packet, descriptors, _, _ = socket.recv_fds(channel, PACKET_BYTES, 1)
+            if not packet:
+                tasks.cancel_scope.cancel()
+                return
+            channel.send(encode_counts(await proxies.answer(Request.decode(packet), descriptors)))
+
+
+async def load_everything() -> None:
+    """Serve one request of our own: modules that are loaded when needed may be out of reach without root."""
+    normal_host("ü.example")
+    await resolve("localhost", 80)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_server(("127.0.0.1", 0)) as listening,
+    ):
+        port = server.getsockname()[1]
+        proxy = EgressProxy("", AllowList([f"127.0.0.1:{port}"]))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(proxy.serve, listening)
+            async with await anyio.connect_tcp(*listening.getsockname()) as client:
+                await client.send(f"CONNECT 127.0.0.1:{port} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+                await client.receive()
+            tasks.cancel_scope.cancel()
+
+
+def become(user: int, group: int) -> None:
+    """Give up root, if we have it."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(group)
+        os.setuid(user)
+
+
+def log_as_lines() -> None:
+    """JSON on standard error, which is the service's."""
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.JSONRenderer(),
+        ],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+def main() -> None:
+    """`python -m sandboxes.egress.process USER GROUP`, with the channel as standard input."""
+    user, group = map(int, sys.argv[1:])
+    log_as_lines()
+    raise_open_files()
+    with socket.socket(fileno=0) as channel:
+        channel.setblocking(False)
+        anyio.run(serve, channel, user, group)
+
+
+if __name__ == "__main__":
+    main()

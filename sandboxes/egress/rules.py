@@ -1,0 +1,164 @@
+"""Which hosts a sandbox may reach: the environment's list, and what is decided by it before a name is resolved.
+
+Names are compared as the resolver sees them: lower case, without a final dot, international ones in their ASCII
+form. What could be read both as a name and as an address, such as `0x7f.1`, is neither.
+"""
+
+import ipaddress
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import idna
+
+from sandboxes.errors import SandboxConfigError
+
+DEFAULT_PORTS = frozenset({80, 443})
+MAX_ENTRIES = 1000
+MAX_PORT = 65535
+NAME_LIMIT = 253
+LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)")
+NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
+NAT64 = ipaddress.ip_network("64:ff9b::/96")
+HINT = 'entries are HOST, *.HOST or an address, each also with :PORT: "pypi.org", "*.example.org:8443", "[fd00::1]:80"'
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def parse_address(text: str) -> Address | None:
+    """An address in its usual form, without a zone; None for what is none."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv6Address):
+        return None if address.scope_id else address.ipv4_mapped or address
+    return address
+
+
+def normal_host(text: str) -> str:
+    """The one form of a name or an address, which may be in brackets.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if (address := parse_address(bare)) is not None:
+        return str(address)
+    try:
+        name = text.lower() if text.isascii() else idna.encode(text, uts46=True).decode().lower()
+    except idna.IDNAError as error:
+        raise ValueError(f"{text!r} is no host name: {error}") from error
+    labels = name.removesuffix(".").split(".")
+    if len(name) > NAME_LIMIT or not all(LABEL.fullmatch(label) for label in labels):
+        raise ValueError(f"{text!r} is no host name")
+    if NUMBER.fullmatch(labels[-1]):
+        raise ValueError(f"{text!r} is neither a host name nor an address in its usual form")
+    return ".".join(labels)
+
+
+def split_port(text: str) -> tuple[str, int | None]:
+    """`HOST`, `HOST:PORT`, `[V6]`, `[V6]:PORT` or a bare `V6`, as host and port.
+
+    Raises:
+        ValueError: the port is none.
+    """
+    if parse_address(text) is not None:
+        return text, None
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]"):
+        return text, None
+    if not (port.isascii() and port.isdigit() and 0 < int(port[:6]) <= MAX_PORT):
+        raise ValueError(f"{port!r} is no port")
+    return host, int(port)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One entry of a list."""
+
+    host: str
+    subdomains: bool
+    """Whether it stands for what is below `host`, and not for `host` itself."""
+    port: int | None
+    """None: `DEFAULT_PORTS`."""
+
+    @classmethod
+    def parse(cls, entry: str) -> "Rule":
+        """
+        Raises:
+            SandboxConfigError: it is no entry; the message names it.
+        """
+        try:
+            host, port = split_port(entry)
+            subdomains = host.startswith("*.")
+            name = normal_host(host.removeprefix("*."))
+        except ValueError as error:
+            raise _no_entry(entry, str(error)) from error
+        if subdomains and parse_address(name) is not None:
+            raise _no_entry(entry, "an address has no subdomains")
+        return cls(name, subdomains, port)
+
+    def has_host(self, host: str) -> bool:
+        """Whether it stands for this host, at some port."""
+        if self.subdomains:
+            return host.endswith(f".{self.host}")
+        return host == self.host
+
+    def has_port(self, port: int) -> bool:
+        """Whether it stands for this port, of its host."""
+        return port in DEFAULT_PORTS if self.port is None else port == self.port
+
+
+def _no_entry(entry: str, why: str) -> SandboxConfigError:
+    return SandboxConfigError(f"the network's entry {entry!r} is not valid: {why}", hint=HINT)
+
+
+class AllowList:
+    """The hosts and ports that one sandbox may reach."""
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        """
+        Raises:
+            SandboxConfigError: an entry is not valid, or there are too many.
+        """
+        self.entries = tuple(entries)
+        if len(self.entries) > MAX_ENTRIES:
+            raise SandboxConfigError(
+                f"the network's list has {len(self.entries)} entries, and may have {MAX_ENTRIES}",
+                hint="use *.HOST for many hosts of one domain",
+            )
+        self._rules = tuple(Rule.parse(entry) for entry in self.entries)
+
+    def has_host(self, host: str) -> bool:
+        """Whether the host, in its normal form, is listed with any port."""
+        return any(rule.has_host(host) for rule in self._rules)
+
+    def has(self, host: str, port: int) -> bool:
+        """Whether the host, in its normal form, is listed with this port."""
+        return any(rule.has_host(host) and rule.has_port(port) for rule in self._rules)
+
+    def accepts(self, address: Address, port: int, *, private: bool) -> bool:
+        """Whether a listed name may be this address: it is public, or listed itself, or private where these may be.
+
+        Loopback and link-local addresses (such as a cloud's metadata service) are only reached when listed.
+        """
+        if self.has(str(address), port):
+            return True
+        return all(_is_reachable(one, private=private) for one in (address, *_embedded(address)))
+
+
+def _is_reachable(address: Address, *, private: bool) -> bool:
+    if address.is_loopback or address.is_link_local or address.is_multicast or address.is_unspecified:
+        return False
+    return address.is_global or (private and address.is_private and not address.is_reserved)
+
+
+def _embedded(address: Address) -> list[Address]:
+    """Addresses of version 4 that a router on the way may turn one of version 6 into."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return []
+    found: list[Address] = [one for one in (address.sixtofour, *(address.teredo or ())) if one is not None]
+    if address in NAT64:
+        found.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    return found

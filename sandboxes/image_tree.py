@@ -1,0 +1,136 @@
+"""Reading the files of an unpacked image from the host, where all of it may be hostile.
+
+A path means what it would mean inside: links are followed within the tree, and none leads out of it. Only plain
+files are read, and no more of them than a bound. Nothing of the image is run.
+"""
+
+import os
+import posixpath
+import stat
+import struct
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+LINK_LIMIT = 40
+READ_LIMIT = 8 * 1024 * 1024
+ELF_MACHINES = {62: "x86_64", 183: "aarch64", 21: "ppc64le", 22: "s390x", 243: "riscv64"}
+"""e_machine of elf.h, as `uname -m` calls it."""
+PT_INTERP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a program's ELF header says."""
+
+    machine: str
+    """As `uname -m` says it, or the number in the header."""
+
+    loader: str | None
+    """The path of what loads its libraries; None where it needs none."""
+
+
+class ImageTree:
+    """The files below one folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def find(self, path: str) -> str | None:
+        """The path inside after every link in it has been followed, or None where it leads to nothing."""
+        todo, done, links = deque(_parts(path)), "/", 0
+        while todo:
+            part = todo.popleft()
+            if part == "..":
+                done = posixpath.dirname(done)
+                continue
+            here = posixpath.join(done, part)
+            try:
+                mode = self.host(here).lstat().st_mode
+                target = str(self.host(here).readlink()) if stat.S_ISLNK(mode) else None
+            except (OSError, ValueError):
+                return None
+            if target is None:
+                done = here
+                continue
+            links += 1
+            if links > LINK_LIMIT:
+                return None
+            todo.extendleft(reversed(_parts(target)))
+            done = "/" if target.startswith("/") else done
+        return done
+
+    def host(self, found: str) -> Path:
+        """Where the host has what `find` found."""
+        return self.root / found.lstrip("/")
+
+    def read(self, path: str, limit: int = READ_LIMIT) -> bytes | None:
+        """The first bytes of a plain file; None for anything else."""
+        found = self.find(path)
+        if found is None:
+            return None
+        try:
+            if not stat.S_ISREG(self.host(found).lstat().st_mode):
+                return None
+            with self.host(found).open("rb") as file:
+                return file.read(limit)
+        except OSError:
+            return None
+
+    def names(self, path: str) -> list[str]:
+        """The names in a folder, sorted; none where there is no folder."""
+        found = self.find(path)
+        try:
+            return sorted(path.name for path in self.host(found).iterdir()) if found is not None else []
+        except OSError:
+            return []
+
+    def executable(self, path: str) -> str | None:
+        """Where the path leads, if that is a plain file with a right to be executed."""
+        found = self.find(path)
+        if found is None:
+            return None
+        mode = self.host(found).lstat().st_mode
+        return found if stat.S_ISREG(mode) and mode & 0o111 else None
+
+    def program(self, path: str) -> Program | None:
+        """The ELF header of a program of 64 bits, little endian; None for anything else, such as a script."""
+        data = self.read(path, 64 * 1024)
+        if data is None or data[:6] != b"\x7fELF\x02\x01":
+            return None
+        try:
+            (machine,) = struct.unpack_from("<H", data, 18)
+            (table,) = struct.unpack_from("<Q", data, 32)
+            size, count = struct.unpack_from("<HH", data, 54)
+            loader = _loader(data, table, size, count)
+        except struct.error:
+            return None
+        return Program(ELF_MACHINES.get(machine, str(machine)), loader)
+
+    def size_bytes(self) -> int:
+        """Of all files, each once."""
+        seen: set[int] = set()
+        total = 0
+        for folder, _, names in os.walk(self.root):
+            for name in names:
+                status = os.lstat(os.path.join(folder, name))  # noqa: PTH118  this runs for every file
+                if status.st_ino not in seen:
+                    seen.add(status.st_ino)
+                    total += status.st_size
+        return total
+
+
+def _loader(data: bytes, table: int, size: int, count: int) -> str | None:
+    """The interpreter that a program header names. Offsets are of the 64-bit structures of elf.h."""
+    for number in range(count):
+        entry = table + number * size
+        (kind,) = struct.unpack_from("<I", data, entry)
+        if kind == PT_INTERP:
+            (offset,) = struct.unpack_from("<Q", data, entry + 8)
+            (length,) = struct.unpack_from("<Q", data, entry + 32)
+            return data[offset : offset + length].rstrip(b"\0").decode(errors="replace")
+    return None
+
+
+def _parts(path: str) -> list[str]:
+    return [part for part in path.split("/") if part not in {"", "."}]

@@ -1,0 +1,230 @@
+"""Starts one Apptainer sandbox: joins its control groups, makes its namespaces and file systems, becomes apptainer.
+
+It runs by itself, as `python -I -S launch.py APPTAINER ARGUMENTS...`, and imports little, since every sandbox pays
+for it. Every mount, and the network, belongs to namespaces of this process and ends with the sandbox's last one.
+As root it gives up root before Apptainer starts. Whatever it may do in its own user namespace is gone with the
+`exec`, and that namespace allows no other below Apptainer's: code inside can make none to gain rights in.
+
+What to do is said by variables:
+  LAUNCH_GROUPS       files of control groups to join, one a line
+  LAUNCH_SPACE        a folder for what the sandbox writes ("data"), its /sys, /dev/shm and /etc/hosts, and Apptainer's
+                      own settings ("conf")
+  LAUNCH_NAMESPACES   "1": a user namespace, and in it mounts; without it an ordinary user gets neither
+  LAUNCH_NETWORK      "1": a network of its own, whose loopback is up
+  LAUNCH_LISTENER     a descriptor of a Unix socket that a listening socket of that network is sent to
+  LAUNCH_PORT         where that listens, on 127.0.0.1
+  LAUNCH_BYTES        the size of the file system that LAUNCH_SPACE gets; without mounts, the limit of one file
+and as root:
+  LAUNCH_USER, LAUNCH_GROUP  whom to become
+  LAUNCH_IMAGE               the image, which that user will find at "image" in LAUNCH_SPACE
+  LAUNCH_BINDS               what else it is to see, one a line, at "bind0", "bind1" ... in LAUNCH_SPACE
+"""
+
+# pathlib takes longer to import than all of this to run.
+# ruff: noqa: PTH101, PTH102, PTH116, PTH123
+
+import ctypes
+import fcntl
+import os
+import resource
+import stat
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+# From linux/sched.h, linux/mount.h, linux/prctl.h, linux/sockios.h and linux/if.h.
+CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWNET = 0x00020000, 0x10000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
+PR_SET_DUMPABLE = 4
+SIOCSIFFLAGS, IFF_UP, IFREQ_SIZE, NAME_SIZE = 0x8914, 1, 40, 16
+AF_INET, SOCK_DGRAM = 2, 2
+
+PREFIX = "LAUNCH_"
+INODE_BYTES = 4096
+"""One file for so many bytes of space: files without content take memory of the kernel too."""
+LEAST_INODES = 4096
+BACKLOG = 64
+FUSE = (10, 229)
+HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def call(name: str, *arguments: "Any") -> int:
+    """A function of the C library that answers -1 with errno where it fails."""
+    result: int = getattr(libc, name)(*arguments)
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+    return result
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
+    """mount(2)."""
+    call(
+        "mount",
+        os.fsencode(source),
+        os.fsencode(target),
+        kind.encode() if kind else None,
+        ctypes.c_ulong(flags),
+        options.encode(),
+    )
+
+
+def write(path: str, text: str) -> None:
+    """Write to a file of the kernel's, whole."""
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def new_user_namespace(others: int, user: int, group: int) -> None:
+    """A user namespace in which this user is itself and nobody else is there, with the namespaces `others`."""
+    call("unshare", CLONE_NEWUSER | others)
+    write("/proc/self/setgroups", "deny")
+    write("/proc/self/uid_map", f"{user} {user} 1")
+    write("/proc/self/gid_map", f"{group} {group} 1")
+
+
+def become(user: int, group: int) -> None:
+    """Give up root for good. Without "dumpable" the kernel would keep the files of /proc/self for root."""
+    os.setgroups([])
+    os.setresgid(group, group, group)
+    os.setresuid(user, user, user)
+    call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)
+
+
+def allow_one_user_namespace() -> None:
+    """Apptainer's own. Where /proc/sys cannot be written, code inside may make some, without rights outside."""
+    try:
+        write("/proc/sys/user/max_user_namespaces", "1")
+    except OSError:
+        return
+
+
+def raise_loopback() -> None:
+    """Bring up `lo`, and with it 127.0.0.1 and ::1."""
+    fd = call("socket", AF_INET, SOCK_DGRAM, 0)
+    request = b"lo".ljust(NAME_SIZE, b"\0") + IFF_UP.to_bytes(2, sys.byteorder)
+    fcntl.ioctl(fd, SIOCSIFFLAGS, request.ljust(IFREQ_SIZE, b"\0"))
+    os.close(fd)
+
+
+def send_listener(fd: int, port: int) -> None:
+    """A socket belongs to the network it was made in, whoever holds it: the host gets one that listens here."""
+    import socket  # takes half as long as all the rest, and few need it
+
+    with (
+        socket.socket(fileno=fd) as channel,
+        socket.create_server(("127.0.0.1", port), backlog=BACKLOG) as server,
+    ):
+        socket.send_fds(channel, [b"listener"], [server.fileno()])
+
+
+def mount_space(space: str, size: int) -> None:
+    """The file system for what the sandbox writes, and a view of the kernel that shows this network alone."""
+    inodes = max(LEAST_INODES, size // INODE_BYTES)
+    options = f"size={size},nr_inodes={inodes},mode=0711"
+    mount("none", "/", None, MS_REC | MS_PRIVATE)
+    mount("tmpfs", space, "tmpfs", MS_NOSUID, options)
+    os.mkdir(f"{space}/sys")
+    os.mkdir(f"{space}/shm")
+    os.chmod(f"{space}/shm", 0o1777)  # noqa: S103  as everywhere
+    try:
+        mount("sysfs", f"{space}/sys", "sysfs", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    except PermissionError:
+        return  # this network or this host's /sys is not ours to show: the folder stays empty
+
+
+def show(source: str, target: str) -> None:
+    """A file or folder of root's where the sandbox's user can reach it."""
+    if stat.S_ISDIR(os.stat(source).st_mode):
+        os.mkdir(target)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
+    mount(source, target, None, MS_BIND | MS_REC)
+
+
+def show_fuse(space: str) -> None:
+    """Image files are mounted through FUSE, whose device many hosts keep for root."""
+    device = f"{space}/fuse"
+    try:
+        os.mknod(device, stat.S_IFCHR, os.makedev(*FUSE))
+        os.chmod(device, 0o666)  # noqa: S103  as everywhere
+        mount(device, "/dev/fuse", None, MS_BIND)
+    except OSError:
+        return  # the host's own device may do, and unpacked images need none
+
+
+class Launch:
+    """The steps, in the order that the kernel asks for."""
+
+    def __init__(self, told: "dict[str, str]") -> None:
+        self._space = told["SPACE"]
+        self._size = int(told["BYTES"])
+        self._user, self._group = int(told.get("USER", os.geteuid())), int(told.get("GROUP", os.getegid()))
+        self._root = "USER" in told
+        self._mounts = self._root or "NAMESPACES" in told
+        self._told = told
+
+    def run(self) -> None:
+        """All of them; afterwards this process is what Apptainer is to run as."""
+        for file in self._told.get("GROUPS", "").splitlines():
+            write(file, str(os.getpid()))
+        self._enter_namespaces()
+        if "NETWORK" in self._told:
+            raise_loopback()
+        if "LISTENER" in self._told:
+            send_listener(int(self._told["LISTENER"]), int(self._told["PORT"]))
+        if self._mounts:
+            mount_space(self._space, self._size)
+        else:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self._size, self._size))
+        if self._root:
+            self._show_what_is_roots()
+        for name in ("data", "conf", "sockets"):
+            os.mkdir(f"{self._space}/{name}", 0o700)
+            os.chown(f"{self._space}/{name}", self._user, self._group)
+        write(f"{self._space}/hosts", HOSTS)
+        os.chown(f"{self._space}/hosts", self._user, self._group)
+        self._end_all_rights()
+
+    def _enter_namespaces(self) -> None:
+        """Root's belong to the host's user namespace, in which nobody inside has any rights at all."""
+        others = CLONE_NEWNS | (CLONE_NEWNET if "NETWORK" in self._told else 0)
+        if self._root:
+            call("unshare", others)
+        elif self._mounts:
+            new_user_namespace(others, self._user, self._group)
+
+    def _show_what_is_roots(self) -> None:
+        if "IMAGE" in self._told:
+            show(self._told["IMAGE"], f"{self._space}/image")
+        for number, source in enumerate(self._told.get("BINDS", "").splitlines()):
+            show(source, f"{self._space}/bind{number}")
+        show_fuse(self._space)
+
+    def _end_all_rights(self) -> None:
+        """Those of an own user namespace go with `exec`, since the user there is not root."""
+        if self._root:
+            become(self._user, self._group)
+            if "NAMESPACES" in self._told:
+                new_user_namespace(0, self._user, self._group)
+        if "NAMESPACES" in self._told:
+            allow_one_user_namespace()
+
+
+def main() -> None:
+    """Do it; a failure is one line on standard error, which the provider hands on."""
+    told = {name[len(PREFIX) :]: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+    try:
+        Launch(told).run()
+    except OSError as error:
+        sys.exit(f"launch: {error}")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+    os.execve(sys.argv[1], sys.argv[1:], environment)  # noqa: S606  there is no shell
+
+
+if __name__ == "__main__":
+    main()

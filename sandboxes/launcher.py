@@ -1,0 +1,127 @@
+"""How sandboxes are launched on this host: `launch.py`, what it is told, and whether it can do all that it may.
+
+As root, and where plain programs may make user namespaces, a sandbox gets its file systems and its network from
+`launch.py`. Elsewhere (Ubuntu's AppArmor gives user namespaces to programs that it knows) Apptainer makes the
+network, and an ordinary user's sandbox has no file system of a size of its own.
+"""
+
+import os
+import py_compile
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import structlog
+
+from sandboxes.errors import SandboxConfigError
+
+log = structlog.get_logger(__name__)
+
+SCRIPT = Path(__file__).with_name("launch.py")
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+PROBE_SECONDS = 10.0
+PROBE_BYTES = 1024 * 1024
+NAMESPACES_HINT = (
+    "allow user namespaces: sysctl user.max_user_namespaces and kernel.unprivileged_userns_clone, and on Ubuntu "
+    "kernel.apparmor_restrict_unprivileged_userns=0"
+)
+
+
+class Launcher:
+    """Makes the command, the variables and the flags of a launch."""
+
+    def __init__(self, user: int, group: int, *, fakeroot: bool = False) -> None:
+        """Whom sandboxes run as; with `fakeroot`, Apptainer maps a range of ids and must be in the host's namespace."""
+        self._user, self._group = user, group
+        self._fakeroot = fakeroot
+        self.root = os.geteuid() == 0
+
+    @cached_property
+    def namespaces(self) -> bool:
+        """Whether it can make namespaces of its own, and Apptainer others in them. It tries once: 20 ms."""
+        if self._fakeroot:
+            return False
+        unshare = shutil.which("unshare", path=PATH) or "/usr/bin/unshare"
+        with tempfile.TemporaryDirectory(prefix="rollout-") as space:
+            told = {"LAUNCH_SPACE": space, "LAUNCH_BYTES": str(PROBE_BYTES)}
+            told |= {"LAUNCH_NAMESPACES": "1", "LAUNCH_NETWORK": "1"} | self._whom()
+            done = subprocess.run(
+                self.command([unshare, "--user", "true"]),
+                env={"PATH": PATH, **told},
+                capture_output=True,
+                text=True,
+                timeout=PROBE_SECONDS,
+                check=False,
+            )
+        if done.returncode != 0:
+            log.warning(
+                "sandboxes cannot be held to a list of hosts, and those of ordinary users not to a limit of the disk",
+                reason=done.stderr.strip(),
+                use=NAMESPACES_HINT,
+            )
+        return done.returncode == 0
+
+    @property
+    def mounts(self) -> bool:
+        """Whether a sandbox gets a file system of its own, of limited size."""
+        return self.root or self.namespaces
+
+    def command(self, apptainer: Sequence[str]) -> list[str]:
+        """What to run, for what Apptainer is to run."""
+        return [sys.executable, "-I", "-S", self._script, *apptainer]
+
+    @cached_property
+    def _script(self) -> str:
+        """Compiled, where we may write beside it: every launch would compile it otherwise, for 2 ms."""
+        try:
+            return py_compile.compile(str(SCRIPT), doraise=True) or str(SCRIPT)
+        except (OSError, py_compile.PyCompileError):
+            return str(SCRIPT)
+
+    def variables(
+        self, space: Path, disk_bytes: int, *, network: bool, image: Path, binds: Sequence[str]
+    ) -> dict[str, str]:
+        """What `launch.py` is told. `network`: whether it has one of its own; `binds`: sources on the host."""
+        conf = str(space / "conf")
+        told = {"PATH": PATH, "HOME": conf, "APPTAINER_CONFIGDIR": conf, "APPTAINER_CACHEDIR": conf}
+        told |= {"LAUNCH_SPACE": str(space), "LAUNCH_BYTES": str(disk_bytes)} | self._whom()
+        if self.namespaces:
+            told["LAUNCH_NAMESPACES"] = "1"
+            if network:
+                told["LAUNCH_NETWORK"] = "1"
+        if self.root:
+            told |= {"LAUNCH_IMAGE": str(image), "LAUNCH_BINDS": "\n".join(binds)}
+        return told
+
+    def flags(self, space: Path, *, network: bool) -> list[str]:
+        """Apptainer's, for what `launch.py` makes in `space` and for what it cannot make."""
+        # Images without /etc/hosts are common. /dev/shm counts as disk, where Apptainer's own has no limit.
+        binds = ["hosts:/etc/hosts", *(["sys:/sys:ro", "shm:/dev/shm"] if self.mounts else [])]
+        found = ["--overlay", str(space / "data")]
+        for bind in binds:
+            found += ["--bind", f"{space}/{bind}"]
+        return found + (["--net", "--network", "none"] if network and not self.namespaces else [])
+
+    def require_enterable(self, folder: Path) -> None:
+        """Folders of sandboxes lie where their user can go.
+
+        Raises:
+            SandboxConfigError: a folder above shuts it out; the message names it.
+        """
+        for parent in (folder, *folder.parents):
+            found = parent.stat()
+            others = stat.S_IXGRP if found.st_gid == self._group else stat.S_IXOTH
+            bit = stat.S_IXUSR if found.st_uid == self._user else others
+            if not found.st_mode & bit:
+                raise SandboxConfigError(
+                    f"the user that sandboxes run as cannot enter {parent}",
+                    hint=f"chmod o+x {parent}, or set sandbox.run_dir to a folder that all may enter",
+                )
+
+    def _whom(self) -> dict[str, str]:
+        return {"LAUNCH_USER": str(self._user), "LAUNCH_GROUP": str(self._group)} if self.root else {}

@@ -1,0 +1,189 @@
+"""How many sandboxes this host bears: a controller that looks at its pressure and says how many, and why.
+
+Guarantees, whatever the readings are:
+- the target is between one and the ceiling;
+- a resource holds sandboxes back from the first reading over its mark until one well below it, so that the
+  decision does not flutter;
+- while one does, the target does not grow, and no sandbox is ended. Where something runs out (memory, space,
+  descriptors, processes) none is started, down to the last one: what ends is not replaced. Busy processors and
+  disks only make things slow, which passes: there the target is cut step by step, down to a floor;
+- when none does, the target grows by a step with each reading as long as it is made use of.
+
+Pure: no clock, no files. One reading a second is what the constants are meant for.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from sandboxes.config import GIB, PressureConfig
+
+Resource = Literal["cpu", "memory", "io", "disk", "descriptors", "processes"]
+
+RELEASE = 0.8
+"""The share of its mark to which a resource must come down."""
+PATIENCE = 5
+"""Readings between two cuts: as long as it takes a cut to show in averages over 10 s."""
+DECREASE = 0.75
+FIRST_PER_CPU = 8
+STEP_PER_CPU = 2
+FLOOR_PER_CPU = 4
+MEMORY_SHARE = 0.1
+MEMORY_MOST = 4 * GIB
+SLOW: frozenset[Resource] = frozenset({"cpu", "io"})
+"""What makes things slow and does not run out."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSpace:
+    """The file system of one folder."""
+
+    path: str
+    free_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a host says of itself at one moment. None is what it does not tell; stalls are in percent of 10 s."""
+
+    cpus: int
+    load: float | None = None
+    """The load average of one minute."""
+    cpu_stall: float | None = None
+    memory_stall: float | None = None
+    io_stall: float | None = None
+    memory_available: int | None = None
+    """Bytes that can be used without swapping: of the host, or of the service's control group if that is less."""
+    memory_total: int | None = None
+    disks: tuple[DiskSpace, ...] = ()
+    descriptors_free: int | None = None
+    processes_free: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Strain:
+    """How near a resource is to its mark: at 1 it holds sandboxes back."""
+
+    resource: Resource
+    ratio: float
+    text: str
+    """What it is at, over its mark."""
+    easing: str
+    """The same for when it is below the mark again, and not yet far enough."""
+
+    @property
+    def hold(self) -> "Hold":
+        """Why this holds sandboxes back."""
+        return Hold(self.resource, self.text if self.ratio >= 1.0 else self.easing)
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Why no further sandbox is started."""
+
+    resource: str
+    """A resource of the host, "ceiling", or "growth" while the target is still rising to what is asked for."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """How many sandboxes there may be, and what keeps it from being more."""
+
+    target: int
+    holds: tuple[Hold, ...] = ()
+
+
+class Controller:
+    """Turns readings into decisions."""
+
+    def __init__(self, config: PressureConfig, ceiling: int, cpus: int) -> None:
+        """`ceiling` is at least one."""
+        self._config = config
+        self._ceiling = ceiling
+        self._step = STEP_PER_CPU * cpus
+        self._floor = min(ceiling, FLOOR_PER_CPU * cpus)
+        self._held: frozenset[Resource] = frozenset()
+        self._since_cut = 0
+        first = min(ceiling, FIRST_PER_CPU * cpus) if config.enabled else ceiling
+        self.decision = Decision(first)
+
+    def update(self, reading: Reading, *, used: int, waiting: int) -> Decision:
+        """Take in a reading; `used` sandboxes are in use, `waiting` are asked for beyond those."""
+        if not self._config.enabled:
+            return self.decision
+        strains = strains_of(reading, self._config)
+        held = [it for it in strains if it.ratio >= (RELEASE if it.resource in self._held else 1.0)]
+        target = self._shrunk(used, held) if held else self._grown(used, waiting)
+        self._held = frozenset(strain.resource for strain in held)
+        self.decision = Decision(target, tuple(strain.hold for strain in held))
+        return self.decision
+
+    def _shrunk(self, used: int, held: list[Strain]) -> int:
+        target = self.decision.target
+        if any(strain.resource not in SLOW for strain in held):
+            return max(1, min(target, used))
+        self._since_cut = self._since_cut + 1 if self._held else 0
+        if self._since_cut < PATIENCE:
+            return min(target, max(used, self._floor))
+        self._since_cut = 0
+        return min(target, max(self._floor, int(min(target, used) * DECREASE)))
+
+    def _grown(self, used: int, waiting: int) -> int:
+        target = self.decision.target
+        return min(self._ceiling, target + self._step) if used + waiting >= target else target
+
+
+def strains_of(reading: Reading, config: PressureConfig) -> list[Strain]:
+    """How near each resource that the host tells of is to its mark."""
+    found = [
+        *_cpu(reading, config),
+        *_stalled("memory", "some", reading.memory_stall, config.memory_percent),
+        *_stalled("io", "full", reading.io_stall, config.io_percent),
+    ]
+    if reading.memory_available is not None:
+        kept = config.memory_free_bytes or memory_reserve(reading.memory_total)
+        found.append(_scarce("memory", reading.memory_available, kept, "available", _size))
+    for disk in reading.disks:
+        kept = min(config.disk_free_bytes, disk.total_bytes // 2)
+        found.append(_scarce("disk", disk.free_bytes, kept, f"free at {disk.path}", _size))
+    if reading.descriptors_free is not None:
+        kept = config.descriptors_free
+        found.append(_scarce("descriptors", reading.descriptors_free, kept, "free", str))
+    if reading.processes_free is not None:
+        found.append(_scarce("processes", reading.processes_free, config.processes_free, "free", str))
+    return found
+
+
+def memory_reserve(total: int | None) -> int:
+    """The memory that is kept free where nothing is configured: bytes."""
+    return MEMORY_MOST if total is None else min(MEMORY_MOST, int(total * MEMORY_SHARE))
+
+
+def _cpu(reading: Reading, config: PressureConfig) -> list[Strain]:
+    if reading.cpu_stall is not None or reading.load is None:
+        return _stalled("cpu", "some", reading.cpu_stall, config.cpu_percent)
+    load, mark = reading.load / reading.cpus, config.load_per_cpu
+    text = f"cpu: load {load:.1f} for each processor"
+    return [Strain("cpu", load / mark, f"{text} > {mark:.1f}", f"{text}, not yet below {mark * RELEASE:.1f}")]
+
+
+def _stalled(resource: Resource, kind: str, percent: float | None, mark: float) -> list[Strain]:
+    if percent is None:
+        return []
+    text = f"{resource}: {kind} avg10 {percent:.0f} %"
+    easing = f"{text}, not yet below {mark * RELEASE:.0f} %"
+    return [Strain(resource, percent / mark, f"{text} > {mark:.0f} %", easing)]
+
+
+def _scarce(resource: Resource, there: int, kept: int, what: str, show: Callable[[int], str]) -> Strain:
+    ratio = kept / there if there > 0 else math.inf
+    text = f"{resource}: {show(there)} {what}"
+    easing = f"{text}, not yet {show(int(kept / RELEASE))}"
+    return Strain(resource, ratio, f"{text}, {show(kept)} kept free", easing)
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.1f} GiB"

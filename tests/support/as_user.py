@@ -1,0 +1,260 @@
+"""Runs commands as a real ordinary user, for tests that are themselves run by root.
+
+    python -m tests.support.as_user -- python -m sandboxes.conformance apptainer
+    python -m tests.support.as_user --fuse -- pytest tests/conformance -k "test_apptainer and bash"
+
+    from tests.support.as_user import ordinary_user
+    with ordinary_user() as user:
+        done = user.run(["python", "-m", "sandboxes.conformance", "apptainer"], timeout=300)
+        assert done.returncode == 0, done.stdout
+        assert user.processes() == []
+
+The user has a number, a name, a home folder, a cache and subordinate ids (for fakeroot) of its own, and no groups;
+it finds this checkout, its Python and the image store where they are, read-only, though they lie below a folder that
+it may not enter. /dev/fuse is closed to it unless asked for, as on many hosts. All of that is arranged in a mount
+namespace of each command alone: nothing of the machine changes. At the end its processes are killed, found by
+their user and not by name, and its files in /tmp are removed. For a caller who is an ordinary user already, commands
+are run as that user, with only the home folder new.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from sandboxes.images import ImageStore
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FIRST_USER = 1_000_000
+"""A user's number is this plus the number of the process that asked, so that no two at a time are the same."""
+FIRST_SUBORDINATE, SUBORDINATES = 200_000_000, 65_536
+SUBORDINATE_RANGES = 32_768
+NAME = "rollout-tester"
+END_SECONDS = 5.0
+
+# Arguments: scratch folder, command... In the scratch folder "etc" has the files to show in /etc, "hidden" the
+# folders to cover, and "shown" what to show afterwards: a path and where, two lines each.
+SETUP = """
+set -eu
+scratch=$1
+shift
+number=0
+while read -r path && read -r target; do
+  number=$((number + 1))
+  if [ -d "$path" ]; then mkdir "$scratch/$$-$number"; else : >"$scratch/$$-$number"; fi
+  mount --bind "$path" "$scratch/$$-$number"
+done <"$scratch/shown"
+while read -r path; do mount -t tmpfs -o mode=0755 tmpfs "$path"; done <"$scratch/hidden"
+number=0
+while read -r path && read -r target; do
+  number=$((number + 1))
+  if [ -d "$scratch/$$-$number" ]; then mkdir -p "$target"; else : >>"$target"; fi
+  mount --bind "$scratch/$$-$number" "$target"
+  mount -o remount,bind,ro "$target"
+done <"$scratch/shown"
+for file in "$scratch"/etc/*; do mount --bind "$file" "/etc/${file##*/}"; done
+if [ -e "$scratch/closed" ] && [ -e /dev/fuse ]; then mount --bind "$scratch/closed" /dev/fuse; fi
+cd "$START"
+unset START
+exec setpriv --reuid="$TEST_USER" --regid="$TEST_USER" --clear-groups --inh-caps=-all -- "$@"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class OrdinaryUser:
+    """A user who is not root, for as long as its context lasts."""
+
+    uid: int
+    home: Path
+    _scratch: Path | None
+    """Where root has prepared the mounts; None where the caller is the user."""
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        timeout: float = 600.0,
+        env: Mapping[str, str] | None = None,
+        cwd: Path = REPOSITORY,
+        capture: bool = True,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end; standard output and error come as one text, in `stdout`.
+
+        Raises:
+            subprocess.TimeoutExpired: it took longer; it and all else of its process group have been killed.
+        """
+        process = self.start(command, env=env, cwd=cwd, stdout=subprocess.PIPE if capture else None)
+        try:
+            said, _ = process.communicate(timeout=timeout)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            raise
+        return subprocess.CompletedProcess(list(command), process.returncode, said, "")
+
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path = REPOSITORY,
+        stdout: int | None = subprocess.PIPE,
+    ) -> subprocess.Popen[str]:
+        """Start a command as the leader of a process group; its process keeps its number until it ends."""
+        entries = {**self.environment, **(env or {})}
+        arguments = list(command)
+        if self._scratch is not None:
+            setup = ["sh", "-c", SETUP, "as-user", str(self._scratch)]
+            arguments = ["unshare", "--mount", "--propagation", "private", "--", *setup, *arguments]
+            entries |= {"TEST_USER": str(self.uid), "START": str(cwd)}
+        return subprocess.Popen(
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=subprocess.STDOUT if stdout is not None else None,
+            env=entries,
+            cwd=cwd if self._scratch is None else "/",
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What its commands get: nothing of the caller's own but what says where tools are."""
+        kept = ("ROLLOUT_APPTAINER", "TERM")
+        return {
+            **{name: os.environ[name] for name in kept if name in os.environ},
+            "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+            "HOME": str(self.home),
+            "TMPDIR": str(self.home / "tmp"),
+            "USER": NAME,
+            "LANG": "C.UTF-8",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTEST_ADDOPTS": "-p no:cacheprovider",
+            "HYPOTHESIS_STORAGE_DIRECTORY": str(self.home / "hypothesis"),
+        }
+
+    def processes(self) -> list[int]:
+        """The processes that are this user's, or have one of its subordinate ids; none for the caller's own user."""
+        return [] if self._scratch is None else [pid for pid, _ in _processes({self.uid, *_range(self.uid)})]
+
+
+@contextmanager
+def ordinary_user(*, fuse: bool = False) -> Iterator[OrdinaryUser]:
+    """An ordinary user; with `fuse` it may open /dev/fuse if the machine has one."""
+    scratch = Path(tempfile.mkdtemp(prefix="rollout-user-", dir="/tmp"))
+    try:
+        if os.geteuid() != 0:
+            (scratch / "tmp").mkdir()
+            yield OrdinaryUser(os.geteuid(), scratch, None)
+            return
+        scratch.chmod(0o755)
+        user = OrdinaryUser(FIRST_USER + os.getpid(), scratch / "home", scratch)
+        _prepare(user, scratch, fuse=fuse)
+        try:
+            yield user
+        finally:
+            _end_processes(user)
+            _remove_files(user)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _prepare(user: OrdinaryUser, scratch: Path, *, fuse: bool) -> None:
+    for folder in (user.home, user.home / "tmp", user.home / ".cache", user.home / ".cache/rollout-service"):
+        folder.mkdir()
+        os.chown(folder, user.uid, user.uid)
+    etc = scratch / "etc"
+    etc.mkdir()
+    ids = f"{NAME}:{_range(user.uid).start}:{SUBORDINATES}\n"
+    lines = {
+        "passwd": f"{NAME}:x:{user.uid}:{user.uid}::{user.home}:/bin/bash\n",
+        "group": f"{NAME}:x:{user.uid}:\n",
+        "subuid": ids,
+        "subgid": ids,
+    }
+    for name, line in lines.items():
+        (etc / name).write_text((Path("/etc") / name).read_text() + line)
+    shown, hidden = _covered([REPOSITORY, Path(sys.base_prefix), Path(sys.prefix)])
+    pairs = [(path, path) for path in shown]
+    if (images := ImageStore().root).is_dir():
+        pairs.append((images.resolve(), user.home / ".cache/rollout-service/images"))
+    (scratch / "shown").write_text("".join(f"{path}\n{target}\n" for path, target in pairs))
+    (scratch / "hidden").write_text("".join(f"{path}\n" for path in hidden))
+    if not fuse:
+        (scratch / "closed").touch(mode=0o000)
+
+
+def _covered(wanted: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """The paths that others may not reach, and the topmost folders in the way, of which each is covered."""
+    shown: list[Path] = []
+    hidden: dict[Path, None] = {}
+    for path in wanted:
+        closed = next((part for part in (*reversed(path.parents), path) if _closed(part)), None)
+        if closed is not None and not any(path.is_relative_to(other) for other in shown):
+            shown += sorted(path.iterdir()) if closed == path else [path]
+            hidden[closed] = None
+    return shown, list(hidden)
+
+
+def _closed(path: Path) -> bool:
+    return path.stat().st_mode & 0o005 != 0o005
+
+
+def _range(uid: int) -> range:
+    start = FIRST_SUBORDINATE + uid % SUBORDINATE_RANGES * SUBORDINATES
+    return range(start, start + SUBORDINATES)
+
+
+def _processes(uids: set[int]) -> list[tuple[int, int]]:
+    """Process numbers and users, of the living."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                fields = (entry / "status").read_text().split("\n")
+                state = next(line for line in fields if line.startswith("State:"))
+                uid = next(int(line.split()[1]) for line in fields if line.startswith("Uid:"))
+                if uid in uids and "Z" not in state.split()[1]:
+                    found.append((int(entry.name), uid))
+    return found
+
+
+def _end_processes(user: OrdinaryUser) -> None:
+    deadline = time.monotonic() + END_SECONDS
+    while (pids := user.processes()) and time.monotonic() < deadline:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _remove_files(user: OrdinaryUser) -> None:
+    for path in Path("/tmp").iterdir():
+        with suppress(FileNotFoundError):
+            if path.lstat().st_uid == user.uid:
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+
+
+def main() -> int:
+    """Run the command of the command line; its exit code is ours."""
+    parser = argparse.ArgumentParser(description="run a command as an ordinary user")
+    parser.add_argument("--fuse", action="store_true", help="let the user open /dev/fuse")
+    parser.add_argument("command", nargs="+")
+    arguments = parser.parse_args()
+    with ordinary_user(fuse=arguments.fuse) as user:
+        return user.run(arguments.command, timeout=3600, capture=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

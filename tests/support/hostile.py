@@ -1,0 +1,562 @@
+"""Code that attacks its sandbox, as checks that any runner can call: by root in the tests, by others as a program.
+
+    python -m tests.support.hostile --list
+    python -m tests.support.as_user -- python -m tests.support.hostile fork_bomb
+
+A check takes a provider of real sandboxes, and asserts three things: the attacker's caller is told what happened, by
+a typed error that names the limit where there is one; a neighbour works as before; and when both are closed, no
+process, mount, control group or folder is left. Nothing waits for a fixed time for something to happen.
+"""
+
+import argparse
+import logging
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from sandboxes import (
+    ApptainerConfig,
+    FileMissingError,
+    FileTooLargeError,
+    LimitExceededError,
+    Sandbox,
+    SandboxError,
+    SandboxProvider,
+    SandboxSpec,
+    SessionDiedError,
+    make_provider,
+)
+from sandboxes.process import marked_processes
+from sandboxes.provider import HostProvider
+from sandboxes.rundir import run_base
+
+MIB = 1024**2
+PATIENCE = 60.0
+"""A bound for what takes a second on a host that is not busy."""
+
+Check = Callable[[SandboxProvider], Awaitable[None]]
+CHECKS: dict[str, Check] = {}
+
+
+def check(function: Check) -> Check:
+    """Put it on the list."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+async def works(sandbox: Sandbox) -> bool:
+    """Whether a command and a cell run in it."""
+    shell, python = await sandbox.bash(), await sandbox.python()
+    said = await shell.run("echo up", timeout=PATIENCE)
+    return said.output.endswith("up\n") and (await python.execute("6 * 7", timeout=PATIENCE)).result == "42"
+
+
+async def left_of(provider: SandboxProvider, sandbox_id: str) -> list[str]:
+    """What of a closed sandbox is still on this host."""
+    found = [f"process {pid}" for pid in await anyio.to_thread.run_sync(marked_processes, {sandbox_id})]
+    folder = run_base(None).joinpath(*sandbox_id.split("-"))
+    paths = [folder]
+    if isinstance(provider, HostProvider):
+        paths += provider.groups().paths_of(sandbox_id).values()
+    found += [str(path) for path in paths if path.exists()]
+    mounts = (await anyio.Path("/proc/self/mountinfo").read_text()).splitlines()
+    return found + [line for line in mounts if f"{folder}/" in line]
+
+
+@asynccontextmanager
+async def attacked(provider: SandboxProvider, **limits: Any) -> AsyncIterator[Sandbox]:
+    """A sandbox to attack, with a neighbour that must not notice; nothing of either is left."""
+    async with (
+        await provider.start(SandboxSpec(**limits)) as sandbox,
+        await provider.start(SandboxSpec()) as neighbour,
+    ):
+        assert await works(neighbour)
+        yield sandbox
+        assert await works(neighbour)
+    for closed in (sandbox, neighbour):
+        assert await left_of(provider, closed.id) == []
+
+
+async def limits_of(sandbox: Sandbox, command: str, timeout: float = PATIENCE) -> set[str]:
+    """The limits that a command of the shell is said to have reached, as errors or beside its result."""
+    try:
+        result = await (await sandbox.bash()).run(command, timeout=timeout)
+    except LimitExceededError as error:
+        return {error.limit}
+    return {breach.limit for breach in result.breaches}
+
+
+async def soon(sandbox: Sandbox, limit: str) -> None:
+    """Wait until the shell is told of a limit that what is in the background runs into."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        if limit in await limits_of(sandbox, "true"):
+            return
+        await anyio.sleep(0.1)
+    raise AssertionError(f"nobody was told of the limit {limit!r}")
+
+
+async def recovers(sandbox: Sandbox) -> None:
+    """Sessions that died say so once each, and then there are new ones."""
+    for _ in range(3):
+        try:
+            assert await works(sandbox)
+        except SessionDiedError:
+            continue
+        return
+    raise AssertionError("sessions go on dying")
+
+
+# Memory, processes, disk, output, time.
+
+
+@check
+async def fork_bomb(provider: SandboxProvider) -> None:
+    """Forks fail inside, programs of the host's still start, and the end of everything ends it."""
+    async with attacked(provider, max_processes=64) as sandbox:
+        shell = await sandbox.bash()
+        await shell.run("bomb() { bomb | bomb & }; bomb", timeout=5)
+        await sandbox.end_processes()
+        await recovers(sandbox)
+        await shell.run("bomb() { bomb | bomb & }; bomb", timeout=5)  # and one to close over
+
+
+@check
+async def processes_that_stay(provider: SandboxProvider) -> None:
+    """As many as there may be: the limit is told, programs of the host's still start."""
+    many = "setsid -f sh -c 'for i in $(seq 200); do sleep 1000 & done' 2>/dev/null; true"
+    async with attacked(provider, max_processes=64) as sandbox:
+        if "processes" not in await limits_of(sandbox, many):
+            await soon(sandbox, "processes")
+        assert (await sandbox.exec(["echo", "up"], timeout=PATIENCE)).stdout == b"up\n"
+        await sandbox.end_processes()
+        await recovers(sandbox)
+
+
+@check
+async def memory_hog(provider: SandboxProvider) -> None:
+    """Four processes, each below the limit and together above it."""
+    hog = "python3 -c 'import time; x = b\"x\" * (100 << 20); time.sleep(8)'"
+    async with attacked(provider, memory_bytes=256 * MIB) as sandbox:
+        assert "memory" in await limits_of(sandbox, f"for i in 1 2 3 4; do {hog} & done; wait")
+        await recovers(sandbox)
+
+
+@check
+async def memory_in_one_process(provider: SandboxProvider) -> None:
+    """A kernel that asks for more than there is either dies of it, with the cause, or is refused."""
+    async with attacked(provider, memory_bytes=256 * MIB) as sandbox:
+        python = await sandbox.python()
+        if "memory" in provider.enforced:
+            try:
+                await python.execute("x = b'x' * (1 << 30)", timeout=PATIENCE)
+            except LimitExceededError as error:
+                assert error.limit == "memory"  # noqa: PT017  outside of pytest too
+            else:
+                raise AssertionError("a kernel outgrew its sandbox")
+        else:
+            result = await python.execute("x = b'x' * (1 << 30)", timeout=PATIENCE)
+            assert result.error is not None
+            assert result.error.ename == "MemoryError"
+        await recovers(sandbox)
+
+
+@check
+async def full_disk(provider: SandboxProvider) -> None:
+    """Files, and names without content; removing them makes room again."""
+    async with attacked(provider, disk_bytes=32 * MIB) as sandbox:
+        limits = await limits_of(sandbox, "dd if=/dev/zero of=/workspace/big bs=1M count=100; true")
+        assert ("disk" in limits) == ("disk" in provider.enforced)
+        await sandbox.exec(["rm", "-f", "/workspace/big"])
+        await sandbox.write_file("small", "fits")
+        if "disk" in provider.enforced:
+            many = "import os\nfor i in range(10**5): os.close(os.open(f'/workspace/{i}', os.O_CREAT))"
+            assert "disk" in await limits_of(sandbox, f'python3 -c "{many}"')
+            await sandbox.exec(["find", "/workspace", "-type", "f", "-delete"], timeout=PATIENCE)
+            await sandbox.write_file("small", "fits")
+
+
+@check
+async def every_place_that_can_be_filled(provider: SandboxProvider) -> None:
+    """What is written anywhere inside is never more than a sandbox may write, on disk and in memory."""
+    places = "/tmp /var/tmp /dev/shm /dev /run/rollout/sockets /run"
+    fill = f"for at in {places}; do dd if=/dev/zero of=$at/fill bs=1M count=400; done 2>&1; true"
+    async with attacked(provider, disk_bytes=64 * MIB, memory_bytes=512 * MIB) as sandbox:
+        await limits_of(sandbox, fill)
+        try:
+            said = await sandbox.exec(
+                ["bash", "-c", f"cd / && du -cm {places} | tail -n 1"], timeout=PATIENCE
+            )
+        except SandboxError:
+            await recovers(sandbox)
+            return
+        if "disk" in provider.enforced:
+            assert int(said.stdout.split()[0]) <= 2 * 64 + 64, (
+                said
+            )  # the overlay, and Apptainer's 64 MiB of /dev
+
+
+@check
+async def endless_output(provider: SandboxProvider) -> None:
+    """`yes` on both sessions: cut in the middle, stopped in time, and the neighbour answers meanwhile."""
+    async with attacked(provider) as sandbox:
+        assert await limits_of(sandbox, "yes", timeout=2) == {"time", "output"}
+        result = await (await sandbox.python()).execute("while True: print('y' * 1000)", timeout=2)
+        assert {breach.limit for breach in result.breaches} == {"time", "output"}
+        await recovers(sandbox)
+
+
+@check
+async def line_without_end(provider: SandboxProvider) -> None:
+    """A gigabyte without a newline does not grow the service."""
+    async with attacked(provider) as sandbox:
+        shell = await sandbox.bash()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        command = "head -c 1000000000 /dev/zero | tr '\\0' x; echo; echo end"
+        result = await shell.run(command, timeout=3 * PATIENCE)
+        assert result.truncated
+        assert [breach.limit for breach in result.breaches] == ["output"]
+        assert result.output.endswith("end\n")
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 * 1024  # KiB
+
+
+@check
+async def invalid_utf8(provider: SandboxProvider) -> None:
+    """Bytes that are no text arrive as replacement characters, from everywhere."""
+    async with attacked(provider) as sandbox:
+        said = await (await sandbox.bash()).run("printf '\\xff\\xfe\\xc3('; printf '\\xed\\xa0\\x80'")
+        assert "\ufffd" in said.output
+        python = await sandbox.python()
+        cell = await python.execute("import os; os.write(1, b'\\xff\\n'); print('\\ud800'); '\\udfff'")
+        assert cell.error is None or cell.error.ename
+        result = await sandbox.exec(["printf", "\\xff"])
+        assert result.stdout == b"\xff"
+        assert await works(sandbox)
+
+
+@check
+async def terminal_escapes(provider: SandboxProvider) -> None:
+    """A flood of them is cut as any other output."""
+    async with attacked(provider) as sandbox:
+        flood = "yes $'\\e[2J\\e]0;title\\a\\e[31m\\x00\\x9b' | head -c 50000000"
+        assert "output" in await limits_of(sandbox, flood)
+        result = await (await sandbox.python()).execute(r"print('\x1b[31m\x1b]0;x\x07' * 10**6)")
+        assert result.truncated
+        assert await works(sandbox)
+
+
+@check
+async def lifetime(provider: SandboxProvider) -> None:
+    """Whatever runs, the end comes, and every call says why."""
+    async with attacked(provider, lifetime_seconds=3.0) as sandbox:
+        for command in ("trap '' INT TERM; sleep 300", "true"):
+            assert await limits_of(sandbox, command) == {"lifetime"}
+        assert not sandbox.healthy
+
+
+# Signals, processes, descriptors.
+
+
+@check
+async def kernel_that_exits(provider: SandboxProvider) -> None:
+    """Said once; the next cell has a new kernel."""
+    async with attacked(provider) as sandbox:
+        python = await sandbox.python()
+        for code in ("import os; os._exit(3)", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"):
+            try:
+                await python.execute(code, timeout=PATIENCE)
+            except SessionDiedError:
+                assert (await python.execute("3 + 3")).result == "6"
+            else:
+                raise AssertionError("a kernel lived on")
+
+
+@check
+async def kill_everything(provider: SandboxProvider) -> None:
+    """`kill -9 -1` ends the sessions, and the sandbox gets new ones."""
+    async with attacked(provider) as sandbox:
+        assert await works(sandbox)
+        try:
+            await (await sandbox.bash()).run("kill -9 -1; kill -9 $$")
+        except SessionDiedError:
+            await recovers(sandbox)
+        else:
+            raise AssertionError("a shell outlived SIGKILL")
+
+
+@check
+async def stop_everything(provider: SandboxProvider) -> None:
+    """Stopped processes are no way to outlast a time-out."""
+    async with attacked(provider) as sandbox:
+        shell = await sandbox.bash()
+        for command in ("kill -STOP -1; kill -STOP $$", "kill -STOP $$; true"):
+            try:
+                result = await shell.run(command, timeout=2)
+                assert result.timed_out
+            except SessionDiedError as error:
+                assert error.timed_out  # noqa: PT017
+            await sandbox.end_processes()
+            await recovers(sandbox)
+
+
+@check
+async def daemon_that_holds_pipes(provider: SandboxProvider) -> None:
+    """A command is over when the shell says so, whoever holds its output."""
+    async with attacked(provider) as sandbox:
+        shell = await sandbox.bash()
+        result = await shell.run("(setsid sleep 1000 &); setsid -f sleep 1000; echo over", timeout=PATIENCE)
+        assert (result.output, result.timed_out) == ("over\n", False)
+        done = await sandbox.exec(["bash", "-c", "sleep 1000 & echo over"], timeout=PATIENCE)
+        assert (done.stdout, done.timed_out) == (b"over\n", False)
+        assert await works(sandbox)
+
+
+@check
+async def numbers_of_processes(provider: SandboxProvider) -> None:
+    """A shell that ends under the host's feet, with others in its place: signals hit nobody else."""
+    async with attacked(provider) as sandbox:
+        shell = await sandbox.bash()
+        await shell.run("for i in {1..500}; do /bin/true; done; sleep 1000 & disown", timeout=PATIENCE)
+        for _ in range(3):
+            try:
+                await shell.run("sleep 1000 & exec 8>&- 9>&-; kill -9 $$", timeout=PATIENCE)
+            except SessionDiedError:
+                await shell.run("for i in {1..200}; do /bin/true; done", timeout=PATIENCE)
+        assert (await shell.run("sleep 1000", timeout=0.5)).timed_out
+        await recovers(sandbox)
+
+
+@check
+async def every_descriptor(provider: SandboxProvider) -> None:
+    """Garbage in every pipe, socket and file that can be found costs the attacker sessions at most."""
+    code = """
+import glob, os
+for path in glob.glob("/proc/[0-9]*/fd/*"):
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        continue
+    for junk in (b"0 0\\n", b"+1\\n", b"\\xff" * 100, b"ended\\nready\\n", b"1\\0x\\0", b"9\\n" * 5000):
+        try:
+            os.write(fd, junk)
+        except OSError:
+            pass
+"""
+    async with attacked(provider) as sandbox:
+        assert await works(sandbox)
+        await sandbox.write_file("/tmp/junk.py", code)
+        try:
+            await (await sandbox.bash()).run("python3 /tmp/junk.py", timeout=PATIENCE)
+        except SessionDiedError:
+            await recovers(sandbox)
+        await sandbox.end_processes()
+        await recovers(sandbox)
+
+
+@check
+async def forged_reports(provider: SandboxProvider) -> None:
+    """Lines on the status pipe without the nonce of a command are no results, and too many end the session."""
+    async with attacked(provider) as sandbox:
+        shell = await sandbox.bash()
+        found = "for path in /proc/$$/fd/*; do [[ $(readlink $path) == *.st* ]] && break; done; "
+        forged = "for word in 0 0123456789abcdef +7 ended; do echo $word 0 >$path || exit; done; (exit 7)"
+        assert (await shell.run(found + forged, timeout=PATIENCE)).exit_code == 7
+        try:
+            await shell.run(found + "head -c 1000000 /dev/zero >$path", timeout=PATIENCE)
+        except SessionDiedError:
+            assert await works(sandbox)
+        else:
+            raise AssertionError("a flood of reports was taken")
+
+
+@check
+async def descriptors_and_watches(provider: SandboxProvider) -> None:
+    """Thousands of open files, pipes and inotify instances."""
+    code = """
+import ctypes, os
+held, libc = [], ctypes.CDLL(None)
+for make in (lambda: libc.inotify_init(), lambda: os.pipe(), lambda: os.open("/dev/null", os.O_RDONLY)):
+    try:
+        for _ in range(30000):
+            if make() == -1: break
+    except OSError as error:
+        print(error)
+"""
+    async with attacked(provider) as sandbox:
+        python = await sandbox.python()
+        try:
+            await python.execute(code, timeout=PATIENCE)
+        except (SessionDiedError, LimitExceededError):
+            await python.restart()
+        await sandbox.end_processes()
+        await recovers(sandbox)
+
+
+@check
+async def huge_environment(provider: SandboxProvider) -> None:
+    """More than the kernel passes to a program: that program fails, and nothing else."""
+    async with attacked(provider) as sandbox:
+        shell = await sandbox.bash()
+        await shell.run("for i in {1..40}; do export big$i=$(head -c 100000 /dev/zero | tr '\\0' x); done")
+        assert (await shell.run("/bin/true")).exit_code == 126
+        result = await sandbox.exec(["true"], env={"big": "x" * 1_000_000}, timeout=PATIENCE)
+        assert result.exit_code != 0
+        await shell.restart()
+        assert await works(sandbox)
+
+
+# Files, and what the service reads of them.
+
+
+@check
+async def planted_files(provider: SandboxProvider) -> None:
+    """Links, FIFOs, devices and loops where the service reads and writes lead nowhere, and nothing waits for them."""
+    async with attacked(provider) as sandbox:
+        shell = await sandbox.bash()
+        with tempfile.TemporaryDirectory() as host:
+            await shell.run(
+                f"mkfifo fifo; ln -s loop loop; ln -s {host} dir; ln -s fifo link; mknod dev c 1 5; "
+                "cd /run/rollout/sockets && mkfifo fifo && ln -s / root && mkdir folder && "
+                "for i in {1..300}; do ln -s /tmp/x $i; done; cd /workspace"
+            )
+            for path in ("fifo", "loop", "link", "/dev/zero", "/run/rollout/sockets/fifo"):
+                try:
+                    with anyio.fail_after(PATIENCE):
+                        await sandbox.read_file(path, limit=1000)
+                except SandboxError:
+                    continue
+                raise AssertionError(f"{path} was read")
+            await sandbox.write_file("dir/planted", "inside")
+            assert not [path async for path in anyio.Path(host).iterdir()]
+        assert await works(sandbox)
+
+
+@check
+async def folder_of_pipes(provider: SandboxProvider) -> None:
+    """It shows nothing and takes nothing, and the first process cannot be looked into."""
+    async with attacked(provider) as sandbox:
+        shell = await sandbox.bash()
+        for command in (
+            "ls /run/rollout/pipes",
+            "touch /run/rollout/pipes/x",
+            "chmod 777 /run/rollout/pipes",
+        ):
+            assert (await shell.run(command)).exit_code != 0, command
+        assert (await shell.run("ls -l /proc/1/fd")).exit_code != 0
+
+
+@check
+async def replaced_programs(provider: SandboxProvider) -> None:
+    """Whoever replaces the programs that file operations use harms itself."""
+    async with attacked(provider, memory_bytes=128 * MIB) as sandbox:
+        shell = await sandbox.bash()
+        await shell.run("rm -f /bin/cat /bin/tar; printf '#!/bin/bash\\nyes' >/bin/stat; chmod +x /bin/stat")
+        try:
+            with anyio.fail_after(2 * PATIENCE):
+                await sandbox.read_file("/etc/passwd")
+        except SandboxError:
+            with suppress(LimitExceededError):  # its output filled the shell that reads it: said once
+                await shell.run("true", timeout=PATIENCE)
+            assert (await shell.run("echo up", timeout=PATIENCE)).output == "up\n"
+        else:
+            raise AssertionError("a false program was believed")
+
+
+@check
+async def answers_that_swell(provider: SandboxProvider) -> None:
+    """Listings, files and trees larger than the caller allows, from next to nothing on disk."""
+    async with attacked(provider) as sandbox:
+        shell = await sandbox.bash()
+        name = "n" * 200
+        await shell.run("truncate -s 100G sparse; mkdir many deep; ln -s sparse link", timeout=PATIENCE)
+        await shell.run(
+            f"python3 -c \"for i in range(30000): open(f'many/{name}{{i}}', 'w')\"", timeout=PATIENCE
+        )
+        for attempt in (
+            lambda: sandbox.read_file("sparse"),
+            lambda: sandbox.read_file("link"),
+            lambda: sandbox.list("many"),
+            lambda: _export(sandbox, "sparse"),
+            lambda: _export(sandbox, "many"),
+        ):
+            try:
+                await attempt()
+            except FileTooLargeError:
+                continue
+            raise AssertionError("too much was taken")
+        try:
+            await sandbox.list("gone")
+        except FileMissingError:
+            assert await works(sandbox)
+
+
+async def _export(sandbox: Sandbox, path: str) -> None:
+    async for _ in sandbox.export_path(path, limit=4 * MIB):
+        continue
+
+
+@check
+async def forged_messages(provider: SandboxProvider) -> None:
+    """A kernel that sends garbage, other cells' output, and more than any message may have."""
+    garbage = """
+kernel = get_ipython().kernel
+socket, session = kernel.iopub_socket, kernel.session
+for parts in ([b""], [b"x"] * 3, [b"<IDS|MSG>"] * 7, [b"a", b"<IDS|MSG>", b"", b"{", b"[]", b"null", b"\\xff"]):
+    socket.send_multipart(parts)
+parent = {"msg_id": "other", "msg_type": "execute_request"}
+session.send(socket, "stream", {"name": "stdout", "text": "forged"}, parent=parent)
+for content in ({}, {"text": 7}, {"text": None}, {"data": []}, {"execution_state": 5}, {"traceback": {}}):
+    for kind in ("stream", "execute_result", "error", "status", "display_data"):
+        session.send(socket, kind, content, parent=kernel.get_parent())
+"""
+    huge = "kernel.session.send(kernel.iopub_socket, 'stream', {'text': 'x' * 50_000_000})"
+    async with attacked(provider) as sandbox:
+        python = await sandbox.python()
+        result = await python.execute(garbage, timeout=PATIENCE)
+        assert "forged" not in result.output
+        assert (await python.execute("1 + 1", timeout=PATIENCE)).result == "2"
+        try:
+            await python.execute(huge, timeout=PATIENCE)
+        except SandboxError:
+            await recovers(sandbox)
+            return
+        await recovers(sandbox)
+
+
+def main() -> int:
+    """Run the named checks, all without a name; the exit code is the number of failures."""
+    parser = argparse.ArgumentParser(description="attacks on sandboxes")
+    parser.add_argument("--list", action="store_true", help="name the checks")
+    parser.add_argument("names", nargs="*", help="which to run; all without one")
+    arguments = parser.parse_args()
+    if arguments.list:
+        sys.stdout.write("".join(f"{name}\n" for name in CHECKS))
+        return 0
+    return sum(not anyio.run(_passes, name) for name in arguments.names or CHECKS)
+
+
+async def _passes(name: str) -> bool:
+    with tempfile.TemporaryDirectory() as state:
+        provider = make_provider(ApptainerConfig(), Path(state))
+        begun = time.monotonic()
+        try:
+            await CHECKS[name](provider)
+        except Exception:
+            logging.exception(name)
+            return False
+        finally:
+            await provider.close()
+    sys.stdout.write(f"{name} passed in {time.monotonic() - begun:.1f} s\n")
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

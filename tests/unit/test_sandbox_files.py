@@ -1,0 +1,219 @@
+"""Files of a sandbox: of any size and any name, whole or not at all, with typed errors."""
+
+import os
+import stat
+import sys
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+import anyio
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sandboxes import LocalConfig, Sandbox, SandboxSpec, make_provider
+from sandboxes.errors import FileMissingError, FileTooLargeError, SandboxFileError
+
+pytestmark = pytest.mark.anyio
+
+NAMES = st.binary(min_size=1, max_size=60).filter(
+    lambda name: b"/" not in name and b"\0" not in name and name not in {b".", b".."}
+)
+
+
+async def pieces(data: bytes, size: int = 4096) -> AsyncIterator[bytes]:
+    for at in range(0, len(data), size):
+        yield data[at : at + size]
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=NAMES, data=st.binary(max_size=10_000), piece=st.integers(1, 5000))
+def test_any_bytes_under_any_name_come_back(tmp_path_factory, name: bytes, data: bytes, piece: int) -> None:
+    async def round_trip() -> None:
+        provider = make_provider(LocalConfig(provider="local"), tmp_path_factory.mktemp("state"))
+        async with await provider.start(SandboxSpec()) as sandbox:
+            path = os.fsdecode(b"d/" + name)
+            await sandbox.write_stream(path, pieces(data, piece))
+            assert await sandbox.read_file(path) == data
+            [entry] = await sandbox.list("d")
+            assert (os.fsencode(entry.name), entry.kind, entry.size) == (name, "file", len(data))
+            await sandbox.write_file(path, data[::-1])
+            assert b"".join([part async for part in sandbox.read_stream(path)]) == data[::-1]
+        await provider.close()
+
+    anyio.run(round_trip)
+
+
+async def test_a_file_keeps_its_mode_and_a_link_is_written_through(local_sandbox: Sandbox) -> None:
+    folder = Path(local_sandbox.workdir)
+    (folder / "run").write_text("old")
+    (folder / "run").chmod(0o751)
+    (folder / "link").symlink_to("run")
+    await local_sandbox.write_file("link", "new")
+    assert (folder / "link").is_symlink()
+    assert (folder / "run").read_text() == "new"
+    assert stat.S_IMODE((folder / "run").stat().st_mode) == 0o751
+    await local_sandbox.write_file("fresh", "")
+    assert stat.S_IMODE((folder / "fresh").stat().st_mode) & 0o600 == 0o600
+
+
+async def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(local_sandbox: Sandbox) -> None:
+    folder = Path(local_sandbox.workdir)
+    await local_sandbox.write_file("f", "old")
+
+    async def broken() -> AsyncIterator[bytes]:
+        yield b"x" * 100_000
+        raise ConnectionResetError("the source has gone")
+
+    with pytest.raises(ConnectionResetError):
+        await local_sandbox.write_stream("f", broken())
+
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield b"y" * 10_000
+            await anyio.sleep(0.01)
+
+    with anyio.move_on_after(0.3) as scope:
+        await local_sandbox.write_stream("f", endless())
+    assert scope.cancelled_caught
+    assert (folder / "f").read_text() == "old"
+    assert os.listdir(folder) == ["f"]  # noqa: PTH208
+
+
+async def test_a_reader_inside_never_sees_half_a_file(local_sandbox: Sandbox) -> None:
+    path = Path(local_sandbox.workdir) / "f"
+    sizes = set()
+    path.write_bytes(b"a" * 300_000)
+    async with anyio.create_task_group() as tasks:
+
+        async def write() -> None:
+            for letter in (b"b", b"c", b"d"):
+                await local_sandbox.write_stream("f", pieces(letter * 300_000, 1000))
+            tasks.cancel_scope.cancel()
+
+        tasks.start_soon(write)
+        while True:
+            found = path.read_bytes()
+            sizes.add(len(found))
+            assert len(set(found)) == 1
+            await anyio.sleep(0.001)
+    assert sizes == {300_000}
+
+
+@pytest.mark.parametrize("kind", ["directory", "fifo", "device", "missing"])
+async def test_what_is_no_readable_file_is_a_typed_error(local_sandbox: Sandbox, kind: str) -> None:
+    path = Path(local_sandbox.workdir) / "p"
+    expected: type[Exception] = SandboxFileError
+    match kind:
+        case "directory":
+            path.mkdir()
+        case "fifo":
+            os.mkfifo(path)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "missing":
+            expected = FileMissingError
+    with pytest.raises(expected), anyio.fail_after(20):
+        await local_sandbox.read_file("p")
+    if kind in {"directory", "fifo", "device"}:
+        with pytest.raises(SandboxFileError):
+            await local_sandbox.write_file("p", b"x")
+        with pytest.raises(SandboxFileError):
+            await local_sandbox.write_stream("p", pieces(b"x"))
+        assert os.listdir(path.parent) == ["p"]  # noqa: PTH208
+
+
+async def test_a_file_that_grows_is_read_up_to_its_size_and_one_that_shrinks_is_an_error(
+    local_sandbox: Sandbox,
+) -> None:
+    path = Path(local_sandbox.workdir) / "f"
+    size = 8 * 1024 * 1024
+    path.write_bytes(b"x" * size)
+    total = 0
+    async for part in local_sandbox.read_stream("f"):
+        if not total:
+            with path.open("ab") as file:
+                file.write(b"y" * 1000)
+        assert b"y" not in part
+        total += len(part)
+    assert total == size
+
+    async def shrink() -> None:
+        async with aclosing(local_sandbox.read_stream("f")) as parts:  # type: ignore[type-var]
+            async for _ in parts:
+                os.truncate(path, 1000)
+
+    with pytest.raises(SandboxFileError, match="shorter"):
+        await shrink()
+
+
+async def test_limits_of_reading(local_sandbox: Sandbox) -> None:
+    await local_sandbox.write_file("f", b"x" * 1000)
+    assert len(await local_sandbox.read_file("f", limit=1000)) == 1000
+    with pytest.raises(FileTooLargeError):
+        await local_sandbox.read_file("f", limit=999)
+    with pytest.raises(FileTooLargeError):
+        [part async for part in local_sandbox.read_stream("f", limit=10)]
+
+
+async def test_a_large_folder_is_listed_at_once(local_sandbox: Sandbox) -> None:
+    folder = Path(local_sandbox.workdir)
+    for number in range(3000):
+        (folder / f"{number:04}").touch()
+    with anyio.fail_after(30):
+        entries = await local_sandbox.list()
+    assert [entry.name for entry in entries] == [f"{number:04}" for number in range(3000)]
+
+
+async def test_a_stream_that_is_left_early_ends_its_program(local_sandbox: Sandbox) -> None:
+    (Path(local_sandbox.workdir) / "f").write_bytes(bytes(10_000_000))
+    async with aclosing(local_sandbox.read_stream("f")) as parts:  # type: ignore[type-var]
+        async for part in parts:
+            assert 0 < len(part) <= 65536
+            break
+    assert await local_sandbox.read_file("f") == bytes(10_000_000)
+
+
+async def test_files_of_the_kernel_say_no_size_and_are_read_all_the_same(local_sandbox: Sandbox) -> None:
+    assert b"Linux version" in await local_sandbox.read_file("/proc/version")
+
+
+GIBIBYTE = """
+import resource, sys, anyio
+from pathlib import Path
+from sandboxes import LocalConfig, SandboxSpec, make_provider
+
+SIZE, PIECE = 1 << 30, bytes(range(256)) * 4096
+
+async def pieces():
+    for _ in range(SIZE // len(PIECE)):
+        yield PIECE
+
+async def main():
+    provider = make_provider(LocalConfig(provider="local"), Path(sys.argv[1]))
+    async with await provider.start(SandboxSpec()) as sandbox:
+        await sandbox.write_file("small", b"x")
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        await sandbox.write_stream("f", pieces())
+        total = 0
+        async for part in sandbox.read_stream("f"):
+            assert part[:1] == PIECE[total % 256 : total % 256 + 1]
+            total += len(part)
+        assert total == SIZE, total
+        await sandbox.exec(["truncate", "-s", "20G", "f"])
+        async for part in sandbox.read_stream("f"):
+            total -= len(part)
+            if total <= 0:
+                break
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 8 * 1024
+    await provider.close()
+
+anyio.run(main)
+"""
+
+
+@pytest.mark.timeout(170)
+async def test_a_gibibyte_goes_through_a_few_mebibytes(tmp_path: Path) -> None:
+    done = await anyio.run_process([sys.executable, "-c", GIBIBYTE, str(tmp_path)], check=False)
+    assert done.returncode == 0, done.stderr.decode()

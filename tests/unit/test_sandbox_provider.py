@@ -1,0 +1,77 @@
+"""A start that fails at any point leaves nothing: no process and no folder."""
+
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+
+from sandboxes import LocalConfig, SandboxError, SandboxSpec
+from sandboxes.local import LocalProvider
+from sandboxes.process import processes_where
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    """Not below pytest's folder, whose path is too long for sockets."""
+    with tempfile.TemporaryDirectory(prefix="rs-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+async def provider(run_dir: Path, tmp_path: Path) -> AsyncIterator[LocalProvider]:
+    made = LocalProvider(LocalConfig(provider="local", run_dir=run_dir), tmp_path / "state")
+    yield made
+    await made.close()
+
+
+def left(run_dir: Path) -> list[object]:
+    """The folders of sandboxes, and the processes in sandboxes of the services below a folder."""
+    services = {path.name for path in run_dir.iterdir()}
+    return [*run_dir.glob("*/[0-9]*"), *processes_where(lambda mark: mark.split("-")[0] in services)]
+
+
+@pytest.mark.parametrize("step", ["_until_ready", "_launched", "make_sandbox"])
+async def test_what_fails_after_the_launch_has_an_owner(
+    provider: LocalProvider, run_dir: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no thread can be started")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(provider, step, fail)
+        with pytest.raises(RuntimeError, match="no thread"):
+            await provider.start(SandboxSpec())
+    assert provider.live() == []
+    assert left(run_dir) == []
+    async with await provider.start(SandboxSpec()) as sandbox:
+        assert (await sandbox.exec(["true"])).exit_code == 0
+
+
+@pytest.mark.parametrize("step", ["plan", "_until_ready"])
+async def test_a_start_under_way_when_the_provider_closes_makes_no_sandbox(
+    provider: LocalProvider, run_dir: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    original, there, closed = getattr(provider, step), anyio.Event(), anyio.Event()
+
+    async def held_up(*arguments: object) -> object:
+        found = await original(*arguments)
+        there.set()
+        await closed.wait()
+        return found
+
+    async def start() -> None:
+        with pytest.raises(SandboxError):
+            await provider.start(SandboxSpec())
+
+    monkeypatch.setattr(provider, step, held_up)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(start)
+        await there.wait()
+        await provider.close()
+        closed.set()
+    assert provider.live() == []
+    assert left(run_dir) == []
