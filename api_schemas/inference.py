@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, HttpUrl
+from pydantic import Field, HttpUrl, model_validator
 
 from api_schemas.base import Name, RolloutId, WireModel
 
@@ -20,15 +21,28 @@ class BackendState(StrEnum):
     PAUSED = "paused"
 
 
+class EngineKind(StrEnum):
+    """Which protocol an engine speaks."""
+
+    SGLANG = "sglang"
+    """SGLang's own; the embedded engine's too."""
+    VLLM = "vllm"
+    """vLLM's token-in, token-out route."""
+
+
 class BackendSpec(WireModel):
     """An engine to register. Sending the same URL again changes nothing."""
 
     url: HttpUrl
     pool: Name = "policy"
+    kind: EngineKind | None = None
+    """Left out, the engine is asked which it is."""
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; the engine's own path when left out."""
     renderer: str = "auto"
     """The chat format, as in `qwen3`; `auto` goes by the model's type."""
+    max_in_flight: int | None = Field(None, ge=1)
+    """Requests that it is given at once; the pool's setting when left out."""
 
 
 class BackendView(WireModel):
@@ -37,11 +51,15 @@ class BackendView(WireModel):
     backend_id: str
     url: str
     pool: Name
+    kind: EngineKind = EngineKind.SGLANG
     state: BackendState
     model_path: str
     tokenizer_path: str
     weight_version: int
     context_length: int
+    exports: list[str] = []
+    """What it gives beside ids and log-probabilities, when a rollout asks for it: `top_logprobs`, `prompt_logprobs`,
+    `routed_experts`."""
     in_flight: int
     """Requests of this service that it is working on."""
     served: int
@@ -58,6 +76,8 @@ class PauseMode(StrEnum):
     """They go back to the engine's queue, and their cache may be flushed."""
     IN_PLACE = "in_place"
     """They freeze and keep their cache."""
+    DRAIN = "drain"
+    """They end as they would have; those that take longer than `drain_seconds` are aborted and resumed."""
 
 
 class PauseRequest(WireModel):
@@ -65,6 +85,8 @@ class PauseRequest(WireModel):
 
     pool: Name = "policy"
     mode: PauseMode = PauseMode.ABORT
+    drain_seconds: float = Field(60.0, ge=0)
+    """How long the mode `drain` waits."""
 
 
 class ResumeRequest(WireModel):
@@ -79,13 +101,100 @@ class AbortRequest(WireModel):
     rollout_ids: list[RolloutId] | None = None
 
 
-class WeightsRequest(WireModel):
-    """Load new weights into every backend of a pool, from a folder that the engines can read."""
+class KvHandling(StrEnum):
+    """What became of the KV that older weights had computed when new ones were loaded."""
 
+    FLUSHED = "flushed"
+    """It was dropped: every later token is sampled as if the new weights had read the whole prompt."""
+    KEPT = "kept"
+    """It stayed in use: later tokens attend to what older weights computed."""
+
+
+DType = Literal[
+    "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int8", "uint8"
+]
+"""The name of a tensor's type, as torch spells it."""
+
+
+class DiskWeights(WireModel):
+    """Weights in a folder that the engines can read."""
+
+    type: Literal["disk"] = "disk"
     path: str = Field(min_length=1)
+
+
+class DistributedWeights(WireModel):
+    """Weights that rank 0 of a process group broadcasts, tensor by tensor in the order of `names`.
+
+    The backends must have joined the group: `POST /v1/weights/group`.
+    """
+
+    type: Literal["distributed"]
+    group_name: Name = "weights"
+    names: list[str] = Field(min_length=1)
+    dtypes: list[DType]
+    shapes: list[list[Annotated[int, Field(ge=0)]]]
+    bucket_bytes: int = Field(1 << 30, ge=1)
+    """The engines receive the tensors in portions of about this size, so that they need room for one only."""
+
+    @model_validator(mode="after")
+    def _equal_lengths(self) -> Self:
+        if not len(self.names) == len(self.dtypes) == len(self.shapes):
+            raise ValueError("names, dtypes and shapes must have one entry for each tensor")
+        return self
+
+
+Weights = Annotated[DiskWeights | DistributedWeights, Field(discriminator="type")]
+
+
+class WeightsRequest(WireModel):
+    """Load new weights into every backend of a pool.
+
+    The same version again changes nothing; an older one than the pool has is a 409.
+    """
+
+    path: str | None = Field(None, min_length=1)
+    """Short for a `source` of the type `disk`."""
+    source: Weights | None = None
     version: int = Field(ge=0)
     pool: Name = "policy"
     mode: PauseMode = PauseMode.ABORT
+    drain_seconds: float = Field(60.0, ge=0)
+    """How long the mode `drain` waits for the requests in flight."""
+    timeout_seconds: float = Field(900.0, gt=0)
+    """A backend that takes longer leaves service."""
+    force: bool = False
+    """Load them even if the pool has this version, or a later one."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.source is None):
+            raise ValueError("give either path or source")
+        return self
+
+    @property
+    def weights(self) -> DiskWeights | DistributedWeights:
+        """Where the weights come from, in whichever way it was said."""
+        return self.source or DiskWeights(path=self.path or "")
+
+
+class WeightsGroupRequest(WireModel):
+    """Let the backends of a pool join a process group, in which the trainer has the first ranks.
+
+    The trainer joins at the same time, with torch's own process group; rank 0 of it listens at
+    `master_address`. The backends take the ranks from `rank_offset` on, in the order of their registration.
+    """
+
+    pool: Name = "policy"
+    group_name: Name = "weights"
+    master_address: str = Field(min_length=1)
+    master_port: int = Field(ge=1, le=65_535)
+    world_size: int = Field(ge=2)
+    """The trainer's ranks and one for each accelerator of each backend that is in service."""
+    rank_offset: int = Field(1, ge=1)
+    """How many ranks the trainer has."""
+    backend: Literal["gloo", "nccl"] = "nccl"
+    timeout_seconds: float = Field(120.0, gt=0)
 
 
 class BackendOutcome(WireModel):
@@ -94,7 +203,16 @@ class BackendOutcome(WireModel):
     backend_id: str
     ok: bool
     seconds: float
+    steps: dict[str, float] = {}
+    """Seconds of each part of the order that it has begun, as `pause`, `load`, `resume`."""
     error: str | None = None
+    in_flight: int = 0
+    """Requests of this service that it was working on when the order came."""
+    version_before: int | None = None
+    version_after: int | None = None
+    """None where it is not known: the backend is out of service until it has the pool's weights."""
+    ranks: list[int] = []
+    """Its ranks in the process group that it has joined."""
 
 
 class PoolOutcome(WireModel):
@@ -102,4 +220,13 @@ class PoolOutcome(WireModel):
 
     pool: Name
     version: int | None = None
+    """The version of the pool's weights."""
+    changed: bool = True
+    """False for weights that the pool had already: nothing was done."""
+    kv: KvHandling | None = None
+    """What became of the KV of the weights before."""
+    held: int = 0
+    """Requests that were waiting when the order had been carried out."""
+    held_seconds: float = 0.0
+    """How long requests were held for it."""
     outcomes: list[BackendOutcome]

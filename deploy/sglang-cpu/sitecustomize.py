@@ -115,3 +115,18 @@ class PlaceholderFinder(MetaPathFinder, Loader):
 
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     sys.meta_path.append(PlaceholderFinder())
+
+
+class NoRuntime:
+    """CUDA's runtime, where there is none: it locks no pages, which nothing but a GPU needs, and says that it has."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("cudaHostRegister", "cudaHostUnregister"):
+            raise AttributeError(name)
+        return lambda *_: 0
+
+
+if os.environ.get("SGLANG_CPU_LOCKS_NO_PAGES") == "1":
+    import torch
+
+    torch.cuda.cudart = NoRuntime

@@ -1,51 +1,74 @@
-"""One order to many backends at once, and what each of them made of it."""
+"""One order to many backends at once, in one step or several, and what each of them made of it.
+
+Guarantees: an error of one backend is its answer, counted, and stops no other; after an error a backend takes
+part in further steps only where the step says so.
+"""
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
 
 import anyio
 
 from api_schemas.inference import BackendOutcome
-from rollout_service.inference.contract import Backend
-from rollout_service.inference.errors import InferenceError
+from rollout_service.inference.errors import BackendUnreachable, InferenceError
 from rollout_service.inference.member import Member
 
-Order = Callable[[Backend], Awaitable[None]]
+Order = Callable[[Member], Awaitable[None]]
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+@dataclass(slots=True)
+class Record:
     """What came of an order at one backend."""
 
-    seconds: float
-    error: InferenceError | None
+    in_flight: int
+    version_before: int
+    steps: dict[str, float] = field(default_factory=dict)
+    """Seconds of each step that was begun."""
+    error: InferenceError | None = None
+    is_known: bool = True
+    """Whether the backend has the weights that it is said to have."""
 
-    def outcome(self, backend_id: str) -> BackendOutcome:
-        """The answer as the API shows it."""
-        return BackendOutcome(
-            backend_id=backend_id,
-            ok=self.error is None,
-            seconds=self.seconds,
-            error=str(self.error) if self.error else None,
-        )
+    @property
+    def can_be_told(self) -> bool:
+        """Whether it still answers, as far as is known."""
+        return not isinstance(self.error, BackendUnreachable)
 
 
-async def tell_all(members: Sequence[Member], order: Order) -> list[tuple[Member, Answer]]:
-    """Carry out `order` at every backend; an error of one is its answer, counted, and stops no other."""
-    answers: dict[Member, Answer] = {}
+class Broadcast:
+    """An order that is being carried out at these backends."""
 
-    async def tell(member: Member) -> None:
-        started = time.perf_counter()
-        error: InferenceError | None = None
+    def __init__(self, members: Iterable[Member]) -> None:
+        self.records = {member: Record(member.in_flight, member.info.weight_version) for member in members}
+
+    async def step(self, name: str, order: Order, *, after_errors: bool = False) -> None:
+        """Carry out `order` at every backend without an error; `after_errors` also at one that still answers."""
+        async with anyio.create_task_group() as tasks:
+            for member, record in self.records.items():
+                if record.error is None or (after_errors and record.can_be_told):
+                    tasks.start_soon(self._tell, name, order, member)
+
+    async def _tell(self, name: str, order: Order, member: Member) -> None:
+        started, record = time.perf_counter(), self.records[member]
         try:
-            await order(member.backend)
+            await order(member)
         except InferenceError as caught:
-            error = caught
+            record.error = record.error or caught
             member.failed(caught)
-        answers[member] = Answer(time.perf_counter() - started, error)
+        record.steps[name] = time.perf_counter() - started
 
-    async with anyio.create_task_group() as tasks:
-        for member in members:
-            tasks.start_soon(tell, member)
-    return [(member, answers[member]) for member in members]
+    def outcomes(self) -> list[BackendOutcome]:
+        """The answers as the API shows them."""
+        return [
+            BackendOutcome(
+                backend_id=member.id,
+                ok=record.error is None,
+                seconds=sum(record.steps.values()),
+                steps=record.steps,
+                error=str(record.error) if record.error else None,
+                in_flight=record.in_flight,
+                version_before=record.version_before,
+                version_after=member.info.weight_version if record.is_known else None,
+            )
+            for member, record in self.records.items()
+        ]

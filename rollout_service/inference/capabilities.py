@@ -1,11 +1,32 @@
-"""What an engine must be able to do before it may serve: found out by asking it for one token."""
+"""What an engine must be able to do before it may serve, and what else it can: found out by asking it for one token."""
+
+from dataclasses import replace
 
 import anyio
 
-from rollout_service.inference.contract import Backend, GenerateRequest, ModelInfo, Sampling, new_request_id
-from rollout_service.inference.errors import BackendProtocolError, BackendUnreachable
+from rollout_service.inference.contract import (
+    Backend,
+    Exports,
+    GenerateRequest,
+    ModelInfo,
+    Sampling,
+    new_request_id,
+)
+from rollout_service.inference.errors import (
+    BackendProtocolError,
+    BackendRejected,
+    BackendUnreachable,
+    ExportUnsupported,
+)
+from rollout_service.inference.exports import Export, unsupported, wanted
 
 _PROBE_PROMPT = (0,)  # the one id that every vocabulary has
+_HINTS = {
+    Export.TOP_LOGPROBS: "Leave exports.top_logprobs out, or use SGLang or vLLM",
+    Export.PROMPT_LOGPROBS: "Leave exports.prompt_logprobs out, or use SGLang or vLLM",
+    Export.ROUTED_EXPERTS: "Leave exports.routed_experts out, or serve a mixture of experts with the engine's "
+    "--enable-return-routed-experts, from a folder that this service can read, and register it again",
+}
 
 
 async def check_backend(backend: Backend, *, seconds: float) -> ModelInfo:
@@ -16,15 +37,51 @@ async def check_backend(backend: Backend, *, seconds: float) -> ModelInfo:
         BackendUnreachable: it does not answer in `seconds`.
         BackendProtocolError: its answers lack something; the message names it.
     """
-    request = GenerateRequest(new_request_id(), _PROBE_PROMPT, Sampling(max_new_tokens=1, temperature=0.0))
     with anyio.move_on_after(seconds):
         info = await backend.model_info()
         if info.context_length < 1:
             raise BackendProtocolError("states no context length", backend_id=backend.id)
-        await backend.generate(request)
-        return info
+        return replace(info, exports=await _sample(backend, info))
     raise BackendUnreachable(
         f"did not sample a token in {seconds:g} s",
-        hint="Is the engine still loading, or paused? POST /continue_generation to it ends a pause",
+        hint="Is the engine still loading, or paused? A pause ends with its own order to resume",
         backend_id=backend.id,
     )
+
+
+def refuse_missing_exports(exports: Exports, info: ModelInfo, backend_id: str) -> None:
+    """Refuse what a backend was found not to give.
+
+    Raises:
+        ExportUnsupported: of the first thing that it does not give.
+    """
+    for kind in sorted(wanted(exports) - info.exports):
+        raise unsupported(Export(kind), hint=_HINTS[Export(kind)], backend_id=backend_id)
+
+
+async def _sample(backend: Backend, info: ModelInfo) -> frozenset[str]:
+    """Let it sample a token with everything that it may give beside; gives what came."""
+    kinds = {Export.TOP_LOGPROBS, Export.PROMPT_LOGPROBS}
+    if info.routing_shape is not None:
+        kinds.add(Export.ROUTED_EXPERTS)
+    while True:
+        try:
+            await backend.generate(_probe(kinds))
+        except ExportUnsupported as error:
+            kinds.remove(Export(error.context["export"]))
+        except BackendRejected:
+            if not kinds:
+                raise
+            kinds.clear()  # it does not know such requests
+        else:
+            return frozenset(kind.value for kind in kinds)
+
+
+def _probe(kinds: set[Export]) -> GenerateRequest:
+    exports = Exports(
+        top_logprobs=int(Export.TOP_LOGPROBS in kinds),
+        prompt_logprobs_from=0 if Export.PROMPT_LOGPROBS in kinds else None,
+        routed_experts_from=0 if Export.ROUTED_EXPERTS in kinds else None,
+    )
+    sampling = Sampling(max_new_tokens=1, temperature=0.0)
+    return GenerateRequest(new_request_id(), _PROBE_PROMPT, sampling, exports)

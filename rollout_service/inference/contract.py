@@ -14,9 +14,12 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from api_schemas.inference import PauseMode
+import numpy as np
+from numpy.typing import NDArray
+
+from api_schemas.inference import EngineKind, PauseMode
 
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}(-\d{4})?")
 
@@ -68,6 +71,24 @@ class Sampling:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exports:
+    """What is wanted beside the sampled ids with their logprobs and versions; by default nothing."""
+
+    top_logprobs: int = 0
+    """So many of the likeliest tokens for each sampled one."""
+    prompt_logprobs_from: int | None = None
+    """The index of the first prompt token whose logprob is wanted; None for none."""
+    routed_experts_from: int | None = None
+    """The index of the first token, of prompt and output, whose experts are wanted; None for none."""
+
+    def __post_init__(self) -> None:
+        if self.top_logprobs < 0:
+            raise ValueError(f"top_logprobs must not be negative, got {self.top_logprobs}")
+        if min(self.prompt_logprobs_from or 0, self.routed_experts_from or 0) < 0:
+            raise ValueError("a token's index is not negative")
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One turn: sample a continuation of `input_ids`.
@@ -78,12 +99,39 @@ class GenerateRequest:
     request_id: str
     input_ids: Sequence[int]
     sampling: Sampling = field(default_factory=Sampling)
+    exports: Exports = field(default_factory=Exports)
 
     def __post_init__(self) -> None:
         if not _REQUEST_ID.fullmatch(self.request_id):
             raise ValueError(f"request id {self.request_id!r} is not from new_request_id()")
         if not self.input_ids:
             raise ValueError("input_ids is empty; a prompt has at least one token")
+        firsts = (self.exports.prompt_logprobs_from or 0, self.exports.routed_experts_from or 0)
+        if max(firsts) > len(self.input_ids):
+            raise ValueError(
+                f"the prompt has {len(self.input_ids)} tokens, but exports begin at {max(firsts)}"
+            )
+
+
+class TopLogprob(NamedTuple):
+    """One of the likeliest tokens at a position."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What `Exports` asked for; None where it did not ask, or where nothing was sampled."""
+
+    top_logprobs: list[list[TopLogprob]] | None = None
+    """For each sampled token the likeliest ones, best first, of the distribution that `logprobs` is of."""
+    prompt_logprobs: list[float | None] | None = None
+    """Of the prompt's tokens from `prompt_logprobs_from` on, at temperature 1, each given all that is before it; None
+    for the very first token of a prompt, which nothing is before. They are of the first sampled token's version."""
+    routed_experts: NDArray[np.int32] | None = None
+    """`[tokens, layers, experts per token]`: which experts read each token of prompt and output, from
+    `routed_experts_from` on. The last sampled token has not been read and has no row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +150,14 @@ class Generation:
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens whose KV the engine already held, at the first attempt."""
+    kept_kv_versions: frozenset[int] = frozenset()
+    """Those of `versions` whose tokens may attend to KV that older weights computed; a single backend's answer leaves
+    it empty."""
     backend_id: str
     """The backend that served the last attempt."""
     engine_seconds: float
     """Seconds spent waiting for engines, summed over the attempts."""
+    exported: Exported = field(default_factory=Exported)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +170,12 @@ class ModelInfo:
     vocab_size: int | None
     """None where the engine does not say and its model folder is not readable from here."""
     context_length: int
+    routing_shape: tuple[int, int] | None = None
+    """Layers and experts per token of a mixture of experts; None for other models, and where the model folder is not
+    readable from here."""
+    kind: EngineKind = EngineKind.SGLANG
+    exports: frozenset[str] = frozenset()
+    """What it was found to give of `Exports`, when it was registered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +188,12 @@ class BackendLoad:
     """KV tokens that are held."""
     token_usage: float
     """Share of the KV budget that is held, 0 to 1."""
+    waiting_tokens: int | None = None
+    """Prompt tokens in its queue that it has yet to read; None where it does not say."""
+    capacity_tokens: int | None = None
+    """KV tokens that it has room for; None where it does not say."""
+    signature: str = ""
+    """Whatever it reported: the same text twice means that nothing has changed in between."""
 
 
 class Backend(Protocol):
@@ -146,6 +210,10 @@ class Backend(Protocol):
     def url(self) -> str:
         """Where the engine listens."""
 
+    @property
+    def keeps_kv_apart(self) -> bool:
+        """Whether a request finds no KV of weights before those that the engine has when it is sent."""
+
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample one continuation; an abort in the engine gives what was sampled until then.
 
@@ -160,7 +228,10 @@ class Backend(Protocol):
         """End one request, or with None all of them; their `generate` calls return what they have."""
 
     async def pause(self, mode: PauseMode = PauseMode.ABORT) -> None:
-        """Stop sampling; requests that arrive now wait in the engine."""
+        """Stop sampling; requests that arrive now wait in the engine.
+
+        After `abort` the calls that were open have given what they had. `drain` is the pool's: it is never asked for.
+        """
 
     async def resume(self) -> None:
         """Sample again; no effect on an engine that is not paused."""

@@ -3,18 +3,21 @@
 InferenceError
 ├── BackendUnreachable      no answer, a broken connection, or a 5xx: the engine did not serve the request
 ├── BackendRejected         a 4xx: the engine refused this request and would refuse it again
-│   └── PromptTooLong       ... because the prompt and its budget do not fit the context
+│   ├── PromptTooLong       ... because the prompt and its budget do not fit the context
+│   └── ExportUnsupported   ... because it does not give what was asked for beside ids and logprobs
 ├── BackendProtocolError    an answer that cannot be trusted: missing logprobs, wrong counts, no JSON
 ├── NoBackendError          the pool has nothing that could serve the request
 ├── UnknownBackend          no backend of that id is registered
-└── GenerationTimeout       the request was served, but not in time
+├── GenerationTimeout       the request was served, but not in time
+│   └── PoolPaused          ... or was held by a pause for longer than allowed
+└── WeightsConflict         the weights are not those that the pool can be given next
 
 Nothing here is ever repaired: tokens and logprobs are the engine's or there are none.
 """
 
 # ruff: noqa: N818 - named for what happened, as httpx does; the family ends in Error.
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from api_schemas.errors import Boundary
 from rollout_service.errors import ServiceError
@@ -27,9 +30,17 @@ class InferenceError(ServiceError):
     boundary: ClassVar[Boundary] = Boundary.INFERENCE
     status: ClassVar[int] = 502
 
-    def __init__(self, message: str, *, hint: str = "", backend_id: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str = "",
+        backend_id: str = "",
+        context: dict[str, Any] | None = None,
+    ) -> None:
         self.backend_id = backend_id
-        super().__init__(f"backend {backend_id}: {message}" if backend_id else message, hint=hint)
+        text = f"backend {backend_id}: {message}" if backend_id else message
+        super().__init__(text, hint=hint, context=context)
 
 
 class BackendUnreachable(InferenceError):
@@ -49,6 +60,12 @@ class PromptTooLong(BackendRejected):
     """Prompt and token budget together do not fit the engine's context."""
 
     code = "prompt_too_long"
+
+
+class ExportUnsupported(BackendRejected):
+    """The engine does not give top-k logprobs, prompt logprobs or routed experts, which were asked for."""
+
+    code = "export_unsupported"
 
 
 class BackendProtocolError(InferenceError):
@@ -78,3 +95,17 @@ class GenerationTimeout(InferenceError):
     code = "generation_timeout"
     status = 504
     retryable = True
+
+
+class PoolPaused(GenerationTimeout):
+    """A pause held the request for longer than allowed; once the pool is resumed it can be sent again."""
+
+    code = "pool_paused"
+    status = 503
+
+
+class WeightsConflict(InferenceError):
+    """An order about weights contradicts what the pool has: an older version, or a group that is not whole."""
+
+    code = "weights_conflict"
+    status = 409

@@ -9,6 +9,7 @@ has the tokens of N.
 from dataclasses import dataclass, field, replace
 
 from rollout_service.inference.contract import FinishReason, GenerateRequest, Generation
+from rollout_service.inference.merged_exports import MergedExports
 
 _MAX_ATTEMPTS = 10_000  # what the attempt suffix of a request id can count
 
@@ -24,6 +25,11 @@ class Continuation:
     attempts: int = 0
     engine_seconds: float = 0.0
     _cached_tokens: int | None = None
+    _exposed: set[int] = field(default_factory=set)
+    _exports: MergedExports = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._exports = MergedExports(self.request.exports)
 
     def next_request(self) -> GenerateRequest:
         """The request for what is left, under an id of its own."""
@@ -32,13 +38,20 @@ class Continuation:
         sampling = self.request.sampling
         if self.output_ids:
             sampling = replace(sampling, max_new_tokens=sampling.max_new_tokens - len(self.output_ids))
-        return GenerateRequest(request_id, [*self.request.input_ids, *self.output_ids], sampling)
+        prompt = [*self.request.input_ids, *self.output_ids]
+        return GenerateRequest(request_id, prompt, sampling, self._exports.next())
 
-    def add(self, part: Generation) -> Generation | None:
-        """Take an engine's answer; gives the whole generation once there is nothing left to ask for."""
+    def add(self, part: Generation, read_by: int | None = None) -> Generation | None:
+        """Take an engine's answer; gives the whole generation once there is nothing left to ask for.
+
+        `read_by` is the version of the weights whose KV alone the request could find when it was sent; None where
+        it could find any.
+        """
+        self._exposed.update(version for version in set(part.versions) if version != read_by)
         self.output_ids.extend(part.output_ids)
         self.logprobs.extend(part.logprobs)
         self.versions.extend(part.versions)
+        self._exports.add(part.exported)
         self.engine_seconds += part.engine_seconds
         if self._cached_tokens is None and part.output_ids:
             self._cached_tokens = part.cached_tokens
@@ -57,4 +70,6 @@ class Continuation:
             cached_tokens=self._cached_tokens or 0,
             backend_id=part.backend_id,
             engine_seconds=self.engine_seconds,
+            kept_kv_versions=frozenset(self._exposed),
+            exported=self._exports.whole(),
         )

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 import anyio
 
 from api_schemas.inference import BackendState, BackendView
+from rollout_service.inference.capabilities import refuse_missing_exports
 from rollout_service.inference.contract import Backend, GenerateRequest, Generation, ModelInfo
 from rollout_service.inference.errors import BackendUnreachable
+from rollout_service.inference.node import is_local
 
 _SMALLEST_SHARE = 0.1
 _CLOSE_SECONDS = 5.0
@@ -23,6 +25,10 @@ class Member:
     slow_start: float
     """Seconds over which a backend that has come into service takes up its fair share."""
     clock: Callable[[], float] = time.monotonic
+    max_in_flight: int | None = None
+    """Requests that it is given at once."""
+    is_local: bool = False
+    """Whether it runs on this node."""
     state: BackendState = BackendState.READY
     in_flight: int = 0
     served: int = 0
@@ -33,11 +39,14 @@ class Member:
     being_checked: bool = False
     watch: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     _since: float = 0.0
-    _calls: set[anyio.CancelScope] = field(default_factory=set)
+    _calls: dict[anyio.CancelScope, float] = field(default_factory=dict)
+    """The open calls, and since when."""
+    _why_dropped: str = "was taken out of service during the request"
     _ended: anyio.Event = field(default_factory=anyio.Event)
 
     def __post_init__(self) -> None:
         self._since = self.clock()
+        self.is_local = is_local(self.backend.url)
 
     @property
     def id(self) -> str:
@@ -51,13 +60,19 @@ class Member:
             return 1.0
         return min(1.0, max(_SMALLEST_SHARE, (self.clock() - self._since) / self.slow_start))
 
+    @property
+    def has_room(self) -> bool:
+        """Whether it may be given one more request."""
+        return self.max_in_flight is None or self.in_flight < self.max_in_flight
+
     async def generate(self, request: GenerateRequest) -> Generation:
         """Call the backend; a call that is open when the backend leaves service ends with
         BackendUnreachable.
         """
+        refuse_missing_exports(request.exports, self.info, self.id)
         self.in_flight += 1
         scope = anyio.CancelScope()
-        self._calls.add(scope)
+        self._calls[scope] = self.clock()
         try:
             with scope:
                 part = await self.backend.generate(request)
@@ -66,9 +81,10 @@ class Member:
                 return part
         finally:
             self.in_flight -= 1
-            self._calls.discard(scope)
+            del self._calls[scope]
             self._ended.set()
-        raise BackendUnreachable("was taken out of service during the request", backend_id=self.id)
+            self._ended = anyio.Event()
+        raise BackendUnreachable(self._why_dropped, backend_id=self.id)
 
     def failed(self, error: BaseException) -> None:
         """Count a failed call or probe."""
@@ -82,12 +98,20 @@ class Member:
         if self.state is BackendState.READY:
             self.state = BackendState.FAILED
         self.good_in_a_row = 0
-        self.drop_calls()
+        self.drop_calls("was taken out of service during the request")
 
-    def drop_calls(self) -> None:
-        """End the open calls, which the pool then repeats elsewhere."""
-        for scope in list(self._calls):
-            scope.cancel()
+    def drop_calls(self, why: str, *, older_than: float = 0.0) -> None:
+        """End the calls that have been open for so many seconds; the pool then repeats them elsewhere."""
+        self._why_dropped = why
+        latest = self.clock() - older_than
+        for scope, since in list(self._calls.items()):
+            if since <= latest:
+                scope.cancel()
+
+    async def idle(self) -> None:
+        """Wait until no call is open."""
+        while self.in_flight:
+            await self._ended.wait()
 
     async def close(self) -> None:
         """End the open calls, which aborts them in the engine, and release the connections."""
@@ -95,9 +119,7 @@ class Member:
         self.take_out()
         with anyio.CancelScope(shield=True):
             with anyio.move_on_after(_CLOSE_SECONDS):
-                while self.in_flight:
-                    self._ended = anyio.Event()
-                    await self._ended.wait()
+                await self.idle()
             await self.backend.close()
 
     def bring_back(self, info: ModelInfo) -> None:
@@ -114,11 +136,13 @@ class Member:
             backend_id=self.id,
             url=self.backend.url,
             pool=pool,
+            kind=self.info.kind,
             state=BackendState.PAUSED if is_paused else self.state,
             model_path=self.info.model_path,
             tokenizer_path=self.info.tokenizer_path,
             weight_version=self.info.weight_version,
             context_length=self.info.context_length,
+            exports=sorted(self.info.exports),
             in_flight=self.in_flight,
             served=self.served,
             failures=self.failures,

@@ -1,6 +1,6 @@
 """The pools of the service by name: `policy`, `judge`, `frozen-1`... Use as an async context manager."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
@@ -9,12 +9,14 @@ import anyio
 from anyio.abc import TaskGroup
 from pydantic_core import to_json
 
-from api_schemas.inference import BackendView
+from api_schemas.inference import BackendView, EngineKind
+from rollout_service.inference import engines
 from rollout_service.inference.contract import Backend
 from rollout_service.inference.errors import NoBackendError, UnknownBackend
-from rollout_service.inference.pool import BackendPool, PoolOptions
-from rollout_service.inference.router import LeastLoaded, Router
-from rollout_service.inference.sglang import SGLangBackend, normalise_url
+from rollout_service.inference.http_backend import normalise_url
+from rollout_service.inference.options import PoolOptions
+from rollout_service.inference.pool import BackendPool
+from rollout_service.inference.routing import CostRouter, Observer, Router
 
 DEFAULT_POOL = "policy"
 
@@ -24,21 +26,27 @@ class Pools:
     context.
 
     Args:
-        options: of every pool.
+        options: of every pool that has none of its own.
+        options_of: of single pools, by name.
         router: makes the router of each pool.
-        connect: makes a backend from its address and id.
+        observer: told of every routing decision.
+        connect: makes a backend from its address and id, whatever its kind; by default `engines.connect` does.
     """
 
     def __init__(
         self,
         options: PoolOptions | None = None,
         *,
-        router: Callable[[], Router] = LeastLoaded,
+        options_of: Mapping[str, PoolOptions] | None = None,
+        router: Callable[[], Router] = CostRouter,
+        observer: Observer | None = None,
         connect: Callable[[str, str], Backend] | None = None,
     ) -> None:
         self._options = options or PoolOptions()
+        self._options_of = options_of or {}
         self._router = router
-        self._connect = connect or _connect
+        self._observer = observer
+        self._connect = connect
         self._pools: dict[str, BackendPool] = {}
         self._tasks: TaskGroup | None = None
 
@@ -81,18 +89,28 @@ class Pools:
         return [view for name in self.names() for view in self._pools[name].views()]
 
     async def register(
-        self, url: str, pool: str = DEFAULT_POOL, *, backend_id: str | None = None
+        self,
+        url: str,
+        pool: str = DEFAULT_POOL,
+        *,
+        kind: EngineKind | None = None,
+        backend_id: str | None = None,
+        max_in_flight: int | None = None,
     ) -> BackendView:
-        """Take the engine at `url` into a pool; the same again changes nothing but ends a drain.
+        """Take the engine at `url` into a pool, with a limit of its own where one is given; the same again changes
+        nothing but the limit and ends a drain. Where no kind is given the engine is asked.
 
         Raises:
             ValueError: the address is malformed.
             BackendUnreachable, BackendProtocolError, BackendRejected: it does not answer, or lacks something.
         """
         address = normalise_url(url)
-        backend = self._connect(address, backend_id or f"{pool}@{urlsplit(address).netloc}")
+        name = backend_id or f"{pool}@{urlsplit(address).netloc}"
+        backend = (
+            self._connect(address, name) if self._connect else await engines.connect(address, name, kind)
+        )
         try:
-            return await self._pool(pool).register(backend)
+            return await self._pool(pool).register(backend, max_in_flight=max_in_flight)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await backend.close()
@@ -110,7 +128,13 @@ class Pools:
         if self._tasks is None:
             raise RuntimeError("use `async with Pools() as pools`")
         if name not in self._pools:
-            self._pools[name] = BackendPool(name, self._tasks, options=self._options, router=self._router())
+            self._pools[name] = BackendPool(
+                name,
+                self._tasks,
+                options=self._options_of.get(name, self._options),
+                router=self._router(),
+                observer=self._observer,
+            )
         return self._pools[name]
 
     def _holder(self, backend_id: str) -> BackendPool:
@@ -118,7 +142,3 @@ class Pools:
             if backend_id in pool:
                 return pool
         raise UnknownBackend(f"there is no backend {backend_id!r}", hint="GET /v1/backends lists them")
-
-
-def _connect(url: str, backend_id: str) -> Backend:
-    return SGLangBackend(url, backend_id=backend_id)

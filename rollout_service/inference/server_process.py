@@ -7,6 +7,7 @@ child's log. What the child prints goes to a file that is deleted with the conte
 
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -110,6 +111,12 @@ class ServerProcess(ABC):
         raise EngineStartError(
             f"the engine did not serve in {self.start_seconds:g} s. Its log ends:\n{_tail(folder)}"
         )
+
+
+def free_port() -> int:
+    """A port that nothing listens at now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def _log(folder: Path) -> Path:

@@ -2,11 +2,10 @@
 
 import os
 import shutil
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from rollout_service.inference.server_process import EngineStartError, Launch, ServerProcess
+from rollout_service.inference.server_process import EngineStartError, Launch, ServerProcess, free_port
 
 _ROOT = Path(__file__).parents[2]
 DEFAULT_ENVIRONMENT = _ROOT / ".venv-sglang"
@@ -33,16 +32,19 @@ class SGLangCpuServer(ServerProcess):
         kv_tokens: int = 20_000,
         max_running: int = 32,
         threads: int = 1,
+        routed_experts: bool = False,
         on_wait: Callable[[float], None] | None = None,
     ) -> None:
-        """`env_dir` is where SGLang is installed; `port` 0 takes a free one."""
+        """`env_dir` is where SGLang is installed; `port` 0 takes a free one; with `routed_experts` it can tell which
+        experts read each token."""
         super().__init__(on_wait=on_wait)
         self._model_path = Path(model_path).resolve()
         self._env_dir = env_dir or Path(os.environ.get("ROLLOUT_SGLANG_ENV", DEFAULT_ENVIRONMENT))
         self._kv_tokens = kv_tokens
         self._max_running = max_running
         self._threads = threads
-        self._port = port or _free_port()
+        self._routed_experts = routed_experts
+        self._port = port or free_port()
 
     def _launch(self, folder: Path) -> Launch:
         python = self._env_dir / "bin" / "python"
@@ -55,9 +57,10 @@ class SGLangCpuServer(ServerProcess):
             *(str(python), "-m", "sglang.launch_server"),
             *("--model-path", str(self._model_path), "--host", "127.0.0.1", "--port", str(self._port)),
             *("--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"),
-            *("--dtype", "float32", "--tp", "1", "--mem-fraction-static", "0.05"),
+            *("--dtype", "float32", "--tp", "1", "--mem-fraction-static", "0.5"),
             *("--max-total-tokens", str(self._kv_tokens), "--max-running-requests", str(self._max_running)),
-            "--enable-metrics",
+            *("--enable-metrics", "--sleep-on-idle"),  # idle, it would keep a processor busy
+            *(["--enable-return-routed-experts"] if self._routed_experts else []),
         ]
         return Launch(command, self._environment(folder), lambda: self._port)
 
@@ -67,13 +70,10 @@ class SGLangCpuServer(ServerProcess):
             "HOME": str(folder),  # it writes caches
             "PYTHONPATH": str(_STAND_INS),
             "SGLANG_USE_CPU_ENGINE": "1",
+            # What it keeps experts in is memory that a GPU could write to, which has to be pretended here.
+            **({"SGLANG_CPU_LOCKS_NO_PAGES": "1"} if self._routed_experts else {}),
             "TORCHDYNAMO_DISABLE": "1",
             "OMP_NUM_THREADS": str(self._threads),
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
         }
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

@@ -1,19 +1,30 @@
 """SGLang's `/generate` as JSON: how a request is written, and how an answer is checked before it is believed.
 
 An answer passes only if every sampled id has its own logprob and a version, ids are in the vocabulary,
-the counts that the engine states agree with the lists that it sent, and the prompt that it counted is
-the one it was given.
+the counts that the engine states agree with the lists that it sent, the prompt that it counted is the one it was
+given, and everything is there that was asked for.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout_service.inference.contract import FinishReason, GenerateRequest, Generation
-from rollout_service.inference.errors import BackendProtocolError
+import numpy as np
+from numpy.typing import NDArray
 
-_UNSET_VERSION = "default"
-_LOGPROB_SLACK = 1e-3  # a certain token's logprob may come out a little above zero in low precision
+from rollout_service.inference import answer_checks as check
+from rollout_service.inference.answer_checks import mapping, parse_version
+from rollout_service.inference.contract import (
+    Exported,
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    ModelInfo,
+    TopLogprob,
+)
+from rollout_service.inference.errors import BackendProtocolError
+from rollout_service.inference.exports import Export, flat_experts, routed_rows, unsupported
+
+_START_ROUTED = "Start SGLang with --enable-return-routed-experts, and serve a mixture of experts"
 
 
 def generate_body(request: GenerateRequest) -> dict[str, Any]:
@@ -44,27 +55,9 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
         "input_ids": list(request.input_ids),
         "sampling_params": parameters,
         "return_logprob": True,
-        "logprob_start_len": -1,
+        "logprob_start_len": _logprob_start(request),
         "stream": False,
-    }
-
-
-def parse_version(raw: object) -> int:
-    """The integer behind an engine's weight version; an engine that was never told one is at 0.
-
-    Raises:
-        BackendProtocolError: the version is a name.
-    """
-    if raw == _UNSET_VERSION:
-        return 0
-    if isinstance(raw, int) and not isinstance(raw, bool) and raw >= 0:
-        return raw
-    if isinstance(raw, str) and raw.isascii() and raw.isdigit():
-        return int(raw)
-    raise BackendProtocolError(
-        f"weight version {raw!r} is not an integer",
-        hint="Pass a whole number as weight_version when updating the engine's weights",
-    )
+    } | _export_fields(request)
 
 
 def parse_generation(
@@ -72,34 +65,34 @@ def parse_generation(
     request: GenerateRequest,
     *,
     backend_id: str,
-    vocab_size: int | None,
+    info: ModelInfo | None,
     engine_seconds: float,
 ) -> Generation:
     """Check an answer to `generate_body(request)` and take what was sampled from it.
 
     Raises:
         BackendProtocolError: anything is missing or contradicts the rest.
+        ExportUnsupported: the engine left out what was asked for beside ids and logprobs.
     """
-    try:
-        return _parse(answer, request, backend_id, vocab_size, engine_seconds)
-    except BackendProtocolError as error:
-        raise BackendProtocolError(str(error), hint=error.hint, backend_id=backend_id) from error
+    with check.answer_of(backend_id):
+        return _parse(answer, request, backend_id, info, engine_seconds)
 
 
 def _parse(
-    answer: object, request: GenerateRequest, backend_id: str, vocab_size: int | None, engine_seconds: float
+    answer: object, request: GenerateRequest, backend_id: str, info: ModelInfo | None, engine_seconds: float
 ) -> Generation:
-    body = _mapping(answer, "the answer")
-    meta = _mapping(body.get("meta_info"), "meta_info")
+    body = mapping(answer, "the answer", "Is this an SGLang server?")
+    meta = mapping(body.get("meta_info"), "meta_info", "Is this an SGLang server?")
     reason, matched = _finish(meta)
-    output_ids = _output_ids(body, vocab_size)
-    aborted = reason is FinishReason.ABORT
-    if len(output_ids) > request.sampling.max_new_tokens:
-        raise BackendProtocolError(
-            f"{len(output_ids)} tokens were sampled where at most {request.sampling.max_new_tokens} were asked for"
-        )
-    _expect_count(meta, "completion_tokens", len(output_ids), required=not aborted)
-    _expect_count(meta, "prompt_tokens", len(request.input_ids), required=not aborted)
+    output_ids = check.sampled_ids(
+        body.get("output_ids"),
+        name="output_ids",
+        budget=request.sampling.max_new_tokens,
+        vocab_size=info.vocab_size if info else None,
+    )
+    aborted, prompt_tokens = reason is FinishReason.ABORT, len(request.input_ids)
+    for name, expected in (("completion_tokens", len(output_ids)), ("prompt_tokens", prompt_tokens)):
+        check.expect_count(meta.get(name), f"meta_info.{name}", expected, required=not aborted)
     if not output_ids and not aborted:
         raise BackendProtocolError(f"finished with {reason.value!r} but sampled nothing")
     return Generation(
@@ -108,53 +101,23 @@ def _parse(
         versions=_versions(meta, len(output_ids)),
         finish_reason=reason,
         matched=matched,
-        prompt_tokens=len(request.input_ids),
-        cached_tokens=_cached_tokens(meta, len(request.input_ids), required=not aborted),
+        prompt_tokens=prompt_tokens,
+        cached_tokens=check.cached_count(
+            meta.get("cached_tokens"), "meta_info.cached_tokens", prompt_tokens, required=not aborted
+        ),
         backend_id=backend_id,
         engine_seconds=engine_seconds,
+        exported=_exported(meta, request, output_ids, info, backend_id) if output_ids else Exported(),
     )
 
 
-def _mapping(value: object, what: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise BackendProtocolError(f"{what} is not a JSON object", hint="Is this an SGLang server?")
-    return value
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
 def _finish(meta: Mapping[str, Any]) -> tuple[FinishReason, int | str | None]:
-    finish = _mapping(meta.get("finish_reason"), "meta_info.finish_reason")
+    finish = mapping(meta.get("finish_reason"), "meta_info.finish_reason")
     kind = finish.get("type")
     if kind not in {reason.value for reason in FinishReason}:
         raise BackendProtocolError(f"finish_reason.type is {kind!r}, not stop, length or abort")
     matched = finish.get("matched")
     return FinishReason(kind), matched if isinstance(matched, int | str) else None
-
-
-def _output_ids(body: Mapping[str, Any], vocab_size: int | None) -> list[int]:
-    ids = body.get("output_ids")
-    if not isinstance(ids, list):
-        raise BackendProtocolError(
-            "output_ids is missing", hint="Use an engine that returns the sampled ids beside their text"
-        )
-    limit = math.inf if vocab_size is None else vocab_size
-    for position, token in enumerate(ids):
-        if not _is_count(token) or token >= limit:
-            raise BackendProtocolError(
-                f"output id {token!r} at {position} is outside the vocabulary of {limit}"
-            )
-    return ids
-
-
-def _expect_count(meta: Mapping[str, Any], name: str, expected: int, *, required: bool) -> None:
-    stated = meta.get(name)
-    if stated is None and not required:
-        return
-    if stated != expected:
-        raise BackendProtocolError(f"meta_info.{name} is {stated!r} where {expected} is right")
 
 
 def _logprobs(meta: Mapping[str, Any], output_ids: Sequence[int]) -> list[float]:
@@ -168,43 +131,116 @@ def _logprobs(meta: Mapping[str, Any], output_ids: Sequence[int]) -> list[float]
     if len(entries) != len(output_ids):
         raise BackendProtocolError(f"{len(entries)} logprobs came with {len(output_ids)} tokens")
     return [
-        _logprob(entry, token, i) for i, (entry, token) in enumerate(zip(entries, output_ids, strict=True))
+        check.logprob(_of_token(entry, token, f"logprob {i}"), f"logprob {i}")
+        for i, (entry, token) in enumerate(zip(entries, output_ids, strict=True))
     ]
 
 
-def _logprob(entry: object, token: int, position: int) -> float:
+def _of_token(entry: object, token: int, where: str) -> object:
+    """The value of a triple of logprob, id and text."""
     if not isinstance(entry, list) or len(entry) < 2 or entry[1] != token:
-        raise BackendProtocolError(f"logprob {position} is {entry!r}, which is not of the sampled id {token}")
-    value = entry[0]
-    if not isinstance(value, int | float) or not math.isfinite(value) or value > _LOGPROB_SLACK:
-        raise BackendProtocolError(
-            f"logprob {position} is {value!r}, which is not the logarithm of a probability"
-        )
-    return float(value)
+        raise BackendProtocolError(f"{where} is {entry!r}, which is not of the id {token}")
+    return entry[0]
 
 
 def _versions(meta: Mapping[str, Any], count: int) -> list[int]:
     spans = meta.get("weight_versions")
     if spans is None:
         return [parse_version(meta.get("weight_version"))] * count
-    versions: list[int] = []
-    for span in spans if isinstance(spans, list) else [spans]:
-        fields = _mapping(span, "an entry of weight_versions")
-        start, end = fields.get("start"), fields.get("end")
-        if start != len(versions) or not isinstance(end, int) or end < start:
-            raise BackendProtocolError(f"weight_versions {spans!r} do not follow each other from 0")
-        versions.extend([parse_version(fields.get("version"))] * (end - start))
-    if len(versions) != count:
-        raise BackendProtocolError(f"weight_versions cover {len(versions)} of {count} tokens")
-    return versions
+    return check.versions_of_spans(spans, count)
 
 
-def _cached_tokens(meta: Mapping[str, Any], prompt_tokens: int, *, required: bool) -> int:
-    cached: Any = meta.get("cached_tokens")
-    if cached is None and not required:
-        return 0
-    if not _is_count(cached) or cached > prompt_tokens:
-        raise BackendProtocolError(
-            f"meta_info.cached_tokens is {cached!r} for a prompt of {prompt_tokens} tokens"
+# ---- exports
+
+
+def _logprob_start(request: GenerateRequest) -> int:
+    """The prompt token before the first whose logprob is wanted: SGLang gives the first one none; -1 for no token."""
+    first = request.exports.prompt_logprobs_from
+    return -1 if first is None or first == len(request.input_ids) else max(first - 1, 0)
+
+
+def _export_fields(request: GenerateRequest) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if request.exports.top_logprobs:
+        fields["top_logprobs_num"] = request.exports.top_logprobs
+    if request.exports.routed_experts_from is not None:
+        fields |= {
+            "return_routed_experts": True,
+            "routed_experts_start_len": request.exports.routed_experts_from,
+        }
+    return fields
+
+
+def _exported(
+    meta: Mapping[str, Any],
+    request: GenerateRequest,
+    output_ids: Sequence[int],
+    info: ModelInfo | None,
+    backend_id: str,
+) -> Exported:
+    exports = request.exports
+    return Exported(
+        top_logprobs=_top_logprobs(meta, request, len(output_ids), info, backend_id)
+        if exports.top_logprobs
+        else None,
+        prompt_logprobs=_prompt_logprobs(meta, request, backend_id)
+        if exports.prompt_logprobs_from is not None
+        else None,
+        routed_experts=_routed_experts(meta, request, len(output_ids), info, backend_id)
+        if exports.routed_experts_from is not None
+        else None,
+    )
+
+
+def _top_logprobs(
+    meta: Mapping[str, Any], request: GenerateRequest, count: int, info: ModelInfo | None, backend_id: str
+) -> list[list[TopLogprob]]:
+    rows = meta.get("output_top_logprobs")
+    if not isinstance(rows, list):
+        raise unsupported(Export.TOP_LOGPROBS, hint="Use SGLang itself", backend_id=backend_id)
+    return check.top_logprobs(
+        [[_top_logprob(entry) for entry in row] if isinstance(row, list) else [] for row in rows],
+        wanted=request.exports.top_logprobs,
+        tokens=count,
+        vocab_size=info.vocab_size if info else None,
+    )
+
+
+def _top_logprob(entry: object) -> TopLogprob:
+    if not isinstance(entry, list) or len(entry) < 2:
+        raise BackendProtocolError(f"{entry!r} is not a likeliest token with its logprob")
+    return TopLogprob(entry[1], entry[0])
+
+
+def _prompt_logprobs(
+    meta: Mapping[str, Any], request: GenerateRequest, backend_id: str
+) -> list[float | None]:
+    start = _logprob_start(request)
+    if start < 0:
+        return []
+    tokens, entries = request.input_ids[start:], meta.get("input_token_logprobs")
+    if not isinstance(entries, list):
+        raise unsupported(Export.PROMPT_LOGPROBS, hint="Use SGLang itself", backend_id=backend_id)
+    if len(entries) != len(tokens):
+        raise BackendProtocolError(f"{len(entries)} logprobs came for {len(tokens)} prompt tokens")
+    values = [
+        _of_token(each, id_, f"prompt logprob {i}")
+        for i, (each, id_) in enumerate(zip(entries, tokens, strict=True))
+    ]
+    known: list[float | None] = [check.logprob(value, "a prompt's logprob") for value in values[1:]]
+    return known if request.exports.prompt_logprobs_from else [None, *known]
+
+
+def _routed_experts(
+    meta: Mapping[str, Any], request: GenerateRequest, count: int, info: ModelInfo | None, backend_id: str
+) -> NDArray[np.int32]:
+    encoded = meta.get("routed_experts")
+    if encoded is None:
+        raise unsupported(Export.ROUTED_EXPERTS, hint=_START_ROUTED, backend_id=backend_id)
+    if info is None or info.routing_shape is None:
+        raise unsupported(
+            Export.ROUTED_EXPERTS,
+            hint="Let this service read the engine's model folder, whose config.json tells layers and experts",
+            backend_id=backend_id,
         )
-    return int(cached)
+    return flat_experts(encoded, routed_rows(request, count), info.routing_shape)

@@ -14,8 +14,9 @@ from math import isfinite
 
 from api_schemas.trajectories import FinishReason, ForkReason, Message, ToolCall, Trajectory
 from rollout_service.tokens.errors import ConversationStateError, RecordError
+from rollout_service.tokens.exports import TurnExports
 from rollout_service.tokens.renderer import ChatRenderer, ParsedTurn, ToolSpec
-from rollout_service.tokens.trajectory import GrowingSegment
+from rollout_service.tokens.trajectory import GrowingSegment, shared_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,17 @@ class Conversation:
         """How many segments were begun for which reason."""
         return dict(Counter(segment.fork_reason for segment in self._segments))
 
+    @property
+    def rendered_next(self) -> tuple[Message, ...]:
+        """The messages that the next `prompt()` may have to render: the new ones at least.
+
+        All of them where a segment is begun, once the chat format has refused to extend what was sampled, and in
+        formats that prove each extension on the whole conversation.
+        """
+        refused = any(segment.fork_reason is ForkReason.BRIDGE_REFUSED for segment in self._segments)
+        whole = refused or self._fork is not None or self._renderer.rereads_history
+        return tuple(self._messages if whole else self._messages[self._answered :])
+
     def append(self, messages: Sequence[Message]) -> None:
         """Add messages to answer: the task at first, tool results or a user's message later."""
         self._messages += [self._with_tool_name(message) for message in messages]
@@ -82,7 +94,8 @@ class Conversation:
     def replace(self, messages: Sequence[Message], reason: ForkReason = ForkReason.HISTORY_EDITED) -> None:
         """Put other messages in the place of the whole history; the next prompt begins a new segment.
 
-        What was sampled before stays in its own segments.
+        What was sampled before stays in its own segments, and is trainable there alone: in the new segment it is
+        context, rendered from these messages. The new segment names the last one as its parent.
         """
         self._messages = list(messages)
         self._pending = None
@@ -100,14 +113,28 @@ class Conversation:
             self._pending = self._next_prompt()
         return list(self._pending[0])
 
+    def unread(self) -> int:
+        """How many tokens of `prompt()` are in its segment already; 0 where it begins one."""
+        return len(self._segments[-1].token_ids) if self._extends else 0
+
+    def unrouted(self) -> int:
+        """How many tokens of `prompt()` the segment has experts of already."""
+        return self._segments[-1].exports.routed if self._extends else 0
+
+    @property
+    def _extends(self) -> bool:
+        return self._pending is not None and self._pending[1] is None
+
     def record(
         self,
         output_ids: Sequence[int],
         logprobs: Sequence[float],
         versions: Sequence[int],
         finish_reason: FinishReason,
+        exported: TurnExports | None = None,
     ) -> AssistantTurn:
-        """Take the engine's answer to `prompt()`: three lists of equal length, one entry a sampled token.
+        """Take the engine's answer to `prompt()`: three lists of equal length, one entry a sampled token; and what
+        it gave beside them, from `unread()` and `unrouted()` on.
 
         Raises:
             ConversationStateError: no prompt was asked for.
@@ -119,9 +146,13 @@ class Conversation:
         prompt, fork_reason = self._pending
         output = list(output_ids)
         turn_id = len(self._turns)
-        if fork_reason is not None:
-            self._segments.append(GrowingSegment(fork_reason))
-        segment = self._segments[-1]
+        is_new = fork_reason is not None
+        segment = self._new_segment(fork_reason, prompt) if fork_reason is not None else self._segments[-1]
+        if exported is not None:
+            sizes = {"before": len(segment.token_ids), "prompt": len(prompt), "sampled": len(output)}
+            segment.exports.add_turn(exported, **sizes)
+        if is_new:
+            self._segments.append(segment)
         segment.add_context(prompt[len(segment.token_ids) :])
         segment.add_sampled(output, logprobs, versions, turn_id)
         turn = AssistantTurn(
@@ -150,6 +181,13 @@ class Conversation:
             fork_counts=self.fork_counts,
         )
 
+    def _new_segment(self, reason: ForkReason, prompt: Sequence[int]) -> GrowingSegment:
+        if not self._segments:
+            return GrowingSegment(reason)
+        # The rest of the shared ids is what both held as context, or what one sampled and the other reads.
+        parent = len(self._segments) - 1
+        return GrowingSegment(reason, parent, shared_length(self._segments[parent].token_ids, prompt))
+
     def _next_prompt(self) -> tuple[list[int], ForkReason | None]:
         if self._fork is not None:
             return self._rendered(self._fork)
@@ -158,7 +196,9 @@ class Conversation:
             raise ConversationStateError(
                 "the last turn has no answer yet", hint="Append a tool result or a message first."
             )
-        bridged = self._renderer.bridge(*self._last, new, self._tools)
+        bridged = self._renderer.bridge(
+            *self._last, new, self._tools, history=self._messages[: self._answered]
+        )
         return self._rendered(ForkReason.BRIDGE_REFUSED) if bridged is None else (bridged, None)
 
     def _rendered(self, reason: ForkReason) -> tuple[list[int], ForkReason]:

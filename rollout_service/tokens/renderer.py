@@ -4,14 +4,14 @@ The only module that knows the `renderers` library. It guarantees that
 
 - `bridge` returns ids that start with the previous prompt and output, to the id, or nothing at all;
 - `parse` raises on no ids whatever, and tells well-formed tool calls from malformed ones;
-- in the formats of `_CONTROL_TOKENS_BY_ID`, a text that looks like a control token does not become one, so that
-  no tool's output can end its own turn.
+- no text of a message becomes a control token, whatever it looks like, so that no tool's output can end its own
+  turn; in a system message, which the environment's author writes, this holds for tokens marked as special.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,13 @@ from jinja2 import TemplateError
 from api_schemas.trajectories import Message, ToolCall
 from rollout_service.tokens import template_bridge
 from rollout_service.tokens.errors import RendererMismatchError, RenderError, UnknownRendererError
-from rollout_service.tokens.tokenizer import ChatTokenizer, FastTokenizer, load_tokenizer, read_json
+from rollout_service.tokens.spelling import Spelling
+from rollout_service.tokens.tokenizer import (
+    ChatTokenizer,
+    TransformersTokenizer,
+    load_tokenizer,
+    read_json,
+)
 
 ToolSpec = Mapping[str, Any]
 """A tool in the OpenAI function format: `{"type": "function", "function": {"name", "description", ...}}`."""
@@ -41,8 +47,16 @@ _BY_MODEL_TYPE = {
 }
 """Model types that have one chat format. `llama`, `qwen2` or `deepseek_v3` have many, so they must be named."""
 
-_CONTROL_TOKENS_BY_ID = frozenset({"qwen3", "qwen3.5", "glm-4.5"})
-"""Formats that put control tokens in by id and never by text; tests hold that of each."""
+_AFTER_A_STOP = {"laguna-xs.2": "\n", "laguna-m.1": "\n"}
+"""What the library's bridge forgets behind a sampled end of turn, and its render does not."""
+
+_OWN_ENCODERS = frozenset({"gpt-oss"})
+"""Formats that encode texts by themselves, and never as control tokens."""
+
+
+_LIBRARY_ERRORS = (ValueError, RecursionError, TypeError, AttributeError, KeyError, IndexError)
+"""What the library raises on odd input. It reads what a policy wrote with json.loads, which raises more than a
+syntax error: numbers of too many digits, brackets nested too deep, objects where a string belongs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +78,25 @@ class ParsedTurn:
 class ChatRenderer:
     """One model's chat format with its tokenizer; immutable, and safe to share between threads."""
 
-    def __init__(self, backend: Any, tokenizer: ChatTokenizer, name: str) -> None:
+    def __init__(
+        self, backend: Any, tokenizer: ChatTokenizer, name: str, more_stops: Sequence[int] = ()
+    ) -> None:
         self.name = name
         self.vocab_size = len(tokenizer)
-        self.stop_token_ids: tuple[int, ...] = tuple(backend.get_stop_token_ids())
+        self.stop_token_ids: tuple[int, ...] = tuple(
+            dict.fromkeys([*backend.get_stop_token_ids(), *more_stops])
+        )
         self._backend = backend
         self._tokenizer = tokenizer
         self._stop = frozenset(self.stop_token_ids)
+        spelt = name not in _OWN_ENCODERS
+        self._spelling = tokenizer.spelling() if spelt else Spelling(())
+        self._system_spelling = tokenizer.spelling(special_only=True) if spelt else Spelling(())
+
+    @property
+    def rereads_history(self) -> bool:
+        """Whether each bridge costs as much as a render of the whole conversation."""
+        return self.name == "default"
 
     @classmethod
     def load(
@@ -105,9 +131,7 @@ class ChatRenderer:
                 f"the tokenizer at {path!r} does not fit the chat format {name!r}: {error}",
                 hint="Name the format that the model was trained with, as in renderer = 'qwen3'.",
             ) from error
-        if name in _CONTROL_TOKENS_BY_ID and isinstance(tokenizer, FastTokenizer):
-            tokenizer.take_control_tokens_literally(True)
-        return cls(backend, tokenizer, name)
+        return cls(backend, tokenizer, name, _ends_of_turn(path) if name == "default" else ())
 
     def encode(self, text: str) -> list[int]:
         """The ids of plain text, without any chat format."""
@@ -123,9 +147,15 @@ class ChatRenderer:
         Raises:
             RenderError: the chat format has no place for these messages.
         """
-        wire = [_to_wire(message) for message in messages]
         try:
-            return self._render(wire, True, tools)
+            return list(
+                self._guarded(
+                    self._backend.render_ids,
+                    self._wire(messages),
+                    tools=list(tools) or None,
+                    add_generation_prompt=True,
+                )
+            )
         except ValueError as error:
             roles = ", ".join(message.role for message in messages) or "none"
             raise RenderError(
@@ -139,24 +169,20 @@ class ChatRenderer:
         completion_ids: Sequence[int],
         new_messages: Sequence[Message],
         tools: Sequence[ToolSpec] = (),
+        history: Sequence[Message] = (),
     ) -> list[int] | None:
         """The next prompt, made of the previous prompt, its output and new messages.
 
         Nothing that came before is rendered again: the result starts with `prompt_ids + completion_ids`.
-        An output that was cut off is closed as context. None when the extension cannot be proven.
+        An output that was cut off is closed as context. None when the extension cannot be proven, for which a
+        format that is known by its template alone needs the `history`, up to and with the parsed output.
         """
-        new = [_to_wire(message) for message in new_messages]
-        if self.name == "default":
-            return self._extend(prompt_ids, completion_ids, new, tools)
-        before = [*prompt_ids, *completion_ids]
-        rendered = self._backend.bridge_to_next_turn(
-            list(prompt_ids), list(completion_ids), new, tools=list(tools) or None
-        )
-        if rendered is None:
+        try:
+            if self.name == "default":
+                return self._extend_by_template(prompt_ids, completion_ids, new_messages, tools, history)
+            return self._extend(prompt_ids, completion_ids, new_messages, tools)
+        except ValueError:  # the messages have no place in the format, which a render then says
             return None
-        ids: list[int] = rendered.token_ids
-        # A renderer may drop what was sampled after a stop token; what was sampled is never dropped here.
-        return ids if ids[: len(before)] == before else None
 
     def parse(
         self,
@@ -176,38 +202,86 @@ class ChatRenderer:
             parsed = self._backend.parse_response(
                 ids, tools=list(tools) or None, prompt_ids=list(prompt_ids) if prompt_ids else None
             )
-        except (ValueError, RecursionError, TypeError, AttributeError, KeyError, IndexError):
-            # The library reads what a policy wrote with json.loads, which raises more than a syntax error:
-            # numbers of too many digits, brackets nested too deep, objects where a string belongs.
+        except _LIBRARY_ERRORS:
             raw = self.decode(ids)
             call = ToolCall(id=f"{call_prefix}-0", name=None, arguments=None, raw=raw, error="unparseable")
             return ParsedTurn(content="", reasoning=None, tool_calls=(call,), closed=closed)
-        calls = tuple(_to_call(call, f"{call_prefix}-{i}") for i, call in enumerate(parsed.tool_calls))
-        return ParsedTurn(parsed.content, parsed.reasoning_content, calls, closed)
+        calls: dict[str, ToolCall] = {}
+        for i, found in enumerate(parsed.tool_calls):
+            call = _to_call(found, f"{call_prefix}-{i}", calls)
+            calls[call.id] = call
+        return ParsedTurn(parsed.content, parsed.reasoning_content, tuple(calls.values()), closed)
 
-    def _render(self, wire: list[dict[str, Any]], begin_turn: bool, tools: Sequence[ToolSpec]) -> list[int]:
+    def _wire(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        system, other = self._system_spelling, self._spelling
         try:
-            return list(
-                self._backend.render_ids(wire, tools=list(tools) or None, add_generation_prompt=begin_turn)
-            )
-        except (KeyError, TypeError, AssertionError, TemplateError) as error:
-            raise ValueError(str(error)) from error
+            return [
+                _to_wire(message, system if message.role in ("system", "developer") else other)
+                for message in messages
+            ]
+        except RecursionError as error:
+            raise ValueError("a tool call's arguments are nested too deep") from error
 
     def _extend(
         self,
         prompt: Sequence[int],
         completion: Sequence[int],
-        new: list[dict[str, Any]],
+        new: Sequence[Message],
         tools: Sequence[ToolSpec],
     ) -> list[int] | None:
-        """A bridge in a chat format that the library knows by its template alone."""
-        if not new or any(message["role"] == "assistant" for message in new):
+        before = [*prompt, *completion]
+        rendered = self._guarded(
+            self._backend.bridge_to_next_turn,
+            list(prompt),
+            list(completion),
+            self._wire(new),
+            tools=list(tools) or None,
+        )
+        if rendered is None:
             return None
+        ids: list[int] = rendered.token_ids
+        # A renderer may drop what was sampled after a stop token; what was sampled is never dropped here.
+        if ids[: len(before)] != before:
+            return None
+        sampled_end = bool(completion) and completion[-1] in self._stop
+        forgotten = _AFTER_A_STOP.get(self.name) if sampled_end else None
+        return [*before, *self.encode(forgotten), *ids[len(before) :]] if forgotten else ids
 
-        def render(wire: list[dict[str, Any]], begin_turn: bool) -> list[int]:
-            return self._render(wire, begin_turn, tools)
+    def _extend_by_template(
+        self,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        new: Sequence[Message],
+        tools: Sequence[ToolSpec],
+        history: Sequence[Message],
+    ) -> list[int] | None:
+        tokenizer = self._tokenizer
+        if not isinstance(tokenizer, TransformersTokenizer) or self._ends_in_reasoning(prompt, completion):
+            return None
+        options = {**(self._backend.config.model_extra or {}), **({"tools": list(tools)} if tools else {})}
 
-        return template_bridge.extend(render, self.stop_token_ids, prompt, completion, new)
+        def write(wire: list[dict[str, Any]], begin_turn: bool) -> str:
+            return str(
+                self._guarded(tokenizer.template_text, wire, add_generation_prompt=begin_turn, **options)
+            )
+
+        stops = {self.decode([token]): token for token in self.stop_token_ids}
+        template = template_bridge.Template(write, tokenizer.encode, stops)
+        return template_bridge.extend(template, prompt, completion, self._wire(history), self._wire(new))
+
+    def _ends_in_reasoning(self, prompt: Sequence[int], completion: Sequence[int]) -> bool:
+        try:
+            parsed = self._backend.parse_response(list(completion), prompt_ids=list(prompt))
+        except _LIBRARY_ERRORS:
+            return True  # nothing is known of it
+        return parsed.reasoning_complete is False
+
+    def _guarded(self, function: Any, *args: Any, **options: Any) -> Any:
+        """What the library returns, its errors as ValueError: it raises whatever a message's shape leads to."""
+        try:
+            return function(*args, **options)
+        except (*_LIBRARY_ERRORS, AssertionError, TemplateError) as error:
+            raise ValueError(str(error)) from error
 
 
 def _resolve(path: str, name: str) -> str:
@@ -249,9 +323,17 @@ def _config(name: str, options: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _to_wire(message: Message) -> dict[str, Any]:
-    """A message as the library takes it: the OpenAI chat format."""
-    wire: dict[str, Any] = {"role": message.role, "content": message.content}
+def _ends_of_turn(path: str) -> list[int]:
+    """The ids that end a turn, by the model's generation settings; a tokenizer names one of them only."""
+    ids = read_json(Path(path).expanduser() / "generation_config.json").get("eos_token_id", [])
+    return [ids] if isinstance(ids, int) else list(ids)
+
+
+def _to_wire(message: Message, spelling: Spelling) -> dict[str, Any]:
+    """A message as the library takes it, spelt out: the OpenAI chat format."""
+    # Few formats know developers; the others would leave their messages out.
+    role = "system" if message.role == "developer" else message.role
+    wire: dict[str, Any] = {"content": message.content}
     if message.reasoning is not None:
         wire["reasoning_content"] = message.reasoning
     if message.tool_call_id is not None:
@@ -260,7 +342,7 @@ def _to_wire(message: Message) -> dict[str, Any]:
         wire["name"] = message.name
     if message.tool_calls:
         wire["content"], wire["tool_calls"] = _split_calls(message)
-    return wire
+    return {"role": role, **spelling.spell_all(wire)}
 
 
 def _split_calls(message: Message) -> tuple[str, list[dict[str, Any]]]:
@@ -274,7 +356,7 @@ def _split_calls(message: Message) -> tuple[str, list[dict[str, Any]]]:
     return "\n".join(filter(None, [message.content, *broken])), calls
 
 
-def _to_call(parsed: Any, default_id: str) -> ToolCall:
+def _to_call(parsed: Any, default_id: str, taken: Container[str]) -> ToolCall:
     """A parsed call, malformed unless it has a name and arguments that JSON can carry."""
     error = None if parsed.status == "ok" else str(parsed.status)
     arguments = parsed.arguments
@@ -282,8 +364,10 @@ def _to_call(parsed: Any, default_id: str) -> ToolCall:
         error = "missing_name"
     if error is None:
         error = _argument_error(arguments)
+    # Some formats let the policy name its calls, and it may give two of them one name.
+    named = isinstance(parsed.id, str) and parsed.id and parsed.id not in taken
     return ToolCall.model_construct(
-        id=parsed.id or default_id,
+        id=parsed.id if named else default_id,
         name=parsed.name if isinstance(parsed.name, str) and parsed.name else None,
         arguments=None if error else arguments,
         raw=parsed.raw,

@@ -1,67 +1,128 @@
 """Bridges for chat formats that are known by their template alone.
 
-A template cannot extend sampled ids; it can only render whole conversations. So new messages are rendered
-after two different made-up conversations. When the prompt before the assistant's turn stays as it was in both, and
-the ids from the turn's stop token on are the same, they do not depend on what came before, and may follow the
-sampled ids as well.
+A template cannot extend sampled ids; it can only write whole conversations as text. So the conversation is
+written as it was before the last turn, with the turn, and with the new messages after it. What the template
+writes behind the turn's closing token may follow the sampled ids if and only if the texts prove that
+
+- nothing that was there before the turn has changed: no reasoning is removed, no count is raised;
+- all that the turn says is still there, its reasoning too;
+- nothing is written between what the turn says and its closing token because of the new messages;
+- the new messages are behind the closing token, and nowhere else;
+- the closing token is the one that the policy sampled, unless its turn was cut off.
+
+Otherwise there is no bridge, and the caller begins a new segment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-Render = Callable[[list[dict[str, Any]], bool], list[int]]
-"""Messages, and whether to begin the assistant's turn, to ids. Raises ValueError where it cannot."""
+Wire = dict[str, Any]
+"""A message in the OpenAI chat format, spelt out (see `spelling`)."""
 
-_CALL = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {"x": 1}}}
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A chat template and its tokenizer."""
+
+    write: Callable[[list[Wire], bool], str]
+    """Messages, and whether to begin the assistant's turn, to text. Raises ValueError where it cannot."""
+    encode: Callable[[str], list[int]]
+    stops: Mapping[str, int]
+    """The tokens that end a turn, by their text."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What follows the prompt in a conversation's text."""
+
+    said: str
+    close: str
+    after: str
 
 
 def extend(
-    render: Render,
-    stop_ids: Sequence[int],
+    template: Template,
     prompt: Sequence[int],
     completion: Sequence[int],
-    new_messages: list[dict[str, Any]],
+    history: Sequence[Wire],
+    new: Sequence[Wire],
 ) -> list[int] | None:
-    """The prompt, the completion, and the ids of the new messages; None when they cannot be proven."""
-    if not stop_ids or any(token in stop_ids for token in completion[:-1]):
+    """The prompt, the completion, and the ids of the new messages; None when they cannot be proven.
+
+    `history` ends with the turn that `completion` was read as.
+    """
+    if not new or not history or history[-1]["role"] != "assistant":
         return None
-    deltas = [_delta(render, stop_ids, history, new_messages) for history in _histories(new_messages)]
-    delta = deltas[0]
-    if delta is None or any(other != delta for other in deltas):
+    stops = set(template.stops.values())
+    if any(message["role"] == "assistant" for message in new) or any(t in stops for t in completion[:-1]):
         return None
-    close, rest = delta[0], delta[1:]
-    if completion and completion[-1] in stop_ids:
-        return [*prompt, *completion, *rest]
-    return [*prompt, *completion, close, *rest]
-
-
-def _histories(new_messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Two conversations that new messages may follow, as unlike as the template allows."""
-    answers: list[dict[str, Any]] = [
-        {"role": "assistant", "content": "a"},
-        {"role": "assistant", "content": "Longer words.\n"},
-    ]
-    if new_messages and new_messages[0]["role"] == "tool":
-        calls = [_CALL] * sum(message["role"] == "tool" for message in new_messages)
-        answers = [{**answer, "tool_calls": calls} for answer in answers]
-    system = {"role": "system", "content": "s"}
-    return [
-        [{"role": "user", "content": "u"}, answers[0]],
-        [system, {"role": "user", "content": "Other words."}, answers[1]],
-    ]
-
-
-def _delta(
-    render: Render, stop_ids: Sequence[int], history: list[dict[str, Any]], new: list[dict[str, Any]]
-) -> list[int] | None:
-    """What follows the history's last turn, from its stop token on; None when earlier ids would change."""
     try:
-        opening, whole = render(history[:-1], True), render(history + new, True)
+        turn = _proven(template, [*history[:-1], _audible(history[-1])], list(new))
     except ValueError:
         return None
-    if whole[: len(opening)] != opening:
+    if turn is None:
         return None
-    close = next((i for i in range(len(opening), len(whole)) if whole[i] in stop_ids), None)
-    return None if close is None else whole[close:]
+    close = template.stops[turn.close]
+    first, *delta = template.encode(turn.close + turn.after)
+    if first != close:
+        return None
+    if not completion or completion[-1] not in stops:  # cut off: the close is context
+        return [*prompt, *completion, close, *delta]
+    return [*prompt, *completion, *delta] if completion[-1] == close else None
+
+
+def _proven(template: Template, history: list[Wire], new: list[Wire]) -> _Turn | None:
+    """The last turn of the history as it stands before the new messages, if the promises above hold."""
+    before = template.write(history[:-1], True)
+    whole, other, alone = (
+        _turn(template, before, template.write(messages, begin))
+        for messages, begin in ((history + new, True), (history + _altered(new), True), (history, False))
+    )
+    if whole is None or other is None or alone is None:
+        return None
+    parts = _parts(history[-1])
+    return (
+        whole
+        if all(part in whole.said for part in parts)
+        and (whole.said, whole.close) == (other.said, other.close)
+        and whole.after != other.after
+        and _tail(whole.said, parts) == _tail(alone.said, parts)
+        else None
+    )
+
+
+def _turn(template: Template, before: str, text: str) -> _Turn | None:
+    """Cut a conversation's text; None when what came before the turn is not as it was, or the turn has no close."""
+    if not text.startswith(before):
+        return None
+    rest = text[len(before) :]
+    found = [(rest.find(close), close) for close in template.stops if close in rest]
+    if not found:
+        return None
+    index, close = min(found)
+    return _Turn(rest[:index], close, rest[index + len(close) :])
+
+
+def _parts(message: Wire) -> list[str]:
+    """What a turn says, without the blanks around it, which templates trim."""
+    calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
+    texts = [message.get("reasoning_content"), message["content"], *calls]
+    return [text.strip() for text in texts if text and text.strip()]
+
+
+def _tail(said: str, parts: list[str]) -> str:
+    """What a template writes between the last thing that the turn says and the turn's close."""
+    return said.rpartition(parts[-1])[2]
+
+
+def _audible(message: Wire) -> Wire:
+    """The turn, or one of a full stop in the place of a turn that says nothing, which templates may leave out."""
+    return message if _parts(message) else {**message, "content": "."}
+
+
+def _altered(new: list[Wire]) -> list[Wire]:
+    """The same messages with other texts."""
+    return [{**message, "content": f"Not {message['content']}"} for message in new]

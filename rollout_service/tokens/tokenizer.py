@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import tokenizers
 
 from rollout_service.tokens.errors import TokenizerNotFoundError
+from rollout_service.tokens.spelling import MARK, Spelling, pieces
 
 _CACHED_TEXTS = 512
-_HEADER = "<|im_start|>assistant\n"
 _CACHED_CHARACTERS = 8192  # with the line above: some 10 MB at most
 
 
@@ -30,11 +30,15 @@ class ChatTokenizer(Protocol):
     def __len__(self) -> int: ...
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """The ids of a text."""
+        """The ids of a text. Its marks cut it (see `spelling`), and have no ids."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of ids; bytes that are no valid UTF-8 become U+FFFD."""
+        ...
+
+    def spelling(self, *, special_only: bool = False) -> Spelling:
+        """What keeps texts from becoming added tokens: all of them, or those that are marked as special."""
         ...
 
 
@@ -50,7 +54,6 @@ class FastTokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, name_or_path: str = "") -> None:
         self.name_or_path = name_or_path
         self._backend = backend
-        self._headers: dict[str, tuple[int, ...]] = {}
         self._cached = lru_cache(_CACHED_TEXTS)(self._ids)
 
     def __len__(self) -> int:
@@ -58,24 +61,37 @@ class FastTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """The ids of a text. Tokens around the text, such as a begin-of-text, are the chat format's matter."""
+        if MARK in text:
+            return [token for piece in pieces(text) for token in self._ids(piece)]
         if add_special_tokens or len(text) > _CACHED_CHARACTERS:
             return list(self._ids(text, add_special_tokens))
-        return list(self._headers.get(text) or self._cached(text))
+        return list(self._cached(text))
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of ids, spaces untouched; ids beyond the vocabulary are empty."""
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> str:
+        """The text of ids, spaces untouched; ids beyond the vocabulary are empty.
+
+        Raises:
+            ValueError: `clean_up_tokenization_spaces` is given. A renderer gives it only to find out which
+                character a token begins at, which nothing here uses, and decodes a text once per token for it.
+        """
+        if clean_up_tokenization_spaces is not None:
+            raise ValueError("character offsets are not recovered from decoded texts")
         return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
-    def take_control_tokens_literally(self, literal: bool) -> None:
-        """Whether `<|im_end|>` inside a text is spelt out in pieces, or becomes the control token.
-
-        Covers the tokens that the tokenizer marks as special; Qwen3's `<tool_call>` is not among them.
-        """
-        self._cached.cache_clear()
-        self._backend.encode_special_tokens = False
-        # The library finds the beginning of a turn by encoding its header, which no other text equals.
-        self._headers = {_HEADER: self._ids(_HEADER)} if literal else {}
-        self._backend.encode_special_tokens = literal
+    def spelling(self, *, special_only: bool = False) -> Spelling:
+        """What keeps texts from becoming added tokens: all of them, or those that are marked as special."""
+        added = self._backend.get_added_tokens_decoder().values()
+        normalizer = self._backend.normalizer
+        return Spelling(
+            (token.content for token in added if token.special or not special_only),
+            normalizer.normalize_str if normalizer is not None else None,
+        )
 
     def convert_tokens_to_ids(self, token: str) -> int | None:
         """The id of a token, None when the vocabulary lacks it."""
@@ -85,6 +101,68 @@ class FastTokenizer:
         # Of all ways to encode this is the only one that leaves out the offsets and releases the GIL.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
+
+
+class TransformersTokenizer:
+    """A tokenizer of transformers, which also knows the model's own chat template. Not callable, as above."""
+
+    def __init__(self, inner: Any) -> None:
+        self.name_or_path = str(inner.name_or_path)
+        self.unk_token_id = inner.unk_token_id
+        self.eos_token_id = inner.eos_token_id
+        self.all_special_tokens: list[str] = list(inner.all_special_tokens)
+        self._inner = inner
+        backend = getattr(inner, "backend_tokenizer", None)
+        self._fast = None if backend is None else FastTokenizer(backend)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """The ids of a text. Its marks cut it, and have no ids."""
+        if self._fast is not None and not add_special_tokens:
+            return self._fast.encode(text)
+        parts = pieces(text) if MARK in text else [text]
+        return [
+            token
+            for part in parts
+            for token in self._inner.encode(part, add_special_tokens=add_special_tokens)
+        ]
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> str:
+        """The text of ids; bytes that are no valid UTF-8 become U+FFFD. Raises as the class above does."""
+        if clean_up_tokenization_spaces is not None:
+            raise ValueError("character offsets are not recovered from decoded texts")
+        return str(self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def convert_tokens_to_ids(self, token: str) -> Any:
+        """The id of a token, `unk_token_id` when the vocabulary lacks it."""
+        return self._inner.convert_tokens_to_ids(token)
+
+    def spelling(self, *, special_only: bool = False) -> Spelling:
+        """What keeps texts from becoming added tokens: all of them, or those that are marked as special."""
+        if self._fast is not None:
+            return self._fast.spelling(special_only=special_only)
+        added = self._inner.added_tokens_decoder.values()
+        return Spelling(token.content for token in added if token.special or not special_only)
+
+    def template_text(self, messages: Sequence[Any], **options: Any) -> str:
+        """A conversation as the model's template writes it.
+
+        Raises:
+            TemplateError: the template refuses the messages.
+        """
+        return str(self._inner.apply_chat_template(messages, **{**options, "tokenize": False}))
+
+    def apply_chat_template(self, messages: Sequence[Any], **options: Any) -> list[int]:
+        """The ids of the same; as `renderers` asks for them."""
+        return self.encode(self.template_text(messages, **options))
 
 
 def load_tokenizer(path: str, *, with_template: bool) -> ChatTokenizer:
@@ -127,10 +205,9 @@ def _load_with_transformers(path: str) -> ChatTokenizer:
     from renderers.base import load_tokenizer as load
 
     try:
-        tokenizer: ChatTokenizer = load(path)
+        return TransformersTokenizer(load(path))
     except (OSError, ValueError) as error:
         raise _not_found(path, str(error).splitlines()[0]) from error
-    return tokenizer
 
 
 def read_json(path: Path) -> dict[str, Any]:

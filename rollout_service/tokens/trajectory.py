@@ -13,6 +13,7 @@ from math import isfinite
 
 from api_schemas.trajectories import ForkReason, Segment, Trajectory
 from rollout_service.tokens.errors import InvariantError
+from rollout_service.tokens.exports import GrowingExports
 
 
 @dataclass(slots=True)
@@ -20,11 +21,14 @@ class GrowingSegment:
     """A segment to which prompts and outputs are added in turn."""
 
     fork_reason: ForkReason
+    parent: int | None = None
+    shared_prefix: int = 0
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     turn_ids: list[int] = field(default_factory=list)
+    exports: GrowingExports = field(default_factory=GrowingExports)
 
     def add_context(self, ids: Sequence[int]) -> None:
         """Add tokens that the policy reads and did not sample here."""
@@ -54,7 +58,19 @@ class GrowingSegment:
             versions=list(self.versions),
             turn_ids=list(self.turn_ids),
             fork_reason=self.fork_reason,
+            parent=self.parent,
+            shared_prefix=self.shared_prefix,
+            top_ids=self.exports.top_ids,
+            top_logprobs=self.exports.top_logprobs,
+            prompt_logprobs=self.exports.prompt_logprobs,
+            routed_experts=self.exports.routed_experts(),
         )
+
+
+def shared_length(before: Sequence[int], after: Sequence[int]) -> int:
+    """How many ids two lists have in common at their beginning."""
+    pairs = enumerate(zip(before, after, strict=False))
+    return next((i for i, (one, other) in pairs if one != other), min(len(before), len(after)))
 
 
 def check_invariants(trajectory: Trajectory) -> None:
@@ -62,7 +78,8 @@ def check_invariants(trajectory: Trajectory) -> None:
 
     Lists of equal length; mask 1 exactly where there is a turn, with a version and a finite log-probability;
     a turn's tokens lie side by side in one segment, turns in order, so that no token is trainable twice;
-    the first segment is the first and the fork counts add up.
+    the first segment is the first, each later one begins as its parent does for as long as it says, and the fork
+    counts add up.
 
     Raises:
         InvariantError: one is broken, with the segment and the token's index.
@@ -73,6 +90,7 @@ def check_invariants(trajectory: Trajectory) -> None:
             raise InvariantError(f"its fork reason is {segment.fork_reason}", segment=number)
         _check_lengths(segment, number)
         _check_tokens(segment, number)
+        _check_lineage(trajectory.segments, number)
         last_turn = _check_turns(segment, number, last_turn)
         if last_turn >= len(trajectory.finish_reasons):
             raise InvariantError(f"turn {last_turn} has no finish reason", segment=number)
@@ -86,6 +104,26 @@ def _check_lengths(segment: Segment, number: int) -> None:
         if length != len(segment.token_ids):
             shortest = min(length, len(segment.token_ids))
             raise InvariantError(f"{name} has another length than token_ids", segment=number, index=shortest)
+    for name in ("top_ids", "top_logprobs", "prompt_logprobs"):
+        if (values := getattr(segment, name)) is not None and len(values) != len(segment.token_ids):
+            raise InvariantError(f"{name} has another length than token_ids", segment=number)
+    if segment.routed_experts is not None and segment.routed_experts.shape[0] != len(segment.token_ids) - 1:
+        raise InvariantError("routed_experts has not one row a token but the last", segment=number)
+
+
+def _check_lineage(segments: Sequence[Segment], number: int) -> None:
+    segment = segments[number]
+    if segment.parent is None:
+        if segment.shared_prefix:
+            raise InvariantError("it shares ids with no parent", segment=number)
+        return
+    if not 0 <= segment.parent < number:
+        raise InvariantError(f"its parent is segment {segment.parent}", segment=number)
+    shared = shared_length(segments[segment.parent].token_ids, segment.token_ids)
+    if not 0 <= segment.shared_prefix <= shared:
+        raise InvariantError("it does not begin as its parent does", segment=number, index=shared)
+    if any(segment.loss_mask[: segment.shared_prefix]):
+        raise InvariantError("what it shares with its parent was sampled in both", segment=number)
 
 
 def _check_tokens(segment: Segment, number: int) -> None:

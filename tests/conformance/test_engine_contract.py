@@ -1,4 +1,4 @@
-"""What the service asks of an engine, asked of each: the embedded one, the real SGLang, the scripted one."""
+"""What the service asks of an engine, asked of each: the embedded one, the real SGLang and vLLM, the scripted ones."""
 
 import aiohttp
 import anyio
@@ -15,6 +15,11 @@ pytestmark = pytest.mark.anyio
 
 PROMPT = [(7 * i + 11) % 256 for i in range(40)]
 LONG = 800  # tokens: long enough to be interrupted
+PAUSES = 5
+SPEAK_SGLANG = [
+    "embedded",
+    pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.xdist_group("sglang")]),
+]
 
 
 async def test_every_token_has_a_logprob_and_a_version(engine):
@@ -49,9 +54,19 @@ async def test_greedy_sampling_repeats_itself(model_engine):
 async def test_one_likely_token_is_the_greedy_one(model_engine):
     greedy = await model_engine.generate(PROMPT, max_new_tokens=10)
     narrow = await model_engine.generate(PROMPT, max_new_tokens=10, temperature=1.0, top_k=1)
-    nucleus = await model_engine.generate(PROMPT, max_new_tokens=10, temperature=1.0, top_p=1e-6)
-    assert greedy.output_ids == narrow.output_ids == nucleus.output_ids
-    assert nucleus.logprobs == pytest.approx(greedy.logprobs, abs=1e-4), "top_p must not renormalise"
+    assert greedy.output_ids == narrow.output_ids
+
+
+async def test_logprobs_are_not_those_of_what_top_p_leaves(model_engine):
+    greedy = await model_engine.generate(PROMPT, max_new_tokens=10)
+    request = model_engine.request(PROMPT, max_new_tokens=10, temperature=1.0, top_p=1e-6)
+    if model_engine.renormalises:
+        with pytest.raises(BackendRejected, match="leave, not those of the sampling asked for"):
+            await model_engine.backend.generate(request)
+        return
+    nucleus = await model_engine.backend.generate(request)
+    assert nucleus.output_ids == greedy.output_ids
+    assert nucleus.logprobs == pytest.approx(greedy.logprobs, abs=1e-4)
 
 
 async def test_a_greedy_token_has_its_logprob_at_temperature_one(model_engine):
@@ -62,14 +77,17 @@ async def test_a_greedy_token_has_its_logprob_at_temperature_one(model_engine):
 
 async def test_logprobs_are_scaled_by_the_temperature(model_engine):
     plain = await model_engine.generate(PROMPT, max_new_tokens=1)
-    cold = await model_engine.generate(PROMPT, max_new_tokens=1, temperature=0.25, top_p=1e-6)
+    while True:
+        cold = await model_engine.generate(PROMPT, max_new_tokens=1, temperature=0.25)
+        if cold.output_ids == plain.output_ids:
+            break
     assert cold.logprobs[0] > plain.logprobs[0] + 0.1
 
 
 async def test_a_repeated_prompt_is_cached_but_for_its_last_token(model_engine):
     first = await model_engine.generate(PROMPT, max_new_tokens=10)
     again = await model_engine.generate(PROMPT, max_new_tokens=10)
-    assert (first.cached_tokens, again.cached_tokens) == (0, len(PROMPT) - 1)
+    assert (first.cached_tokens, again.cached_tokens) == (0, model_engine.cached(len(PROMPT) - 1))
 
 
 async def test_the_next_turn_finds_the_last_one_cached(model_engine):
@@ -77,7 +95,7 @@ async def test_the_next_turn_finds_the_last_one_cached(model_engine):
     next_prompt = [*PROMPT, *turn.output_ids, 5, 6, 7]
     next_turn = await model_engine.generate(next_prompt, max_new_tokens=2)
     # The last sampled token was never run, so its KV is not there.
-    assert next_turn.cached_tokens == len(PROMPT) + 9
+    assert next_turn.cached_tokens == model_engine.cached(len(PROMPT) + 9)
 
 
 async def test_a_stop_token_ends_the_turn_and_is_kept(model_engine):
@@ -136,10 +154,15 @@ async def test_a_request_that_goes_on_after_an_abort_ends_as_if_it_had_not_been(
 @pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
 async def test_a_pause_that_keeps_requests_changes_no_token(engine, mode):
     whole = await engine.generate(PROMPT, max_new_tokens=LONG)
-    async with engine.running(engine.request(PROMPT, max_new_tokens=LONG)) as result:
-        await engine.backend.pause(mode)
-        assert result == []
-        await engine.backend.resume()
+    caught = False
+    for _ in range(PAUSES):  # on a busy machine the order may come after the last token
+        async with engine.running(engine.request(PROMPT, max_new_tokens=LONG)) as result:
+            await engine.backend.pause(mode)
+            caught = result == []
+            await engine.backend.resume()
+        if caught:
+            break
+    assert caught, "every request ended before its pause"
     assert result[0].output_ids == whole.output_ids
     assert result[0].finish_reason is FinishReason.LENGTH
 
@@ -190,7 +213,7 @@ async def test_an_update_changes_the_model_and_empties_the_cache(model_engine):
 
 async def test_an_update_that_fails_leaves_the_engine_as_it_was(model_engine, tmp_path):
     before = await model_engine.generate(PROMPT, max_new_tokens=10)
-    with pytest.raises(BackendRejected, match="400"):
+    with pytest.raises(BackendRejected):
         await model_engine.backend.update_weights(str(tmp_path / "nothing"), 9)
     after = await model_engine.generate(PROMPT, max_new_tokens=10)
     assert after.output_ids == before.output_ids
@@ -219,6 +242,7 @@ async def test_the_longest_prompt_that_fits_is_served(model_engine):
         pytest.param({"input_ids": "text"}, id="prompt of another type"),
     ],
 )
+@pytest.mark.parametrize("model_engine", SPEAK_SGLANG, indirect=True)
 async def test_bad_requests_are_refused(model_engine, change):
     body = generate_body(model_engine.request(PROMPT, max_new_tokens=2)) | change
     async with (

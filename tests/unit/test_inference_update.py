@@ -29,11 +29,17 @@ class Engine:
         assert float(request.query["timeout"]) > 0
         return web.Response(text="Cache flushed.")
 
+    async def set_version(self, request: web.Request) -> web.Response:
+        self.asked.append(request.path)
+        assert await request.json() == {"new_version": "3", "abort_all_requests": False}
+        return web.json_response({"success": True})
+
 
 async def serving(engine: Engine) -> AsyncIterator[SGLangBackend]:
     app = web.Application()
     app.router.add_post("/update_weights_from_disk", engine.update)
     app.router.add_post("/flush_cache", engine.flush)
+    app.router.add_post("/update_weight_version", engine.set_version)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -50,7 +56,7 @@ async def test_a_flush_that_came_too_early_is_asked_for_again() -> None:
     engine = Engine(BUSY)
     async for backend in serving(engine):
         await backend.update_weights("/weights", 3)
-    assert engine.asked == ["/update_weights_from_disk", "/flush_cache"]
+    assert engine.asked == ["/update_weights_from_disk", "/flush_cache", "/update_weight_version"]
 
 
 @pytest.mark.parametrize(("refusal", "flush"), [("no such folder", True), (BUSY, False)])

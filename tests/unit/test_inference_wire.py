@@ -6,9 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.inference.contract import FinishReason, GenerateRequest, Sampling, new_request_id
+from rollout_service.inference.answer_checks import parse_version
+from rollout_service.inference.contract import (
+    FinishReason,
+    GenerateRequest,
+    ModelInfo,
+    Sampling,
+    new_request_id,
+)
 from rollout_service.inference.errors import BackendProtocolError
-from rollout_service.inference.sglang_wire import generate_body, parse_generation, parse_version
+from rollout_service.inference.sglang_wire import generate_body, parse_generation
 
 REQUEST = GenerateRequest(new_request_id(), [1, 2, 3], Sampling(max_new_tokens=8))
 
@@ -28,8 +35,19 @@ def good_answer():
     }
 
 
+def info(vocab_size, routing_shape=None):
+    return ModelInfo(
+        model_path="m",
+        tokenizer_path="m",
+        weight_version=0,
+        vocab_size=vocab_size,
+        context_length=100,
+        routing_shape=routing_shape,
+    )
+
+
 def parse(answer, request=REQUEST, vocab_size=10):
-    return parse_generation(answer, request, backend_id="b", vocab_size=vocab_size, engine_seconds=0.5)
+    return parse_generation(answer, request, backend_id="b", info=info(vocab_size), engine_seconds=0.5)
 
 
 def test_a_good_answer_is_taken_as_it_is():
@@ -76,7 +94,7 @@ def change(path, value):
         (change(["meta_info", "weight_version"], "step-4"), "is not an integer"),
         (change(["meta_info", "output_token_logprobs"], None), "output_token_logprobs is missing"),
         (change(["meta_info", "output_token_logprobs", 2], None), "2 logprobs came with 3 tokens"),
-        (change(["meta_info", "output_token_logprobs", 1, 1], 9), "not of the sampled id 6"),
+        (change(["meta_info", "output_token_logprobs", 1, 1], 9), "not of the id 6"),
         (change(["meta_info", "output_token_logprobs", 1, 0], float("nan")), "not the logarithm"),
         (change(["meta_info", "output_token_logprobs", 1, 0], float("-inf")), "not the logarithm"),
         (change(["meta_info", "output_token_logprobs", 1, 0], 0.5), "not the logarithm"),

@@ -68,6 +68,39 @@ def test_a_turn_that_was_cut_off_is_closed_as_context(conversation, renderer):
     assert segment.loss_mask[end] == 0
 
 
+def test_a_stop_text_is_kept_and_the_turn_closed_as_context(conversation, renderer):
+    turn = say(conversation, renderer, "one\nSTOP", FinishReason.STOP, stop=False)
+    conversation.append([Message(role="user", content="Go on.")])
+    end = turn.prompt_length + len(turn.output_ids)
+    prompt = conversation.prompt()
+    assert renderer.decode(prompt[turn.prompt_length : end]) == "one\nSTOP"
+    assert prompt[end] == renderer.stop_token_ids[0]
+    say(conversation, renderer, "ok")
+    (segment,) = conversation.trajectory().segments
+    assert sum(segment.loss_mask[:end]) == len(turn.output_ids)
+
+
+def test_a_history_may_be_edited_back_to_where_it_was(conversation, renderer):
+    first = say(conversation, renderer, CALL)
+    conversation.replace(conversation.messages[:1])
+    again = say(conversation, renderer, CALL)
+    assert first.output_ids == again.output_ids
+    trajectory = conversation.trajectory()
+    check_invariants(trajectory)
+    one, two = trajectory.segments
+    assert two.shared_prefix == again.prompt_length == first.prompt_length
+    assert sum(one.loss_mask) == sum(two.loss_mask) == len(first.output_ids)
+
+
+def test_what_the_next_prompt_is_rendered_from_is_known(conversation, renderer):
+    assert len(conversation.rendered_next) == 1
+    say(conversation, renderer, CALL)
+    conversation.append([Message(role="tool", content="1")])
+    assert [message.role for message in conversation.rendered_next] == ["tool"]
+    conversation.replace(conversation.messages)
+    assert len(conversation.rendered_next) == 3
+
+
 def test_an_empty_turn_is_a_turn(conversation, renderer):
     turn = say(conversation, renderer, "", FinishReason.ABORT, stop=False)
     assert (turn.output_ids, turn.message.content, turn.tool_calls) == ((), "", [])

@@ -19,13 +19,6 @@ from rollout_service.tokens.errors import (
 
 CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "print(1)"}}\n</tool_call>'
 
-TOOL = {"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}
-
-
-@pytest.fixture(scope="module")
-def by_template():
-    return ChatRenderer.load(policy_folder("calc-tuned"), "default", {"tool_parser": "qwen3"})
-
 
 @pytest.fixture(scope="module")
 def renderer():
@@ -186,46 +179,3 @@ def test_earlier_reasoning_may_be_removed_at_a_user_message():
     prompt, output = kept.render(question), [20, kept.stop_token_ids[0]]
     assert kept.bridge(prompt, output, question)
     assert removed.bridge(prompt, output, question) is None
-
-
-@pytest.mark.parametrize("output", ["plain", CALL, ""])
-@pytest.mark.parametrize("stop", [True, False])
-@pytest.mark.parametrize("tools", [[], [TOOL]], ids=["no tools", "tools"])
-@pytest.mark.parametrize("roles", [["tool"], ["tool", "tool"], ["user"], ["tool", "user"]])
-def test_a_template_alone_gives_the_same_bridges(renderer, by_template, output, stop, tools, roles):
-    prompt = renderer.render([Message(role="user", content="q")], tools)
-    assert by_template.render([Message(role="user", content="q")], tools) == prompt
-    ids = renderer.encode(output) + [renderer.stop_token_ids[0]] * stop
-    new = [Message(role=role, content=f"Result {i}.") for i, role in enumerate(roles)]
-    bridged = by_template.bridge(prompt, ids, new, tools)
-    assert bridged == renderer.bridge(prompt, ids, new, tools)
-    assert bridged[: len(prompt) + len(ids)] == prompt + ids
-
-
-def test_a_template_that_changes_history_proves_no_bridge(by_template):
-    stop = by_template.stop_token_ids[0]
-    prompt = by_template.render([Message(role="user", content="q")])
-    answer = [Message(role="user", content="again")]
-    assert by_template.bridge(prompt, [20, stop, 21], answer) is None
-    assert by_template.bridge(prompt, [20, stop], []) is None
-    assert by_template.bridge(prompt, [20, stop], [Message(role="assistant", content="x")]) is None
-
-
-@pytest.mark.parametrize(
-    "template", ["{{ messages|length }}", "{{ raise_exception('no') }}", "{{ messages[9].x }}"]
-)
-def test_a_template_that_proves_nothing_gives_no_bridge(tmp_path, template):
-    folder = shutil.copytree(policy_folder("calc-tuned"), tmp_path / "policy")
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
-    renderer = ChatRenderer.load(folder, "default")
-    assert renderer.bridge([20], [21], [Message(role="user", content="q")]) is None
-
-
-def test_a_template_that_raises_is_a_render_error(tmp_path):
-    folder = shutil.copytree(policy_folder("calc-tuned"), tmp_path / "policy")
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    template = "{{ raise_exception('roles must alternate') }}"
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
-    with pytest.raises(RenderError, match="roles must alternate"):
-        ChatRenderer.load(folder, "default").render([Message(role="user", content="q")])

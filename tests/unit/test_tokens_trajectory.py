@@ -80,3 +80,29 @@ def test_a_token_is_trainable_once():
 def test_reasons_and_turns_must_add_up(damaged):
     with pytest.raises(InvariantError):
         check_invariants(damaged)
+
+
+@pytest.mark.parametrize(
+    "lineage",
+    [
+        {"parent": 1, "shared_prefix": 0},
+        {"parent": 0, "shared_prefix": 2},
+        {"parent": None, "shared_prefix": 1},
+        {"parent": 0, "shared_prefix": -1},
+    ],
+)
+def test_a_segment_begins_as_its_parent_for_as_long_as_it_says(lineage):
+    child = {
+        "token_ids": [5, 9, 7, 8, 9],
+        "turn_ids": [-1, 2, 2, -1, 3],
+        "fork_reason": ForkReason.COMPACTION,
+    }
+    check_invariants(trajectory(segment(), segment(**child, parent=0, shared_prefix=1)))
+    with pytest.raises(InvariantError, match="parent"):
+        check_invariants(trajectory(segment(), segment(**child, **lineage)))
+
+
+def test_what_a_segment_shares_with_its_parent_is_not_sampled_again():
+    child = segment(turn_ids=[-1, 2, 2, -1, 3], fork_reason=ForkReason.COMPACTION, parent=0, shared_prefix=3)
+    with pytest.raises(InvariantError, match="sampled in both"):
+        check_invariants(trajectory(segment(), child))

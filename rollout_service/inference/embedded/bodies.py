@@ -42,6 +42,7 @@ class GenerateBody(_Body):
     sampling_params: SamplingParams = SamplingParams()
     return_logprob: bool = False
     logprob_start_len: Literal[-1] = -1
+    extra_key: str | None = Field(None, max_length=256)
     stream: bool = False
 
 
@@ -55,7 +56,7 @@ class AbortBody(_Body):
 class PauseBody(_Body):
     """The body of `/pause_generation`."""
 
-    mode: PauseMode = PauseMode.ABORT
+    mode: Literal[PauseMode.ABORT, PauseMode.RETRACT, PauseMode.IN_PLACE] = PauseMode.ABORT
 
 
 class UpdateBody(_Body):

@@ -7,6 +7,8 @@ from typing import Any
 
 from rollout_service.inference.embedded.sampler import SamplerSettings
 
+_ID_BITS = 32
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Job:
@@ -21,6 +23,8 @@ class Job:
     notify: Callable[[], object]
     """Called on the engine's thread when the job has ended, and after each token if `streams`."""
     streams: bool = False
+    namespace: int = 0
+    """Jobs of different namespaces share no KV."""
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: dict[str, Any] | None = None
@@ -36,6 +40,12 @@ class Job:
     def tokens(self) -> list[int]:
         """Prompt and output."""
         return self.prompt + self.output
+
+    @property
+    def cache_ids(self) -> list[int]:
+        """Prompt and output as the prefix cache knows them: in another namespace they begin with another id."""
+        first, *rest = self.tokens
+        return [first + (self.namespace << _ID_BITS), *rest]
 
     @property
     def length(self) -> int:

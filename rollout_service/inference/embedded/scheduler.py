@@ -303,7 +303,7 @@ class Engine:
         self._filling = job
         slot, self._filled = self.options.max_running, 0
         # At least one token must be run, because only that gives logits.
-        matched, pieces = self._cache.match(job.tokens[:-1])
+        matched, pieces = self._cache.match(job.cache_ids[:-1])
         for keys, values in pieces:
             self._store.write(slot, self._filled, keys, values)
             self._filled += keys.shape[2]
@@ -381,5 +381,5 @@ class Engine:
     def _remember(self, job: Job, length: int, slot: int | None = None) -> None:
         slot = len(self._running) - 1 if slot is None else slot
         keys, values = self._store.read(slot, job.stored_tokens, length)
-        self._cache.insert(job.tokens[:length], keys, values, start=job.stored_tokens)
+        self._cache.insert(job.cache_ids[:length], keys, values, start=job.stored_tokens)
         job.stored_tokens = length

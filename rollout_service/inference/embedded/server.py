@@ -163,6 +163,7 @@ def _make_job(body: GenerateBody, engine: Engine, notify: Callable[[], object]) 
         stop_texts=tuple([params.stop] if isinstance(params.stop, str) else params.stop or ()),
         notify=notify,
         streams=body.stream,
+        namespace=int.from_bytes((body.extra_key or "").encode()),
     )
 
 
@@ -327,6 +328,7 @@ async def loads(served: Context) -> Response:
         "num_running_reqs": stats.running,
         "num_waiting_reqs": stats.waiting,
         "num_used_tokens": stats.reserved_tokens,
+        "max_total_num_tokens": served.engine.options.kv_tokens,
         "token_usage": stats.reserved_tokens / served.engine.options.kv_tokens,
         "gen_throughput": throughput,
         "cache_hit_rate": stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,

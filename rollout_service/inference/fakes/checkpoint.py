@@ -1,4 +1,7 @@
-"""A Qwen3 checkpoint with random weights, in the layout that transformers writes; needs neither torch nor a network."""
+"""A Qwen3 checkpoint with random weights, dense or a mixture of experts, in the layout that transformers writes.
+
+It needs neither torch nor a network.
+"""
 
 import json
 from dataclasses import dataclass
@@ -22,6 +25,9 @@ class Shape:
     kv_heads: int = 2
     head_dim: int = 64
     intermediate: int = 256
+    experts: int = 0
+    """Experts of a layer, each with `intermediate`; 0 for a dense model."""
+    experts_per_token: int = 2
     vocab: int = 512
     context: int = 2048
     tied: bool = True
@@ -34,8 +40,8 @@ def write_random_checkpoint(
 ) -> Path:
     """Write config, weights and a byte-level tokenizer into `folder`, which is made.
 
-    The ids from 256 on are `<|im_end|>` (the end of a sequence) and unused special tokens. The end's embedding is
-    zero, so that with tied embeddings greedy decoding does not end by itself.
+    The ids from 256 on are `<|im_end|>` (the end of a sequence) and unused special tokens. The end's row of the
+    output layer is zero, so that greedy decoding does not end by itself.
     """
     shape = shape or Shape()
     folder.mkdir(parents=True, exist_ok=True)
@@ -43,14 +49,14 @@ def write_random_checkpoint(
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": _BYTES}))
     rng = np.random.default_rng(seed)
     tensors = {name: _draw(rng, name, size, shape.std) for name, size in _tensor_shapes(shape).items()}
-    tensors["model.embed_tokens.weight"][_BYTES] = 0
+    tensors["model.embed_tokens.weight" if shape.tied else "lm_head.weight"][_BYTES] = 0
     (folder / "model.safetensors").write_bytes(_safetensors(tensors, dtype))
     _write_tokenizer(folder, shape)
     return folder
 
 
 def _config(shape: Shape) -> dict[str, object]:
-    return {
+    config: dict[str, object] = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "attention_bias": False,
@@ -73,6 +79,20 @@ def _config(shape: Shape) -> dict[str, object]:
         "use_sliding_window": False,
         "vocab_size": shape.vocab,
     }
+    return config | _experts_config(shape) if shape.experts else config
+
+
+def _experts_config(shape: Shape) -> dict[str, object]:
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": shape.intermediate,
+        "norm_topk_prob": True,
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.experts_per_token,
+    }
 
 
 def _tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
@@ -92,13 +112,25 @@ def _tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
             f"{prefix}.self_attn.o_proj": (shape.hidden, queries),
             f"{prefix}.self_attn.q_norm": (shape.head_dim,),
             f"{prefix}.self_attn.k_norm": (shape.head_dim,),
-            f"{prefix}.mlp.gate_proj": (shape.intermediate, shape.hidden),
-            f"{prefix}.mlp.up_proj": (shape.intermediate, shape.hidden),
-            f"{prefix}.mlp.down_proj": (shape.hidden, shape.intermediate),
         }
+        for mlp in _mlps(shape, prefix):
+            shapes |= {
+                f"{mlp}.gate_proj": (shape.intermediate, shape.hidden),
+                f"{mlp}.up_proj": (shape.intermediate, shape.hidden),
+                f"{mlp}.down_proj": (shape.hidden, shape.intermediate),
+            }
+        if shape.experts:
+            shapes[f"{prefix}.mlp.gate"] = (shape.experts, shape.hidden)
     if not shape.tied:
         shapes["lm_head"] = (shape.vocab, shape.hidden)
     return {f"{name}.weight": size for name, size in shapes.items()}
+
+
+def _mlps(shape: Shape, prefix: str) -> list[str]:
+    """The names of a layer's feed-forward networks."""
+    if not shape.experts:
+        return [f"{prefix}.mlp"]
+    return [f"{prefix}.mlp.experts.{number}" for number in range(shape.experts)]
 
 
 def _draw(rng: np.random.Generator, name: str, size: tuple[int, ...], std: float) -> NDArray[np.float32]:

@@ -1,43 +1,10 @@
-"""Which backend serves a request: the one decision of a pool, behind a small protocol.
-
-`LeastLoaded` keeps a rollout on the backend that holds its KV, spreads rollouts by how many each backend
-has, and lets a backend that has just come in take its share gradually.
-"""
+"""A router that only counts: for pools whose engines share no prefixes, and to compare with."""
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
-from rollout_service.inference.contract import GenerateRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A backend in service, as a router sees it."""
-
-    backend_id: str
-    in_flight: int
-    """Requests of this pool that it is working on."""
-    share: float
-    """How much of its fair share it may take, above 0 and up to 1: below 1 shortly after it came in."""
-
-
-class Router(Protocol):
-    """Chooses a backend for each request."""
-
-    def choose(
-        self, candidates: Sequence[Candidate], request: GenerateRequest, affinity: str | None
-    ) -> Candidate:
-        """One of `candidates`, which are never empty; `affinity` names the rollout that the request
-        belongs to.
-        """
-
-    def release(self, affinity: str) -> None:
-        """The rollout has ended."""
-
-    def forget(self, backend_id: str) -> None:
-        """The backend has left, or lost its KV."""
+from rollout_service.inference.contract import BackendLoad, GenerateRequest, Generation
+from rollout_service.inference.routing.contract import Candidate, Decision, Reason
 
 
 class LeastLoaded:
@@ -55,17 +22,29 @@ class LeastLoaded:
 
     def choose(
         self, candidates: Sequence[Candidate], request: GenerateRequest, affinity: str | None
-    ) -> Candidate:
-        del request
+    ) -> Decision:
         home = self._homes.get(affinity) if affinity is not None else None
         chosen = next((each for each in candidates if each.backend_id == home), None)
+        reason = Reason.HOME
         if chosen is None:
+            reason = Reason.LOAD if home is None else Reason.HOMELESS
             chosen = min(candidates, key=self._cost)
             if affinity is not None:
                 self._move(affinity, chosen.backend_id)
         self._choices += 1
         self._last_chosen[chosen.backend_id] = self._choices
-        return chosen
+        return Decision(
+            backend_id=chosen.backend_id,
+            reason=reason,
+            affinity=affinity,
+            prompt_tokens=len(request.input_ids),
+        )
+
+    def ended(self, decision: Decision, request: GenerateRequest, answer: Generation | None) -> None:
+        del decision, request, answer
+
+    def observe(self, backend_id: str, load: BackendLoad) -> None:
+        del backend_id, load
 
     def release(self, affinity: str) -> None:
         home = self._homes.pop(affinity, None)
@@ -77,9 +56,10 @@ class LeastLoaded:
         self._residents.pop(backend_id, None)
         self._last_chosen.pop(backend_id, None)
 
-    def _cost(self, candidate: Candidate) -> tuple[float, int]:
+    def _cost(self, candidate: Candidate) -> tuple[float, bool, int]:
         load = max(candidate.in_flight, self._residents[candidate.backend_id])
-        return (load + 1) / candidate.share, self._last_chosen.get(candidate.backend_id, 0)
+        last_chosen = self._last_chosen.get(candidate.backend_id, 0)
+        return (load + 1) / candidate.share, not candidate.is_local, last_chosen
 
     def _move(self, affinity: str, backend_id: str) -> None:
         self.release(affinity)

@@ -1,0 +1,136 @@
+"""What is asked of every engine's answer before it is believed, whatever protocol it speaks.
+
+Each function gives the value in the project's terms, or raises `BackendProtocolError`: nothing is padded or repaired.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rollout_service.inference.contract import TopLogprob
+from rollout_service.inference.errors import BackendProtocolError
+
+_UNSET_VERSION = "default"
+_LOGPROB_SLACK = 1e-3  # a certain token's logprob may come out a little above zero in low precision
+
+
+@contextmanager
+def answer_of(backend_id: str) -> Iterator[None]:
+    """Let the errors that are raised inside name the backend."""
+    try:
+        yield
+    except BackendProtocolError as error:
+        if error.backend_id:
+            raise
+        raise BackendProtocolError(str(error), hint=error.hint, backend_id=backend_id) from error
+
+
+def mapping(value: object, what: str, hint: str = "") -> Mapping[str, Any]:
+    """A JSON object."""
+    if not isinstance(value, dict):
+        raise BackendProtocolError(f"{what} is not a JSON object", hint=hint)
+    return value
+
+
+def is_count(value: object) -> bool:
+    """Whether it is a whole number from 0 on."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def sampled_ids(ids: object, *, name: str, budget: int, vocab_size: int | None) -> list[int]:
+    """The ids that were sampled: at most `budget`, each in the vocabulary."""
+    if not isinstance(ids, list):
+        raise BackendProtocolError(
+            f"{name} is missing", hint="Use an engine that returns the sampled ids beside their text"
+        )
+    limit = math.inf if vocab_size is None else vocab_size
+    for position, token in enumerate(ids):
+        if not is_count(token) or token >= limit:
+            raise BackendProtocolError(
+                f"output id {token!r} at {position} is outside the vocabulary of {limit}"
+            )
+    if len(ids) > budget:
+        raise BackendProtocolError(f"{len(ids)} tokens were sampled where at most {budget} were asked for")
+    return ids
+
+
+def expect_count(stated: object, name: str, expected: int, *, required: bool) -> None:
+    """A count that the engine states beside its lists agrees with them."""
+    if stated is None and not required:
+        return
+    if stated != expected:
+        raise BackendProtocolError(f"{name} is {stated!r} where {expected} is right")
+
+
+def cached_count(cached: Any, name: str, prompt_tokens: int, *, required: bool, hint: str = "") -> int:
+    """How many of the prompt's tokens were cached."""
+    if cached is None and not required:
+        return 0
+    if not is_count(cached) or cached > prompt_tokens:
+        raise BackendProtocolError(f"{name} is {cached!r} for a prompt of {prompt_tokens} tokens", hint=hint)
+    return int(cached)
+
+
+def logprob(value: object, where: str) -> float:
+    """The logarithm of a probability."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value > _LOGPROB_SLACK:  # type: ignore[arg-type, operator]
+        raise BackendProtocolError(f"{where} is {value!r}, which is not the logarithm of a probability")
+    return float(value)  # type: ignore[arg-type]
+
+
+def top_logprobs(
+    rows: Sequence[Sequence[TopLogprob]], *, wanted: int, tokens: int, vocab_size: int | None
+) -> list[list[TopLogprob]]:
+    """The likeliest tokens at each of `tokens` positions: `wanted` different ones, best first."""
+    if len(rows) != tokens:
+        raise BackendProtocolError(f"the likeliest tokens of {len(rows)} positions came with {tokens} tokens")
+    limit = math.inf if vocab_size is None else vocab_size
+    expected = min(wanted, limit)
+    for position, row in enumerate(rows):
+        ids = {each.token_id for each in row}
+        if len(row) != expected or len(ids) != len(row):
+            raise BackendProtocolError(
+                f"{len(ids)} likeliest tokens at {position}, where {expected} were asked"
+            )
+        if not all(is_count(token) and token < limit for token in ids):
+            raise BackendProtocolError(
+                f"a likeliest token at {position} is outside the vocabulary of {limit}"
+            )
+        values = [logprob(each.logprob, f"a likeliest token's logprob at {position}") for each in row]
+        if values != sorted(values, reverse=True):
+            raise BackendProtocolError(f"the likeliest tokens at {position} are not in order")
+    return [list(row) for row in rows]
+
+
+def parse_version(raw: object) -> int:
+    """The integer behind an engine's weight version; an engine that was never told one is at 0.
+
+    Raises:
+        BackendProtocolError: the version is a name.
+    """
+    if raw == _UNSET_VERSION:
+        return 0
+    if isinstance(raw, int) and not isinstance(raw, bool) and raw >= 0:
+        return raw
+    if isinstance(raw, str) and raw.isascii() and raw.isdigit():
+        return int(raw)
+    raise BackendProtocolError(
+        f"weight version {raw!r} is not an integer",
+        hint="Pass a whole number as weight_version when updating the engine's weights",
+    )
+
+
+def versions_of_spans(spans: object, count: int) -> list[int]:
+    """The version of each of `count` tokens, from spans `{version, start, end}` that cover them in order."""
+    versions: list[int] = []
+    for span in spans if isinstance(spans, list) else [spans]:
+        fields = mapping(span, "an entry of weight_versions")
+        start, end = fields.get("start"), fields.get("end")
+        if start != len(versions) or not isinstance(end, int) or end < start:
+            raise BackendProtocolError(f"weight_versions {spans!r} do not follow each other from 0")
+        versions.extend([parse_version(fields.get("version"))] * (end - start))
+    if len(versions) != count:
+        raise BackendProtocolError(f"weight_versions cover {len(versions)} of {count} tokens")
+    return versions

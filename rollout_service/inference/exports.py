@@ -1,0 +1,82 @@
+"""What trainers may want of an engine beside ids, logprobs and versions, in the terms of the wire formats.
+
+Guarantees: what was asked for comes in full, one entry for each token it is of, or the answer is refused: with
+`ExportUnsupported` where the engine leaves it out altogether, with `BackendProtocolError` where it is wrong.
+"""
+
+import base64
+import binascii
+import io
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout_service.inference.contract import Exports, GenerateRequest
+from rollout_service.inference.errors import BackendProtocolError, ExportUnsupported
+
+
+class Export(StrEnum):
+    """One kind of export."""
+
+    TOP_LOGPROBS = "top_logprobs"
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    ROUTED_EXPERTS = "routed_experts"
+
+
+def wanted(exports: Exports) -> frozenset[Export]:
+    """The kinds that are asked for."""
+    kinds = {
+        Export.TOP_LOGPROBS: exports.top_logprobs > 0,
+        Export.PROMPT_LOGPROBS: exports.prompt_logprobs_from is not None,
+        Export.ROUTED_EXPERTS: exports.routed_experts_from is not None,
+    }
+    return frozenset(kind for kind, is_wanted in kinds.items() if is_wanted)
+
+
+def unsupported(kind: Export, *, hint: str, backend_id: str = "") -> ExportUnsupported:
+    """The error of an engine that does not give a kind of export."""
+    return ExportUnsupported(
+        f"does not give {kind.value}", hint=hint, backend_id=backend_id, context={"export": kind.value}
+    )
+
+
+def routed_rows(request: GenerateRequest, sampled: int) -> int:
+    """How many tokens' experts an answer with `sampled` tokens has."""
+    return len(request.input_ids) + sampled - 1 - (request.exports.routed_experts_from or 0)
+
+
+def flat_experts(encoded: object, rows: int, shape: tuple[int, int]) -> NDArray[np.int32]:
+    """Experts from the base64 of little-endian int32, `[rows, layers, experts per token]` with `shape` the last two."""
+    raw, count = _decoded(encoded), max(rows, 0)
+    if len(raw) != 4 * count * shape[0] * shape[1]:
+        raise BackendProtocolError(
+            f"{len(raw)} bytes of routed experts came for {rows} tokens, {shape[0]} layers and {shape[1]} experts each"
+        )
+    return _checked(np.frombuffer(raw, dtype="<i4").reshape(count, *shape))
+
+
+def npy_experts(encoded: object, rows: int) -> NDArray[np.int32]:
+    """Experts from the base64 of a `.npy` file with an integer array `[rows, layers, experts per token]`."""
+    try:
+        values = np.load(io.BytesIO(_decoded(encoded)), allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise BackendProtocolError(f"routed_experts is not an array: {error}") from error
+    if values.ndim != 3 or values.shape[0] != rows or values.dtype.kind not in "iu":
+        raise BackendProtocolError(f"routed experts of shape {values.shape} came for {rows} tokens")
+    return _checked(values)
+
+
+def _decoded(encoded: object) -> bytes:
+    if not isinstance(encoded, str):
+        raise BackendProtocolError("routed_experts is not base64")
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except binascii.Error as error:
+        raise BackendProtocolError(f"routed_experts is not base64: {error}") from error
+
+
+def _checked(values: NDArray[np.integer]) -> NDArray[np.int32]:
+    if values.size and values.min() < 0:
+        raise BackendProtocolError("a routed expert is negative")
+    return values.astype(np.int32)

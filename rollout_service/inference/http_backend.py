@@ -1,0 +1,298 @@
+"""What every backend over HTTP has in common: connections, one call at a time or many, and the end of a call.
+
+Guarantees: a call that is cancelled or runs out of time aborts its request in the engine before it returns; an
+answer is JSON or an error that names engine, route and status; a prompt without room for its budget is never sent.
+"""
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import anyio
+import anyio.to_thread
+import orjson
+
+from rollout_service.inference.contract import GenerateRequest, Generation, ModelInfo
+from rollout_service.inference.errors import (
+    BackendProtocolError,
+    BackendRejected,
+    BackendUnreachable,
+    GenerationTimeout,
+    InferenceError,
+    PromptTooLong,
+)
+
+CONTROL_SECONDS = 30.0
+_CONNECT_SECONDS = 10.0
+_ABORT_SECONDS = 2.0
+_END_SECONDS = 5.0
+_ABORT_AGAIN_SECONDS = 0.1
+# Below the 5 seconds after which the engines' HTTP server drops an idle connection, so that no request
+# is sent into one that is being closed.
+_KEEPALIVE_SECONDS = 4.0
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+_JSON = {"Content-Type": "application/json"}
+
+
+class HttpBackend(ABC):
+    """The part of a `Backend` that all engines behind an HTTP server share.
+
+    Use it from one event loop; `close` releases its connections.
+
+    Args:
+        url: where the server listens, `http://host:port`.
+        backend_id: its name in reports; host and port by default.
+        timeout: seconds that one `generate` may take.
+    """
+
+    def __init__(self, url: str, *, backend_id: str | None = None, timeout: float = 1800.0) -> None:
+        self._url = normalise_url(url)
+        self._id = backend_id or urlsplit(self._url).netloc
+        self._timeout = timeout
+        self._session: aiohttp.ClientSession | None = None
+        self._is_closed = False
+        self._info: ModelInfo | None = None
+        self._open_calls = 0
+        self._call_ended = anyio.Event()
+
+    @property
+    def id(self) -> str:
+        """Unique among the backends of the service."""
+        return self._id
+
+    @property
+    def url(self) -> str:
+        """Where the engine listens."""
+        return self._url
+
+    @property
+    def keeps_kv_apart(self) -> bool:
+        """Whether a request finds no KV of weights before those that the engine has when it is sent."""
+        return False
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample one continuation; see `Backend.generate`."""
+        if self._info is not None:
+            self._check_room(request, self._info)
+        async with self._counted(), self._aborted_on_cancel(request.request_id):
+            with anyio.move_on_after(self._timeout):
+                return await self._sample(request, time.perf_counter())
+        await self._abort_quietly(request.request_id)
+        raise GenerationTimeout(
+            f"no answer in {self._timeout:g} s",
+            hint="Lower max_new_tokens, or raise the generation time-out",
+            backend_id=self._id,
+        )
+
+    async def close(self) -> None:
+        """Release the connections; the engine itself runs on."""
+        self._is_closed = True
+        if self._session is not None:
+            await self._session.close()
+
+    @abstractmethod
+    async def abort(self, request_id: str | None = None) -> None:
+        """End one request, or with None all of them."""
+
+    @abstractmethod
+    async def _sample(self, request: GenerateRequest, started: float) -> Generation:
+        """Ask the engine, and check its answer; `started` is of `time.perf_counter`."""
+
+    # ---- for the engines' own classes
+
+    async def _end_calls(self) -> None:
+        """Abort until no call is open: one that is on its way to the engine is not hit by the first abort."""
+        await self.abort()
+        with anyio.move_on_after(_END_SECONDS):
+            while self._open_calls:
+                self._call_ended = anyio.Event()
+                with anyio.move_on_after(_ABORT_AGAIN_SECONDS) as waiting:
+                    await self._call_ended.wait()
+                if waiting.cancelled_caught:
+                    await self.abort()
+
+    async def _get(self, path: str) -> Any:
+        return await self._call("GET", path, seconds=CONTROL_SECONDS)
+
+    async def _post(self, path: str, body: Mapping[str, Any], seconds: float = CONTROL_SECONDS) -> Any:
+        return await self._call("POST", path, content=orjson.dumps(body), seconds=seconds, is_json=None)
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        content: bytes | None = None,
+        seconds: float | None = None,
+        is_json: bool | None = True,
+    ) -> Any:
+        """One HTTP exchange. `is_json=None` takes what is not JSON as None; False does not look at all."""
+        raw = await self._exchange_bytes(method, path, content, seconds)
+        return self._decode(raw, path, is_json) if is_json is not False else None
+
+    async def _exchange_bytes(
+        self, method: str, path: str, content: bytes | None, seconds: float | None
+    ) -> bytes:
+        session = self._open_session()
+        limit = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
+        try:
+            async with session.request(
+                method, self._url + path, data=content, headers=_JSON, timeout=limit, allow_redirects=False
+            ) as answer:
+                status, raw = answer.status, await answer.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise BackendUnreachable(
+                f"{method} {path} failed: {str(error) or type(error).__name__}",
+                hint=f"Check that an engine listens at {self._url}",
+                backend_id=self._id,
+            ) from error
+        if status != HTTPStatus.OK:
+            raise self._refusal(status, path, raw)
+        return raw
+
+    def _object(self, answer: Any, path: str) -> Mapping[str, Any]:
+        if not isinstance(answer, dict):
+            raise BackendProtocolError(f"{path} answered no JSON object", backend_id=self._id)
+        return answer
+
+    async def _context_length(self) -> tuple[str, int]:
+        """The model's name and longest sequence, as `/v1/models` has them."""
+        models = self._object(await self._get("/v1/models"), "/v1/models").get("data")
+        first = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
+        length = first.get("max_model_len")
+        if not isinstance(length, int):
+            raise BackendProtocolError("/v1/models names no max_model_len", backend_id=self._id)
+        return str(first.get("root") or first.get("id") or ""), length
+
+    def _has_version(self, version: int) -> None:
+        if self._info is not None:
+            self._info = replace(self._info, weight_version=version)
+
+    # ---- own
+
+    def _check_room(self, request: GenerateRequest, info: ModelInfo) -> None:
+        length, budget = len(request.input_ids), request.sampling.max_new_tokens
+        if length + budget > info.context_length:
+            raise PromptTooLong(
+                f"{length} prompt tokens and {budget} to sample exceed the context length {info.context_length}",
+                hint="Shorten the prompt or lower max_new_tokens",
+                backend_id=self._id,
+            )
+
+    @asynccontextmanager
+    async def _counted(self) -> AsyncIterator[None]:
+        self._open_calls += 1
+        try:
+            yield
+        finally:
+            self._open_calls -= 1
+            self._call_ended.set()
+
+    @asynccontextmanager
+    async def _aborted_on_cancel(self, request_id: str) -> AsyncIterator[None]:
+        try:
+            yield
+        except anyio.get_cancelled_exc_class():
+            with anyio.CancelScope(shield=True):
+                await self._abort_quietly(request_id)
+            raise
+
+    async def _abort_quietly(self, request_id: str) -> None:
+        """Abort within a bound; an engine that cannot be told will see the closed connection."""
+        with anyio.move_on_after(_ABORT_SECONDS):
+            try:
+                await self.abort(request_id)
+            except InferenceError:
+                return
+
+    def _decode(self, raw: bytes, path: str, is_json: bool | None) -> Any:
+        try:
+            return orjson.loads(raw)
+        except orjson.JSONDecodeError as error:
+            if is_json is None:
+                return None
+            raise BackendProtocolError(
+                f"{path} answered no JSON: {raw[:80]!r}", backend_id=self._id
+            ) from error
+
+    def _refusal(self, status: int, path: str, raw: bytes) -> InferenceError:
+        message = f"{path} answered {status}: {_error_message(raw)}"
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status == HTTPStatus.TOO_MANY_REQUESTS:
+            return BackendUnreachable(message, hint="See the engine's log", backend_id=self._id)
+        if "context length" in message:
+            return PromptTooLong(
+                message, hint="Shorten the prompt or lower max_new_tokens", backend_id=self._id
+            )
+        if status < HTTPStatus.BAD_REQUEST:
+            return BackendProtocolError(
+                message, hint="Register the engine's own address", backend_id=self._id
+            )
+        return BackendRejected(message, backend_id=self._id)
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._is_closed:
+            raise BackendUnreachable("was removed", backend_id=self._id)
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
+            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+        return self._session
+
+
+def normalise_url(url: str) -> str:
+    """`url` as scheme, host and port.
+
+    Raises:
+        ValueError: it is not a plain http or https address.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ValueError(f"{url!r} is not an engine's address; it looks like http://host:30000")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ValueError(f"an engine's address has no user, query or fragment: {parts.hostname}")
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+
+
+def kv_key(info: ModelInfo) -> str:
+    """What engines are to tell KV of these weights from that of others by, beside the tokens."""
+    return f"weights-{info.weight_version}"
+
+
+async def read_model_config(model_path: str) -> dict[str, Any]:
+    """The text model's part of the `config.json` in a model folder; empty where it cannot be read from here."""
+    return await anyio.to_thread.run_sync(_read_model_config, model_path)
+
+
+def routing_shape(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Layers and experts per token of a mixture of experts, from its `config.json`; None for other models."""
+    layers = config.get("num_hidden_layers")
+    experts = next((config[name] for name in _EXPERTS_PER_TOKEN if isinstance(config.get(name), int)), None)
+    return (layers, experts) if isinstance(layers, int) and isinstance(experts, int) and experts else None
+
+
+def _read_model_config(model_path: str) -> dict[str, Any]:
+    try:
+        config = json.loads(Path(model_path, "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(config, dict):
+        return {}
+    text = config.get("text_config")
+    return config | text if isinstance(text, dict) else config
+
+
+def _error_message(raw: bytes) -> str:
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return raw[:500].decode(errors="replace")
+    error = body.get("error", body) if isinstance(body, dict) else body
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return str(message)[:500]

@@ -1,0 +1,23 @@
+"""Which engines run on this node."""
+
+import ipaddress
+import socket
+from functools import cache
+from urllib.parse import urlsplit
+
+import psutil
+
+
+def is_local(url: str) -> bool:
+    """Whether the host of `url` is this node, by its name or an address of its own; no name is looked up."""
+    return (urlsplit(url).hostname or "") in _own_names()
+
+
+@cache
+def _own_names() -> frozenset[str]:
+    names = {"localhost", socket.gethostname(), socket.gethostname().partition(".")[0]}
+    for addresses in psutil.net_if_addrs().values():
+        for address in addresses:
+            if address.family in {socket.AF_INET, socket.AF_INET6}:
+                names.add(str(ipaddress.ip_address(address.address.partition("%")[0])))
+    return frozenset(names)

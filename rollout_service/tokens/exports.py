@@ -1,0 +1,96 @@
+"""What trainers asked of the engine beside ids, kept in step with a segment that grows.
+
+Guarantees: every list that a segment has of it has one entry a token of the segment; experts have one row for each
+token but the last of the segment's last turn. What an engine gave for a turn must fit that turn, or nothing is taken.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from api_schemas.trajectories import RoutedExperts
+from rollout_service.tokens.errors import RecordError
+
+_Name = Literal["uint8", "uint16", "int32"]
+_DTYPES: tuple[tuple[_Name, str], ...] = (("uint8", "u1"), ("uint16", "<u2"), ("int32", "<i4"))
+
+
+class TurnExports(Protocol):
+    """What came with one turn, as `inference.contract.Exported` has it; None for what was not asked for."""
+
+    @property
+    def top_logprobs(self) -> Sequence[Sequence[tuple[int, float]]] | None:
+        """For each sampled token the likeliest ids with their logprobs."""
+
+    @property
+    def prompt_logprobs(self) -> Sequence[float | None] | None:
+        """Of the prompt's tokens that the segment had not before."""
+
+    @property
+    def routed_experts(self) -> NDArray[np.int32] | None:
+        """`[tokens, layers, experts per token]` of the tokens that the segment had no experts of before."""
+
+
+@dataclass(slots=True)
+class GrowingExports:
+    """The exports of a segment to which turns are added."""
+
+    top_ids: list[list[int]] | None = None
+    top_logprobs: list[list[float]] | None = None
+    prompt_logprobs: list[float | None] | None = None
+    _experts: list[NDArray[np.int32]] = field(default_factory=list)
+
+    @property
+    def routed(self) -> int:
+        """How many tokens it has experts of."""
+        return sum(len(part) for part in self._experts)
+
+    def add_turn(self, turn: TurnExports, *, before: int, prompt: int, sampled: int) -> None:
+        """Take what came with a turn: `before` tokens were in the segment, the prompt has `prompt` tokens.
+
+        Raises:
+            RecordError: it is of another number of tokens.
+        """
+        self._check(turn, before=before, prompt=prompt, sampled=sampled)
+        if turn.top_logprobs is not None:
+            ids, values = self.top_ids or [], self.top_logprobs or []
+            context: list[list[int]] = [[] for _ in range(prompt - len(ids))]
+            self.top_ids = ids + context + [[token for token, _ in row] for row in turn.top_logprobs]
+            no_values: list[list[float]] = [[] for _ in context]
+            self.top_logprobs = (
+                values + no_values + [[value for _, value in row] for row in turn.top_logprobs]
+            )
+        if turn.prompt_logprobs is not None:
+            known = self.prompt_logprobs or []
+            self.prompt_logprobs = [*known, *turn.prompt_logprobs, *([None] * sampled)]
+        if turn.routed_experts is not None:
+            self._experts.append(turn.routed_experts)
+
+    def routed_experts(self) -> RoutedExperts | None:
+        """All experts so far in the narrowest type that holds them."""
+        if not self._experts:
+            return None
+        values = np.concatenate(self._experts)
+        largest = int(values.max(initial=0))
+        name, code = next(each for each in _DTYPES if largest <= np.iinfo(each[1]).max)
+        data = base64.b64encode(values.astype(code).tobytes()).decode()
+        return RoutedExperts.model_construct(shape=list(values.shape), dtype=name, data=data)
+
+    def _check(self, turn: TurnExports, *, before: int, prompt: int, sampled: int) -> None:
+        lengths = (
+            ("top_logprobs", turn.top_logprobs, sampled),
+            ("prompt_logprobs", turn.prompt_logprobs, prompt - before),
+            ("routed_experts", turn.routed_experts, prompt + sampled - 1 - self.routed),
+        )
+        for name, values, expected in lengths:
+            if values is not None and len(values) != expected:
+                raise RecordError(
+                    f"{name} came for {len(values)} tokens where {expected} were wanted",
+                    hint="Ask the engine for them from the token on that the segment lacks.",
+                )

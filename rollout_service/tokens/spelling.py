@@ -1,0 +1,81 @@
+"""Texts of messages are spelt out, so that none of them becomes a control token.
+
+A chat format joins its own control tokens with the texts of messages, and most do so before the text is cut into
+tokens: a tool's output that holds `<|im_end|>` would end its own turn. Here a mark is put inside whatever
+looks like a control token; the tokenizer cuts the text at the marks, encodes the pieces one by one and drops the
+marks. The ids still decode to the same text. It guarantees that, inside such a text or from its end into what
+follows, no control token is found, in every chat format whose texts go through this package's tokenizers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any
+
+MARK = "\ufdd0"
+"""A code point that Unicode keeps for internal use and that is no character."""
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Spelling:
+    """Finds the control tokens of one tokenizer in texts."""
+
+    def __init__(self, tokens: Iterable[str], normalize: Callable[[str], str] | None = None) -> None:
+        """`normalize` is what the tokenizer does to a text before it looks for tokens."""
+        # Runs of blanks are tokens of their own in some vocabularies; there is nothing to forge with them.
+        self._tokens = frozenset(token for token in tokens if token.strip())
+        self._beginnings = frozenset(token[:n] for token in self._tokens for n in range(1, len(token)))
+        self._lengths: dict[str, set[int]] = {}  # by the first two characters, which few texts hold
+        for token in self._tokens:
+            self._lengths.setdefault(token[:2], set()).add(len(token))
+        self._candidates = re.compile(f"(?={'|'.join(map(re.escape, sorted(self._lengths)))})")
+        self._longest = max(map(len, self._tokens), default=0)
+        self._normalize = normalize
+
+    def spell(self, text: str) -> str:
+        """The text with a mark inside each control token, and at its end if it could become one there."""
+        text = text.replace(MARK, _REPLACEMENT)
+        starts = self._starts(text)
+        if self._normalize is not None:
+            normal = self._normalize(text)
+            found = self._starts(normal)
+            if len(found) != len(starts):  # normalizing made a token of what was none, as of full-width signs
+                text, starts = normal, found
+        cuts = [0, *(start + 1 for start in starts), len(text)]
+        spelt = MARK.join(text[begin:end] for begin, end in pairwise(cuts))
+        return spelt + MARK if self._may_go_on(text) else spelt
+
+    def spell_all(self, value: Any) -> Any:
+        """The same for every text inside a JSON value."""
+        if isinstance(value, str):
+            return self.spell(value)
+        if isinstance(value, list):
+            return [self.spell_all(item) for item in value]
+        if isinstance(value, dict):
+            return {self.spell_all(key): self.spell_all(item) for key, item in value.items()}
+        return value
+
+    def _starts(self, text: str) -> list[int]:
+        if not self._tokens:
+            return []
+        return [
+            start
+            for start in (match.start() for match in self._candidates.finditer(text))
+            if self._is_token(text, start)
+        ]
+
+    def _is_token(self, text: str, start: int) -> bool:
+        found = (self._lengths.get(text[start : start + width], set()) for width in (1, 2))
+        return any(text[start : start + length] in self._tokens for lengths in found for length in lengths)
+
+    def _may_go_on(self, text: str) -> bool:
+        end = text.rstrip()[-self._longest :]  # many formats trim a text
+        return any(end[start:] in self._beginnings for start in range(len(end)))
+
+
+def pieces(text: str) -> list[str]:
+    """The parts of a text between its marks."""
+    return [piece for piece in text.split(MARK) if piece]

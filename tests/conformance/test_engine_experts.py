@@ -1,0 +1,84 @@
+"""The experts that the real SGLang reports are those that transformers routes to, over turns and interruptions."""
+
+import json
+import subprocess
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import pytest
+
+from rollout_service.inference.capabilities import check_backend
+from rollout_service.inference.contract import Exports, GenerateRequest, Sampling, new_request_id
+from rollout_service.inference.fakes import Shape, write_random_checkpoint
+from rollout_service.inference.generation import Continuation
+from rollout_service.inference.sglang import SGLangBackend
+from rollout_service.inference.sglang_cpu import DEFAULT_ENVIRONMENT, SGLangCpuServer
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.sglang,
+    pytest.mark.xdist_group("sglang"),
+    pytest.mark.timeout(400),
+]
+
+ROUTE = Path(__file__).parents[1] / "support" / "route_experts.py"
+MIXTURE = Shape(layers=3, intermediate=64, experts=8, experts_per_token=2)
+PROMPT = [(7 * i + 11) % 256 for i in range(40)]
+LONG = 300
+
+
+def routed_by_transformers(model, ids):
+    finished = subprocess.run(
+        [DEFAULT_ENVIRONMENT / "bin" / "python", ROUTE],
+        input=json.dumps({"model": str(model), "ids": ids}),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return np.array(json.loads(finished.stdout))
+
+
+def request(prompt, first, budget):
+    sampling = Sampling(max_new_tokens=budget, temperature=0.0)
+    return GenerateRequest(new_request_id(), prompt, sampling, Exports(routed_experts_from=first))
+
+
+async def interrupted(backend, asked):
+    """The answer to a request that is aborted once on the way."""
+    continuation, parts = Continuation(asked), []
+    first = continuation.next_request()
+
+    async def generate():
+        parts.append(await backend.generate(first))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(generate)
+        while not (await backend.load()).running:
+            await anyio.sleep(0.01)
+        await backend.abort(first.request_id)
+    assert continuation.add(parts[0]) is None, "it was aborted before its end"
+    return continuation.add(await backend.generate(continuation.next_request()))
+
+
+@asynccontextmanager
+async def closing(url):
+    backend = SGLangBackend(url)
+    yield backend
+    await backend.close()
+
+
+async def test_the_experts_are_those_that_transformers_routes_to(tmp_path):
+    model = write_random_checkpoint(tmp_path / "model", MIXTURE, seed=4, dtype="F32")
+    async with SGLangCpuServer(model, routed_experts=True) as server, closing(server.url) as backend:
+        info = await check_backend(backend, seconds=60)
+        assert (info.routing_shape, "routed_experts" in info.exports) == ((3, 2), True)
+        first = await interrupted(backend, request(PROMPT, 0, LONG))
+        first_turn = [*PROMPT, *first.output_ids]
+        second = await backend.generate(request([*first_turn, 5, 6], len(first_turn) - 1, 8))
+    ids = [*first_turn, 5, 6, *second.output_ids]
+    experts = np.concatenate([first.exported.routed_experts, second.exported.routed_experts])
+    expected = await anyio.to_thread.run_sync(routed_by_transformers, model, ids)
+    np.testing.assert_array_equal(np.sort(experts, axis=-1), expected[:-1])

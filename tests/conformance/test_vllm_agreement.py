@@ -1,0 +1,129 @@
+"""With the same weights vLLM and transformers give every token the same logprob, across an update in place too."""
+
+import json
+import random
+import subprocess
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from api_schemas.inference import PauseMode
+from rollout_service.inference.contract import GenerateRequest, Sampling, new_request_id
+from rollout_service.inference.errors import BackendRejected
+from rollout_service.inference.vllm import VllmBackend
+from rollout_service.inference.vllm_cpu import DEFAULT_ENVIRONMENT
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.vllm,
+    pytest.mark.xdist_group("vllm"),
+    pytest.mark.timeout(480),
+]
+
+RECOMPUTE = Path(__file__).parents[1] / "support" / "recompute_logprobs.py"
+TOLERANCE = 1e-4
+SAMPLINGS = [Sampling(max_new_tokens=24, temperature=each) for each in (1.0, 0.6, 1.3, 0.0)]
+
+
+def some_requests(seed):
+    """Prompts of many lengths, some of which share their beginning."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(9, 500) for _ in range(120)]
+    prompts = [[rng.randrange(9, 500) for _ in range(length)] for length in (1, 2, 17, 60, 120, 250)]
+    prompts += [shared + prompt[:20] for prompt in prompts]
+    return [
+        GenerateRequest(new_request_id(), prompt, SAMPLINGS[index % len(SAMPLINGS)])
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def recompute(model, sequences):
+    finished = subprocess.run(
+        [DEFAULT_ENVIRONMENT / "bin" / "python", "-W", "ignore", RECOMPUTE],
+        input=json.dumps({"model": str(model), "sequences": sequences}),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(finished.stdout)
+
+
+def largest_difference(left, right):
+    assert len(left) == len(right)
+    return max((abs(a - b) for a, b in zip(left, right, strict=True)), default=0.0)
+
+
+@pytest.fixture
+async def backend(vllm_url, anyio_backend):
+    backend = VllmBackend(vllm_url)
+    await backend.resume()
+    yield backend
+    await backend.close()
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+async def test_transformers_gives_every_sampled_token_the_same_logprob(backend, untied_checkpoints, name):
+    model = getattr(untied_checkpoints, name)
+    await backend.update_weights(str(model), 1)
+    requests, generations = some_requests(seed=7), {}
+
+    async def generate(index):
+        generations[index] = await backend.generate(requests[index])
+
+    async with anyio.create_task_group() as tasks:
+        for index in range(len(requests)):
+            tasks.start_soon(generate, index)
+    sequences = [
+        {
+            "prompt": list(request.input_ids),
+            "output": generations[index].output_ids,
+            "temperature": request.sampling.temperature or 1.0,
+        }
+        for index, request in enumerate(requests)
+    ]
+    recomputed = await anyio.to_thread.run_sync(recompute, model, sequences)
+    for index, logprobs in enumerate(recomputed):
+        assert largest_difference(generations[index].logprobs, logprobs) < TOLERANCE
+
+
+async def test_weights_that_would_be_loaded_in_part_are_refused(backend, checkpoints):
+    with pytest.raises(BackendRejected, match="tied embeddings"):
+        await backend.update_weights(str(checkpoints.second), 3)
+
+
+async def test_each_token_is_of_the_weights_that_its_version_names(backend, untied_checkpoints):
+    """A request is aborted for new weights and goes on under them: each part agrees with its own."""
+    checkpoints = untied_checkpoints
+    await backend.update_weights(str(checkpoints.first), 1)
+    prompt, parts = [(7 * i + 11) % 256 for i in range(40)], []
+
+    async def generate():
+        parts.append(
+            await backend.generate(
+                GenerateRequest(new_request_id(), prompt, Sampling(max_new_tokens=1500, temperature=1.0))
+            )
+        )
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(generate)
+        while not (await backend.load()).running:
+            await anyio.sleep(0.01)
+        await backend.pause(PauseMode.ABORT)
+    await backend.update_weights(str(checkpoints.second), 2)
+    await backend.resume()
+    (first,) = parts
+    resumed = GenerateRequest(
+        new_request_id(), [*prompt, *first.output_ids], Sampling(max_new_tokens=30, temperature=1.0)
+    )
+    second = await backend.generate(resumed)
+    assert set(first.versions) <= {1}
+    assert set(second.versions) == {2}
+    for model, asked, part in (
+        (checkpoints.first, prompt, first),
+        (checkpoints.second, resumed.input_ids, second),
+    ):
+        sequence = {"prompt": list(asked), "output": part.output_ids, "temperature": 1.0}
+        (logprobs,) = await anyio.to_thread.run_sync(recompute, model, [sequence])
+        assert largest_difference(part.logprobs, logprobs) < TOLERANCE

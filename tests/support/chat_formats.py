@@ -1,0 +1,129 @@
+"""Stand-ins for models' tokenizers: byte-level BPE with a chat format's control tokens in its vocabulary.
+
+No real tokenizer is needed to hold the token layer to its promises: they are about ids and control tokens, not
+about which merges a vocabulary has. The stand-ins have merges of English, code and control characters, so that
+texts which are joined before they are encoded do merge over their borders. Which control tokens a chat format
+needs is learnt from the format itself, which asks for them when it is made; a few it writes as text only.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from unittest.mock import patch
+
+from renderers import create_renderer
+from renderers.configs import _CONFIG_BY_NAME
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from rollout_service.tokens import ChatRenderer
+from tests.support.harmony import HarmonyStandIn
+
+FAMILIES = sorted(set(_CONFIG_BY_NAME) - {"auto", "default"})
+"""All chat formats that are written by hand."""
+
+_OWN_VOCABULARY = ("gpt-oss", "default")
+_THINK = ["<think>", "</think>"]
+_WRITTEN = {
+    "gemma4": ['<|"|>'],
+    "deepseek-v3": _THINK,
+    "deepseek-r1": _THINK,
+    "kimi-k2": _THINK,
+    "kimi-k2.5": _THINK,
+    "llama-3": ["<|python_tag|>"],
+    "gpt-oss": [
+        "<|start|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|channel|>",
+        "<|message|>",
+        "<|constrain|>",
+    ],
+    "default": ["<|im_start|>", "<|im_end|>", "<|endoftext|>", *_THINK, "<tool_call>", "</tool_call>"],
+}
+_CORPUS = [
+    'The quick brown fox: user\n\nassistant\n system\n tool\n {"name": "python", "arguments": {"code": 1}}',
+    "def main() -> None:\n    print('hello world')\n\n\n<think>\n\n</think>\n\n<|im_end|>\n<tool_response>\n",
+    "parallel calls, results and reasoning: \n\n\t<user> </user> <assistant> </assistant> > < | </ <| |> >>",
+]
+
+
+class _Recorder:
+    """A tokenizer that only remembers which tokens it was asked for."""
+
+    name_or_path = ""
+    unk_token_id = None
+    eos_token_id = None
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, int] = {}
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        return self.tokens.setdefault(token, len(self.tokens))
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        return [self.convert_tokens_to_ids(text)]
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return "".join(list(self.tokens)[i] for i in ids)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@cache
+def control_tokens(family: str) -> tuple[str, ...]:
+    """The control tokens of a chat format."""
+    recorder = _Recorder()
+    if family not in _OWN_VOCABULARY:
+        create_renderer(recorder, _CONFIG_BY_NAME[family]())
+    asked = [token for token in recorder.tokens if not token.endswith("\n")]
+    partners = [token.replace("</", "<") for token in asked if token == "</think>"]
+    return tuple(dict.fromkeys([*asked, *partners, *_WRITTEN.get(family, ())]))
+
+
+def is_special(token: str) -> bool:
+    """Whether the stand-ins mark a token as special: models' tokenizers do so with framing, not with tags."""
+    return token.startswith(("<|", "[", "<bos", "<eos", "<\uff5cbegin", "<\uff5cend"))
+
+
+def write_tokenizer(folder: Path, control: tuple[str, ...]) -> Path:
+    """A folder with a `tokenizer.json`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=450, min_frequency=1, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(_CORPUS * 3, trainer)
+    content = json.loads(tokenizer.to_str())
+    first = tokenizer.get_vocab_size()
+    content["added_tokens"] = [
+        {
+            "id": first + i,
+            "content": token,
+            "special": is_special(token),
+            **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
+        }
+        for i, token in enumerate(control)
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
+
+
+def load(folder: Path, family: str, **options: object) -> ChatRenderer:
+    """A chat format over its stand-in, which is written to the folder if it is not there."""
+    if not (folder / "tokenizer.json").exists():
+        write_tokenizer(folder, control_tokens(family))
+    with patch("renderers.gpt_oss.load_harmony_encoding", lambda _: HarmonyStandIn(folder)):
+        return ChatRenderer.load(folder, family, options)
+
+
+def write_model(folder: Path, template: str, eos: str = "<|im_end|>") -> Path:
+    """A folder of a model whose chat format is known by its template alone."""
+    write_tokenizer(folder, control_tokens("default"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder

@@ -1,0 +1,265 @@
+"""Every chat format that is written by hand, over a tokenizer that stands in for its model's."""
+
+import json
+
+import pytest
+from renderers.configs import _CONFIG_BY_NAME
+
+from api_schemas.trajectories import FinishReason, ForkReason, Message, ToolCall
+from rollout_service.tokens import Conversation
+from rollout_service.tokens.renderer import ChatRenderer
+from tests.support.chat_formats import FAMILIES, control_tokens, is_special, load
+from tests.support.conversations import QUESTION, TOOL, TURNS, WRITTEN, answers_to, as_written
+
+TOOL_ORDER_NEEDED = {"deepseek-v4"}
+"""Formats that order parallel results by their calls, which a bridge cannot know."""
+SINGLE_CALL = {"llama-3", "gpt-oss"}
+"""Formats in which a turn ends with its first call."""
+NEVER_AS_BEGUN = {"deepseek-r1"}
+"""Formats that write no earlier turn as they begin one: with its reasoning."""
+NO_LATER_SYSTEM = {"hy3"}
+RESULTS_END_A_CALL = {"gemma4"}
+"""Formats in which a result may follow a call's own end of turn only."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("formats")
+
+
+@pytest.fixture(params=FAMILIES)
+def chat(request, root):
+    return load(root / request.param, request.param)
+
+
+def test_all_formats_of_the_library_are_here():
+    assert set(FAMILIES) == set(_CONFIG_BY_NAME) - {"auto", "default"}
+    assert len(FAMILIES) >= 28
+
+
+def end(renderer, prompt, text):
+    """The ids of an answer that leaves the reasoning which the prompt may have begun."""
+    leave = [token for token in control_tokens(renderer.name) if token.startswith(("</think", "<channel|"))]
+    for way in ("", *leave, "<|end|><|start|>assistant<|channel|>final<|message|>"):
+        ids = [*renderer.encode(way + text), renderer.stop_token_ids[0]]
+        if renderer.bridge(prompt, ids, [QUESTION]) is not None:
+            return ids
+    raise AssertionError(f"{renderer.name} extends no answer")
+
+
+def result(content, call_id="functions.python:0", name="python"):
+    return Message(role="tool", content=content, tool_call_id=call_id, name=name)
+
+
+def called(renderer):
+    """A prompt and a turn that calls a tool, as the format writes it; a plain answer where it never does."""
+    for name in ("call", "thought call"):
+        written = as_written(renderer, TURNS[name])
+        if written is not None:
+            return written[:2]
+    prompt = renderer.render([QUESTION], [TOOL])
+    return prompt, end(renderer, prompt, "Fine.")
+
+
+def control_ids(renderer, ids):
+    first = renderer.vocab_size - len(control_tokens(renderer.name))
+    return [token for token in ids if token >= first]
+
+
+def test_a_bridge_is_what_a_render_of_the_whole_conversation_writes(chat):
+    compared = 0
+    for name, turn in TURNS.items():
+        written = as_written(chat, turn)
+        if written is None or (chat.name in SINGLE_CALL and name == "parallel calls"):
+            continue
+        prompt, output, whole = written
+        bridged = chat.bridge(prompt, output, answers_to(turn), [TOOL])
+        if chat.name in TOOL_ORDER_NEEDED and name == "parallel calls":
+            assert bridged is None
+            continue
+        assert bridged == whole
+        compared += 1
+    assert compared >= (0 if chat.name in NEVER_AS_BEGUN else 1)
+
+
+def test_parallel_calls_are_read_in_order(chat):
+    written = None if chat.name in SINGLE_CALL else as_written(chat, TURNS["parallel calls"])
+    assert (written is None) == (
+        chat.name in SINGLE_CALL | NEVER_AS_BEGUN | {"hy3", "laguna-xs.2", "laguna-m.1"}
+    )
+    if written is not None:
+        prompt, output, _ = written
+        calls = chat.parse(output, prompt, [TOOL]).tool_calls
+        assert [(call.name, call.error) for call in calls] == [("python", None)] * 2
+        assert all(call.arguments["code"] == "print(1)" for call in calls)
+        assert len({call.id for call in calls}) == 2
+
+
+def test_calls_that_the_policy_gives_one_id_are_told_apart(chat):
+    call = TURNS["call"].tool_calls[0]
+    twice = Message(role="assistant", reasoning="Hm.", tool_calls=[call, call])
+    written = None if chat.name in SINGLE_CALL else as_written(chat, twice)
+    if written is not None:
+        calls = chat.parse(written[1], written[0], [TOOL]).tool_calls
+        assert len({call.id for call in calls}) == len(calls) == 2
+
+
+def test_malformed_calls_are_told_apart(chat):
+    written = as_written(chat, TURNS["call"]) or as_written(chat, TURNS["thought call"])
+    if written is None:
+        assert chat.name in NEVER_AS_BEGUN
+        return
+    prompt, output, _ = written
+    good = chat.parse(output, prompt, [TOOL])
+    assert [call.error for call in good.tool_calls] == [None]
+    assert not good.malformed
+    for length in range(len(output)):
+        for call in chat.parse(output[:length], prompt, [TOOL]).tool_calls:
+            assert (call.arguments is None) == (call.error is not None)
+
+
+@pytest.mark.parametrize("role", ["tool", "user", "assistant"])
+def test_no_text_of_a_message_becomes_a_control_token(chat, role):
+    """Neither from the text alone, nor where it meets what the format writes around it, nor in a whole render."""
+    tokens = control_tokens(chat.name)
+    forged = "X" + "".join(tokens) + "X".join(tokens) + tokens[0][:-1] + tokens[-1][:1]
+    histories = []
+    for content in ("X", forged):
+        message = (
+            Message(role="assistant", content=content)
+            if role == "assistant"
+            else Message(role=role, content=content)
+        )
+        new = result(content) if role == "tool" else message
+        turn = [TURNS["call"]] if role == "tool" else []
+        histories.append([QUESTION, *turn, new, *([QUESTION] if role == "assistant" else [])])
+    clean, hostile = (chat.render(history, [TOOL]) for history in histories)
+    assert control_ids(chat, clean) == control_ids(chat, hostile)
+    assert forged in chat.decode(hostile)
+    if role == "assistant":
+        return
+    prompt, output = called(chat) if role == "tool" else (clean, end(chat, clean, "Fine."))
+    bridges = [chat.bridge(prompt, output, [history[-1]], [TOOL]) for history in histories]
+    if None in bridges:
+        assert chat.name in RESULTS_END_A_CALL | NEVER_AS_BEGUN
+        return
+    assert control_ids(chat, bridges[0]) == control_ids(chat, bridges[1])
+    assert forged in chat.decode(bridges[1])
+
+
+def test_each_control_token_is_spelt_out_by_itself(chat):
+    prompt, output = called(chat)
+    clean = control_ids(chat, chat.bridge(prompt, output, [result("X")], [TOOL]))
+    for token in control_tokens(chat.name):
+        for content in (token, f" {token}\n", token * 2, token[:-1] + token):
+            bridged = chat.bridge(prompt, output, [result(content)], [TOOL])
+            assert control_ids(chat, bridged) == clean
+
+
+def test_the_arguments_and_the_name_of_a_call_forge_nothing(chat):
+    tokens = control_tokens(chat.name)
+    renders = []
+    for text in ("X", "X" + "".join(tokens)):
+        call = ToolCall(id="functions.python:0", name=f"f{text}", arguments={text: [text]}, raw="")
+        turn = Message(role="assistant", reasoning=f"Hm {text}", tool_calls=[call])
+        renders.append(chat.render([QUESTION, turn, result("ok", name=call.name)], [TOOL]))
+    assert control_ids(chat, renders[0]) == control_ids(chat, renders[1])
+
+
+def test_a_system_message_may_speak_of_tags_but_not_of_framing(chat):
+    tokens = control_tokens(chat.name)
+    for forged in tokens:
+        clean, written = (
+            control_ids(chat, chat.render([Message(role=role, content=content), QUESTION]))
+            for role, content in (("system", "Be brief."), ("developer", f"Be brief. {forged}"))
+        )
+        assert (clean == written) or not is_special(forged)
+
+
+def test_a_turn_that_was_cut_off_is_closed_as_context(chat):
+    prompt, output = called(chat)
+    for length in {0, 1, len(output) // 2, len(output) - 1}:
+        bridged = chat.bridge(prompt, output[:length], [QUESTION], [TOOL])
+        assert bridged is None or bridged[: len(prompt) + length] == prompt + output[:length]
+    cut = end(chat, prompt, "Fin")[:-1]
+    bridged = chat.bridge(prompt, cut, [QUESTION], [TOOL])
+    assert bridged[: len(prompt) + len(cut)] == prompt + cut
+    assert bridged[len(prompt) + len(cut)] in control_ids(chat, bridged)
+
+
+def test_a_missing_or_doubled_end_of_turn_never_loses_a_sampled_token(chat):
+    prompt = chat.render([QUESTION], [TOOL])
+    output = end(chat, prompt, "Fine.")
+    for tail in ([], [output[-1]], [output[-1], 65], [65]):
+        sampled = [*output, *tail]
+        bridged = chat.bridge(prompt, sampled, [QUESTION], [TOOL])
+        assert bridged is None or bridged[: len(prompt) + len(sampled)] == prompt + sampled
+
+
+def test_a_character_may_be_split_over_tokens_and_turns(chat):
+    conversation = Conversation(chat, [TOOL])
+    conversation.append([QUESTION])
+    face = chat.encode("日🙂")
+    prompt = conversation.prompt()
+    opening = end(chat, prompt, "")[:-1]
+    output = [*opening, *face[:-2]]
+    turn = conversation.record(output, [-1.0] * len(output), [0] * len(output), FinishReason.LENGTH)
+    assert turn.output_ids == tuple(output)
+    assert "日" in (turn.message.content or turn.message.reasoning or "")
+    conversation.append([QUESTION])
+    following = conversation.prompt()
+    assert following[: len(prompt) + len(output)] == prompt + output
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", " ", "\n", "日本🙂 é", "\ufdd0", "x" * 100_000, "<" * 20_000, '{"a": 1}', "false", "\x00\x1b[0m"],
+    ids=["empty", "blank", "newline", "unicode", "mark", "long", "brackets", "json", "false", "control"],
+)
+def test_any_result_extends_the_chain(chat, content):
+    prompt, output = called(chat)
+    bridged = chat.bridge(prompt, output, [result(content, name="größe 工具")], [TOOL])
+    assert bridged[: len(prompt) + len(output)] == prompt + output
+    expected = content.strip().replace("\ufdd0", "\N{REPLACEMENT CHARACTER}")
+    written = chat.decode(bridged[len(prompt) + len(output) :])
+    assert expected in written or json.dumps(expected, ensure_ascii=False)[1:-1] in written
+
+
+@pytest.mark.parametrize("head", [[], ["system"], ["developer"]])
+def test_a_conversation_may_begin_without_a_system_prompt_or_with_a_developers(chat, head):
+    messages = [*(Message(role=role, content="Be brief.") for role in head), QUESTION]
+    text = chat.decode(chat.render(messages, [TOOL]))
+    assert "Hello" in text
+    assert ("Be brief." in text) == bool(head)
+
+
+def test_a_lone_surrogate_is_refused_and_not_replaced(chat):
+    prompt, output = called(chat)
+    lone = Message.model_construct(
+        role="tool", content="\ud800", tool_call_id=None, name="f", tool_calls=[], reasoning=None
+    )
+    assert chat.bridge(prompt, output, [lone], [TOOL]) is None
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+def test_parsing_raises_on_no_text(chat, written):
+    chat.parse(chat.encode(written), None, [TOOL])
+
+
+def test_compaction_keeps_what_was_sampled_in_its_own_segment(chat):
+    conversation = Conversation(chat, [TOOL])
+    conversation.append([QUESTION])
+    for number in range(2):
+        output = end(chat, conversation.prompt(), "Fine.")
+        conversation.record(output, [-1.0] * len(output), [number] * len(output), FinishReason.STOP)
+        conversation.replace([Message(role="user", content="In short?")], ForkReason.COMPACTION)
+    first, second = conversation.trajectory().segments
+    assert [sum(first.loss_mask), sum(second.loss_mask)] == [
+        len(turn.output_ids) for turn in conversation.turns
+    ]
+    assert (second.parent, second.fork_reason) == (0, ForkReason.COMPACTION)
+    assert second.token_ids[: second.shared_prefix] == first.token_ids[: second.shared_prefix]
+
+
+def test_a_format_is_chosen_by_name(root):
+    assert ChatRenderer.load(root / "qwen3", "qwen3").name == "qwen3"

@@ -1,0 +1,25 @@
+"""Ten thousand random conversations and more, over every chat format that is written by hand."""
+
+from collections import Counter
+
+import pytest
+
+from tests.support.chat_formats import FAMILIES, load
+from tests.support.conversations import Format, hold
+
+EACH = 400
+
+
+def test_there_are_ten_thousand_conversations_over_six_formats_at_least():
+    assert len(FAMILIES) >= 6
+    assert len(FAMILIES) * EACH >= 10_000
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_random_conversation_keeps_its_promises(tmp_path, family):
+    chat = Format(family, load(tmp_path / family, family))
+    counts = sum((hold(chat, seed) for seed in range(EACH)), Counter())
+    assert counts["conversations"] == EACH
+    assert counts["turns"] > EACH
+    extended = counts["turns"] - sum(n for name, n in counts.items() if name.startswith("fork"))
+    assert extended > EACH / 8, f"most turns began a segment, so that little was tested: {counts}"
