@@ -28,6 +28,19 @@ class Sampling(WireModel):
     """Asks the engine for a repeatable sample, where it can give one."""
 
 
+class Exports(WireModel):
+    """What the trajectory is to have beside ids, log-probabilities and versions. An engine that does not give it
+    refuses the rollout; `exports` of a backend says what it gives."""
+
+    top_logprobs: int = Field(0, ge=0, le=100)
+    """So many of the likeliest tokens at each sampled one: `top_ids` and `top_logprobs` of the segments."""
+    prompt_logprobs: bool = False
+    """Log-probabilities of what was read: `prompt_logprobs` of the segments. Engines read such prompts anew, at least
+    from the first token that a turn adds."""
+    routed_experts: bool = False
+    """Which experts of a mixture of experts read each token: `routed_experts` of the segments."""
+
+
 class Stage(StrEnum):
     """The three stages of the pipeline."""
 
@@ -87,7 +100,7 @@ class Span(WireModel):
     seconds: float
     """How long the stage worked on it."""
     sandbox_seconds: float = 0.0
-    """How much of it went into starting a sandbox."""
+    """How much of it went into starting a sandbox and opening its sessions, part of it while the task was set up."""
     engine_seconds: float = 0.0
     """How much of it was spent waiting for an engine's answer."""
     tool_seconds: float = 0.0
@@ -118,6 +131,7 @@ class RolloutRequest(WireModel):
     pool: Name = "policy"
     """The pool of engines that serves the agent."""
     sampling: Sampling = Sampling()
+    exports: Exports = Exports()
     limits: Limits = Limits()
     metadata: dict[str, JsonValue] = {}
     """Handed back untouched."""

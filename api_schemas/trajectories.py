@@ -41,7 +41,7 @@ class ToolCall(WireModel):
     """A tool call as the policy wrote it, well-formed or not."""
 
     id: str
-    """Unique in its conversation; the tool's answer refers to it."""
+    """Unique in its turn; the tool's answer refers to it. The policy's own in formats that have such ids."""
     name: str | None
     arguments: dict[str, Any] | None
     """None if and only if the call is malformed."""
@@ -54,7 +54,8 @@ class ToolCall(WireModel):
 class Message(WireModel):
     """A message of a conversation. An assistant's text is derived from its token ids, for reading only."""
 
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    """A developer's message is a system message in formats that know no developers."""
     content: str = ""
     reasoning: str | None = None
     tool_calls: list[ToolCall] = []
@@ -62,6 +63,20 @@ class Message(WireModel):
     """The call that a tool's message answers."""
     name: str | None = None
     """The name of the tool that answers."""
+
+
+class RoutedExperts(WireModel):
+    """Which experts of a mixture of experts read each token: an integer array, row by row.
+
+    Row i is of the segment's token i. The last token of the last turn was never read, so it has no row.
+    """
+
+    shape: list[int]
+    """`[tokens - 1, layers, experts per token]`."""
+    dtype: Literal["uint8", "uint16", "int32"]
+    """Little-endian; the narrowest that holds every expert's number."""
+    data: str
+    """The array's bytes in base64."""
 
 
 class Segment(WireModel):
@@ -77,6 +92,22 @@ class Segment(WireModel):
     turn_ids: list[int]
     """The turn of the trajectory, counted from 0; -1 where the mask is 0."""
     fork_reason: ForkReason
+    parent: int | None = None
+    """The segment that this one goes on from, counted from 0; None for the first."""
+    shared_prefix: int = 0
+    """How many ids at its beginning are those of its parent. What the parent sampled there is trained on in the
+    parent alone."""
+
+    top_ids: list[list[int]] | None = None
+    """For each token the likeliest ids where it was sampled, best first; empty where the mask is 0. None unless
+    `exports.top_logprobs` asked for it, as for the next field."""
+    top_logprobs: list[list[float]] | None = None
+    """The log-probabilities of `top_ids`, of the distribution that `logprobs` is of."""
+    prompt_logprobs: list[float | None] | None = None
+    """The log-probability at temperature 1 of each token that was read and not sampled, given all before it, by the
+    weights of the turn's first token; None at the first token and where the mask is 1. None unless asked for."""
+    routed_experts: RoutedExperts | None = None
+    """None unless asked for."""
 
 
 class Trajectory(WireModel):
@@ -89,3 +120,6 @@ class Trajectory(WireModel):
     """Why each turn ended, by turn id."""
     fork_counts: dict[ForkReason, int]
     """How many segments were begun for which reason."""
+    kept_kv_versions: list[int] = []
+    """Versions that were loaded in place while a turn of this rollout was in flight: what they sampled in it attends to
+    KV that older weights had computed. All other tokens were sampled on KV of their own version alone."""

@@ -26,17 +26,23 @@ from api_schemas.inference import (
     AbortRequest,
     BackendSpec,
     BackendView,
+    DiskWeights,
+    DistributedWeights,
     PauseMode,
     PauseRequest,
     PoolOutcome,
     ResumeRequest,
+    WeightsGroupRequest,
     WeightsRequest,
 )
+from api_schemas.nodes import NodeView
 from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState
+from api_schemas.runs import Run, RunPage, RunRequest
 from api_schemas.trajectories import Trajectory
 from rollout_service.client_errors import (
     ClientError,
     ConflictError,
+    GoneError,
     InvalidRequestError,
     NotFoundError,
     ProblemError,
@@ -47,12 +53,16 @@ from rollout_service.client_errors import (
     parse,
     problem_of,
 )
+from rollout_service.client_runs import ClientRun, LeasedBatch
 from rollout_service.sse import SSEParser
 
 __all__ = [
     "ClientError",
+    "ClientRun",
     "ConflictError",
+    "GoneError",
     "InvalidRequestError",
+    "LeasedBatch",
     "NotFoundError",
     "ProblemError",
     "ProtocolError",
@@ -241,6 +251,28 @@ class RolloutClient:
             if (cursor := page.next_cursor) is None:
                 return
 
+    # -- runs ------------------------------------------------------------------
+
+    async def create_run(self, request: RunRequest) -> ClientRun:
+        """Create a run, or take up the one of this id; durable when this returns.
+
+        Raises InvalidRequestError, ConflictError (this id with another body) and the errors of every call.
+        """
+        if request.run_id is None:
+            request = request.model_copy(update={"run_id": uuid.uuid4().hex})
+        body = request.model_dump(mode="json", exclude_defaults=True)
+        body["source"] = request.source.model_dump(mode="json")
+        run = await self._call(Run, "POST", "/v1/runs", body)
+        return self.open_run(run.run_id)
+
+    def open_run(self, run_id: str) -> ClientRun:
+        """A run that exists."""
+        return ClientRun(run_id, self._send)
+
+    async def runs(self) -> list[Run]:
+        """All runs, oldest first."""
+        return (await self._call(RunPage, "GET", "/v1/runs")).runs
+
     # -- engines ---------------------------------------------------------------
 
     async def backends(self) -> list[BackendView]:
@@ -260,11 +292,24 @@ class RolloutClient:
         return await self._call(BackendView, "POST", f"/v1/backends/{backend_id}/drain")
 
     async def update_weights(
-        self, path: str, version: int, *, pool: str = "policy", mode: PauseMode = PauseMode.ABORT
+        self,
+        weights: str | DiskWeights | DistributedWeights,
+        version: int,
+        *,
+        pool: str = "policy",
+        mode: PauseMode = PauseMode.ABORT,
+        force: bool = False,
     ) -> PoolOutcome:
-        """Load new weights into every engine of a pool, from a folder that the engines can read."""
-        order = WeightsRequest(path=path, version=version, pool=pool, mode=mode)
+        """Load new weights into every engine of a pool: from a folder that the engines can read, or from a process
+        group that they have joined.
+        """
+        source = DiskWeights(path=weights) if isinstance(weights, str) else weights
+        order = WeightsRequest(source=source, version=version, pool=pool, mode=mode, force=force)
         return await self._order("/v1/weights", order.model_dump(mode="json"))
+
+    async def join_weights_group(self, group: WeightsGroupRequest) -> PoolOutcome:
+        """Let the engines of a pool join a process group; join it yourself at the same time."""
+        return await self._order("/v1/weights/group", group.model_dump(mode="json"))
 
     async def pause(self, *, pool: str = "policy", mode: PauseMode = PauseMode.ABORT) -> PoolOutcome:
         """Pause the generation of a pool."""
@@ -299,6 +344,10 @@ class RolloutClient:
     async def sandboxes(self) -> list[dict[str, JsonValue]]:
         """The sandboxes that are alive."""
         return await self._call(list[dict[str, JsonValue]], "GET", "/v1/sandboxes")
+
+    async def nodes(self) -> list[NodeView]:
+        """The hosts that run sandboxes: how many each bears, why not more, and what its sandboxes did."""
+        return await self._call(list[NodeView], "GET", "/v1/nodes")
 
     async def ready(self) -> None:
         """Returns when the service can take work; within this client's patience it waits for that."""
@@ -343,17 +392,32 @@ class RolloutClient:
         params: dict[str, str] | None = None,
         seconds: float = ANSWER_SECONDS,
     ) -> T:
+        response = await self._send(method, path, body, params=params, seconds=seconds)
+        return parse(TypeAdapter(Any if model is None else model), response.content or b"null")
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        params: dict[str, str] | None = None,
+        seconds: float = ANSWER_SECONDS,
+        headers: dict[str, str] | None = None,
+    ) -> httpx.Response:
         timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
         patience = self._patience()
         while True:
             try:
-                response = await self._http.request(method, path, json=body, params=params, timeout=timeout)
+                response = await self._http.request(
+                    method, path, json=body, params=params, headers=headers, timeout=timeout
+                )
                 if not response.is_success:
                     raise problem_of(response)
             except (httpx.TransportError, UnavailableError) as error:
                 await patience.wait(error)
             else:
-                return parse(TypeAdapter(Any if model is None else model), response.content or b"null")
+                return response
 
     def _patience(self) -> _Patience:
         return _Patience(self.base_url, self.patience_seconds)

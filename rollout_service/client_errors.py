@@ -8,6 +8,7 @@ ClientError
      |- UnauthorizedError      401, 403
      |- NotFoundError          404
      |- ConflictError          409
+     |- GoneError              410
      `- UnavailableError       429, 502, 503, 504
 """
 
@@ -61,6 +62,10 @@ class ConflictError(ProblemError):
     """The request contradicts what is there already."""
 
 
+class GoneError(ProblemError):
+    """What was asked of is over: a run that has nothing more to give."""
+
+
 class UnavailableError(ProblemError):
     """The server cannot take this now; later it can."""
 
@@ -71,6 +76,7 @@ PROBLEMS: dict[int, type[ProblemError]] = {
     403: UnauthorizedError,
     404: NotFoundError,
     409: ConflictError,
+    410: GoneError,
     413: InvalidRequestError,
     422: InvalidRequestError,
     429: UnavailableError,

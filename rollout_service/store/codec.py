@@ -1,7 +1,7 @@
 """Between the wire models and what the database keeps.
 
 A rollout's result is kept without what the store knows itself (the request's fields, the state, the attempt,
-the retries, the times), so that there is one place for each fact. Trajectories are compressed JSON.
+the retries, the times), so that there is one place for each fact. `trajectory_codec` is for trajectories.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
-import zlib
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from itertools import compress
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -43,14 +43,11 @@ def encode_result(result: Rollout) -> str:
     return result.model_dump_json(include=_RESULT_FIELDS)
 
 
-def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """Compressed JSON; level 1, since token ids and log-probabilities gain little from more."""
-    return zlib.compress(trajectory.model_dump_json().encode(), level=1)
-
-
-def decode_trajectory(data: bytes) -> Trajectory:
-    """The inverse of `encode_trajectory`."""
-    return Trajectory.model_validate_json(zlib.decompress(data))
+def version_range(trajectory: Trajectory | None) -> dict[str, int | None]:
+    """The oldest and the newest version that sampled a token; None for both when nothing was sampled."""
+    pairs = ((s.versions, s.loss_mask) for s in (trajectory.segments if trajectory else []))
+    sampled = {version for versions, mask in pairs for version in set(compress(versions, mask))}
+    return {"oldest_version": min(sampled, default=None), "newest_version": max(sampled, default=None)}
 
 
 def trajectory_tokens(trajectory: Trajectory) -> int:

@@ -27,6 +27,8 @@ from api_schemas.errors import ErrorInfo
 from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState, Span
 from api_schemas.trajectories import Trajectory
+from rollout_service.errors import StoreError
+from rollout_service.store.run_contract import RunStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,16 @@ class Lease:
 
 class Store(Protocol):
     """Where rollouts, results and events live. All methods raise StoreError when the store fails."""
+
+    @property
+    def problem(self) -> StoreError | None:
+        """Why the store cannot be written at the moment; None when it can, as far as is known."""
+        ...
+
+    @property
+    def runs(self) -> RunStore:
+        """Runs, groups and batches, in the same database."""
+        ...
 
     async def submit(self, request: RolloutRequest) -> tuple[Rollout, bool]:
         """Make a rollout durable; returns it and whether it is new. `request.rollout_id` must be set.

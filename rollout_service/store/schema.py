@@ -10,6 +10,7 @@ from __future__ import annotations
 import sqlite3
 
 from rollout_service.errors import StoreError
+from rollout_service.store.run_schema import VERSION_2
 
 APPLICATION_ID = 0x526F6C6C
 """Marks a file as ours: "Roll" in ASCII."""
@@ -99,7 +100,7 @@ WHEN NEW.cancel AND NOT OLD.cancel AND NEW.owner IS NOT NULL BEGIN
 END;
 """
 
-MIGRATIONS = (_VERSION_1,)
+MIGRATIONS = (_VERSION_1, VERSION_2)
 """Script n (from 1) turns version n - 1 into version n."""
 
 

@@ -23,10 +23,11 @@ from api_schemas.errors import ErrorInfo, FieldError
 from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState, Span
 from api_schemas.trajectories import Trajectory
-from rollout_service.errors import InvalidFieldError
-from rollout_service.store import codec, statements
+from rollout_service.errors import InvalidFieldError, StoreError
+from rollout_service.store import codec, statements, trajectory_codec
 from rollout_service.store.contract import Lease, Store
 from rollout_service.store.signals import Flag, Level, Watches
+from rollout_service.store.sqlite_runs import SqliteRuns
 from rollout_service.store.worker import DatabaseThread
 
 T = TypeVar("T")
@@ -49,6 +50,7 @@ class SqliteStore(Store):
         self._results = Watches()
         self._due = math.inf
         self._thread = DatabaseThread(path, self._newest_event.rise)
+        self._runs = SqliteRuns(self._thread, clock, self._work.put_up)
 
     @classmethod
     async def open(cls, path: Path | str, *, clock: Callable[[], float] = time.time) -> Self:
@@ -70,6 +72,14 @@ class SqliteStore(Store):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    @property
+    def problem(self) -> StoreError | None:
+        return self._thread.problem
+
+    @property
+    def runs(self) -> SqliteRuns:
+        return self._runs
 
     async def submit(self, request: RolloutRequest) -> tuple[Rollout, bool]:
         if request.rollout_id is None:
@@ -145,6 +155,7 @@ class SqliteStore(Store):
             "result": codec.encode_result(result),
             "trajectory": await _encoded(result.trajectory),
         }
+        values |= codec.version_range(result.trajectory)
         done = await self._write(lambda db: statements.finish(db, values))
         if done:
             self._announce([lease.rollout_id])
@@ -172,8 +183,8 @@ class SqliteStore(Store):
             return None
         data: bytes = row["trajectory"]
         if len(data) <= _INLINE_BYTES:
-            return codec.decode_trajectory(data)
-        return await anyio.to_thread.run_sync(codec.decode_trajectory, data)
+            return trajectory_codec.decode(data)
+        return await anyio.to_thread.run_sync(trajectory_codec.decode, data)
 
     async def counts(self) -> dict[RolloutState, int]:
         return await self._read(statements.counts)
@@ -226,6 +237,7 @@ class SqliteStore(Store):
     def _announce(self, ended: Iterable[str]) -> None:
         for rollout_id in ended:
             self._results.happened(rollout_id)
+            self._runs.rollout_ended()
 
     async def list(
         self, *, state: RolloutState | None = None, cursor: str | None = None, limit: int = 100
@@ -241,5 +253,5 @@ async def _encoded(trajectory: Trajectory | None) -> bytes | None:
     if trajectory is None:
         return None
     if codec.trajectory_tokens(trajectory) <= _INLINE_TOKENS:
-        return codec.encode_trajectory(trajectory)
-    return await anyio.to_thread.run_sync(codec.encode_trajectory, trajectory)
+        return trajectory_codec.encode(trajectory)
+    return await anyio.to_thread.run_sync(trajectory_codec.encode, trajectory)

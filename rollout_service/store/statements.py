@@ -84,7 +84,10 @@ UPDATE rollouts SET
 WHERE rollout_id = :id AND owner = :owner AND token = :token
 RETURNING seq
 """
-_ADD_RESULT = "INSERT INTO results (seq, result, trajectory) VALUES (?, ?, ?)"
+_ADD_RESULT = """
+INSERT INTO results (seq, result, trajectory, oldest_version, newest_version)
+VALUES (:seq, :result, :trajectory, :oldest_version, :newest_version)
+"""
 
 _STANDING = "SELECT state, owner FROM rollouts WHERE rollout_id = :id"
 _BURY = "INSERT INTO tombstones (rollout_id) VALUES (:id) ON CONFLICT DO NOTHING"
@@ -147,7 +150,7 @@ def finish(db: sqlite3.Connection, values: dict[str, Any]) -> bool:
     """Whether the lease was held and the result written."""
     ended = db.execute(_FINISH, values).fetchall()
     if ended:
-        db.execute(_ADD_RESULT, (ended[0]["seq"], values["result"], values["trajectory"]))
+        db.execute(_ADD_RESULT, values | {"seq": ended[0]["seq"]})
     return bool(ended)
 
 

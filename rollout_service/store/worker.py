@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from rollout_service.store.connection import Database, explain
 
 T = TypeVar("T")
 
+PROBLEM_SECONDS = 3.0
+"""How long a failure is shown at least."""
 MAX_BATCH = 256
 """Jobs in one transaction, so that the first of them does not wait for too many others."""
 
@@ -63,12 +66,21 @@ class DatabaseThread:
         self._opened: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._work, name="store", daemon=True)
         self._closed = False
+        self._failure: StoreError | None = None
+        self._failed_at = 0.0
+        self._recovered = True
 
     async def start(self) -> None:
         """Open the file; raises StoreError when that fails."""
         self._thread.start()
         with anyio.CancelScope(shield=True):
             await self._opened
+
+    @property
+    def problem(self) -> StoreError | None:
+        """Why writes fail. On a full disk small ones go through, so a success alone does not end it."""
+        failing = not self._recovered or time.monotonic() - self._failed_at < PROBLEM_SECONDS
+        return self._failure if failing else None
 
     async def run(self, job: Callable[[sqlite3.Connection], T], *, writes: bool) -> T:
         """The result of a job, after it is durable; cancelling the caller does not stop a job.
@@ -141,6 +153,10 @@ class DatabaseThread:
         self._call(self._deliver, outcomes, newest if writes else None)
 
     def _deliver(self, outcomes: list[_Outcome], newest: int | None) -> None:
+        failed = [outcome.error for outcome in outcomes if isinstance(outcome.error, StoreError)]
+        if failed:
+            self._failure, self._failed_at = failed[0], time.monotonic()
+        self._recovered = not failed and (self._recovered or newest is not None)
         for outcome in outcomes:
             outcome.deliver()
         if newest is not None:

@@ -1,0 +1,205 @@
+"""Runs for a trainer: `async for batch in run.batches()` is all that it needs.
+
+Guarantees: what was acknowledged never comes again, what was not does; a lease whose answer was lost is asked for again
+under the same key, which brings the same batch. Needs httpx, pydantic and anyio only.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol, TypeVar
+
+import httpx
+from pydantic import TypeAdapter
+
+from api_schemas.runs import (
+    BINARY_MEDIA_TYPE,
+    AppendTasks,
+    Batch,
+    BatchAnswer,
+    Group,
+    Run,
+    RunPatch,
+    RunState,
+)
+from api_schemas.tasks import Task
+from rollout_service.batch_arrays import BatchArrays
+from rollout_service.client_errors import GoneError, ProtocolError, parse
+
+T = TypeVar("T")
+
+LEASE_SECONDS = 600.0
+LONG_POLL_SECONDS = 30.0
+ANSWER_SECONDS = 300.0
+"""How long the transfer of a batch may stall."""
+
+
+class Sender(Protocol):
+    """Sends a request until it is answered, within the patience of a client."""
+
+    async def __call__(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        params: dict[str, str] | None = None,
+        seconds: float = ...,
+        headers: dict[str, str] | None = None,
+    ) -> httpx.Response:
+        """The answer, if it is a success; raises ClientError."""
+        ...
+
+
+class LeasedBatch:
+    """A batch that this client holds until it is acknowledged, given back, or the lease runs out."""
+
+    def __init__(
+        self, run: ClientRun, content: bytes, batch: Batch, arrays: BatchArrays | None = None
+    ) -> None:
+        self._run = run
+        self.content = content
+        """The batch as it came: JSON, or a safetensors file."""
+        self.batch = batch
+        """Without tokens when it came as arrays."""
+        self.arrays = arrays
+        """The tokens, when they were asked for as arrays."""
+        self.settled = False
+        """Whether it was acknowledged or given back."""
+
+    @property
+    def batch_id(self) -> str:
+        """Its id."""
+        return self.batch.batch_id
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        """Its groups."""
+        return self.batch.groups
+
+    async def ack(self) -> None:
+        """It was trained on: it never comes again. Raises ConflictError when it had grown too old meanwhile."""
+        await self._run.settle(self.batch_id, "ack")
+        self.settled = True
+
+    async def nack(self) -> None:
+        """Give it back: somebody gets it again at once."""
+        await self._run.settle(self.batch_id, "nack")
+        self.settled = True
+
+
+class ClientRun:
+    """A run at a server."""
+
+    def __init__(self, run_id: str, send: Sender) -> None:
+        self.run_id = run_id
+        self._send = send
+        self._path = f"/v1/runs/{run_id}"
+        self._version: int | None = None
+
+    async def view(self) -> Run:
+        """The run as it stands. Raises NotFoundError."""
+        return await self._call(Run, "GET", self._path)
+
+    async def append(self, tasks: Sequence[Task], *, offset: int | None = None, close: bool = False) -> Run:
+        """Append tasks to an open run; give the offset so that sending them twice appends them once.
+
+        Without it the number of tasks that the run has now is asked for first.
+        """
+        if offset is None:
+            offset = (await self.view()).tasks or 0
+        order = AppendTasks(tasks=list(tasks), offset=offset, close=close)
+        return await self._call(Run, "POST", f"{self._path}/tasks", order.model_dump(mode="json"))
+
+    async def patch(self, patch: RunPatch) -> Run:
+        """Change a run while it lasts."""
+        return await self._call(Run, "PATCH", self._path, patch.model_dump(mode="json", exclude_none=True))
+
+    async def pause(self) -> Run:
+        """Begin no more groups."""
+        return await self.patch(RunPatch(state=RunState.PAUSED))
+
+    async def resume(self) -> Run:
+        """Begin groups again."""
+        return await self.patch(RunPatch(state=RunState.RUNNING))
+
+    async def end(self) -> Run:
+        """End it: what is under way is cancelled, what is finished can still be leased."""
+        return await self._call(Run, "DELETE", self._path)
+
+    async def set_version(self, version: int) -> Run:
+        """Tell the version that the trainer has reached; the next lease tells it too."""
+        self._version = version
+        return await self.patch(RunPatch(version=version))
+
+    async def lease(
+        self,
+        *,
+        timeout_seconds: float | None = None,
+        lease_seconds: float = LEASE_SECONDS,
+        allow_stale: bool = False,
+        arrays: bool = False,
+    ) -> LeasedBatch | None:
+        """The next batch; None when there is none in time. Waits without end when no time is given.
+
+        With `arrays` its tokens come as arrays, which needs numpy and is many times faster.
+        Raises GoneError when the run is over and everything is acknowledged.
+        """
+        params = {"key": uuid.uuid4().hex, "seconds": f"{lease_seconds:g}"}
+        params |= {"allow_stale": "true"} if allow_stale else {}
+        params |= {} if self._version is None else {"version": str(self._version)}
+        left = timeout_seconds
+        while True:
+            wait = LONG_POLL_SECONDS if left is None else min(left, LONG_POLL_SECONDS)
+            leased = await self._lease_once(params | {"timeout": f"{wait:g}"}, wait, arrays=arrays)
+            if leased is not None:
+                return leased
+            if left is not None:
+                left -= wait
+                if left <= 0:
+                    return None
+
+    async def _lease_once(self, params: dict[str, str], wait: float, *, arrays: bool) -> LeasedBatch | None:
+        response = await self._send(
+            "POST",
+            f"{self._path}/lease",
+            params=params,
+            seconds=ANSWER_SECONDS + wait,
+            headers={"accept": BINARY_MEDIA_TYPE if arrays else "application/json"},
+        )
+        if not response.content:
+            return None
+        if not arrays:
+            return LeasedBatch(self, response.content, parse(TypeAdapter(Batch), response.content))
+        try:
+            read = BatchArrays.from_bytes(response.content)
+        except ValueError as error:
+            raise ProtocolError(f"a batch that this client does not understand: {error}") from error
+        return LeasedBatch(self, response.content, read.batch, read)
+
+    async def batches(
+        self, *, lease_seconds: float = LEASE_SECONDS, arrays: bool = False
+    ) -> AsyncGenerator[LeasedBatch]:
+        """Batches until the run is over; each is acknowledged when the loop comes around, unless it was settled.
+
+        A loop that is left (by `break` or an error) acknowledges nothing: the batch comes again, at once after
+        `nack`, else when its lease runs out.
+        """
+        while True:
+            try:
+                leased = await self.lease(lease_seconds=lease_seconds, arrays=arrays)
+            except GoneError:
+                return
+            if leased is not None:
+                yield leased
+                if not leased.settled:
+                    await leased.ack()
+
+    async def settle(self, batch_id: str, how: str) -> BatchAnswer:
+        """Acknowledge (`ack`) or give back (`nack`) a batch by its id, as after a restart of the trainer."""
+        return await self._call(BatchAnswer, "POST", f"{self._path}/batches/{batch_id}/{how}")
+
+    async def _call(self, model: type[T], method: str, path: str, body: object = None) -> T:
+        response = await self._send(method, path, body)
+        return parse(TypeAdapter(model), response.content)

@@ -1,0 +1,86 @@
+"""What a group came to: the facts that filters, statistics and batches decide by.
+
+Guarantees: a sample without a reward is masked and says why, so that a failure can never count as a score; these
+values know nothing of the wire or the store.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+STRAGGLER = "straggler"
+"""The sample was cut off, since it took far longer than others."""
+STALE = "stale"
+"""The group has a token that is older than the run allows."""
+CANCELLED = "cancelled"
+"""The sample was ended before it was done, by a person or because it was not needed."""
+SURPLUS = "surplus"
+"""The group was not needed, and its run carries nothing over."""
+NOT_A_NUMBER = "reward_not_finite"
+"""The reward was infinite or not a number."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutcome:
+    """One rollout of a group, after its last attempt."""
+
+    sample: int
+    """Counted from 0."""
+    reward: float | None
+    """The score before any penalty of this run; None when it is masked."""
+    masked: str | None = None
+    """Why it does not count: the code of an infrastructure failure, or one of this module's reasons."""
+    sampled_tokens: int = 0
+    truncated: bool = False
+    """A limit of tokens, turns or time ended it, not the policy."""
+    tool_calls: int = 0
+    malformed_calls: int = 0
+    oldest_version: int | None = None
+    """The lowest version that sampled one of its tokens; None when nothing was sampled."""
+    newest_version: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.masked is None and self.reward is None:
+            raise ValueError("a sample without a reward must say in `masked` why it has none")
+        if self.masked is None and not math.isfinite(self.reward or 0.0):
+            object.__setattr__(self, "masked", NOT_A_NUMBER)
+        if self.masked is not None:
+            object.__setattr__(self, "reward", None)
+
+    @property
+    def usable(self) -> bool:
+        """Whether it counts."""
+        return self.masked is None
+
+
+@dataclass(frozen=True)
+class GroupOutcome:
+    """All rollouts of one task, each after its last attempt."""
+
+    number: int
+    """The task's number in its run."""
+    samples: tuple[SampleOutcome, ...]
+
+    @cached_property
+    def usable(self) -> tuple[SampleOutcome, ...]:
+        """The samples that count."""
+        return tuple(sample for sample in self.samples if sample.usable)
+
+    @cached_property
+    def rewards(self) -> tuple[float, ...]:
+        """The rewards of the samples that count, in their order."""
+        return tuple(sample.reward for sample in self.usable if sample.reward is not None)
+
+    @cached_property
+    def oldest_version(self) -> int | None:
+        """The lowest version of a token of a usable sample."""
+        versions = (sample.oldest_version for sample in self.usable)
+        return min((version for version in versions if version is not None), default=None)
+
+    @cached_property
+    def newest_version(self) -> int | None:
+        """The highest version of a token of a usable sample."""
+        versions = (sample.newest_version for sample in self.usable)
+        return max((version for version in versions if version is not None), default=None)

@@ -1,0 +1,109 @@
+"""Filters by name: the built-in ones and those of plug-ins.
+
+Guarantees: a plug-in that cannot be loaded hides no other filter, and asking for it says why; options are validated,
+and what is wrong is told with its path in the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Self
+
+from pydantic import JsonValue, ValidationError
+
+from api_schemas.errors import FieldError
+from rollout_service.errors import ConfigurationError, InvalidFieldError, nearest
+from rollout_service.groups.filters import (
+    AccuracyBand,
+    AllFailed,
+    GroupFilter,
+    MalformedCalls,
+    TooLong,
+    Truncated,
+    ZeroVariance,
+)
+
+GROUP = "rollout_service.filters"
+"""The group of entry points; each is a subclass of `GroupFilter`."""
+
+
+class FilterRegistry:
+    """Kinds of filters by name."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, type[GroupFilter]] = {
+            "zero_variance": ZeroVariance,
+            "all_failed": AllFailed,
+            "accuracy_band": AccuracyBand,
+            "too_long": TooLong,
+            "malformed_calls": MalformedCalls,
+            "truncated": Truncated,
+        }
+        self.problems: dict[str, ConfigurationError] = {}
+        """Plug-ins that could not be loaded, and why."""
+
+    @classmethod
+    def load(cls, *, plugins: Iterable[EntryPoint] | None = None) -> Self:
+        """The built-in filters and those of all plug-ins; call it in a thread, since it imports them."""
+        registry = cls()
+        for plugin in entry_points(group=GROUP) if plugins is None else plugins:
+            try:
+                registry.add(plugin.name, _from_plugin(plugin))
+            except ConfigurationError as error:
+                registry.problems[plugin.name] = error
+        return registry
+
+    def add(self, name: str, kind: type[GroupFilter]) -> None:
+        """Make a filter known; raises ConfigurationError when its name is taken."""
+        if name in self._kinds:
+            raise ConfigurationError(
+                f"there is another filter of the name {name!r}", hint="Give it another name."
+            )
+        self._kinds[name] = kind
+
+    @property
+    def names(self) -> list[str]:
+        """All names that can be asked for."""
+        return sorted(self._kinds)
+
+    def make(
+        self, name: str, options: Mapping[str, JsonValue] | None = None, *, field: str = "body.filters"
+    ) -> GroupFilter:
+        """A filter with its options.
+
+        Raises:
+            InvalidFieldError: there is no such filter, or an option is wrong; at `field`.
+            ConfigurationError: the plug-in of that name could not be loaded.
+        """
+        if name in self.problems and name not in self._kinds:
+            raise self.problems[name]
+        if name not in self._kinds:
+            message = f"there is no filter {name!r}{nearest(name, self._kinds)}"
+            raise InvalidFieldError(
+                [FieldError(path=f"{field}.name", message=message)],
+                hint=f"Known filters: {', '.join(self.names)}.",
+            )
+        try:
+            return self._kinds[name].model_validate(dict(options or {}))
+        except ValidationError as error:
+            fields = [
+                FieldError(path=".".join([field, "options", *map(str, one["loc"])]), message=one["msg"])
+                for one in error.errors()
+            ]
+            hint = f"Options of {name!r}: {', '.join(self._kinds[name].model_fields) or 'none'}."
+            raise InvalidFieldError(fields, hint=hint) from error
+
+
+def _from_plugin(plugin: EntryPoint) -> type[GroupFilter]:
+    where = f"the plug-in {plugin.name!r} ({plugin.value})"
+    try:
+        kind = plugin.load()
+    except Exception as error:
+        raise ConfigurationError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not (isinstance(kind, type) and issubclass(kind, GroupFilter)):
+        raise ConfigurationError(
+            f"{where} is not a GroupFilter",
+            hint="Name a subclass of rollout_service.groups.GroupFilter; its fields are its options.",
+        )
+    return kind

@@ -1,0 +1,125 @@
+"""Batches on their way to a trainer: leased, acknowledged or given back.
+
+Guarantees: a batch comes again until it is acknowledged and never afterwards; nobody polls, not even for a lease that
+runs out; the answer to a lost request is had again with the same key.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from http import HTTPStatus
+
+import anyio
+import anyio.to_thread
+
+from api_schemas.runs import Batch, Group
+from rollout_service.errors import NotFoundError, RequestError
+from rollout_service.runs.encoding import encode_batch, group_json
+from rollout_service.runs.manager import RunManager
+from rollout_service.store.run_contract import LeasedBatch, LeaseOrder, RunStore
+from rollout_service.store.trajectory_codec import Columns
+
+
+class RunOverError(RequestError):
+    """The run is over, and everything that it made is acknowledged."""
+
+    code = "run_over"
+    status = HTTPStatus.GONE
+
+
+class Delivery:
+    """Gives out the batches of all runs."""
+
+    def __init__(
+        self, runs: RunStore, manager: RunManager, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._runs = runs
+        self._manager = manager
+        self._clock = clock
+
+    async def lease(self, order: LeaseOrder, *, version: int | None, timeout: float) -> LeasedBatch | None:
+        """The next batch for a trainer at this version, or None when there is none within so many seconds.
+
+        Raises NotFoundError, RunOverError, StoreError.
+        """
+        if version is not None:
+            await self._runs.update(order.run_id, version=version)
+        await self._manager.sync_version(await self._runs.get(order.run_id))
+        with anyio.move_on_after(timeout):
+            return await self._leased(order)
+        return None
+
+    async def _leased(self, order: LeaseOrder) -> LeasedBatch:
+        """Wait for a batch. A cancellation takes effect while it waits, never between a lease and its return."""
+        while True:
+            seen = self._runs.deliveries
+            with anyio.CancelScope(shield=True):
+                leased = await self._runs.lease(order)
+            if isinstance(leased, LeasedBatch):
+                return leased
+            if leased.over:
+                raise RunOverError(
+                    f"the run {order.run_id} is over, and every batch of it is acknowledged",
+                    hint="Create another run.",
+                )
+            with anyio.move_on_after(max(0.0, leased.due - self._clock())):
+                await self._runs.wait_for_delivery(seen)
+
+    async def as_json(self, leased: LeasedBatch) -> AsyncIterator[bytes]:
+        """A leased batch with all its tokens as the pieces of its JSON; holds one group at a time."""
+        seen: list[Group] = []
+        before = b'{"groups":['
+        for number in leased.groups:
+            group = await self._runs.group(leased.run_id, number)
+            yield before + await anyio.to_thread.run_sync(group_json, group)
+            seen.append(group.model_copy(update={"samples": []}))
+            before = b","
+        yield b"]," + _batch(leased, seen).model_dump_json(exclude={"groups"}).encode()[1:]
+
+    async def as_arrays(self, leased: LeasedBatch) -> list[bytes | memoryview]:
+        """A leased batch as the parts of a safetensors file."""
+        groups: list[Group] = []
+        samples: list[Sequence[Columns]] = []
+        for number in leased.groups:
+            group, columns = await self._runs.group_columns(leased.run_id, number)
+            groups.append(group)
+            samples += columns
+        return await anyio.to_thread.run_sync(encode_batch, _batch(leased, groups), samples)
+
+    async def acknowledge(self, run_id: str, batch_id: str) -> None:
+        """Settle a batch for good; idempotent. Raises NotFoundError, ConflictError."""
+        await self._runs.acknowledge(run_id, batch_number(run_id, batch_id))
+
+    async def give_back(self, run_id: str, batch_id: str) -> None:
+        """Let a batch be leased again at once. Raises NotFoundError, ConflictError."""
+        await self._runs.give_back(run_id, batch_number(run_id, batch_id))
+
+
+def _batch(leased: LeasedBatch, groups: list[Group]) -> Batch:
+    return Batch(
+        batch_id=leased.batch_id,
+        run_id=leased.run_id,
+        number=leased.number,
+        groups=groups,
+        delivery=leased.delivery,
+        lease_until=leased.lease_until,
+        version=leased.version,
+        oldest_version=min(_known(groups, "oldest_version"), default=None),
+        newest_version=max(_known(groups, "newest_version"), default=None),
+        dropped=dict(leased.dropped),
+    )
+
+
+def _known(groups: Sequence[Group], field: str) -> list[int]:
+    return [version for group in groups if (version := getattr(group, field)) is not None]
+
+
+def batch_number(run_id: str, batch_id: str) -> int:
+    """The number in a batch's id; NotFoundError when it is none of this run."""
+    prefix, _, number = batch_id.rpartition(".b")
+    if prefix != run_id or not (number.isascii() and number.isdigit()):
+        raise NotFoundError(
+            f"there is no batch {batch_id} of the run {run_id}", hint="A batch's id comes with its lease."
+        )
+    return int(number)

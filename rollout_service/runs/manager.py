@@ -1,0 +1,360 @@
+"""The manager of all runs: begins groups as they are needed, repeats what failed, closes groups that have ended.
+
+Guarantees: what it decides by is in the store, so that a crash at any moment neither repeats nor skips a task, and a
+step that was cut short is simply made again. A run that cannot go on is paused with its problem; it stops no other.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import anyio
+import structlog
+
+from api_schemas.errors import Boundary
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
+from api_schemas.runs import RunRequest, RunState, Surplus
+from api_schemas.tasks import Task
+from rollout_service.errors import StoreError, describe
+from rollout_service.groups import (
+    CANCELLED,
+    SURPLUS,
+    Claim,
+    FairScheduler,
+    FilterChain,
+    FilterRegistry,
+    Standing,
+    StragglerRule,
+    wanted,
+)
+from rollout_service.pipeline.pipeline import insist
+from rollout_service.runs.learned import Learned
+from rollout_service.runs.outcomes import closing
+from rollout_service.runs.source import Place, RunTasks
+from rollout_service.store.contract import Store
+from rollout_service.store.run_contract import Member, NewGroup, OpenGroup, RunRecord
+from rollout_service.telemetry import Metrics
+
+log = structlog.get_logger(__name__)
+
+LOOK_SECONDS = 1.0
+"""How often runs are looked at without news: for stragglers, and for versions that a pool has reached."""
+GATHER_SECONDS = 0.01
+"""News that comes within this is taken together."""
+PRUNE_SECONDS = 60.0
+_HOPELESS = frozenset({Boundary.ENVIRONMENT, Boundary.REQUEST})
+"""Failures beyond these boundaries come again whenever the rollout is repeated."""
+
+
+@dataclass(slots=True)
+class Active:
+    """A run that is being worked on."""
+
+    run: RunRecord
+    chain: FilterChain
+    learned: Learned
+    groups: Sequence[OpenGroup] = ()
+
+
+class RunManager:
+    """Works on all runs of a store."""
+
+    def __init__(
+        self,
+        store: Store,
+        filters: FilterRegistry,
+        *,
+        places: int,
+        pool_version: Callable[[str], int],
+        metrics: Metrics,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`places` is how many rollouts of all runs are under way at once; more would only wait in the store."""
+        self._store = store
+        self._runs = store.runs
+        self._filters = filters
+        self._places = places
+        self._pool_version = pool_version
+        self._metrics = metrics
+        self._clock = clock
+        self._scheduler = FairScheduler()
+        self._learned: dict[str, Learned] = {}
+        self._tasks: dict[str, tuple[int, RunTasks]] = {}
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Work until the block is left."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._work)
+            tasks.start_soon(self._prune)
+            yield
+            tasks.cancel_scope.cancel()
+
+    def acceptance_rate(self, run: RunRecord) -> float:
+        """The share of a run's groups that are expected to pass its filters."""
+        return (self._learned.get(run.run_id) or Learned.restored(run)).acceptance.rate
+
+    def chain(self, request: RunRequest) -> FilterChain:
+        """The filters of a run. Raises InvalidFieldError, ConfigurationError."""
+        made = [
+            self._filters.make(spec.name, spec.options, field=f"body.filters.{index}")
+            for index, spec in enumerate(request.filters)
+        ]
+        return FilterChain(made, request.min_usable)
+
+    async def sync_version(self, run: RunRecord) -> RunRecord:
+        """The run with the version that its pool has reached, if that is newer."""
+        reached = self._pool_version(run.request.pool)
+        return await self._runs.update(run.run_id, version=reached) if reached > run.version else run
+
+    async def _work(self) -> None:
+        seen, active = 0, True
+        while True:
+            with anyio.move_on_after(LOOK_SECONDS if active else None):
+                seen = await self._runs.wait_for_change(seen)
+                await anyio.sleep(GATHER_SECONDS)
+            active = await insist("work on runs", self.step)
+
+    async def step(self) -> bool:
+        """Do for every run what there is to do; returns whether any run is active. Raises StoreError."""
+        active: list[Active] = []
+        for run in await self._runs.active():
+            found = await self._guarded(run)
+            if found is not None:
+                active.append(found)
+                rate = found.learned.acceptance.rate
+                self._metrics.run_stands(run.run_id, found.run.tallies, rate)
+        await self._begin(active)
+        for gone in self._learned.keys() - {one.run.run_id for one in active}:
+            del self._learned[gone]
+            self._tasks.pop(gone, None)
+            self._scheduler.forget(gone)
+            self._metrics.run_over(gone)
+        return bool(active)
+
+    async def _guarded(self, run: RunRecord) -> Active | None:
+        """Settle one run; whatever is wrong with it pauses it."""
+        try:
+            return await self._settle(run)
+        except StoreError:
+            raise
+        except Exception as error:  # noqa: BLE001 - it is shown in the run, and must not stop the others
+            await self._pause(run, error)
+            return None
+
+    async def _pause(self, run: RunRecord, error: Exception) -> None:
+        info = describe(error)
+        log.error(
+            "a run cannot go on",
+            run=run.run_id,
+            code=info.code,
+            error=info.message,
+            hint=info.hint,
+            exc_info=error if info.code == "internal_error" else None,
+        )
+        self._tasks.pop(run.run_id, None)
+        if run.state is RunState.RUNNING:
+            await self._runs.update(run.run_id, state=RunState.PAUSED, problem=info)
+
+    # -- groups under way ------------------------------------------------------
+
+    async def _settle(self, run: RunRecord) -> Active:
+        run = await self.sync_version(run)
+        learned = self._learned.setdefault(run.run_id, Learned.restored(run))
+        active = Active(run, self.chain(run.request), learned, await self._runs.open_groups(run.run_id))
+        for group in active.groups:
+            gave_up = CANCELLED if run.state is RunState.ENDED else group.gave_up
+            if gave_up is not None:
+                await self._cancel(group.members)
+            await self._settle_group(active, group, gave_up)
+        active.run = await self._runs.get(run.run_id)
+        if _has_enough(active.run):
+            await self._runs.give_up(run.run_id, SURPLUS)
+        active.groups = await self._runs.open_groups(run.run_id)
+        await self._cut_stragglers(active)
+        return active
+
+    async def _settle_group(self, active: Active, group: OpenGroup, gave_up: str | None) -> None:
+        """Repeat what failed, and close the group if all has ended."""
+        repeated = False
+        if gave_up is None:
+            for member in group.members:
+                if member.state is RolloutState.FAILED:
+                    repeated |= await self._repeat(active.run, group.number, member)
+        if repeated or not all(member.state.terminal for member in group.members):
+            return
+        rollouts = [await self._rollout(member) for member in group.members]
+        cancelled = any(member.state is RolloutState.CANCELLED for member in group.members)
+        ended = closing(
+            active.run.request,
+            active.chain,
+            group.number,
+            list(zip(group.members, rollouts, strict=True)),
+            gave_up=gave_up if cancelled else None,
+        )
+        await self._runs.close_group(active.run.run_id, ended)
+        active.learned.closed(ended, rollouts, [member.cut for member in group.members])
+
+    async def _rollout(self, member: Member) -> Rollout:
+        rollout = await self._store.get(member.rollout_id)
+        if rollout is None:
+            raise StoreError(f"the rollout {member.rollout_id} of a group is gone", hint="Restore a copy.")
+        return rollout
+
+    async def _repeat(self, run: RunRecord, number: int, member: Member) -> bool:
+        """Roll a failed sample out again, if that may help and the budget allows."""
+        retry = retry_of(member.rollout_id) + 1
+        rollout = await self._rollout(member)
+        hopeless = rollout.error is not None and rollout.error.boundary in _HOPELESS
+        if hopeless or retry > run.request.infrastructure_retries:
+            return False
+        request = rollout_request(run, number, member.sample, rollout.task, retry)
+        await self._runs.repeat(run.run_id, number, member.sample, request)
+        return True
+
+    async def _cancel(self, members: Sequence[Member]) -> None:
+        for member in members:
+            if not member.state.terminal:
+                await self._store.cancel(member.rollout_id)
+
+    async def _cut_stragglers(self, active: Active) -> None:
+        asked = active.run.request.stragglers
+        if asked is None:
+            return
+        rule = StragglerRule(asked.quantile, asked.factor, asked.min_samples)
+        limit = rule.limit(active.learned.times)
+        for group in active.groups:
+            usable = sum(member.reward is not None for member in group.members)
+            if limit is not None and usable >= rule.min_samples:
+                slow = [member for member in group.members if self._rolling(member) > limit]
+                cut = {member.sample for member in group.members if member.cut}
+                if not {member.sample for member in slow} <= cut:
+                    cut |= {member.sample for member in slow}
+                    await self._runs.cut(active.run.run_id, group.number, sorted(cut))
+                await self._cancel(slow)
+            await self._cancel([member for member in group.members if member.cut])
+
+    def _rolling(self, member: Member) -> float:
+        """How long a rollout's agent has been at work; 0 when it is not."""
+        return 0.0 if member.rolling_since is None else self._clock() - member.rolling_since
+
+    # -- new groups ------------------------------------------------------------
+
+    async def _begin(self, active: Sequence[Active]) -> None:
+        """Share the free places among the runs that want to begin groups."""
+        under_way = sum(
+            not member.state.terminal for one in active for group in one.groups for member in group.members
+        )
+        claims = {one.run.run_id: _claim(one) for one in active}
+        wanting = [one for one in active if claims[one.run.run_id].groups > 0]
+        if not wanting:
+            return
+        size = max(one.run.request.group_size for one in wanting)
+        places = (self._places - under_way) // size
+        granted = self._scheduler.grant(claims, max(places, 0 if under_way else 1))
+        for one in wanting:
+            if count := granted.get(one.run.run_id, 0):
+                await self._begin_groups(one.run, count)
+
+    async def _begin_groups(self, run: RunRecord, count: int) -> None:
+        try:
+            taken = await (await self._tasks_of(run)).take(run.cursor, count)
+            if taken:
+                self._learned[run.run_id].reached(taken[-1][0].epoch)
+            await self._runs.begin(run.run_id, [_new_group(run, place, task) for place, task in taken])
+        except StoreError:
+            raise
+        except Exception as error:  # noqa: BLE001 - it is shown in the run, and must not stop the others
+            await self._pause(run, error)
+
+    async def _tasks_of(self, run: RunRecord) -> RunTasks:
+        size, tasks = self._tasks.get(run.run_id, (0, None))
+        if tasks is None or size != run.tasks:
+
+            async def inline(first: int, limit: int) -> Sequence[Task]:
+                return await self._runs.inline_tasks(run.run_id, first=first, limit=limit)
+
+            tasks = await RunTasks.open(run, inline)
+            self._tasks[run.run_id] = (run.tasks, tasks)
+        return tasks
+
+    async def _prune(self) -> None:
+        async def prune() -> None:
+            for run in await self._runs.list():
+                keep = run.request.retention
+                await self._runs.prune(run.run_id, seconds=keep.seconds, max_bytes=keep.max_bytes)
+
+        while True:
+            await insist("prune what was acknowledged", prune)
+            await anyio.sleep(PRUNE_SECONDS)
+
+
+def _has_enough(run: RunRecord) -> bool:
+    """Whether what is under way is surplus, which the run does not want."""
+    return run.request.surplus is Surplus.CANCEL and run.count("ready") >= run.request.batch_size
+
+
+def _claim(active: Active) -> Claim:
+    """How many groups a run would begin now."""
+    run, request = active.run, active.run.request
+    under_way = active.learned.look(active.groups)
+    if run.state is not RunState.RUNNING or run.exhausted or run.tasks == 0:
+        return Claim(0)
+    count = min(wanted(_standing(run), under_way, active.learned.acceptance), _left(run))
+    return Claim(int(count), request.priority, request.weight)
+
+
+def _left(run: RunRecord) -> float:
+    """Tasks that can be taken now."""
+    if run.total is not None:
+        return run.total - run.cursor
+    source = run.request.source
+    return run.tasks - run.cursor if source.kind == "inline" and source.open else math.inf
+
+
+def _standing(run: RunRecord) -> Standing:
+    """What a run asks for and has; versions count from the one that it began with."""
+    asked = run.request
+    return Standing(
+        batch_size=asked.batch_size,
+        max_concurrent=asked.max_concurrent,
+        eta=asked.max_staleness,
+        prefetch_batches=asked.prefetch_batches if asked.surplus is Surplus.CARRY_OVER else 0,
+        version=run.version - run.first_version,
+        running=run.count("open"),
+        ready=run.count("ready"),
+        batched=run.count("batched"),
+        acknowledged=run.count("acknowledged"),
+    )
+
+
+def _new_group(run: RunRecord, place: Place, task: Task) -> NewGroup:
+    size = run.request.group_size
+    requests = [rollout_request(run, place.number, sample, task, 0) for sample in range(size)]
+    return NewGroup(place.number, place.epoch, requests)
+
+
+def rollout_request(run: RunRecord, number: int, sample: int, task: Task, retry: int) -> RolloutRequest:
+    """The order for one sample of a group."""
+    asked, sampling = run.request, run.request.sampling
+    if sampling.seed is not None:
+        sampling = sampling.model_copy(update={"seed": sampling.seed + sample})
+    suffix = f".{retry}" if retry else ""
+    return RolloutRequest(
+        rollout_id=f"{run.run_id}.{number}.{sample}{suffix}",
+        task=task,
+        pool=asked.pool,
+        sampling=sampling,
+        limits=asked.limits,
+        metadata=asked.metadata,
+    )
+
+
+def retry_of(rollout_id: str) -> int:
+    """How often a sample was repeated before this rollout of it; run ids hold no dots."""
+    parts = rollout_id.split(".")
+    return int(parts[3]) if len(parts) > 3 else 0

@@ -1,0 +1,206 @@
+"""The statements on batches: each function runs inside one transaction, in the database's thread."""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+from collections.abc import Mapping
+
+from api_schemas.runs import RunState, Surplus
+from rollout_service.errors import ConflictError, NotFoundError
+from rollout_service.store import run_codec
+from rollout_service.store.run_contract import LeasedBatch, LeaseOrder, NoBatch, RunRecord
+from rollout_service.store.run_statements import finish_if_done, give_up, record_of, row_of, tally
+
+_HELD = (
+    "SELECT * FROM batches WHERE run = :run AND state = 'leased' AND lease_key = :key AND lease_until > :now"
+)
+_FREE = """
+SELECT * FROM batches WHERE run = :run AND (state = 'returned' OR (state = 'leased' AND lease_until <= :now))
+ORDER BY number LIMIT 1
+"""
+_DUE = "SELECT min(lease_until) AS due FROM batches WHERE run = ? AND state = 'leased'"
+_GROUPS = "SELECT number FROM groups WHERE batch = ? ORDER BY number"
+_STALE_IN_BATCH = "SELECT count(*) FROM groups WHERE batch = ? AND oldest_version < ?"
+_DROP_STALE_OF_BATCH = """
+UPDATE groups SET state = 'dropped', reason = 'stale', batch = NULL, changed_at = :now
+WHERE batch = :batch AND oldest_version < :bound
+"""
+_FREE_OF_BATCH = "UPDATE groups SET state = 'ready', batch = NULL, changed_at = :now WHERE batch = :batch"
+_DROP_STALE = """
+UPDATE groups SET state = 'dropped', reason = 'stale', changed_at = :now
+WHERE run = :run AND state = 'ready' AND oldest_version < :bound
+"""
+_DROP_SURPLUS = """
+UPDATE groups SET state = 'dropped', reason = 'surplus', changed_at = :now WHERE run = :run AND state = 'ready'
+"""
+_READY = "SELECT seq FROM groups WHERE run = ? AND state = 'ready' ORDER BY number LIMIT ?"
+_NEW = """
+INSERT INTO batches (run, number, state, lease_key, lease_until, deliveries, version, dropped, changed_at)
+VALUES (:run, :number, 'leased', :key, :until, 1, :version, :dropped, :now) RETURNING *
+"""
+_TAKE = """
+UPDATE groups SET state = 'batched', batch = :batch, changed_at = :now
+WHERE seq IN (SELECT value FROM json_each(:groups))
+"""
+_COUNT_BATCH = "UPDATE runs SET batches = batches + 1, reported = :reported WHERE seq = :run"
+_LEASE_AGAIN = """
+UPDATE batches SET state = 'leased', lease_key = :key, lease_until = :until, deliveries = deliveries + 1,
+    version = :version, changed_at = :now
+WHERE seq = :batch RETURNING *
+"""
+_EXTEND = "UPDATE batches SET lease_until = :until WHERE seq = :batch RETURNING *"
+_SETTLE = "UPDATE batches SET state = :state, lease_until = 0, changed_at = :now WHERE seq = :batch"
+_ACKNOWLEDGE_GROUPS = "UPDATE groups SET state = 'acknowledged', changed_at = :now WHERE batch = :batch"
+_CLOSED_GROUP = """
+SELECT groups.*, run_id FROM groups JOIN runs ON runs.seq = groups.run
+WHERE run_id = ? AND number = ? AND groups.state <> 'open'
+"""
+_GROUP_ROLLOUTS = """
+SELECT rollouts.*, request, result, trajectory
+FROM rollouts JOIN requests USING (seq) LEFT JOIN results USING (seq)
+WHERE rollout_id IN (SELECT value FROM json_each(?))
+"""
+_CLOSED_GROUP = """
+SELECT groups.*, run_id FROM groups JOIN runs ON runs.seq = groups.run
+WHERE run_id = ? AND number = ? AND groups.state <> 'open'
+"""
+_GROUP_ROLLOUTS = """
+SELECT rollouts.*, request, result, trajectory
+FROM rollouts JOIN requests USING (seq) LEFT JOIN results USING (seq)
+WHERE rollout_id IN (SELECT value FROM json_each(?))
+"""
+_BATCH = "SELECT * FROM batches WHERE run = ? AND number = ?"
+
+
+def lease(db: sqlite3.Connection, order: LeaseOrder, now: float) -> LeasedBatch | NoBatch:
+    """A batch for this consumer: the one it holds already, one that is free again, or a new one."""
+    row = row_of(db, order.run_id)
+    run = record_of(db, row)
+    held = db.execute(_HELD, {"run": row["seq"], "key": order.key, "now": now}).fetchone()
+    if held is not None:
+        (again,) = db.execute(_EXTEND, {"batch": held["seq"], "until": now + order.seconds}).fetchall()
+        return _batch(db, again, order.run_id)
+    bound = None if order.allow_stale else oldest_allowed(run)
+    while free := db.execute(_FREE, {"run": row["seq"], "now": now}).fetchone():
+        if bound is not None and _dissolve_if_stale(db, free, bound, now):
+            continue
+        values = {"batch": free["seq"], "key": order.key, "until": now + order.seconds}
+        (again,) = db.execute(_LEASE_AGAIN, values | {"version": run.version, "now": now}).fetchall()
+        return _batch(db, again, order.run_id)
+    return _new_batch(db, row, order, bound, now)
+
+
+def oldest_allowed(run: RunRecord) -> int | None:
+    """The oldest version that a token of a batch may have; None when the run does not look."""
+    eta = run.request.max_staleness
+    return None if eta is None else run.version - eta
+
+
+def _dissolve_if_stale(db: sqlite3.Connection, batch: sqlite3.Row, bound: int, now: float) -> bool:
+    (stale,) = db.execute(_STALE_IN_BATCH, (batch["seq"], bound)).fetchone()
+    if not stale:
+        return False
+    values = {"batch": batch["seq"], "bound": bound, "now": now}
+    db.execute(_DROP_STALE_OF_BATCH, values)
+    db.execute(_FREE_OF_BATCH, values)
+    db.execute(_SETTLE, values | {"state": "dissolved"})
+    return True
+
+
+def _new_batch(
+    db: sqlite3.Connection, row: sqlite3.Row, order: LeaseOrder, bound: int | None, now: float
+) -> LeasedBatch | NoBatch:
+    if bound is not None:
+        db.execute(_DROP_STALE, {"run": row["seq"], "bound": bound, "now": now})
+        finish_if_done(db, row["seq"], now)
+    run = record_of(db, row_of(db, order.run_id))
+    size = run.request.batch_size
+    groups = [ready["seq"] for ready in db.execute(_READY, (row["seq"], size))]
+    last = run.exhausted and not run.count("open")
+    if not groups or (len(groups) < size and not last):
+        over = run.state is RunState.FINISHED or (last and not groups and not run.count("batched"))
+        (due,) = db.execute(_DUE, (row["seq"],)).fetchone()
+        return NoBatch(over=over, due=math.inf if due is None else due)
+    dropped = dropped_tallies(run.tallies)
+    values = {
+        "run": row["seq"],
+        "number": row["batches"],
+        "key": order.key,
+        "until": now + order.seconds,
+        "version": run.version,
+        "dropped": json.dumps(since(json.loads(row["reported"]), dropped)),
+        "now": now,
+    }
+    (made,) = db.execute(_NEW, values).fetchall()
+    db.execute(_TAKE, {"batch": made["seq"], "groups": json.dumps(groups), "now": now})
+    db.execute(_COUNT_BATCH, {"run": row["seq"], "reported": json.dumps(dropped)})
+    if run.request.surplus is Surplus.CANCEL:
+        db.execute(_DROP_SURPLUS, {"run": row["seq"], "now": now})
+        give_up(db, row["seq"], "surplus")
+    return _batch(db, made, order.run_id)
+
+
+def dropped_tallies(tallies: Mapping[str, int]) -> dict[str, int]:
+    """Dropped groups by reason."""
+    prefix = "dropped:"
+    return {name.removeprefix(prefix): n for name, n in tallies.items() if name.startswith(prefix)}
+
+
+def since(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    """What was added to counts, without zeros."""
+    return {name: count - before.get(name, 0) for name, count in now.items() if count > before.get(name, 0)}
+
+
+def _batch(db: sqlite3.Connection, row: sqlite3.Row, run_id: str) -> LeasedBatch:
+    groups = [group["number"] for group in db.execute(_GROUPS, (row["seq"],))]
+    return run_codec.decode_batch(row, run_id, groups)
+
+
+def acknowledge(db: sqlite3.Connection, run_id: str, number: int, now: float) -> None:
+    """Settle a batch for good; again changes nothing."""
+    row, batch = row_of(db, run_id), _row(db, run_id, number)
+    if batch["state"] == "acknowledged":
+        return
+    if batch["state"] == "dissolved":
+        raise ConflictError(
+            f"the batch {run_codec.batch_id(run_id, number)} was dissolved: its lease had run out or been "
+            "given back, and a group of it had grown too old",
+            hint="Do not count it as trained; acknowledge within the lease, or lease for longer.",
+        )
+    db.execute(_SETTLE, {"batch": batch["seq"], "state": "acknowledged", "now": now})
+    db.execute(_ACKNOWLEDGE_GROUPS, {"batch": batch["seq"], "now": now})
+    tally(db, row["seq"], "batches:acknowledged")
+    finish_if_done(db, row["seq"], now)
+
+
+def give_back(db: sqlite3.Connection, run_id: str, number: int, now: float) -> None:
+    """Return a batch to be leased again at once; what was returned or dissolved is there already."""
+    batch = _row(db, run_id, number)
+    if batch["state"] == "acknowledged":
+        raise ConflictError(
+            f"the batch {run_codec.batch_id(run_id, number)} is acknowledged",
+            hint="What was acknowledged never comes again.",
+        )
+    if batch["state"] == "leased":
+        db.execute(_SETTLE, {"batch": batch["seq"], "state": "returned", "now": now})
+
+
+def _row(db: sqlite3.Connection, run_id: str, number: int) -> sqlite3.Row:
+    row: sqlite3.Row | None = db.execute(_BATCH, (row_of(db, run_id)["seq"], number)).fetchone()
+    if row is None:
+        raise NotFoundError(
+            f"there is no batch {run_codec.batch_id(run_id, number)}",
+            hint="A batch's id comes with its lease.",
+        )
+    return row
+
+
+def read_group(db: sqlite3.Connection, run_id: str, number: int) -> tuple[sqlite3.Row, list[sqlite3.Row]]:
+    """The row of a closed group and those of its rollouts with results; decoding is for another thread."""
+    row = db.execute(_CLOSED_GROUP, (run_id, number)).fetchone()
+    if row is None:
+        raise NotFoundError(f"the run {run_id} has no finished group {number}")
+    ids = json.dumps([sample.rollout_id for sample in run_codec.decode_samples(row["samples"])])
+    return row, db.execute(_GROUP_ROLLOUTS, (ids,)).fetchall()

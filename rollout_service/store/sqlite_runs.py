@@ -1,0 +1,221 @@
+"""Runs, groups and batches in the SQLite store; made and closed with it."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import anyio.to_thread
+
+from api_schemas.errors import ErrorInfo
+from api_schemas.rollouts import Rollout, RolloutRequest
+from api_schemas.runs import FileTasks, Group, InlineTasks, RunRequest, RunState
+from api_schemas.tasks import Task
+from rollout_service.store import batch_statements, codec, run_codec, run_statements, trajectory_codec
+from rollout_service.store.run_contract import (
+    Closing,
+    LeasedBatch,
+    LeaseOrder,
+    NewGroup,
+    NoBatch,
+    OpenGroup,
+    RunRecord,
+    RunStore,
+)
+from rollout_service.store.signals import Level
+from rollout_service.store.trajectory_codec import Columns
+from rollout_service.store.worker import DatabaseThread
+
+T = TypeVar("T")
+
+
+class SqliteRuns(RunStore):
+    """The runs of one store."""
+
+    def __init__(
+        self, thread: DatabaseThread, clock: Callable[[], float], work_added: Callable[[], None]
+    ) -> None:
+        """`work_added` is called when rollouts were queued."""
+        self._thread = thread
+        self._clock = clock
+        self._work_added = work_added
+        self._changes = Level(1)
+        self._deliveries = Level(1)
+
+    async def create(
+        self, request: RunRequest, *, tasks: int, digest: str | None, version: int
+    ) -> tuple[RunRecord, bool]:
+        if request.run_id is None:
+            raise ValueError("a request needs its run_id before it is made durable")
+        values = {
+            "id": request.run_id,
+            "fingerprint": run_codec.fingerprint(request),
+            "request": run_codec.encode_request(request),
+            "version": version,
+            "tasks": tasks,
+            "total": total_tasks(request.source, tasks),
+            "digest": digest,
+            "now": self._clock(),
+        }
+        created = await self._write(lambda db: run_statements.create(db, values, request))
+        self._changed()
+        return created
+
+    async def get(self, run_id: str) -> RunRecord:
+        return await self._read(lambda db: run_statements.get(db, run_id))
+
+    async def list(self) -> Sequence[RunRecord]:
+        return await self._read(lambda db: run_statements.listed(db, active=False))
+
+    async def active(self) -> Sequence[RunRecord]:
+        return await self._read(lambda db: run_statements.listed(db, active=True))
+
+    async def update(
+        self,
+        run_id: str,
+        *,
+        state: RunState | None = None,
+        version: int | None = None,
+        request: RunRequest | None = None,
+        problem: ErrorInfo | None = None,
+    ) -> RunRecord:
+        now = self._clock()
+        record = await self._write(
+            lambda db: run_statements.update(
+                db, run_id, now=now, state=state, version=version, request=request, problem=problem
+            )
+        )
+        self._changed()
+        return record
+
+    async def append(
+        self, run_id: str, tasks: Sequence[Task], *, offset: int | None, close: bool
+    ) -> RunRecord:
+        now = self._clock()
+        record = await self._write(
+            lambda db: run_statements.append(db, run_id, tasks, offset=offset, close=close, now=now)
+        )
+        self._changed()
+        return record
+
+    async def inline_tasks(self, run_id: str, *, first: int, limit: int) -> Sequence[Task]:
+        return await self._read(lambda db: run_statements.inline_tasks(db, run_id, first, limit))
+
+    async def begin(self, run_id: str, groups: Sequence[NewGroup]) -> int:
+        now = self._clock()
+        begun = await self._write(lambda db: run_statements.begin(db, run_id, groups, now))
+        self._work_added()
+        return begun
+
+    async def open_groups(self, run_id: str) -> Sequence[OpenGroup]:
+        return await self._read(lambda db: run_statements.open_groups(db, run_id))
+
+    async def repeat(self, run_id: str, number: int, sample: int, request: RolloutRequest) -> None:
+        now = self._clock()
+        await self._write(lambda db: run_statements.repeat(db, run_id, number, sample, request, now))
+        self._work_added()
+
+    async def cut(self, run_id: str, number: int, samples: Sequence[int]) -> None:
+        await self._write(lambda db: run_statements.cut(db, run_id, number, samples))
+
+    async def give_up(self, run_id: str, reason: str) -> None:
+        def job(db: sqlite3.Connection) -> None:
+            run_statements.give_up(db, run_statements.row_of(db, run_id)["seq"], reason)
+
+        await self._write(job)
+
+    async def close_group(self, run_id: str, closing: Closing) -> None:
+        now = self._clock()
+        await self._write(lambda db: run_statements.close_group(db, run_id, closing, now))
+        self._changed()
+
+    async def lease(self, order: LeaseOrder) -> LeasedBatch | NoBatch:
+        now = self._clock()
+        leased = await self._write(lambda db: batch_statements.lease(db, order, now))
+        if isinstance(leased, LeasedBatch):
+            self._changes.rise(self._changes.value + 1)
+        return leased
+
+    async def acknowledge(self, run_id: str, batch: int) -> None:
+        now = self._clock()
+        await self._write(lambda db: batch_statements.acknowledge(db, run_id, batch, now))
+        self._changed()
+
+    async def give_back(self, run_id: str, batch: int) -> None:
+        now = self._clock()
+        await self._write(lambda db: batch_statements.give_back(db, run_id, batch, now))
+        self._changed()
+
+    async def standing(self, run_id: str) -> Mapping[int, str]:
+        return await self._read(lambda db: run_statements.standing(db, run_id))
+
+    async def group(self, run_id: str, number: int) -> Group:
+        row, members = await self._read(lambda db: batch_statements.read_group(db, run_id, number))
+        return await anyio.to_thread.run_sync(_decode_group, row, members)
+
+    async def group_columns(self, run_id: str, number: int) -> tuple[Group, Sequence[Sequence[Columns]]]:
+        row, members = await self._read(lambda db: batch_statements.read_group(db, run_id, number))
+        return await anyio.to_thread.run_sync(_decode_columns, row, members)
+
+    async def prune(self, run_id: str, *, seconds: float | None, max_bytes: int | None) -> int:
+        now = self._clock()
+        return await self._write(
+            lambda db: run_statements.prune(db, run_id, seconds=seconds, max_bytes=max_bytes, now=now)
+        )
+
+    async def wait_for_change(self, after: int) -> int:
+        return await self._changes.wait_above(after)
+
+    @property
+    def deliveries(self) -> int:
+        return self._deliveries.value
+
+    async def wait_for_delivery(self, after: int) -> int:
+        return await self._deliveries.wait_above(after)
+
+    def rollout_ended(self) -> None:
+        """Tell those who wait for changes that a rollout has ended."""
+        self._changes.rise(self._changes.value + 1)
+
+    def _changed(self) -> None:
+        self._changes.rise(self._changes.value + 1)
+        self._deliveries.rise(self._deliveries.value + 1)
+
+    async def _write(self, job: Callable[[sqlite3.Connection], T]) -> T:
+        return await self._thread.run(job, writes=True)
+
+    async def _read(self, job: Callable[[sqlite3.Connection], T]) -> T:
+        return await self._thread.run(job, writes=False)
+
+
+def total_tasks(source: InlineTasks | FileTasks, tasks: int) -> int | None:
+    """Tasks over all epochs; None while there is no end to them."""
+    if isinstance(source, InlineTasks) and source.open:
+        return None
+    return None if source.epochs is None else source.epochs * tasks
+
+
+def _decode_group(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> Group:
+    rollouts: dict[str, Rollout] = {}
+    for member in members:
+        rollout = codec.decode_rollout(member)
+        if member["trajectory"] is not None:
+            trajectory = trajectory_codec.decode(member["trajectory"])
+            rollout = rollout.model_copy(update={"trajectory": trajectory})
+        rollouts[rollout.rollout_id] = rollout
+    return run_codec.decode_group(row, rollouts)
+
+
+def _decode_columns(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> tuple[Group, list[list[Columns]]]:
+    rollouts: dict[str, Rollout] = {}
+    columns: dict[str, list[Columns]] = {}
+    for member in members:
+        rollout = codec.decode_rollout(member)
+        columns[rollout.rollout_id] = []
+        if member["trajectory"] is not None:
+            trajectory, columns[rollout.rollout_id] = trajectory_codec.split(member["trajectory"])
+            rollout = rollout.model_copy(update={"trajectory": trajectory})
+        rollouts[rollout.rollout_id] = rollout
+    group = run_codec.decode_group(row, rollouts)
+    return group, [columns[sample.rollout.rollout_id] for sample in group.samples]

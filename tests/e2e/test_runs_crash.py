@@ -1,0 +1,24 @@
+"""kill -9 of the trainer, of the service and of both: what was acknowledged never comes again, nothing else is lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "crash.py"
+
+
+@pytest.mark.timeout(400)
+def test_both_sides_agree_after_every_kind_of_kill(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, str(BENCHMARK), "--quick", "--json", str(figures)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-4_000:]
+    found = json.loads(figures.read_text())["figures"]
+    assert (found["lost"], found["duplicated"]) == (0, 0)
+    assert found["rounds"] >= 3
+    assert found["groups_acknowledged"] > 0

@@ -1,0 +1,146 @@
+"""The admission formula against an independent model, and what is too old."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rollout_service.groups import AcceptanceRate, Standing, admissible, admission_capacity, too_old, wanted
+
+
+class AdmissionMachine(RuleBasedStateMachine):
+    """The model knows no formula: it asks in which step a group would be trained on.
+
+    Groups are trained on B at a time. A group may begin if it would be trained on, if all that are there are kept, in
+    a step that is at most eta after the trainer's.
+    """
+
+    @initialize(
+        size=st.integers(1, 5), eta=st.integers(0, 4), most=st.integers(1, 30), version=st.integers(0, 6)
+    )
+    def start(self, size, eta, most, version):
+        """At version v, as after a restart without any record of what was trained on."""
+        self.size, self.eta, self.most = size, eta, most
+        self.step = version
+        self.trained = version * size
+        self.acknowledged = self.ready = self.batched = self.running = 0
+        self.granted_in_step = 0
+
+    @property
+    def standing(self):
+        return Standing(
+            batch_size=self.size,
+            max_concurrent=self.most,
+            eta=self.eta,
+            prefetch_batches=1_000,
+            version=self.step,
+            running=self.running,
+            ready=self.ready,
+            batched=self.batched,
+            acknowledged=self.acknowledged,
+        )
+
+    def may_begin(self):
+        position = self.trained + self.batched + self.ready + self.running
+        return self.running < self.most and position // self.size <= self.step + self.eta
+
+    @precondition(lambda self: admissible(self.standing) > 0)
+    @rule(data=st.data())
+    def begin(self, data):
+        groups = data.draw(st.integers(1, admissible(self.standing)))
+        self.running += groups
+
+    @precondition(lambda self: self.running)
+    @rule(kept=st.booleans())
+    def end(self, kept):
+        self.running -= 1
+        self.ready += kept
+
+    @precondition(lambda self: self.ready >= self.size and not self.batched)
+    @rule()
+    def lease(self):
+        self.ready -= self.size
+        self.batched += self.size
+
+    @precondition(lambda self: self.batched)
+    @rule()
+    def train_and_acknowledge(self):
+        self.batched -= self.size
+        self.acknowledged += self.size
+        self.trained += self.size
+        self.step += 1
+
+    @precondition(lambda self: self.ready)
+    @rule()
+    def drop(self):
+        self.ready -= 1
+
+    @rule()
+    def lose_what_runs(self):
+        self.running = 0
+
+    @rule(most=st.integers(1, 30))
+    def change_limit(self, most):
+        self.most = most
+
+    @invariant()
+    def grants_as_the_model_does(self):
+        if hasattr(self, "size"):
+            assert (admissible(self.standing) > 0) == self.may_begin()
+
+    @invariant()
+    def never_runs_further_ahead_than_eta(self):
+        if hasattr(self, "size"):
+            assert self.ready + self.batched + self.running <= (self.eta + 1) * self.size
+
+
+TestAdmission = AdmissionMachine.TestCase
+
+count = st.integers(0, 50)
+
+
+@given(st.integers(-3, 50), st.integers(1, 20), count, count, count, count)
+def test_the_formula(most, size, eta, version, accepted, running):
+    capacity = admission_capacity(
+        max_concurrent=most, batch_size=size, eta=eta, version=version, accepted=accepted, running=running
+    )
+    assert capacity == min(max(1, most) - running, (eta + version + 1) * size - (accepted + running))
+
+
+@given(st.integers(1, 20), st.integers(0, 8), st.integers(0, 10_000), st.data())
+def test_a_restart_is_granted_no_more_than_eta_and_one_batches(size, eta, version, data):
+    """Whatever the record says of what was acknowledged before, and however much is kept."""
+    acknowledged = data.draw(st.integers(0, (version + 2) * size))
+    granted = ready = 0
+    while True:
+        standing = Standing(size, 10**9, eta, 10**6, version, ready=ready, acknowledged=acknowledged)
+        groups = admissible(standing)
+        if groups <= 0:
+            break
+        granted += groups
+        ready += groups
+    assert granted <= (eta + 1) * size
+    if acknowledged <= version * size:
+        assert granted == (eta + 1) * size
+
+
+@given(count, st.integers(1, 30))
+def test_without_eta_only_concurrency_limits(running, most):
+    standing = Standing(1, most, None, 1, version=0, running=running, ready=10**6)
+    assert admissible(standing) == most - running
+
+
+@given(st.integers(1, 20), st.integers(0, 8), st.integers(0, 4), count, count)
+def test_what_is_wanted_is_admissible_and_never_negative(size, eta, ahead, running, ready):
+    standing = Standing(size, 16, eta, ahead, version=0, running=running, ready=ready)
+    groups = wanted(standing, {}, AcceptanceRate())
+    assert 0 <= groups <= max(0, admissible(standing))
+    if ready >= (1 + ahead) * size:
+        assert groups == 0
+
+
+@pytest.mark.parametrize(
+    ("oldest", "eta", "old"), [(None, 0, False), (3, None, False), (5, 0, False), (4, 0, True), (3, 2, False)]
+)
+def test_too_old(oldest, eta, old):
+    assert too_old(oldest, version=5, eta=eta) is old
