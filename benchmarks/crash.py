@@ -1,0 +1,201 @@
+"""kill -9 of the service, of the trainer, and of both, at random moments: is anything lost, does anything come twice?
+
+Run: python benchmarks/crash.py [--json FILE] [--quick]
+
+A trainer takes batches of a run and keeps a ledger of what it got and what was acknowledged, on the disk before it goes
+on. After the last kill the run is ended and drained. Then, by the ids on both sides:
+
+- lost: tasks that the cursor has passed and that were neither acknowledged nor cancelled when the run was ended;
+  batches that the trainer saw acknowledged and the service does not know to be;
+- duplicated: groups that came again after the trainer saw them acknowledged, or that were acknowledged in two batches.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+from anyio.abc import Process
+from common import HERE, Options, child, report, run
+
+from api_schemas.runs import FileTasks, RunRequest
+from rollout_service.cli.child import stop
+from rollout_service.client import RolloutClient
+from rollout_service.store import SqliteStore
+
+RUN_ID = "crash"
+TASKS = 50
+ROUNDS, QUICK_ROUNDS = 100, 3
+VICTIMS = (("trainer",), ("service",), ("trainer", "service"))
+LONGEST_SECONDS = 2.0
+"""The moment of a kill is drawn from so many seconds after the last progress was seen."""
+PROGRESS_SECONDS = 120.0
+DRAIN_SECONDS = 300.0
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What the trainer wrote."""
+
+    acknowledged: dict[str, list[int]] = field(default_factory=dict)
+    came_again: int = 0
+    """Groups that came after the trainer saw them acknowledged."""
+    delivered_again: int = 0
+    """Batches that came more than once, as they should when they were not acknowledged."""
+
+    @classmethod
+    def read(cls, path: Path) -> Ledger:
+        """All whole lines; a kill may have cut one short."""
+        ledger = cls()
+        for line in path.read_text().splitlines() if path.exists() else ():
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            ledger._take(entry)
+        return ledger
+
+    def _take(self, entry: dict[str, object]) -> None:
+        groups = [int(str(number)) for number in entry["groups"]] if isinstance(entry["groups"], list) else []
+        if "acknowledged" in entry:
+            self.acknowledged[str(entry["acknowledged"])] = groups
+            return
+        settled = {number for numbers in self.acknowledged.values() for number in numbers}
+        self.came_again += len(settled & set(groups))
+        self.delivered_again += entry["delivery"] != 1
+
+
+class Victims:
+    """The two processes that are killed and started again."""
+
+    def __init__(self, folder: Path, engine_url: str) -> None:
+        self.folder = folder
+        self.ledger = folder / "ledger.jsonl"
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        config = folder / "rollout.toml"
+        config.write_text("[pipeline]\nmax_attempts = 1000\ndrain_seconds = 1\n")
+        serve = ["-m", "rollout_service.cli", "serve", "--config", str(config), "--port", str(self.port)]
+        serve += ["--state-dir", str(folder / "state"), "--sandbox", "local", "--log-level", "warning"]
+        self._commands: dict[str, Sequence[str]] = {
+            "service": [*serve, "--engine", "none", "--backend", engine_url],
+            "trainer": [str(HERE / "crash_trainer.py"), self.url, RUN_ID, str(self.ledger)],
+        }
+        self.processes: dict[str, Process] = {}
+
+    async def start(self, name: str) -> None:
+        """Start one of them."""
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = await anyio.open_process(
+                [sys.executable, *self._commands[name]], stdin=None, stdout=log, stderr=log
+            )
+
+    async def kill(self, names: Sequence[str]) -> None:
+        """SIGKILL to all of them at once, and start them again."""
+        for name in names:
+            if self.processes[name].returncode is None:
+                self.processes[name].kill()
+        for name in names:
+            await self.processes[name].wait()
+            await self.processes[name].aclose()
+            await self.start(name)
+
+    async def progress(self) -> None:
+        """Wait until something more was acknowledged."""
+        before = len(Ledger.read(self.ledger).acknowledged)
+        with anyio.fail_after(PROGRESS_SECONDS):
+            while len(Ledger.read(self.ledger).acknowledged) == before:  # noqa: ASYNC110 - another process writes it
+                await anyio.sleep(0.05)
+
+    async def close(self) -> None:
+        """End what runs."""
+        for process in self.processes.values():
+            await stop(process)
+
+
+def free_port() -> int:
+    """A port that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def order(folder: Path) -> RunRequest:
+    """A run over a small file, without end."""
+    path = folder / "tasks.jsonl"
+    lines = [json.dumps({"question": f"{number} + 1", "answer": str(number + 1)}) for number in range(TASKS)]
+    path.write_text("\n".join(lines))
+    source = FileTasks(path=str(path), environment="math", epochs=None, shuffle=True)
+    return RunRequest(
+        run_id=RUN_ID, source=source, group_size=2, batch_size=2, filters=[], infrastructure_retries=100
+    )
+
+
+async def main(given: Options) -> None:
+    """Kill, drain, count."""
+    rounds = QUICK_ROUNDS if given.quick else ROUNDS
+    seed = time.time_ns()
+    draw = random.Random(seed)
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="crash-") as name:
+        folder = Path(name)
+        async with AsyncExitStack() as stack:
+            engine = [
+                "-m",
+                "rollout_service.inference.fakes",
+                "--delay",
+                "0.05",
+                "--turn",
+                "No idea.<|im_end|>",
+            ]
+            address = folder / "engine.address"
+            url = await stack.enter_async_context(child([*engine, "--address", str(address)], address))
+            victims = Victims(folder, url)
+            stack.push_async_callback(victims.close)
+            await victims.start("service")
+            client = await stack.enter_async_context(RolloutClient(victims.url, patience_seconds=120))
+            await client.ready()
+            await client.create_run(order(folder))
+            await victims.start("trainer")
+            for number in range(rounds):
+                await victims.progress()
+                await anyio.sleep(draw.uniform(0, LONGEST_SECONDS))
+                await victims.kill(VICTIMS[number % len(VICTIMS)])
+            await client.open_run(RUN_ID).end()
+            with anyio.fail_after(DRAIN_SECONDS):
+                await victims.processes["trainer"].wait()
+        figures = await compare(Ledger.read(victims.ledger), folder / "state" / "rollouts.sqlite3")
+    figures = {"rounds": rounds} | figures | {"seconds": round(time.perf_counter() - started, 1)}
+    report("kill -9 at random moments", given, {"seed": seed}, figures, {"lost": "0", "duplicated": "0"})
+
+
+async def compare(ledger: Ledger, database: Path) -> dict[str, float | int | None]:
+    """What the two sides say."""
+    async with await SqliteStore.open(database) as store:
+        run_record = await store.runs.get(RUN_ID)
+        standing = await store.runs.standing(RUN_ID)
+    by_service = {number for number, state in standing.items() if state == "acknowledged"}
+    settled = by_service | {number for number, state in standing.items() if state == "dropped:cancelled"}
+    skipped = set(range(run_record.cursor)) - settled
+    by_trainer = Counter(number for numbers in ledger.acknowledged.values() for number in numbers)
+    return {
+        "lost": len(skipped) + len(set(by_trainer) - by_service),
+        "duplicated": ledger.came_again + sum(count - 1 for count in by_trainer.values()),
+        "groups_acknowledged": len(by_service),
+        "batches_delivered_again": ledger.delivered_again,
+    }
+
+
+if __name__ == "__main__":
+    run(main, __doc__ or "")

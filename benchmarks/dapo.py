@@ -1,0 +1,298 @@
+"""How soon a trainer has its batches of informative groups, against synchronous rounds and against an oracle.
+
+Run: python benchmarks/dapo.py [--json FILE] [--quick]
+
+A discrete-event simulation of an engine, with rollouts of long-tailed times, drives the functions of
+`rollout_service.groups` by which the service's run manager decides. A trainer takes consecutive batches of 32 groups of
+8 and trains in no time, so that all time is time to informative groups. 30 to 70 % of the groups have rewards that do
+not vary. Every scheduler gets the same tasks in the same order. Figures are medians over seeds and these levels;
+`_at_N` is N % uninformative alone.
+
+- `speedup_vs_sync`: against rounds as in verl's dynamic sampling: generate a round, wait for all of it, filter, repeat
+  until there are enough, discard the rest; with the best size of a round (1, 2 or 3 batches) for that seed and level.
+- `ratio_to_oracle`: against an oracle that knows every outcome and time beforehand. It begins informative groups only,
+  the longest first, and drops nothing. It takes the faster of two schedules: exactly as many groups ready or under way
+  as the batches ahead need, at all times; or as many as the service found out of all that it began between two
+  batches, all of them at the beginning of that time. So neither starting too few nor too many groups hides.
+- `engine_idle_share`: the share of the engine's places in which nothing ran.
+- `begun_vs_needed`: groups begun, over those that hold as many informative ones as the batches and the prefetch ask.
+- `stale_share`: groups dropped since they were too old, of all begun.
+- `tight_`: the same on an engine that cannot hold what is begun. The oracle's lead there is work that nobody is spared
+  who must roll out a group to see its rewards; it grows to 1 / (1 - uninformative). `tight_ratio_to_greedy` is against
+  one that knows as little, but keeps every place busy, whatever is needed and however old it becomes.
+- `on_demand_`: nothing is begun for a batch before it is waited for, but for what is carried over.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import anyio
+from common import Options, report, run
+from simulated_engine import DrawnTask, SimulatedEngine, Workload, tasks
+
+from rollout_service.groups import (
+    AcceptanceRate,
+    FilterChain,
+    GroupOutcome,
+    Progress,
+    SampleOutcome,
+    Standing,
+    too_old,
+    wanted,
+)
+from rollout_service.groups.filters import ZeroVariance
+
+BATCH = 32
+ETA = 8
+ENGINES = {"": (1_024, 1), "tight_": (256, 1), "on_demand_": (1_024, 0)}
+"""Places of the engine, and batches made ahead, by the prefix of the figures."""
+LEVELS = (0.3, 0.4, 0.5, 0.6, 0.7)
+HEADLINES = ("speedup_vs_sync", "ratio_to_oracle", "engine_idle_share")
+AIMS = {"speedup_vs_sync": ">= 2", "ratio_to_oracle": "<= 1.10"}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is simulated."""
+
+    places: int
+    batches: int
+    uninformative: float
+    seed: int
+    ahead: int = 1
+    """Batches made ahead of the one that is waited for."""
+    workload: Workload = field(default_factory=Workload)
+
+    def tasks(self) -> Iterator[DrawnTask]:
+        """The tasks, which are the same for all schedulers."""
+        return tasks(self.workload, self.uninformative, self.seed)
+
+    def needed(self) -> int:
+        """How many of the first tasks hold as many informative ones as the batches and the prefetch ask for."""
+        wanted = (self.batches + self.ahead) * BATCH
+        positions = (place for place, task in enumerate(self.tasks(), start=1) if task.informative)
+        return next(islice(positions, wanted - 1, None))
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a scheduler came to."""
+
+    seconds: float
+    idle_share: float
+    begun: Sequence[DrawnTask] = ()
+    informative_by_batch: Sequence[int] = ()
+    """How many informative groups began while so many batches were delivered."""
+    stale: int = 0
+
+
+class Groups:
+    """Counts the samples of groups down, for schedulers that only count."""
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self.engine = engine
+        self.samples = 0
+        self._left: dict[int, int] = {}
+        self._tasks: dict[int, DrawnTask] = {}
+
+    def begin(self, chosen: Sequence[DrawnTask]) -> None:
+        """Run groups."""
+        self.engine.run(chosen)
+        for task in chosen:
+            self._tasks[task.number], self._left[task.number] = task, len(task.seconds)
+            self.samples += len(task.seconds)
+
+    def step(self) -> bool:
+        """Move on to the next rollout's end; returns whether an informative group ended with it."""
+        number, _ = self.engine.step()
+        self.samples -= 1
+        self._left[number] -= 1
+        return self._left[number] == 0 and self._tasks[number].informative
+
+
+@dataclass(slots=True)
+class OpenGroup:
+    """A group of the service that is under way."""
+
+    task: DrawnTask
+    version: int
+    """The trainer's when it began."""
+    samples: list[SampleOutcome] = field(default_factory=list)
+    path: list[Progress] = field(default_factory=lambda: [Progress()])
+
+
+class Service:
+    """A run that decides by the service's own code, and keeps in memory what the service keeps in its store."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.engine = SimulatedEngine(setting.places)
+        self.begun: list[DrawnTask] = []
+        self.found = [0] * setting.batches
+        self.stale = 0
+        self._setting = setting
+        self._stream = setting.tasks()
+        self._chain = FilterChain([ZeroVariance()])
+        self._acceptance = AcceptanceRate()
+        self._open: dict[int, OpenGroup] = {}
+        self._ready: list[OpenGroup] = []
+        self.delivered = 0
+
+    def begin(self) -> None:
+        """Begin as many groups as the service would."""
+        run = Standing(
+            batch_size=BATCH,
+            max_concurrent=(ETA + 1) * BATCH,
+            eta=ETA,
+            prefetch_batches=self._setting.ahead,
+            version=self.delivered,
+            running=len(self._open),
+            ready=len(self._ready),
+            acknowledged=self.delivered * BATCH,
+        )
+        under_way = Counter(group.path[-1] for group in self._open.values())
+        for task in islice(self._stream, wanted(run, under_way, self._acceptance)):
+            self._open[task.number] = OpenGroup(task, self.delivered)
+            self.engine.run([task])
+            self.begun.append(task)
+            self.found[self.delivered] += task.informative
+
+    def step(self) -> None:
+        """Move on to the next rollout's end."""
+        number, sample = self.engine.step()
+        group = self._open[number]
+        group.samples.append(SampleOutcome(sample, group.task.rewards[sample]))
+        if len(group.samples) < len(group.task.rewards):
+            varied = len({outcome.reward for outcome in group.samples}) > 1
+            group.path.append(Progress(len(group.samples), varied))
+            return
+        del self._open[number]
+        keep = self._chain.judge(GroupOutcome(number, tuple(group.samples))).keep
+        self._acceptance.learn(kept=keep, path=group.path[1:])
+        if keep:
+            self._ready.append(group)
+
+    def deliver(self) -> None:
+        """Hand over a batch if there is one; the trainer is one version further at once."""
+        if len(self._ready) < BATCH:
+            return
+        fresh = [
+            group for group in self._ready if not too_old(group.version, version=self.delivered, eta=ETA)
+        ]
+        self.stale += len(self._ready) - len(fresh)
+        self._ready = fresh
+        if len(self._ready) >= BATCH:
+            del self._ready[:BATCH]
+            self.delivered += 1
+
+
+def by_service(setting: Setting) -> Result:
+    """The service's own code."""
+    service = Service(setting)
+    while service.delivered < setting.batches:
+        service.begin()
+        service.step()
+        service.deliver()
+    engine = service.engine
+    return Result(engine.now, engine.idle_share, service.begun, service.found, service.stale)
+
+
+def by_oracle(setting: Setting, found: Sequence[int]) -> Result:
+    """Knows all; the faster of its two schedules."""
+    exact = [(1 + setting.ahead) * BATCH] + [BATCH] * (setting.batches - 1)
+    return min((_omniscient(setting, plan) for plan in (exact, found)), key=lambda result: result.seconds)
+
+
+def _omniscient(setting: Setting, plan: Sequence[int]) -> Result:
+    """Begins so many informative groups as soon as so many batches are delivered."""
+    groups = Groups(SimulatedEngine(setting.places))
+    informative = (task for task in setting.tasks() if task.informative)
+    ended = 0
+    for delivered, count in enumerate(plan):
+        chosen = list(islice(informative, count))
+        groups.begin(sorted(chosen, key=lambda task: -max(task.seconds)))
+        while ended < (delivered + 1) * BATCH:
+            ended += groups.step()
+    return Result(groups.engine.now, groups.engine.idle_share)
+
+
+def by_greed(setting: Setting) -> Result:
+    """Knows nothing, and keeps every place busy."""
+    groups, stream = Groups(SimulatedEngine(setting.places)), setting.tasks()
+    ended = 0
+    while ended < setting.batches * BATCH:
+        while groups.samples < setting.places:
+            groups.begin([next(stream)])
+        ended += groups.step()
+    return Result(groups.engine.now, groups.engine.idle_share)
+
+
+def by_rounds(setting: Setting) -> Result:
+    """Synchronous rounds, of the size that suits this case best."""
+    return min((_rounds(setting, size * BATCH) for size in (1, 2, 3)), key=lambda result: result.seconds)
+
+
+def _rounds(setting: Setting, size: int) -> Result:
+    groups, stream = Groups(SimulatedEngine(setting.places)), setting.tasks()
+    for _ in range(setting.batches):
+        found = 0
+        while found < BATCH:
+            groups.begin(list(islice(stream, size)))
+            found += sum(groups.step() for _ in range(size * setting.workload.group_size))
+    return Result(groups.engine.now, groups.engine.idle_share)
+
+
+def measure(setting: Setting) -> dict[str, float]:
+    """All schedulers on the same tasks."""
+    service = by_service(setting)
+    oracle = by_oracle(setting, service.informative_by_batch)
+    return {
+        "speedup_vs_sync": by_rounds(setting).seconds / service.seconds,
+        "ratio_to_oracle": service.seconds / oracle.seconds,
+        "engine_idle_share": service.idle_share,
+        "ratio_to_greedy": service.seconds / by_greed(setting).seconds,
+        "begun_vs_needed": len(service.begun) / setting.needed(),
+        "stale_share": service.stale / len(service.begun),
+    }
+
+
+def simulate(*, batches: int, seeds: int) -> dict[str, float | int | None]:
+    """All cases, and their medians."""
+    figures: dict[str, float | int | None] = {}
+    for prefix, (places, ahead) in ENGINES.items():
+        found = {
+            level: [measure(Setting(places, batches, level, seed, ahead)) for seed in range(seeds)]
+            for level in LEVELS
+        }
+        everything = [case for cases in found.values() for case in cases]
+        for name in everything[0]:
+            figures[prefix + name] = statistics.median(case[name] for case in everything)
+        for name in HEADLINES:
+            for level, cases in found.items():
+                figures[f"{prefix}{name}_at_{level:.0%}".rstrip("%")] = statistics.median(
+                    case[name] for case in cases
+                )
+    for prefix in ("", "on_demand_"):
+        del figures[prefix + "ratio_to_greedy"]  # only on a full engine is it a yardstick
+    return figures
+
+
+async def main(options: Options) -> None:
+    """Simulate in a thread, so that a signal ends it."""
+    batches, seeds = (6, 2) if options.quick else (12, 10)
+    figures = await anyio.to_thread.run_sync(
+        lambda: simulate(batches=batches, seeds=seeds), abandon_on_cancel=True
+    )
+    settings = {"batches": batches, "batch_size": BATCH, "group_size": Workload().group_size, "eta": ETA}
+    settings |= {"seeds": seeds}
+    for prefix, (places, ahead) in ENGINES.items():
+        settings |= {f"{prefix}engine_places": places, f"{prefix}prefetch_batches": ahead}
+    report("Time to informative groups", options, settings, figures, AIMS)
+
+
+if __name__ == "__main__":
+    run(main, "How soon a trainer has its batches of informative groups.")

@@ -1,0 +1,176 @@
+"""What it costs to deliver a batch of 256 trajectories of 32,000 tokens, as arrays and as JSON.
+
+Run: python benchmarks/delivery.py [--json FILE] [--quick]
+
+The batch is put into a store, a service is started on it, and the client leases it in both forms. The yardstick is
+writing the same arrays to a file on the same disk, until they are on it. Times are medians of five.
+
+- binary_vs_disk, json_vs_disk: seconds from the lease to a batch that can be trained on, over those of the file;
+- peak_mb: the most memory (10^6 bytes) that the service's process had; binary_mb: what the arrays take.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import anyio
+import numpy as np
+from common import Options, child, report, run, service
+
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
+from api_schemas.runs import InlineTasks, RunRequest
+from api_schemas.tasks import Task
+from api_schemas.trajectories import FinishReason, ForkReason, Segment, Trajectory
+from rollout_service.client import ClientRun, RolloutClient
+from rollout_service.store import SqliteStore
+from rollout_service.store.run_contract import ClosedSample, Closing, NewGroup
+
+RUN_ID = "delivery"
+GROUPS, SAMPLES, TOKENS = 32, 8, 32_000
+QUICK_TOKENS = 8_000
+ROUNDS = 5
+TURNS = 16
+VOCABULARY = 150_000
+ENVIRONMENT = 'name = "nothing"\nprompt = "nothing"\n'
+
+
+def trajectory(draw: np.random.Generator, tokens: int) -> Trajectory:
+    """Turns of sampled tokens after as many of tools, with log-probabilities as engines give them."""
+    turn = np.arange(tokens) * TURNS // tokens
+    sampled = (np.arange(tokens) * TURNS * 2 // tokens) % 2 == 1
+    logprobs = np.where(sampled, -draw.exponential(0.3, tokens), 0.0).astype("<f4")
+    segment = Segment(
+        token_ids=draw.integers(0, VOCABULARY, tokens).tolist(),
+        loss_mask=sampled.astype(int).tolist(),
+        logprobs=logprobs.astype(float).tolist(),
+        versions=np.where(sampled, 7, -1).tolist(),
+        turn_ids=np.where(sampled, turn, -1).tolist(),
+        fork_reason=ForkReason.FIRST,
+    )
+    return Trajectory(
+        segments=[segment],
+        messages=[],
+        finish_reasons=[FinishReason.STOP] * TURNS,
+        fork_counts={ForkReason.FIRST: 1},
+    )
+
+
+async def fill(database: Path, tokens: int) -> None:
+    """A run whose groups are all ready."""
+    draw = np.random.default_rng(0)
+    tasks = [Task(environment="math", instance={"question": "1", "answer": "1"})] * GROUPS
+    order = RunRequest(
+        run_id=RUN_ID,
+        source=InlineTasks(tasks=tasks),
+        group_size=SAMPLES,
+        batch_size=GROUPS,
+        filters=[],
+        infrastructure_retries=0,
+    )
+    async with await SqliteStore.open(database) as store:
+        await store.runs.create(order, tasks=GROUPS, digest=None, version=0)
+        for number in range(GROUPS):
+            ids = [f"{RUN_ID}.{number}.{sample}" for sample in range(SAMPLES)]
+            requests = [RolloutRequest(rollout_id=one, task=tasks[number]) for one in ids]
+            await store.runs.begin(RUN_ID, [NewGroup(number, 0, requests)])
+            for lease in await store.claim("fill", limit=SAMPLES, lease_seconds=600):
+                result = Rollout(
+                    rollout_id=lease.rollout_id,
+                    state=RolloutState.COMPLETED,
+                    task=lease.request.task,
+                    pool="policy",
+                    reward=0.0,
+                    created_at=lease.created_at,
+                    trajectory=trajectory(draw, tokens),
+                )
+                await store.finish(lease, "fill", result)
+            samples = [ClosedSample(n, one, True, None, 0.0, None) for n, one in enumerate(ids)]
+            await store.runs.close_group(RUN_ID, Closing(number, None, samples, 0.0, 0.0, 7, 7))
+
+
+async def timed_lease(run_of: ClientRun, *, arrays: bool) -> tuple[float, bytes]:
+    """Seconds until the batch is there, and what came; the batch is given back."""
+    started = time.perf_counter()
+    leased = await run_of.lease(arrays=arrays)
+    seconds = time.perf_counter() - started
+    if leased is None:
+        raise RuntimeError("there is no batch")
+    content = leased.content
+    await leased.nack()
+    return seconds, content
+
+
+def written(path: Path, content: bytes) -> float:
+    """Seconds to write bytes to a new file until they are on the disk."""
+    started = time.perf_counter()
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    seconds = time.perf_counter() - started
+    path.unlink()
+    return seconds
+
+
+def peak_mb(pid: int) -> float:
+    """The most resident memory that a process had, in MB."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    kib = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    return kib * 1024 / 1e6
+
+
+async def main(given: Options) -> None:
+    """Fill, deliver, compare."""
+    tokens = QUICK_TOKENS if given.quick else TOKENS
+    with tempfile.TemporaryDirectory(prefix="delivery-") as name:
+        folder = Path(name)
+        await fill(folder / "rollouts.sqlite3", tokens)
+        (folder / "environment.toml").write_text(ENVIRONMENT)
+        address = folder / "engine.address"
+        engine = ["-m", "rollout_service.inference.fakes", "--address", str(address)]
+        async with (
+            child(engine, address) as url,
+            service(folder, url, workers=1, environment=folder) as server,
+        ):
+            figures = await measure(server.client, server.process.pid, folder)
+    aims = {"binary_vs_disk": "<= 2"}
+    report(
+        "a batch on its way to a trainer",
+        given,
+        {"trajectories": GROUPS * SAMPLES, "tokens": tokens},
+        figures,
+        aims,
+    )
+
+
+async def measure(client: RolloutClient, pid: int, folder: Path) -> dict[str, float | int | None]:
+    """The figures of one batch."""
+    run_of = client.open_run(RUN_ID)
+    before = peak_mb(pid)
+    binary, disk = [], []
+    for _ in range(ROUNDS):
+        seconds, content = await timed_lease(run_of, arrays=True)
+        binary.append(seconds)
+        disk.append(await anyio.to_thread.run_sync(written, folder / "arrays", content))
+    after_binary = peak_mb(pid)
+    as_json = [(await timed_lease(run_of, arrays=False))[0] for _ in range(ROUNDS)]
+    binary_seconds, disk_seconds, json_seconds = map(statistics.median, (binary, disk, as_json))
+    return {
+        "binary_vs_disk": binary_seconds / disk_seconds,
+        "json_vs_disk": json_seconds / disk_seconds,
+        "peak_mb": peak_mb(pid),
+        "peak_after_binary_mb": after_binary,
+        "peak_before_mb": before,
+        "binary_mb": len(content) / 1e6,
+        "binary_seconds": binary_seconds,
+        "json_seconds": json_seconds,
+        "disk_seconds": disk_seconds,
+    }
+
+
+if __name__ == "__main__":
+    run(main, __doc__ or "")

@@ -1,0 +1,189 @@
+"""What an attack in one sandbox costs a neighbour and the service, in real Apptainer.
+
+    python benchmarks/neighbours.py [--json FILE] [--quick]
+
+For each attack, rounds in turn without and with it: the round trip of `true` in a neighbour's shell, and of a line
+through a socket that the service's event loop serves. A figure is the median over the rounds of the ratio of the
+two medians of a round, so that what else the machine does weighs on both sides; 1.1 is ten percent slower.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+import anyio.abc
+from common import Options, report, run
+
+from sandboxes import ApptainerConfig, Sandbox, SandboxError, SandboxProvider, SandboxSpec, make_provider
+
+MIB = 1024**2
+LIMITS = {"max_processes": 128, "memory_bytes": 512 * MIB, "disk_bytes": 128 * MIB}
+PAUSE = 0.003
+"""Between two probes: a neighbour that is not busy itself."""
+SETTLE = 0.7
+"""Between an attack's begin and the first probe: the watchdog has looked once."""
+ATTACK_SECONDS = 60.0
+AIM = "<= 1.10"
+
+SHELL = {
+    "spin": "for i in 1 2 3 4 5 6 7 8; do while :; do :; done & done; wait",
+    "fork_bomb": "bomb() { bomb | bomb & }; bomb; sleep 1000",
+    "memory_hog": "while :; do head -c 1G /dev/zero | tail >/dev/null; done",
+    "yes": "yes",
+    "full_disk": "while :; do dd if=/dev/zero of=/workspace/big bs=1M; rm -f /workspace/big; done 2>/dev/null",
+    "kill_all": "kill -9 -1; kill -9 $$",
+    "daemon": "for i in {1..50}; do setsid -f sleep 1000; done; yes | head -c 1000; sleep 0.05",
+    "long_line": "head -c 1G /dev/zero | tr '\\0' x",
+    "invalid_utf8": "while :; do printf '\\xff\\xfe\\xc3('; done",
+    "escapes": "yes $'\\e[2J\\e]0;title\\a\\e[31m'",
+}
+CELLS = {
+    "kernel_exit": "import os; os._exit(1)",
+    "kernel_flood": "while True: print('y' * 1000)",
+}
+
+
+@dataclass(slots=True)
+class Times:
+    """Round trips of one measurement, in seconds."""
+
+    neighbour: list[float] = field(default_factory=list)
+    service: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Probes:
+    """The neighbour's shell and a connection to the service's loop."""
+
+    sandbox: Sandbox
+    stream: anyio.abc.SocketStream
+
+    async def measure(self, seconds: float) -> Times:
+        """Both round trips, one after the other, for so long."""
+        times, shell = Times(), await self.sandbox.bash()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            begun = time.perf_counter()
+            await shell.run("true")
+            times.neighbour.append(time.perf_counter() - begun)
+            begun = time.perf_counter()
+            await self.stream.send(b"GET / HTTP/1.1\r\n\r\n")
+            await self.stream.receive()
+            times.service.append(time.perf_counter() - begun)
+            await anyio.sleep(PAUSE)
+        return times
+
+
+@asynccontextmanager
+async def probes(provider: SandboxProvider) -> AsyncIterator[Probes]:
+    """A neighbour that is ready, and a server in this event loop."""
+
+    async def answer(stream: anyio.abc.SocketStream) -> None:
+        async with stream:
+            async for _ in stream:
+                await stream.send(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+
+    async with anyio.create_task_group() as tasks, await provider.start(SandboxSpec()) as sandbox:
+        listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+        tasks.start_soon(listener.serve, answer)
+        port = listener.extra(anyio.abc.SocketAttribute.local_port)
+        async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+            found = Probes(sandbox, stream)
+            await found.measure(0.5)
+            yield found
+        tasks.cancel_scope.cancel()
+
+
+def attacks() -> dict[str, Callable[[Sandbox], Awaitable[object]]]:
+    """What each does once, by its name."""
+
+    def in_shell(command: str) -> Callable[[Sandbox], Awaitable[object]]:
+        async def attack(sandbox: Sandbox) -> object:
+            return await (await sandbox.bash()).run(command, timeout=ATTACK_SECONDS)
+
+        return attack
+
+    def in_kernel(code: str) -> Callable[[Sandbox], Awaitable[object]]:
+        async def attack(sandbox: Sandbox) -> object:
+            return await (await sandbox.python()).execute(code, timeout=ATTACK_SECONDS)
+
+        return attack
+
+    return {name: in_shell(command) for name, command in SHELL.items()} | {
+        name: in_kernel(code) for name, code in CELLS.items()
+    }
+
+
+@asynccontextmanager
+async def under(attack: Callable[[Sandbox], Awaitable[object]], sandbox: Sandbox) -> AsyncIterator[None]:
+    """The attack goes on, again and again, for as long as the block."""
+
+    async def go_on() -> None:
+        while True:
+            try:
+                await attack(sandbox)
+            except SandboxError:
+                continue  # it has ended its own session, or is at a limit: the next attempt
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(go_on)
+        await anyio.sleep(SETTLE)
+        yield
+        tasks.cancel_scope.cancel()
+    await sandbox.end_processes()
+
+
+async def main(given: Options) -> None:
+    """Measure every attack in turn."""
+    rounds, seconds = (2, 0.4) if given.quick else (9, 1.5)
+    figures: dict[str, float | int | None] = {}
+    with tempfile.TemporaryDirectory() as state:
+        provider = make_provider(ApptainerConfig(), Path(state))
+        try:
+            async with probes(provider) as found:
+                for name, attack in attacks().items():
+                    figures |= await ratios(provider, found, name, attack, rounds, seconds)
+        finally:
+            await provider.close()
+    figures["worst_ratio"] = max(
+        value for key, value in figures.items() if value and key.endswith("p50_ratio")
+    )
+    aims = {key: AIM for key in figures if key.endswith("ratio")}
+    report("neighbours", given, {"rounds": rounds, "seconds": seconds}, figures, aims)
+
+
+async def ratios(
+    provider: SandboxProvider,
+    found: Probes,
+    name: str,
+    attack: Callable[[Sandbox], Awaitable[object]],
+    rounds: int,
+    seconds: float,
+) -> dict[str, float]:
+    """The figures of one attack."""
+    pairs: list[tuple[Times, Times]] = []
+    async with await provider.start(SandboxSpec(**LIMITS)) as attacker:  # type: ignore[arg-type]
+        await attacker.bash()
+        for _ in range(rounds):
+            quiet = await found.measure(seconds)
+            async with under(attack, attacker):
+                pairs.append((quiet, await found.measure(seconds)))
+    figures = {}
+    for side in ("neighbour", "service"):
+        times = [(getattr(before, side), getattr(after, side)) for before, after in pairs]
+        medians = [statistics.median(after) / statistics.median(before) for before, after in times]
+        figures[f"{name}_{side}_p50_ratio"] = statistics.median(medians)
+        slowest = [statistics.quantiles(after, n=100)[-1] for _, after in times]
+        figures[f"{name}_{side}_p99_ms"] = 1000 * statistics.median(slowest)
+    return figures
+
+
+if __name__ == "__main__":
+    run(main, __doc__ or "")

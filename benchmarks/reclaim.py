@@ -1,0 +1,258 @@
+"""What outlives a service that is killed: `kill -9` at random moments while it starts, uses and closes sandboxes.
+
+Run: python benchmarks/reclaim.py [--json FILE] [--quick]
+
+Each round starts a service (`churn.py`), kills it after a random time, every other round with its process group, and
+counts what is left 5 s later: processes (this one adopts every orphan, so that none can hide), mounts in any mount
+namespace that can be read, control groups, and whatever is in the run folder. A second service in the same run folder
+keeps a sandbox through all rounds and must stay well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio.to_thread
+import psutil
+from common import HERE, Options, report, run
+from rich.console import Console
+
+from sandboxes import ProviderUnavailableError
+from sandboxes.host import find_apptainer
+
+ROUNDS, QUICK_ROUNDS = 50, 12
+ALLOWED_SECONDS = 5.0
+LONGEST_LIFE = 4.0
+WORKERS = 6
+POLL = 0.02
+PR_SET_CHILD_SUBREAPER = 36
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass
+class Round:
+    """One service, from the moment before its death."""
+
+    seconds: float = ALLOWED_SECONDS
+    services: set[str] = field(default_factory=set)
+    sandboxes: int = 0
+    processes: int = 0
+    guard_kilobytes: int = 0
+    left: list[str] = field(default_factory=list)
+
+
+class Arena:
+    """The run folder of all rounds, and who may be in it."""
+
+    def __init__(self, folder: Path, provider: str) -> None:
+        self.folder = folder
+        self.run = folder / "run"
+        self.provider = provider
+        self.bystander = self.start(0)
+        self.ask("ready", "")
+        self.services = {path.name for path in self.run.iterdir()}
+
+    def start(self, workers: int) -> subprocess.Popen[str]:
+        command = [sys.executable, str(HERE / "churn.py"), str(self.run), str(self.folder / "state")]
+        pipe = None if workers else subprocess.PIPE
+        with (self.folder / "log").open("ab") as log:
+            return subprocess.Popen(
+                [*command, str(workers), self.provider],
+                stdin=pipe,
+                stdout=pipe,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+
+    def ask(self, expected: str, question: str = "well?\n") -> None:
+        """The bystander's sandbox works.
+
+        Raises:
+            RuntimeError: it does not.
+        """
+        if self.bystander.stdin is None or self.bystander.stdout is None:
+            raise RuntimeError("the bystander has no pipes")
+        self.bystander.stdin.write(question)
+        self.bystander.stdin.flush()
+        if (answer := self.bystander.stdout.readline().strip()) != expected:
+            raise RuntimeError(f"the other service was harmed: {answer!r}, see {self.folder / 'log'}")
+
+    def close(self) -> None:
+        if self.bystander.stdin is not None:
+            self.bystander.stdin.close()
+        self.bystander.wait(30)
+        if self.bystander.stdout is not None:
+            self.bystander.stdout.close()
+
+    def round(self, life: float, *, group: bool) -> Round:
+        """Start a service, kill it, and see what is left."""
+        victim = self.start(WORKERS)
+        time.sleep(life)
+        if victim.poll() is not None:
+            raise RuntimeError(f"the service ended by itself: {(self.folder / 'log').read_text()[-2000:]}")
+        victim.send_signal(signal.SIGSTOP)  # so that what is counted is what it has when it dies
+        found = self.count(victim)
+        begun = time.monotonic()
+        if group:
+            os.killpg(victim.pid, signal.SIGKILL)
+        else:
+            victim.kill()
+        victim.wait()
+        while time.monotonic() < begun + ALLOWED_SECONDS:
+            # The mount tables take long to read: only when all else has gone.
+            found.left = self.left(found.services, mounts=False) or self.left(found.services)
+            if not found.left:
+                found.seconds = time.monotonic() - begun
+                return found
+            time.sleep(POLL)
+        return found
+
+    def count(self, victim: subprocess.Popen[str]) -> Round:
+        services = {path.name for path in self.run.iterdir()} - self.services
+        below = psutil.Process(victim.pid).children(recursive=True)
+        folders = [path for name in services for path in (self.run / name).iterdir() if path.is_dir()]
+        pss = [_pss(child.pid) for child in below if _is_guard(child, victim.pid)]
+        return Round(
+            services=services,
+            sandboxes=len(folders),
+            processes=len(below),
+            guard_kilobytes=max(pss, default=0),
+        )
+
+    def left(self, services: set[str], *, mounts: bool = True) -> list[str]:
+        """Everything that should not be there."""
+        found = [f"process {process}" for process in self._orphans()]
+        strangers = [path for path in self.run.iterdir() if path.name not in self.services]
+        found += [f"folder {path}" for path in strangers]
+        walks = [
+            entry for path in strangers for entry in os.walk(path)
+        ]  # which survives what vanishes meanwhile
+        found += [
+            f"file {Path(where) / name}" for where, folders, files in walks for name in (*folders, *files)
+        ]
+        found += [f"group {path}" for path in _groups(services)]
+        if mounts:
+            found += [f"mount {line}" for line in _mounts(self.run, self.services)]
+        return found
+
+    def _orphans(self) -> list[psutil.Process]:
+        """What has come down to this process, but for the bystander and what is dead."""
+        known = {self.bystander.pid}
+        with _gone():
+            known |= {process.pid for process in psutil.Process(self.bystander.pid).children(recursive=True)}
+        found = []
+        for process in psutil.Process().children(recursive=True):
+            with _gone():
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+                elif process.ppid() == os.getpid() and process.pid not in known:
+                    os.waitpid(process.pid, os.WNOHANG)
+        return [process for process in found if process.pid not in known]
+
+
+def _gone() -> AbstractContextManager[None]:
+    """Processes may end while they are looked at."""
+    return suppress(psutil.Error, OSError)
+
+
+def _is_guard(process: psutil.Process, owner: int) -> bool:
+    with _gone():
+        return process.ppid() == owner and "guard" in process.cmdline()
+    return False
+
+
+def _pss(pid: int) -> int:
+    with _gone():
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return 0
+
+
+def _groups(services: set[str]) -> list[str]:
+    """Control groups of these services, wherever they are."""
+    return [
+        str(Path(where) / name)
+        for where, names, _ in os.walk(CGROUPS)
+        for name in names
+        if name.startswith("rollout-") and name.split("-")[1] in services
+    ]
+
+
+def _mounts(run: Path, spared: set[str]) -> list[str]:
+    """Lines of every readable mount table that name the run folder, but not a service that lives."""
+    lines = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with _gone():
+                lines |= set((entry / "mountinfo").read_text(errors="replace").splitlines())
+    name = f"/{run.parent.name}/run"
+    return [line for line in lines if name in line and not any(one in line for one in spared)]
+
+
+def _measure(provider: str, lives: list[float], progress: Callable[[str], None]) -> list[Round]:
+    with tempfile.TemporaryDirectory(
+        prefix="rk-", dir="/tmp"
+    ) as folder:  # short, since sockets are made below it
+        Path(folder).chmod(0o755)  # sandboxes run as another user, who must reach theirs
+        return _rounds(Arena(Path(folder), provider), lives, progress)
+
+
+def _rounds(arena: Arena, lives: list[float], progress: Callable[[str], None]) -> list[Round]:
+    rounds = []
+    try:
+        for number, life in enumerate(lives):
+            one = arena.round(life, group=number % 2 == 1)
+            arena.ask("well")
+            rounds.append(one)
+            for left in one.left:
+                progress(f"round {number}: {left}")
+        for one in rounds:  # what came back, or was not there yet
+            one.left = one.left or arena.left(one.services)
+    finally:
+        arena.close()
+    if remaining := arena.left(arena.services):
+        rounds[-1].left += remaining
+    return rounds
+
+
+async def main(given: Options) -> None:
+    """Kill one service after the other."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    seed = random.randrange(2**32)
+    draw = random.Random(seed)
+    lives = [draw.uniform(0.0, LONGEST_LIFE) for _ in range(QUICK_ROUNDS if given.quick else ROUNDS)]
+    try:
+        provider = "apptainer" if find_apptainer() else "local"
+    except ProviderUnavailableError:
+        provider = "local"
+    console = Console(stderr=True)
+    rounds = await anyio.to_thread.run_sync(_measure, provider, lives, console.print)
+    seconds = [one.seconds for one in rounds]
+    figures: dict[str, float | int | None] = {
+        "rounds": len(rounds),
+        "leftovers": sum(len(one.left) for one in rounds),
+        "reclaim_s_p50": statistics.median(seconds),
+        "reclaim_s_max": max(seconds),
+        "sandboxes_killed": sum(one.sandboxes for one in rounds),
+        "processes_killed": sum(one.processes for one in rounds),
+        "guard_pss_mb": max(one.guard_kilobytes for one in rounds) / 1e3,
+    }
+    settings = {"provider": provider, "seed": seed, "workers": WORKERS, "allowed_seconds": ALLOWED_SECONDS}
+    report("What outlives a service", given, settings, figures, {"leftovers": "0", "reclaim_s_max": "<= 5"})
+
+
+if __name__ == "__main__":
+    run(main, "What outlives a service that is killed.")

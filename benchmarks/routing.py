@@ -1,0 +1,211 @@
+"""What a router keeps in the engines' caches, how evenly it spreads, and how long turns take.
+
+Run: python benchmarks/routing.py [--json FILE] [--quick]
+Before that: scripts/install-sglang, scripts/install-sglang-router
+
+The same sessions (64 of 10 turns, in 8 groups that share a task) go to the same engines by this service's pool and by
+sglang-router's policies `cache_aware` and `round_robin`. `sim_` is 4 scripted engines with a simulated prefix cache of
+bounded size, each in a process of its own; `sglang_` is 2 real SGLang servers on the CPU with a tiny model and shorter
+turns. The engines are emptied between the runs. Figures are medians over runs with different seeds.
+
+- `cached_vs_ideal`: prompt tokens that were found in a cache, over those that one engine with an unbounded cache would
+  have found, had it been asked for the same prompts one after the other.
+- `imbalance`: tokens (prompts and answers) of the engine that was given most of them, over the mean of all engines.
+- `p99_ms`: the 99th percentile of the time of a turn as its rollout sees it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import anyio
+import httpx
+from common import HERE, Options, child, report, run
+from sglang_router import SGLangRouter
+from traffic import Ask, Shape, draw, drive
+
+import rollout_service.policies
+from rollout_service.inference.contract import GenerateRequest, Generation
+from rollout_service.inference.pools import Pools
+from rollout_service.inference.sglang import SGLangBackend
+from rollout_service.inference.sglang_cpu import SGLangCpuServer
+
+MODEL = Path(rollout_service.policies.__file__).parent / "calc-tuned"
+OURS = "service"
+POLICIES = (OURS, "cache_aware", "round_robin")
+AIMS = {"cached_vs_ideal": ">= 0.97", "imbalance": "<= 1.1", "p99_ms": "<= the others'"}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Engines, what is asked of them, and how often."""
+
+    engines: int
+    kv_tokens: int
+    page: int
+    """Tokens that the engines cache together."""
+    shape: Shape
+    seeds: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One run."""
+
+    cached_vs_ideal: float
+    imbalance: float
+    p99_ms: float
+
+
+Router = Callable[[Sequence[str]], AbstractAsyncContextManager[tuple[Ask, Callable[[str], None]]]]
+
+
+@asynccontextmanager
+async def by_service(urls: Sequence[str]) -> AsyncIterator[tuple[Ask, Callable[[str], None]]]:
+    """Through this service's pool, in this process."""
+    async with Pools() as pools:
+        for url in urls:
+            await pools.register(url)
+        pool = pools["policy"]
+
+        async def ask(session: str, request: GenerateRequest) -> Generation:
+            return await pool.generate(request, affinity=session)
+
+        yield ask, pool.release
+
+
+def by_sglang_router(policy: str) -> Router:
+    """Through sglang-router."""
+
+    @asynccontextmanager
+    async def router(urls: Sequence[str]) -> AsyncIterator[tuple[Ask, Callable[[str], None]]]:
+        async with SGLangRouter(policy, urls) as process:
+            await process.until_ready()
+            backend = SGLangBackend(process.url)
+
+            async def ask(session: str, request: GenerateRequest) -> Generation:
+                del session
+                return await backend.generate(request)
+
+            try:
+                yield ask, lambda _: None
+            finally:
+                await backend.close()
+
+    return router
+
+
+@asynccontextmanager
+async def simulated(setting: Setting) -> AsyncIterator[list[str]]:
+    """Scripted engines with simulated caches."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        urls = []
+        for number in range(setting.engines):
+            address = folder / f"engine-{number}"
+            flags = [str(HERE / "kv_engine.py"), "--address", str(address)]
+            flags += ["--kv-tokens", str(setting.kv_tokens)]
+            flags += ["--time-scale", str(setting.shape.time_scale)]
+            urls.append(await stack.enter_async_context(child(flags, address)))
+        yield urls
+
+
+@asynccontextmanager
+async def real(setting: Setting) -> AsyncIterator[list[str]]:
+    """Real SGLang servers on the CPU."""
+    servers = [SGLangCpuServer(MODEL, kv_tokens=setting.kv_tokens) for _ in range(setting.engines)]
+    async with AsyncExitStack() as stack:
+        async with anyio.create_task_group() as starts:
+            for server in servers:
+                starts.start_soon(stack.enter_async_context, server)
+        yield [server.url for server in servers]
+
+
+async def measure(setting: Setting, urls: Sequence[str], policy: str, seed: int) -> Outcome:
+    """One run by one policy."""
+    router = by_service if policy == OURS else by_sglang_router(policy)
+    async with httpx.AsyncClient(timeout=60) as http, router(urls) as (ask, release):
+        for url in urls:
+            (await http.post(f"{url}/flush_cache")).raise_for_status()
+        before = [await served_tokens(http, url) for url in urls]
+        trace = await drive(draw(setting.shape, seed), ask, release)
+        after = [await served_tokens(http, url) for url in urls]
+    loads = [end - start for start, end in zip(before, after, strict=True)]
+    ideal = await anyio.to_thread.run_sync(trace.ideal_cached_tokens, setting.page)
+    times = sorted(turn.seconds for turn in trace.turns.values())
+    return Outcome(
+        cached_vs_ideal=trace.cached_tokens / ideal,
+        imbalance=max(loads) / statistics.mean(loads),
+        p99_ms=times[math.ceil(0.99 * len(times)) - 1] * 1e3,
+    )
+
+
+async def served_tokens(http: httpx.AsyncClient, url: str) -> float:
+    """Tokens of the prompts and answers that an engine has had so far."""
+    text = (await http.get(f"{url}/metrics")).text
+    lines = re.findall(r"^sglang:(?:prompt|generation)_tokens_total(?:\{.*\})? (\S+)$", text, re.MULTILINE)
+    return sum(map(float, lines))
+
+
+async def compare(setting: Setting, urls: Sequence[str]) -> dict[str, float]:
+    """Every policy on every seed; the policies take turns, so that a slow minute of the machine meets all."""
+    outcomes: dict[str, list[Outcome]] = {policy: [] for policy in POLICIES}
+    for seed in setting.seeds:
+        for policy in POLICIES:
+            outcomes[policy].append(await measure(setting, urls, policy, seed))
+    return {
+        ("" if policy == OURS else f"{policy}_") + name: statistics.median(
+            getattr(outcome, name) for outcome in of_policy
+        )
+        for policy, of_policy in outcomes.items()
+        for name in ("cached_vs_ideal", "imbalance", "p99_ms")
+    }
+
+
+def settings(*, quick: bool) -> dict[str, Setting]:
+    """What is measured, by the prefix of its figures."""
+    seeds = [1] if quick else [1, 2, 3]
+    simulated_shape = Shape(time_scale=0.1 if quick else 0.5)
+    real_shape = Shape(
+        system=96, task=(150, 350), observation=20.0, answer=12.0, longest=48, wait=0.5, arrival=0.2
+    )
+    if quick:
+        real_shape = replace(real_shape, group_size=4, turns=5, time_scale=0.4)
+    return {
+        "sim": Setting(engines=4, kv_tokens=100_000, page=16, shape=simulated_shape, seeds=seeds),
+        "sglang": Setting(engines=2, kv_tokens=40_000, page=1, shape=real_shape, seeds=seeds),
+    }
+
+
+async def main(options: Options) -> None:
+    """Measure on both kinds of engines."""
+    chosen = settings(quick=options.quick)
+    figures: dict[str, float | int | None] = {}
+    for prefix, engines in (("sim", simulated), ("sglang", real)):
+        async with engines(chosen[prefix]) as urls:
+            found = await compare(chosen[prefix], urls)
+        figures |= {f"{prefix}_{name}": value for name, value in found.items()}
+    told = {
+        f"{prefix}_{name}": value
+        for prefix, setting in chosen.items()
+        for name, value in (
+            ("engines", setting.engines),
+            ("kv_tokens", setting.kv_tokens),
+            ("sessions", setting.shape.groups * setting.shape.group_size),
+            ("turns", setting.shape.turns),
+            ("runs", len(setting.seeds)),
+        )
+    }
+    aims = {f"{prefix}_{name}": aim for prefix in chosen for name, aim in AIMS.items()}
+    report("Routing", options, told, figures, aims)
+
+
+if __name__ == "__main__":
+    run(main, "What a router keeps in the engines' caches, and how evenly it spreads.")

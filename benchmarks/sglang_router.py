@@ -1,0 +1,66 @@
+"""sglang-router as a process; `scripts/install-sglang-router` puts it in an environment of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+import httpx
+
+from rollout_service.inference.server_process import EngineStartError, Launch, ServerProcess
+
+_POLL_SECONDS = 0.2
+ENVIRONMENT = Path(__file__).parents[1] / ".venv-sglang-router"
+
+
+class SGLangRouter(ServerProcess):
+    """Routes to `workers` by `policy` while the context lasts; `.url` is where. Its other settings are its own.
+
+    Raises:
+        EngineStartError: on entering, if it is not installed or does not start.
+    """
+
+    def __init__(self, policy: str, workers: Sequence[str]) -> None:
+        super().__init__()
+        self._policy = policy
+        self._workers = workers
+        self._port, self._metrics_port = free_port(), free_port()
+
+    async def until_ready(self) -> None:
+        """Return once it sends requests to every worker, which is some time after it is healthy."""
+        async with httpx.AsyncClient(base_url=self.url) as http:
+            with anyio.fail_after(self.start_seconds):
+                while True:
+                    if await self._healthy_workers(http) == len(self._workers):
+                        return
+                    await anyio.sleep(_POLL_SECONDS)
+
+    async def _healthy_workers(self, http: httpx.AsyncClient) -> int:
+        try:
+            workers = (await http.get("/workers")).json()["workers"]
+        except httpx.TransportError:
+            return 0
+        return sum(worker["is_healthy"] for worker in workers)
+
+    def _launch(self, folder: Path) -> Launch:
+        python = ENVIRONMENT / "bin" / "python"
+        if not python.exists():
+            raise EngineStartError(
+                "sglang-router is not installed", hint="Run scripts/install-sglang-router."
+            )
+        command = [
+            *(str(python), "-m", "sglang_router.launch_router", "--worker-urls", *self._workers),
+            *("--policy", self._policy, "--host", "127.0.0.1", "--port", str(self._port)),
+            *("--prometheus-port", str(self._metrics_port), "--log-level", "error"),
+        ]
+        environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(folder)}
+        return Launch(command, environment, lambda: self._port)
+
+
+def free_port() -> int:
+    """A port that nothing listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

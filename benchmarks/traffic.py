@@ -1,0 +1,152 @@
+"""Sessions as a rollout service has them: groups that share a task, turns that extend each other, waits for tools.
+
+All is drawn from a seed. A group's sessions have the same prompt, as the samples of one task have; all groups share a
+system prompt. How long a tool takes is drawn from a distribution with a long tail.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import anyio
+
+from rollout_service.inference.contract import GenerateRequest, Generation, Sampling, new_request_id
+from rollout_service.inference.fakes.kv_cache import KVCache
+
+GROUPS, GROUP_SIZE, TURNS = 8, 8, 10
+FIRST_ID = 3  # after the special tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Sizes in tokens, times in seconds."""
+
+    groups: int = GROUPS
+    group_size: int = GROUP_SIZE
+    turns: int = TURNS
+    vocab_size: int = 512
+    system: int = 400
+    task: tuple[int, int] = (800, 2000)
+    observation: float = 250.0
+    """Median of what a tool says."""
+    answer: float = 60.0
+    """Median of what a turn may sample."""
+    longest: int = 1000
+    """Of an observation and of an answer."""
+    wait: float = 0.5
+    """Median of what a tool takes; one in a hundred takes over sixteen times as long."""
+    arrival: float = 0.05
+    """Between the starts of two sessions, on average."""
+    time_scale: float = 1.0
+    """By which all times are multiplied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """How long a sampled answer may be, what its tool takes, and what the tool says."""
+
+    budget: int
+    wait: float
+    observation: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One rollout."""
+
+    name: str
+    start: float
+    prompt: list[int]
+    turns: list[Turn]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One answered turn."""
+
+    prompt: list[int]
+    answer: list[int]
+    cached_tokens: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class Trace:
+    """All answered turns, in the order in which they were asked."""
+
+    turns: dict[int, Served] = field(default_factory=dict)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that engines had in their caches."""
+        return sum(turn.cached_tokens for turn in self.turns.values())
+
+    def ideal_cached_tokens(self, page: int) -> int:
+        """The same of one engine with a cache without bound, asked in the same order, one after the other."""
+        cache, total = KVCache(page=page), 0
+        for _, turn in sorted(self.turns.items()):
+            hold = cache.take(turn.prompt)
+            total += hold.cached_tokens
+            cache.extend(hold, [*turn.prompt, *turn.answer[:-1]])
+            cache.release(hold)
+        return total
+
+
+Ask = Callable[[str, GenerateRequest], Awaitable[Generation]]
+
+
+def draw(shape: Shape, seed: int) -> list[Session]:
+    """The sessions in the order of their arrival, which is that of no group."""
+    rng = random.Random(seed)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(FIRST_ID, shape.vocab_size) for _ in range(count)]
+
+    def around(median: float) -> int:
+        return min(shape.longest, 4 + round(rng.lognormvariate(0.0, 0.6) * median))
+
+    def turn() -> Turn:
+        wait = rng.lognormvariate(0.0, 1.2) * shape.wait * shape.time_scale
+        return Turn(around(shape.answer), wait, tokens(around(shape.observation)))
+
+    system = tokens(shape.system)
+    tasks = [system + tokens(rng.randint(*shape.task)) for _ in range(shape.groups)]
+    samples = [(group, sample) for group in range(shape.groups) for sample in range(shape.group_size)]
+    rng.shuffle(samples)
+    sessions, start = [], 0.0
+    for group, sample in samples:
+        start += rng.expovariate(1.0) * shape.arrival * shape.time_scale
+        turns = [turn() for _ in range(shape.turns)]
+        sessions.append(Session(f"g{group}-s{sample}", start, tasks[group], turns))
+    return sessions
+
+
+async def drive(sessions: list[Session], ask: Ask, release: Callable[[str], None]) -> Trace:
+    """Let all sessions happen; every turn begins once the one before it has ended and its tool has answered."""
+    trace = Trace()
+    numbers = iter(range(1_000_000))
+
+    async def run(session: Session) -> None:
+        await anyio.sleep(session.start)
+        ids = list(session.prompt)
+        for turn in session.turns:
+            request = GenerateRequest(
+                new_request_id(), list(ids), Sampling(max_new_tokens=turn.budget, temperature=0.0)
+            )
+            number, asked = next(numbers), time.perf_counter()
+            answer = await ask(session.name, request)
+            seconds = time.perf_counter() - asked
+            trace.turns[number] = Served(
+                list(request.input_ids), answer.output_ids, answer.cached_tokens, seconds
+            )
+            await anyio.sleep(turn.wait)
+            ids += [*answer.output_ids, *turn.observation]
+        release(session.name)
+
+    async with anyio.create_task_group() as tasks:
+        for session in sessions:
+            tasks.start_soon(run, session)
+    return trace
