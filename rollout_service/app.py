@@ -11,7 +11,7 @@ from starlette.middleware import Middleware
 from rollout_service import __version__, problems
 from rollout_service.errors import known_cause
 from rollout_service.middleware import BearerKeys, BodyLimit, CountRequests
-from rollout_service.routes import backends, environments, events, health, prorl, rollouts
+from rollout_service.routes import backends, environments, events, health, prorl, rollouts, runs, sandboxes
 from rollout_service.service import open_service
 from rollout_service.settings import Settings
 from rollout_service.telemetry import Metrics
@@ -44,6 +44,6 @@ def create_app(settings: Settings) -> FastAPI:
     )
     app.state.failure = None
     problems.install(app)
-    for module in (rollouts, backends, environments, events, health, prorl):
+    for module in (rollouts, runs, backends, environments, sandboxes, events, health, prorl):
         app.include_router(module.router)
     return app

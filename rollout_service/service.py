@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from socket import gethostname
 
@@ -19,25 +19,29 @@ from pydantic import HttpUrl
 from api_schemas.errors import FieldError
 from api_schemas.inference import BackendSpec, BackendState
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage
-from rollout_service.environments.contract import EnvironmentSpec
+from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.errors import InvalidFieldError, NotFoundError
+from rollout_service.groups import FilterRegistry
 from rollout_service.inference.embedded.process import EmbeddedEngine
-from rollout_service.inference.pool import PoolOptions
+from rollout_service.inference.options import PoolOptions
 from rollout_service.inference.pools import Pools
 from rollout_service.pipeline.attempt import Services, Stages
+from rollout_service.pipeline.node import Node
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.sandboxing import SandboxSource
 from rollout_service.pipeline.stage import StageLimiter
 from rollout_service.policies import POLICIES, policy_folder
+from rollout_service.routing_trace import RoutingTrace
+from rollout_service.runs import Delivery, RunManager
+from rollout_service.runs.orders import RunOrders
 from rollout_service.serving import Serving
 from rollout_service.settings import Engine, PipelineSettings, Settings
 from rollout_service.store.contract import Store
 from rollout_service.store.sqlite import SqliteStore
 from rollout_service.telemetry import Metrics
-from sandboxes import make_provider
-from sandboxes.errors import ImageError
-from sandboxes.images import ImageStore
+from sandboxes import SandboxProvider, make_provider
+from sandboxes.errors import ImageError, SandboxConfigError
 
 log = structlog.get_logger(__name__)
 
@@ -51,8 +55,11 @@ class Service:
     pipeline: Pipeline
     environments: EnvironmentRegistry
     sandboxes: SandboxSource
+    node: Node
     serving: Serving
     metrics: Metrics
+    run_orders: RunOrders
+    delivery: Delivery
 
     async def submit(self, request: RolloutRequest) -> Rollout:
         """Check an order, and make it durable.
@@ -61,19 +68,10 @@ class Service:
         """
         environment = self.environments.get(request.task.environment)
         environment.check(request.task.instance)
-        await self._check_image(environment.spec)
+        await check_image(self.sandboxes, environment.spec)
         self.serving.check(request.pool)
         rollout, _ = await self.store.submit(request)
         return rollout
-
-    async def _check_image(self, spec: EnvironmentSpec) -> None:
-        try:
-            await self.sandboxes.image_of(spec)
-        except ImageError as error:
-            raise InvalidFieldError(
-                [FieldError(path="body.task.environment", message=f"its image cannot be used: {error}")],
-                hint=error.hint,
-            ) from error
 
     async def get(self, rollout_id: str, *, trajectory: bool = False) -> Rollout:
         """A rollout as it stands; raises NotFoundError."""
@@ -119,9 +117,22 @@ class Service:
             reasons.append(
                 f"no backend is in service; register one with POST /v1/backends or resume its pool.{waiting}"
             )
+        if (problem := self.store.problem) is not None:
+            reasons.append(f"{problem}. {problem.hint}")
         if not self.pipeline.started:
             reasons.append("stopped; POST /start begins rollouts again")
         return reasons
+
+
+async def check_image(sandboxes: SandboxSource, spec: EnvironmentSpec) -> None:
+    """Raise InvalidFieldError when the image of an environment cannot be used."""
+    try:
+        await sandboxes.check(spec)
+    except (ImageError, SandboxConfigError) as error:
+        raise InvalidFieldError(
+            [FieldError(path="body.task.environment", message=f"its image cannot be used: {error}")],
+            hint=error.hint,
+        ) from error
 
 
 @asynccontextmanager
@@ -131,16 +142,16 @@ async def open_service(settings: Settings, metrics: Metrics) -> AsyncIterator[Se
     state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(await SqliteStore.open(settings.database))
-        images = ImageStore(settings.images_dir)
         environments = await anyio.to_thread.run_sync(EnvironmentRegistry.load, settings.environments)
         for where, problem in environments.problems.items():
             log.error("an environment cannot be used", where=where, error=str(problem), hint=problem.hint)
-        provider = make_provider(settings.sandbox, state_dir)
+        provider = make_provider(settings.sandbox, state_dir, settings.images_dir)
         stack.push_async_callback(provider.close)
-        swept = await provider.sweep()
-        log.info("swept what was left", **{name: getattr(swept, name) for name in ("sandboxes", "processes")})
-        sandboxes = SandboxSource(provider, images.resolve)
-        pools = await stack.enter_async_context(Pools(PoolOptions(hold_seconds=settings.hold_seconds)))
+        await _sweep(provider)
+        node = Node.make(provider, settings, metrics)
+        await stack.enter_async_context(node.running())
+        sandboxes = SandboxSource(node.pool)
+        pools = await stack.enter_async_context(_pools(settings, metrics))
         serving = Serving(pools, state_dir / "backends.json", hold_seconds=settings.hold_seconds)
         await _start_engine(settings, stack, serving)
         await stack.enter_async_context(serving.reconnecting(settings.backends))
@@ -151,12 +162,66 @@ async def open_service(settings: Settings, metrics: Metrics) -> AsyncIterator[Se
             environments=environments,
             sandboxes=sandboxes,
             policies=serving,
+            governor=node.governor,
             metrics=metrics,
             max_attempts=settings.pipeline.max_attempts,
         )
         pipeline = Pipeline(services, settings.pipeline)
         await stack.enter_async_context(pipeline.running())
-        yield Service(settings, store, pipeline, environments, sandboxes, serving, metrics)
+        manager = await _manager(settings, store, serving, metrics)
+        await stack.enter_async_context(manager.running())
+        yield Service(
+            settings=settings,
+            store=store,
+            pipeline=pipeline,
+            environments=environments,
+            sandboxes=sandboxes,
+            node=node,
+            serving=serving,
+            metrics=metrics,
+            run_orders=_run_orders(store, manager, environments, sandboxes, serving),
+            delivery=Delivery(store.runs, manager),
+        )
+
+
+async def _manager(settings: Settings, store: Store, serving: Serving, metrics: Metrics) -> RunManager:
+    filters = await anyio.to_thread.run_sync(FilterRegistry.load)
+    for name, problem in filters.problems.items():
+        log.error("a filter cannot be used", name=name, error=str(problem), hint=problem.hint)
+
+    def pool_version(pool: str) -> int:
+        return max((view.weight_version for view in serving.views() if view.pool == pool), default=0)
+
+    stages = settings.pipeline
+    places = stages.init_queue + stages.init_workers + stages.rollout_queue + stages.rollout_workers
+    return RunManager(store, filters, places=places, pool_version=pool_version, metrics=metrics)
+
+
+def _run_orders(
+    store: Store,
+    manager: RunManager,
+    environments: EnvironmentRegistry,
+    sandboxes: SandboxSource,
+    serving: Serving,
+) -> RunOrders:
+    async def check_environment(name: str) -> Environment:
+        environment = environments.get(name)
+        await check_image(sandboxes, environment.spec)
+        return environment
+
+    return RunOrders(store.runs, manager, check_environment=check_environment, check_pool=serving.check)
+
+
+async def _sweep(provider: SandboxProvider) -> None:
+    """End and remove what a crash left; what cannot be removed is said, and is no reason not to start."""
+    swept = await provider.sweep()
+    log.info("swept what was left", sandboxes=swept.sandboxes, processes=swept.processes)
+    for failure in swept.failures:
+        log.error(
+            "something that a crash left could not be removed",
+            what=failure,
+            hint="the next start tries again; see docs/sandboxes.md, Reclaim",
+        )
 
 
 async def _start_engine(settings: Settings, stack: AsyncExitStack, serving: Serving) -> None:
@@ -172,6 +237,12 @@ async def _start_engine(settings: Settings, stack: AsyncExitStack, serving: Serv
 def _checkpoint(model: str) -> Path:
     """The folder of a shipped policy, or of the caller's own."""
     return policy_folder(model) if model in POLICIES else Path(model).expanduser()
+
+
+def _pools(settings: Settings, metrics: Metrics) -> Pools:
+    options = PoolOptions(hold_seconds=settings.hold_seconds)
+    options_of = {name: replace(options, **pool.model_dump()) for name, pool in settings.pools.items()}
+    return Pools(options, options_of=options_of, observer=RoutingTrace(metrics.registry))
 
 
 def _stages(settings: PipelineSettings, metrics: Metrics) -> Stages:

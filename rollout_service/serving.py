@@ -22,6 +22,7 @@ from api_schemas.inference import (
     PauseRequest,
     PoolOutcome,
     ResumeRequest,
+    WeightsGroupRequest,
     WeightsRequest,
 )
 from api_schemas.rollouts import RolloutRequest
@@ -76,7 +77,9 @@ class Serving:
     async def register(self, spec: BackendSpec, *, remember: bool = True) -> BackendView:
         """Take an engine into service; raises InferenceError or TokenError and leaves nothing half done."""
         known = {view.backend_id for view in self._pools.views()}
-        view = await self._pools.register(str(spec.url), spec.pool)
+        view = await self._pools.register(
+            str(spec.url), spec.pool, kind=spec.kind, max_in_flight=spec.max_in_flight
+        )
         try:
             path = spec.tokenizer or view.tokenizer_path
             renderer = await anyio.to_thread.run_sync(ChatRenderer.load, path, spec.renderer)
@@ -109,15 +112,23 @@ class Serving:
 
     async def pause(self, request: PauseRequest) -> PoolOutcome:
         """Pause a pool; raises NoBackendError."""
-        return await self._pools[request.pool].pause(request.mode)
+        return await self._pools[request.pool].pause(request.mode, request.drain_seconds)
 
     async def resume(self, request: ResumeRequest) -> PoolOutcome:
         """Let a pool go on; raises NoBackendError."""
         return await self._pools[request.pool].resume()
 
     async def update_weights(self, request: WeightsRequest) -> PoolOutcome:
-        """Load weights into a pool; raises NoBackendError."""
-        return await self._pools[request.pool].update_weights(request.path, request.version, request.mode)
+        """Load weights into a pool; raises NoBackendError, WeightsConflict."""
+        return await self._pools[request.pool].load_weights(request)
+
+    async def join_group(self, request: WeightsGroupRequest) -> PoolOutcome:
+        """Let a pool's backends join a process group; raises NoBackendError, WeightsConflict, BackendRejected."""
+        return await self._pools[request.pool].join_group(request)
+
+    async def leave_group(self, pool: str, name: str) -> PoolOutcome:
+        """Let a pool's backends leave a process group; raises NoBackendError."""
+        return await self._pools[pool].leave_group(name)
 
     def check(self, pool: str) -> None:
         """Whether a pool is served or about to be; raises NoBackendError that says how to register a backend."""
@@ -134,6 +145,7 @@ class Serving:
             sampling=request.sampling,
             stop_token_ids=served.renderer.stop_token_ids,
             context_length=served.context_length,
+            exports=request.exports,
         )
 
     def close(self, request: RolloutRequest) -> None:

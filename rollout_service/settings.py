@@ -25,7 +25,7 @@ from pydantic_settings import (
 
 from api_schemas.inference import BackendSpec
 from rollout_service.errors import ConfigurationError, nearest
-from sandboxes.config import ApptainerConfig, ProviderConfig
+from sandboxes.config import ApptainerConfig, PressureConfig, ProviderConfig, WarmPoolConfig
 
 ENV_PREFIX = "ROLLOUT_"
 OTHER_VARIABLES = frozenset({"ROLLOUT_APPTAINER", "ROLLOUT_CONFIG", "ROLLOUT_URL", "ROLLOUT_KEY"})
@@ -56,7 +56,8 @@ class PipelineSettings(Section):
 
     init_queue: int = Field(32, ge=1)
     """Rollouts leased from the store that wait for an init worker."""
-    init_workers: int = Field(4, ge=1)
+    init_workers: int = Field(8, ge=1)
+    """Rollouts being set up at once: their sandboxes start, with the sessions of their tools."""
     rollout_queue: int = Field(2, ge=1)
     """Rollouts whose sandbox is ready and that wait for a rollout worker."""
     rollout_workers: int = Field(16, ge=1)
@@ -72,12 +73,32 @@ class PipelineSettings(Section):
     """How long a shutdown waits for rollouts to end before it hands them back to the store."""
 
 
+class SandboxesSettings(Section):
+    """How many sandboxes are alive at once, and which are started ahead."""
+
+    ceiling: int | None = Field(None, ge=2)
+    """Never more than so many, warm ones included; one place is for graders. Left out, what the stages can hold."""
+    warm: WarmPoolConfig = WarmPoolConfig()
+    pressure: PressureConfig = PressureConfig()
+
+
 class EngineSettings(Section):
     """The embedded engine."""
 
     model: str = "calc-tuned"
     """A shipped policy (`calc-base`, `calc-tuned`) or the folder of a Qwen3 checkpoint."""
     threads: int = Field(1, ge=1)
+
+
+class PoolSettings(Section):
+    """A pool of engines."""
+
+    max_in_flight: int | None = Field(None, ge=1)
+    """Requests that all its backends together work on; further ones wait, those of the oldest rollouts first."""
+    max_in_flight_per_backend: int | None = Field(None, ge=1)
+    """The same for each backend that was registered without a limit of its own."""
+    stall_seconds: float = Field(60.0, gt=0)
+    """How long a call may be open at an engine that shows no progress before it goes to another."""
 
 
 class LogFormat(StrEnum):
@@ -104,18 +125,23 @@ class Settings(BaseSettings):
     keys: list[SecretStr] = []
     """Bearer keys, any of which opens the API; needed beyond loopback."""
     state_dir: Path = Path(os.environ.get("XDG_STATE_HOME", "~/.local/state")) / "rollout-service"
-    """Where the store and the records of live sandboxes are kept; on a local disk."""
+    """Where the store is kept, and which run folders of sandboxes were in use; on a local disk."""
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1_024)
     environments: list[Path] = []
     """Folders with an `environment.toml`, or images that carry one."""
     images_dir: Path | None = None
     """Where named images are; `~/.cache/rollout-service/images` when left out."""
+    images_budget_bytes: int | None = Field(None, ge=0)
+    """How much they may take: the least recently used go, copies of pulled ones first. No limit when left out."""
     sandbox: ProviderConfig = Field(default_factory=ApptainerConfig)
     """What runs untrusted code; `provider = "local"` isolates nothing and must be asked for."""
+    sandboxes: SandboxesSettings = SandboxesSettings()
     engine: Engine = Engine.EMBEDDED
     embedded: EngineSettings = EngineSettings()
     backends: list[BackendSpec] = []
     """Engines to register at the start; with any of these the embedded engine is not started."""
+    pools: dict[str, PoolSettings] = {}
+    """Limits of the pools, by name: `[pools.judge]` with `max_in_flight = 64`."""
     pipeline: PipelineSettings = PipelineSettings()
     hold_seconds: float = Field(300.0, gt=0)
     """How long a request of an agent waits while its pool is paused."""
@@ -130,6 +156,14 @@ class Settings(BaseSettings):
                 "or `keys` in rollout.toml, or listen on 127.0.0.1"
             )
         return self
+
+    @property
+    def sandbox_ceiling(self) -> int:
+        """How many sandboxes may be alive: as set, or what the stages and the warm pool can hold in all."""
+        stages, warm = self.pipeline, self.sandboxes.warm
+        bound = stages.init_workers + stages.rollout_queue + stages.rollout_workers
+        bound += stages.evaluate_workers + stages.evaluate_queue
+        return self.sandboxes.ceiling or bound + warm.size * warm.max_kinds
 
     @property
     def database(self) -> Path:

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import structlog
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, Stage
 from rollout_service.settings import LogFormat
+from sandboxes.egress.counts import EgressCounts
 
 SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 3600)
+ACQUIRE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class Metrics:
@@ -59,6 +63,42 @@ class Metrics:
         self._waiting = Gauge(
             "rollout_stage_waiting", "Rollouts waiting for a worker", ["stage"], registry=self.registry
         )
+        self._acquired = Histogram(
+            "rollout_sandbox_acquire_seconds",
+            "Time to get a sandbox, by whether it was started ahead",
+            ["start"],
+            buckets=ACQUIRE_SECONDS,
+            registry=self.registry,
+        )
+        self._refill_failures = Counter(
+            "rollout_sandbox_refill_failures_total",
+            "Sandboxes that could not be started ahead",
+            registry=self.registry,
+        )
+        self._holds = Counter(
+            "rollout_sandbox_holds_total",
+            "Sandboxes that had to wait, by what held them back",
+            ["resource"],
+            registry=self.registry,
+        )
+        self._breaches = Counter(
+            "rollout_sandbox_breaches_total",
+            "Limits of sandboxes that agents' code reached",
+            ["limit"],
+            registry=self.registry,
+        )
+        self._run_groups = Gauge(
+            "rollout_run_groups",
+            "Groups of runs under way, by what they are, dropped ones by reason",
+            ["run", "state"],
+            registry=self.registry,
+        )
+        self._run_acceptance = Gauge(
+            "rollout_run_acceptance_rate",
+            "Share of groups that are expected to pass the filters",
+            ["run"],
+            registry=self.registry,
+        )
         self._tokens = Counter("rollout_tokens_total", "Tokens, by kind", ["kind"], registry=self.registry)
         self._turns = Counter("rollout_turns_total", "Turns of the policy", registry=self.registry)
         self._requests = Counter(
@@ -92,6 +132,48 @@ class Metrics:
         with self._active.labels(stage).track_inprogress(), self._stage_seconds.labels(stage).time():
             yield
 
+    def watch_sandboxes(self, counts: Mapping[str, Callable[[], float]]) -> None:
+        """Show what is alive: `rollout_sandboxes` with each of these states, asked for when metrics are."""
+        gauge = Gauge(
+            "rollout_sandboxes",
+            "Sandboxes: in_use, warm, waiting to be started, target at this pressure, ceiling",
+            ["state"],
+            registry=self.registry,
+        )
+        for state, count in counts.items():
+            gauge.labels(state).set_function(count)
+
+    def watch_egress(self, counts: Callable[[], EgressCounts]) -> None:
+        """Show what went out of sandboxes that are held to a list of hosts, asked for when metrics are."""
+        self.registry.register(_EgressCollector(counts))
+
+    def acquired(self, *, warm: bool, seconds: float) -> None:
+        """Record how long it took to get a sandbox."""
+        self._acquired.labels("warm" if warm else "cold").observe(seconds)
+
+    def refill_failed(self) -> None:
+        """Count a sandbox that could not be started ahead."""
+        self._refill_failures.inc()
+
+    def held_back(self, resource: str) -> None:
+        """Count a sandbox that has to wait."""
+        self._holds.labels(resource).inc()
+
+    def breached(self, limit: str) -> None:
+        """Count a limit of a sandbox that an agent's code reached."""
+        self._breaches.labels(limit).inc()
+
+    def run_stands(self, run: str, groups: Mapping[str, int], acceptance_rate: float) -> None:
+        """Show where the groups of a run are."""
+        for state, count in groups.items():
+            self._run_groups.labels(run, state).set(count)
+        self._run_acceptance.labels(run).set(acceptance_rate)
+
+    def run_over(self, run: str) -> None:
+        """Show a run no longer."""
+        self._run_groups.remove_by_labels({"run": run})
+        self._run_acceptance.remove_by_labels({"run": run})
+
     def failed(self, error: ErrorInfo) -> None:
         """Count a failed attempt."""
         self._errors.labels(error.boundary, error.code, error.stage or "").inc()
@@ -110,6 +192,34 @@ class Metrics:
         self._turns.inc(rollout.usage.turns)
         for kind in ("prompt", "cached", "sampled"):
             self._tokens.labels(kind).inc(getattr(rollout.usage, f"{kind}_tokens"))
+
+
+class _EgressCollector(Collector):
+    """Counters that a process of the proxies counts, and not this one."""
+
+    def __init__(self, counts: Callable[[], EgressCounts]) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        """The counters as they are now."""
+        counts = self._counts()
+        yield CounterMetricFamily(
+            "rollout_egress_connections",
+            "Connections of sandboxes to their proxies",
+            value=counts.connections,
+        )
+        size = CounterMetricFamily(
+            "rollout_egress_bytes", "Bytes between sandboxes and hosts of their lists", labels=["direction"]
+        )
+        size.add_metric(["out"], counts.bytes_out)
+        size.add_metric(["in"], counts.bytes_in)
+        yield size
+        refused = CounterMetricFamily(
+            "rollout_egress_refused", "Requests of sandboxes that their proxies refused", labels=["reason"]
+        )
+        for reason, number in sorted(counts.refused.items()):
+            refused.add_metric([reason], number)
+        yield refused
 
 
 def configure_logging(log_format: LogFormat, level: str) -> None:

@@ -158,7 +158,18 @@ ensure_base_image() {
     echo "$fingerprint" >"$stamp"
 }
 
+ensure_docker() {
+    "$root/scripts/install-docker" >/dev/null 2>&1 && return
+    needs_admin Docker "$root/scripts/install-docker"
+    step "install Docker" "$root/scripts/install-docker"
+}
+
 ensure_sglang() {
     [[ -f $root/.venv-sglang/.installed ]] && "$root/scripts/install-sglang" >/dev/null && return
     step "install SGLang for the CPU (2 GB)" "$root/scripts/install-sglang"
+}
+
+ensure_vllm() {
+    [[ -f $root/.venv-vllm/.installed ]] && "$root/scripts/install-vllm" >/dev/null && return
+    step "install vLLM for the CPU (3 GB)" "$root/scripts/install-vllm"
 }

@@ -58,6 +58,7 @@ async def _bash(arguments: _Bash, context: ToolContext) -> str:
         result = await session.run(arguments.command, timeout=context.seconds)
     except (SessionDiedError, LimitExceededError) as error:
         return _died("shell", error, context)
+    context.breaches.extend(result.breaches)
     notes = _notes(result, context.seconds)
     if result.exit_code:
         notes.append(f"[exit code {result.exit_code}]")
@@ -70,6 +71,7 @@ async def _python(arguments: _Python, context: ToolContext) -> str:
         result = await session.execute(arguments.code, timeout=context.seconds)
     except (SessionDiedError, LimitExceededError) as error:
         return _died("Python", error, context)
+    context.breaches.extend(result.breaches)
     # IPython draws a line first, which tells nobody anything.
     traceback = result.error.traceback.lstrip("-").lstrip() if result.error and not result.timed_out else None
     parts = [result.output.removesuffix("\n"), result.result, traceback]
@@ -150,9 +152,12 @@ def _refuse_nul(text: str, name: str) -> None:
 
 def _died(what: str, error: SessionDiedError | LimitExceededError, context: ToolContext) -> str:
     """A session that the policy's own code ended: what it printed, and why its state is gone."""
-    output = error.output if isinstance(error, SessionDiedError) else ""
+    if isinstance(error, LimitExceededError):
+        if error.limit == "lifetime":
+            raise error  # the whole sandbox is over, and no call can work any more
+        context.breaches.append(error)
     note = f"[{what} was restarted, its state is lost: {cut_middle(str(error), MIN_LIMIT * 2)}]"
-    return _text(output, [note], context.output_chars)
+    return _text(error.output, [note], context.output_chars)
 
 
 def _notes(result: BashResult | PythonResult, seconds: float) -> list[str]:
@@ -161,6 +166,7 @@ def _notes(result: BashResult | PythonResult, seconds: float) -> list[str]:
         notes.append("[part of the output was dropped: there was too much]")
     if result.timed_out:
         notes.append(f"[stopped: it took longer than {seconds:g} s]")
+    notes += [f"[{breach}]" for breach in result.breaches if breach.limit not in {"output", "time"}]
     return notes
 
 

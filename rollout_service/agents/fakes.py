@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 
 from api_schemas.rollouts import Usage
-from api_schemas.trajectories import FinishReason, Message, ToolCall, Trajectory
+from api_schemas.trajectories import FinishReason, ForkReason, Message, ToolCall, Trajectory
 from rollout_service.environments.contract import PolicyTurn
 from rollout_service.errors import ServiceError
 
@@ -41,6 +41,8 @@ class ScriptedPolicy:
         self._delay = delay
         self._usage = Usage()
         self._finish_reasons: list[FinishReason] = []
+        self.replaced: list[ForkReason] = []
+        """Why the history was replaced, each time that it was."""
         self.engine_seconds = 0.0
 
     async def respond(self, new_messages: list[Message], *, max_tokens: int) -> PolicyTurn:
@@ -54,6 +56,11 @@ class ScriptedPolicy:
         self._finish_reasons.append(FinishReason.LENGTH if played.truncated else FinishReason.STOP)
         self._count(new_messages, played)
         return played
+
+    def replace(self, messages: list[Message], reason: ForkReason = ForkReason.HISTORY_EDITED) -> None:
+        """Put other messages in the place of the whole history."""
+        self.messages = list(messages)
+        self.replaced.append(reason)
 
     @property
     def usage(self) -> Usage:

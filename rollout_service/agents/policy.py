@@ -13,7 +13,7 @@ from typing import Protocol
 
 import anyio.to_thread
 
-from api_schemas.rollouts import Sampling, Usage
+from api_schemas.rollouts import Exports, Sampling, Usage
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Trajectory
 from rollout_service.agents.errors import ContextFullError
 from rollout_service.environments.contract import PolicyTurn
@@ -48,6 +48,7 @@ class PolicySession:
         sampling: Sampling,
         stop_token_ids: Sequence[int],
         context_length: int,
+        exports: Exports | None = None,
     ) -> None:
         """`affinity` is the rollout's id; `context_length` counts the tokens of prompt and answer together."""
         self._conversation = conversation
@@ -56,8 +57,10 @@ class PolicySession:
         self._sampling = sampling
         self._stop_token_ids = tuple(stop_token_ids)
         self._context_length = context_length
+        self._exports = exports or Exports()
         self._usage = Usage()
         self._engine_seconds = 0.0
+        self._kept_kv: frozenset[int] = frozenset()
 
     async def respond(self, new_messages: list[Message], *, max_tokens: int) -> PolicyTurn:
         """Continue the conversation by these messages and sample one turn of at most `max_tokens` tokens.
@@ -79,14 +82,25 @@ class PolicySession:
             generation.logprobs,
             generation.versions,
             FinishReason(generation.finish_reason.value),
+            generation.exported,
         )
         self._count(turn, generation)
+        self._kept_kv |= generation.kept_kv_versions
         return PolicyTurn(
             message=turn.message,
             truncated=turn.truncated,
             malformed=sum(call.error is not None for call in turn.tool_calls),
             context_full=turn.truncated and room <= max_tokens,
         )
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation as it stands."""
+        return self._conversation.messages
+
+    def replace(self, messages: list[Message], reason: ForkReason = ForkReason.HISTORY_EDITED) -> None:
+        """Put other messages in the place of the whole history; the next turn begins a new segment."""
+        self._conversation.replace(messages, reason)
 
     @property
     def usage(self) -> Usage:
@@ -100,19 +114,20 @@ class PolicySession:
 
     def trajectory(self) -> Trajectory:
         """The segments so far."""
-        return self._conversation.trajectory()
+        trajectory = self._conversation.trajectory()
+        return trajectory.model_copy(update={"kept_kv_versions": sorted(self._kept_kv)})
 
     async def _prompt(self, new_messages: list[Message]) -> list[int]:
         self._conversation.append(new_messages)
-        # Only new messages are rendered, until the chat format has once refused to extend what was sampled.
-        refused = ForkReason.BRIDGE_REFUSED in self._conversation.fork_counts
-        rendered = self._conversation.messages if refused else new_messages
+        rendered = self._conversation.rendered_next
         if sum(len(message.content) for message in rendered) <= INLINE_CHARS:
             return self._conversation.prompt()
         return await anyio.to_thread.run_sync(self._conversation.prompt)
 
     async def _generate(self, prompt: list[int], budget: int) -> inference.Generation:
-        request = inference.GenerateRequest(inference.new_request_id(), prompt, self._engine_sampling(budget))
+        request = inference.GenerateRequest(
+            inference.new_request_id(), prompt, self._engine_sampling(budget), self._engine_exports()
+        )
         started = time.perf_counter()
         try:
             return await self._pool.generate(request, affinity=self._affinity)
@@ -120,6 +135,15 @@ class PolicySession:
             raise self._context_full(len(prompt)) from error
         finally:
             self._engine_seconds += time.perf_counter() - started
+
+    def _engine_exports(self) -> inference.Exports:
+        """What the segment lacks of what was ordered."""
+        ordered = self._exports
+        return inference.Exports(
+            top_logprobs=ordered.top_logprobs,
+            prompt_logprobs_from=self._conversation.unread() if ordered.prompt_logprobs else None,
+            routed_experts_from=self._conversation.unrouted() if ordered.routed_experts else None,
+        )
 
     def _engine_sampling(self, budget: int) -> inference.Sampling:
         return inference.Sampling(

@@ -69,7 +69,10 @@ class ToolCallingAgent:
 
     async def _results(self, episode: Episode, calls: Sequence[ToolCall]) -> list[Message]:
         """The results of a turn's calls; nothing when one of them ended the agent."""
-        context = ToolContext(episode.sandbox, episode.limits.tool_seconds, episode.limits.tool_output_chars)
+        limits = episode.limits
+        context = ToolContext(
+            episode.sandbox, limits.tool_seconds, limits.tool_output_chars, episode.breaches
+        )
         messages: list[Message] = []
         started = time.perf_counter()
         try:

@@ -7,14 +7,14 @@ raises is a failure of the infrastructure and ends the rollout as one.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rollout_service.agents.errors import ToolInputError
 from rollout_service.tokens import ToolSpec
-from sandboxes import Sandbox
+from sandboxes import LimitExceededError, Sandbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,8 @@ class ToolContext:
     """Wall clock that the call has."""
     output_chars: int
     """Length of the longest result that is useful; at least 256."""
+    breaches: list[LimitExceededError] = field(default_factory=list)
+    """Takes the limits of the sandbox that the call reached."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,9 @@ def list_backends(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = Fal
 
 @app.command("add", epilog="Example: rollout-service backends add http://gpu-1:30000 --renderer qwen3")
 def add(
-    backend_url: Annotated[str, typer.Argument(help="Address of an SGLang server.")],
+    backend_url: Annotated[str, typer.Argument(help="Address of an SGLang or vLLM server.")],
     pool: Annotated[str, typer.Option(help="The policy that it serves.")] = "policy",
+    kind: Annotated[str | None, typer.Option(help="sglang or vllm; default: the engine is asked.")] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or hub name; default: what the engine says.")
     ] = None,
@@ -49,7 +50,13 @@ def add(
 
         from api_schemas.inference import BackendSpec
 
-        values = {"url": backend_url, "pool": pool, "tokenizer": tokenizer, "renderer": renderer}
+        values = {
+            "url": backend_url,
+            "pool": pool,
+            "kind": kind,
+            "tokenizer": tokenizer,
+            "renderer": renderer,
+        }
         try:
             spec = BackendSpec.model_validate(values)
         except ValidationError as error:

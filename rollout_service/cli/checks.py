@@ -19,6 +19,8 @@ from rollout_service.policies import POLICIES, policy_folder
 from rollout_service.settings import Engine, Settings
 from sandboxes.host import HostFacts, read_host_facts
 from sandboxes.images import ImageStore
+from sandboxes.pressure import strains_of
+from sandboxes.readings import HostReader
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 """Where the installing scripts are in a checkout; an installed package has none."""
@@ -53,6 +55,7 @@ def check_machine(settings: Settings) -> list[Check]:
         check_image(settings),
         check_engine(settings),
         check_state_dir(settings.state_dir.expanduser()),
+        check_pressure(settings),
         check_sglang(),
     ]
 
@@ -129,6 +132,16 @@ def check_state_dir(folder: Path) -> Check:
         fix = "rollout-service serve --state-dir DIR"
         return Check("state folder", "limited", f"{free:.1f} GiB free in {there}", fix)
     return Check("state folder", "ok", f"{folder}, {free:.0f} GiB free")
+
+
+def check_pressure(settings: Settings) -> Check:
+    """Whether this host bears further sandboxes at this moment."""
+    reading = HostReader([settings.state_dir.expanduser().absolute()]).read()
+    strained = [it.hold.text for it in strains_of(reading, settings.sandboxes.pressure) if it.ratio >= 1.0]
+    if strained:
+        return Check("room for sandboxes", "limited", "; ".join(strained))
+    psi = "" if reading.cpu_stall is not None else ", by the load: the kernel has no PSI"
+    return Check("room for sandboxes", "ok", f"up to {settings.sandbox_ceiling}{psi}")
 
 
 def check_sglang() -> Check:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,23 +13,35 @@ from rollout_service.cli import common
 from rollout_service.cli.common import AsJson
 
 if TYPE_CHECKING:
-    from sandboxes.image_build import ImageInfo
+    from rollout_service.settings import Settings
+    from sandboxes.eviction import Candidate
+    from sandboxes.image_facts import ImageFacts
+    from sandboxes.image_sources import Source
     from sandboxes.images import ImageStore, StoredImage
+    from sandboxes.unpacked import UnpackedImages
 
 app = typer.Typer(
-    name="image", help="Build, pull, list, inspect and remove sandbox images.", no_args_is_help=True
+    name="image", help="Build, pull, list, inspect, remove and prune sandbox images.", no_args_is_help=True
 )
 
 Image = Annotated[str, typer.Argument(help="A name, a path, or a reference that was pulled.")]
 Force = Annotated[bool, typer.Option("--force", help="Make it anew even if it is here.")]
+NoHttps = Annotated[bool, typer.Option("--no-https", help="Ask the registry without encryption.")]
 MEBIBYTE = 2**20
 
 
-@app.command("build", epilog="Example: rollout-service image build base")
+@app.command(
+    "build",
+    epilog="Example: rollout-service image build base   "
+    "or: rollout-service image build mine --tree /srv/debootstrap",
+)
 def build(
     name: Annotated[str, typer.Argument(help="What to call it.")],
     definition: Annotated[
         Path | None, typer.Option(help="Apptainer definition file; default: the built-in one of this name.")
+    ] = None,
+    tree: Annotated[
+        Path | None, typer.Option(help="Folder with a root file system, as debootstrap makes one.")
     ] = None,
     arg: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE for the definition's %arguments; may be repeated.")
@@ -37,29 +49,42 @@ def build(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Build an image from a definition; at once when the same was built before."""
+    """Build an image from a definition or a folder; at once when the same was built before."""
 
     def main() -> None:
-        with _progress(f"building {name}") as say:
-            image = _store().build(name, definition, arguments=_pairs(arg or []), force=force, progress=say)
-        _show([image], as_json=as_json)
+        from sandboxes.image_sources import Definition, Tree
+        from sandboxes.images import packaged
+
+        if tree is not None and (definition is not None or arg):
+            raise common.CommandError("--tree stands alone: it has no definition and no arguments")
+        source: Source
+        if tree is not None:
+            source = Tree(tree.expanduser().absolute())
+        elif definition is not None:
+            source = Definition(definition.expanduser().absolute(), _pairs(arg or []))
+        else:
+            source = packaged(name, _pairs(arg or []))
+        _provide(source, name, force=force, as_json=as_json)
 
     common.run_blocking(main)
 
 
 @app.command("pull", epilog="Example: rollout-service image pull docker://python:3.12-slim --name python")
 def pull(
-    reference: Annotated[str, typer.Argument(help="Such as docker://python:3.12-slim.")],
+    reference: Annotated[
+        str, typer.Argument(help="Such as docker://python:3.12-slim, or oci-archive:python.tar for a file.")
+    ],
     name: Annotated[str | None, typer.Option(help="What to call it; default: from the reference.")] = None,
+    no_https: NoHttps = False,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Fetch an image from a registry."""
+    """Fetch an image from a registry, or make one from an archive of it."""
 
     def main() -> None:
-        with _progress(f"pulling {reference}") as say:
-            image = _store().pull(reference, name, force=force, progress=say)
-        _show([image], as_json=as_json)
+        from sandboxes.image_sources import source_of_reference
+
+        _provide(source_of_reference(reference, https=not no_https), name, force=force, as_json=as_json)
 
     common.run_blocking(main)
 
@@ -67,17 +92,19 @@ def pull(
 @app.command("list", epilog="Example: rollout-service image list --json")
 def list_images(as_json: AsJson = False) -> None:
     """Show the images of this machine."""
-    common.run_blocking(lambda: _show(_store().list(), as_json=as_json))
+    common.run_blocking(lambda: _show(_store(_settings()).list(), as_json=as_json))
 
 
 @app.command("inspect", epilog="Example: rollout-service image inspect base")
 def inspect(image: Image, as_json: AsJson = False) -> None:
-    """Start an image once and show what it offers; exit code 1 when it lacks what the sessions need."""
+    """Read what an image offers and lacks; nothing of it is run. Exit code 1 when sessions or files lack something."""
 
     def main() -> int:
-        info = _store().inspect(image)
-        _show_info(info, as_json=as_json)
-        return 1 if info.missing else 0
+        settings = _settings()
+        path = _store(settings).resolve(image)
+        facts = _unpacked(settings).facts(path)
+        _show_facts(path, facts, as_json=as_json)
+        return 1 if facts.missing else 0
 
     common.run_blocking(main)
 
@@ -87,18 +114,96 @@ def remove(name: Annotated[str, typer.Argument(help="As `image list` shows it.")
     """Forget an image; sandboxes that run keep theirs."""
 
     def main() -> None:
-        _store().remove(name)
+        _store(_settings()).remove(name)
         common.err().print(f"removed {name}")
 
     common.run_blocking(main)
 
 
-def _store() -> ImageStore:
-    """The store of the settings, so that a server on this machine sees the same images."""
+@app.command("prune", epilog="Example: rollout-service image prune --budget-gb 20 --dry-run")
+def prune(
+    budget_gb: Annotated[
+        float | None, typer.Option(min=0, help="Instead of the budgets of the settings, for each of the two.")
+    ] = None,
+    idle_hours: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="What was used since then stays; default: 24, and 10 minutes for unpacked images."
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and leave it.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove unpacked images and images, least recently used first, until each fit their budget.
+
+    Images that an environment uses stay, and so does what a sandbox uses. What killed builders left goes.
+    """
+
+    def main() -> None:
+        settings = _settings()
+        store, unpacked = _store(settings), _unpacked(settings)
+        budgets = settings.images_budget_bytes, _unpacked_budget(settings)
+        if budget_gb is not None:
+            budgets = int(budget_gb * 1e9), int(budget_gb * 1e9)
+        how: dict[str, Any] = {"dry_run": dry_run}
+        if idle_hours is not None:
+            how["grace_seconds"] = idle_hours * 3600
+        decided = [
+            *unpacked.prune(budgets[1], **how),
+            *store.prune(budgets[0], keep=_used(settings), **how),
+        ]
+        _show_pruned(decided, dry_run=dry_run, as_json=as_json)
+
+    common.run_blocking(main)
+
+
+def _settings() -> Settings:
     from rollout_service.settings import load_settings
+
+    return load_settings()
+
+
+def _store(settings: Settings) -> ImageStore:
+    """The store of the settings, so that a server on this machine sees the same images."""
     from sandboxes.images import ImageStore
 
-    return ImageStore(load_settings().images_dir)
+    return ImageStore(settings.images_dir)
+
+
+def _unpacked(settings: Settings) -> UnpackedImages:
+    """Where the provider of the settings unpacks images."""
+    from sandboxes.apptainer import ApptainerProvider
+    from sandboxes.config import ApptainerConfig
+
+    config = settings.sandbox if isinstance(settings.sandbox, ApptainerConfig) else ApptainerConfig()
+    return ApptainerProvider(config, settings.state_dir, _store(settings)).materials.unpacked
+
+
+def _unpacked_budget(settings: Settings) -> int | None:
+    return getattr(settings.sandbox, "unpacked_budget_bytes", None)
+
+
+def _used(settings: Settings) -> set[str]:
+    """The images that sandboxes are started from without anybody naming them, and those of all environments."""
+    from rollout_service.environments.registry import EnvironmentRegistry
+
+    names = {environment.spec.image for environment in EnvironmentRegistry.load(settings.environments).list()}
+    names |= {getattr(settings.sandbox, key, None) for key in ("image", "toolkit_image")}
+    return {name for name in names if name is not None}
+
+
+def _provide(source: Source, name: str | None, *, force: bool, as_json: bool) -> None:
+    """Make it, show it, and keep the budget."""
+    settings = _settings()
+    store = _store(settings)
+    with _progress(f"making an image of {source}") as say:
+        image = store.provide(source, name, force=force, progress=say)
+    _show([image], as_json=as_json)
+    if settings.images_budget_bytes is None:
+        return
+    for gone in store.prune(settings.images_budget_bytes, keep={image.name, *_used(settings)}):
+        if gone.evicted:
+            common.err().print(f"removed {gone.name}: images_budget_bytes is reached")
 
 
 def _pairs(texts: list[str]) -> dict[str, str]:
@@ -145,17 +250,48 @@ def _as_dict(image: StoredImage) -> dict[str, Any]:
     return asdict(image) | {"path": str(image.path), "built_at": built_at}
 
 
-def _show_info(info: ImageInfo, *, as_json: bool) -> None:
-    programs = {"bash": info.bash, "python3": info.python, "ipykernel": info.ipykernel}
+def _show_facts(path: Path, facts: ImageFacts, *, as_json: bool) -> None:
     if as_json:
-        values = {"path": str(info.path), "size_bytes": info.size_bytes, **programs}
-        common.print_json(values | {"labels": dict(info.labels), "missing": list(info.missing)})
+        more = {"path": str(path), "missing": list(facts.missing), "needs_toolkit": facts.needs_toolkit}
+        common.print_json({**facts.as_json(), **more, "advice": list(facts.advice)})
         return
     from rich.table import Table
 
     table = Table(show_header=False, box=None)
-    table.add_row("file", str(info.path))
-    table.add_row("size", f"{info.size_bytes / MEBIBYTE:.0f} MiB")
-    for name, version in (programs | dict(info.labels)).items():
-        table.add_row(name, version or "missing")
+    table.add_row("file", str(path))
+    table.add_row("size", f"{facts.size_bytes / MEBIBYTE:.0f} MiB unpacked")
+    found = {
+        "system": facts.system,
+        "machine": facts.architecture,
+        "C library": facts.libc,
+        "bash": facts.bash,
+    }
+    found |= {"python3": facts.python, "its version": facts.python_version, "its ipykernel": facts.ipykernel}
+    for name, value in found.items():
+        table.add_row(name, value or "none")
+    table.add_row("Python tool", "from the toolkit" if facts.needs_toolkit else "the image's own python3")
+    table.add_row("missing", ", ".join(facts.missing) or "nothing")
+    for title, pairs in (("label", facts.labels), ("variable", facts.environment)):
+        for name, value in pairs.items():
+            table.add_row(title, f"{name}={value}")
+    for sentence in facts.advice:
+        table.add_row("advice", sentence)
     common.out().print(table)
+
+
+def _show_pruned(decided: Sequence[Candidate], *, dry_run: bool, as_json: bool) -> None:
+    from dataclasses import asdict
+    from datetime import UTC, datetime
+
+    if as_json:
+        common.print_json({"dry_run": dry_run, "decided": [asdict(one) for one in decided]})
+        return
+    from rich.table import Column, Table
+
+    table = Table("what", "name", Column("of", overflow="fold"), "size", "last used", "", box=None)
+    gone = "would go" if dry_run else "removed"
+    for one in decided:
+        used = datetime.fromtimestamp(one.last_used, UTC).isoformat(timespec="seconds")
+        state = gone if one.evicted else f"stays: {one.kept or 'within the budget'}"
+        table.add_row(one.kind, one.name[:20], one.of, f"{one.size_bytes / MEBIBYTE:.0f} MiB", used, state)
+    common.out().print(table if decided else "no image is here")

@@ -44,6 +44,12 @@ def command(
     evaluate_workers: Annotated[
         int | None, typer.Option(help="Gradings at once.", rich_help_panel=PANEL)
     ] = None,
+    max_sandboxes: Annotated[
+        int | None, typer.Option(help="Sandboxes alive at once, warm ones included.", rich_help_panel=PANEL)
+    ] = None,
+    warm_sandboxes: Annotated[
+        int | None, typer.Option(help="Started ahead of each kind; 0 for none.", rich_help_panel=PANEL)
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
     """Run the server in the foreground; Ctrl-C ends it and hands back what is unfinished.
@@ -61,6 +67,7 @@ def command(
         "pipeline": _section(
             init_workers=init_workers, rollout_workers=rollout_workers, evaluate_workers=evaluate_workers
         ),
+        "sandboxes": _section(ceiling=max_sandboxes, warm=_section(size=warm_sandboxes)),
         "backends": [{"url": url} for url in backend] if backend else None,
         "environments": environment or None,
     }

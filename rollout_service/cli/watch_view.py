@@ -15,6 +15,7 @@ from rich.text import Text
 
 from api_schemas.events import Event
 from api_schemas.inference import BackendView
+from api_schemas.nodes import NodeView
 from api_schemas.rollouts import RolloutState
 from rollout_service.cli import common
 from rollout_service.cli.backends import backend_table
@@ -33,7 +34,7 @@ class Watched:
 
     counts: dict[RolloutState, int] = field(default_factory=dict)
     backends: list[BackendView] = field(default_factory=list)
-    sandboxes: int = 0
+    nodes: list[NodeView] = field(default_factory=list)
     news: deque[Event] = field(default_factory=lambda: deque(maxlen=SHOWN_EVENTS))
     ended: deque[float] = field(default_factory=deque)
     """When rollouts ended, within the last `RATE_SECONDS`."""
@@ -55,21 +56,44 @@ class Watched:
     def line(self) -> str:
         """Everything in a line."""
         counts = [f"{self.counts[state]} {state}" for state in RolloutState if self.counts.get(state)]
-        parts = [*counts, f"{self.sandboxes} sandboxes", f"{len(self.backends)} engines"]
-        return ", ".join([*parts, f"{self.rate():.1f} rollouts/s"])
+        sandboxes = f"{sum(node.live for node in self.nodes)} sandboxes"
+        parts = [*counts, sandboxes, f"{len(self.backends)} engines", f"{self.rate():.1f} rollouts/s"]
+        holds = [hold.reason for node in self.nodes if node.waiting for hold in node.holds]
+        return ", ".join(parts) + (f"; sandboxes wait: {'; '.join(holds)}" if holds else "")
 
     def __rich__(self) -> RenderableType:
-        states = Table(*(str(state) for state in RolloutState), "sandboxes", "rollouts/s")
+        states = Table(*(str(state) for state in RolloutState), "rollouts/s")
         numbers = [str(self.counts.get(state, 0)) for state in RolloutState]
-        states.add_row(*numbers, str(self.sandboxes), f"{self.rate():.1f}")
+        states.add_row(*numbers, f"{self.rate():.1f}")
         news = [Text(describe(event), style="dim", no_wrap=True) for event in self.news]
-        return Group(states, backend_table(self.backends), *news)
+        return Group(states, backend_table(self.backends), node_table(self.nodes), *news)
 
 
 def describe(event: Event) -> str:
     """An event in a line."""
     data = ", ".join(f"{name} {value}" for name, value in event.data.items() if value is not None)
     return f"{event.time:%H:%M:%S} {event.kind} {event.subject} {data}"
+
+
+def node_table(nodes: list[NodeView]) -> Table:
+    """A table of the hosts and their sandboxes."""
+    names = (
+        "node",
+        "provider",
+        "sandboxes",
+        "in use",
+        "target",
+        "ceiling",
+        "warm",
+        "waiting",
+        "held back by",
+    )
+    table = Table(*names, box=None)
+    for node in nodes:
+        numbers = (node.live, node.in_use, node.target, node.ceiling, node.warm, node.waiting)
+        holds = "; ".join(hold.reason for hold in node.holds)
+        table.add_row(node.node, node.provider, *map(str, numbers), holds)
+    return table
 
 
 async def watch(client: RolloutClient) -> None:
@@ -94,7 +118,7 @@ async def _look(client: RolloutClient, watched: Watched) -> None:
     while True:
         watched.counts = (await client.page(limit=1)).counts
         watched.backends = await client.backends()
-        watched.sandboxes = len(await client.sandboxes())
+        watched.nodes = await client.nodes()
         await anyio.sleep(LOOK_SECONDS)
 
 

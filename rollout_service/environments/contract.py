@@ -10,24 +10,29 @@ alive and belongs to this rollout alone; it is released by the pipeline, never b
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator
 
 from api_schemas.base import Name
 from api_schemas.rollouts import RolloutRequest, StopReason, Usage
 from api_schemas.tasks import Task
-from api_schemas.trajectories import Message, Trajectory
+from api_schemas.trajectories import ForkReason, Message, Trajectory
 from rollout_service.tokens import ToolSpec
-from sandboxes import Sandbox
+from sandboxes import LimitExceededError, Sandbox, SandboxConfigError, SessionName
+from sandboxes.egress.rules import AllowList
 
 
 class Settings(BaseModel):
     """A part of an environment's settings; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+Size = Annotated[str, Field(pattern=r"^\d+(\.\d+)?[KMGT]?$")]
 
 
 class EpisodeLimits(Settings):
@@ -50,17 +55,47 @@ class EpisodeLimits(Settings):
 class SandboxSettings(Settings):
     """What the sandbox of an environment may use."""
 
-    network: Literal["none", "full"] = "none"
-    memory: str = Field("2G", pattern=r"^\d+(\.\d+)?[KMGT]?$")
+    network: Literal["none", "full"] | tuple[str, ...] = "none"
+    """A list names the hosts that may be reached: HOST, *.HOST or an address, each also with :PORT."""
+    memory: Size = "2G"
     """Bytes, or with a suffix K, M, G or T (powers of 1024)."""
     max_processes: int = Field(256, ge=1)
+    cpus: float | None = Field(None, gt=0)
+    """Processors' worth of time; None sets no limit: what others leave is used."""
+    disk: Size | None = None
+    """What may be written, as `memory`; None is the provider's default."""
+    lifetime: float | None = Field(None, gt=0)
+    """Seconds after which a sandbox ends, whatever it does; None: it lives as long as its rollout."""
     env: dict[str, str] = {}
+
+    @field_validator("network", mode="before")
+    @classmethod
+    def _network_is_known(cls, network: Any) -> Any:
+        """One message for the key, instead of one for each form that it may have."""
+        hosts = isinstance(network, list | tuple) and all(isinstance(host, str) for host in network)
+        if not hosts and network not in ("none", "full"):
+            raise ValueError('give "none", "full", or a list of hosts')
+        if hosts:
+            try:
+                AllowList(network)
+            except SandboxConfigError as error:
+                raise ValueError(f"{error}; {error.hint}") from error
+        return network
 
     @property
     def memory_bytes(self) -> int:
         """`memory` as a number of bytes."""
-        number, suffix = self.memory.rstrip("KMGT"), self.memory[-1]
-        return int(float(number) * 1024 ** ("KMGT".find(suffix) + 1))
+        return _bytes(self.memory)
+
+    @property
+    def disk_bytes(self) -> int | None:
+        """`disk` as a number of bytes."""
+        return None if self.disk is None else _bytes(self.disk)
+
+
+def _bytes(size: str) -> int:
+    number, suffix = size.rstrip("KMGT"), size[-1]
+    return int(float(number) * 1024 ** ("KMGT".find(suffix) + 1))
 
 
 class EvaluateIn(StrEnum):
@@ -72,6 +107,10 @@ class EvaluateIn(StrEnum):
     """In the agent's own sandbox."""
     FRESH = "fresh"
     """In a new one, that receives only the paths in `artifacts`."""
+
+
+SESSIONS: frozenset[SessionName] = frozenset(get_args(SessionName))
+"""Each is used by the built-in tool of its name."""
 
 
 class EnvironmentSpec(Settings):
@@ -94,6 +133,11 @@ class EnvironmentSpec(Settings):
     """Absolute paths that a fresh evaluation sandbox receives from the agent's."""
     binds: dict[str, str] = Field({}, exclude=True)
     """Files and folders of the host that a sandbox shows and cannot change, by their path inside."""
+
+    @property
+    def sessions(self) -> frozenset[SessionName]:
+        """The sessions that the agent's tools use; they are open before the agent begins."""
+        return SESSIONS.intersection(self.tools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +174,18 @@ class Policy(Protocol):
         ...
 
     @property
+    def messages(self) -> Sequence[Message]:
+        """The conversation as it stands, with the policy's own turns."""
+        ...
+
+    def replace(self, messages: list[Message], reason: ForkReason = ForkReason.HISTORY_EDITED) -> None:
+        """Put other messages in the place of the whole history, such as a summary of it (`COMPACTION`).
+
+        The next turn begins a new segment. What was sampled before stays trainable in its own.
+        """
+        ...
+
+    @property
     def usage(self) -> Usage:
         """What the turns cost so far."""
         ...
@@ -160,6 +216,8 @@ class Episode:
     """The agent's final text: what it passed to `finish`, or its last message."""
     tool_calls: int = 0
     tool_seconds: float = 0.0
+    breaches: list[LimitExceededError] = field(default_factory=list)
+    """Limits of the sandbox that the agent's calls reached."""
     state: dict[str, Any] = field(default_factory=dict)
     """Whatever the environment wants to carry from one stage to the next."""
 

@@ -17,13 +17,14 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from rollout_service.environments.base import AgentEnvironment
-from rollout_service.environments.contract import Episode, EvaluateIn, Score
+from rollout_service.environments.contract import EnvironmentSpec, Episode, EvaluateIn, Score
 from rollout_service.environments.declaration import FILE_NAME, Declaration, read_declaration
 from rollout_service.environments.files import PackedFile, archive, read_folder
 from rollout_service.environments.images import empty_folder
 from rollout_service.errors import ConfigurationError, EnvironmentFailedError
 from sandboxes import ExecResult, Sandbox
-from sandboxes.errors import SandboxFileError
+from sandboxes.errors import FileMissingError, SandboxFileError
+from sandboxes.sessions import return_to_workdir
 
 INSIDE = "/environment"
 """What commands call the environment's folder."""
@@ -65,8 +66,9 @@ class DeclarativeEnvironment(AgentEnvironment):
         if init := self._declaration.init:
             place = await Place.make(sandbox, [_instance_file(episode.instance), *self._init_files])
             result = await place.run(init.command, cwd=sandbox.workdir, seconds=episode.limits.init_seconds)
-            await place.remove()
             _require_success("init", init.command, result)
+            await _enter_again(sandbox, self.spec, init.command)
+            await place.remove()
 
     async def evaluate(self, episode: Episode) -> Score:
         sandbox = _sandbox(episode)
@@ -177,6 +179,17 @@ def _sandbox(episode: Episode) -> Sandbox:
     if episode.sandbox is None:
         raise EnvironmentFailedError("this environment was given no sandbox")
     return episode.sandbox
+
+
+async def _enter_again(sandbox: Sandbox, spec: EnvironmentSpec, command: str) -> None:
+    """The command may have put another folder in the working folder's place, with sessions open in the old one."""
+    try:
+        await return_to_workdir(sandbox, spec.sessions)
+    except FileMissingError as error:
+        raise EnvironmentFailedError(
+            f"the init command {command!r} left no working folder: {error}",
+            hint="Have it make the folder that $ROLLOUT_WORKDIR names again.",
+        ) from error
 
 
 def _require_success(stage: str, command: str, result: ExecResult) -> None:

@@ -3,48 +3,88 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import shutil
-import subprocess
-import tarfile
 import tempfile
 from pathlib import Path
 
 from rollout_service.errors import ConfigurationError
-from sandboxes.errors import ProviderUnavailableError
-from sandboxes.host import find_apptainer, read_host_facts
+from sandboxes.errors import ImageError, ProviderUnavailableError
+from sandboxes.host import find_apptainer
+from sandboxes.image_tree import ImageTree
+from sandboxes.images import default_cache
+from sandboxes.squashfs import unpack
 
 INSIDE = "/environment"
-SECONDS = 120.0
 
 
 def extract_environment(image: Path, cache: Path | None = None) -> Path:
-    """Copy `/environment` out of an image, once for each version of the image; returns the folder.
+    """Copy the plain files below `/environment` out of an image, once for each version of it; returns the folder.
 
-    Blocks for a second or so: call it in a thread. `cache` is where the copies are kept.
+    The image is read and not started. It blocks for a second or so: call it in a thread. `cache` is where the copies
+    are kept.
 
     Raises:
         ConfigurationError: the image holds none, or cannot be read.
     """
     status = image.stat()
     key = f"{image.resolve()}:{status.st_size}:{status.st_mtime_ns}"
-    cache = cache or _default_cache()
+    cache = cache or default_cache() / "environments"
     folder = cache / hashlib.sha256(key.encode()).hexdigest()[:32]
     if folder.is_dir():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(dir=cache, prefix=".draft-"))
-    try:
-        with tarfile.open(fileobj=io.BytesIO(_read(image))) as tar:
-            tar.extractall(draft, filter="data")
-        draft.rename(folder)
-    except (tarfile.TarError, OSError) as error:
-        if not folder.is_dir():  # another process may have been first
-            raise ConfigurationError(f"{INSIDE} of the image {image} cannot be unpacked: {error}") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=cache, prefix=".draft-", ignore_cleanup_errors=True) as draft:
+        made = Path(draft) / "environment"
+        try:
+            tree = _tree(image, Path(draft) / "image")
+            _copy(tree, _environment_of(tree, image), made)
+            made.rename(folder)
+        except OSError as error:
+            if not folder.is_dir():  # another process may have been first
+                raise ConfigurationError(
+                    f"{INSIDE} of the image {image} cannot be copied: {error}"
+                ) from error
+        except (ImageError, ProviderUnavailableError) as error:
+            raise ConfigurationError(f"the image {image} cannot be read: {error}", hint=error.hint) from error
     return folder
+
+
+def _tree(image: Path, draft: Path) -> ImageTree:
+    """The files of an image, of which `/environment` at least is there if the image has one."""
+    if image.is_dir():
+        return ImageTree(image)
+    unpack(find_apptainer(), image, draft, only=[INSIDE])
+    return ImageTree(draft)
+
+
+def _environment_of(tree: ImageTree, image: Path) -> str:
+    """Where the folder is, after links."""
+    found = tree.find(INSIDE)
+    if found is None or not tree.host(found).is_dir():
+        raise ConfigurationError(
+            f"the image {image} has no {INSIDE}",
+            hint=f"Put an environment.toml into {INSIDE} of the image, or beside it.",
+        )
+    return found
+
+
+def _copy(tree: ImageTree, path: str, target: Path) -> None:
+    """Copy a folder: what is neither a plain file nor a folder is left out, and every link must lead to a file."""
+    target.mkdir()
+    for name in tree.names(path):
+        inside = f"{path}/{name}"
+        found = tree.find(inside)
+        if found is None or (found != inside and tree.host(found).is_dir()):
+            raise ConfigurationError(
+                f"{inside} is a link that leads to no file of {INSIDE}", hint="Put the file itself there."
+            )
+        source = tree.host(found)
+        if source.is_dir():
+            _copy(tree, inside, target / name)
+        elif source.is_file():
+            shutil.copyfile(source, target / name)
+            (target / name).chmod(0o755 if source.stat().st_mode & 0o111 else 0o644)
 
 
 def empty_folder() -> Path:
@@ -57,33 +97,3 @@ def empty_folder() -> Path:
     if folder.is_symlink() or folder.stat().st_uid != os.geteuid() or any(folder.iterdir()):
         raise ConfigurationError(f"{folder} is not an empty folder of this user", hint="Remove it.")
     return folder
-
-
-def _read(image: Path) -> bytes:
-    try:
-        apptainer = find_apptainer()
-    except ProviderUnavailableError as error:
-        raise ConfigurationError(f"the image {image} cannot be read: {error}", hint=error.hint) from error
-    privileges = ["--no-privs"] if read_host_facts().needs_no_privs else []
-    command = [str(apptainer), "exec", *privileges, "--containall", "--cleanenv", "--no-home", str(image)]
-    try:
-        done = subprocess.run(
-            [*command, "tar", "-C", INSIDE, "-cf", "-", "."],
-            capture_output=True,
-            timeout=SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ConfigurationError(f"the image {image} could not be read in {SECONDS:g} s") from error
-    if done.returncode != 0:
-        said = done.stderr.decode(errors="replace").strip()[-500:]
-        raise ConfigurationError(
-            f"the image {image} has no {INSIDE}: {said}",
-            hint=f"Put an environment.toml into {INSIDE} of the image, or beside it.",
-        )
-    return done.stdout
-
-
-def _default_cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "rollout-service" / "environments"

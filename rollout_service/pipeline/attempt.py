@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Protocol
 
 import anyio
@@ -31,6 +32,9 @@ from rollout_service.pipeline.sandboxing import Artifacts, SandboxSource
 from rollout_service.pipeline.stage import Slot, StageLimiter, Timer
 from rollout_service.store.contract import Lease, Store
 from rollout_service.telemetry import Metrics
+from sandboxes import Sandbox, SessionName
+from sandboxes.governor import Governor, Purpose, Ticket
+from sandboxes.sessions import open_sessions
 
 
 class LeaseLostError(Exception):
@@ -82,6 +86,7 @@ class Services:
     environments: EnvironmentSource
     sandboxes: SandboxSource
     policies: PolicyFactory
+    governor: Governor
     metrics: Metrics
     max_attempts: int
 
@@ -97,6 +102,7 @@ class Attempt:
         self._slot = Slot(services.stages.init.places)
         self._left = time.perf_counter() - (datetime.now(UTC) - lease.queued_at).total_seconds()
         self._artifacts = Artifacts()
+        self._ticket: Ticket | None = None
         self.stage: Stage | None = None
         """The stage that was entered last."""
         self.spans: list[Span] = list(lease.spans)
@@ -114,15 +120,33 @@ class Attempt:
     async def _init(self, environment: Environment) -> None:
         spec, request = environment.spec, self.lease.request
         limits = spec.limits.model_copy(update=request.limits.model_dump(exclude_none=True))
-        async with self._stage(self._services.stages.init, limits.init_seconds) as timer:
+        purpose = Purpose.AGENT if spec.image is not None else None
+        async with self._stage(self._services.stages.init, limits.init_seconds, purpose) as timer:
             policy = await self._services.policies.open(request, environment)
             episode = Episode(
                 request=request, attempt=self.lease.attempt, spec=spec, limits=limits, policy=policy
             )
             self._episode = episode
             if spec.image is not None:
-                await self._start_sandbox(spec, timer)
-            await environment.init(episode)
+                await self._start_sandbox(spec, timer, spec.sessions)
+            await self._prepare(environment, episode, timer)
+
+    async def _prepare(self, environment: Environment, episode: Episode, timer: Timer) -> None:
+        """Set the task up, and meanwhile open the agent's sessions, so that its first call does not wait for them."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                if episode.sandbox is not None:
+                    tasks.start_soon(self._open_sessions, episode.sandbox, timer)
+                await environment.init(episode)
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures  # typed, as from one of the two
+
+    async def _open_sessions(self, sandbox: Sandbox, timer: Timer) -> None:
+        started = time.perf_counter()
+        try:
+            await open_sessions(sandbox, self.episode.spec.sessions)
+        finally:
+            timer.sandbox_seconds += time.perf_counter() - started
 
     async def _rollout(self, environment: Environment) -> None:
         episode = self.episode
@@ -132,6 +156,8 @@ class Attempt:
             finally:
                 timer.engine_seconds = episode.policy.engine_seconds
                 timer.tool_seconds = episode.tool_seconds
+                for breach in episode.breaches:
+                    self._services.metrics.breached(breach.limit)
             if self._stop_reason is StopReason.CONTEXT_FULL and episode.policy.usage.turns == 0:
                 raise PromptTooLongError(
                     "the first prompt of this task does not fit the model's context",
@@ -146,9 +172,10 @@ class Attempt:
     async def _evaluate(self, environment: Environment) -> Score:
         """Score the outcome; where it was not the agent's sandbox that failed, only this stage is tried again."""
         seconds = self.episode.limits.evaluate_seconds
+        purpose = Purpose.GRADER if environment.spec.evaluate_in is EvaluateIn.FRESH else None
         for tries_left in reversed(range(self._services.max_attempts)):
             try:
-                async with self._stage(self._services.stages.evaluate, seconds) as timer:
+                async with self._stage(self._services.stages.evaluate, seconds, purpose) as timer:
                     if environment.spec.evaluate_in is EvaluateIn.FRESH:
                         await self._start_sandbox(environment.spec, timer)
                         await self._unpack()
@@ -165,8 +192,12 @@ class Attempt:
         raise AssertionError("the last try returns or raises")
 
     @asynccontextmanager
-    async def _stage(self, limiter: StageLimiter, seconds: float) -> AsyncIterator[Timer]:
-        queued = await limiter.enter(self._slot, since=self._left)
+    async def _stage(
+        self, limiter: StageLimiter, seconds: float, purpose: Purpose | None = None
+    ) -> AsyncIterator[Timer]:
+        """Work in a stage, which needs a sandbox more where it has a `purpose` for one."""
+        admission = partial(self._be_admitted, purpose) if purpose is not None else None
+        queued = await limiter.enter(self._slot, since=self._left, then=admission)
         self.stage = limiter.stage
         await self._advance(RolloutState(limiter.stage.value))
         timer = Timer(limiter.stage, self.lease.attempt, queued)
@@ -188,10 +219,16 @@ class Attempt:
             raise LeaseLostError(self.lease.rollout_id)
         self._state = state
 
-    async def _start_sandbox(self, spec: EnvironmentSpec, timer: Timer) -> None:
+    async def _be_admitted(self, purpose: Purpose) -> None:
+        """Wait until the host bears one more sandbox; the ticket goes when that sandbox has ended."""
+        self._ticket = await self._services.governor.admit(purpose)
+
+    async def _start_sandbox(
+        self, spec: EnvironmentSpec, timer: Timer, sessions: frozenset[SessionName] = frozenset()
+    ) -> None:
         started = time.perf_counter()
         try:
-            self.episode.sandbox = await self._services.sandboxes.start(spec, self.lease.rollout_id)
+            self.episode.sandbox = await self._services.sandboxes.start(spec, self.lease.rollout_id, sessions)
         finally:
             timer.sandbox_seconds += time.perf_counter() - started
 
@@ -208,6 +245,9 @@ class Attempt:
         if self._episode is not None and self._episode.sandbox is not None:
             sandbox, self._episode.sandbox = self._episode.sandbox, None
             await sandbox.close()
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            ticket.release()
 
     async def release(self) -> None:
         """Close what is open and give the worker back; shielded and idempotent."""

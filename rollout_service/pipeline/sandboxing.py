@@ -6,15 +6,15 @@ of them is left after a crash; what an agent did not make is simply not there fo
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 import anyio
 from anyio import SpooledTemporaryFile
 
 from rollout_service.environments.contract import EnvironmentSpec
-from sandboxes import Bind, Sandbox, SandboxInfo, SandboxProvider, SandboxSpec
+from sandboxes import Bind, Sandbox, SandboxInfo, SandboxProvider, SandboxSpec, SessionName
 from sandboxes.errors import FileMissingError
 
 IN_MEMORY_BYTES = 1 << 20
@@ -37,32 +37,35 @@ class Artifacts:
 class SandboxSource:
     """Starts sandboxes as environments want them."""
 
-    def __init__(self, provider: SandboxProvider, resolve_image: Callable[[str], Path]) -> None:
+    def __init__(self, provider: SandboxProvider) -> None:
         self._provider = provider
-        self._resolve_image = resolve_image
 
-    async def image_of(self, spec: EnvironmentSpec) -> Path | None:
-        """Where an environment's image is, or None where it or the provider needs none.
+    async def check(self, spec: EnvironmentSpec) -> None:
+        """See that the image of an environment is there, where it and the provider need one.
 
-        Raises ImageNotFoundError that says how to make it.
+        Raises ImageNotFoundError that says how to make it, or another SandboxError.
         """
-        if spec.image is None or not self._provider.isolates:
-            return None
-        return await anyio.to_thread.run_sync(self._resolve_image, spec.image)
+        if spec.image is not None:
+            await self._provider.identity(SandboxSpec(image=spec.image))
 
-    async def start(self, spec: EnvironmentSpec, label: str) -> Sandbox:
-        """Start a sandbox for an environment; raises SandboxError."""
+    async def start(
+        self, spec: EnvironmentSpec, label: str, sessions: frozenset[SessionName] = frozenset()
+    ) -> Sandbox:
+        """Start a sandbox for an environment; `sessions` are those that will be used. Raises SandboxError."""
         if spec.image is None:
             raise ValueError(f"environment {spec.name} needs no sandbox")
-        image = await self.image_of(spec)
         return await self._provider.start(
             SandboxSpec(
-                image=str(image) if image else None,
+                image=spec.image,
                 network=spec.sandbox.network,
                 memory_bytes=spec.sandbox.memory_bytes,
                 max_processes=spec.sandbox.max_processes,
+                cpus=spec.sandbox.cpus,
+                disk_bytes=spec.sandbox.disk_bytes,
+                lifetime_seconds=spec.sandbox.lifetime,
                 env=spec.sandbox.env,
                 read_only_binds=[Bind(source, target) for target, source in spec.binds.items()],
+                sessions=sessions,
                 label=label,
             )
         )

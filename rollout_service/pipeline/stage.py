@@ -9,7 +9,7 @@ was held; the deadline starts with the work and is absolute, so that time in a q
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -100,14 +100,18 @@ class StageLimiter:
         """Whether nobody waits or works."""
         return all(held.value == held.max_value for held in (self.places, self._workers))
 
-    async def enter(self, slot: Slot, *, since: float) -> float:
+    async def enter(
+        self, slot: Slot, *, since: float, then: Callable[[], Awaitable[object]] | None = None
+    ) -> float:
         """Queue up, leave the stage before, and get a worker; returns the seconds waited since `since`.
 
-        `since` is a reading of `time.perf_counter`.
+        `since` is a reading of `time.perf_counter`; `then` is what the worker has to wait for beside.
         """
         with self._metrics.waiting(self.stage):
             await slot.take_place(self.places)
             await slot.take_worker(self._workers)
+            if then is not None:
+                await then()
         waited = time.perf_counter() - since
         self._metrics.waited(self.stage, waited)
         return waited

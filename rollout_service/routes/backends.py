@@ -7,12 +7,14 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Response
 
+from api_schemas.base import Name
 from api_schemas.inference import (
     BackendSpec,
     BackendView,
     PauseRequest,
     PoolOutcome,
     ResumeRequest,
+    WeightsGroupRequest,
     WeightsRequest,
 )
 from rollout_service.routes.dependencies import ServiceDep
@@ -46,8 +48,25 @@ async def drain(service: ServiceDep, backend_id: str) -> BackendView:
 
 @router.post("/weights")
 async def update_weights(service: ServiceDep, request: WeightsRequest) -> PoolOutcome:
-    """Load new weights into every backend of a pool; each token carries the version that sampled it."""
+    """Load new weights into every backend of a pool; each token carries the version that sampled it.
+
+    Once begun it is carried to its end, whether or not the caller waits for the answer.
+    """
     return await service.serving.update_weights(request)
+
+
+@router.post("/weights/group")
+async def join_group(service: ServiceDep, request: WeightsGroupRequest) -> PoolOutcome:
+    """Let the backends of a pool join the trainer's process group, over which weights will come."""
+    return await service.serving.join_group(request)
+
+
+@router.delete("/weights/group")
+async def leave_group(
+    service: ServiceDep, pool: Name = "policy", group_name: Name = "weights"
+) -> PoolOutcome:
+    """Let the backends of a pool leave a process group."""
+    return await service.serving.leave_group(pool, group_name)
 
 
 @router.post("/pause")

@@ -1,10 +1,8 @@
-"""Health: is it alive, can it take work, what do its metrics say, what is running in which sandbox."""
+"""Health: is it alive, can it take work, what do its metrics say."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from http import HTTPStatus
-from typing import Any
 
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
@@ -34,9 +32,3 @@ async def ready(service: ServiceDep) -> JSONResponse:
 async def metrics(service: ServiceDep) -> Response:
     """Prometheus metrics."""
     return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
-
-
-@router.get("/v1/sandboxes")
-async def sandboxes(service: ServiceDep) -> list[dict[str, Any]]:
-    """The sandboxes that are alive."""
-    return [asdict(info) for info in service.sandboxes.live()]

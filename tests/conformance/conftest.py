@@ -11,6 +11,7 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 
 from rollout_service.inference.contract import (
+    Exports,
     GenerateRequest,
     Generation,
     ModelInfo,
@@ -18,10 +19,18 @@ from rollout_service.inference.contract import (
     new_request_id,
 )
 from rollout_service.inference.embedded.process import EmbeddedEngine
-from rollout_service.inference.fakes import Counting, ScriptedEngine, write_random_checkpoint
+from rollout_service.inference.fakes import (
+    Counting,
+    ScriptedEngine,
+    ScriptedVllm,
+    Shape,
+    write_random_checkpoint,
+)
 from rollout_service.inference.server_process import ServerProcess
 from rollout_service.inference.sglang import SGLangBackend
 from rollout_service.inference.sglang_cpu import SGLangCpuServer
+from rollout_service.inference.vllm import VllmBackend
+from rollout_service.inference.vllm_cpu import CACHE_BLOCK, VllmCpuServer
 
 
 @dataclass(frozen=True)
@@ -36,16 +45,32 @@ class Checkpoints:
 class EngineUnderTest:
     """A backend, and what it serves at the start of a test."""
 
-    backend: SGLangBackend
+    backend: SGLangBackend | VllmBackend
     checkpoints: Checkpoints
     info: ModelInfo
+    cache_block: int
+    """Tokens that its prefix cache keeps or drops together."""
 
-    def request(self, prompt: Sequence[int], **sampling: Any) -> GenerateRequest:
+    @property
+    def renormalises(self) -> bool:
+        """Whether its logprobs are of what top_p leaves, so that such samplings are refused."""
+        return isinstance(self.backend, VllmBackend)
+
+    def request(
+        self, prompt: Sequence[int], exports: Exports | None = None, **sampling: Any
+    ) -> GenerateRequest:
         """Greedy unless told otherwise."""
-        return GenerateRequest(new_request_id(), prompt, Sampling(**{"temperature": 0.0, **sampling}))
+        settings = Sampling(**{"temperature": 0.0, **sampling})
+        return GenerateRequest(new_request_id(), prompt, settings, exports or Exports())
 
-    async def generate(self, prompt: Sequence[int], **sampling: Any) -> Generation:
-        return await self.backend.generate(self.request(prompt, **sampling))
+    def cached(self, tokens: int) -> int:
+        """How many of so many tokens that it has read it can have kept."""
+        return tokens // self.cache_block * self.cache_block
+
+    async def generate(
+        self, prompt: Sequence[int], exports: Exports | None = None, **sampling: Any
+    ) -> Generation:
+        return await self.backend.generate(self.request(prompt, exports, **sampling))
 
     @asynccontextmanager
     async def running(self, request: GenerateRequest) -> AsyncIterator[list[Generation]]:
@@ -70,6 +95,16 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     )
 
 
+@pytest.fixture(scope="session")
+def untied_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """For vLLM, which on a CPU cannot reload models whose output layer is tied to the embeddings."""
+    folder, shape = tmp_path_factory.mktemp("untied"), Shape(tied=False)
+    return Checkpoints(
+        write_random_checkpoint(folder / "first", shape, seed=1),
+        write_random_checkpoint(folder / "second", shape, seed=2),
+    )
+
+
 def serving(server: ServerProcess | ScriptedEngine) -> Iterator[str]:
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(server) as running:
         yield running.url
@@ -85,6 +120,19 @@ def sglang_url(checkpoints: Checkpoints) -> Iterator[str]:
     yield from serving(SGLangCpuServer(checkpoints.first))
 
 
+@pytest.fixture(scope="session")
+def vllm_url(untied_checkpoints: Checkpoints) -> Iterator[str]:
+    yield from serving(VllmCpuServer(untied_checkpoints.first))
+
+
+@pytest.fixture
+def scripted_vllm_url(checkpoints: Checkpoints) -> Iterator[str]:
+    engine = ScriptedVllm(
+        Counting(512), latency=0.5, context_length=2048, model_path=checkpoints.first, vocab_size=512
+    )
+    yield from serving(engine)
+
+
 @pytest.fixture
 def scripted_url(checkpoints: Checkpoints) -> Iterator[str]:
     engine = ScriptedEngine(
@@ -93,21 +141,26 @@ def scripted_url(checkpoints: Checkpoints) -> Iterator[str]:
     yield from serving(engine)
 
 
+# It takes a minute to start, and several on a busy machine.
+VLLM = [pytest.mark.vllm, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(480)]
 REAL = [
     pytest.param("embedded", id="embedded"),
     pytest.param("sglang", id="sglang", marks=[pytest.mark.sglang, pytest.mark.xdist_group("sglang")]),
+    pytest.param("vllm", id="vllm", marks=VLLM),
 ]
+SCRIPTED = [pytest.param("scripted", id="scripted"), pytest.param("scripted_vllm", id="scripted-vllm")]
 
 
 @asynccontextmanager
 async def prepared(url: str, kind: str, checkpoints: Checkpoints) -> AsyncIterator[EngineUnderTest]:
-    backend = SGLangBackend(url, backend_id=kind)
+    backend = (VllmBackend if "vllm" in kind else SGLangBackend)(url, backend_id=kind)
     await backend.resume()
     with anyio.fail_after(60):
         while (load := await backend.load()).running or load.waiting:  # what the test before cancelled
             await anyio.sleep(0.05)
     await backend.update_weights(str(checkpoints.first), 0)
-    yield EngineUnderTest(backend, checkpoints, await backend.model_info())
+    cache_block = CACHE_BLOCK if "vllm" in kind else 1
+    yield EngineUnderTest(backend, checkpoints, await backend.model_info(), cache_block)
     await backend.abort()
     await backend.resume()
     await backend.close()
@@ -118,16 +171,20 @@ async def model_engine(
     request: pytest.FixtureRequest, checkpoints: Checkpoints, anyio_backend: str
 ) -> AsyncIterator[EngineUnderTest]:
     """Each engine that runs a model, at version 0 of the first checkpoint, its cache empty."""
+    if request.param == "vllm":
+        checkpoints = request.getfixturevalue("untied_checkpoints")
     url = request.getfixturevalue(f"{request.param}_url")
     async with prepared(url, request.param, checkpoints) as engine:
         yield engine
 
 
-@pytest.fixture(params=[*REAL, pytest.param("scripted", id="scripted")])
+@pytest.fixture(params=[*REAL, *SCRIPTED])
 async def engine(
     request: pytest.FixtureRequest, checkpoints: Checkpoints, anyio_backend: str
 ) -> AsyncIterator[EngineUnderTest]:
     """Each engine there is."""
+    if request.param == "vllm":
+        checkpoints = request.getfixturevalue("untied_checkpoints")
     url = request.getfixturevalue(f"{request.param}_url")
     async with prepared(url, request.param, checkpoints) as engine:
         yield engine

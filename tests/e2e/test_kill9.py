@@ -26,6 +26,7 @@ ROLLOUTS = 64
 TURNS = 4
 START_SECONDS = 60.0
 END_SECONDS = 120.0
+RECLAIM_SECONDS = 5.0
 ENVIRONMENT = '''
 name = "echo"
 image = "base"
@@ -117,6 +118,11 @@ def counts(client: httpx.Client) -> dict[str, int]:
     return client.get("/v1/rollouts", params={"limit": 1}).raise_for_status().json()["counts"]
 
 
+def in_use(client: httpx.Client) -> list[dict]:
+    sandboxes = client.get("/v1/sandboxes").raise_for_status().json()
+    return [sandbox for sandbox in sandboxes if sandbox["state"] != "warm"]
+
+
 def ended(client: httpx.Client) -> int:
     standing = counts(client)
     return sum(standing.get(state, 0) for state in ("completed", "failed", "cancelled"))
@@ -162,8 +168,12 @@ async def test_kill_9_in_the_middle_loses_nothing_and_leaves_nothing(folder: Pat
             assert begun
             process.send_signal(signal.SIGKILL)
             process.wait(30)
+            killed = time.monotonic()
+        eventually(lambda: not any(alive(child) for child in begun), log, RECLAIM_SECONDS)
+        eventually(lambda: list((folder / "run").iterdir()) == [], log, RECLAIM_SECONDS)
+        assert time.monotonic() - killed < RECLAIM_SECONDS, "nothing outlives the server, restarted or not"
+        assert mounts_below(folder) == []
         with server(folder, engine_url, provider) as (_, client):
-            assert not [child for child in begun if alive(child)], "swept before the server is ready"
             eventually(lambda: ended(client) == ROLLOUTS, log, END_SECONDS)
             results = {rollout["rollout_id"]: rollout for rollout in completed(client)}
             assert set(results) == set(ids), log.read_text()[-4_000:]
@@ -174,7 +184,7 @@ async def test_kill_9_in_the_middle_loses_nothing_and_leaves_nothing(folder: Pat
                 trajectory = client.get(f"/v1/rollouts/{rollout_id}/trajectory").raise_for_status().json()
                 assert len(trajectory["finish_reasons"]) == TURNS
             assert any(rollout["attempt"] == 2 for rollout in results.values())
-            eventually(lambda: client.get("/v1/sandboxes").json() == [], log)
+            eventually(lambda: in_use(client) == [], log)
     await check_each_ended_once(folder / "state" / "rollouts.sqlite3", ids)
     assert mentioning(folder) == []
     assert mounts_below(folder) == []

@@ -15,6 +15,7 @@ import pytest
 
 from api_schemas.errors import Problem
 from api_schemas.events import Event
+from api_schemas.nodes import NodeView
 from api_schemas.rollouts import Rollout, RolloutState
 from api_schemas.trajectories import Trajectory
 from rollout_service.environments.contract import EnvironmentSpec
@@ -23,7 +24,6 @@ from rollout_service.tokens import check_invariants
 from sandboxes import make_provider
 from sandboxes.config import ApptainerConfig, LocalConfig
 from sandboxes.errors import ImageNotFoundError
-from sandboxes.images import ImageStore
 
 pytestmark = pytest.mark.xdist_group("api")
 
@@ -37,6 +37,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     flags = ["--port", "0", "--port-file", str(address), "--state-dir", str(state), "--sandbox", "local"]
     command = [sys.executable, "-m", "rollout_service.cli", "serve", *flags]
     environ = os.environ | {"ROLLOUT_MAX_BODY_BYTES": "20000"}
+    environ |= {"ROLLOUT_SANDBOXES__PRESSURE__ENABLED": "false"}  # a busy machine keeps no sandbox warm
     with (
         log.open("wb") as output,
         subprocess.Popen(command, stdout=output, stderr=output, env=environ) as server,
@@ -252,6 +253,26 @@ def test_environments_health_and_metrics(api: httpx.Client) -> None:
     assert api.get("/openapi.json").json()["openapi"].startswith("3.")
 
 
+def test_a_node_says_what_it_has_and_keeps_a_sandbox_warm(api: httpx.Client) -> None:
+    order(api, wait=60)
+    deadline = time.monotonic() + 30
+    while "warm" not in {info["state"] for info in api.get("/v1/sandboxes").json()}:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    node = NodeView.model_validate(api.get("/v1/nodes").json()[0])
+    assert node.warm == 1
+    assert 1 <= node.target <= node.ceiling
+    assert node.pressure is not None
+    assert node.pressure.memory_available_bytes
+    assert (node.breaches, node.egress.connections) == ({}, 0)
+    order(api, wait=60)
+    metrics = api.get("/metrics").text
+    assert "rollout_egress_connections_total 0.0" in metrics
+    assert 'rollout_egress_bytes_total{direction="out"} 0.0' in metrics
+    assert 'rollout_sandboxes{state="ceiling"}' in metrics
+    assert 'rollout_sandbox_acquire_seconds_count{start="warm"}' in metrics
+
+
 def test_a_trainer_written_for_the_prorl_server(api: httpx.Client) -> None:
     instance = api.get("/v1/environments/calc/dataset", params={"limit": 1}).json()[0]
     body = {
@@ -296,5 +317,5 @@ async def test_a_missing_image_is_refused_where_sandboxes_need_one(tmp_path: Pat
     apptainer = make_provider(ApptainerConfig(), tmp_path)
     local = make_provider(LocalConfig(provider="local"), tmp_path)
     with pytest.raises(ImageNotFoundError, match=r"nowhere\.sif"):
-        await SandboxSource(apptainer, ImageStore(tmp_path).resolve).image_of(spec)
-    assert await SandboxSource(local, ImageStore(tmp_path).resolve).image_of(spec) is None
+        await SandboxSource(apptainer).check(spec)
+    await SandboxSource(local).check(spec)

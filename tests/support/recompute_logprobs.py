@@ -1,7 +1,8 @@
 """Recomputes logprobs with transformers, in float32: run with the Python of SGLang's environment, which has torch.
 
 Reads `{"model": folder, "sequences": [{"prompt": ids, "output": ids, "temperature": t}]}` from standard input and
-writes, for each sequence, the logprob of every output id under the temperature-scaled distribution.
+writes, for each sequence, the logprob of every output id under the temperature-scaled distribution. A list of such
+orders gives a list of such answers.
 """
 
 import json
@@ -9,18 +10,24 @@ import sys
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 
 def main() -> None:
-    order = json.load(sys.stdin)
+    orders = json.load(sys.stdin)
     torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    answers = [answer(order) for order in orders] if isinstance(orders, list) else answer(orders)
+    json.dump(answers, sys.stdout)
+
+
+def answer(order: dict) -> list[list[float]]:
     model = AutoModelForCausalLM.from_pretrained(
         order["model"], dtype=torch.float32, attn_implementation="eager"
     )
     model.eval()
     with torch.inference_mode():
-        logprobs = [recompute(model, **sequence) for sequence in order["sequences"]]
-    json.dump(logprobs, sys.stdout)
+        return [recompute(model, **sequence) for sequence in order["sequences"]]
 
 
 def recompute(model, prompt: list[int], output: list[int], temperature: float) -> list[float]:

@@ -17,7 +17,8 @@ COMMANDS = {
     ("watch",),
     ("doctor",),
     *(("backends", name) for name in ("list", "add", "remove", "drain")),
-    *(("image", name) for name in ("list", "build", "pull", "inspect", "remove")),
+    *(("runs", name) for name in ("create", "list", "show", "pause", "resume", "end", "lease")),
+    *(("image", name) for name in ("list", "build", "pull", "inspect", "remove", "prune")),
     *(("env", name) for name in ("list", "new", "check", "run")),
 }
 HEAVY = {"httpx", "pydantic", "fastapi", "anyio", "rich.console", "transformers", "numpy", "jinja2"}

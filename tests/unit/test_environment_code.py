@@ -1,7 +1,5 @@
 """`code`: programs that are right, wrong, slow, greedy, or trying to be scored without being right."""
 
-from pathlib import Path
-
 import pytest
 
 from rollout_service.agents.fakes import ScriptedPolicy, call, turn
@@ -19,7 +17,7 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 async def sandboxes(tmp_path):
     provider = make_provider(LocalConfig(provider="local"), tmp_path / "state")
-    yield SandboxSource(provider, Path)
+    yield SandboxSource(provider)
     await provider.close()
 
 

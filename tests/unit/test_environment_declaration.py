@@ -1,5 +1,7 @@
 """`environment.toml`: every mistake is found when it is read, and said in a way that helps."""
 
+from pathlib import Path
+
 import pytest
 
 from rollout_service.environments.declaration import read_declaration
@@ -33,6 +35,12 @@ def test_the_defaults():
         (MINIMAL + "[limits]\nmax_turn = 3\n", ["limits.max_turn; did you mean max_turn"]),
         (MINIMAL + "[limits]\nmax_turns = 0\n", ["limits.max_turns: Input should be greater"]),
         (MINIMAL + "[sandbox]\nmemory = '2 GB'\n", ["sandbox.memory: "]),
+        (MINIMAL + "[sandbox]\nnetwork = 'lan'\n", ['sandbox.network: Value error, give "none", "full", or']),
+        (MINIMAL + "[sandbox]\nnetwork = [1]\n", ["sandbox.network: "]),
+        (
+            MINIMAL + "[sandbox]\nnetwork = ['a.b', 'c.d/e']\n",
+            ["sandbox.network: ", "entry 'c.d/e' is not valid"],
+        ),
         (
             MINIMAL + "[init]\nfile = []\n",
             ["there is no key init.file; did you mean files?", "init.command is missing"],
@@ -105,3 +113,9 @@ def test_files_that_are_too_large_belong_into_the_image(tmp_path, monkeypatch):
     monkeypatch.setattr("rollout_service.environments.files.MAX_BYTES", 1_000)
     with pytest.raises(ConfigurationError, match="more than 1000 bytes"):
         load_folder(write(tmp_path, data="x" * 2_000))
+
+
+def test_a_list_of_hosts_reaches_the_settings_of_the_sandbox():
+    text = MINIMAL + '[sandbox]\nnetwork = ["pypi.org", "*.example.org:8443"]\n'
+    spec = read_declaration(text, where="x").spec(Path())
+    assert spec.sandbox.network == ("pypi.org", "*.example.org:8443")

@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from api_schemas.rollouts import StopReason
+from api_schemas.rollouts import RolloutRequest, StopReason
+from api_schemas.tasks import Task
 from rollout_service.agents.fakes import ScriptedPolicy, call, turn
+from rollout_service.environments.contract import Episode
 from rollout_service.environments.declarative import load_folder, parse_score
 from rollout_service.environments.trial import play
 from rollout_service.errors import EnvironmentFailedError
 from rollout_service.pipeline.sandboxing import SandboxSource
 from sandboxes import LocalConfig, make_provider
+from sandboxes.sessions import open_sessions
 
 pytestmark = pytest.mark.anyio
 WORDCOUNT = Path(__file__).parents[2] / "examples" / "environments" / "wordcount"
@@ -21,14 +24,14 @@ WORDCOUNT = Path(__file__).parents[2] / "examples" / "environments" / "wordcount
 @pytest.fixture
 async def sandboxes(tmp_path):
     provider = make_provider(LocalConfig(provider="local"), tmp_path / "state")
-    yield SandboxSource(provider, Path)
+    yield SandboxSource(provider)
     assert provider.live() == []
     await provider.close()
 
 
-def environment(folder, evaluate, init=None, sandbox="same", **files):
+def environment(folder, evaluate, init=None, sandbox="same", tools=("bash", "finish"), **files):
     folder.mkdir(exist_ok=True)
-    table = 'name = "e"\nimage = "base"\nprompt = "Do it."\ntools = ["bash", "finish"]\n[evaluate]\n'
+    table = f'name = "e"\nimage = "base"\nprompt = "Do it."\ntools = {json.dumps(tools)}\n[evaluate]\n'
     table += f'command = "bash /environment/evaluate"\nsandbox = "{sandbox}"\n'
     if init is not None:
         table += '[init]\ncommand = "bash /environment/init"\n'
@@ -137,6 +140,28 @@ open(os.environ["ROLLOUT_RESULT"], "w").write(json.dumps({"reward": 0.0}))'"""
 async def test_a_grader_that_fails_is_no_zero(tmp_path, sandboxes, evaluate, message):
     with pytest.raises(EnvironmentFailedError, match=message):
         await run(environment(tmp_path / "e", evaluate), sandboxes)
+
+
+async def test_sessions_are_in_the_working_folder_that_init_made(tmp_path, sandboxes):
+    init = 'here=$PWD; cd ..; rm -rf "$here"; mkdir "$here"; echo new > "$here/made"'
+    env = environment(tmp_path / "e", "true", init, tools=["bash", "python"])
+    policy = ScriptedPolicy(
+        [bash("cat made"), turn("", call("python", code="print(open('made').read())")), "."]
+    )
+    request = RolloutRequest(rollout_id="e", task=Task(environment="e", instance={}))
+    async with await sandboxes.start(env.spec, "e") as sandbox:
+        await open_sessions(sandbox, env.spec.sessions)
+        episode = Episode(request, 1, env.spec, env.spec.limits, policy, sandbox)
+        await env.init(episode)
+        await env.run(episode)
+    told = [message.content.strip() for message in policy.messages if message.role == "tool"]
+    assert told == ["new", "new"]
+
+
+async def test_an_init_that_leaves_no_working_folder_is_told_so(tmp_path, sandboxes):
+    env = environment(tmp_path / "e", "true", 'here=$PWD; cd ..; rm -rf "$here"')
+    with pytest.raises(EnvironmentFailedError, match="left no working folder"):
+        await run(env, sandboxes, "true")
 
 
 async def test_an_init_that_fails_says_what_it_printed(tmp_path, sandboxes):

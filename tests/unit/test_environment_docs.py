@@ -27,7 +27,7 @@ async def test_the_python_example_runs(tmp_path):
     names = {}
     exec(compile(source, "example.py", "exec"), names)
     environment = names["environment"]
-    sandboxes = SandboxSource(make_provider(LocalConfig(provider="local"), tmp_path), Path)
+    sandboxes = SandboxSource(make_provider(LocalConfig(provider="local"), tmp_path))
     policy = ScriptedPolicy([turn("", call("lookup", word="sea")), "It is water."])
     trial = await play(environment, environment.dataset()[0], policy, sandboxes)
     assert trial.score.reward == 1.0

@@ -1,7 +1,5 @@
 """`math`: right, wrong, and what cannot be checked are three different things."""
 
-from pathlib import Path
-
 import anyio
 import pytest
 
@@ -23,7 +21,7 @@ ENDLESS = "9^{9^{9^{9}}}"
 
 @pytest.fixture
 def sandboxes(tmp_path):
-    return SandboxSource(make_provider(LocalConfig(provider="local"), tmp_path), Path)
+    return SandboxSource(make_provider(LocalConfig(provider="local"), tmp_path))
 
 
 async def test_one_verifier_judges_them_all(tmp_path):

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
+from itertools import cycle
 from typing import Any
 
 import anyio
@@ -23,7 +23,7 @@ from rollout_service.environments.contract import (
     Score,
 )
 from rollout_service.errors import EnvironmentFailedError, UnavailableError
-from rollout_service.pipeline.attempt import Services, Stages
+from rollout_service.pipeline.attempt import EnvironmentSource, Services, Stages
 from rollout_service.pipeline.pipeline import Pipeline, take_all
 from rollout_service.pipeline.sandboxing import SandboxSource
 from rollout_service.pipeline.stage import Slot, StageLimiter
@@ -31,7 +31,11 @@ from rollout_service.settings import PipelineSettings
 from rollout_service.store.sqlite import SqliteStore
 from rollout_service.telemetry import Metrics
 from sandboxes import Sandbox, SandboxInfo, SandboxProvider, SandboxSpec, SweepReport
-from sandboxes.errors import SandboxStartError
+from sandboxes.config import PressureConfig
+from sandboxes.errors import LimitExceededError, SandboxStartError
+from sandboxes.governor import Governor
+from sandboxes.pressure import Controller
+from sandboxes.readings import HostReader
 
 pytestmark = pytest.mark.anyio
 
@@ -115,7 +119,7 @@ class FakeSandbox(Sandbox):
         pytest.fail("the pipeline itself runs nothing in a sandbox")
 
     bash = python = exec = end_processes = read_file = write_file = edit_file = list = _unused
-    export_path = import_path = _unused
+    export_path = import_path = read_stream = write_stream = _unused
 
 
 class CountingProvider(SandboxProvider):
@@ -192,6 +196,12 @@ SETTINGS = PipelineSettings(
 )
 
 
+def still_governor(ceiling: int) -> Governor:
+    """A governor that looks at nothing but its ceiling."""
+    controller = Controller(PressureConfig(enabled=False), ceiling, cpus=1)
+    return Governor(controller, HostReader().read, ceiling=ceiling)
+
+
 @asynccontextmanager
 async def bench(
     environment: Environment,
@@ -199,6 +209,8 @@ async def bench(
     store: SqliteStore | None = None,
     provider: CountingProvider | None = None,
     settings: PipelineSettings = SETTINGS,
+    governor: Governor | None = None,
+    environments: EnvironmentSource | None = None,
 ) -> AsyncIterator[Bench]:
     store = store or await SqliteStore.open(":memory:")
     provider = provider or CountingProvider()
@@ -216,9 +228,10 @@ async def bench(
         owner="here",
         store=store,
         stages=Stages(**{stage.value: limiter for stage, limiter in limiters.items()}),
-        environments=Only(environment),
-        sandboxes=SandboxSource(provider, Path),
+        environments=environments or Only(environment),
+        sandboxes=SandboxSource(provider),
         policies=Policies(),
+        governor=governor or still_governor(1_000),
         metrics=metrics,
         max_attempts=settings.max_attempts,
     )
@@ -347,6 +360,86 @@ async def test_live_sandboxes_are_bounded() -> None:
         await b.idle()
         bound = SETTINGS.init_workers + SETTINGS.rollout_queue + SETTINGS.rollout_workers
         assert b.provider.most <= bound + SETTINGS.evaluate_workers
+
+
+async def test_waiting_for_the_host_is_time_in_a_queue() -> None:
+    async def slow(_: Episode) -> None:
+        await anyio.sleep(0.1)
+
+    governor = still_governor(2)
+    environment = Played(init=slow, image="any", evaluate_in=EvaluateIn.FRESH)
+    async with bench(environment, governor=governor) as b:
+        for i in range(5):
+            await b.submit(f"r{i}", init_seconds=0.3, evaluate_seconds=0.3)
+        rollouts = [await b.result(f"r{i}") for i in range(5)]
+        assert {rollout.state for rollout in rollouts} == {RolloutState.COMPLETED}
+        assert max(span.queued_seconds for rollout in rollouts for span in rollout.spans) > 0.3
+        assert b.provider.most <= 2
+        await b.idle()
+        assert (governor.used, governor.waiting) == (0, 0)
+
+
+class InTurn:
+    """A registry that gives its environments one after the other."""
+
+    def __init__(self, *environments: Environment) -> None:
+        self._next = cycle(environments)
+
+    def get(self, name: str) -> Environment:
+        return next(self._next)
+
+
+@pytest.mark.parametrize("ceiling", [2, 3, 5])
+async def test_graders_and_agents_that_wait_for_each_others_places_all_get_on(ceiling: int) -> None:
+    """Those graded in place hold sandboxes and want workers; those graded afresh hold workers and want sandboxes."""
+
+    async def work(_: Episode) -> None:
+        await anyio.sleep(0.002)
+
+    kinds = [
+        Played(run=work, evaluate=work, image="any", evaluate_in=where)
+        for where in (EvaluateIn.SAME, EvaluateIn.FRESH, EvaluateIn.SAME, EvaluateIn.NONE)
+    ]
+    governor = still_governor(ceiling)
+    settings = SETTINGS.model_copy(update={"evaluate_workers": 1, "rollout_workers": 4})
+    async with bench(kinds[0], environments=InTurn(*kinds), governor=governor, settings=settings) as b:
+        for i in range(40):
+            await b.submit(f"r{i}")
+        for i in range(0, 40, 7):
+            await b.store.cancel(f"r{i}")
+        for i in range(40):
+            await b.result(f"r{i}")
+        await b.idle()
+        assert b.provider.most <= ceiling
+        assert (governor.used, governor.waiting) == (0, 0)
+
+
+async def test_the_sessions_of_the_tools_are_open_before_the_agent_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[str] = []
+
+    async def bash(_: Sandbox) -> None:
+        await anyio.sleep(0.01)
+        opened.append("bash")
+
+    async def run(_: Episode) -> None:
+        assert opened == ["bash"]
+
+    monkeypatch.setattr(FakeSandbox, "bash", bash)
+    environment = Played(run=run, image="any", tools=["bash", "edit"], evaluate_in=EvaluateIn.FRESH)
+    async with bench(environment) as b:
+        assert (await b.run()).state is RolloutState.COMPLETED
+        assert opened == ["bash"]  # and none in the grader's
+
+
+async def test_limits_that_were_reached_are_counted() -> None:
+    async def run(episode: Episode) -> None:
+        episode.breaches.append(LimitExceededError("too much", limit="memory"))
+
+    async with bench(Played(run=run)) as b:
+        await b.run()
+        assert b'rollout_sandbox_breaches_total{limit="memory"} 1.0' in b.services.metrics.render()
 
 
 async def test_an_infrastructure_failure_is_tried_again() -> None:

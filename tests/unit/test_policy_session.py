@@ -7,7 +7,7 @@ import anyio
 import pytest
 
 from api_schemas.rollouts import Sampling
-from api_schemas.trajectories import FinishReason, Message
+from api_schemas.trajectories import FinishReason, ForkReason, Message
 from rollout_service.agents.errors import ContextFullError
 from rollout_service.agents.policy import INLINE_CHARS, PolicySession
 from rollout_service.inference import contract as inference
@@ -25,12 +25,13 @@ class CharRenderer:
 
     threads: list[int] = field(default_factory=list)
     refuse: bool = False
+    rereads_history: bool = False
 
     def render(self, messages, tools=()):
         self.threads.append(threading.get_ident())
         return [token for message in messages for token in (*map(ord, message.content), 0)]
 
-    def bridge(self, prompt, output, messages, tools=()):
+    def bridge(self, prompt, output, messages, tools=(), history=()):
         return None if self.refuse else [*prompt, *output, *self.render(messages)]
 
     def parse(self, output, prompt, tools, prefix):
@@ -77,6 +78,21 @@ def session(answers, context_length=1_000, renderer=None, **sampling):
         context_length=context_length,
     )
     return policy, pool
+
+
+async def test_a_replaced_history_begins_a_segment_that_names_its_parent():
+    policy, pool = session(["hello", "short", "world"])
+    await policy.respond(QUESTION, max_tokens=50)
+    summary = await policy.respond([Message(role="user", content="sum up")], max_tokens=50)
+    kept = [policy.messages[0], Message(role="user", content=summary.message.content)]
+    policy.replace(kept, ForkReason.COMPACTION)
+    await policy.respond([], max_tokens=50)
+    trajectory = policy.trajectory()
+    check_invariants(trajectory)
+    first, second = trajectory.segments
+    assert (second.fork_reason, second.parent, second.shared_prefix) == (ForkReason.COMPACTION, 0, 4)
+    assert list(pool.requests[-1][0].input_ids) == [97, 98, 99, 0, *map(ord, "short"), 0]
+    assert [sum(first.loss_mask), sum(second.loss_mask)] == [12, 6]
 
 
 async def test_a_turn_goes_to_the_pool_and_is_recorded_to_the_id():

@@ -19,7 +19,9 @@ def bash(code: str, folder: Path, **environ: str) -> subprocess.CompletedProcess
     )
 
 
-@pytest.mark.parametrize("name", ["demo", "test", "lock", "install-apptainer", "install-sglang"])
+@pytest.mark.parametrize(
+    "name", ["demo", "test", "lock", "install-apptainer", "install-sglang", "install-sglang-router"]
+)
 def test_every_script_has_help(name):
     result = subprocess.run([SCRIPTS / name, "--help"], capture_output=True, text=True, check=True)
     assert f"scripts/{name}" in result.stdout

@@ -35,7 +35,7 @@ def test_flags_win_over_variables_over_the_file(empty_folder: Path, monkeypatch:
         ("port = 'x'", "port: "),
         ("port = 99999", "port: "),
         ("port = ", "not valid TOML"),
-        ("[sandbox]\nprovider = 'docker'", "sandbox"),
+        ("[sandbox]\nprovider = 'chroot'", "sandbox"),
     ],
 )
 def test_a_bad_file_is_refused_by_the_key_at_fault(empty_folder: Path, toml: str, says: str) -> None:
@@ -73,6 +73,19 @@ def test_loopback(host: str, inside: bool) -> None:
 def test_the_local_provider_must_be_asked_for() -> None:
     assert Settings().sandbox.provider == "apptainer"
     assert load_settings(sandbox={"provider": "local"}).sandbox.provider == "local"
+
+
+def test_the_ceiling_of_sandboxes_is_what_the_stages_can_hold_unless_it_is_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = load_settings(pipeline={"init_workers": 1, "rollout_queue": 1, "rollout_workers": 8})
+    assert settings.sandbox_ceiling == 1 + 1 + 8 + 4 + 256 + 4
+    monkeypatch.setenv("ROLLOUT_SANDBOXES__CEILING", "12")
+    monkeypatch.setenv("ROLLOUT_SANDBOXES__WARM__SIZE", "3")
+    settings = load_settings()
+    assert (settings.sandbox_ceiling, settings.sandboxes.warm.size) == (12, 3)
+    with pytest.raises(ConfigurationError, match="did you mean sandboxes\\.ceiling"):
+        load_settings(sandboxes={"ceilling": 3})
 
 
 def test_known_keys_are_dotted() -> None:

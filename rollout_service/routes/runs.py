@@ -1,0 +1,126 @@
+"""Runs: standing orders, and their batches by lease and acknowledgement."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+from http import HTTPStatus
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query
+from fastapi.responses import Response, StreamingResponse
+
+from api_schemas.runs import (
+    BINARY_MEDIA_TYPE,
+    AppendTasks,
+    Batch,
+    BatchAnswer,
+    BatchId,
+    Run,
+    RunId,
+    RunPage,
+    RunPatch,
+    RunRequest,
+)
+from rollout_service.routes.dependencies import ServiceDep, as_json
+from rollout_service.store.run_contract import LeaseOrder
+
+router = APIRouter(prefix="/v1", tags=["runs"])
+
+MAX_WAIT_SECONDS = 3_600.0
+MAX_LEASE_SECONDS = 86_400.0
+
+
+@router.post("/runs", status_code=HTTPStatus.CREATED, response_model=Run)
+async def create(service: ServiceDep, request: RunRequest) -> Response:
+    """Create a run: 201 once it is durable. Idempotent by `run_id`: 200 for the same again, 409 for another."""
+    run_id = request.run_id or uuid.uuid4().hex
+    run, new = await service.run_orders.create(request.model_copy(update={"run_id": run_id}))
+    return as_json(run, HTTPStatus.CREATED if new else HTTPStatus.OK)
+
+
+@router.get("/runs")
+async def list_runs(service: ServiceDep) -> RunPage:
+    """All runs, oldest first."""
+    return RunPage(runs=await service.run_orders.list())
+
+
+@router.get("/runs/{run_id}")
+async def get_run(service: ServiceDep, run_id: RunId) -> Run:
+    """A run as it stands."""
+    return await service.run_orders.get(run_id)
+
+
+@router.patch("/runs/{run_id}")
+async def patch_run(service: ServiceDep, run_id: RunId, patch: RunPatch) -> Run:
+    """Pause, resume or end a run, tell it the trainer's version, or change its share of the service."""
+    return await service.run_orders.patch(run_id, patch)
+
+
+@router.delete("/runs/{run_id}")
+async def end_run(service: ServiceDep, run_id: RunId) -> Run:
+    """End a run: what is under way is cancelled, what is finished can still be leased. Idempotent."""
+    return await service.run_orders.end(run_id)
+
+
+@router.post("/runs/{run_id}/tasks")
+async def append_tasks(service: ServiceDep, run_id: RunId, order: AppendTasks) -> Run:
+    """Append tasks to an open run; idempotent when an `offset` is given."""
+    return await service.run_orders.append(run_id, order)
+
+
+@router.post(
+    "/runs/{run_id}/lease",
+    response_model=Batch,
+    responses={
+        200: {"content": {BINARY_MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}},
+        204: {"description": "no batch in time"},
+        410: {"description": "the run is over"},
+    },
+)
+async def lease(
+    service: ServiceDep,
+    run_id: RunId,
+    timeout: Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="seconds to wait")] = 0.0,
+    seconds: Annotated[
+        float, Query(gt=0, le=MAX_LEASE_SECONDS, description="how long the batch is this caller's")
+    ] = 600.0,
+    key: Annotated[
+        str | None, Query(max_length=128, description="the same key gets the batch again that it holds")
+    ] = None,
+    version: Annotated[int | None, Query(ge=0, description="the trainer's version")] = None,
+    allow_stale: Annotated[bool, Query(description="also groups older than the run's bound")] = False,
+    accept: Annotated[str, Header()] = "*/*",
+) -> Response:
+    """Lease the next batch: one that was given back or whose lease ran out before a new one.
+
+    With `Accept: application/vnd.rollout.batch+safetensors` it comes as arrays.
+    """
+    order = LeaseOrder(run_id, key or uuid.uuid4().hex, seconds, allow_stale)
+    leased = await service.delivery.lease(order, version=version, timeout=timeout)
+    if leased is None:
+        return Response(status_code=HTTPStatus.NO_CONTENT)
+    if BINARY_MEDIA_TYPE not in accept:
+        return StreamingResponse(service.delivery.as_json(leased), media_type="application/json")
+    parts = await service.delivery.as_arrays(leased)
+    length = {"Content-Length": str(sum(map(len, parts)))}
+    return StreamingResponse(_stream(parts), media_type=BINARY_MEDIA_TYPE, headers=length)
+
+
+async def _stream(parts: list[bytes | memoryview]) -> AsyncIterator[bytes | memoryview]:
+    for part in parts:
+        yield part
+
+
+@router.post("/runs/{run_id}/batches/{batch_id}/ack")
+async def acknowledge(service: ServiceDep, run_id: RunId, batch_id: BatchId) -> BatchAnswer:
+    """Settle a batch: it never comes again. Idempotent, also after the lease ran out."""
+    await service.delivery.acknowledge(run_id, batch_id)
+    return BatchAnswer(batch_id=batch_id, state="acknowledged")
+
+
+@router.post("/runs/{run_id}/batches/{batch_id}/nack")
+async def give_back(service: ServiceDep, run_id: RunId, batch_id: BatchId) -> BatchAnswer:
+    """Give a batch back: it is leased again at once. Idempotent."""
+    await service.delivery.give_back(run_id, batch_id)
+    return BatchAnswer(batch_id=batch_id, state="returned")

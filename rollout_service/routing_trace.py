@@ -1,0 +1,61 @@
+"""Routing decisions for people: counted always, and written to the log in full at debug level."""
+
+from __future__ import annotations
+
+import logging
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from rollout_service.inference.routing import Decision
+
+log = structlog.get_logger(__name__)
+_PARTS = ("backend_id", "held_tokens", "wait", "prefill", "move", "crowd", "total")
+_SHARES = (-1.0, -0.5, -0.2, -0.1, -0.05, -0.01, 0.01, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+class RoutingTrace:
+    """Implements `inference.routing.Observer`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._logger = logging.getLogger(__name__)
+        self._decisions = Counter(
+            "rollout_routing_decisions_total",
+            "Backends chosen for a request, by the reason",
+            ["pool", "reason"],
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "rollout_routing_prompt_tokens_total",
+            "Prompt tokens that were sent, that backends were expected to hold, and that they held",
+            ["pool", "kind"],
+            registry=registry,
+        )
+        self._errors = Histogram(
+            "rollout_routing_prediction_error",
+            "Tokens that a backend held less those that it was expected to hold, as a part of the prompt",
+            ["pool"],
+            buckets=_SHARES,
+            registry=registry,
+        )
+
+    def decided(self, pool: str, decision: Decision) -> None:
+        """A backend was chosen."""
+        self._decisions.labels(pool, decision.reason).inc()
+        if self._logger.isEnabledFor(logging.DEBUG):
+            log.debug(
+                "routed",
+                pool=pool,
+                rollout_id=decision.affinity,
+                backend_id=decision.backend_id,
+                reason=decision.reason.value,
+                prompt_tokens=decision.prompt_tokens,
+                candidates=[{part: getattr(cost, part) for part in _PARTS} for cost in decision.costs],
+            )
+
+    def served(self, pool: str, decision: Decision, cached_tokens: int) -> None:
+        """The backend answered, and had held `cached_tokens` of the prompt."""
+        self._tokens.labels(pool, "sent").inc(decision.prompt_tokens)
+        self._tokens.labels(pool, "expected").inc(decision.held_tokens)
+        self._tokens.labels(pool, "cached").inc(cached_tokens)
+        self._errors.labels(pool).observe((cached_tokens - decision.held_tokens) / decision.prompt_tokens)

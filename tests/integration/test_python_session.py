@@ -1,0 +1,79 @@
+"""What code finds in a Python session is what any IPython kernel gives it, although the kernel starts with less."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from sandboxes.config import LocalConfig, make_provider
+from sandboxes.contract import PythonSession, SandboxSpec
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def python(tmp_path: Path) -> AsyncIterator[PythonSession]:
+    provider = make_provider(LocalConfig(provider="local"), tmp_path)
+    try:
+        async with await provider.start(SandboxSpec()) as sandbox:
+            yield await sandbox.python()
+    finally:
+        await provider.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "result"),
+    [
+        ("import asyncio\nawait asyncio.sleep(0.05)\nprint('awaited')\n5", "awaited\n", "5"),
+        ("import asyncio\nasyncio.get_running_loop().is_running()", "", "True"),
+        (
+            "import threading\nt = threading.Thread(target=print, args=['thread'])\nt.start(); t.join()",
+            "thread\n",
+            None,
+        ),
+        ("import os\nos.system('echo system')", "system\n", "0"),
+        ("import subprocess\nsubprocess.run(['echo', 'run']).returncode", "run\n", "0"),
+        ("import sys\nprint('error', file=sys.stderr)", "error\n", None),
+        ("print('no newline', end='')", "no newline", None),
+        ("from IPython.display import display\ndisplay(1)\n2", "1\n", "2"),
+        ("%precision 2\n1 / 3", "", "0.33"),
+        ("!echo shell", "shell\r\n", None),
+        ("import jupyter_client\njupyter_client.KernelManager.__name__", "", "'KernelManager'"),
+        ("from jupyter_client import find_connection_file, __version__ as v\nlen(v) > 3", "", "True"),
+        ("import gc\ngc.isenabled()", "", "True"),
+        (
+            "import sys\n'manager' in dir(sys.modules.get('jupyter_client')), sys.path.count('')",
+            "",
+            "(False, 1)",
+        ),
+        ("__name__, 'main' in dir(), 'cut' in dir()", "", "('__main__', False, False)"),
+    ],
+)
+async def test_cells(python: PythonSession, code: str, output: str, result: str | None) -> None:
+    found = await python.execute(code, timeout=20)
+    assert (found.output, found.result, found.error) == (output, result, None)
+
+
+async def test_classes_of_the_session_can_be_pickled_to_other_processes(python: PythonSession) -> None:
+    code = "import multiprocessing\ndef twice(x): return 2 * x\n"
+    code += "with multiprocessing.get_context('fork').Pool(2) as p: print(p.map(twice, [1, 2]))"
+    found = await python.execute(code, timeout=30)
+    assert (found.output, found.error) == ("[2, 4]\n", None)
+
+
+async def test_an_awaiting_cell_is_interrupted_and_the_session_goes_on(python: PythonSession) -> None:
+    found = await python.execute("x = 7\nimport asyncio\nawait asyncio.sleep(30)", timeout=1)
+    assert found.timed_out
+    assert (await python.execute("x")).result == "7"
+
+
+async def test_output_in_the_order_it_was_made(python: PythonSession) -> None:
+    code = "import sys\nfor i in range(50):\n    print(i)\n    display(-i)\n    sys.stdout.flush()"
+    found = await python.execute(code)
+    assert found.output.split() == [str(text) for number in range(50) for text in (number, -number)]
+
+
+async def test_what_a_process_wrote_is_in_the_cell_that_waited_for_it(python: PythonSession) -> None:
+    for number in range(100):
+        found = await python.execute(f"import os\nos.system('echo {number}; echo {number} >&2') == 0")
+        assert (sorted(found.output.split()), found.result) == ([str(number)] * 2, "True")
