@@ -19,6 +19,7 @@ from sandboxes.control import Child, ControlShell, ticks_now
 from sandboxes.errors import SandboxClosedError, SandboxError, SessionDiedError
 from sandboxes.output import OutputBuffer
 from sandboxes.pipes import ERROR, INPUT, Reader, write_all
+from sandboxes.restarts import Restarts
 
 ARGV = ("bash", "--norc", "--noprofile", "--noediting", "-i")
 ENV = {"PS1": "", "PS2": "", "PAGER": "cat", "GIT_PAGER": "cat"}
@@ -55,6 +56,7 @@ class ShellSession(BashSession):
         self._breaches = breaches
         self._explain = explain
         self._lock = anyio.Lock()
+        self._restarts = Restarts()
         self._child: Child | None = None
         self._reader: Reader | None = None
         self._jobs: list[int] = []
@@ -78,6 +80,7 @@ class ShellSession(BashSession):
                 return
             self.discard()
             raise await self._explain(SessionDiedError("the shell ended after its last command"))
+        await self._restarts.wait()
         child = await self._control.spawn("session", ARGV, cwd=self._cwd, env=self._env)
         child.pipes.close(ERROR)  # the shell's own complaints go nowhere, its commands' to the output
         self._child, self._reader, self._last = child, Reader(child.stdout), 0

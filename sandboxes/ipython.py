@@ -17,6 +17,7 @@ from sandboxes.contract import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, PythonResu
 from sandboxes.control import ControlShell
 from sandboxes.errors import SandboxError, SandboxStartError, SessionDiedError
 from sandboxes.kernel import PROGRAM, Cell, Kernel, KernelPaths, connection_info
+from sandboxes.restarts import Restarts
 
 PROGRAM_INSIDE = "kernel.py"
 INTERRUPT_GRACE = 5.0
@@ -48,6 +49,7 @@ class KernelSession(PythonSession):
         self._breaches = breaches
         self._explain = explain
         self._lock = anyio.Lock()
+        self._restarts = Restarts()
         self._kernel: Kernel | None = None
         self._running = False
 
@@ -64,6 +66,7 @@ class KernelSession(PythonSession):
                 return
             self.discard()
             raise await self._explain(SessionDiedError("the Python kernel ended after its last cell"))
+        await self._restarts.wait()
         token = secrets.token_hex(4)
         inside = self._write_connection(token)
         try:
