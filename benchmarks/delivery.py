@@ -92,7 +92,7 @@ async def fill(database: Path, tokens: int) -> None:
             await store.runs.close_group(RUN_ID, Closing(number, None, samples, 0.0, 0.0, 7, 7))
 
 
-async def timed_lease(run_of: ClientRun, *, arrays: bool) -> tuple[float, bytes]:
+async def timed_lease(run_of: ClientRun, *, arrays: bool) -> tuple[float, bytes | bytearray]:
     """Seconds until the batch is there, and what came; the batch is given back."""
     started = time.perf_counter()
     leased = await run_of.lease(arrays=arrays)
@@ -104,7 +104,7 @@ async def timed_lease(run_of: ClientRun, *, arrays: bool) -> tuple[float, bytes]
     return seconds, content
 
 
-def written(path: Path, content: bytes) -> float:
+def written(path: Path, content: bytes | bytearray) -> float:
     """Seconds to write bytes to a new file until they are on the disk."""
     started = time.perf_counter()
     with path.open("wb") as file:

@@ -53,7 +53,7 @@ from rollout_service.client_errors import (
     parse,
     problem_of,
 )
-from rollout_service.client_runs import ClientRun, LeasedBatch
+from rollout_service.client_runs import ClientRun, LeasedBatch, Receive
 from rollout_service.sse import SSEParser
 
 __all__ = [
@@ -128,6 +128,10 @@ class RolloutClient:
             await tasks.__aexit__(None, None, None)
         with anyio.CancelScope(shield=True):
             await self._http.__aexit__(kind, error, trace)
+
+    async def aclose(self) -> None:
+        """Close the connections of a client whose calls were used without `async with`."""
+        await self._http.aclose()
 
     # -- rollouts --------------------------------------------------------------
 
@@ -404,14 +408,17 @@ class RolloutClient:
         params: dict[str, str] | None = None,
         seconds: float = ANSWER_SECONDS,
         headers: dict[str, str] | None = None,
+        receive: Receive | None = None,
     ) -> httpx.Response:
         timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
         patience = self._patience()
         while True:
             try:
-                response = await self._http.request(
+                async with self._http.stream(
                     method, path, json=body, params=params, headers=headers, timeout=timeout
-                )
+                ) as response:
+                    whole = receive if receive is not None and response.is_success else httpx.Response.aread
+                    await whole(response)
                 if not response.is_success:
                     raise problem_of(response)
             except (httpx.TransportError, UnavailableError) as error:

@@ -7,7 +7,8 @@ under the same key, which brings the same batch. Needs httpx, pydantic and anyio
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from http import HTTPStatus
 from typing import Protocol, TypeVar
 
 import httpx
@@ -35,6 +36,10 @@ ANSWER_SECONDS = 300.0
 """How long the transfer of a batch may stall."""
 
 
+Receive = Callable[[httpx.Response], Awaitable[object]]
+"""Reads the body of an answer."""
+
+
 class Sender(Protocol):
     """Sends a request until it is answered, within the patience of a client."""
 
@@ -47,16 +52,33 @@ class Sender(Protocol):
         params: dict[str, str] | None = None,
         seconds: float = ...,
         headers: dict[str, str] | None = None,
+        receive: Receive | None = None,
     ) -> httpx.Response:
-        """The answer, if it is a success; raises ClientError."""
+        """The answer, if it is a success; raises ClientError. `receive` reads its body, anew if that breaks off."""
         ...
+
+
+class _Body:
+    """The body of a large answer, put where it stays: it is in memory once."""
+
+    def __init__(self) -> None:
+        self.content = bytearray()
+
+    async def receive(self, response: httpx.Response) -> None:
+        """Read an answer of known length."""
+        self.content = bytearray(int(response.headers.get("content-length", 0)))
+        at = 0
+        async for piece in response.aiter_bytes():
+            self.content[at : at + len(piece)] = piece
+            at += len(piece)
+        del self.content[at:]
 
 
 class LeasedBatch:
     """A batch that this client holds until it is acknowledged, given back, or the lease runs out."""
 
     def __init__(
-        self, run: ClientRun, content: bytes, batch: Batch, arrays: BatchArrays | None = None
+        self, run: ClientRun, content: bytes | bytearray, batch: Batch, arrays: BatchArrays | None = None
     ) -> None:
         self._run = run
         self.content = content
@@ -161,22 +183,24 @@ class ClientRun:
                     return None
 
     async def _lease_once(self, params: dict[str, str], wait: float, *, arrays: bool) -> LeasedBatch | None:
+        body = _Body()
         response = await self._send(
             "POST",
             f"{self._path}/lease",
             params=params,
             seconds=ANSWER_SECONDS + wait,
             headers={"accept": BINARY_MEDIA_TYPE if arrays else "application/json"},
+            receive=body.receive if arrays else None,
         )
-        if not response.content:
+        if response.status_code == HTTPStatus.NO_CONTENT:
             return None
         if not arrays:
             return LeasedBatch(self, response.content, parse(TypeAdapter(Batch), response.content))
         try:
-            read = BatchArrays.from_bytes(response.content)
+            read = BatchArrays.from_bytes(body.content)
         except ValueError as error:
             raise ProtocolError(f"a batch that this client does not understand: {error}") from error
-        return LeasedBatch(self, response.content, read.batch, read)
+        return LeasedBatch(self, body.content, read.batch, read)
 
     async def batches(
         self, *, lease_seconds: float = LEASE_SECONDS, arrays: bool = False

@@ -114,7 +114,7 @@ def lease(
     common.run(main)
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(path: Path, content: bytes | bytearray) -> None:
     """Write a file that is whole or not there."""
     partial = path.with_name(f"{path.name}.partial")
     try:

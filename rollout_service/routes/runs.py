@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator
 from http import HTTPStatus
 from typing import Annotated
 
@@ -102,14 +101,9 @@ async def lease(
         return Response(status_code=HTTPStatus.NO_CONTENT)
     if BINARY_MEDIA_TYPE not in accept:
         return StreamingResponse(service.delivery.as_json(leased), media_type="application/json")
-    parts = await service.delivery.as_arrays(leased)
-    length = {"Content-Length": str(sum(map(len, parts)))}
-    return StreamingResponse(_stream(parts), media_type=BINARY_MEDIA_TYPE, headers=length)
-
-
-async def _stream(parts: list[bytes | memoryview]) -> AsyncIterator[bytes | memoryview]:
-    for part in parts:
-        yield part
+    length, pieces = await service.delivery.as_arrays(leased)
+    headers = {"Content-Length": str(length)}
+    return StreamingResponse(pieces, media_type=BINARY_MEDIA_TYPE, headers=headers)
 
 
 @router.post("/runs/{run_id}/batches/{batch_id}/ack")

@@ -7,7 +7,7 @@ runs out; the answer to a lost request is had again with the same key.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from http import HTTPStatus
 
 import anyio
@@ -77,15 +77,16 @@ class Delivery:
             before = b","
         yield b"]," + _batch(leased, seen).model_dump_json(exclude={"groups"}).encode()[1:]
 
-    async def as_arrays(self, leased: LeasedBatch) -> list[bytes | memoryview]:
-        """A leased batch as the parts of a safetensors file."""
+    async def as_arrays(self, leased: LeasedBatch) -> tuple[int, AsyncIterator[bytes]]:
+        """A leased batch as a safetensors file: its length, and its pieces, each unpacked while another is sent."""
         groups: list[Group] = []
         samples: list[Sequence[Columns]] = []
         for number in leased.groups:
             group, columns = await self._runs.group_columns(leased.run_id, number)
             groups.append(group)
             samples += columns
-        return await anyio.to_thread.run_sync(encode_batch, _batch(leased, groups), samples)
+        file = await anyio.to_thread.run_sync(encode_batch, _batch(leased, groups), samples)
+        return file.length, _in_threads(file.pieces)
 
     async def acknowledge(self, run_id: str, batch_id: str) -> None:
         """Settle a batch for good; idempotent. Raises NotFoundError, ConflictError."""
@@ -94,6 +95,12 @@ class Delivery:
     async def give_back(self, run_id: str, batch_id: str) -> None:
         """Let a batch be leased again at once. Raises NotFoundError, ConflictError."""
         await self._runs.give_back(run_id, batch_number(run_id, batch_id))
+
+
+async def _in_threads(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """Take each from a thread."""
+    while piece := await anyio.to_thread.run_sync(next, pieces, b""):
+        yield piece
 
 
 def _batch(leased: LeasedBatch, groups: list[Group]) -> Batch:

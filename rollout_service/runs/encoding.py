@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
 
@@ -20,40 +21,74 @@ SampleColumns = Sequence[Columns]
 _NAMES = {np.dtype(code): name for name, code in TYPES.items()}
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
+_PIECE_BYTES = 1 << 20
 
 
-def encode_batch(batch: Batch, samples: Sequence[SampleColumns]) -> list[bytes | memoryview]:
-    """The parts of the file; `samples` are those of all groups in their order, `batch` has no tokens.
+@dataclass(frozen=True, slots=True)
+class EncodedBatch:
+    """A safetensors file whose length is known before its columns are unpacked."""
+
+    length: int
+    pieces: Iterator[bytes]
+    """The file in order, once; to get one takes a few milliseconds of a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    dtype: np.dtype[Any]
+    count: int
+    arrays: Iterable[NDArray[Any]]
+
+
+def encode_batch(batch: Batch, samples: Sequence[SampleColumns]) -> EncodedBatch:
+    """The file; `samples` are those of all groups in their order, `batch` has no tokens.
 
     Wide types come first, so that every array is aligned as its type wants.
     """
+    tensors = _tensors(batch, samples)
+    header: dict[str, Any] = {"__metadata__": {"batch": batch.model_dump_json()}}
+    at = 0
+    for name, tensor in tensors.items():
+        end = at + tensor.count * tensor.dtype.itemsize
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": [tensor.count], "data_offsets": [at, end]}
+        at = end
+    first = _packed(header)
+    arrays = chain.from_iterable(tensor.arrays for tensor in tensors.values())
+    return EncodedBatch(len(first) + at, _pieces(first, arrays))
+
+
+def _tensors(batch: Batch, samples: Sequence[SampleColumns]) -> dict[str, _Tensor]:
     segments = list(chain.from_iterable(samples))
-    tensors: dict[str, tuple[np.dtype[Any], int, Iterable[NDArray[Any]]]] = {}
+    rows = [sample for group in batch.groups for sample in group.samples]
+    of_samples = {
+        "rewards": _floats(sample.reward for sample in rows),
+        "advantages": _floats(sample.advantage for sample in rows),
+        "usable": np.array([sample.usable for sample in rows], np.uint8),
+    }
     offsets = {
         "group_offsets": _offsets(len(group.samples) for group in batch.groups),
         "sample_offsets": _offsets(map(len, samples)),
         "segment_offsets": _offsets(map(len, segments)),
     }
-    for name, array in offsets.items():
-        tensors[name] = (array.dtype, len(array), [array])
     tokens = int(offsets["segment_offsets"][-1])
-    for name, dtype in sorted(COLUMNS.items(), key=lambda column: -column[1].itemsize):
-        if dtype.itemsize > 1:
-            tensors[name] = (dtype, tokens, _column(segments, name, dtype))
-    for name, values in (("rewards", _rewards(batch)), ("advantages", _advantages(batch))):
-        tensors[name] = (values.dtype, len(values), [values])
-    usable = np.array([sample.usable for group in batch.groups for sample in group.samples], np.uint8)
-    tensors["loss_mask"] = (COLUMNS["loss_mask"], tokens, _column(segments, "loss_mask", np.dtype("u1")))
-    tensors["usable"] = (usable.dtype, len(usable), [usable])
-    header: dict[str, Any] = {"__metadata__": {"batch": batch.model_dump_json()}}
-    parts: list[bytes | memoryview] = []
-    at = 0
-    for name, (dtype, count, arrays) in tensors.items():
-        end = at + count * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": [count], "data_offsets": [at, end]}
-        parts += [array.data.cast("B") for array in arrays if len(array)]
-        at = end
-    return [_packed(header), *parts]
+    whole = offsets | of_samples
+    tensors = {name: _Tensor(array.dtype, len(array), [array]) for name, array in whole.items()}
+    for name, dtype in COLUMNS.items():
+        tensors[name] = _Tensor(dtype, tokens, _column(segments, name, dtype))
+    return dict(sorted(tensors.items(), key=lambda one: -one[1].dtype.itemsize))
+
+
+def _pieces(first: bytes, arrays: Iterable[NDArray[Any]]) -> Iterator[bytes]:
+    """Few large pieces, since each costs a turn of the event loop."""
+    parts: list[bytes | memoryview] = [first]
+    size = len(first)
+    for array in arrays:
+        parts.append(array.data.cast("B") if len(array) else b"")
+        size += array.nbytes
+        if size >= _PIECE_BYTES:
+            yield b"".join(parts)
+            parts, size = [], 0
+    yield b"".join(parts)
 
 
 def group_json(group: Group) -> bytes:
@@ -74,17 +109,11 @@ def _offsets(lengths: Iterable[int]) -> NDArray[Any]:
     return np.fromiter(accumulate(lengths, initial=0), "<i8")
 
 
-def _column(segments: Sequence[Columns], name: str, dtype: np.dtype[Any]) -> list[NDArray[Any]]:
-    with np.errstate(over="ignore"):
-        return [np.ascontiguousarray(one.arrays[name], dtype) for one in segments]
-
-
-def _rewards(batch: Batch) -> NDArray[Any]:
-    return _floats(sample.reward for group in batch.groups for sample in group.samples)
-
-
-def _advantages(batch: Batch) -> NDArray[Any]:
-    return _floats(sample.advantage for group in batch.groups for sample in group.samples)
+def _column(segments: Sequence[Columns], name: str, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
+    for one in segments:
+        with np.errstate(over="ignore"):
+            array = np.ascontiguousarray(one.array(name), dtype)
+        yield array
 
 
 def _floats(values: Iterable[float | None]) -> NDArray[Any]:

@@ -2,10 +2,12 @@
 
 Guarantees: what is read is what was written, to the last bit: log-probabilities are kept as float32 exactly when each
 of them is one, else as float64, and a trajectory that does not fit the columns is kept as JSON. Rows that an earlier
-release wrote (compressed JSON) are read as well.
+release wrote (columns or JSON in zlib's format) are read as well. A column is unpacked when it is asked for, so that a
+batch can be sent without all of it being in memory.
 
-Layout: the byte 1, the header's length (uint32, little-endian), the header (JSON, compressed), and for every segment
-and column its compressed bytes, whose lengths the header holds.
+Layout: the byte 2, the header's length (uint32, little-endian), the header (JSON, compressed), and for every segment
+and column its compressed bytes, whose lengths the header holds beside the segment's number of tokens. With the byte 1
+the same is compressed by zlib, and the number is not there.
 """
 
 from __future__ import annotations
@@ -13,11 +15,12 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import zstandard
 from numpy.typing import NDArray
 
 from api_schemas.trajectories import Segment, Trajectory
@@ -31,79 +34,123 @@ COLUMNS: dict[str, np.dtype[Any]] = {
 }
 """The columns of a segment and their types."""
 _EXACT: np.dtype[Any] = np.dtype("<f8")
-_COLUMNAR = b"\x01"
+_COLUMNAR, _COLUMNAR_ZLIB = b"\x02", b"\x01"
 _LENGTH = struct.Struct("<I")
 _LEVEL = 1
 """Token ids and log-probabilities gain little from more."""
 
+Arrays = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A column as it is at rest."""
+
+    dtype: np.dtype[Any]
+    data: memoryview
+    unpack: Callable[[memoryview], bytes]
+
+    def array(self) -> NDArray[Any]:
+        """The numbers; takes long for many, so call it in a thread."""
+        return np.frombuffer(self.unpack(self.data), self.dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns of one segment: arrays of equal length, by name."""
+    """The columns of one segment, of equal length, by name."""
 
-    arrays: dict[str, NDArray[Any]]
+    tokens: int
+    columns: Mapping[str, Packed | NDArray[Any]]
 
     def __len__(self) -> int:
-        return len(self.arrays["token_ids"])
+        return self.tokens
+
+    def array(self, name: str) -> NDArray[Any]:
+        """One column; unpacks it anew each time."""
+        column = self.columns[name]
+        return column.array() if isinstance(column, Packed) else column
 
 
 def encode(trajectory: Trajectory) -> bytes:
     """A trajectory as bytes."""
     try:
-        columns = [_columns(segment) for segment in trajectory.segments]
+        segments = [_arrays(segment) for segment in trajectory.segments]
     except (OverflowError, ValueError):
         return zlib.compress(trajectory.model_dump_json().encode(), _LEVEL)
+    pack = zstandard.ZstdCompressor(level=_LEVEL).compress
     blocks: list[bytes] = []
     layout = []
-    for one in columns:
-        packed = {name: zlib.compress(array.tobytes(), _LEVEL) for name, array in one.arrays.items()}
+    for arrays in segments:
+        packed = {name: pack(array.data.cast("B") if len(array) else b"") for name, array in arrays.items()}
         blocks += packed.values()
-        layout.append({name: [one.arrays[name].dtype.str, len(data)] for name, data in packed.items()})
+        columns = {name: [arrays[name].dtype.str, len(data)] for name, data in packed.items()}
+        layout.append({"tokens": len(arrays["token_ids"]), "columns": columns})
     rest = _without_columns(trajectory).model_dump(mode="json")
-    header = zlib.compress(json.dumps({"layout": layout, "rest": rest}).encode(), _LEVEL)
+    header = pack(json.dumps({"layout": layout, "rest": rest}).encode())
     return b"".join([_COLUMNAR, _LENGTH.pack(len(header)), header, *blocks])
 
 
 def decode(data: bytes) -> Trajectory:
     """The inverse of `encode`."""
-    if not data.startswith(_COLUMNAR):
+    if not _is_columnar(data):
         return Trajectory.model_validate_json(zlib.decompress(data))
     trajectory, columns = split(data)
     segments = [
-        segment.model_copy(update={name: array.tolist() for name, array in one.arrays.items()})
+        segment.model_copy(update={name: one.array(name).tolist() for name in one.columns})
         for segment, one in zip(trajectory.segments, columns, strict=True)
     ]
     return trajectory.model_copy(update={"segments": segments})
 
 
 def split(data: bytes) -> tuple[Trajectory, list[Columns]]:
-    """A trajectory whose segments have empty columns, and the columns of each segment as arrays.
+    """A trajectory whose segments have empty columns, and the columns of each segment.
 
     Raises OverflowError for one that does not fit the columns; `decode` reads it.
     """
-    if not data.startswith(_COLUMNAR):
+    if not _is_columnar(data):
         whole = Trajectory.model_validate_json(zlib.decompress(data))
-        return _without_columns(whole), [_columns(segment, strict=False) for segment in whole.segments]
-    (length,) = _LENGTH.unpack_from(data, 1)
+        columns = [Columns(len(s.token_ids), _arrays(s, strict=False)) for s in whole.segments]
+        return _without_columns(whole), columns
+    view = memoryview(data)
+    unpack = _unpack if data.startswith(_COLUMNAR) else zlib.decompress
+    (length,) = _LENGTH.unpack_from(view, 1)
     at = 1 + _LENGTH.size
-    header = json.loads(zlib.decompress(data[at : at + length]))
+    header = json.loads(unpack(view[at : at + length]))
     at += length
-    columns = []
+    segments = []
     for layout in header["layout"]:
-        arrays = {}
-        for name, (dtype, size) in layout.items():
-            arrays[name] = np.frombuffer(zlib.decompress(data[at : at + size]), dtype)
+        columns_of: dict[str, Packed | NDArray[Any]] = {}
+        for name, (dtype, size) in layout.get("columns", layout).items():
+            columns_of[name] = Packed(np.dtype(dtype), view[at : at + size], unpack)
             at += size
-        columns.append(Columns(arrays))
-    return Trajectory.model_validate(header["rest"]), columns
+        segments.append(_counted(layout.get("tokens"), columns_of))
+    return Trajectory.model_validate(header["rest"]), segments
 
 
-def _columns(segment: Segment, *, strict: bool = True) -> Columns:
+def _counted(tokens: int | None, columns: dict[str, Packed | NDArray[Any]]) -> Columns:
+    """Columns with their length, which an earlier release did not write down."""
+    if tokens is None:
+        mask = columns["loss_mask"]
+        unpacked = mask.array() if isinstance(mask, Packed) else mask
+        tokens = len(unpacked)
+    return Columns(tokens, columns)
+
+
+def _unpack(data: memoryview) -> bytes:
+    """Unpack; a decompressor belongs to one thread, so each call has its own."""
+    return zstandard.ZstdDecompressor().decompress(data)
+
+
+def _is_columnar(data: bytes) -> bool:
+    return data.startswith((_COLUMNAR, _COLUMNAR_ZLIB))
+
+
+def _arrays(segment: Segment, *, strict: bool = True) -> dict[str, NDArray[Any]]:
     """A segment's columns; `strict` refuses (ValueError, OverflowError) what would not come back as it was."""
     arrays = {name: _array(getattr(segment, name), dtype) for name, dtype in COLUMNS.items()}
     if strict and len({len(array) for array in arrays.values()}) > 1:
         raise ValueError("the columns differ in length")
-    return Columns(arrays)
+    return arrays
 
 
 def _array(values: Sequence[float], dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from datetime import UTC, datetime
 from pathlib import Path
@@ -70,7 +71,37 @@ def test_rows_of_an_earlier_release_are_read() -> None:
     old = zlib.compress(trajectory.model_dump_json().encode(), level=1)
     assert trajectory_codec.decode(old) == trajectory
     _, (columns,) = trajectory_codec.split(old)
-    assert columns.arrays["token_ids"].tolist() == [4, 5, 6]
+    assert columns.array("token_ids").tolist() == [4, 5, 6]
+
+
+def columns_of_an_earlier_release(trajectory: Trajectory) -> bytes:
+    """Version 1 of the layout, as it was written."""
+    layout, blocks = [], []
+    bare = []
+    for segment in trajectory.segments:
+        types = {
+            "token_ids": "<i4",
+            "loss_mask": "|u1",
+            "logprobs": "<f8",
+            "versions": "<i4",
+            "turn_ids": "<i4",
+        }
+        packed = {n: zlib.compress(np.array(getattr(segment, n), t).tobytes(), 1) for n, t in types.items()}
+        layout.append({name: [types[name], len(block)] for name, block in packed.items()})
+        blocks += packed.values()
+        bare.append(segment.model_copy(update={name: [] for name in types}).model_dump(mode="json"))
+    rest = trajectory.model_dump(mode="json") | {"segments": bare}
+    header = zlib.compress(json.dumps({"layout": layout, "rest": rest}).encode(), 1)
+    return b"".join([b"\x01", len(header).to_bytes(4, "little"), header, *blocks])
+
+
+@settings(deadline=None)
+@given(trajectories())
+def test_columns_of_an_earlier_release_are_read(trajectory: Trajectory) -> None:
+    old = columns_of_an_earlier_release(trajectory)
+    assert trajectory_codec.decode(old) == trajectory
+    _, columns = trajectory_codec.split(old)
+    assert [len(one) for one in columns] == [len(segment.token_ids) for segment in trajectory.segments]
 
 
 def sample_trajectory(ids: list[int]) -> Trajectory:
@@ -140,7 +171,9 @@ def test_a_batch_as_arrays(shape: list[list[Trajectory | None]]) -> None:
         for g in shape
     ]
     batch = batch_of([[sample(n, bare, 1.0) for n, (bare, _) in enumerate(group)] for group in split])
-    data = b"".join(encode_batch(batch, [columns for group in split for _, columns in group]))
+    encoded = encode_batch(batch, [columns for group in split for _, columns in group])
+    data = b"".join(encoded.pieces)
+    assert len(data) == encoded.length
     read = BatchArrays.from_bytes(data)
     assert read.batch == batch
     by_library = load(data)
@@ -160,7 +193,7 @@ def test_a_failure_is_not_a_zero_and_a_file_is_mapped(tmp_path: Path) -> None:
     _, columns = trajectory_codec.split(trajectory_codec.encode(sample_trajectory([7, 8])))
     batch = batch_of([[sample(0, None, None), sample(1, None, 0.5)]])
     path = tmp_path / "batch.safetensors"
-    path.write_bytes(b"".join(encode_batch(batch, [[], columns])))
+    path.write_bytes(b"".join(encode_batch(batch, [[], columns]).pieces))
     read = BatchArrays.from_file(path)
     assert np.isnan(read.tensors["rewards"][0])
     assert read.tensors["rewards"][1] == 0.5
