@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandboxes.errors import ProviderUnavailableError
+from sandboxes.limits import CGROUPS, find_groups
 
 INSTALL_PREFIX = Path("/opt/apptainer")
 """Where `scripts/install-apptainer` puts Apptainer when the distribution has no package of it."""
@@ -25,7 +26,6 @@ CAP_SYS_RESOURCE = 24
 """From linux/capability.h. Apptainer as root asks for it and stops where it is not permitted."""
 
 VERSION_SECONDS = 10.0
-CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class HostFacts:
     cgroup_version: int | None
     """2 (unified), 1 (also the hybrid layout, whose controllers are version 1's), or None (not mounted)."""
 
-    cgroup_delegated: bool
-    """Whether this process may make child groups that limit memory and processes."""
+    cgroup_limits: frozenset[str]
+    """Of "memory", "processes" and "cpus", what control groups made by this process enforce."""
 
     subuid_ranges: tuple[str, ...]
     """This user's lines of /etc/subuid; `--fakeroot` for an ordinary user needs one."""
@@ -108,15 +108,14 @@ def read_host_facts(environ: Mapping[str, str] | None = None) -> HostFacts:
         apptainer = find_apptainer(environ)
     except ProviderUnavailableError:
         apptainer = None
-    version, delegated = _cgroups()
     return HostFacts(
         apptainer=apptainer,
         apptainer_version=apptainer_version(apptainer) if apptainer else None,
         is_root=os.geteuid() == 0,
         fuse=os.access("/dev/fuse", os.R_OK | os.W_OK),
         user_namespaces=_user_namespaces(),
-        cgroup_version=version,
-        cgroup_delegated=delegated,
+        cgroup_version=_cgroup_version(),
+        cgroup_limits=find_groups().enforced,
         subuid_ranges=_id_ranges(Path("/etc/subuid")),
         subgid_ranges=_id_ranges(Path("/etc/subgid")),
         sys_resource=_permits(CAP_SYS_RESOURCE),
@@ -150,25 +149,10 @@ def _user_namespaces() -> bool:
     return allowed not in {"", "0"} and debian != "0" and ubuntu in {"", "0"}
 
 
-def _cgroups() -> tuple[int | None, bool]:
-    if (CGROUP_ROOT / "cgroup.controllers").exists():
-        return 2, _delegated_v2()
-    if (CGROUP_ROOT / "memory").is_dir():
-        groups = (CGROUP_ROOT / "memory", CGROUP_ROOT / "pids")
-        return 1, all(os.access(group, os.W_OK) for group in groups)
-    return None, False
-
-
-def _delegated_v2() -> bool:
-    """Version 2: this process's own group is ours to write and has the memory and pids controllers."""
-    own = next(
-        (line[3:] for line in _read(Path("/proc/self/cgroup")).splitlines() if line[:3] == "0::"), None
-    )
-    if own is None:
-        return False
-    group = CGROUP_ROOT / own.lstrip("/")
-    controllers = _read(group / "cgroup.controllers").split()
-    return os.access(group / "cgroup.procs", os.W_OK) and {"memory", "pids"} <= set(controllers)
+def _cgroup_version() -> int | None:
+    if (CGROUPS / "cgroup.controllers").exists():
+        return 2
+    return 1 if (CGROUPS / "memory").is_dir() else None
 
 
 def _id_ranges(path: Path) -> tuple[str, ...]:

@@ -93,8 +93,9 @@ def check_mounts(facts: HostFacts) -> Iterator[Check]:
 
 def check_limits(facts: HostFacts) -> Iterator[Check]:
     """Whether the kernel can bound a sandbox's memory and processes for us."""
-    if facts.cgroup_delegated:
-        yield Check("limits of sandboxes", "ok", f"control groups, version {facts.cgroup_version}")
+    if {"memory", "processes"} <= facts.cgroup_limits:
+        found = f"control groups, version {facts.cgroup_version}: {', '.join(sorted(facts.cgroup_limits))}"
+        yield Check("limits of sandboxes", "ok", found)
         return
     fix = "systemd-run --user --scope -p Delegate=yes rollout-service serve"
     yield Check("limits of sandboxes", "limited", "no control group of our own; limits are per process", fix)

@@ -8,6 +8,7 @@ import pytest
 
 from sandboxes.errors import ProviderUnavailableError
 from sandboxes.host import HostFacts, apptainer_version, find_apptainer, read_host_facts
+from sandboxes.limits import find_groups
 
 FACTS = HostFacts(
     apptainer=None,
@@ -16,7 +17,7 @@ FACTS = HostFacts(
     fuse=True,
     user_namespaces=True,
     cgroup_version=2,
-    cgroup_delegated=False,
+    cgroup_limits=frozenset(),
     subuid_ranges=(),
     subgid_ranges=(),
     sys_resource=False,
@@ -66,6 +67,7 @@ def test_facts_are_read_from_this_host(tmp_path: Path) -> None:
     assert facts.apptainer_version == "1.4.5"
     assert facts.is_root == (os.geteuid() == 0)
     assert facts.cgroup_version in {None, 1, 2}
+    assert facts.cgroup_limits == find_groups().enforced, "what sandboxes will get, not a guess of it"
 
 
 def test_what_the_facts_mean() -> None:
