@@ -55,7 +55,7 @@ class ShellSession(BashSession):
         self._env = {**env, **ENV}
         self._breaches = breaches
         self._explain = explain
-        self._lock = anyio.Lock()
+        self._lock = anyio.Lock(fast_acquire=True)
         self._restarts = Restarts()
         self._child: Child | None = None
         self._reader: Reader | None = None
@@ -158,9 +158,10 @@ class ShellSession(BashSession):
 
     async def ensure(self) -> None:
         """Start the shell at the first call; `run` says where it has ended since, and starts others."""
-        async with self._lock:
-            if self._child is None:
-                await self.open()
+        if self._child is None:
+            async with self._lock:
+                if self._child is None:
+                    await self.open()
 
     @property
     def healthy(self) -> bool:

@@ -2,7 +2,7 @@
 
 The pipes are named ones in a folder that only the host writes to. They are unlinked as soon as the process has
 opened them, so that nothing else inside can find them. A flood from inside is read at a bounded rate: memory
-is bounded by the buffer that takes it, processor time by `FLOOD_PAUSE`.
+is bounded by the buffer that takes it, processor time by `FLOOD_PAUSE`, and by more rest when it goes on.
 """
 
 import array
@@ -21,6 +21,11 @@ READ_SIZE = 64 * 1024
 FLOOD_BYTES = 256 * 1024
 """After so many bytes the reader rests, so that a flood costs the service a small part of a processor."""
 FLOOD_PAUSE = 0.004
+LONG_FLOOD_BYTES = 16 * 1024 * 1024
+"""What a command prints beyond so much is cut out of its result: there is no hurry to read it."""
+LONG_FLOOD_PAUSE = 0.016
+FIRST_LOOK = 0.002
+"""Seconds before the first reading; a pipe holds 64 KiB for so long, and most programs have ended by then."""
 STATUS_LIMIT = 4096
 
 INPUT, OUTPUT, ERROR, STATUS = "in", "out", "err", "st"
@@ -110,9 +115,12 @@ async def write_all(fd: int, data: bytes) -> bool:
 
 
 class Reader:
-    """Hands what arrives on a pipe to `sink`, from the event loop, while it is started."""
+    """Hands what arrives on a pipe to `sink`, from the event loop, while it is started.
 
-    __slots__ = ("_fd", "_loop", "_seen", "_sink", "_timer", "ended")
+    It is not woken before `FIRST_LOOK` is over: what a short program prints waits in the pipe, and `stop` takes it.
+    """
+
+    __slots__ = ("_fd", "_loop", "_rest_at", "_seen", "_sink", "_timer", "ended")
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -120,23 +128,21 @@ class Reader:
         self._sink: Callable[[bytes], object] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._seen = 0
+        self._rest_at = FLOOD_BYTES
         self.ended = False
         """Whether the stream has ended."""
 
     def start(self, sink: Callable[[bytes], object]) -> None:
         """Begin to hand on."""
-        self._sink, self._seen = sink, 0
+        self._sink, self._seen, self._rest_at = sink, 0, FLOOD_BYTES
         if not self.ended:
-            self._loop.add_reader(self._fd, self._ready)
+            self._timer = self._loop.call_later(FIRST_LOOK, self._resume)
 
     def stop(self) -> None:
         """Hand on what is in the pipe at this moment, and no more; a writer that never rests cannot prolong it."""
         if self._sink is None:
             return
-        self._loop.remove_reader(self._fd)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._rest()
         left = pending(self._fd)
         while left > 0 and (data := read_some(self._fd, min(left, READ_SIZE))):
             left -= len(data)
@@ -147,10 +153,15 @@ class Reader:
         """Stop at once; what is still in the pipe is left. Idempotent, also after the pipe has been closed."""
         if self._sink is not None:
             self._sink = None
+            self._rest()
+
+    def _rest(self) -> None:
+        """Be woken no more."""
+        if self._timer is None:
             self._loop.remove_reader(self._fd)
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+        else:
+            self._timer.cancel()
+            self._timer = None
 
     def _ready(self) -> None:
         data = read_some(self._fd)
@@ -162,10 +173,11 @@ class Reader:
             return
         self._seen += len(data)
         self._sink(data)
-        if self._seen > FLOOD_BYTES:
-            self._seen = 0
+        if self._seen > self._rest_at:
+            self._rest_at = self._seen + FLOOD_BYTES
             self._loop.remove_reader(self._fd)
-            self._timer = self._loop.call_later(FLOOD_PAUSE, self._resume)
+            pause = FLOOD_PAUSE if self._seen < LONG_FLOOD_BYTES else LONG_FLOOD_PAUSE
+            self._timer = self._loop.call_later(pause, self._resume)
 
     def _resume(self) -> None:
         self._timer = None

@@ -7,15 +7,13 @@ answer is JSON or an error that names engine, route and status; a prompt without
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import aiohttp
 import anyio
 import anyio.to_thread
 import orjson
@@ -29,17 +27,13 @@ from rollout_service.inference.errors import (
     InferenceError,
     PromptTooLong,
 )
+from rollout_service.inference.http_client import HttpClient
 
 CONTROL_SECONDS = 30.0
-_CONNECT_SECONDS = 10.0
 _ABORT_SECONDS = 2.0
 _END_SECONDS = 5.0
 _ABORT_AGAIN_SECONDS = 0.1
-# Below the 5 seconds after which the engines' HTTP server drops an idle connection, so that no request
-# is sent into one that is being closed.
-_KEEPALIVE_SECONDS = 4.0
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
-_JSON = {"Content-Type": "application/json"}
 
 
 class HttpBackend(ABC):
@@ -57,7 +51,7 @@ class HttpBackend(ABC):
         self._url = normalise_url(url)
         self._id = backend_id or urlsplit(self._url).netloc
         self._timeout = timeout
-        self._session: aiohttp.ClientSession | None = None
+        self._client = HttpClient(self._url)
         self._is_closed = False
         self._info: ModelInfo | None = None
         self._open_calls = 0
@@ -82,9 +76,17 @@ class HttpBackend(ABC):
         """Sample one continuation; see `Backend.generate`."""
         if self._info is not None:
             self._check_room(request, self._info)
-        async with self._counted(), self._aborted_on_cancel(request.request_id):
+        self._open_calls += 1
+        try:
             with anyio.move_on_after(self._timeout):
                 return await self._sample(request, time.perf_counter())
+        except anyio.get_cancelled_exc_class():
+            with anyio.CancelScope(shield=True):
+                await self._abort_quietly(request.request_id)
+            raise
+        finally:
+            self._open_calls -= 1
+            self._call_ended.set()
         await self._abort_quietly(request.request_id)
         raise GenerationTimeout(
             f"no answer in {self._timeout:g} s",
@@ -95,8 +97,7 @@ class HttpBackend(ABC):
     async def close(self) -> None:
         """Release the connections; the engine itself runs on."""
         self._is_closed = True
-        if self._session is not None:
-            await self._session.close()
+        await self._client.close()
 
     @abstractmethod
     async def abort(self, request_id: str | None = None) -> None:
@@ -141,14 +142,15 @@ class HttpBackend(ABC):
     async def _exchange_bytes(
         self, method: str, path: str, content: bytes | None, seconds: float | None
     ) -> bytes:
-        session = self._open_session()
-        limit = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
+        if self._is_closed:
+            raise BackendUnreachable("was removed", backend_id=self._id)
         try:
-            async with session.request(
-                method, self._url + path, data=content, headers=_JSON, timeout=limit, allow_redirects=False
-            ) as answer:
-                status, raw = answer.status, await answer.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if seconds is None:
+                status, raw = await self._client.exchange(method, path, content)
+            else:
+                with anyio.fail_after(seconds):
+                    status, raw = await self._client.exchange(method, path, content)
+        except OSError as error:
             raise BackendUnreachable(
                 f"{method} {path} failed: {str(error) or type(error).__name__}",
                 hint=f"Check that an engine listens at {self._url}",
@@ -187,24 +189,6 @@ class HttpBackend(ABC):
                 backend_id=self._id,
             )
 
-    @asynccontextmanager
-    async def _counted(self) -> AsyncIterator[None]:
-        self._open_calls += 1
-        try:
-            yield
-        finally:
-            self._open_calls -= 1
-            self._call_ended.set()
-
-    @asynccontextmanager
-    async def _aborted_on_cancel(self, request_id: str) -> AsyncIterator[None]:
-        try:
-            yield
-        except anyio.get_cancelled_exc_class():
-            with anyio.CancelScope(shield=True):
-                await self._abort_quietly(request_id)
-            raise
-
     async def _abort_quietly(self, request_id: str) -> None:
         """Abort within a bound; an engine that cannot be told will see the closed connection."""
         with anyio.move_on_after(_ABORT_SECONDS):
@@ -236,14 +220,6 @@ class HttpBackend(ABC):
                 message, hint="Register the engine's own address", backend_id=self._id
             )
         return BackendRejected(message, backend_id=self._id)
-
-    def _open_session(self) -> aiohttp.ClientSession:
-        if self._is_closed:
-            raise BackendUnreachable("was removed", backend_id=self._id)
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
-            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
-        return self._session
 
 
 def normalise_url(url: str) -> str:

@@ -1,0 +1,162 @@
+"""HTTP/1.1 to one engine: what a turn needs of it and no more, since every turn waits for it twice.
+
+Guarantees: an answer is whole, of a length that the engine has stated, or it is an error; a connection carries one
+request at a time, and is used again only after a whole answer and before it has rested for `REST_SECONDS`; a call
+that is cancelled closes its connection, which the engine sees.
+"""
+
+import asyncio
+import ssl
+from collections import deque
+from functools import lru_cache
+from typing import cast
+from urllib.parse import urlsplit
+
+import anyio
+import anyio.to_thread
+from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
+
+CONNECT_SECONDS = 10.0
+REST_SECONDS = 4.0
+"""Below the 5 seconds after which the engines' HTTP server drops an idle connection, so that no request is sent into
+one that is being closed."""
+FIRST_FINAL_STATUS = 200
+
+
+class HttpClient:
+    """The connections to one engine; use it from one event loop, and close it."""
+
+    def __init__(self, url: str) -> None:
+        """`url` is scheme, host and port, and perhaps a path that all others are below."""
+        parts = urlsplit(url)
+        self._host, self._port = parts.hostname or "", parts.port
+        self._is_tls = parts.scheme == "https"
+        self._prefix = parts.path
+        self._headers = (
+            f"Host: {parts.netloc}\r\nContent-Type: application/json\r\nAccept: application/json\r\n"
+        )
+        self._resting: deque[_Connection] = deque()
+        self._open: set[_Connection] = set()
+
+    async def exchange(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        """The status and the body of an answer; redirects are answers too.
+
+        Raises:
+            OSError: there is no connection, it broke, or what came is not HTTP; TimeoutError is one of them.
+        """
+        length = f"Content-Length: {len(body)}\r\n" if body is not None else ""
+        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{length}\r\n".encode("ascii")
+        connection = self._rested() or await self._connect()
+        try:
+            answer = await connection.exchange(head + body if body else head)
+        except BaseException:
+            connection.close()
+            raise
+        if connection.is_reusable:
+            self._resting.append(connection)
+        else:
+            connection.close()
+        return answer
+
+    async def close(self) -> None:
+        """Close all connections; calls that are open fail."""
+        self._resting.clear()
+        for connection in list(self._open):
+            connection.close()
+            await connection.lost.wait()
+
+    def _rested(self) -> "_Connection | None":
+        """The one that was used last, if it may be used again; those that have rested for too long are closed."""
+        oldest = asyncio.get_running_loop().time() - REST_SECONDS
+        while self._resting and self._resting[0].since < oldest:
+            self._resting.popleft().close()
+        while self._resting:
+            if (connection := self._resting.pop()).is_reusable:
+                return connection
+        return None
+
+    async def _connect(self) -> "_Connection":
+        context = await anyio.to_thread.run_sync(_tls_context) if self._is_tls else None
+        loop = asyncio.get_running_loop()
+        port = self._port or (443 if self._is_tls else 80)
+        with anyio.fail_after(CONNECT_SECONDS):
+            _, connection = await loop.create_connection(
+                lambda: _Connection(loop, self._open), self._host, port, ssl=context
+            )
+        return connection
+
+
+@lru_cache(1)
+def _tls_context() -> ssl.SSLContext:
+    """The system's certificates, which take a while to read."""
+    return ssl.create_default_context()
+
+
+class _Connection(asyncio.Protocol):
+    """One connection, and the answer that is being read from it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, among: "set[_Connection]") -> None:
+        self._loop = loop
+        self._among = among
+        self._parser = HttpResponseParser(self)
+        self._parts: list[bytes] = []
+        self._answer: asyncio.Future[tuple[int, bytes]] | None = None
+        self.is_reusable = False
+        self.since = 0.0
+        """When the last answer had come."""
+        self.lost = anyio.Event()
+
+    async def exchange(self, request: bytes) -> tuple[int, bytes]:
+        """Send a request and read its answer; raises OSError."""
+        self._answer = self._loop.create_future()
+        self._transport.write(request)
+        return await self._answer
+
+    def close(self) -> None:
+        """Close at once. Idempotent."""
+        self.is_reusable = False
+        self._transport.abort()
+
+    # ---- called by the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+        self._among.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._answer is None:  # nothing was asked
+            self.close()
+            return
+        try:
+            self._parser.feed_data(data)
+        except (HttpParserError, HttpParserUpgrade) as error:
+            self._fail(ConnectionError(f"the answer is not HTTP: {error}"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._among.discard(self)
+        self.lost.set()
+        why = str(exc) if exc else "the connection was closed before the answer was whole"
+        self._fail(exc if isinstance(exc, OSError) else ConnectionError(why))
+
+    def _fail(self, error: OSError) -> None:
+        self.is_reusable = False
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
+
+    # ---- called by the parser
+
+    def on_message_begin(self) -> None:
+        self.is_reusable = self._answer is not None
+
+    def on_body(self, part: bytes) -> None:
+        self._parts.append(part)
+
+    def on_message_complete(self) -> None:
+        parts, self._parts = self._parts, []
+        status = self._parser.get_status_code()
+        if status < FIRST_FINAL_STATUS or self._answer is None or self._answer.done():
+            return
+        self.is_reusable = bool(self._parser.should_keep_alive())
+        self.since = self._loop.time()
+        self._answer.set_result((status, parts[0] if len(parts) == 1 else b"".join(parts)))
+        self._answer = None
