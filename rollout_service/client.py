@@ -12,8 +12,9 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from itertools import islice
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import anyio
 import httpx
@@ -22,6 +23,7 @@ from anyio.streams.memory import MemoryObjectSendStream
 from pydantic import JsonValue, TypeAdapter
 
 from api_schemas.events import Event
+from api_schemas.exports import ExportedSample, RecordedRollout, Rescored, RescoreRollouts, without_tokens
 from api_schemas.inference import (
     AbortRequest,
     BackendSpec,
@@ -53,7 +55,7 @@ from rollout_service.client_errors import (
     parse,
     problem_of,
 )
-from rollout_service.client_runs import ClientRun, LeasedBatch, Receive
+from rollout_service.client_runs import ClientRun, LeasedBatch, Receive, rescored
 from rollout_service.sse import SSEParser
 
 __all__ = [
@@ -84,6 +86,8 @@ ORDER_SECONDS = 1_800.0
 LONG_POLL_SECONDS = 30.0
 FIRST_BACKOFF_SECONDS = 0.1
 LAST_BACKOFF_SECONDS = 5.0
+RESCORED_AT_ONCE = 8
+"""Rollouts in one request: their messages are in its body."""
 SILENCE_SECONDS = 60.0
 """A stream of events that says nothing for so long, not even a comment, is taken for dead and opened anew."""
 
@@ -276,6 +280,23 @@ class RolloutClient:
     async def runs(self) -> list[Run]:
         """All runs, oldest first."""
         return (await self._call(RunPage, "GET", "/v1/runs")).runs
+
+    async def rescore(
+        self,
+        recorded: Iterable[ExportedSample | RecordedRollout],
+        *,
+        environment: str | None = None,
+        replay: Literal["needed", "always"] = "needed",
+    ) -> AsyncGenerator[Rescored]:
+        """Have rollouts evaluated again that are at hand, as `client_export.RunExport(path).samples()`."""
+        rollouts = (
+            without_tokens(one.request, one.sample.rollout) if isinstance(one, ExportedSample) else one
+            for one in recorded
+        )
+        while part := list(islice(rollouts, RESCORED_AT_ONCE)):
+            order = RescoreRollouts(rollouts=part, environment=environment, replay=replay)
+            for one in await rescored(self._send, "/v1/rescore", order):
+                yield one
 
     # -- engines ---------------------------------------------------------------
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from http import HTTPStatus
-from typing import Protocol, TypeVar
+from pathlib import Path
+from typing import Literal, Protocol, TypeVar
 
+import anyio
+import anyio.to_thread
 import httpx
 from pydantic import TypeAdapter
 
+from api_schemas.exports import Rescored, RescoreEnd, RescoreOptions, RescoreRun
 from api_schemas.runs import (
     BINARY_MEDIA_TYPE,
     AppendTasks,
@@ -56,6 +60,10 @@ class Sender(Protocol):
     ) -> httpx.Response:
         """The answer, if it is a success; raises ClientError. `receive` reads its body, anew if that breaks off."""
         ...
+
+
+RESCORE_SECONDS = 3_600.0
+"""How long a part of the rollouts may take to be evaluated."""
 
 
 class _Body:
@@ -109,6 +117,16 @@ class LeasedBatch:
         """Give it back: somebody gets it again at once."""
         await self._run.settle(self.batch_id, "nack")
         self.settled = True
+
+
+async def rescored(send: Sender, path: str, order: RescoreOptions) -> list[Rescored]:
+    """The results of an order to evaluate rollouts again; raises ProtocolError when the answer was cut off."""
+    response = await send("POST", path, order.model_dump(mode="json"), seconds=RESCORE_SECONDS)
+    lines = response.content.splitlines()
+    results = [parse(TypeAdapter(Rescored), line) for line in lines[:-1]]
+    if not lines or parse(TypeAdapter(RescoreEnd), lines[-1]).rescored != len(results):
+        raise ProtocolError("the answer was cut off")
+    return results
 
 
 class ClientRun:
@@ -219,6 +237,44 @@ class ClientRun:
                 yield leased
                 if not leased.settled:
                     await leased.ack()
+
+    async def export(self, path: Path) -> int:
+        """Write the run's rollouts to a file, which is whole or not there; returns its bytes.
+
+        A name that ends in `.gz` gets it compressed. `client_export.RunExport` reads it.
+        """
+        partial = path.with_name(f"{path.name}.partial")
+        compression = "gzip" if path.suffix == ".gz" else "none"
+
+        async def receive(response: httpx.Response) -> None:
+            async with await anyio.open_file(partial, "wb") as file:
+                async for piece in response.aiter_bytes():
+                    await file.write(piece)
+
+        await self._send(
+            "GET",
+            f"{self._path}/export",
+            params={"compression": compression},
+            seconds=ANSWER_SECONDS,
+            receive=receive,
+        )
+        await anyio.to_thread.run_sync(partial.replace, path)
+        return (await anyio.Path(path).stat()).st_size
+
+    async def rescore(
+        self,
+        rollout_ids: Sequence[str] | None = None,
+        *,
+        environment: str | None = None,
+        replay: Literal["needed", "always"] = "needed",
+    ) -> list[Rescored]:
+        """Have rollouts of closed groups evaluated again, all of them when none are named.
+
+        What cannot be evaluated has an `error`. Raises InvalidRequestError for unknown rollouts or environments.
+        """
+        ids = None if rollout_ids is None else list(rollout_ids)
+        order = RescoreRun(rollout_ids=ids, environment=environment, replay=replay)
+        return await rescored(self._send, f"{self._path}/rescore", order)
 
     async def settle(self, batch_id: str, how: str) -> BatchAnswer:
         """Acknowledge (`ack`) or give back (`nack`) a batch by its id, as after a restart of the trainer."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from api_schemas.exports import Rescored
 from api_schemas.inference import PoolOutcome
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.runs import Group, Run, RunRequest
@@ -84,6 +86,22 @@ class SyncRun:
     def end(self) -> Run:
         """End it."""
         return self._portal.call(self._run.end)
+
+    def export(self, path: Path) -> int:
+        """Write the run's rollouts to a file; returns its bytes."""
+        return self._portal.call(self._run.export, path)
+
+    def rescore(
+        self,
+        rollout_ids: Sequence[str] | None = None,
+        *,
+        environment: str | None = None,
+        replay: Literal["needed", "always"] = "needed",
+    ) -> list[Rescored]:
+        """Have rollouts of closed groups evaluated again, without inference."""
+        return self._portal.call(
+            lambda: self._run.rescore(rollout_ids, environment=environment, replay=replay)
+        )
 
     def set_version(self, version: int) -> Run:
         """Tell the version that the trainer has reached."""

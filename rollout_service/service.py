@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from socket import gethostname
 
@@ -34,7 +35,9 @@ from rollout_service.pipeline.stage import StageLimiter
 from rollout_service.policies import POLICIES, policy_folder
 from rollout_service.routing_trace import RoutingTrace
 from rollout_service.runs import Delivery, RunManager
+from rollout_service.runs.exports import Exports
 from rollout_service.runs.orders import RunOrders
+from rollout_service.runs.rescore import Rescorer
 from rollout_service.serving import Serving
 from rollout_service.settings import Engine, PipelineSettings, Settings
 from rollout_service.store.contract import Store
@@ -60,6 +63,8 @@ class Service:
     metrics: Metrics
     run_orders: RunOrders
     delivery: Delivery
+    exports: Exports
+    rescorer: Rescorer
 
     async def submit(self, request: RolloutRequest) -> Rollout:
         """Check an order, and make it durable.
@@ -170,6 +175,8 @@ async def open_service(settings: Settings, metrics: Metrics) -> AsyncIterator[Se
         await stack.enter_async_context(pipeline.running())
         manager = await _manager(settings, store, serving, metrics)
         await stack.enter_async_context(manager.running())
+        check_environment = partial(_check_environment, environments, sandboxes)
+        orders = RunOrders(store.runs, manager, check_environment=check_environment, check_pool=serving.check)
         yield Service(
             settings=settings,
             store=store,
@@ -179,8 +186,10 @@ async def open_service(settings: Settings, metrics: Metrics) -> AsyncIterator[Se
             node=node,
             serving=serving,
             metrics=metrics,
-            run_orders=_run_orders(store, manager, environments, sandboxes, serving),
+            run_orders=orders,
             delivery=Delivery(store.runs, manager),
+            exports=Exports(store.runs, orders),
+            rescorer=Rescorer(services, check_environment),
         )
 
 
@@ -197,19 +206,12 @@ async def _manager(settings: Settings, store: Store, serving: Serving, metrics: 
     return RunManager(store, filters, places=places, pool_version=pool_version, metrics=metrics)
 
 
-def _run_orders(
-    store: Store,
-    manager: RunManager,
-    environments: EnvironmentRegistry,
-    sandboxes: SandboxSource,
-    serving: Serving,
-) -> RunOrders:
-    async def check_environment(name: str) -> Environment:
-        environment = environments.get(name)
-        await check_image(sandboxes, environment.spec)
-        return environment
-
-    return RunOrders(store.runs, manager, check_environment=check_environment, check_pool=serving.check)
+async def _check_environment(
+    environments: EnvironmentRegistry, sandboxes: SandboxSource, name: str
+) -> Environment:
+    environment = environments.get(name)
+    await check_image(sandboxes, environment.spec)
+    return environment
 
 
 async def _sweep(provider: SandboxProvider) -> None:

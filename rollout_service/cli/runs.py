@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -13,6 +13,7 @@ from rollout_service.cli.common import DEFAULT_URL, AsJson, Key, Url
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from api_schemas.exports import Rescored
     from api_schemas.runs import Run, RunRequest
     from rollout_service.client import ClientRun
 
@@ -112,6 +113,69 @@ def lease(
             return 0
 
     common.run(main)
+
+
+@app.command("export", epilog="Example: rollout-service runs export dapo-7b --output dapo-7b.jsonl.gz")
+def export(
+    run_id: RunId,
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="JSON Lines, compressed when the name ends in .gz."),
+    ],
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+) -> None:
+    """Write all rollouts of a run's closed groups to a file, with requests, trajectories and rewards."""
+
+    async def main() -> None:
+        async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
+            try:
+                size = await client.open_run(run_id).export(output)
+            except OSError as error:
+                raise common.CommandError(str(error), hint="name another file with --output.") from error
+            typer.echo(f"{output}: {size} bytes")
+
+    common.run(main)
+
+
+@app.command("rescore", epilog="Example: rollout-service runs rescore dapo-7b.jsonl.gz --environment math-v2")
+def rescore(
+    what: Annotated[str, typer.Argument(help="A run's id, or a file that `runs export` wrote.")],
+    environment: Annotated[str | None, typer.Option(help="Evaluate by this one instead.")] = None,
+    always: Annotated[
+        bool, typer.Option("--always-replay", help="Repeat the tool calls even where only the answer counts.")
+    ] = False,
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+) -> None:
+    """Evaluate rollouts again without inference: a JSON object a line, with the old and the new reward."""
+    from rollout_service.client_export import BadExportError, RunExport
+
+    replay: Literal["needed", "always"] = "always" if always else "needed"
+    file = Path(what) if Path(what).is_file() else None
+
+    async def main() -> int:
+        async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
+            errors = 0
+            try:
+                if file is not None:
+                    samples = RunExport(file).samples()
+                    async for one in client.rescore(samples, environment=environment, replay=replay):
+                        errors += _print_line(one)
+                else:
+                    run = client.open_run(what)
+                    for one in await run.rescore(environment=environment, replay=replay):
+                        errors += _print_line(one)
+            except BadExportError as error:
+                raise common.CommandError(str(error), hint="export the run again.") from error
+            return 1 if errors else 0
+
+    common.run(main)
+
+
+def _print_line(result: Rescored) -> bool:
+    typer.echo(result.model_dump_json())
+    return result.error is not None
 
 
 def _write(path: Path, content: bytes | bytearray) -> None:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import AsyncIterator
 from http import HTTPStatus
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import Response, StreamingResponse
 
+from api_schemas.exports import (
+    EXPORT_MEDIA_TYPE,
+    Rescored,
+    RescoreEnd,
+    RescoreRollouts,
+    RescoreRun,
+)
 from api_schemas.runs import (
     BINARY_MEDIA_TYPE,
     AppendTasks,
@@ -104,6 +112,48 @@ async def lease(
     length, pieces = await service.delivery.as_arrays(leased)
     headers = {"Content-Length": str(length)}
     return StreamingResponse(pieces, media_type=BINARY_MEDIA_TYPE, headers=headers)
+
+
+@router.get(
+    "/runs/{run_id}/export", responses={200: {"content": {EXPORT_MEDIA_TYPE: {"schema": {"type": "string"}}}}}
+)
+async def export(
+    service: ServiceDep,
+    run_id: RunId,
+    compression: Annotated[
+        Literal["none", "gzip"], Query(description="of the file, not of the transfer")
+    ] = "none",
+) -> StreamingResponse:
+    """The rollouts of all closed groups as JSON Lines; see `api_schemas.exports`."""
+    pieces = await service.exports.begin(run_id, compressed=compression == "gzip")
+    kind = "application/gzip" if compression == "gzip" else EXPORT_MEDIA_TYPE
+    return StreamingResponse(pieces, media_type=kind)
+
+
+@router.post(
+    "/runs/{run_id}/rescore",
+    responses={200: {"content": {EXPORT_MEDIA_TYPE: {"schema": {"type": "string"}}}}},
+)
+async def rescore_run(service: ServiceDep, run_id: RunId, order: RescoreRun) -> StreamingResponse:
+    """Evaluate rollouts of a run again, without inference: a `Rescored` a line, then a `RescoreEnd`."""
+    return StreamingResponse(
+        _rescored(await service.rescorer.of_run(run_id, order)), media_type=EXPORT_MEDIA_TYPE
+    )
+
+
+@router.post("/rescore", responses={200: {"content": {EXPORT_MEDIA_TYPE: {"schema": {"type": "string"}}}}})
+async def rescore(service: ServiceDep, order: RescoreRollouts) -> StreamingResponse:
+    """Evaluate rollouts again that come with the request, as those of an export."""
+    return StreamingResponse(_rescored(await service.rescorer.rollouts(order)), media_type=EXPORT_MEDIA_TYPE)
+
+
+async def _rescored(results: AsyncIterator[Rescored]) -> AsyncIterator[bytes]:
+    count = failed = 0
+    async for result in results:
+        count += 1
+        failed += result.error is not None
+        yield result.model_dump_json().encode() + b"\n"
+    yield RescoreEnd(rescored=count, failed=failed).model_dump_json().encode() + b"\n"
 
 
 @router.post("/runs/{run_id}/batches/{batch_id}/ack")

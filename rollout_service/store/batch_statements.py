@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from api_schemas.runs import RunState, Surplus
 from rollout_service.errors import ConflictError, NotFoundError
@@ -54,20 +54,17 @@ _EXTEND = "UPDATE batches SET lease_until = :until WHERE seq = :batch RETURNING 
 _SETTLE = "UPDATE batches SET state = :state, lease_until = 0, changed_at = :now WHERE seq = :batch"
 _ACKNOWLEDGE_GROUPS = "UPDATE groups SET state = 'acknowledged', changed_at = :now WHERE batch = :batch"
 _CLOSED_GROUP = """
-SELECT groups.*, run_id FROM groups JOIN runs ON runs.seq = groups.run
-WHERE run_id = ? AND number = ? AND groups.state <> 'open'
+SELECT groups.*, run_id, batches.number AS batch_number
+FROM groups JOIN runs ON runs.seq = groups.run LEFT JOIN batches ON batches.seq = groups.batch
+WHERE run_id = ? AND groups.number = ? AND groups.state <> 'open'
+"""
+_CLOSED_GROUPS = "SELECT number FROM groups WHERE run = ? AND state <> 'open' ORDER BY number"
+_ROLLOUT_IDS = """
+SELECT sample.value ->> 'rollout_id' AS id FROM groups, json_each(groups.samples) AS sample
+WHERE run = ? AND state <> 'open' ORDER BY number, sample.key
 """
 _GROUP_ROLLOUTS = """
-SELECT rollouts.*, request, result, trajectory
-FROM rollouts JOIN requests USING (seq) LEFT JOIN results USING (seq)
-WHERE rollout_id IN (SELECT value FROM json_each(?))
-"""
-_CLOSED_GROUP = """
-SELECT groups.*, run_id FROM groups JOIN runs ON runs.seq = groups.run
-WHERE run_id = ? AND number = ? AND groups.state <> 'open'
-"""
-_GROUP_ROLLOUTS = """
-SELECT rollouts.*, request, result, trajectory
+SELECT rollouts.*, request, result, trajectory, oldest_version, newest_version
 FROM rollouts JOIN requests USING (seq) LEFT JOIN results USING (seq)
 WHERE rollout_id IN (SELECT value FROM json_each(?))
 """
@@ -202,5 +199,20 @@ def read_group(db: sqlite3.Connection, run_id: str, number: int) -> tuple[sqlite
     row = db.execute(_CLOSED_GROUP, (run_id, number)).fetchone()
     if row is None:
         raise NotFoundError(f"the run {run_id} has no finished group {number}")
-    ids = json.dumps([sample.rollout_id for sample in run_codec.decode_samples(row["samples"])])
-    return row, db.execute(_GROUP_ROLLOUTS, (ids,)).fetchall()
+    samples = run_codec.decode_samples(row["samples"])
+    return row, read_rollouts(db, [sample.rollout_id for sample in samples])
+
+
+def read_rollouts(db: sqlite3.Connection, rollout_ids: Sequence[str]) -> list[sqlite3.Row]:
+    """The rows of these rollouts with their requests and results."""
+    return db.execute(_GROUP_ROLLOUTS, (json.dumps(list(rollout_ids)),)).fetchall()
+
+
+def closed_groups(db: sqlite3.Connection, run_id: str) -> list[int]:
+    """The numbers of the closed groups of a run."""
+    return [row["number"] for row in db.execute(_CLOSED_GROUPS, (row_of(db, run_id)["seq"],))]
+
+
+def rollout_ids(db: sqlite3.Connection, run_id: str) -> list[str]:
+    """The rollouts of the closed groups of a run."""
+    return [row["id"] for row in db.execute(_ROLLOUT_IDS, (row_of(db, run_id)["seq"],))]

@@ -11,7 +11,8 @@ from datetime import datetime
 from pydantic import TypeAdapter
 
 from api_schemas.errors import ErrorInfo
-from api_schemas.rollouts import Rollout
+from api_schemas.exports import ExportedSample
+from api_schemas.rollouts import Rollout, RolloutRequest
 from api_schemas.runs import Group, GroupSample, InlineTasks, RunRequest, RunState
 from rollout_service.store import codec
 from rollout_service.store.run_contract import ClosedSample, Closing, LeasedBatch, RunRecord
@@ -94,6 +95,33 @@ def decode_group(row: sqlite3.Row, rollouts: Mapping[str, Rollout]) -> Group:
         usable=sum(sample.usable for sample in samples),
         **json.loads(row["summary"]),
     )
+
+
+def decode_exported(
+    row: sqlite3.Row, group: Group, members: Mapping[str, sqlite3.Row]
+) -> list[ExportedSample]:
+    """The samples of a closed group, from its row joined with its batch's and those of its rollouts."""
+    in_batch = None if row["batch_number"] is None else batch_id(row["run_id"], row["batch_number"])
+    exported = []
+    for sample in group.samples:
+        member = members[sample.rollout.rollout_id]
+        exported.append(
+            ExportedSample(
+                group_id=group.group_id,
+                number=group.number,
+                epoch=group.epoch,
+                group_state=row["state"],
+                dropped_because=row["reason"] if row["state"] == "dropped" else None,
+                batch_id=in_batch,
+                reward_mean=group.reward_mean,
+                reward_std=group.reward_std,
+                request=RolloutRequest.model_validate_json(member["request"]),
+                sample=sample,
+                oldest_version=member["oldest_version"],
+                newest_version=member["newest_version"],
+            )
+        )
+    return exported
 
 
 def batch_id(run_id: str, number: int) -> str:

@@ -18,6 +18,7 @@ from datetime import datetime
 from typing import Protocol
 
 from api_schemas.errors import ErrorInfo
+from api_schemas.exports import ExportedSample, RecordedRollout
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.runs import Group, RunRequest, RunState
 from api_schemas.tasks import Task
@@ -254,6 +255,22 @@ class RunStore(Protocol):
 
     async def group_columns(self, run_id: str, number: int) -> tuple[Group, Sequence[Sequence[Columns]]]:
         """A closed group whose segments are empty, and for each sample the columns of its segments."""
+        ...
+
+    async def closed_groups(self, run_id: str) -> Sequence[int]:
+        """The numbers of all closed groups, whatever became of them."""
+        ...
+
+    async def exported(self, run_id: str, number: int) -> Sequence[ExportedSample]:
+        """The rollouts of a closed group with all that is known of them."""
+        ...
+
+    async def rollout_ids(self, run_id: str) -> Sequence[str]:
+        """The rollouts of all closed groups, in the order of their tasks."""
+        ...
+
+    async def recorded(self, rollout_ids: Sequence[str]) -> Sequence[RecordedRollout]:
+        """Rollouts with all that is needed to evaluate them again, in this order; those that are gone are left out."""
         ...
 
     async def prune(self, run_id: str, *, seconds: float | None, max_bytes: int | None) -> int:

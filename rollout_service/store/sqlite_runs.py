@@ -9,6 +9,7 @@ from typing import TypeVar
 import anyio.to_thread
 
 from api_schemas.errors import ErrorInfo
+from api_schemas.exports import ExportedSample, RecordedRollout, without_tokens
 from api_schemas.rollouts import Rollout, RolloutRequest
 from api_schemas.runs import FileTasks, Group, InlineTasks, RunRequest, RunState
 from api_schemas.tasks import Task
@@ -158,6 +159,21 @@ class SqliteRuns(RunStore):
         row, members = await self._read(lambda db: batch_statements.read_group(db, run_id, number))
         return await anyio.to_thread.run_sync(_decode_columns, row, members)
 
+    async def closed_groups(self, run_id: str) -> Sequence[int]:
+        return await self._read(lambda db: batch_statements.closed_groups(db, run_id))
+
+    async def exported(self, run_id: str, number: int) -> Sequence[ExportedSample]:
+        row, members = await self._read(lambda db: batch_statements.read_group(db, run_id, number))
+        return await anyio.to_thread.run_sync(_decode_exported, row, members)
+
+    async def rollout_ids(self, run_id: str) -> Sequence[str]:
+        return await self._read(lambda db: batch_statements.rollout_ids(db, run_id))
+
+    async def recorded(self, rollout_ids: Sequence[str]) -> Sequence[RecordedRollout]:
+        rows = await self._read(lambda db: batch_statements.read_rollouts(db, rollout_ids))
+        found = await anyio.to_thread.run_sync(_decode_recorded, rows)
+        return [found[one] for one in rollout_ids if one in found]
+
     async def prune(self, run_id: str, *, seconds: float | None, max_bytes: int | None) -> int:
         now = self._clock()
         return await self._write(
@@ -197,14 +213,27 @@ def total_tasks(source: InlineTasks | FileTasks, tasks: int) -> int | None:
 
 
 def _decode_group(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> Group:
-    rollouts: dict[str, Rollout] = {}
-    for member in members:
-        rollout = codec.decode_rollout(member)
-        if member["trajectory"] is not None:
-            trajectory = trajectory_codec.decode(member["trajectory"])
-            rollout = rollout.model_copy(update={"trajectory": trajectory})
-        rollouts[rollout.rollout_id] = rollout
-    return run_codec.decode_group(row, rollouts)
+    return run_codec.decode_group(row, {member["rollout_id"]: _whole(member) for member in members})
+
+
+def _decode_exported(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> list[ExportedSample]:
+    by_id = {member["rollout_id"]: member for member in members}
+    return run_codec.decode_exported(row, _decode_group(row, members), by_id)
+
+
+def _decode_recorded(rows: Sequence[sqlite3.Row]) -> dict[str, RecordedRollout]:
+    return {
+        row["rollout_id"]: without_tokens(RolloutRequest.model_validate_json(row["request"]), _whole(row))
+        for row in rows
+    }
+
+
+def _whole(row: sqlite3.Row) -> Rollout:
+    """A rollout with its trajectory, while there is one."""
+    rollout = codec.decode_rollout(row)
+    if row["trajectory"] is None:
+        return rollout
+    return rollout.model_copy(update={"trajectory": trajectory_codec.decode(row["trajectory"])})
 
 
 def _decode_columns(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> tuple[Group, list[list[Columns]]]:

@@ -28,6 +28,7 @@ from rollout_service.client import (
     NotFoundError,
     RolloutClient,
 )
+from rollout_service.client_export import RunExport
 from rollout_service.client_sync import SyncRolloutClient
 
 pytestmark = pytest.mark.anyio
@@ -193,6 +194,45 @@ async def test_progress_comes_as_events(url: str) -> None:
         ]
 
 
+async def test_a_run_is_exported_and_evaluated_again(url: str, tmp_path: Path) -> None:
+    async with RolloutClient(url) as client:
+        run = await client.create_run(order("kept", tasks=3))
+        delivered = {
+            sample.rollout.rollout_id: (batch.batch_id, sample)
+            async for batch in run.batches()
+            for group in batch.groups
+            for sample in group.samples
+        }
+        plain, packed = tmp_path / "kept.jsonl", tmp_path / "kept.jsonl.gz"
+        assert await run.export(plain) == plain.stat().st_size > await run.export(packed)
+        exports = [RunExport(plain), RunExport(packed)]
+        read = list(exports[0].samples())
+        assert read == list(exports[1].samples())
+        assert exports[0].run == await run.view()
+        assert {one.sample.rollout.rollout_id: (one.batch_id, one.sample) for one in read} == delivered
+        assert {(one.group_state, one.request.rollout_id) for one in read} == {
+            ("acknowledged", rollout_id) for rollout_id in delivered
+        }
+        again = await run.rescore()
+        assert [one.rollout_id for one in again] == [one.request.rollout_id for one in read]
+        assert {(one.recorded_reward, one.reward, one.error) for one in again} == {(0.0, 0.0, None)}
+        (chosen,) = await run.rescore(["kept.1.0"], replay="always")
+        assert (chosen.reward, chosen.replayed, chosen.turns_replayed) == (0.0, True, 1)
+        from_file = [one async for one in client.rescore(exports[0].samples())]
+        assert from_file == again
+        with pytest.raises(InvalidRequestError) as caught:
+            await run.rescore(["kept.1.0", "loop.0.0"])
+        assert [error.path for error in caught.value.problem.errors] == ["body.rollout_ids.1"]
+        with pytest.raises(InvalidRequestError, match="maths") as caught:
+            await run.rescore(environment="maths")
+        assert [error.path for error in caught.value.problem.errors] == ["body.environment"]
+        with pytest.raises(NotFoundError):
+            await client.open_run("nothing").export(tmp_path / "nothing")
+        with pytest.raises(NotFoundError):
+            await client.open_run("nothing").rescore()
+        assert not list(tmp_path.glob("*.partial"))  # noqa: ASYNC240
+
+
 def test_runs_from_the_command_line(url: str, tmp_path: Path) -> None:
     def command(*arguments: str, exit_code: int = 0) -> Result:
         result = CliRunner().invoke(app, ["runs", *arguments, "--url", url], env={"COLUMNS": "200"})
@@ -214,6 +254,11 @@ def test_runs_from_the_command_line(url: str, tmp_path: Path) -> None:
     assert "ended" in command("end", "typed").stdout
     assert "typed" in command("list").stdout
     assert "there is no run nothing" in command("show", "nothing", exit_code=1).stderr
+    export = tmp_path / "typed.jsonl.gz"
+    assert "bytes" in command("export", "typed", "--output", str(export)).stdout
+    for what in ("typed", str(export)):
+        results = [json.loads(line) for line in command("rescore", what).stdout.splitlines()]
+        assert [result["reward"] for result in results] == [0.0] * 8
     file.write_text('{"batch_size": 0}')
     assert "docs/runs.md" in command("create", str(file), exit_code=1).stderr
 
@@ -225,6 +270,6 @@ def test_the_clients_need_no_server() -> None:
         "for name in ('fastapi', 'starlette', 'uvicorn', 'numpy', 'transformers', 'structlog', 'sandboxes',"
         " 'aiohttp', 'prometheus_client', 'zmq', 'jinja2', 'renderers'):\n"
         "    sys.modules[name] = None\n"
-        "import rollout_service.client, rollout_service.client_sync, api_schemas.runs\n"
+        "import rollout_service.client, rollout_service.client_sync, rollout_service.client_export\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

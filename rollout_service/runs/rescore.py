@@ -1,0 +1,230 @@
+"""Finished rollouts are evaluated again, without inference.
+
+Guarantees: no engine is asked; what the evaluation looks at in a sandbox is made anew by the recorded tool calls, in
+the pipeline's own stages, within their limits and places; a failure is told with its rollout and stops no other. The
+store is not changed: the new reward stands beside the old one in the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TypeVar
+
+import anyio
+import anyio.to_thread
+
+from api_schemas.errors import ErrorInfo, FieldError
+from api_schemas.exports import RecordedRollout, Rescored, RescoreOptions, RescoreRollouts, RescoreRun
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage
+from api_schemas.trajectories import Trajectory
+from rollout_service.environments.base import AgentEnvironment
+from rollout_service.environments.contract import Environment, Episode, EvaluateIn, Policy, Score
+from rollout_service.errors import InvalidFieldError, describe
+from rollout_service.pipeline.attempt import Attempt, Services
+from rollout_service.pipeline.stage import Slot
+from rollout_service.runs.replay import NotReplayableError, RecordedPolicy, recorded_answer
+from rollout_service.store.contract import Lease
+
+T = TypeVar("T")
+Load = Callable[[Sequence[T]], Awaitable[Sequence[RecordedRollout]]]
+
+AT_ONCE = 16
+"""Rollouts that are evaluated at once; the stages have limits of their own."""
+
+
+class Rescorer:
+    """Evaluates rollouts again."""
+
+    def __init__(self, services: Services, check_environment: Callable[[str], Awaitable[object]]) -> None:
+        """`check_environment` raises InvalidFieldError when the one of that name cannot be used."""
+        self._services = services
+        self._check_environment = check_environment
+        self._places = anyio.Semaphore(AT_ONCE, max_value=AT_ONCE)
+        """Those before the init stage belong to the pipeline, which takes all of them while it waits for work."""
+
+    async def rollouts(self, order: RescoreRollouts) -> AsyncIterator[Rescored]:
+        """Rollouts that the caller holds, in their order; raises InvalidFieldError before the first."""
+        await self._check(order)
+        return self._in_parts(order.rollouts, _themselves, order)
+
+    async def of_run(self, run_id: str, order: RescoreRun) -> AsyncIterator[Rescored]:
+        """Rollouts of a run, by their groups; raises NotFoundError, InvalidFieldError before the first."""
+        known = await self._services.store.runs.rollout_ids(run_id)
+        there = set(known)
+        chosen = known if order.rollout_ids is None else order.rollout_ids
+        missing = [
+            FieldError(path=f"body.rollout_ids.{index}", message=f"{one} is in no closed group of {run_id}")
+            for index, one in enumerate(chosen)
+            if one not in there
+        ]
+        if missing:
+            raise InvalidFieldError(missing, hint=f"GET /v1/runs/{run_id}/export lists those there are.")
+        await self._check(order)
+        return self._in_parts(chosen, self._services.store.runs.recorded, order)
+
+    async def _check(self, options: RescoreOptions) -> None:
+        if options.environment is None:
+            return
+        try:
+            await self._check_environment(options.environment)
+        except InvalidFieldError as error:
+            fields = [one.model_copy(update={"path": "body.environment"}) for one in error.fields]
+            raise InvalidFieldError(fields, hint=error.hint, context=error.context) from error
+
+    async def _in_parts(
+        self, chosen: Sequence[T], load: Load[T], options: RescoreOptions
+    ) -> AsyncIterator[Rescored]:
+        for first in range(0, len(chosen), AT_ONCE):
+            recorded = await load(chosen[first : first + AT_ONCE])
+            for rescored in await self._together(recorded, options):
+                yield rescored
+
+    async def _together(self, recorded: Sequence[RecordedRollout], options: RescoreOptions) -> list[Rescored]:
+        results: dict[int, Rescored] = {}
+
+        async def one(index: int) -> None:
+            results[index] = await self._one(recorded[index], options)
+
+        async with anyio.create_task_group() as tasks:
+            for index in range(len(recorded)):
+                tasks.start_soon(one, index)
+        return [results[index] for index in range(len(recorded))]
+
+    async def _one(self, recorded: RecordedRollout, options: RescoreOptions) -> Rescored:
+        rollout = recorded.rollout
+        name = options.environment or rollout.task.environment
+        task = rollout.task.model_copy(update={"environment": name})
+        request = recorded.request.model_copy(update={"task": task, "rollout_id": rollout.rollout_id})
+        attempt: ReplayAttempt | None = None
+        try:
+            environment = self._services.environments.get(name)
+            environment.check(request.task.instance)
+            trajectory = evaluated_before(rollout)
+            policy = await anyio.to_thread.run_sync(RecordedPolicy, recorded, trajectory)
+            replays = options.replay == "always" or needs_replay(environment)
+            if replays:
+                policy.check()
+            await self._places.acquire()
+            attempt = ReplayAttempt(self._services, request, policy, Slot(self._places), replays=replays)
+            score = await attempt.run()
+            return _rescored(name, rollout, attempt, score, None)
+        except Exception as failure:  # noqa: BLE001 - it is told with its rollout, and must not stop the others
+            error = describe(failure, stage=attempt.stage if attempt else None)
+            return _rescored(name, rollout, attempt, None, error)
+        finally:
+            if attempt is not None:
+                await attempt.release()
+
+
+class ReplayAttempt(Attempt):
+    """A finished rollout that passes the stages again, with a policy that says what it said."""
+
+    def __init__(
+        self,
+        services: Services,
+        request: RolloutRequest,
+        policy: RecordedPolicy,
+        slot: Slot,
+        *,
+        replays: bool,
+    ) -> None:
+        """`slot` holds a place, which the attempt gives back."""
+        now = datetime.now(UTC)
+        lease = Lease(
+            rollout_id=request.rollout_id or "",
+            request=request,
+            attempt=1,
+            retries=[],
+            spans=[],
+            created_at=now,
+            queued_at=now,
+            token=0,
+        )
+        super().__init__(replace(services, policies=_Recorded(policy)), lease)
+        self._slot = slot
+        self.policy = policy
+        self.replays = replays
+
+    async def run(self) -> Score:
+        """Evaluate, after the recorded calls were carried out again where that is needed."""
+        if self.replays:
+            return await super().run()
+        request = self.lease.request
+        environment = self._services.environments.get(request.task.environment)
+        limits = environment.spec.limits.model_copy(update=request.limits.model_dump(exclude_none=True))
+        self._episode = Episode(
+            request=request,
+            attempt=1,
+            spec=environment.spec,
+            limits=limits,
+            policy=self.policy,
+            answer=recorded_answer(self.policy.trajectory()),
+        )
+        return await self._evaluate(environment)
+
+    async def _advance(self, state: RolloutState) -> None:
+        """Nothing to record: the rollout has ended long ago."""
+
+
+class _Recorded:
+    """The policies of one replayed rollout."""
+
+    def __init__(self, policy: RecordedPolicy) -> None:
+        self._policy = policy
+
+    async def open(self, request: RolloutRequest, environment: Environment) -> Policy:  # noqa: ARG002
+        return self._policy
+
+    def close(self, request: RolloutRequest) -> None:
+        """Nothing is held."""
+
+
+async def _themselves(recorded: Sequence[RecordedRollout]) -> Sequence[RecordedRollout]:
+    return recorded
+
+
+def needs_replay(environment: Environment) -> bool:
+    """Whether an evaluation may look at anything but the task and the answer."""
+    kind = type(environment)
+    plain = kind.init is Environment.init and kind.run is AgentEnvironment.run
+    return environment.spec.evaluate_in is not EvaluateIn.NONE or not plain
+
+
+def evaluated_before(rollout: Rollout) -> Trajectory:
+    """The trajectory of a rollout whose agent came to its end; NotReplayableError for any other."""
+    failed_late = rollout.error is not None and rollout.error.stage == Stage.EVALUATE
+    if rollout.state is not RolloutState.COMPLETED and not failed_late:
+        raise NotReplayableError(
+            f"the rollout {rollout.rollout_id} is {rollout.state}, and its agent did not come to an end",
+            hint="Only completed rollouts and those whose evaluation failed can be evaluated again.",
+        )
+    if rollout.trajectory is None:
+        raise NotReplayableError(
+            f"the rollout {rollout.rollout_id} has no trajectory any more",
+            hint="Its tokens were pruned: raise `retention`, or evaluate an export that was made before.",
+        )
+    return rollout.trajectory
+
+
+def _rescored(
+    environment: str,
+    rollout: Rollout,
+    attempt: ReplayAttempt | None,
+    score: Score | None,
+    error: ErrorInfo | None,
+) -> Rescored:
+    return Rescored(
+        rollout_id=rollout.rollout_id,
+        environment=environment,
+        recorded_reward=rollout.reward,
+        reward=score.reward if score else None,
+        reward_parts=score.parts if score else {},
+        error=error,
+        stop_reason=rollout.stop_reason,
+        replayed=attempt is not None and attempt.replays,
+        turns_recorded=attempt.policy.turns_recorded if attempt else 0,
+        turns_replayed=attempt.policy.usage.turns if attempt else 0,
+        differences=attempt.policy.differences if attempt else [],
+    )
