@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -19,29 +20,36 @@ class RoutingTrace:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._logger = logging.getLogger(__name__)
-        self._decisions = Counter(
-            "rollout_routing_decisions_total",
-            "Backends chosen for a request, by the reason",
-            ["pool", "reason"],
-            registry=registry,
+        # Each is looked up in every turn, which is dear.
+        self._decisions = cache(
+            Counter(
+                "rollout_routing_decisions_total",
+                "Backends chosen for a request, by the reason",
+                ["pool", "reason"],
+                registry=registry,
+            ).labels
         )
-        self._tokens = Counter(
-            "rollout_routing_prompt_tokens_total",
-            "Prompt tokens that were sent, that backends were expected to hold, and that they held",
-            ["pool", "kind"],
-            registry=registry,
+        self._tokens = cache(
+            Counter(
+                "rollout_routing_prompt_tokens_total",
+                "Prompt tokens that were sent, that backends were expected to hold, and that they held",
+                ["pool", "kind"],
+                registry=registry,
+            ).labels
         )
-        self._errors = Histogram(
-            "rollout_routing_prediction_error",
-            "Tokens that a backend held less those that it was expected to hold, as a part of the prompt",
-            ["pool"],
-            buckets=_SHARES,
-            registry=registry,
+        self._errors = cache(
+            Histogram(
+                "rollout_routing_prediction_error",
+                "Tokens that a backend held less those that it was expected to hold, as a part of the prompt",
+                ["pool"],
+                buckets=_SHARES,
+                registry=registry,
+            ).labels
         )
 
     def decided(self, pool: str, decision: Decision) -> None:
         """A backend was chosen."""
-        self._decisions.labels(pool, decision.reason).inc()
+        self._decisions(pool, decision.reason).inc()
         if self._logger.isEnabledFor(logging.DEBUG):
             log.debug(
                 "routed",
@@ -55,7 +63,7 @@ class RoutingTrace:
 
     def served(self, pool: str, decision: Decision, cached_tokens: int) -> None:
         """The backend answered, and had held `cached_tokens` of the prompt."""
-        self._tokens.labels(pool, "sent").inc(decision.prompt_tokens)
-        self._tokens.labels(pool, "expected").inc(decision.held_tokens)
-        self._tokens.labels(pool, "cached").inc(cached_tokens)
-        self._errors.labels(pool).observe((cached_tokens - decision.held_tokens) / decision.prompt_tokens)
+        self._tokens(pool, "sent").inc(decision.prompt_tokens)
+        self._tokens(pool, "expected").inc(decision.held_tokens)
+        self._tokens(pool, "cached").inc(cached_tokens)
+        self._errors(pool).observe((cached_tokens - decision.held_tokens) / decision.prompt_tokens)

@@ -6,7 +6,7 @@ Each function gives the value in the project's terms, or raises `BackendProtocol
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from rollout_service.inference.contract import TopLogprob
 from rollout_service.inference.errors import BackendProtocolError
@@ -45,11 +45,13 @@ def sampled_ids(ids: object, *, name: str, budget: int, vocab_size: int | None) 
             f"{name} is missing", hint="Use an engine that returns the sampled ids beside their text"
         )
     limit = math.inf if vocab_size is None else vocab_size
-    for position, token in enumerate(ids):
-        if not is_count(token) or token >= limit:
-            raise BackendProtocolError(
-                f"output id {token!r} at {position} is outside the vocabulary of {limit}"
-            )
+    # First all at once, which takes a tenth of the time.
+    if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= limit:
+        for position, token in enumerate(ids):
+            if not is_count(token) or token >= limit:
+                raise BackendProtocolError(
+                    f"output id {token!r} at {position} is outside the vocabulary of {limit}"
+                )
     if len(ids) > budget:
         raise BackendProtocolError(f"{len(ids)} tokens were sampled where at most {budget} were asked for")
     return ids
@@ -70,6 +72,14 @@ def cached_count(cached: Any, name: str, prompt_tokens: int, *, required: bool, 
     if not is_count(cached) or cached > prompt_tokens:
         raise BackendProtocolError(f"{name} is {cached!r} for a prompt of {prompt_tokens} tokens", hint=hint)
     return int(cached)
+
+
+def are_logprobs(values: Sequence[object]) -> bool:
+    """Whether all are plain logarithms of probabilities, asked all at once; `logprob` tells more of one."""
+    if set(map(type, values)) != {float}:
+        return False
+    numbers = cast(Sequence[float], values)
+    return all(map(math.isfinite, numbers)) and max(numbers) <= _LOGPROB_SLACK
 
 
 def logprob(value: object, where: str) -> float:

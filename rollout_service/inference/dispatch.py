@@ -5,6 +5,9 @@ them is lost, none is sampled twice, and the caller sees one answer. While the p
 up to a limit, and none is refused before it. Of requests beyond the pool's limits that of the oldest rollout is next.
 """
 
+import asyncio
+from collections import deque
+
 import anyio
 
 from rollout_service.inference.contract import GenerateRequest, Generation
@@ -44,6 +47,8 @@ class Dispatcher:
         self._line = line
         self._options = options
         self._observer = observer
+        self._answered: deque[tuple[Decision, GenerateRequest, Generation | None]] = deque()
+        """Requests that have ended, of which the router does not know yet."""
 
     async def generate(self, request: GenerateRequest, affinity: str | None) -> Generation:
         """Sample a continuation; raises what `BackendPool.generate` does."""
@@ -78,6 +83,7 @@ class Dispatcher:
 
     def release(self, affinity: str) -> None:
         """The rollout has ended."""
+        self._learn()
         self._router.release(affinity)
         self._line.release(affinity)
 
@@ -102,6 +108,7 @@ class Dispatcher:
     def _choose(
         self, free: list[Member], request: GenerateRequest, affinity: str | None, avoid: set[str]
     ) -> Decision:
+        self._learn()
         fresh = [member for member in free if member.id not in avoid] or free
         candidates = [
             Candidate(member.id, member.in_flight, member.share, member.is_local) for member in fresh
@@ -116,11 +123,20 @@ class Dispatcher:
         try:
             answer = await member.generate(request)
         finally:
-            self._router.ended(decision, request, answer)
+            self._answered.append((decision, request, answer))
+            asyncio.get_running_loop().call_soon(self._learn)
             self._line.ring()
-        if self._observer is not None and answer.output_ids:
-            self._observer.served(self._roster.name, decision, answer.cached_tokens)
         return answer
+
+    def _learn(self) -> None:
+        """Tell the router and the observer how requests have ended: before they are asked anything, but after what
+        waits for the answer has gone on.
+        """
+        while self._answered:
+            decision, request, answer = self._answered.popleft()
+            self._router.ended(decision, request, answer)
+            if self._observer is not None and answer is not None and answer.output_ids:
+                self._observer.served(self._roster.name, decision, answer.cached_tokens)
 
     async def _hold(self) -> list[Member]:
         """Wait for a backend that may be used."""

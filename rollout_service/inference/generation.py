@@ -36,9 +36,10 @@ class Continuation:
         request_id = f"{self.request.request_id}-{self.attempts % _MAX_ATTEMPTS:04d}"
         self.attempts += 1
         sampling = self.request.sampling
+        prompt = self.request.input_ids
         if self.output_ids:
             sampling = replace(sampling, max_new_tokens=sampling.max_new_tokens - len(self.output_ids))
-        prompt = [*self.request.input_ids, *self.output_ids]
+            prompt = [*prompt, *self.output_ids]
         return GenerateRequest(request_id, prompt, sampling, self._exports.next())
 
     def add(self, part: Generation, read_by: int | None = None) -> Generation | None:

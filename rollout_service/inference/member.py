@@ -83,7 +83,6 @@ class Member:
             self.in_flight -= 1
             del self._calls[scope]
             self._ended.set()
-            self._ended = anyio.Event()
         raise BackendUnreachable(self._why_dropped, backend_id=self.id)
 
     def failed(self, error: BaseException) -> None:
@@ -111,6 +110,8 @@ class Member:
     async def idle(self) -> None:
         """Wait until no call is open."""
         while self.in_flight:
+            if self._ended.is_set():
+                self._ended = anyio.Event()
             await self._ended.wait()
 
     async def close(self) -> None:

@@ -24,6 +24,8 @@ class MergedExports:
     def next(self) -> Exports:
         """What is to be asked of the next attempt, whose prompt has everything that was sampled at its end."""
         first = self.wanted.routed_experts_from
+        if first is None and self.wanted.prompt_logprobs_from is None:
+            return self.wanted
         if first is not None:
             first += sum(len(part) for part in self._experts)
         return replace(

@@ -52,7 +52,7 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
         parameters["sampling_seed"] = sampling.seed
     return {
         "rid": request.request_id,
-        "input_ids": list(request.input_ids),
+        "input_ids": request.input_ids if isinstance(request.input_ids, list) else list(request.input_ids),
         "sampling_params": parameters,
         "return_logprob": True,
         "logprob_start_len": _logprob_start(request),
@@ -120,7 +120,7 @@ def _finish(meta: Mapping[str, Any]) -> tuple[FinishReason, int | str | None]:
     return FinishReason(kind), matched if isinstance(matched, int | str) else None
 
 
-def _logprobs(meta: Mapping[str, Any], output_ids: Sequence[int]) -> list[float]:
+def _logprobs(meta: Mapping[str, Any], output_ids: list[int]) -> list[float]:
     entries = meta.get("output_token_logprobs")
     if entries is None and not output_ids:
         return []
@@ -130,6 +130,10 @@ def _logprobs(meta: Mapping[str, Any], output_ids: Sequence[int]) -> list[float]
         )
     if len(entries) != len(output_ids):
         raise BackendProtocolError(f"{len(entries)} logprobs came with {len(output_ids)} tokens")
+    if set(map(type, entries)) == {list} and min(map(len, entries)) > 1:
+        values = [entry[0] for entry in entries]
+        if [entry[1] for entry in entries] == output_ids and check.are_logprobs(values):
+            return values
     return [
         check.logprob(_of_token(entry, token, f"logprob {i}"), f"logprob {i}")
         for i, (entry, token) in enumerate(zip(entries, output_ids, strict=True))

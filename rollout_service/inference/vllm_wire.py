@@ -76,7 +76,7 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
         parameters["routed_experts_prompt_start"] = exports.routed_experts_from
     return {
         "request_id": request.request_id,
-        "token_ids": list(request.input_ids),
+        "token_ids": request.input_ids if isinstance(request.input_ids, list) else list(request.input_ids),
         "sampling_params": parameters,
         "stream": False,
     }
@@ -227,6 +227,11 @@ def _logprobs(choice: Mapping[str, Any], output_ids: Sequence[int]) -> list[floa
     entries = logprob_entries(choice)
     if len(entries) != len(output_ids):
         raise BackendProtocolError(f"{len(entries)} logprobs came with {len(output_ids)} tokens")
+    if set(map(type, entries)) == {dict}:
+        values = [entry.get("logprob") for entry in entries]
+        ids = [entry.get("token_id") for entry in entries]
+        if ids == output_ids and _NO_LOGPROB not in values and check.are_logprobs(values):
+            return values
     return [
         _own_logprob(entry, token, f"logprob {i}")
         for i, (entry, token) in enumerate(zip(entries, output_ids, strict=True))

@@ -231,9 +231,9 @@ def _check_output(ids: Sequence[int], logprobs: Sequence[float], versions: Seque
             f"{len(ids)} sampled ids came with {len(logprobs)} log-probabilities and {len(versions)} versions",
             hint="Ask the engine for the log-probability of every sampled token.",
         )
-    if any(token < 0 for token in ids) or any(version < 0 for version in versions):
+    if min(ids, default=0) < 0 or min(versions, default=0) < 0:
         raise RecordError("a sampled id or a version is negative", hint="Check the engine's answer.")
-    if not all(isfinite(logprob) for logprob in logprobs):
+    if not all(map(isfinite, logprobs)):
         raise RecordError(
             "a log-probability is not a finite number", hint="Look for NaN in the engine's weights."
         )

@@ -342,7 +342,7 @@ def _to_wire(message: Message, spelling: Spelling) -> dict[str, Any]:
         wire["name"] = message.name
     if message.tool_calls:
         wire["content"], wire["tool_calls"] = _split_calls(message)
-    return {"role": role, **spelling.spell_all(wire)}
+    return {"role": role} | {name: spelling.spell_all(value) for name, value in wire.items()}
 
 
 def _split_calls(message: Message) -> tuple[str, list[dict[str, Any]]]:

@@ -31,13 +31,18 @@ class Spelling:
         self._lengths: dict[str, set[int]] = {}  # by the first two characters, which few texts hold
         for token in self._tokens:
             self._lengths.setdefault(token[:2], set()).add(len(token))
-        self._candidates = re.compile(f"(?={'|'.join(map(re.escape, sorted(self._lengths)))})")
+        # A search for a set of characters is fast, and one for "anything, if this follows" is not.
+        starts = sorted(self._lengths)
+        self._candidates = re.compile("|".join(f"{re.escape(s[0])}(?={re.escape(s[1:])})" for s in starts))
         self._longest = max(map(len, self._tokens), default=0)
+        self._firsts = frozenset(token[:1] for token in self._tokens)
         self._normalize = normalize
 
     def spell(self, text: str) -> str:
         """The text with a mark inside each control token, and at its end if it could become one there."""
         text = text.replace(MARK, _REPLACEMENT)
+        if self._normalize is None and not any(first in text for first in self._firsts):
+            return text  # as most texts
         starts = self._starts(text)
         if self._normalize is not None:
             normal = self._normalize(text)
@@ -73,6 +78,8 @@ class Spelling:
 
     def _may_go_on(self, text: str) -> bool:
         end = text.rstrip()[-self._longest :]  # many formats trim a text
+        if self._firsts.isdisjoint(end):
+            return False
         return any(end[start:] in self._beginnings for start in range(len(end)))
 
 
