@@ -219,6 +219,8 @@ class RunCounts(WireModel):
     dropped: dict[str, int] = {}
     """By reason, as in `zero_variance`, `stale` or `cancelled`."""
     samples_masked: int = 0
+    samples_stale: int = 0
+    """Those among the masked ones that had grown too old."""
     samples_retried: int = 0
     batches_acknowledged: int = 0
 
@@ -261,7 +263,7 @@ class GroupSample(WireModel):
     usable: bool
     """Whether it was scored; one that is not is masked and has no advantage."""
     masked_because: str | None = None
-    """The code of the error, `straggler`, or `cancelled`."""
+    """The code of the error, `straggler`, `cancelled`, or `stale`, which comes without its trajectory."""
     reward: float | None = None
     """The reward with the penalties of the run; null exactly when the sample is masked."""
     advantage: float | None = None

@@ -7,13 +7,13 @@ values know nothing of the wire or the store.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 STRAGGLER = "straggler"
 """The sample was cut off, since it took far longer than others."""
 STALE = "stale"
-"""The group has a token that is older than the run allows."""
+"""The sample, or too much of the group, has a token that is older than the run allows."""
 CANCELLED = "cancelled"
 """The sample was ended before it was done, by a person or because it was not needed."""
 SURPLUS = "surplus"
@@ -67,6 +67,18 @@ class GroupOutcome:
     def usable(self) -> tuple[SampleOutcome, ...]:
         """The samples that count."""
         return tuple(sample for sample in self.samples if sample.usable)
+
+    def without_older_than(self, bound: int | None) -> GroupOutcome:
+        """The same with every usable sample masked that has a token older than version `bound`; None masks none."""
+        if bound is None or self.oldest_version is None or self.oldest_version >= bound:
+            return self
+        samples = (
+            replace(sample, masked=STALE)
+            if sample.usable and sample.oldest_version is not None and sample.oldest_version < bound
+            else sample
+            for sample in self.samples
+        )
+        return replace(self, samples=tuple(samples))
 
     @cached_property
     def rewards(self) -> tuple[float, ...]:

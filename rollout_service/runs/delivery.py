@@ -45,7 +45,9 @@ class Delivery:
         """
         if version is not None:
             await self._runs.update(order.run_id, version=version)
-        await self._manager.sync_version(await self._runs.get(order.run_id))
+        run = await self._manager.sync_version(await self._runs.get(order.run_id))
+        if run.request.max_staleness is not None:
+            await self._manager.mask_stale(order.run_id, strict=not order.allow_stale)
         with anyio.move_on_after(timeout):
             return await self._leased(order)
         return None
@@ -63,6 +65,9 @@ class Delivery:
                     f"the run {order.run_id} is over, and every batch of it is acknowledged",
                     hint="Create another run.",
                 )
+            if leased.stale:
+                await self._manager.mask_stale(order.run_id)
+                continue
             with anyio.move_on_after(max(0.0, leased.due - self._clock())):
                 await self._runs.wait_for_delivery(seen)
 

@@ -35,6 +35,7 @@ from rollout_service.pipeline.pipeline import insist
 from rollout_service.runs.learned import Learned
 from rollout_service.runs.outcomes import closing
 from rollout_service.runs.source import Place, RunTasks
+from rollout_service.store.batch_statements import oldest_allowed
 from rollout_service.store.contract import Store
 from rollout_service.store.run_contract import Member, NewGroup, OpenGroup, RunRecord
 from rollout_service.telemetry import Metrics
@@ -84,6 +85,8 @@ class RunManager:
         self._scheduler = FairScheduler()
         self._learned: dict[str, Learned] = {}
         self._tasks: dict[str, tuple[int, RunTasks]] = {}
+        self._strict: set[str] = set()
+        """Runs whose last lease was not to have stale tokens; what nobody leased yet may be wanted as it is."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -111,6 +114,31 @@ class RunManager:
         reached = self._pool_version(run.request.pool)
         return await self._runs.update(run.run_id, version=reached) if reached > run.version else run
 
+    async def mask_stale(self, run_id: str, *, strict: bool = True) -> None:
+        """Mask what has grown too old for a run's trainer, now and whenever its version moves.
+
+        Without `strict` leave it from now on, as for a trainer that takes what is stale. Raises StoreError.
+        """
+        if not strict:
+            self._strict.discard(run_id)
+            return
+        self._strict.add(run_id)
+        run = await self._runs.get(run_id)
+        await self._mask_stale(run, self.chain(run.request))
+
+    async def _mask_stale(self, run: RunRecord, chain: FilterChain) -> None:
+        bound = self._bound(run)
+        if bound is None:
+            return
+        for group in await self._runs.stale_groups(run.run_id, bound):
+            samples = [(member, await self._rollout(member)) for member in group.members]
+            revised = closing(run.request, chain, group.number, samples, bound=bound)
+            await self._runs.revise(run.run_id, revised)
+
+    def _bound(self, run: RunRecord) -> int | None:
+        """The oldest version that a sample may have; None while nothing is masked for its age."""
+        return oldest_allowed(run) if run.run_id in self._strict else None
+
     async def _work(self) -> None:
         seen, active = 0, True
         while True:
@@ -132,6 +160,7 @@ class RunManager:
         for gone in self._learned.keys() - {one.run.run_id for one in active}:
             del self._learned[gone]
             self._tasks.pop(gone, None)
+            self._strict.discard(gone)
             self._scheduler.forget(gone)
             self._metrics.run_over(gone)
         return bool(active)
@@ -171,6 +200,7 @@ class RunManager:
             if gave_up is not None:
                 await self._cancel(group.members)
             await self._settle_group(active, group, gave_up)
+        await self._mask_stale(run, active.chain)
         active.run = await self._runs.get(run.run_id)
         if _has_enough(active.run):
             await self._runs.give_up(run.run_id, SURPLUS)
@@ -195,6 +225,7 @@ class RunManager:
             group.number,
             list(zip(group.members, rollouts, strict=True)),
             gave_up=gave_up if cancelled else None,
+            bound=self._bound(active.run),
         )
         await self._runs.close_group(active.run.run_id, ended)
         active.learned.closed(ended, rollouts, [member.cut for member in group.members])

@@ -120,6 +120,7 @@ class RunOrders:
                 acknowledged=run.count("acknowledged"),
                 dropped=dropped_tallies(run.tallies),
                 samples_masked=run.count("masked"),
+                samples_stale=run.count("masked:stale"),
                 samples_retried=run.count("retried"),
                 batches_acknowledged=run.count("batches:acknowledged"),
             ),

@@ -9,6 +9,7 @@ from api_schemas.rollouts import Rollout, RolloutState, StopReason
 from api_schemas.runs import Advantages, OverlongPenalty, RunRequest
 from rollout_service.groups import (
     CANCELLED,
+    STALE,
     STRAGGLER,
     FilterChain,
     GroupOutcome,
@@ -62,14 +63,17 @@ def closing(
     samples: Sequence[tuple[Member, Rollout]],
     *,
     gave_up: str | None = None,
+    bound: int | None = None,
 ) -> Closing:
     """How a group ends whose rollouts all have; `gave_up` is why it is dropped whatever they came to.
 
-    Filters judge the rewards of the environment; advantages and statistics are of the rewards with penalties.
+    Filters judge the rewards of the environment; advantages and statistics are of the rewards with penalties. Samples
+    with a token older than version `bound` are masked, and the group is judged by the others; it is dropped as stale
+    when it would have been kept with them.
     """
-    scored = GroupOutcome(number, tuple(sample_outcome(member, rollout) for member, rollout in samples))
-    verdict = chain.judge(scored)
-    reason = gave_up or (None if verdict.keep else verdict.reason)
+    whole = GroupOutcome(number, tuple(sample_outcome(member, rollout) for member, rollout in samples))
+    scored = whole.without_older_than(bound)
+    reason = gave_up or _dropped_because(chain, scored, whole)
     group = GroupOutcome(number, tuple(_penalised(sample, request.overlong) for sample in scored.samples))
     statistics = group_statistics(group)
     advantages = _advantages(group, request.advantages)
@@ -93,6 +97,13 @@ def closing(
         oldest_version=group.oldest_version,
         newest_version=group.newest_version,
     )
+
+
+def _dropped_because(chain: FilterChain, group: GroupOutcome, before: GroupOutcome) -> str | None:
+    verdict = chain.judge(group)
+    if verdict.keep:
+        return None
+    return STALE if group is not before and chain.judge(before).keep else verdict.reason
 
 
 def _penalised(sample: SampleOutcome, overlong: OverlongPenalty | None) -> SampleOutcome:

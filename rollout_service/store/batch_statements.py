@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from api_schemas.runs import RunState, Surplus
 from rollout_service.errors import ConflictError, NotFoundError
-from rollout_service.store import run_codec
-from rollout_service.store.run_contract import LeasedBatch, LeaseOrder, NoBatch, RunRecord
+from rollout_service.store import run_codec, run_statements
+from rollout_service.store.run_contract import LeasedBatch, LeaseOrder, NoBatch, OpenGroup, RunRecord
 from rollout_service.store.run_statements import finish_if_done, give_up, record_of, row_of, tally
 
 _HELD = (
@@ -23,15 +23,9 @@ ORDER BY number LIMIT 1
 _DUE = "SELECT min(lease_until) AS due FROM batches WHERE run = ? AND state = 'leased'"
 _GROUPS = "SELECT number FROM groups WHERE batch = ? ORDER BY number"
 _STALE_IN_BATCH = "SELECT count(*) FROM groups WHERE batch = ? AND oldest_version < ?"
-_DROP_STALE_OF_BATCH = """
-UPDATE groups SET state = 'dropped', reason = 'stale', batch = NULL, changed_at = :now
-WHERE batch = :batch AND oldest_version < :bound
-"""
 _FREE_OF_BATCH = "UPDATE groups SET state = 'ready', batch = NULL, changed_at = :now WHERE batch = :batch"
-_DROP_STALE = """
-UPDATE groups SET state = 'dropped', reason = 'stale', changed_at = :now
-WHERE run = :run AND state = 'ready' AND oldest_version < :bound
-"""
+_STALE_READY = "SELECT EXISTS (SELECT 1 FROM groups WHERE run = ? AND state = 'ready' AND oldest_version < ?)"
+_RETURNED = "SELECT * FROM batches WHERE run = ? AND state = 'returned'"
 _DROP_SURPLUS = """
 UPDATE groups SET state = 'dropped', reason = 'surplus', changed_at = :now WHERE run = :run AND state = 'ready'
 """
@@ -99,19 +93,25 @@ def _dissolve_if_stale(db: sqlite3.Connection, batch: sqlite3.Row, bound: int, n
     (stale,) = db.execute(_STALE_IN_BATCH, (batch["seq"], bound)).fetchone()
     if not stale:
         return False
-    values = {"batch": batch["seq"], "bound": bound, "now": now}
-    db.execute(_DROP_STALE_OF_BATCH, values)
+    values = {"batch": batch["seq"], "now": now}
     db.execute(_FREE_OF_BATCH, values)
     db.execute(_SETTLE, values | {"state": "dissolved"})
     return True
 
 
+def stale_groups(db: sqlite3.Connection, run_id: str, bound: int, now: float) -> list[OpenGroup]:
+    """The groups that wait with samples older than this version, also those of batches that were returned."""
+    run = row_of(db, run_id)["seq"]
+    for batch in db.execute(_RETURNED, (run,)).fetchall():
+        _dissolve_if_stale(db, batch, bound, now)
+    return run_statements.stale_groups(db, run, bound)
+
+
 def _new_batch(
     db: sqlite3.Connection, row: sqlite3.Row, order: LeaseOrder, bound: int | None, now: float
 ) -> LeasedBatch | NoBatch:
-    if bound is not None:
-        db.execute(_DROP_STALE, {"run": row["seq"], "bound": bound, "now": now})
-        finish_if_done(db, row["seq"], now)
+    if bound is not None and db.execute(_STALE_READY, (row["seq"], bound)).fetchone()[0]:
+        return NoBatch(over=False, due=math.inf, stale=True)
     run = record_of(db, row_of(db, order.run_id))
     size = run.request.batch_size
     groups = [ready["seq"] for ready in db.execute(_READY, (row["seq"], size))]

@@ -4,7 +4,7 @@ Guarantees: each method is one transaction. The cursor of a run moves in the tra
 rollouts durable, so a crash neither repeats nor skips a task. A group that was acknowledged or dropped, and a
 batch that was acknowledged, never change again. A batch is leased until it is acknowledged, returned, or its
 time is up, and its content is the same each time, or the batch is dissolved: when a group of it has grown too
-old for a new lease, that group is dropped, the others go into later batches, and the batch's id is refused.
+old for a new lease, its groups go into later batches without what is stale, and the batch's id is refused.
 
 Events: `run.state` (subject: the run's id), `group.closed` (the group's id; `run`, `state`, `reason`), and
 `batch.leased`, `batch.returned`, `batch.acknowledged`, `batch.dissolved` (the batch's id; `run`, `delivery`).
@@ -155,6 +155,8 @@ class NoBatch:
     """Whether there will never be one again."""
     due: float
     """Unix seconds when a lease runs out, so that there may be one; infinity without one."""
+    stale: bool = False
+    """Whether groups that wait have grown too old: `revise` them, and ask again."""
 
 
 class RunStore(Protocol):
@@ -228,6 +230,17 @@ class RunStore(Protocol):
 
     async def close_group(self, run_id: str, closing: Closing) -> None:
         """Keep or drop a group that is open; one that is not stays as it is."""
+        ...
+
+    async def stale_groups(self, run_id: str, bound: int) -> Sequence[OpenGroup]:
+        """The groups that wait for a batch with a usable sample older than version `bound`.
+
+        Batches that were returned and hold such groups are dissolved first.
+        """
+        ...
+
+    async def revise(self, run_id: str, closing: Closing) -> None:
+        """Close a group that waits for a batch anew, with more of it masked; one that does not wait stays as it is."""
         ...
 
     async def lease(self, order: LeaseOrder) -> LeasedBatch | NoBatch:

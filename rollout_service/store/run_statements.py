@@ -14,8 +14,9 @@ from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.runs import InlineTasks, RunRequest, RunState
 from api_schemas.tasks import Task
 from rollout_service.errors import ConflictError, NotFoundError
+from rollout_service.groups import STALE
 from rollout_service.store import codec, run_codec, statements
-from rollout_service.store.run_contract import Closing, Member, NewGroup, OpenGroup, RunRecord
+from rollout_service.store.run_contract import ClosedSample, Closing, Member, NewGroup, OpenGroup, RunRecord
 
 _OVER = (RunState.ENDED, RunState.FINISHED)
 
@@ -44,14 +45,20 @@ _APPENDED = "UPDATE runs SET tasks = :tasks, total = :total, changed_at = :now W
 _MOVE_CURSOR = "UPDATE runs SET cursor = :cursor, changed_at = :now WHERE seq = :seq"
 
 _BEGIN = "INSERT INTO groups (run, number, epoch, members, opened_at, changed_at) VALUES (?, ?, ?, ?, ?, ?)"
-_OPEN = """
+_MEMBERS = """
 SELECT groups.number, groups.cut, groups.reason, member.key AS sample,
     rollouts.rollout_id, rollouts.state, rollouts.reward, rollouts.changed_at,
     results.oldest_version, results.newest_version
 FROM groups, json_each(groups.members) AS member
     JOIN rollouts ON rollouts.rollout_id = member.value LEFT JOIN results ON results.seq = rollouts.seq
-WHERE groups.run = ? AND groups.state = 'open' ORDER BY groups.number, sample
 """
+_OPEN = _MEMBERS + "WHERE groups.run = ? AND groups.state = 'open' ORDER BY groups.number, sample"
+_STALE = (
+    _MEMBERS
+    + """
+WHERE groups.run = ? AND groups.state = 'ready' AND groups.oldest_version < ? ORDER BY groups.number, sample
+"""
+)
 _STANDING = """
 SELECT number, iif(state = 'dropped', 'dropped:' || reason, state) AS state FROM groups WHERE run = ?
 """
@@ -70,6 +77,12 @@ UPDATE groups SET state = :state, reason = :reason, samples = :samples, summary 
     )
 WHERE run = :run AND number = :number AND state = 'open'
 """
+_REVISE = """
+UPDATE groups SET state = :state, reason = :reason, samples = :samples, summary = :summary,
+    oldest_version = :oldest, changed_at = :now
+WHERE run = :run AND number = :number AND state = 'ready'
+"""
+_READY_SAMPLES = "SELECT samples FROM groups WHERE run = ? AND number = ? AND state = 'ready'"
 _FINISH = """
 UPDATE runs SET state = 'finished', changed_at = :now
 WHERE seq = :seq AND state IN ('running', 'paused') AND total IS NOT NULL AND cursor >= total AND NOT EXISTS (
@@ -243,7 +256,15 @@ def _submit(db: sqlite3.Connection, request: RolloutRequest, now: float) -> str:
 
 def open_groups(db: sqlite3.Connection, run_id: str) -> list[OpenGroup]:
     """The groups under way with their rollouts."""
-    rows = db.execute(_OPEN, (row_of(db, run_id)["seq"],)).fetchall()
+    return _groups(db.execute(_OPEN, (row_of(db, run_id)["seq"],)).fetchall())
+
+
+def stale_groups(db: sqlite3.Connection, run: int, bound: int) -> list[OpenGroup]:
+    """The groups that wait for a batch and have a usable sample older than this version."""
+    return _groups(db.execute(_STALE, (run, bound)).fetchall())
+
+
+def _groups(rows: Sequence[sqlite3.Row]) -> list[OpenGroup]:
     by_number = groupby(rows, key=itemgetter("number", "reason"))
     return [OpenGroup(number, [_member(row) for row in of], reason) for (number, reason), of in by_number]
 
@@ -293,7 +314,28 @@ def give_up(db: sqlite3.Connection, run: int, reason: str) -> None:
 def close_group(db: sqlite3.Connection, run_id: str, closing: Closing, now: float) -> None:
     """Keep or drop a group that is open."""
     run = row_of(db, run_id)["seq"]
-    values = {
+    values = _closed(run, closing, now) | {
+        "ids": json.dumps([sample.rollout_id for sample in closing.samples])
+    }
+    if db.execute(_CLOSE, values).rowcount:
+        _tally_masked(db, run, closing.samples)
+        finish_if_done(db, run, now)
+
+
+def revise(db: sqlite3.Connection, run_id: str, closing: Closing, now: float) -> None:
+    """Close a group anew that waits for a batch."""
+    run = row_of(db, run_id)["seq"]
+    row = db.execute(_READY_SAMPLES, (run, closing.number)).fetchone()
+    if row is None:
+        return
+    masked = {sample.sample for sample in run_codec.decode_samples(row["samples"]) if not sample.usable}
+    db.execute(_REVISE, _closed(run, closing, now))
+    _tally_masked(db, run, [sample for sample in closing.samples if sample.sample not in masked])
+    finish_if_done(db, run, now)
+
+
+def _closed(run: int, closing: Closing, now: float) -> dict[str, Any]:
+    return {
         "run": run,
         "number": closing.number,
         "state": "ready" if closing.reason is None else "dropped",
@@ -301,14 +343,18 @@ def close_group(db: sqlite3.Connection, run_id: str, closing: Closing, now: floa
         "samples": run_codec.encode_samples(closing.samples),
         "summary": run_codec.encode_summary(closing),
         "oldest": closing.oldest_version,
-        "ids": json.dumps([sample.rollout_id for sample in closing.samples]),
         "now": now,
     }
-    if db.execute(_CLOSE, values).rowcount:
-        masked = sum(not sample.usable for sample in closing.samples)
-        if masked:
-            tally(db, run, "masked", masked)
-        finish_if_done(db, run, now)
+
+
+def _tally_masked(db: sqlite3.Connection, run: int, samples: Sequence[ClosedSample]) -> None:
+    """Count what is masked, and apart from that what is stale."""
+    for name, count in (
+        ("masked", sum(not sample.usable for sample in samples)),
+        ("masked:stale", sum(sample.masked_because == STALE for sample in samples)),
+    ):
+        if count:
+            tally(db, run, name, count)
 
 
 def finish_if_done(db: sqlite3.Connection, run: int, now: float) -> None:

@@ -13,6 +13,7 @@ from api_schemas.exports import ExportedSample, RecordedRollout, without_tokens
 from api_schemas.rollouts import Rollout, RolloutRequest
 from api_schemas.runs import FileTasks, Group, InlineTasks, RunRequest, RunState
 from api_schemas.tasks import Task
+from rollout_service.groups import STALE
 from rollout_service.store import batch_statements, codec, run_codec, run_statements, trajectory_codec
 from rollout_service.store.run_contract import (
     Closing,
@@ -131,6 +132,15 @@ class SqliteRuns(RunStore):
         await self._write(lambda db: run_statements.close_group(db, run_id, closing, now))
         self._changed()
 
+    async def stale_groups(self, run_id: str, bound: int) -> Sequence[OpenGroup]:
+        now = self._clock()
+        return await self._write(lambda db: batch_statements.stale_groups(db, run_id, bound, now))
+
+    async def revise(self, run_id: str, closing: Closing) -> None:
+        now = self._clock()
+        await self._write(lambda db: run_statements.revise(db, run_id, closing, now))
+        self._changed()
+
     async def lease(self, order: LeaseOrder) -> LeasedBatch | NoBatch:
         now = self._clock()
         leased = await self._write(lambda db: batch_statements.lease(db, order, now))
@@ -213,12 +223,23 @@ def total_tasks(source: InlineTasks | FileTasks, tasks: int) -> int | None:
 
 
 def _decode_group(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> Group:
-    return run_codec.decode_group(row, {member["rollout_id"]: _whole(member) for member in members})
+    """As a trainer gets it: without the tokens that are too old for it."""
+    kept = _not_stale(row)
+    rollouts = (
+        _whole(member) if member["rollout_id"] in kept else codec.decode_rollout(member) for member in members
+    )
+    return run_codec.decode_group(row, {rollout.rollout_id: rollout for rollout in rollouts})
+
+
+def _not_stale(row: sqlite3.Row) -> set[str]:
+    samples = run_codec.decode_samples(row["samples"])
+    return {sample.rollout_id for sample in samples if sample.masked_because != STALE}
 
 
 def _decode_exported(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> list[ExportedSample]:
     by_id = {member["rollout_id"]: member for member in members}
-    return run_codec.decode_exported(row, _decode_group(row, members), by_id)
+    group = run_codec.decode_group(row, {name: _whole(member) for name, member in by_id.items()})
+    return run_codec.decode_exported(row, group, by_id)
 
 
 def _decode_recorded(rows: Sequence[sqlite3.Row]) -> dict[str, RecordedRollout]:
@@ -239,10 +260,11 @@ def _whole(row: sqlite3.Row) -> Rollout:
 def _decode_columns(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> tuple[Group, list[list[Columns]]]:
     rollouts: dict[str, Rollout] = {}
     columns: dict[str, list[Columns]] = {}
+    kept = _not_stale(row)
     for member in members:
         rollout = codec.decode_rollout(member)
         columns[rollout.rollout_id] = []
-        if member["trajectory"] is not None:
+        if member["trajectory"] is not None and rollout.rollout_id in kept:
             trajectory, columns[rollout.rollout_id] = trajectory_codec.split(member["trajectory"])
             rollout = rollout.model_copy(update={"trajectory": trajectory})
         rollouts[rollout.rollout_id] = rollout

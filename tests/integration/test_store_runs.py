@@ -221,13 +221,34 @@ async def test_the_last_batch_may_be_smaller_and_ends_the_run(store: SqliteStore
     assert await lease(store) == NoBatch(over=True, due=math.inf)
 
 
+async def mask(store: SqliteStore, bound: int, *, usable: int = 0) -> list[int]:
+    """Mask all but so many samples of what is stale; returns the groups."""
+    groups = await store.runs.stale_groups("a", bound)
+    for group in groups:
+        samples = [
+            ClosedSample(s, f"a.{group.number}.{s}", True, None, float(s), None)
+            if s < usable
+            else ClosedSample(s, f"a.{group.number}.{s}", False, "stale", None, None)
+            for s in range(2)
+        ]
+        left = bound if usable else None
+        reason = None if usable else "stale"
+        await store.runs.revise("a", Closing(group.number, reason, samples, None, None, left, left))
+    return [group.number for group in groups]
+
+
 async def test_stale_groups_are_dropped_and_counted(store: SqliteStore) -> None:
     await create(store, max_staleness=1)
     await make_ready(store, 0, version=0)
     await make_ready(store, 1, 2, version=2)
     await store.runs.update("a", version=2)
+    assert await lease(store) == NoBatch(over=False, due=math.inf, stale=True)
+    assert await mask(store, 1) == [0]
+    assert await mask(store, 1) == []
     batch = await leased(store)
     assert (batch.groups, batch.dropped, batch.version) == ([1, 2], {"stale": 1}, 2)
+    run = await store.runs.get("a")
+    assert (run.count("masked"), run.count("masked:stale")) == (2, 2)
     assert (await store.runs.update("a", version=1)).version == 2, "a version never goes back"
 
 
@@ -238,11 +259,35 @@ async def test_a_batch_that_grew_too_old_is_dissolved(store: SqliteStore, clock:
     await leased(store)
     clock.now += 61
     await store.runs.update("a", version=2)
-    assert isinstance(await lease(store, "other"), NoBatch)
+    assert await lease(store, "other") == NoBatch(over=False, due=math.inf, stale=True)
     with pytest.raises(ConflictError, match="dissolved"):
         await store.runs.acknowledge("a", 0)
+    assert await mask(store, 1) == [0]
+    assert isinstance(await lease(store, "other"), NoBatch)
     await make_ready(store, 2, version=2)
     assert (await leased(store)).groups == [1, 2]
+
+
+async def test_a_returned_batch_that_grew_too_old_is_dissolved_before_a_lease(store: SqliteStore) -> None:
+    await create(store, max_staleness=1)
+    await make_ready(store, 0, version=0)
+    await make_ready(store, 1, version=2)
+    await leased(store)
+    assert await store.runs.stale_groups("a", 1) == [], "it is in the trainer's hands"
+    await store.runs.give_back("a", 0)
+    assert await mask(store, 1, usable=1) == [0]
+    run = await store.runs.get("a")
+    assert (run.count("ready"), run.count("masked:stale")) == (2, 1)
+    assert (await leased(store)).groups == [0, 1]
+    group, columns = await store.runs.group_columns("a", 0)
+    assert [len(one) for one in columns] == [1, 0], "stale tokens are left out"
+    for read in (group, await store.runs.group("a", 0)):
+        assert [sample.rollout.trajectory is None for sample in read.samples] == [False, True]
+        assert read.samples[1].rollout.reward == 1.0
+    exported = await store.runs.exported("a", 0)
+    assert all(one.sample.rollout.trajectory is not None for one in exported)
+    await store.runs.revise("a", Closing(0, "stale", [], None, None, None, None))
+    assert (await store.runs.get("a")).count("batched") == 2, "only what waits is revised"
 
 
 async def test_a_consumer_may_ask_for_stale_groups(store: SqliteStore) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from rollout_service.errors import ConfigurationError, InvalidFieldError
 from rollout_service.groups import (
+    STALE,
     FilterChain,
     FilterRegistry,
     GroupFilter,
@@ -146,3 +147,24 @@ def test_a_plug_in_cannot_take_a_built_in_name():
     registry = FilterRegistry.load(plugins=[plugin])
     assert "another filter" in str(registry.problems["truncated"])
     assert not isinstance(registry.make("truncated"), Never)
+
+
+SAMPLES = st.builds(
+    lambda reward, oldest: SampleOutcome(
+        0, reward, None if reward is not None else "gone", oldest_version=oldest
+    ),
+    st.none() | st.floats(0, 1),
+    st.none() | st.integers(0, 6),
+)
+
+
+@given(st.lists(SAMPLES, max_size=6), st.none() | st.integers(0, 6))
+def test_masking_what_is_stale_leaves_the_rest(samples, bound):
+    whole = GroupOutcome(0, tuple(samples))
+    fresh = whole.without_older_than(bound)
+    assert all(
+        after == before or (before.usable and before.oldest_version < bound and after.masked == STALE)
+        for before, after in zip(whole.samples, fresh.samples, strict=True)
+    )
+    assert bound is None or fresh.oldest_version is None or fresh.oldest_version >= bound
+    assert fresh.without_older_than(bound) == fresh

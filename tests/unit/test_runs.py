@@ -61,6 +61,8 @@ class Bench:
     def __init__(self, store: SqliteStore, play: Play, *, places: int) -> None:
         self.store, self.play = store, play
         self.version = 0
+        self.sampled_by: Callable[[Lease], int] = lambda _: self.version
+        """The version that sampled a rollout."""
         self.begun: list[str] = []
         self.metrics = Metrics()
         self.manager = RunManager(
@@ -121,7 +123,7 @@ class Bench:
         for lease in list(self._held.values()):
             end = RolloutState.CANCELLED if lease.rollout_id in cancelled else self.play(lease)
             if end is not None:
-                await self.store.finish(lease, "w", result(lease, end, self.version))
+                await self.store.finish(lease, "w", result(lease, end, self.sampled_by(lease)))
                 del self._held[lease.rollout_id]
 
 
@@ -248,6 +250,76 @@ async def test_staleness_bounds_what_is_begun() -> None:
             await anyio.sleep(0.2)
             run = await it.store.runs.get("a")
             assert run.cursor <= (1 + version + 1) * 2
+
+
+async def test_only_the_stale_samples_of_a_group_are_masked() -> None:
+    async with bench(lambda lease: float(place(lease)[1])) as it:
+        it.sampled_by = lambda lease: 0 if place(lease)[1] == 3 else 2
+        await it.create(tasks=2, max_staleness=1, advantages=Advantages.LEAVE_ONE_OUT, min_usable=3)
+        while (await it.store.runs.get("a")).count("ready") < 2:
+            await anyio.sleep(0.01)
+        it.version = 2
+        batch = await it.lease()
+        assert batch is not None
+        assert batch.oldest_version == 2
+        for group in batch.groups:
+            assert [sample.masked_because for sample in group.samples] == [None, None, None, "stale"]
+            assert [sample.reward for sample in group.samples] == [0.0, 1.0, 2.0, None]
+            assert [sample.advantage for sample in group.samples] == [-1.5, 0.0, 1.5, None]
+            assert (group.usable, group.reward_mean) == (3, 1.0)
+            assert [sample.rollout.trajectory is None for sample in group.samples] == [
+                False,
+                False,
+                False,
+                True,
+            ]
+        run = await it.store.runs.get("a")
+        assert (run.count("masked:stale"), run.count("dropped:stale")) == (2, 0)
+
+
+@pytest.mark.parametrize("fields", [{"min_usable": 4}, {"filters": [FilterSpec(name="zero_variance")]}])
+async def test_a_group_with_too_little_left_is_dropped_as_stale(fields: dict[str, object]) -> None:
+    async with bench(lambda lease: float(place(lease)[1] == 3)) as it:
+        it.sampled_by = lambda lease: 0 if place(lease) in ((0, 3, 0), (1, 3, 0)) else 2
+        await it.create(tasks=4, max_staleness=1, **fields)
+        while (await it.store.runs.get("a")).count("ready") < 2:
+            await anyio.sleep(0.01)
+        it.version = 2
+        batches = await it.all()
+        assert [group.number for batch in batches for group in batch.groups] == [2, 3]
+        assert (await it.store.runs.get("a")).count("dropped:stale") == 2
+
+
+async def test_what_grows_too_old_is_replaced_before_anyone_asks() -> None:
+    async with bench(lambda lease: float(place(lease)[1] % 2)) as it:
+        await it.create(tasks=100, max_staleness=0, prefetch_batches=1, source=InlineTasks(open=True))
+        tasks = [Task(environment="calc", instance={"n": n}) for n in range(100)]
+        await it.store.runs.append("a", tasks, offset=None, close=False)
+        await it.next()
+        it.version = 1
+        while (await it.store.runs.get("a")).count("ready") < 2:
+            await anyio.sleep(0.01)
+        before = await it.store.runs.get("a")
+        it.version = 3
+        while (run := await it.store.runs.get("a")).count("dropped:stale") < before.count("ready"):
+            await anyio.sleep(0.01)
+        while (run := await it.store.runs.get("a")).count("ready") < 2:
+            await anyio.sleep(0.01)
+        assert run.cursor > before.cursor
+        assert run.count("acknowledged") == 2
+
+
+async def test_a_trainer_that_takes_what_is_stale_gets_all_of_it() -> None:
+    async with bench(lambda lease: float(place(lease)[1] % 2)) as it:
+        await it.create(tasks=4, max_staleness=0)
+        while (await it.store.runs.get("a")).count("ready") < 2:
+            await anyio.sleep(0.01)
+        it.version = 5
+        leased = await it.delivery.lease(LeaseOrder("a", "k", 60, allow_stale=True), version=None, timeout=10)
+        assert leased is not None
+        groups = [await it.store.runs.group("a", number) for number in leased.groups]
+        assert [(group.usable, group.oldest_version) for group in groups] == [(4, 0), (4, 0)]
+        assert all(sample.rollout.trajectory for group in groups for sample in group.samples)
 
 
 async def test_pause_resume_and_end() -> None:
