@@ -1,5 +1,8 @@
 """A scripted engine that writes down each turn's times, so that the service is timed from outside.
 
+A turn is asked for when the last bytes of its request have come to this process, and answered when the answer has been
+given to the socket: what the engine itself takes to read a request and to write an answer is none of the service's.
+
 Run: python benchmarks/engine.py --delay SECONDS --address FILE --record FILE
 """
 
@@ -53,6 +56,23 @@ class OneTurn:
         return self._replies.reply(input_ids, budget)
 
 
+class TimedConnection(web.RequestHandler):
+    """Knows when something came last."""
+
+    arrived = 0.0
+
+    def data_received(self, data: bytes) -> None:
+        self.arrived = time.monotonic()
+        super().data_received(data)
+
+
+class TimedServer(web.Server):
+    """Makes such connections."""
+
+    def __call__(self) -> TimedConnection:
+        return TimedConnection(self, loop=self._loop, **self._kwargs)
+
+
 class TimedEngine(ScriptedEngine):
     """Appends a record of each turn to a file."""
 
@@ -61,10 +81,17 @@ class TimedEngine(ScriptedEngine):
         super().__init__(OneTurn(), latency=latency, vocab_size=vocab_size, model_path=MODEL)
         self._record = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
+    def _server(self) -> web.Server:
+        return TimedServer(self._handle, handler_cancellation=True)
+
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        asked = time.monotonic()
+        connection = request.protocol
+        await request.read()
+        asked = connection.arrived if isinstance(connection, TimedConnection) else time.monotonic()
         response = await super()._handle(request)
         if request.path == "/generate":
+            await response.prepare(request)
+            await response.write_eof()
             os.write(self._record, struct.pack("=2d", asked, time.monotonic()) + PROMPT.get())
         return response
 

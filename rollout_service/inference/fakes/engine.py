@@ -152,9 +152,7 @@ class ScriptedEngine:
         self._faults.extend([fault] * count)
 
     async def __aenter__(self) -> Self:
-        self._runner = web.ServerRunner(
-            web.Server(self._handle, handler_cancellation=True), shutdown_timeout=_SHUTDOWN_SECONDS
-        )
+        self._runner = web.ServerRunner(self._server(), shutdown_timeout=_SHUTDOWN_SECONDS)
         await self._runner.setup()
         site = web.TCPSite(self._runner, *self._address, backlog=2048)
         await site.start()
@@ -176,6 +174,9 @@ class ScriptedEngine:
                 if isinstance(transport, asyncio.WriteTransport):
                     transport.abort()
             await runner.cleanup()
+
+    def _server(self) -> web.Server:
+        return web.Server(self._handle, handler_cancellation=True)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         raw = await request.read()
