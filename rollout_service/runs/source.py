@@ -7,15 +7,17 @@ hash of each position, so it depends on no library's random numbers.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import anyio.to_thread
-from pydantic import JsonValue, TypeAdapter, ValidationError
+from pydantic import JsonValue, TypeAdapter
 
 from api_schemas.errors import FieldError
 from api_schemas.runs import FileTasks, InlineTasks
@@ -24,6 +26,8 @@ from rollout_service.errors import InvalidFieldError, ServiceError
 from rollout_service.store.run_contract import RunRecord
 
 FIELD = "body.source"
+R = TypeVar("R")
+_ROWS_AT_ONCE = 1_024
 _INSTANCE = TypeAdapter(dict[str, JsonValue])
 
 
@@ -104,7 +108,7 @@ class JsonLines(Rows):
             for number, line in enumerate(file, start=1):
                 digest.update(line)
                 if line.strip():
-                    check_row(path, f"line {number}", line, check)
+                    check_row(path, f"line {number}", line, lambda one: check(_INSTANCE.validate_json(one)))
                     self._offsets.append(offset)
                 offset += len(line)
         self.digest = digest.hexdigest()
@@ -120,11 +124,15 @@ class JsonLines(Rows):
 
 
 class Parquet(Rows):
-    """A file with an instance a row; needs `pyarrow`."""
+    """A file with an instance a row; needs `pyarrow`.
+
+    Times become their ISO 8601 text, decimals their digits, maps lists of pairs; bytes and numbers that are not finite
+    are refused, since no JSON has them.
+    """
 
     def __init__(self, path: Path, check: Callable[[dict[str, JsonValue]], None]) -> None:
         try:
-            from pyarrow import parquet
+            from pyarrow import ArrowException, parquet
         except ImportError as error:
             message = f"{path} is a Parquet file, and this service has no pyarrow"
             raise InvalidFieldError(
@@ -133,29 +141,47 @@ class Parquet(Rows):
             ) from error
         with path.open("rb") as file:
             self.digest = hashlib.file_digest(file, "sha256").hexdigest()
-        self._table: Any = parquet.read_table(path, memory_map=True)
-        for position in range(len(self)):
-            check_row(path, f"row {position}", json.dumps(self._row(position), default=str), check)
+        try:
+            self._table: Any = parquet.read_table(path, memory_map=True)
+        except ArrowException as error:
+            problem = FieldError(path=f"{FIELD}.path", message=f"{path} is no whole Parquet file: {error}")
+            raise InvalidFieldError([problem], hint="Write it again.") from error
+        position = 0
+        for batch in self._table.to_batches(max_chunksize=_ROWS_AT_ONCE):
+            for row in batch.to_pylist():
+                check_row(
+                    path, f"row {position}", row, lambda one: check(_INSTANCE.validate_json(_as_json(one)))
+                )
+                position += 1
 
     def __len__(self) -> int:
         rows: int = self._table.num_rows
         return rows
 
     def read(self, position: int) -> dict[str, JsonValue]:
-        instance: dict[str, JsonValue] = json.loads(json.dumps(self._row(position), default=str))
+        row = self._table.slice(position, 1).to_pylist()[0]
+        instance: dict[str, JsonValue] = json.loads(_as_json(row))
         return instance
 
-    def _row(self, position: int) -> Any:
-        return self._table.slice(position, 1).to_pylist()[0]
+
+def _as_json(row: Any) -> str:
+    """A row as JSON; raises ValueError, TypeError for what no JSON has."""
+    return json.dumps(row, default=_plain, allow_nan=False)
 
 
-def check_row(
-    path: Path, where: str, text: str | bytes, check: Callable[[dict[str, JsonValue]], None]
-) -> None:
+def _plain(value: Any) -> str:
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        return str(value)
+    raise TypeError(f"an instance cannot hold {type(value).__name__}: write it as text or a number")
+
+
+def check_row(path: Path, where: str, row: R, check: Callable[[R], None]) -> None:
     """Raise InvalidFieldError that names the row, unless it is an instance that the environment takes."""
     try:
-        check(_INSTANCE.validate_json(text))
-    except (ValidationError, InvalidFieldError) as error:
+        check(row)
+    except (ValueError, TypeError, InvalidFieldError) as error:
         problem = FieldError(path=f"{FIELD}.path", message=f"{path}, {where}: {error}")
         raise InvalidFieldError([problem]) from error
 
