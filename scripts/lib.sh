@@ -135,6 +135,18 @@ ensure_venv() {
     venv_fingerprint >"$venv/.installed"
 }
 
+# torch is not in the lock: its builds for CPUs and for GPUs are different files, and the second pull gigabytes.
+trainer_is_ready() {
+    "$venv/bin/python" -c 'import importlib.util as find, sys; sys.exit(find.find_spec("torch") is None)'
+}
+
+ensure_trainer() {
+    trainer_is_ready && return
+    ensure_uv
+    step "install torch" "$uv" pip install --quiet --python "$venv/bin/python" \
+        ${ROLLOUT_TORCH_INDEX:+--index-url "$ROLLOUT_TORCH_INDEX"} "$(grep '^torch==' "$root/examples/requirements.txt")"
+}
+
 # --- sandboxes and engines ----------------------------------------------------------------------------------
 
 has_apptainer() {
@@ -172,4 +184,9 @@ ensure_sglang() {
 ensure_vllm() {
     [[ -f $root/.venv-vllm/.installed ]] && "$root/scripts/install-vllm" >/dev/null && return
     step "install vLLM for the CPU (3 GB)" "$root/scripts/install-vllm"
+}
+
+ensure_trl() {
+    [[ -f $root/.venv-trl/.installed ]] && "$root/scripts/install-trl" >/dev/null && return
+    step "install TRL for the CPU (1.2 GB)" "$root/scripts/install-trl"
 }

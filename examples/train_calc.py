@@ -1,0 +1,270 @@
+"""A reference trainer: DAPO on PyTorch, over nothing but the service's HTTP API. Read `train`, and change it.
+
+    python examples/train_calc.py --engine embedded              starts a service and an engine of its own
+    python examples/train_calc.py --engine sglang --weights group --max-staleness 2
+    python examples/train_calc.py --url http://127.0.0.1:8080    uses yours; it must be on this machine
+
+Guarantees: a batch is trained on exactly once, however often the trainer is killed; started again with the same `--out`
+it goes on where it was. `scripts/train` installs what this needs first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import tempfile
+import time
+from contextlib import AsyncExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+
+import anyio
+import torch
+from anyio.to_thread import run_sync
+from trainer.checkpoint import Checkpoints, load_state
+from trainer.curves import Curves
+from trainer.launch import BASE, Plan, serving
+from trainer.learner import Learner, Recipe
+from trainer.policy import samples_of
+from trainer.publish import DiskPublisher, GroupPublisher
+from trainer.stages import StageClock
+
+from api_schemas.rollouts import RolloutRequest, Sampling
+from api_schemas.runs import Advantages, Batch, FilterSpec, InlineTasks, RunRequest
+from api_schemas.tasks import Task
+from rollout_service.client import ClientRun, ConflictError, NotFoundError, RolloutClient
+
+RUN = "train"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """How long to train, on what."""
+
+    environment: str
+    steps: int
+    minutes: float
+    target: float
+    """Ends when the reward of the last three batches' tasks has come so high; above 1 it never does."""
+    group_size: int
+    batch_size: int
+    """Groups of a step."""
+    max_staleness: int
+    """0 is synchronous: nothing is sampled while the trainer works. From 1 on the two overlap."""
+    evaluations: int
+    """Rollouts of held-out tasks before and after."""
+    weights: str
+    seed: int
+
+
+async def train(
+    client: RolloutClient, order: Order, learner: Learner, saved: Checkpoints, curves: Curves
+) -> None:
+    """The loop. Each batch goes lease, step, checkpoint, weights, ack; a kill between any two loses nothing."""
+    began, last = time.monotonic(), saved.latest()
+    publisher = await GroupPublisher.join(client) if order.weights == "group" else DiskPublisher(client)
+    if last is not None:  # the engines may have begun with other weights
+        await publisher.publish(last.folder, learner.model, learner.steps)
+    run = await client.create_run(await run_request(client, order))
+    await give_back(run, saved.held())
+    stages, trained = StageClock(client.base_url), load_state(last)["batch"] if last else None
+    async for batch in run.batches(arrays=True):
+        saved.hold(batch.batch_id)
+        if batch.batch_id != trained:  # else it was acknowledged too late, or never
+            busy = await stages.busy()
+            watched = await run_sync(learner.step, samples_of(batch.arrays))
+            trained, minutes = batch.batch_id, (time.monotonic() - began) / 60
+            point = {"step": learner.steps, "batch": batch.batch.number, "minutes": minutes}
+            curves.add({**point, **rewards_of(batch.batch), **watched, **busy})
+            last = saved.save(learner.model, learner.state() | {"batch": trained})
+            await publisher.publish(last.folder, learner.model, learner.steps)
+            show(curves)
+        await batch.ack()
+        if is_done(order, curves, time.monotonic() - began):
+            await run.end()
+            return
+
+
+async def run_request(client: RolloutClient, order: Order) -> RunRequest:
+    """A standing order for groups whose rewards differ (DAPO's dynamic sampling), with their advantages."""
+    tasks = [
+        Task(environment=order.environment, instance=each) for each in await split(client, order, "train")
+    ]
+    return RunRequest(
+        run_id=RUN,
+        source=InlineTasks(tasks=tasks, epochs=None, shuffle=True, seed=order.seed),
+        group_size=order.group_size,
+        batch_size=order.batch_size,
+        max_staleness=order.max_staleness,
+        prefetch_batches=min(order.max_staleness, 1),
+        advantages=Advantages.GROUP_NORM,
+        # The first filter is there to tell groups that all failed from groups that all succeeded.
+        filters=[FilterSpec(name="all_failed"), FilterSpec(name="zero_variance")],
+    )
+
+
+async def give_back(run: ClientRun, batch_id: str | None) -> None:
+    """Return the batch that a killed trainer held, so that it comes again now and not when its lease has run out."""
+    if batch_id is not None:
+        with suppress(ConflictError, NotFoundError):  # it was acknowledged, or its lease has run out
+            await run.settle(batch_id, "nack")
+
+
+async def split(client: RolloutClient, order: Order, name: str) -> list[dict]:
+    """The tasks of one side of the environment's data set."""
+    return [each for each in await client.dataset(order.environment) if each.get("split") == name]
+
+
+def rewards_of(batch: Batch) -> dict[str, float]:
+    """The mean reward of all tasks that were tried for a batch, and the share of groups that were kept.
+
+    Exact where rewards are 0 or 1: the groups that were dropped were all wrong or all right.
+    """
+    kept = [group.reward_mean for group in batch.groups if group.reward_mean is not None]
+    failed, solved = batch.dropped.get("all_failed", 0), batch.dropped.get("zero_variance", 0)
+    tried = len(kept) + failed + solved
+    return {"reward": (sum(kept) + solved) / tried, "acceptance": len(kept) / tried}
+
+
+def is_done(order: Order, curves: Curves, seconds: float) -> bool:
+    recent = [point["reward"] for point in curves.points[-3:]]
+    good = len(recent) == 3 and mean(recent) >= order.target
+    return good or curves.points[-1]["step"] >= order.steps or seconds >= order.minutes * 60
+
+
+async def evaluate(client: RolloutClient, order: Order) -> float:
+    """The mean reward of held-out tasks, sampled at temperature 1; a failure of the service is not a zero."""
+    tasks = await split(client, order, "held_out")
+    requests = [
+        RolloutRequest(
+            task=Task(environment=order.environment, instance=tasks[number % len(tasks)]),
+            sampling=Sampling(temperature=1.0),
+        )
+        for number in range(order.evaluations)
+    ]
+    rewards = [rollout.reward async for rollout in client.run_all(requests)]
+    return mean(reward for reward in rewards if reward is not None)
+
+
+def show(curves: Curves) -> None:
+    point = curves.points[-1]
+    bar = "#" * round(40 * point["reward"])
+    shown = ("entropy", "staleness", "logprob_gap", "acceptance", "minutes")
+    rest = "  ".join(f"{name} {point[name]:.3g}" for name in shown if name in point)
+    print(f"step {point['step']:3.0f}  reward {point['reward']:.3f} {bar:40}  {rest}", flush=True)
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    order = Order(**{name: getattr(arguments, name) for name in Order.__slots__})
+    out = arguments.out or Path(tempfile.mkdtemp(prefix="train-"))
+    torch.set_num_threads(arguments.threads)
+    saved = Checkpoints(out / "checkpoints", arguments.start)
+    last = saved.latest()
+    start = last.folder if last else arguments.start
+    recipe = Recipe(arguments.learning_rate, epochs=arguments.epochs, updates=arguments.updates)
+    learner = Learner(start, recipe, seed=order.seed)
+    if last is not None:
+        learner.restore(load_state(last))
+        print(f"going on after step {learner.steps}", flush=True)
+    curves = Curves(out, after_steps=learner.steps)
+    began = time.monotonic()
+    async with AsyncExitStack() as stack:
+        stack.callback(curves.close)
+        if arguments.url:
+            client = await stack.enter_async_context(RolloutClient(arguments.url))
+        else:
+            plan = Plan(
+                arguments.engine,
+                arguments.sandbox,
+                arguments.workers,
+                arguments.add_environment,
+                arguments.plug_in,
+            )
+            client = await stack.enter_async_context(serving(plan, start, out / "service"))
+        before = await evaluate(client, order) if order.evaluations and last is None else None
+        if before is not None:
+            print(f"held-out reward before: {before:.3f}", flush=True)
+        training = time.monotonic()
+        try:
+            await train(client, order, learner, saved, curves)
+        except* ConflictError as errors:
+            raise SystemExit(f"the service refused: {errors.exceptions[0]}") from None
+        minutes = (time.monotonic() - training) / 60
+        final = await evaluate(client, order) if order.evaluations else None
+    plots = await run_sync(curves.draw)
+    spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    figures = {
+        "final_reward": final,
+        "minutes": minutes,
+        "steps": learner.steps,
+        "reward_before": before,
+        "whole_minutes": (time.monotonic() - began) / 60,
+        "cpu_seconds": sum(each.ru_utime + each.ru_stime for each in spent),
+        "rewards": [round(point["reward"], 4) for point in curves.points],
+    }
+    print(
+        f"held-out reward after {learner.steps} steps, {minutes:.1f} min: {final}; plots: {plots[0].parent}"
+    )
+    if arguments.json:
+        settings = {"engine": arguments.engine, **asdict(order), **asdict(recipe)}
+        arguments.json.write_text(json.dumps({**figures, "settings": settings}, indent=2) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--engine", choices=("embedded", "sglang"), default="embedded", help="what samples")
+    add("--weights", choices=("disk", "group"), default="disk", help="how new weights get to the engine")
+    add(
+        "--max-staleness",
+        type=int,
+        default=0,
+        metavar="ETA",
+        help="versions a token may lie behind; 0: in turns",
+    )
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="checkpoints, curves and the service's store; default a new folder",
+    )
+    add("--environment", default="calc", help="its data set has the splits `train` and `held_out`")
+    add("--add-environment", type=Path, action="append", default=[], metavar="DIR", help="a folder to serve")
+    add(
+        "--plug-in",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="environments in Python to serve",
+    )
+    add("--start", type=Path, default=BASE, metavar="DIR", help="the policy to begin with; default calc-base")
+    add("--steps", type=int, default=60, help="at most")
+    add("--minutes", type=float, default=15.0, help="at most")
+    add("--target", type=float, default=0.93, help="end at this reward of three batches; above 1: never")
+    add("--group-size", type=int, default=8)
+    add("--batch-size", type=int, default=8, help="groups of a step")
+    add("--learning-rate", type=float, default=Recipe().learning_rate)
+    add("--epochs", type=int, default=Recipe().epochs, help="how often a batch is gone through")
+    add("--updates", type=int, default=Recipe().updates, help="optimiser steps of an epoch")
+    add("--evaluations", type=int, default=128, help="held-out rollouts before and after; 0 for none")
+    add("--workers", type=int, default=8, help="agents at once")
+    add("--sandbox", choices=("apptainer", "local"), default="apptainer", help="local isolates nothing")
+    add("--threads", type=int, default=1, help="of torch")
+    add("--url", help="a service that runs, in place of one of its own")
+    arguments = parser.parse_args()
+    if arguments.weights == "group" and arguments.engine == "embedded" and not arguments.url:
+        parser.error(
+            "the embedded engine takes weights from folders only; --weights group needs --engine sglang"
+        )
+    return arguments
+
+
+if __name__ == "__main__":
+    anyio.run(main, parse())

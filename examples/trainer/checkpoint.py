@@ -1,0 +1,102 @@
+"""Checkpoints that survive `kill -9`: a folder that an engine can load, with the state of the trainer beside it.
+
+Guarantees: a checkpoint is there as a whole or not at all, since it is written elsewhere and renamed; it names the last
+batch that went into it, so that a batch that comes again is not trained on twice.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+STATE = "trainer.pt"
+COPIED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+KEPT = 3
+"""The newest ones stay; an engine that comes back may still be given the one before the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One that was written."""
+
+    folder: Path
+    steps: int
+
+
+class Checkpoints:
+    """The checkpoints of one training in one folder."""
+
+    def __init__(self, folder: Path, base: Path) -> None:
+        """`base` is the policy that training began with; its tokenizer and configuration are copied."""
+        self.folder = folder
+        self._base = base
+        self._held = folder / "held"
+        folder.mkdir(parents=True, exist_ok=True)
+        for rest in folder.glob(".writing-*"):  # a process that was killed in the middle left it
+            shutil.rmtree(rest)
+
+    def latest(self) -> Checkpoint | None:
+        """The newest one."""
+        return max(self._all(), key=lambda each: each.steps, default=None)
+
+    def save(self, model: torch.nn.Module, state: dict[str, Any]) -> Checkpoint:
+        """Write the weights, and the state that `load_state` gives back; older checkpoints go."""
+        steps = int(state["steps"])
+        written, final = self.folder / f".writing-{steps}", self.folder / f"step-{steps}"
+        written.mkdir()
+        save_file(weights_of(model), written / "model.safetensors", metadata={"format": "pt"})
+        for name in COPIED:
+            if (self._base / name).exists():
+                shutil.copy(self._base / name, written / name)
+        torch.save(state, written / STATE)
+        for file in written.iterdir():
+            _to_disk(file)
+        written.rename(final)
+        _to_disk(self.folder)
+        for old in sorted(self._all(), key=lambda each: each.steps)[:-KEPT]:
+            shutil.rmtree(old.folder)
+        return Checkpoint(final, steps)
+
+    def hold(self, batch_id: str) -> None:
+        """Note the batch that the trainer has in hand."""
+        self._held.write_text(batch_id)
+
+    def held(self) -> str | None:
+        """The batch that this or a killed process noted last."""
+        return self._held.read_text() if self._held.exists() else None
+
+    def _all(self) -> list[Checkpoint]:
+        found = ((path, re.fullmatch(r"step-(\d+)", path.name)) for path in self.folder.iterdir())
+        return [Checkpoint(path, int(match[1])) for path, match in found if match]
+
+
+def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What `save` was given beside the model."""
+    state: dict[str, Any] = torch.load(checkpoint.folder / STATE, weights_only=False)
+    return state
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors by name, in order; a head that is tied to the embedding is not there twice."""
+    return {name: tensor.detach().contiguous() for name, tensor in sorted(model.named_parameters())}
+
+
+def _to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,113 @@
+"""New weights for the engines: as a folder that they read, or as tensors that are broadcast to them.
+
+Guarantee: when `publish` returns, every engine of the pool that is in service samples with these weights.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+import anyio
+import torch
+from anyio.to_thread import run_sync
+from torch.distributed import distributed_c10d as c10d
+
+from api_schemas.inference import BackendState, DistributedWeights, PoolOutcome, WeightsGroupRequest
+from rollout_service.client import RolloutClient
+
+from .checkpoint import weights_of
+
+TIMEOUT = timedelta(seconds=120)
+ADDRESS = "127.0.0.1"
+POOL = "policy"
+
+
+class Publisher(Protocol):
+    """Gives weights to the engines."""
+
+    async def publish(self, folder: Path, model: torch.nn.Module, version: int) -> None:
+        """The weights of `model`, which are in `folder` too; raises RuntimeError when an engine refuses them."""
+        ...
+
+
+class DiskPublisher:
+    """The engines read the checkpoint."""
+
+    def __init__(self, client: RolloutClient) -> None:
+        self._client = client
+
+    async def publish(self, folder: Path, model: torch.nn.Module, version: int) -> None:  # noqa: ARG002
+        _check(await self._client.update_weights(str(folder), version, force=True))
+
+
+class GroupPublisher:
+    """Rank 0 of a process group that the engines have joined broadcasts the tensors; no file is read."""
+
+    def __init__(self, client: RolloutClient, group: c10d.ProcessGroup, name: str) -> None:
+        self._client = client
+        self._group = group
+        self._name = name
+
+    @classmethod
+    async def join(cls, client: RolloutClient) -> GroupPublisher:
+        """Make a group with the engines that are in service now. Raises ConflictError, as for the embedded one."""
+        size = 1 + sum(
+            view.pool == POOL and view.state is BackendState.READY for view in await client.backends()
+        )
+        name, port = f"trainer-{os.getpid()}", _free_port()
+        order = WeightsGroupRequest(
+            group_name=name, master_address=ADDRESS, master_port=port, world_size=size, backend="gloo"
+        )
+        made: list[c10d.ProcessGroup] = []
+
+        async def make() -> None:
+            made.append(await run_sync(_join, port, size, name))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(make)
+            _check(await client.join_weights_group(order))
+        return cls(client, made[0], name)
+
+    async def publish(self, folder: Path, model: torch.nn.Module, version: int) -> None:  # noqa: ARG002
+        tensors = weights_of(model)
+        source = DistributedWeights(
+            type="distributed",
+            group_name=self._name,
+            names=list(tensors),
+            dtypes=[str(each.dtype).removeprefix("torch.") for each in tensors.values()],
+            shapes=[list(each.shape) for each in tensors.values()],
+        )
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run_sync, _broadcast, list(tensors.values()), self._group)
+            _check(await self._client.update_weights(source, version, force=True))
+
+
+def _check(outcome: PoolOutcome) -> None:
+    failed = [f"{each.backend_id}: {each.error}" for each in outcome.outcomes if not each.ok]
+    if failed:
+        raise RuntimeError(f"engines did not take the order: {'; '.join(failed)}")
+
+
+def _join(port: int, size: int, name: str) -> c10d.ProcessGroup:
+    """A group beside torch's default one, under the names at which engines look for it."""
+    store, rank, size = next(c10d.rendezvous(f"tcp://{ADDRESS}:{port}", 0, size, timeout=TIMEOUT))
+    store.set_timeout(TIMEOUT)
+    group, _ = c10d._new_process_group_helper(
+        size, rank, [], c10d.Backend("gloo"), c10d.PrefixStore(name, store), group_name=name, timeout=TIMEOUT
+    )
+    c10d._world.pg_group_ranks[group] = {each: each for each in range(size)}
+    return group
+
+
+def _broadcast(tensors: list[torch.Tensor], group: c10d.ProcessGroup) -> None:
+    for tensor in tensors:
+        torch.distributed.broadcast(tensor, src=0, group=group)
+
+
+def _free_port() -> int:
+    with socket.create_server((ADDRESS, 0)) as listener:
+        return int(listener.getsockname()[1])

@@ -1,0 +1,33 @@
+"""How busy the stages of the service are, from its `/metrics`."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import httpx
+
+_WORKED = re.compile(r'^rollout_stage_seconds_sum\{stage="(\w+)"\} (\S+)$', re.MULTILINE)
+
+
+class StageClock:
+    """Reads how long the stages have worked."""
+
+    def __init__(self, url: str) -> None:
+        self._url = f"{url}/metrics"
+        self._read: tuple[float, dict[str, float]] | None = None
+
+    async def busy(self) -> dict[str, float]:
+        """The mean number of workers that were busy in each stage since the call before; nothing at the first."""
+        async with httpx.AsyncClient() as http:
+            text = (await http.get(self._url)).raise_for_status().text
+        before = self._read
+        now, worked = time.monotonic(), {stage: float(seconds) for stage, seconds in _WORKED.findall(text)}
+        self._read = (now, worked)
+        if before is None:
+            return {}
+        then, earlier = before
+        return {
+            f"busy_{stage}": (seconds - earlier.get(stage, 0.0)) / (now - then)
+            for stage, seconds in worked.items()
+        }

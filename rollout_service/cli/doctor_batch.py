@@ -1,0 +1,176 @@
+"""`rollout-service doctor --batch FILE --model DIR`: are the logprobs that a trainer got those of the weights?
+
+Guarantees: every sampled token of the batch is compared, each with its whole segment before it; tokens of other
+versions than the model's differ honestly, so the report is by version, and says which versions kept older KV.
+Needs torch, which the service itself does not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rollout_service.batch_arrays import BatchArrays
+from rollout_service.cli.common import CommandError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from rich.console import Console
+
+WORST = 10
+"""Tokens that are named one by one."""
+POSITIONS_APART = 64
+"""Positions in a segment that are reported together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The sampled tokens of a batch as columns, in the order of the file."""
+
+    segment: NDArray[np.int64]
+    position: NDArray[np.int64]
+    """In the segment, counted from 0."""
+    token_id: NDArray[np.int64]
+    version: NDArray[np.int64]
+    engine: NDArray[np.float64]
+    """The logprob that came with the batch."""
+    recomputed: NDArray[np.float64]
+
+    @property
+    def difference(self) -> NDArray[np.float64]:
+        """Between the two, without its sign."""
+        return np.abs(self.engine - self.recomputed)
+
+    def rows(self, order: Sequence[int] | range) -> Iterator[dict[str, float]]:
+        """Tokens as records."""
+        columns = {name: getattr(self, name) for name in (*self.__slots__, "difference")}
+        for at in order:
+            yield {name: column[at].item() for name, column in columns.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How far tokens are apart."""
+
+    tokens: int
+    mean: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, differences: NDArray[np.float64]) -> Spread:
+        """Of at least one token."""
+        p99 = float(np.quantile(differences, 0.99))
+        return cls(len(differences), float(differences.mean()), p99, float(differences.max()))
+
+
+def compare(batch: Path, model: Path, temperature: float) -> tuple[BatchArrays, Tokens]:
+    """Recompute every sampled token of a batch; raises CommandError when either cannot be read."""
+    try:
+        arrays = BatchArrays.from_file(batch)
+    except (OSError, ValueError) as error:
+        hint = "Write one with: rollout-service runs lease RUN --output FILE.safetensors"
+        raise CommandError(f"{batch} cannot be read as a batch: {error}", hint=hint) from error
+    ids = arrays.tensors["token_ids"].astype(np.int64)
+    mask = arrays.tensors["loss_mask"].astype(bool)
+    if not mask.any():
+        raise CommandError(f"{batch} holds no sampled token")
+    offsets = arrays.tensors["segment_offsets"]
+    recomputed = _recompute(ids, offsets, model, temperature)
+    segments = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    return arrays, Tokens(
+        segments[mask],
+        (np.arange(len(ids)) - offsets[segments])[mask],
+        ids[mask],
+        arrays.tensors["versions"].astype(np.int64)[mask],
+        arrays.tensors["logprobs"].astype(np.float64)[mask],
+        recomputed[mask],
+    )
+
+
+def report(arrays: BatchArrays, tokens: Tokens) -> dict[str, Any]:
+    """The differences of all tokens, by version and by position, and the worst ones."""
+    gaps = tokens.difference
+    kept = _kept_kv(arrays)
+    versions = [
+        {"version": version, "kept_kv": version in kept, **asdict(Spread.of(gaps[tokens.version == version]))}
+        for version in np.unique(tokens.version).tolist()
+    ]
+    begins = tokens.position // POSITIONS_APART * POSITIONS_APART
+    positions = [
+        {"from": begin, "to": begin + POSITIONS_APART - 1, **asdict(Spread.of(gaps[begins == begin]))}
+        for begin in np.unique(begins).tolist()
+    ]
+    worst = list(tokens.rows(np.argsort(-gaps)[:WORST].tolist()))
+    return {"all": asdict(Spread.of(gaps)), "versions": versions, "positions": positions, "worst": worst}
+
+
+def write_tokens(tokens: Tokens, file: Path) -> None:
+    """A line of JSON for every sampled token."""
+    with file.open("w") as lines:
+        lines.writelines(json.dumps(row) + "\n" for row in tokens.rows(range(len(tokens.version))))
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """The report as tables."""
+    from rich.table import Table
+
+    for title, rows in (
+        ("all", [found["all"]]),
+        ("by version", found["versions"]),
+        ("by position in the segment", found["positions"]),
+        ("the worst tokens", found["worst"]),
+    ):
+        table = Table(*rows[0], title=title, title_justify="left", box=None)
+        for row in rows:
+            table.add_row(
+                *(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values())
+            )
+        console.print(table)
+
+
+def _kept_kv(arrays: BatchArrays) -> set[int]:
+    """Versions whose tokens attended to KV of older weights, which no recomputation repeats."""
+    rollouts = [sample.rollout for group in arrays.batch.groups for sample in group.samples]
+    trajectories = [rollout.trajectory for rollout in rollouts if rollout.trajectory is not None]
+    return {version for trajectory in trajectories for version in trajectory.kept_kv_versions}
+
+
+def _recompute(
+    ids: NDArray[np.int64], offsets: NDArray[np.int64], folder: Path, temperature: float
+) -> NDArray[np.float64]:
+    """The logprob of every token given those before it in its segment; NaN for each segment's first."""
+    torch, model = _load(folder)
+    found = np.full(len(ids), np.nan)
+    with torch.inference_mode():
+        for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+            row = torch.from_numpy(ids[begin:end])
+            logits = model(row[None]).logits[0, :-1].float() / temperature
+            chosen = torch.log_softmax(logits, dim=-1).gather(-1, row[1:, None])
+            found[begin + 1 : end] = chosen[:, 0].numpy()
+    return found
+
+
+def _load(folder: Path) -> tuple[Any, Any]:
+    """Torch, and the model in float32."""
+    try:
+        import torch
+    except ImportError as error:
+        hint = "Install it into this environment: `scripts/train --install`, or `pip install torch`."
+        raise CommandError(
+            "recomputing log-probabilities needs torch, which is not installed", hint=hint
+        ) from error
+    import transformers
+
+    try:
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{folder} cannot be loaded as a model: {error}") from error
+    return torch, model.eval()

@@ -1,0 +1,63 @@
+"""What the trainer writes down: a curve without gaps or repeats, plots, and TensorBoard's format."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+from trainer.curves import PLOTS, Curves, read_points
+
+POINT = {"reward": 0.5, "acceptance": 0.8, "staleness": 0.1, "entropy": 0.7, "logprob_gap": 1e-4}
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def scalars(folder: Path) -> list[tuple[str, int, float]]:
+    """What TensorBoard reads: records of a length, its sum, an event, its sum."""
+    found = []
+    for file in sorted(folder.glob("events.*")):
+        data, at = file.read_bytes(), 0
+        while at < len(data):
+            (size,) = struct.unpack_from("<Q", data, at)
+            event = Event.FromString(data[at + 12 : at + 12 + size])
+            found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+            at += size + 16
+    return found
+
+
+@pytest.fixture
+def curves(tmp_path):
+    made = Curves(tmp_path)
+    yield made
+    made.close()
+
+
+def test_every_plot_is_drawn(curves):
+    for step in range(1, 4):
+        curves.add({"step": step, **POINT} | ({"busy_rollout": 3.0} if step > 1 else {}))
+    files = curves.draw()
+    assert {file.stem for file in files} == set(PLOTS)
+    for file in files:
+        assert file.read_bytes().startswith(PNG)
+        assert file.stat().st_size > 5_000
+
+
+def test_the_figures_are_there_for_tensorboard(curves):
+    curves.add({"step": 1, "reward": 0.25})
+    curves.add({"step": 2, "reward": 0.75})
+    curves.close()
+    assert scalars(curves.folder / "tensorboard") == [("reward", 1, 0.25), ("reward", 2, 0.75)]
+
+
+def test_a_curve_goes_on_behind_the_checkpoint(curves, tmp_path):
+    for step in range(1, 5):
+        curves.add({"step": step, "reward": step / 10})
+    with (tmp_path / "curve.jsonl").open("a") as file:
+        file.write('{"step": 5, "rew')  # killed in the middle of a line
+    again = Curves(tmp_path, after_steps=3)
+    again.add({"step": 4, "reward": 0.9})
+    again.close()
+    points = read_points(tmp_path / "curve.jsonl")
+    assert [point["step"] for point in points] == [1, 2, 3, 4]
+    assert points[-1]["reward"] == 0.9
