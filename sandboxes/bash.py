@@ -31,7 +31,7 @@ SETUP = (
 
 JOBS_LIMIT = 1024
 PID_DIGITS = 10
-INTERRUPTS, INTERRUPT_PAUSE = 3, 1.0
+INTERRUPTS, INTERRUPT_PAUSE = 10, 1.0
 """SIGINT is lost on a process that the shell has forked and that is not its program yet, so it is sent again."""
 STEPS = (("INT", 2.0), ("TERM", 1.0), ("KILL", 1.0))
 """What a command gets at its time-out, and how long it may take to heed it."""
