@@ -55,6 +55,7 @@ from rollout_service.client_errors import (
     parse,
     problem_of,
 )
+from rollout_service.client_fetch import LargeBody, is_direct
 from rollout_service.client_runs import ClientRun, LeasedBatch, Receive, rescored
 from rollout_service.sse import SSEParser
 
@@ -115,6 +116,7 @@ class RolloutClient:
             timeout=httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
             transport=transport,
         )
+        self._direct = transport is None and is_direct(self._http.base_url)
         self._tasks: TaskGroup | None = None
 
     async def __aenter__(self) -> Self:
@@ -430,22 +432,35 @@ class RolloutClient:
         seconds: float = ANSWER_SECONDS,
         headers: dict[str, str] | None = None,
         receive: Receive | None = None,
+        into: LargeBody | None = None,
     ) -> httpx.Response:
         timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
+        request = self._http.build_request(
+            method, path, json=body, params=params, headers=headers, timeout=timeout
+        )
         patience = self._patience()
         while True:
             try:
-                async with self._http.stream(
-                    method, path, json=body, params=params, headers=headers, timeout=timeout
-                ) as response:
-                    whole = receive if receive is not None and response.is_success else httpx.Response.aread
-                    await whole(response)
+                if into is not None and self._direct:
+                    response = await into.fetch(request, connect_seconds=CONNECT_SECONDS, seconds=seconds)
+                else:
+                    response = await self._received(request, into.receive if into is not None else receive)
                 if not response.is_success:
                     raise problem_of(response)
             except (httpx.TransportError, UnavailableError) as error:
                 await patience.wait(error)
             else:
                 return response
+
+    async def _received(self, request: httpx.Request, receive: Receive | None) -> httpx.Response:
+        response = await self._http.send(request, stream=True)
+        try:
+            whole = receive if receive is not None and response.is_success else httpx.Response.aread
+            await whole(response)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await response.aclose()
+        return response
 
     def _patience(self) -> _Patience:
         return _Patience(self.base_url, self.patience_seconds)

@@ -31,6 +31,7 @@ from api_schemas.runs import (
 from api_schemas.tasks import Task
 from rollout_service.batch_arrays import BatchArrays
 from rollout_service.client_errors import GoneError, ProtocolError, parse
+from rollout_service.client_fetch import LargeBody
 
 T = TypeVar("T")
 
@@ -57,29 +58,17 @@ class Sender(Protocol):
         seconds: float = ...,
         headers: dict[str, str] | None = None,
         receive: Receive | None = None,
+        into: LargeBody | None = None,
     ) -> httpx.Response:
-        """The answer, if it is a success; raises ClientError. `receive` reads its body, anew if that breaks off."""
+        """The answer, if it is a success; raises ClientError.
+
+        `receive` reads its body, anew if that breaks off; `into` takes a large one.
+        """
         ...
 
 
 RESCORE_SECONDS = 3_600.0
 """How long a part of the rollouts may take to be evaluated."""
-
-
-class _Body:
-    """The body of a large answer, put where it stays: it is in memory once."""
-
-    def __init__(self) -> None:
-        self.content = bytearray()
-
-    async def receive(self, response: httpx.Response) -> None:
-        """Read an answer of known length."""
-        self.content = bytearray(int(response.headers.get("content-length", 0)))
-        at = 0
-        async for piece in response.aiter_bytes():
-            self.content[at : at + len(piece)] = piece
-            at += len(piece)
-        del self.content[at:]
 
 
 class LeasedBatch:
@@ -201,14 +190,14 @@ class ClientRun:
                     return None
 
     async def _lease_once(self, params: dict[str, str], wait: float, *, arrays: bool) -> LeasedBatch | None:
-        body = _Body()
+        body = LargeBody()
         response = await self._send(
             "POST",
             f"{self._path}/lease",
             params=params,
             seconds=ANSWER_SECONDS + wait,
             headers={"accept": BINARY_MEDIA_TYPE if arrays else "application/json"},
-            receive=body.receive if arrays else None,
+            into=body if arrays else None,
         )
         if response.status_code == HTTPStatus.NO_CONTENT:
             return None

@@ -1,0 +1,119 @@
+"""The body of a large answer, put where it stays: by the system, into memory that is taken once.
+
+Guarantees: the body is in memory once, and nobody's event loop is held up while it comes; errors are those of the
+client's other calls; a call that is cancelled closes its connection.
+
+httpx copies what it receives several times on the event loop, which costs more than the network between two processes
+of one machine. It is used where it does what this module does not: through proxies, and over transports of its own.
+"""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import urllib.request
+from contextlib import suppress
+
+import anyio
+import anyio.to_thread
+import httpx
+
+_PASSED_ON = frozenset({"authorization", "accept", "user-agent"})
+
+
+class LargeBody:
+    """Where the body of a large answer goes."""
+
+    def __init__(self) -> None:
+        self.content = bytearray()
+
+    async def receive(self, response: httpx.Response) -> None:
+        """Read it from an answer of httpx."""
+        self.content = bytearray(int(response.headers.get("content-length", 0)))
+        at = 0
+        async for piece in response.aiter_bytes():
+            self.content[at : at + len(piece)] = piece
+            at += len(piece)
+        del self.content[at:]
+
+    async def fetch(
+        self, request: httpx.Request, *, connect_seconds: float, seconds: float
+    ) -> httpx.Response:
+        """Send a request without a body; the answer has the body itself only when it is no success.
+
+        Raises TransportError.
+        """
+        fetch = _Fetch(request, connect_seconds=connect_seconds, seconds=seconds)
+        try:
+            response, self.content = await anyio.to_thread.run_sync(fetch.send, abandon_on_cancel=True)
+        finally:
+            fetch.break_off()
+        return response
+
+
+class _Fetch:
+    """One request over a connection of its own, for a thread."""
+
+    def __init__(self, request: httpx.Request, *, connect_seconds: float, seconds: float) -> None:
+        self._request = request
+        self._seconds = seconds
+        self._connection = _connection(request.url, connect_seconds)
+
+    def send(self) -> tuple[httpx.Response, bytearray]:
+        """The answer and its body."""
+        request = self._request
+        headers = {name: value for name, value in request.headers.items() if name in _PASSED_ON}
+        try:
+            self._connection.connect()
+            self._connection.sock.settimeout(self._seconds)
+            self._connection.request(request.method, request.url.raw_path.decode(), headers=headers)
+            answer = self._connection.getresponse()
+            body = _whole(answer)
+        except TimeoutError as error:
+            raise httpx.ReadTimeout(str(error)) from error
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise httpx.NetworkError(f"{type(error).__name__}: {error}") from error
+        finally:
+            self._connection.close()
+        failed = answer.status >= http.client.BAD_REQUEST
+        content = bytes(body) if failed else b""
+        response = httpx.Response(
+            answer.status, headers=answer.getheaders(), content=content, request=request
+        )
+        return response, body
+
+    def break_off(self) -> None:
+        """Have a thread that still waits for the connection stop; nothing happens when there is none."""
+        sock = self._connection.sock
+        if sock is not None:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+def _connection(url: httpx.URL, seconds: float) -> http.client.HTTPConnection:
+    if url.scheme == "https":
+        context = httpx.create_ssl_context()
+        return http.client.HTTPSConnection(url.host, url.port, timeout=seconds, context=context)
+    return http.client.HTTPConnection(url.host, url.port, timeout=seconds)
+
+
+def _whole(answer: http.client.HTTPResponse) -> bytearray:
+    """The body; raises IncompleteRead when the connection ends before it does."""
+    if answer.length is None:
+        return bytearray(answer.read())
+    length = answer.length
+    body = bytearray(length)
+    at = 0
+    with memoryview(body) as view:
+        while at < length and (count := answer.readinto(view[at:])):
+            at += count
+    if at < length:
+        raise http.client.IncompleteRead(b"", length - at)
+    return body
+
+
+def is_direct(url: httpx.URL) -> bool:
+    """Whether no proxy stands before this address."""
+    proxies = urllib.request.getproxies()
+    proxied = url.scheme in proxies or "all" in proxies
+    return not proxied or bool(urllib.request.proxy_bypass(url.host))
