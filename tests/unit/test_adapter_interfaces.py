@@ -1,0 +1,431 @@
+"""Adapters against the interfaces of trainers that do not install here.
+
+Each interface is written down as data from the trainer's source: names and order of a hook's parameters, and the
+fields of what it answers. Stand-ins are made of that, which refuse what the real classes would refuse.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+from dataclasses import dataclass, field, make_dataclass
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from pydantic import BaseModel, create_model
+
+from api_schemas.rollouts import RolloutState, StopReason
+from rollout_service.adapters import areal, nemo_gym, openrlhf, skyrl, slime, verl
+from rollout_service.adapters.orders import NoRewardError
+from tests.support.adapter_rollouts import TASK, FakeClient, rollout, segment
+
+pytestmark = pytest.mark.anyio
+
+ROW = TASK.model_dump(mode="json")
+INTERFACES = {
+    "verl 0.9.1": {
+        "hook": ["self", "sampling_params", "row"],
+        "made with": [
+            "trainer_config",
+            "server_manager",
+            "tokenizer",
+            "processor",
+            "hf_model_type",
+            "dataset_cls",
+            "data_config",
+            "tools",
+        ],
+        "required": ["prompt_ids", "response_ids", "response_mask", "metrics"],
+        "fields": [
+            "prompt_ids",
+            "response_ids",
+            "response_mask",
+            "response_logprobs",
+            "routed_experts",
+            "multi_modal_data",
+            "reward_score",
+            "num_turns",
+            "metrics",
+            "extra_fields",
+            "mm_processor_kwargs",
+            "mm_processor_output",
+        ],
+        "metrics": ["generate_sequences", "tool_calls", "compute_score", "num_preempted"],
+    },
+    "slime 2026-08-21": {
+        "hook": ["args", "sample", "sampling_params"],
+        "filter": ["keep", "reason"],
+        "status": ["pending", "completed", "truncated", "aborted", "failed"],
+    },
+    "skyrl 2026-08-21": {
+        "hook": ["self", "input_batch"],
+        "fields": [
+            "prompt_token_ids",
+            "response_ids",
+            "rewards",
+            "loss_masks",
+            "stop_reasons",
+            "rollout_metrics",
+            "rollout_logprobs",
+            "trajectory_ids",
+            "trajectory_generation_times",
+            "trajectory_time_splits",
+            "rollout_expert_indices",
+            "is_last_step",
+            "env_metrics",
+            "pixel_values",
+            "image_grid_thw",
+        ],
+    },
+    "areal 1.0.4": {
+        "hook": ["self", "engine", "data"],
+        "keys": ["input_ids", "loss_mask", "logprobs", "versions", "attention_mask", "rewards"],
+    },
+    "openrlhf 0.11.2": {
+        "hook": [
+            "self",
+            "prompt",
+            "label",
+            "sampling_params",
+            "max_length",
+            "hf_tokenizer",
+            "llm_engine",
+            "images",
+        ],
+        "fields": [
+            "prompt",
+            "label",
+            "images",
+            "mm_train_inputs",
+            "reward",
+            "scores",
+            "observation_tokens",
+            "action_ranges",
+            "rollout_log_probs",
+            "truncated",
+            "extra_logs",
+        ],
+    },
+    "nemo-gym 2026-08-22": {
+        "run": ["responses_create_params"],
+        "answer": ["responses_create_params", "response", "reward"],
+        "item": ["prompt_token_ids", "generation_token_ids", "generation_log_probs"],
+    },
+}
+TWO_TURNS = segment([1, 2, 3, 4, 5, 6, 7], [0, 0, 1, 1, 0, 0, 1])
+
+
+def two_segments(**fields: Any):
+    return rollout(segment([1, 2, 3, 4], [0, 1, 1, 1]), segment([1, 9, 5], [0, 0, 1], parent=0), **fields)
+
+
+def failed():
+    return rollout(reward=None, state=RolloutState.FAILED, rollout_id="r-bad")
+
+
+def parameters(hook: Any) -> list[str]:
+    return list(inspect.signature(hook).parameters)
+
+
+def modules(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+    """A module of a trainer that holds these, with all packages above it."""
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
+    for member, value in members.items():
+        setattr(sys.modules[name], member, value)
+
+
+# -- verl ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def agent_loop(monkeypatch):
+    """verl's two models, closed against other fields, and how verl makes an agent loop."""
+    interface = INTERFACES["verl 0.9.1"]
+    strict = {"extra": "forbid"}
+    numbers: dict[str, Any] = dict.fromkeys(interface["metrics"], (float, 0.0))
+    metrics = create_model("AgentLoopMetrics", __config__=strict, **numbers)
+    fields: dict[str, Any] = {
+        name: (Any, ... if name in interface["required"] else None) for name in interface["fields"]
+    }
+    output = create_model("AgentLoopOutput", __config__=strict, **fields)
+    modules(
+        monkeypatch,
+        "verl.experimental.agent_loop.agent_loop",
+        AgentLoopMetrics=metrics,
+        AgentLoopOutput=output,
+    )
+
+    def make(client: FakeClient, response_length: int = 100, **given: Any):
+        rollout_config = SimpleNamespace(response_length=response_length)
+        config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout_config))
+        made_with = dict.fromkeys(interface["made with"]) | {"trainer_config": SimpleNamespace(config=config)}
+        loop = verl.RolloutAgentLoop(**made_with, url="http://node-3:1")
+        assert loop.orders.url == "http://node-3:1"
+        loop.orders = client.orders(**given)
+        return loop
+
+    return make
+
+
+async def test_verl_gets_an_output_of_its_own_kind(agent_loop):
+    assert parameters(verl.RolloutAgentLoop.run) == INTERFACES["verl 0.9.1"]["hook"]
+    client = FakeClient(rollout(TWO_TURNS))
+    row = {"raw_prompt": [], "index": 7, "extra_info": ROW}
+    output = await agent_loop(client).run({"temperature": 0.5, "top_k": -1, "logprobs": True}, **row)
+    assert (output.prompt_ids, output.response_ids) == ([1, 2], [3, 4, 5, 6, 7])
+    assert output.response_mask == [1, 1, 0, 0, 1]
+    assert output.response_logprobs == [-0.3, -0.4, 0.0, 0.0, -0.7]
+    assert (output.reward_score, output.num_turns) == (1.0, 2)
+    assert output.extra_fields["max_global_steps"] == 3
+    (request,) = client.requests
+    assert (request.task, request.sampling.temperature, request.limits.max_tokens) == (TASK, 0.5, 100)
+
+
+async def test_verl_gets_no_more_than_it_has_room_for(agent_loop):
+    output = await agent_loop(FakeClient(two_segments()), response_length=2).run({}, **ROW)
+    assert (output.response_ids, output.extra_fields["left_out"]) == ([2, 3], 2)
+
+
+async def test_verl_gets_no_reward_that_nobody_earned(agent_loop):
+    with pytest.raises(NoRewardError):
+        await agent_loop(FakeClient(failed(), failed()), retries=1).run({}, **ROW)
+
+
+# -- slime -----------------------------------------------------------------------
+
+
+class Status(Enum):
+    """slime's `Sample.Status`."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)  # a field that slime's sample lacks is an error
+class SlimeSample:
+    """slime's `Sample`, as far as the adapter has to do with it."""
+
+    group_index: int | None = None
+    index: int | None = None
+    rollout_id: int | None = None
+    prompt: Any = ""
+    tokens: list[int] = field(default_factory=list)
+    response: str = ""
+    response_length: int = 0
+    reward: float | None = None
+    loss_mask: list[int] | None = None
+    weight_versions: list[str] = field(default_factory=list)
+    rollout_log_probs: list[float] | None = None
+    remove_sample: bool = False
+    status: Status = Status.PENDING
+    metadata: dict = field(default_factory=dict)
+
+
+SlimeSample.Status = Status
+
+
+@pytest.fixture
+def generate(monkeypatch):
+    """slime's call of a custom generate function."""
+
+    async def call(answer, **sample: Any):
+        client = FakeClient(answer)
+        monkeypatch.setattr(slime, "orders", client.orders)
+        params = {"temperature": 1.0, "top_k": -1, "max_new_tokens": 64, "no_stop_trim": True, "stop": None}
+        return await slime.generate(SimpleNamespace(), SlimeSample(index=4, **sample), params)
+
+    return call
+
+
+async def test_slime_gets_its_sample_filled(generate):
+    assert parameters(slime.generate) == INTERFACES["slime 2026-08-21"]["hook"]
+    assert [one.value for one in Status] == INTERFACES["slime 2026-08-21"]["status"]
+    sample = await generate(rollout(TWO_TURNS), metadata=ROW)
+    assert (sample.tokens, sample.response_length) == ([1, 2, 3, 4, 5, 6, 7], 5)
+    assert sample.loss_mask == [1, 1, 0, 0, 1]
+    assert len(sample.rollout_log_probs) == sample.response_length
+    assert (sample.reward, sample.status, sample.response) == (1.0, Status.COMPLETED, "4")
+    assert sample.weight_versions == ["3"]
+
+
+async def test_slime_gets_a_sample_for_each_segment(generate):
+    samples = await generate(two_segments(stop_reason=StopReason.CONTEXT_FULL), metadata=ROW)
+    assert [sum(one.loss_mask) for one in samples] == [3, 1]
+    assert {one.rollout_id for one in samples} == {4}
+    assert {one.status for one in samples} == {Status.TRUNCATED}
+    assert samples[0].tokens == [1, 2, 3, 4]
+    assert samples[0].metadata is not samples[1].metadata
+
+
+async def test_slime_drops_a_group_with_a_rollout_without_a_reward(generate, monkeypatch):
+    output = make_dataclass("DynamicFilterOutput", INTERFACES["slime 2026-08-21"]["filter"])
+    modules(monkeypatch, "slime.rollout.filter_hub.base_types", DynamicFilterOutput=output)
+    bad = await generate(failed(), metadata=ROW)
+    assert (bad.status, bad.reward, bad.remove_sample) == (Status.ABORTED, None, True)
+    good, zero = SlimeSample(reward=1.0), SlimeSample(reward=0.0)
+    assert slime.scored(None, [good, bad]) == output(False, "no_reward")
+    assert slime.scored(None, [good, good]) == output(False, "zero_variance")
+    assert slime.scored(None, [[good, good], zero]) == output(True, None)
+
+
+# -- SkyRL -----------------------------------------------------------------------
+
+
+def batch(count: int) -> dict[str, Any]:
+    return {
+        "prompts": [[{"role": "user", "content": "?"}]] * count,
+        "env_classes": ["service"] * count,
+        "env_extras": [ROW] * count,
+        "sampling_params": {"temperature": 1.0, "max_generate_length": 32},
+        "trajectory_ids": [f"t{number}" for number in range(count)],
+        "batch_metadata": None,
+    }
+
+
+async def test_skyrl_gets_one_row_for_each_prompt(monkeypatch):
+    modules(monkeypatch, "skyrl.train.generators.base", GeneratorInterface=type("GeneratorInterface", (), {}))
+    client = FakeClient(rollout(TWO_TURNS), two_segments(reward=0.5))
+    output = await skyrl.generator(orders=client.orders(concurrency=1)).generate(batch(2))
+    assert parameters(skyrl.Generator.generate) == INTERFACES["skyrl 2026-08-21"]["hook"]
+    assert set(output) <= set(INTERFACES["skyrl 2026-08-21"]["fields"])
+    assert output["response_ids"] == [[3, 4, 5, 6, 7], [2, 3, 4]]
+    assert output["loss_masks"] == [[1, 1, 0, 0, 1], [1, 1, 1]]
+    assert output["rewards"] == [1.0, 0.5]
+    assert output["rollout_metrics"]["rollouts/left_out"] == 0.5
+    assert [len(one) for one in output["rollout_logprobs"]] == [5, 3]
+    assert len(output["trajectory_generation_times"]) == 2
+
+
+async def test_skyrl_step_by_step_gets_each_segment():
+    client = FakeClient(two_segments(reward=0.5), rollout(TWO_TURNS))
+    output = await skyrl.Generator(client.orders(concurrency=1), step_wise=True).generate(batch(2))
+    assert output["is_last_step"] == [False, True, True]
+    assert output["trajectory_ids"] == ["t0", "t0", "t1"]
+    assert output["rewards"] == [[0.0, 0.0, 0.0], [0.5], [0.0, 0.0, 0.0, 0.0, 1.0]]
+
+
+async def test_skyrl_sees_why_a_rollout_has_no_reward():
+    client = FakeClient(failed())
+    with pytest.raises(NoRewardError, match="sandbox_start_failed"):
+        await skyrl.Generator(client.orders(retries=0)).generate(batch(1))
+
+
+# -- AReaL -----------------------------------------------------------------------
+
+
+async def test_areal_gets_padded_rows_and_none_for_a_failure(monkeypatch):
+    modules(monkeypatch, "areal.api.workflow_api", RolloutWorkflow=type("RolloutWorkflow", (), {}))
+    assert parameters(areal.Episodes.arun_episode) == INTERFACES["areal 1.0.4"]["hook"]
+    columns = areal.padded(two_segments())
+    assert list(columns) == INTERFACES["areal 1.0.4"]["keys"]
+    assert columns["input_ids"] == [[1, 2, 3, 4], [1, 9, 5, 0]]
+    assert columns["attention_mask"] == [[True] * 4, [True, True, True, False]]
+    assert columns["loss_mask"] == [[0, 1, 1, 1], [0, 0, 1, 0]]
+    assert columns["versions"] == [[-1, 3, 3, 3], [-1, -1, 3, -1]]
+    assert columns["rewards"] == [1.0, 1.0]
+
+    client = FakeClient(failed())
+    gconfig = SimpleNamespace(temperature=0.9, top_p=1.0, top_k=100, max_new_tokens=77)
+    episodes = areal.workflow(orders=client.orders(), gconfig=gconfig)
+    assert await episodes.arun_episode(None, ROW) is None
+    (request,) = client.requests
+    assert (request.sampling.temperature, request.sampling.top_k, request.limits.max_tokens) == (0.9, 100, 77)
+
+
+# -- OpenRLHF --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("prompt", "label"), [(ROW, None), ("What is 2+2?", ROW)])
+async def test_openrlhf_gets_its_response(monkeypatch, prompt, label):
+    interface = INTERFACES["openrlhf 0.11.2"]
+    modules(monkeypatch, "openrlhf.utils.agent", AgentExecutorBase=type("AgentExecutorBase", (), {}))
+    executor = openrlhf.agent_executor(FakeClient(rollout(TWO_TURNS)).orders())()
+    assert parameters(openrlhf.Executor.execute) == interface["hook"]
+    given = {
+        "prompt": prompt,
+        "label": label,
+        "sampling_params": SimpleNamespace(temperature=1.0, max_tokens=None),
+    }
+    response = await executor.execute(**given, max_length=6, hf_tokenizer=None, llm_engine=None)
+    assert set(response) == set(interface["fields"])
+    assert response["observation_tokens"] == [1, 2, 3, 4, 5, 6]
+    assert response["action_ranges"] == [(2, 4)]
+    assert response["rollout_log_probs"] == [0.0, 0.0, -0.3, -0.4, 0.0, 0.0]
+    assert (response["reward"], response["extra_logs"]["left_out"]) == (1.0, 1)
+
+
+def test_ranges_of_turns_that_follow_each_other():
+    assert openrlhf._ranges([1, 1, 0, 1], 10) == [(10, 12), (13, 14)]
+    assert openrlhf._ranges([0], 3) == []
+
+
+# -- NeMo Gym and NeMo-RL --------------------------------------------------------
+
+
+class Agent:
+    """What NeMo Gym's `SimpleResponsesAPIAgent` does with `run`."""
+
+    def setup_webserver(self) -> FastAPI:
+        app = FastAPI()
+        app.post("/run")(self.run)
+        return app
+
+
+def message_log(answer: dict[str, Any]) -> list[tuple[str, list[int]]]:
+    """NeMo-RL's reading of an answer: what is new in each prompt, and each generation."""
+    log: list[tuple[str, list[int]]] = []
+    seen: list[int] = []
+    for item in answer["response"]["output"]:
+        prompt, generation, logprobs = (item[name] for name in INTERFACES["nemo-gym 2026-08-22"]["item"])
+        assert prompt[: len(seen)] == seen
+        assert len(generation) == len(logprobs) > 0
+        log += [("user", prompt[len(seen) :]), ("assistant", generation)]
+        seen = prompt + generation
+    return log
+
+
+def test_nemo_gym_serves_rollouts_that_nemo_rl_can_read(monkeypatch):
+    class Request(BaseModel):
+        responses_create_params: dict[str, Any]
+
+    class Response(Request):
+        response: dict[str, Any]
+        reward: float
+
+    bases = {"BaseRunRequest": Request, "BaseVerifyResponse": Response}
+    modules(monkeypatch, "nemo_gym.base_resources_server", **bases)
+    agent = {"BaseResponsesAPIAgentConfig": object, "SimpleResponsesAPIAgent": Agent}
+    module = ModuleType("nemo_gym.base_responses_api_agent")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    module.__dict__.update(agent)
+
+    client = FakeClient(rollout(TWO_TURNS))
+    app = nemo_gym.agent_class(client.orders())().setup_webserver()
+    body = {"responses_create_params": {"input": [], "temperature": 0.8, "max_output_tokens": 50}} | ROW
+    answer = TestClient(app).post("/run", json=body).json()
+    assert set(INTERFACES["nemo-gym 2026-08-22"]["answer"]) <= set(answer)
+    assert answer["reward"] == 1.0
+    assert message_log(answer) == [
+        ("user", [1, 2]),
+        ("assistant", [3, 4]),
+        ("user", [5, 6]),
+        ("assistant", [7]),
+    ]
+    (request,) = client.requests
+    assert (request.task, request.sampling.temperature, request.limits.max_tokens) == (TASK, 0.8, 50)
+
+
+def test_nemo_gym_has_no_answer_without_a_reward():
+    client = FakeClient(failed())
+    with pytest.raises(NoRewardError):
+        asyncio.run(nemo_gym.run(client.orders(retries=0), ROW))

@@ -1,0 +1,205 @@
+"""What all adapters share: rows of trajectories, tasks of a trainer's rows, orders, weights."""
+
+import asyncio
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from api_schemas.inference import BackendOutcome, PoolOutcome
+from api_schemas.rollouts import RolloutState
+from api_schemas.tasks import Task
+from rollout_service.adapters.orders import (
+    NoRewardError,
+    Orders,
+    TaskRowError,
+    sampling_of,
+    task_of,
+    task_text,
+)
+from rollout_service.adapters.samples import largest, samples_of
+from rollout_service.adapters.weights import WeightsError, WeightsFolder
+from tests.support.adapter_rollouts import FakeClient, rollout, segment
+
+pytestmark = pytest.mark.anyio
+
+ADAPTERS = ["trl", "verl", "slime", "skyrl", "areal", "openrlhf", "nemo_gym"]
+
+
+def test_adapters_import_neither_their_trainers_nor_the_server():
+    script = (
+        "import importlib, sys\n"
+        f"for name in {ADAPTERS}:\n"
+        "    importlib.import_module(f'rollout_service.adapters.{name}')\n"
+        "heavy = ['torch', 'fastapi', 'aiohttp', 'uvicorn', 'transformers', 'ray', 'rollout_service.service']\n"
+        f"assert not set(heavy + {ADAPTERS}) & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_a_segment_is_split_before_the_first_sampled_token():
+    (sample,) = samples_of(rollout(segment([5, 6, 7, 8, 9], [0, 0, 1, 0, 1])))
+    assert (sample.prompt_ids, sample.response_ids) == ([5, 6], [7, 8, 9])
+    assert sample.response_mask == [1, 0, 1]
+    assert sample.logprobs == [-0.7, 0.0, -0.9]
+    assert sample.versions == [3, -1, 3]
+    assert (sample.reward, sample.sampled, sample.last) == (1.0, 2, True)
+    assert sample.token_ids == [5, 6, 7, 8, 9]
+
+
+def test_every_sampled_token_of_a_rollout_is_in_one_row():
+    first = segment([1, 2, 3], [0, 1, 1])
+    untouched = segment([1, 2, 3, 4], [0, 0, 0, 0], parent=0)
+    last = segment([1, 2, 3, 4, 5], [0, 0, 0, 0, 1], parent=0)
+    samples = samples_of(rollout(first, untouched, last))
+    assert [(one.segment, one.sampled, one.last) for one in samples] == [(0, 2, False), (2, 1, True)]
+    assert largest(samples) is samples[0]
+    assert samples[1].prompt_ids == [1, 2, 3, 4]
+
+
+def test_a_rollout_that_sampled_nothing_has_no_rows():
+    assert samples_of(rollout()) == []
+    assert samples_of(rollout(trajectory=False)) == []
+    assert largest([]) is None
+
+
+def test_a_cut_row_stays_aligned():
+    (sample,) = samples_of(rollout(segment([5, 6, 7, 8, 9], [0, 1, 1, 0, 1])))
+    assert sample.cut(99) is sample
+    cut = sample.cut(2)
+    assert (cut.response_ids, cut.response_mask, cut.logprobs, cut.versions) == (
+        [6, 7],
+        [1, 1],
+        [-0.6, -0.7],
+        [3, 3],
+    )
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Task(environment="calc", instance={"answer": 4}),
+        {"environment": "calc", "instance": {"answer": 4}, "agent_name": "x"},
+        {"environment": "calc", "instance": '{"answer": 4}'},
+        task_text(Task(environment="calc", instance={"answer": 4})),
+        [{"role": "user", "content": task_text(Task(environment="calc", instance={"answer": 4}))}],
+    ],
+)
+def test_what_a_row_may_look_like(row):
+    assert task_of(row) == Task(environment="calc", instance={"answer": 4})
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ("What is 2 + 2?", "task_text"),
+        ({"question": "2 + 2"}, "`environment`"),
+        ({"environment": "no such name!"}, "`environment`"),
+        ({"environment": "calc", "instance": [1]}, "`instance`"),
+        ({"environment": "calc", "instance": "{"}, "no task"),
+        ([], "`environment`"),
+    ],
+)
+def test_a_bad_row_is_named_by_its_field(row, says):
+    with pytest.raises(TaskRowError, match=says):
+        task_of(row)
+
+
+def test_sampling_in_the_services_terms():
+    sampling = sampling_of(
+        {"temperature": 0.7, "top_k": 0, "top_p": None, "stop": "END", "repetition_penalty": 2}
+    )
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.stop) == (0.7, -1, 1.0, ["END"])
+
+
+def test_orders_go_to_other_processes():
+    orders = pickle.loads(pickle.dumps(Orders(url="http://node-3:8080", retries=5)))
+    assert (orders.url, orders.retries) == ("http://node-3:8080", 5)
+    request = orders.request({"environment": "calc"}, max_tokens=9, metadata={"step": 1})
+    assert (request.limits.max_tokens, request.metadata, bool(request.rollout_id)) == (9, {"step": 1}, True)
+
+
+def test_the_address_is_the_command_lines(monkeypatch):
+    monkeypatch.setenv("ROLLOUT_URL", "http://elsewhere:1")
+    monkeypatch.setenv("ROLLOUT_KEY", "secret")
+    assert (Orders.from_environment().url, Orders.from_environment(key=None).key) == (
+        "http://elsewhere:1",
+        None,
+    )
+
+
+async def test_a_rollout_without_a_reward_is_ordered_anew_and_then_an_error():
+    good, bad = rollout(segment([1, 2], [0, 1])), rollout(reward=None, state=RolloutState.FAILED)
+    client = FakeClient(bad, good)
+    orders = client.orders(retries=2)
+    request = orders.request({"environment": "calc"})
+    assert await orders.run_scored(request) is good
+    assert client.ordered == [request.rollout_id, f"{request.rollout_id}.retry-1"]
+
+    client.answers = [bad] * 3
+    with pytest.raises(NoRewardError, match=r"sandbox_start_failed.*free some memory") as raised:
+        await orders.run_scored(orders.request({"environment": "calc"}))
+    assert raised.value.rollout is bad
+
+
+async def test_connections_are_kept_for_a_loop_and_closed():
+    orders = Orders(url="http://127.0.0.1:9", patience_seconds=0)
+    await orders.aclose()
+    with pytest.raises(Exception, match="no answer"):
+        await orders.run(orders.request({"environment": "calc"}))
+    assert len(orders._clients) == 1
+    await orders.aclose()
+    assert len(orders._clients) == 0
+
+
+def test_orders_block_also_inside_a_running_loop():
+    async def main() -> str:
+        return Orders().blocking(_address)
+
+    assert asyncio.run(main()) == "http://127.0.0.1:8080"
+
+
+async def _address(client) -> str:
+    return client.base_url
+
+
+class FakeOrders(Orders):
+    """A service with one engine, which refuses what it is told to."""
+
+    served = 41
+    refuses = False
+
+    def blocking(self, work):
+        return asyncio.run(work(self))
+
+    async def backends(self):
+        return [type("Backend", (), {"pool": "policy", "weight_version": self.served})()]
+
+    async def update_weights(self, path, version, *, pool):
+        ok = not self.refuses
+        type(self).served = version if ok else self.served
+        one = BackendOutcome(backend_id="e-1", ok=ok, seconds=0.1, error=None if ok else "no such folder")
+        return PoolOutcome(pool=pool, version=version, outcomes=[one])
+
+
+def test_weights_go_up_from_what_is_served_and_one_folder_stays(tmp_path):
+    weights = WeightsFolder(FakeOrders(), tmp_path / "weights")
+    saved = []
+
+    def save(folder: str) -> None:
+        saved.append(folder)
+        (weights.folder / "steps.json").write_text(json.dumps(saved))
+
+    assert weights.push(0, save) == 42
+    assert weights.push(3, save) == 45
+    assert (weights.step, weights.version) == (3, 45)
+    assert not weights.path(0).exists()
+    assert weights.path(3).is_dir()
+    assert saved == [str(weights.path(0)), str(weights.path(3))]
+
+    weights.orders.__class__.refuses = True
+    with pytest.raises(WeightsError, match="no such folder"):
+        weights.push(4, save)
+    assert (weights.step, weights.path(3).is_dir()) == (3, True)
