@@ -55,6 +55,7 @@ def samples_of(arrays: BatchArrays) -> list[Sample]:
 
 def load_policy(folder: Path) -> Any:
     """A model in float32; eager attention is the fastest on a CPU for samples as short as these."""
+    transformers.logging.disable_progress_bar()
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
