@@ -311,7 +311,9 @@ class Batch(WireModel):
 
 
 class BatchAnswer(WireModel):
-    """What became of an acknowledgement or its opposite."""
+    """What became of an acknowledgement, its opposite, or a renewal."""
 
     batch_id: BatchId
-    state: Literal["acknowledged", "returned"]
+    state: Literal["acknowledged", "returned", "leased"]
+    lease_until: datetime | None = None
+    """Set if and only if it is leased."""

@@ -277,7 +277,7 @@ class RolloutClient:
 
     def open_run(self, run_id: str) -> ClientRun:
         """A run that exists."""
-        return ClientRun(run_id, self._send)
+        return ClientRun(run_id, self._send, None if self._tasks is None else self._tasks.start_soon)
 
     async def runs(self) -> list[Run]:
         """All runs, oldest first."""

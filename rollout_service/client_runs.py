@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from datetime import datetime
 from http import HTTPStatus
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
@@ -30,7 +32,7 @@ from api_schemas.runs import (
 )
 from api_schemas.tasks import Task
 from rollout_service.batch_arrays import BatchArrays
-from rollout_service.client_errors import GoneError, ProtocolError, parse
+from rollout_service.client_errors import ClientError, GoneError, ProtocolError, parse
 from rollout_service.client_fetch import LargeBody
 
 T = TypeVar("T")
@@ -41,6 +43,8 @@ ANSWER_SECONDS = 300.0
 """How long the transfer of a batch may stall."""
 
 
+Spawn = Callable[..., object]
+"""Starts a coroutine function with its arguments in a task group."""
 Receive = Callable[[httpx.Response], Awaitable[object]]
 """Reads the body of an answer."""
 
@@ -75,9 +79,15 @@ class LeasedBatch:
     """A batch that this client holds until it is acknowledged, given back, or the lease runs out."""
 
     def __init__(
-        self, run: ClientRun, content: bytes | bytearray, batch: Batch, arrays: BatchArrays | None = None
+        self,
+        run: ClientRun,
+        key: str,
+        content: bytes | bytearray,
+        batch: Batch,
+        arrays: BatchArrays | None = None,
     ) -> None:
         self._run = run
+        self._key = key
         self.content = content
         """The batch as it came: JSON, or a safetensors file."""
         self.batch = batch
@@ -102,10 +112,24 @@ class LeasedBatch:
         await self._run.settle(self.batch_id, "ack")
         self.settled = True
 
+    async def renew(self, seconds: float = LEASE_SECONDS) -> datetime | None:
+        """Keep it for so long from now; returns until when. Raises ConflictError once it is somebody else's."""
+        return (
+            await self._run.settle(self.batch_id, "renew", key=self._key, seconds=f"{seconds:g}")
+        ).lease_until
+
     async def nack(self) -> None:
         """Give it back: somebody gets it again at once."""
         await self._run.settle(self.batch_id, "nack")
         self.settled = True
+
+
+async def _renewing(leased: LeasedBatch, seconds: float, scope: anyio.CancelScope) -> None:
+    """A failure ends it: acknowledging the batch tells the trainer what became of it."""
+    with scope, suppress(ClientError):
+        while not leased.settled:
+            await anyio.sleep(seconds / 3)
+            await leased.renew(seconds)
 
 
 async def rescored(send: Sender, path: str, order: RescoreOptions) -> list[Rescored]:
@@ -121,7 +145,9 @@ async def rescored(send: Sender, path: str, order: RescoreOptions) -> list[Resco
 class ClientRun:
     """A run at a server."""
 
-    def __init__(self, run_id: str, send: Sender) -> None:
+    def __init__(self, run_id: str, send: Sender, spawn: Spawn | None = None) -> None:
+        """`spawn` starts what goes on beside the caller, as long as the client is open."""
+        self._spawn = spawn
         self.run_id = run_id
         self._send = send
         self._path = f"/v1/runs/{run_id}"
@@ -202,12 +228,14 @@ class ClientRun:
         if response.status_code == HTTPStatus.NO_CONTENT:
             return None
         if not arrays:
-            return LeasedBatch(self, response.content, parse(TypeAdapter(Batch), response.content))
+            return LeasedBatch(
+                self, params["key"], response.content, parse(TypeAdapter(Batch), response.content)
+            )
         try:
             read = BatchArrays.from_bytes(body.content)
         except ValueError as error:
             raise ProtocolError(f"a batch that this client does not understand: {error}") from error
-        return LeasedBatch(self, body.content, read.batch, read)
+        return LeasedBatch(self, params["key"], body.content, read.batch, read)
 
     async def batches(
         self, *, lease_seconds: float = LEASE_SECONDS, arrays: bool = False
@@ -215,7 +243,7 @@ class ClientRun:
         """Batches until the run is over; each is acknowledged when the loop comes around, unless it was settled.
 
         A loop that is left (by `break` or an error) acknowledges nothing: the batch comes again, at once after
-        `nack`, else when its lease runs out.
+        `nack`, else when its lease runs out. Until then its lease is renewed.
         """
         while True:
             try:
@@ -223,7 +251,11 @@ class ClientRun:
             except GoneError:
                 return
             if leased is not None:
-                yield leased
+                kept = self.keep(leased, lease_seconds)
+                try:
+                    yield leased
+                finally:
+                    kept.cancel()
                 if not leased.settled:
                     await leased.ack()
 
@@ -265,9 +297,17 @@ class ClientRun:
         order = RescoreRun(rollout_ids=ids, environment=environment, replay=replay)
         return await rescored(self._send, f"{self._path}/rescore", order)
 
-    async def settle(self, batch_id: str, how: str) -> BatchAnswer:
-        """Acknowledge (`ack`) or give back (`nack`) a batch by its id, as after a restart of the trainer."""
-        return await self._call(BatchAnswer, "POST", f"{self._path}/batches/{batch_id}/{how}")
+    def keep(self, leased: LeasedBatch, seconds: float) -> anyio.CancelScope:
+        """Renew a lease until the scope is cancelled, the batch is settled, or it is lost."""
+        scope = anyio.CancelScope()
+        if self._spawn is not None:
+            self._spawn(_renewing, leased, seconds, scope)
+        return scope
+
+    async def settle(self, batch_id: str, how: str, **params: str) -> BatchAnswer:
+        """Acknowledge (`ack`), give back (`nack`) or `renew` a batch by its id, as after a restart of the trainer."""
+        response = await self._send("POST", f"{self._path}/batches/{batch_id}/{how}", params=params)
+        return parse(TypeAdapter(BatchAnswer), response.content)
 
     async def _call(self, model: type[T], method: str, path: str, body: object = None) -> T:
         response = await self._send(method, path, body)

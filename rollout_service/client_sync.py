@@ -7,7 +7,8 @@ taken up and a call is repeated just as in the asynchronous client; nothing of i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
@@ -30,7 +31,7 @@ class SyncBatch:
     """A batch that this client holds."""
 
     def __init__(self, leased: LeasedBatch, portal: BlockingPortal) -> None:
-        self._leased = leased
+        self.leased = leased
         self._portal = portal
         self.batch = leased.batch
         self.arrays = leased.arrays
@@ -48,15 +49,19 @@ class SyncBatch:
     @property
     def settled(self) -> bool:
         """Whether it was acknowledged or given back."""
-        return self._leased.settled
+        return self.leased.settled
 
     def ack(self) -> None:
         """It was trained on: it never comes again."""
-        self._portal.call(self._leased.ack)
+        self._portal.call(self.leased.ack)
+
+    def renew(self, seconds: float = LEASE_SECONDS) -> datetime | None:
+        """Keep it for so long from now."""
+        return self._portal.call(self.leased.renew, seconds)
 
     def nack(self) -> None:
         """Give it back."""
-        self._portal.call(self._leased.nack)
+        self._portal.call(self.leased.nack)
 
 
 class SyncRun:
@@ -134,7 +139,12 @@ class SyncRun:
             except GoneError:
                 return
             if batch is not None:
-                yield batch
+                kept = self._portal.call(self._run.keep, batch.leased, lease_seconds)
+                try:
+                    yield batch
+                finally:
+                    with suppress(RuntimeError):  # the client was closed first, which ends it too
+                        self._portal.call(kept.cancel)
                 if not batch.settled:
                     batch.ack()
 

@@ -163,6 +163,19 @@ async def acknowledge(service: ServiceDep, run_id: RunId, batch_id: BatchId) -> 
     return BatchAnswer(batch_id=batch_id, state="acknowledged")
 
 
+@router.post("/runs/{run_id}/batches/{batch_id}/renew")
+async def renew(
+    service: ServiceDep,
+    run_id: RunId,
+    batch_id: BatchId,
+    seconds: Annotated[float, Query(gt=0, le=MAX_LEASE_SECONDS, description="from now on")] = 600.0,
+    key: Annotated[str | None, Query(max_length=128, description="that it was leased with")] = None,
+) -> BatchAnswer:
+    """Keep a leased batch for longer; 409 once it is somebody else's."""
+    until = await service.delivery.renew(run_id, batch_id, key=key, seconds=seconds)
+    return BatchAnswer(batch_id=batch_id, state="leased", lease_until=until)
+
+
 @router.post("/runs/{run_id}/batches/{batch_id}/nack")
 async def give_back(service: ServiceDep, run_id: RunId, batch_id: BatchId) -> BatchAnswer:
     """Give a batch back: it is leased again at once. Idempotent."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from datetime import datetime
 from http import HTTPStatus
 
 import anyio
@@ -92,6 +93,11 @@ class Delivery:
             samples += columns
         file = await anyio.to_thread.run_sync(encode_batch, _batch(leased, groups), samples)
         return file.length, _in_threads(file.pieces)
+
+    async def renew(self, run_id: str, batch_id: str, *, key: str | None, seconds: float) -> datetime:
+        """Keep a batch for longer; returns until when. Raises NotFoundError, ConflictError."""
+        number = batch_number(run_id, batch_id)
+        return await self._runs.renew_batch(run_id, number, key=key, seconds=seconds)
 
     async def acknowledge(self, run_id: str, batch_id: str) -> None:
         """Settle a batch for good; idempotent. Raises NotFoundError, ConflictError."""

@@ -172,6 +172,18 @@ def acknowledge(db: sqlite3.Connection, run_id: str, number: int, now: float) ->
     finish_if_done(db, row["seq"], now)
 
 
+def renew(db: sqlite3.Connection, run_id: str, number: int, key: str | None, until: float) -> None:
+    """Put off the end of a lease."""
+    batch = _row(db, run_id, number)
+    if batch["state"] != "leased" or key not in (None, batch["lease_key"]):
+        why = "leased by another" if batch["state"] == "leased" else batch["state"]
+        raise ConflictError(
+            f"the batch {run_codec.batch_id(run_id, number)} is {why}",
+            hint="Its lease ran out or was given back: do not count it as trained unless it is acknowledged.",
+        )
+    db.execute(_EXTEND, {"batch": batch["seq"], "until": until}).fetchall()
+
+
 def give_back(db: sqlite3.Connection, run_id: str, number: int, now: float) -> None:
     """Return a batch to be leased again at once; what was returned or dissolved is there already."""
     batch = _row(db, run_id, number)

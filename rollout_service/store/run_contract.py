@@ -250,6 +250,14 @@ class RunStore(Protocol):
         """
         ...
 
+    async def renew_batch(self, run_id: str, batch: int, *, key: str | None, seconds: float) -> datetime:
+        """Lease a batch for so long from now; returns until when.
+
+        One that ran out can be renewed while nobody else has it. ConflictError: it is not leased any more, or under
+        another key.
+        """
+        ...
+
     async def acknowledge(self, run_id: str, batch: int) -> None:
         """Settle a batch for good; idempotent. ConflictError when it was dissolved."""
         ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from typing import TypeVar
 
 import anyio.to_thread
@@ -147,6 +148,11 @@ class SqliteRuns(RunStore):
         if isinstance(leased, LeasedBatch):
             self._changes.rise(self._changes.value + 1)
         return leased
+
+    async def renew_batch(self, run_id: str, batch: int, *, key: str | None, seconds: float) -> datetime:
+        until = self._clock() + seconds
+        await self._write(lambda db: batch_statements.renew(db, run_id, batch, key, until))
+        return codec.when(until)
 
     async def acknowledge(self, run_id: str, batch: int) -> None:
         now = self._clock()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
+from datetime import datetime
 from pathlib import Path
 
 import anyio
@@ -25,6 +27,7 @@ from rollout_service.client import (
     ConflictError,
     GoneError,
     InvalidRequestError,
+    LeasedBatch,
     NotFoundError,
     RolloutClient,
 )
@@ -112,6 +115,43 @@ def test_the_blocking_client_does_the_same(url: str) -> None:
         deliveries = [(batch.batch_id, batch.batch.delivery, len(batch.groups)) for batch in run.batches()]
         assert deliveries == [("blocking.b0", 2, 2), ("blocking.b1", 1, 1)]
         assert run.view().state is RunState.FINISHED
+
+
+async def test_a_batch_is_kept_while_a_trainer_works_on_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    renewed: list[datetime] = []
+    renew = LeasedBatch.renew
+
+    async def counting(batch: LeasedBatch, seconds: float) -> datetime:
+        renewed.append(await renew(batch, seconds))
+        return renewed[-1]
+
+    monkeypatch.setattr(LeasedBatch, "renew", counting)
+    async with RolloutClient(url) as client:
+        run = await client.create_run(order("slow", tasks=2))
+        async for batch in run.batches(lease_seconds=0.3):
+            while len(renewed) < 3:
+                await anyio.sleep(0.01)
+            assert await batch.renew(60.0) > renewed[1] > renewed[0] > batch.batch.lease_until
+        assert (await run.view()).counts.batches_acknowledged == 1
+        count = len(renewed)
+        with pytest.raises(ConflictError, match="acknowledged"):
+            await batch.renew(1.0)
+        assert len(renewed) == count
+
+
+def test_the_blocking_client_keeps_its_batch_too(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    renewed = threading.Event()
+
+    async def note(batch: LeasedBatch, seconds: float) -> None:
+        renewed.set()
+
+    monkeypatch.setattr(LeasedBatch, "renew", note)
+    with SyncRolloutClient(url) as client:
+        run = client.create_run(order("slow-sync", tasks=2))
+        for batch in run.batches(lease_seconds=0.3):
+            assert renewed.wait(30)
+            batch.renew()
+        assert run.view().counts.batches_acknowledged == 1
 
 
 async def test_a_batch_comes_as_arrays_when_asked(url: str) -> None:

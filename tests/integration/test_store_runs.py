@@ -268,6 +268,29 @@ async def test_a_batch_that_grew_too_old_is_dissolved(store: SqliteStore, clock:
     assert (await leased(store)).groups == [1, 2]
 
 
+async def test_a_lease_is_renewed_while_it_is_held(store: SqliteStore, clock: Clock) -> None:
+    await create(store)
+    await make_ready(store, 0, 1)
+    await leased(store)
+    clock.now += 50
+    until = await store.runs.renew_batch("a", 0, key="k", seconds=60)
+    assert until.timestamp() == clock.now + 60
+    clock.now += 59
+    assert isinstance(await lease(store, "other"), NoBatch)
+    clock.now += 2
+    await store.runs.renew_batch("a", 0, key=None, seconds=60)
+    assert isinstance(await lease(store, "other"), NoBatch), "it ran out, and nobody had it"
+    clock.now += 61
+    assert (await leased(store, "other")).delivery == 2
+    with pytest.raises(ConflictError, match="leased by another"):
+        await store.runs.renew_batch("a", 0, key="k", seconds=60)
+    await store.runs.acknowledge("a", 0)
+    with pytest.raises(ConflictError, match="acknowledged"):
+        await store.runs.renew_batch("a", 0, key="other", seconds=60)
+    with pytest.raises(NotFoundError):
+        await store.runs.renew_batch("a", 1, key=None, seconds=60)
+
+
 async def test_a_returned_batch_that_grew_too_old_is_dissolved_before_a_lease(store: SqliteStore) -> None:
     await create(store, max_staleness=1)
     await make_ready(store, 0, version=0)
