@@ -20,7 +20,7 @@ def bash(code: str, folder: Path, **environ: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.parametrize(
-    "name", ["demo", "test", "lock", "install-apptainer", "install-sglang", "install-sglang-router"]
+    "name", ["demo", "test", "train", "lock", "install-apptainer", "install-sglang", "install-sglang-router"]
 )
 def test_every_script_has_help(name):
     result = subprocess.run([SCRIPTS / name, "--help"], capture_output=True, text=True, check=True)
