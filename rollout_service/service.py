@@ -41,6 +41,7 @@ from rollout_service.runs.rescore import Rescorer
 from rollout_service.serving import Serving
 from rollout_service.settings import Engine, PipelineSettings, Settings
 from rollout_service.store.contract import Store
+from rollout_service.store.run_contract import Ages
 from rollout_service.store.sqlite import SqliteStore
 from rollout_service.telemetry import Metrics
 from sandboxes import SandboxProvider, make_provider
@@ -203,7 +204,9 @@ async def _manager(settings: Settings, store: Store, serving: Serving, metrics: 
 
     stages = settings.pipeline
     places = stages.init_queue + stages.init_workers + stages.rollout_queue + stages.rollout_workers
-    return RunManager(store, filters, places=places, pool_version=pool_version, metrics=metrics)
+    keep = settings.retention
+    ages = Ages(keep.ended_run_seconds, keep.settled_group_seconds, keep.rollout_seconds)
+    return RunManager(store, filters, places=places, pool_version=pool_version, metrics=metrics, ages=ages)
 
 
 async def _check_environment(

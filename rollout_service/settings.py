@@ -101,6 +101,20 @@ class PoolSettings(Section):
     """How long a call may be open at an engine that shows no progress before it goes to another."""
 
 
+class RetentionSettings(Section):
+    """How long what has ended is kept, in seconds; for ever when left out.
+
+    Nothing is deleted that a trainer has still to acknowledge. See docs/runs.md.
+    """
+
+    ended_run_seconds: float | None = Field(None, ge=0)
+    """Runs that are over, with all that they made."""
+    settled_group_seconds: float | None = Field(None, ge=0)
+    """The rollouts of groups that were acknowledged or dropped; their tokens go earlier, by the run's `retention`."""
+    rollout_seconds: float | None = Field(None, ge=0)
+    """Rollouts that belong to no run, read or not: nobody acknowledges them."""
+
+
 class LogFormat(StrEnum):
     """How the log is written."""
 
@@ -143,6 +157,7 @@ class Settings(BaseSettings):
     pools: dict[str, PoolSettings] = {}
     """Limits of the pools, by name: `[pools.judge]` with `max_in_flight = 64`."""
     pipeline: PipelineSettings = PipelineSettings()
+    retention: RetentionSettings = RetentionSettings()
     hold_seconds: float = Field(300.0, gt=0)
     """How long a request of an agent waits while its pool is paused."""
     log_format: LogFormat = LogFormat.CONSOLE

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import anyio
+import anyio.lowlevel
 import structlog
 
 from api_schemas.errors import Boundary
@@ -37,7 +38,7 @@ from rollout_service.runs.outcomes import closing
 from rollout_service.runs.source import Place, RunTasks
 from rollout_service.store.batch_statements import oldest_allowed
 from rollout_service.store.contract import Store
-from rollout_service.store.run_contract import Member, NewGroup, OpenGroup, RunRecord
+from rollout_service.store.run_contract import Ages, Member, NewGroup, OpenGroup, RunRecord
 from rollout_service.telemetry import Metrics
 
 log = structlog.get_logger(__name__)
@@ -72,6 +73,7 @@ class RunManager:
         places: int,
         pool_version: Callable[[str], int],
         metrics: Metrics,
+        ages: Ages | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`places` is how many rollouts of all runs are under way at once; more would only wait in the store."""
@@ -81,6 +83,7 @@ class RunManager:
         self._places = places
         self._pool_version = pool_version
         self._metrics = metrics
+        self._ages = ages or Ages()
         self._clock = clock
         self._scheduler = FairScheduler()
         self._learned: dict[str, Learned] = {}
@@ -318,6 +321,8 @@ class RunManager:
             for run in await self._runs.list():
                 keep = run.request.retention
                 await self._runs.prune(run.run_id, seconds=keep.seconds, max_bytes=keep.max_bytes)
+            while await self._runs.retain(self._ages):
+                await anyio.lowlevel.checkpoint()  # others get their turn at the database
 
         while True:
             await insist("prune what was acknowledged", prune)

@@ -50,9 +50,9 @@ _ACKNOWLEDGE_GROUPS = "UPDATE groups SET state = 'acknowledged', changed_at = :n
 _CLOSED_GROUP = """
 SELECT groups.*, run_id, batches.number AS batch_number
 FROM groups JOIN runs ON runs.seq = groups.run LEFT JOIN batches ON batches.seq = groups.batch
-WHERE run_id = ? AND groups.number = ? AND groups.state <> 'open'
+WHERE run_id = ? AND groups.number = ? AND groups.state <> 'open' AND groups.pruned < 2
 """
-_CLOSED_GROUPS = "SELECT number FROM groups WHERE run = ? AND state <> 'open' ORDER BY number"
+_CLOSED_GROUPS = "SELECT number FROM groups WHERE run = ? AND state <> 'open' AND pruned < 2 ORDER BY number"
 _ROLLOUT_IDS = """
 SELECT sample.value ->> 'rollout_id' AS id FROM groups, json_each(groups.samples) AS sample
 WHERE run = ? AND state <> 'open' ORDER BY number, sample.key

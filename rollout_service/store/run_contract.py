@@ -123,6 +123,18 @@ class Closing:
 
 
 @dataclass(frozen=True, slots=True)
+class Ages:
+    """Seconds after which rows are deleted; None keeps them for ever."""
+
+    ended_runs: float | None = None
+    """Whole runs that are over, of which nothing is left to acknowledge; since their last change."""
+    settled_groups: float | None = None
+    """The rollouts of groups that were acknowledged or dropped; since then."""
+    rollouts: float | None = None
+    """Rollouts that belong to no run; since their end."""
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseOrder:
     """What a consumer asks for."""
 
@@ -296,6 +308,10 @@ class RunStore(Protocol):
 
     async def prune(self, run_id: str, *, seconds: float | None, max_bytes: int | None) -> int:
         """Delete the trajectories of settled groups beyond these limits; returns how many groups it were."""
+        ...
+
+    async def retain(self, ages: Ages) -> int:
+        """Delete some of what is older; returns 0 when nothing is left to delete."""
         ...
 
     @property

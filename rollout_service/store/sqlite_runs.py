@@ -15,8 +15,16 @@ from api_schemas.rollouts import Rollout, RolloutRequest
 from api_schemas.runs import FileTasks, Group, InlineTasks, RunRequest, RunState
 from api_schemas.tasks import Task
 from rollout_service.groups import STALE
-from rollout_service.store import batch_statements, codec, run_codec, run_statements, trajectory_codec
+from rollout_service.store import (
+    batch_statements,
+    codec,
+    retention_statements,
+    run_codec,
+    run_statements,
+    trajectory_codec,
+)
 from rollout_service.store.run_contract import (
+    Ages,
     Closing,
     LeasedBatch,
     LeaseOrder,
@@ -195,6 +203,10 @@ class SqliteRuns(RunStore):
         return await self._write(
             lambda db: run_statements.prune(db, run_id, seconds=seconds, max_bytes=max_bytes, now=now)
         )
+
+    async def retain(self, ages: Ages) -> int:
+        now = self._clock()
+        return await self._write(lambda db: retention_statements.retain(db, ages, now))
 
     async def wait_for_change(self, after: int) -> int:
         return await self._changes.wait_above(after)

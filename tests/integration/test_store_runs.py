@@ -17,7 +17,9 @@ from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Segment, Trajectory
 from rollout_service.errors import ConflictError, NotFoundError, StoreError
 from rollout_service.store import SqliteStore, schema
+from rollout_service.store.retention_statements import tries
 from rollout_service.store.run_contract import (
+    Ages,
     ClosedSample,
     Closing,
     LeasedBatch,
@@ -411,6 +413,65 @@ async def test_a_file_of_version_1_is_upgraded(tmp_path: Path) -> None:
         assert (await store.trajectory("r")) == trajectory(0)
     async with await SqliteStore.open(path) as store:
         assert (await store.runs.get("a")).cursor == 1
+
+
+async def all_rows(store: SqliteStore) -> dict[str, int]:
+    tables = ("rollouts", "requests", "results", "runs", "groups", "batches", "tallies", "run_tasks")
+
+    def count(db: sqlite3.Connection) -> dict[str, int]:
+        return {name: db.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in tables}
+
+    return await store._read(count)
+
+
+async def test_what_is_settled_is_deleted_by_age(store: SqliteStore, clock: Clock) -> None:
+    await create(store)
+    await make_ready(store, 0, 1, 2, 3)
+    retried = RolloutRequest(rollout_id="a.0.1.2", task=TASKS[0])
+    await store.runs.begin("a", [])
+    assert list(tries("a.0.1.2")) == ["a.0.1.2", "a.0.1", "a.0.1.1"]
+    await store.submit(retried.model_copy(update={"rollout_id": "plain"}))
+    await end_all(store)
+    await leased(store)
+    await store.runs.acknowledge("a", 0)
+    await leased(store)
+    ages = Ages(ended_runs=10, settled_groups=10)
+    clock.now += 9
+    assert await store.runs.retain(ages) == 0
+    clock.now += 1
+    assert await store.runs.retain(ages) == 2
+    assert await store.runs.retain(ages) == 0, "a batch is not acknowledged"
+    assert await store.runs.closed_groups("a") == [2, 3]
+    assert await store.runs.rollout_ids("a") == ["a.2.0", "a.2.1", "a.3.0", "a.3.1"]
+    with pytest.raises(NotFoundError):
+        await store.runs.group("a", 0)
+    assert len((await store.runs.group("a", 2)).samples) == 2
+    assert sum((await store.counts()).values()) == len((await store.list()).rollouts) == 5
+    assert (await store.runs.get("a")).count("acknowledged") == 2
+    await store.runs.acknowledge("a", 1)
+    assert (await store.runs.get("a")).state is RunState.FINISHED
+    clock.now += 11
+    while await store.runs.retain(ages):
+        pass
+    rows = await all_rows(store)
+    assert rows == dict.fromkeys(rows, 0) | {"rollouts": 1, "requests": 1, "results": 1}
+    with pytest.raises(NotFoundError):
+        await store.runs.get("a")
+    assert await store.runs.retain(Ages(rollouts=100)) == 0
+    assert await store.runs.retain(Ages(rollouts=1)) == 1
+    assert sum((await all_rows(store)).values()) == 0
+
+
+async def test_what_nobody_acknowledged_outlives_every_age(store: SqliteStore, clock: Clock) -> None:
+    await create(store)
+    await make_ready(store, 0)
+    await store.runs.begin("a", [new_group(1)])
+    await store.submit(RolloutRequest(rollout_id="queued", task=TASKS[0]))
+    await store.runs.update("a", state=RunState.ENDED)
+    before = await all_rows(store)
+    clock.now += 1e9
+    assert await store.runs.retain(Ages(ended_runs=0, settled_groups=0, rollouts=0)) == 0
+    assert await all_rows(store) == before
 
 
 async def test_a_file_of_a_later_version_is_refused(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ COMMANDS = {
     ("doctor",),
     *(("backends", name) for name in ("list", "add", "remove", "drain")),
     *(("runs", name) for name in ("create", "list", "show", "pause", "resume", "end", "lease")),
+    ("runs", "export"),
+    ("runs", "rescore"),
     *(("image", name) for name in ("list", "build", "pull", "inspect", "remove", "prune")),
     *(("env", name) for name in ("list", "new", "check", "run")),
 }
