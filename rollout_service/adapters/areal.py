@@ -1,6 +1,6 @@
 """AReaL: a rollout workflow. Held to the interface of AReaL 1.0.4.
 
-    trainer.train(workflow="rollout_service.adapters.areal.workflow", workflow_kwargs={"url": ...})
+    trainer.train(workflow="rollout_service.adapters.areal.Workflow", workflow_kwargs={"url": ...})
 
 Each row of the data set has `environment` and `instance`. The versions of tokens are the service's, so AReaL's bound
 on staleness holds when its trainer's weights come to the service under AReaL's own version numbers.
@@ -12,6 +12,7 @@ own way: the episode is None.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from api_schemas.rollouts import Rollout
@@ -41,14 +42,21 @@ class Episodes:
         return tensors(await self.orders.run(request))
 
 
-def workflow(**given: Any) -> Any:
-    """`Episodes` as one of AReaL's own workflows."""
+@lru_cache(maxsize=1)
+def workflow_class() -> Any:
+    """`Episodes` as one of AReaL's own workflows; also the attribute `Workflow`, for AReaL's import paths."""
     from areal.api.workflow_api import RolloutWorkflow
 
     class Workflow(Episodes, RolloutWorkflow):  # type: ignore[misc]
         """`Episodes`, as AReaL asks for it."""
 
-    return Workflow(**given)
+    return Workflow
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Workflow":  # made when it is asked for, since its base is AReaL's
+        return workflow_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def tensors(rollout: Rollout) -> dict[str, Any] | None:

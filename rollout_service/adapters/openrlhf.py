@@ -1,4 +1,4 @@
-"""OpenRLHF: an agent executor. Proven with OpenRLHF 0.11.2's own classes.
+"""OpenRLHF: an agent executor. Held to the interface of OpenRLHF 0.11.2.
 
     # agent.py, named by --train.agent_func_path
     from rollout_service.adapters.openrlhf import agent_executor

@@ -59,7 +59,7 @@ INTERFACES = {
     },
     "slime 2026-08-21": {
         "hook": ["args", "sample", "sampling_params"],
-        "filter": ["keep", "reason"],
+        "filter": ["keep", "reason", "keep_when_insufficient"],
         "status": ["pending", "completed", "truncated", "aborted", "failed"],
     },
     "skyrl 2026-08-21": {
@@ -268,7 +268,8 @@ async def test_slime_gets_a_sample_for_each_segment(generate):
 
 
 async def test_slime_drops_a_group_with_a_rollout_without_a_reward(generate, monkeypatch):
-    output = make_dataclass("DynamicFilterOutput", INTERFACES["slime 2026-08-21"]["filter"])
+    required, *others = INTERFACES["slime 2026-08-21"]["filter"]
+    output = make_dataclass("DynamicFilterOutput", [required, *((name, Any, None) for name in others)])
     modules(monkeypatch, "slime.rollout.filter_hub.base_types", DynamicFilterOutput=output)
     bad = await generate(failed(), metadata=ROW)
     assert (bad.status, bad.reward, bad.remove_sample) == (Status.ABORTED, None, True)
@@ -336,7 +337,8 @@ async def test_areal_gets_padded_rows_and_none_for_a_failure(monkeypatch):
 
     client = FakeClient(failed())
     gconfig = SimpleNamespace(temperature=0.9, top_p=1.0, top_k=100, max_new_tokens=77)
-    episodes = areal.workflow(orders=client.orders(), gconfig=gconfig)
+    areal.workflow_class.cache_clear()
+    episodes = areal.Workflow(orders=client.orders(), gconfig=gconfig)
     assert await episodes.arun_episode(None, ROW) is None
     (request,) = client.requests
     assert (request.sampling.temperature, request.sampling.top_k, request.limits.max_tokens) == (0.9, 100, 77)

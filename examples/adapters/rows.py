@@ -1,0 +1,116 @@
+"""What each trainer gets for one task: runs without the trainers, against a service that runs.
+
+    .venv/bin/rollout-service serve
+    .venv/bin/python examples/adapters/rows.py verl slime    # or skyrl, areal, openrlhf, nemo_gym; all by default
+    .venv/bin/python examples/adapters/rows.py verl --task '{"environment": "math", "instance": {...}}'
+
+The files beside this one are what is given to the trainers themselves.
+"""
+
+import argparse
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+
+from rollout_service.adapters import areal, nemo_gym, openrlhf, skyrl, slime, verl
+from rollout_service.adapters.orders import Orders, task_of
+
+TASK = '{"environment": "calc", "instance": {"question": "What is 12*7?", "answer": 84}}'
+
+
+class Status(Enum):
+    """Stands for slime's `Sample.Status`."""
+
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+
+
+@dataclass
+class Sample:
+    """Stands for slime's `Sample`."""
+
+    prompt: str
+    index: int = 0
+    group_index: int = 0
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+Sample.Status = Status  # type: ignore[attr-defined]
+
+
+async def for_verl(orders: Orders, row: dict[str, Any]) -> Any:
+    """The fields of an AgentLoopOutput."""
+    return verl.output_fields(await orders.run_scored(orders.request(row)), response_length=2_048)
+
+
+async def for_slime(orders: Orders, row: dict[str, Any]) -> Any:
+    """A sample, or several."""
+    del orders  # slime's hook finds the service by ROLLOUT_URL
+    filled = await slime.generate(SimpleNamespace(), Sample("", metadata=row), {"max_new_tokens": 512})
+    return [vars(one) for one in (filled if isinstance(filled, list) else [filled])]
+
+
+async def for_skyrl(orders: Orders, row: dict[str, Any]) -> Any:
+    """A GeneratorOutput for a batch of two."""
+    batch = {"prompts": [[], []], "env_extras": [row, row], "trajectory_ids": ["a_0", "a_1"]}
+    return await skyrl.Generator(orders).generate(batch)
+
+
+async def for_areal(orders: Orders, row: dict[str, Any]) -> Any:
+    """The columns of an episode, before they are tensors."""
+    return areal.padded(await orders.run(orders.request(row)))
+
+
+async def for_openrlhf(orders: Orders, row: dict[str, Any]) -> Any:
+    """An executor's response."""
+    return await openrlhf.Executor(orders).execute(
+        json.dumps(row), None, SimpleNamespace(), 2_048, None, None
+    )
+
+
+async def for_nemo_gym(orders: Orders, row: dict[str, Any]) -> Any:
+    """The answer of an agent's /run."""
+    return await nemo_gym.run(orders, row | {"responses_create_params": {"input": []}})
+
+
+TRAINERS: dict[str, Callable[[Orders, dict[str, Any]], Awaitable[Any]]] = {
+    "verl": for_verl,
+    "slime": for_slime,
+    "skyrl": for_skyrl,
+    "areal": for_areal,
+    "openrlhf": for_openrlhf,
+    "nemo_gym": for_nemo_gym,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("trainers", nargs="*", metavar="TRAINER", default=list(TRAINERS))
+    parser.add_argument("--task", default=TASK, help="a task as JSON")
+    arguments = parser.parse_args()
+    row = task_of(arguments.task).model_dump(mode="json")
+
+    if unknown := set(arguments.trainers) - set(TRAINERS):
+        parser.error(f"no adapter for {', '.join(unknown)}; there are {', '.join(TRAINERS)}")
+
+    async def show() -> dict[str, Any]:
+        orders = Orders.from_environment()
+        try:
+            return {name: await TRAINERS[name](orders, row) for name in arguments.trainers}
+        finally:
+            await orders.aclose()
+            await slime.orders().aclose()
+
+    print(json.dumps(anyio.run(show), default=str))
+
+
+if __name__ == "__main__":
+    main()
