@@ -18,8 +18,9 @@ from rollout_service.telemetry import configure_logging
 from sandboxes.errors import SandboxError
 
 CONNECTIONS_GRACE_SECONDS = 3
-GC_YOUNG_OBJECTS = 20_000
-"""Allocations between collections. The default of 700 collects several times in a turn of an agent."""
+GC_YOUNG_OBJECTS = 50_000
+"""Allocations between collections. The default of 700 collects several times in a turn of an agent. Each one walks
+through the prompts that engines work on at the moment, which stops every rollout for milliseconds."""
 THREAD_SECONDS = 0.0005
 """For how long a thread that computes, as one that renders a long prompt, may hold up the event loop each time that it
 wakes. The default of 5 ms is several times what all of a turn takes."""

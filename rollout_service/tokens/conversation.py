@@ -18,6 +18,9 @@ from rollout_service.tokens.exports import TurnExports
 from rollout_service.tokens.renderer import ChatRenderer, ParsedTurn, ToolSpec
 from rollout_service.tokens.trajectory import GrowingSegment, shared_length
 
+_LARGEST_ID, _LARGEST_VERSION = 2**31 - 1, 2**63 - 1
+"""What segments have room for."""
+
 
 @dataclass(frozen=True, slots=True)
 class AssistantTurn:
@@ -57,7 +60,8 @@ class Conversation:
         self._segments: list[GrowingSegment] = []
         self._fork: ForkReason | None = ForkReason.FIRST
         self._answered = 0  # messages that the last turn's prompt and the turn itself cover
-        self._last: tuple[list[int], list[int]] = ([], [])
+        self._last: tuple[list[int], list[int]] | None = None
+        """The last turn's prompt and output, until the next prompt is there."""
         self._pending: tuple[list[int], ForkReason | None] | None = None
 
     @property
@@ -196,10 +200,13 @@ class Conversation:
             raise ConversationStateError(
                 "the last turn has no answer yet", hint="Append a tool result or a message first."
             )
-        bridged = self._renderer.bridge(
-            *self._last, new, self._tools, history=self._messages[: self._answered]
-        )
+        last, self._last = self._last or self._last_turn(), None
+        bridged = self._renderer.bridge(*last, new, self._tools, history=self._messages[: self._answered])
         return self._rendered(ForkReason.BRIDGE_REFUSED) if bridged is None else (bridged, None)
+
+    def _last_turn(self) -> tuple[list[int], list[int]]:
+        ids, output = self._segments[-1].token_ids.tolist(), self._turns[-1].output_ids
+        return ids[: len(ids) - len(output)], list(output)
 
     def _rendered(self, reason: ForkReason) -> tuple[list[int], ForkReason]:
         if not self._messages:
@@ -233,6 +240,8 @@ def _check_output(ids: Sequence[int], logprobs: Sequence[float], versions: Seque
         )
     if min(ids, default=0) < 0 or min(versions, default=0) < 0:
         raise RecordError("a sampled id or a version is negative", hint="Check the engine's answer.")
+    if max(ids, default=0) > _LARGEST_ID or max(versions, default=0) > _LARGEST_VERSION:
+        raise RecordError("a sampled id or a version is too large", hint="Check the engine's answer.")
     if not all(map(isfinite, logprobs)):
         raise RecordError(
             "a log-probability is not a finite number", hint="Look for NaN in the engine's weights."

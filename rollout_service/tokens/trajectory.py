@@ -5,6 +5,7 @@ A segment's five lists always have the same length; the mask is 1 exactly on sam
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,45 +19,55 @@ from rollout_service.tokens.exports import GrowingExports
 
 @dataclass(slots=True)
 class GrowingSegment:
-    """A segment to which prompts and outputs are added in turn."""
+    """A segment to which prompts and outputs are added in turn.
+
+    In arrays, which take a fraction of a list's memory; above all, the garbage collector does not walk through them,
+    as it would through millions of tokens while every rollout waits.
+    """
 
     fork_reason: ForkReason
     parent: int | None = None
     shared_prefix: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    loss_mask: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    turn_ids: list[int] = field(default_factory=list)
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    loss_mask: array[int] = field(default_factory=lambda: array("b"))
+    logprobs: array[float] = field(default_factory=lambda: array("d"))
+    versions: array[int] = field(default_factory=lambda: array("q"))
+    turn_ids: array[int] = field(default_factory=lambda: array("i"))
     exports: GrowingExports = field(default_factory=GrowingExports)
 
     def add_context(self, ids: Sequence[int]) -> None:
         """Add tokens that the policy reads and did not sample here."""
-        self.token_ids += ids
-        self.loss_mask += [0] * len(ids)
-        self.logprobs += [0.0] * len(ids)
-        self.versions += [-1] * len(ids)
-        self.turn_ids += [-1] * len(ids)
+        self._add(ids, 0, [0.0] * len(ids), [-1] * len(ids), -1)
 
     def add_sampled(
         self, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], turn_id: int
     ) -> None:
         """Add the tokens of one turn."""
-        self.token_ids += ids
-        self.loss_mask += [1] * len(ids)
-        self.logprobs += logprobs
-        self.versions += versions
-        self.turn_ids += [turn_id] * len(ids)
+        self._add(ids, 1, logprobs, versions, turn_id)
+
+    def _add(
+        self,
+        ids: Sequence[int],
+        mask: int,
+        logprobs: Sequence[float],
+        versions: Sequence[int],
+        turn_id: int,
+    ) -> None:
+        self.token_ids.extend(ids)
+        self.loss_mask.extend([mask] * len(ids))
+        self.logprobs.extend(logprobs)
+        self.versions.extend(versions)
+        self.turn_ids.extend([turn_id] * len(ids))
 
     def freeze(self) -> Segment:
         """The segment as it stands, as a copy."""
         # Unchecked: the values were checked when they were recorded, and checking long lists again is slow.
         return Segment.model_construct(
-            token_ids=list(self.token_ids),
-            loss_mask=list(self.loss_mask),
-            logprobs=list(self.logprobs),
-            versions=list(self.versions),
-            turn_ids=list(self.turn_ids),
+            token_ids=self.token_ids.tolist(),
+            loss_mask=self.loss_mask.tolist(),
+            logprobs=self.logprobs.tolist(),
+            versions=self.versions.tolist(),
+            turn_ids=self.turn_ids.tolist(),
             fork_reason=self.fork_reason,
             parent=self.parent,
             shared_prefix=self.shared_prefix,

@@ -203,6 +203,8 @@ def test_a_turn_needs_its_prompt(conversation):
         ([20], [-math.inf], [0], "not a finite number"),
         ([-1], [-1.0], [0], "negative"),
         ([20], [-1.0], [-1], "negative"),
+        ([2**31], [-1.0], [0], "too large"),
+        ([20], [-1.0], [2**63], "too large"),
     ],
 )
 def test_an_unusable_answer_is_refused_and_leaves_no_trace(conversation, ids, logprobs, versions, message):
