@@ -119,6 +119,7 @@ async def service(
         f'[sandbox]\nprovider = "local"\n'
         f"[pipeline]\ninit_workers = 16\ninit_queue = 64\nrollout_queue = 16\nrollout_workers = {workers}\n"
         f"evaluate_workers = 16\n"
+        "[sandboxes.pressure]\nenabled = false\n"  # so many at once is the point, and no reason to start fewer
     )
     flags = ["--config", str(config), "--engine", "none", "--backend", engine_url]
     flags += ["--environment", str(environment), "--log-level", "warning"]
