@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load
@@ -202,6 +203,19 @@ def test_a_failure_is_not_a_zero_and_a_file_is_mapped(tmp_path: Path) -> None:
     assert read.tensors["sample_offsets"].tolist() == [0, 0, 1]
     assert not read.tensors["token_ids"].flags.owndata
     assert not read.tensors["token_ids"].flags.writeable
+
+
+def test_torch_gets_the_same_memory() -> None:
+    _, columns = trajectory_codec.split(trajectory_codec.encode(sample_trajectory([7, 8])))
+    batch = batch_of([[sample(0, None, None), sample(1, None, 0.5)]])
+    read = BatchArrays.from_bytes(bytearray(b"".join(encode_batch(batch, [[], columns]).pieces)))
+    tensors = read.torch()
+    assert set(tensors) == set(read.tensors)
+    assert tensors["token_ids"].tolist() == [7, 8]
+    assert tensors["logprobs"].dtype is torch.float32
+    assert tensors["segment_offsets"].dtype is torch.int64
+    assert tensors["rewards"].isnan().tolist() == [True, False]
+    assert all(tensors[name].data_ptr() == array.ctypes.data for name, array in read.tensors.items())
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff" * 8 + b"{}", (2).to_bytes(8, "little") + b"{}"])
