@@ -163,7 +163,12 @@ async def main(arguments: argparse.Namespace) -> None:
     saved = Checkpoints(out / "checkpoints", arguments.start)
     last = saved.latest()
     start = last.folder if last else arguments.start
-    recipe = Recipe(arguments.learning_rate, epochs=arguments.epochs, updates=arguments.updates)
+    recipe = Recipe(
+        arguments.learning_rate,
+        epochs=arguments.epochs,
+        updates=arguments.updates,
+        discouragement=arguments.discouragement,
+    )
     learner = Learner(start, recipe, seed=order.seed)
     if last is not None:
         learner.restore(load_state(last))
@@ -253,6 +258,7 @@ def parse() -> argparse.Namespace:
     add("--learning-rate", type=float, default=Recipe().learning_rate)
     add("--epochs", type=int, default=Recipe().epochs, help="how often a batch is gone through")
     add("--updates", type=int, default=Recipe().updates, help="optimiser steps of an epoch")
+    add("--discouragement", type=float, default=Recipe().discouragement, help="weight of negative advantages")
     add("--evaluations", type=int, default=128, help="held-out rollouts before and after; 0 for none")
     add("--workers", type=int, default=8, help="agents at once")
     add("--sandbox", choices=("apptainer", "local"), default="apptainer", help="local isolates nothing")

@@ -18,6 +18,8 @@ from rollout_service.policies import policy_folder
 
 BASE = policy_folder("calc-base")
 """The policy that training begins with: half of its answers are right."""
+SGLANG_START_SECONDS = 600.0
+"""It takes 20 on a machine of its own, and minutes on a busy one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,9 @@ async def serving(plan: Plan, model: Path, folder: Path) -> AsyncIterator[Rollou
         os.environ["PYTHONPATH"] = os.pathsep.join(str(path.resolve()) for path in plan.plug_ins)
     async with AsyncExitStack() as stack:
         if plan.engine == "sglang":
-            engine = await stack.enter_async_context(SGLangCpuServer(model))
+            server = SGLangCpuServer(model)
+            server.start_seconds = SGLANG_START_SECONDS
+            engine = await stack.enter_async_context(server)
             flags += ["--backend", engine.url]
         else:
             flags += ["--model", str(model)]

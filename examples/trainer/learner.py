@@ -34,6 +34,9 @@ class Recipe:
     """Optimiser steps of an epoch. With more than one step of a batch, the clip has something to do."""
     portion: int = 32
     """Samples in one forward pass: memory, and nothing else, depends on it."""
+    discouragement: float = 1.0
+    """What negative advantages are multiplied by. 1 is DAPO; less allows for larger steps, since samples that are made
+    unlikely without end are what makes these diverge."""
     max_norm: float = 1.0
     temperature: float = 1.0
     clip: Clip = field(default_factory=Clip)
@@ -110,6 +113,7 @@ class Learner:
             start = current.detach() if proximal is None else torch.cat([proximal[id(each)] for each in part])
             behaviour = torch.from_numpy(np.concatenate([each.behaviour for each in part]))
             advantages = torch.cat([torch.full((len(each.behaviour),), each.advantage) for each in part])
+            advantages = torch.where(advantages < 0, self.recipe.discouragement * advantages, advantages)
             loss = dapo_loss(current, start, behaviour, advantages, tokens, self.recipe.clip)
             loss.value.backward()
             gap = (start - behaviour).abs()

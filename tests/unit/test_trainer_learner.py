@@ -103,6 +103,15 @@ def test_several_updates_keep_the_proximal_policy_of_the_beginning(base, arrays)
     assert watched["logprob_gap_max"] < 1e-4
 
 
+def test_without_discouragement_only_good_samples_are_learnt_from(base, arrays):
+    samples = samples_of(arrays)
+    good = [each for each in samples if each.advantage > 0]
+    quiet = replace(RECIPE, discouragement=0.0)
+    whole = Learner(base, quiet).step(samples)["gradient_norm"]
+    alone = Learner(base, quiet).step(good)["gradient_norm"]
+    assert whole == pytest.approx(alone * len(good) / len(samples), rel=1e-3)  # the same sum, over all tokens
+
+
 def test_a_stale_batch_is_seen_as_one(base, arrays):
     learner = Learner(base, RECIPE)
     learner.steps = 3
