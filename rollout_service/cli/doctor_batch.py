@@ -151,7 +151,7 @@ def _recompute(
         for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
             row = torch.from_numpy(ids[begin:end])
             logits = model(row[None]).logits[0, :-1].float() / temperature
-            chosen = torch.log_softmax(logits, dim=-1).gather(-1, row[1:, None])
+            chosen = torch.log_softmax(logits, dim=-1).take_along_dim(row[1:, None], dim=-1)
             found[begin + 1 : end] = chosen[:, 0].numpy()
     return found
 
