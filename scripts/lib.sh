@@ -188,5 +188,5 @@ ensure_vllm() {
 
 ensure_trl() {
     [[ -f $root/.venv-trl/.installed ]] && "$root/scripts/install-trl" >/dev/null && return
-    step "install TRL for the CPU (1.2 GB)" "$root/scripts/install-trl"
+    step "install TRL for the CPU (1.5 GB)" "$root/scripts/install-trl"
 }
