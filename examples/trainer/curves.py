@@ -17,7 +17,7 @@ from tensorboardX import SummaryWriter
 Point = Mapping[str, float]
 
 PLOTS: Mapping[str, Sequence[str]] = {
-    "reward": ("reward", "held_out"),
+    "reward": ("reward",),
     "acceptance": ("acceptance",),
     "staleness": ("staleness", "staleness_max"),
     "entropy": ("entropy",),
@@ -72,11 +72,14 @@ def draw(points: Sequence[Point], names: Sequence[str], file: Path) -> Path:
     axes = figure.subplots()
     for name in names:
         there = [(point["step"], point[name]) for point in points if name in point]
+        if not there:
+            continue
         axes.plot([step for step, _ in there], [value for _, value in there], marker=".", label=name)
     axes.set_xlabel("step")
     axes.set_title(file.stem.replace("_", " "))
     axes.grid(visible=True, alpha=0.3)
-    axes.legend()
+    if axes.lines:
+        axes.legend()
     figure.savefig(file, dpi=100)
     return file
 
