@@ -47,6 +47,14 @@ class Served:
     context_length: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """The task that registers a backend which may not be there yet."""
+
+    scope: anyio.CancelScope
+    ended: anyio.Event
+
+
 class Serving:
     """The backends and chat formats of all pools."""
 
@@ -59,6 +67,8 @@ class Serving:
         self._changed = anyio.Event()
         self._specs: dict[str, BackendSpec] = {}
         self._awaited: dict[str, BackendSpec] = {}
+        self._attempts: dict[str, _Attempt] = {}
+        self._saving = anyio.Lock()
         self.waiting: dict[str, str] = {}
         """Addresses of backends that are to be registered and cannot be yet, with the reason."""
 
@@ -70,6 +80,7 @@ class Serving:
             for spec in known.values():
                 self.waiting[str(spec.url)] = "not tried yet"
                 self._awaited[str(spec.url)] = spec
+                self._attempts[str(spec.url)] = _Attempt(anyio.CancelScope(), anyio.Event())
                 tasks.start_soon(self._reconnect, spec)
             yield
             tasks.cancel_scope.cancel()
@@ -101,6 +112,21 @@ class Serving:
         await self._pools.remove(backend_id)
         if self._specs.pop(backend_id, None):
             await self._save()
+
+    async def clear(self, pool: str) -> int:
+        """Take all engines of a pool out for good, those that are still waited for too; how many these were."""
+        attempts = {url: self._attempts[url] for url, spec in self._awaited.items() if spec.pool == pool}
+        for attempt in attempts.values():
+            attempt.scope.cancel()
+        for attempt in attempts.values():
+            await attempt.ended.wait()
+        given_up = [url for url in attempts if url in self._awaited]
+        for url in given_up:
+            self._stop_waiting(url)
+        served = [view.backend_id for view in self._pools.views() if view.pool == pool]
+        for backend_id in served:
+            await self.remove(backend_id)
+        return len(given_up) + len(served)
 
     def drain(self, backend_id: str) -> BackendView:
         """Send an engine nothing new; raises UnknownBackend."""
@@ -174,6 +200,14 @@ class Serving:
         self._changed = anyio.Event()
 
     async def _reconnect(self, spec: BackendSpec) -> None:
+        attempt = self._attempts[str(spec.url)]
+        try:
+            with attempt.scope:
+                await self._register_in_the_end(spec)
+        finally:
+            attempt.ended.set()
+
+    async def _register_in_the_end(self, spec: BackendSpec) -> None:
         url = str(spec.url)
         while url in self._awaited:
             try:
@@ -197,6 +231,7 @@ class Serving:
 
     async def _save(self) -> None:
         draft = self._remembered.with_suffix(".draft")
-        data = _SPECS.dump_json(list(self._specs.values()))
-        await anyio.Path(draft).write_bytes(data)
-        await anyio.Path(draft).replace(self._remembered)
+        async with self._saving:  # two that are registered at once share the draft
+            data = _SPECS.dump_json(list(self._specs.values()))
+            await anyio.Path(draft).write_bytes(data)
+            await anyio.Path(draft).replace(self._remembered)

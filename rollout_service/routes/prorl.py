@@ -109,10 +109,7 @@ async def add_llm_server(service: ServiceDep, request: ServerRequest) -> dict[st
 @router.post("/clear_llm_server")
 async def clear_llm_server(service: ServiceDep) -> dict[str, Any]:
     """Remove all engines of the default pool."""
-    removed = [view.backend_id for view in service.serving.views() if view.pool == "policy"]
-    for backend_id in removed:
-        await service.serving.remove(backend_id)
-    return {"status": "success", "removed": len(removed)}
+    return {"status": "success", "removed": await service.serving.clear("policy")}
 
 
 @router.post("/start")
