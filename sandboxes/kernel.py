@@ -36,7 +36,7 @@ LOG_LIMIT = 4096
 POLL = 0.02
 PROBE = 0.5
 SILENCE = 4.0
-"""How long the output may pause after the reply: "idle" is lost only where the kernel's queue ran over."""
+"""How long the output may pause after the reply: only code inside that changes how the kernel sends can lose "idle"."""
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 

@@ -3,8 +3,9 @@
 Written into each sandbox as text, never imported. It leaves out the client side of Jupyter, collections of garbage
 while modules load, the thread for heartbeats, and waits for output that is not there. Nothing that code computes is
 changed: long prints go out in several messages, long results and exceptions are cut in the middle, so that
-no message gets so large that the host would refuse it. Only plain text is made of a value, and IPython's second copy
-of everything printed is not kept.
+no message gets so large that the host would refuse it. Who prints faster than the host reads waits, as at a pipe's
+end: nothing is dropped, and at a time-out what is still to be read is little. Only plain text is made of a value, and
+IPython's second copy of everything printed is not kept.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
 LIMIT = 256 * 1024
-"""Characters of one message."""
+"""Characters of one message, and of what is printed before it goes out."""
+BACKLOG = 8
+"""Messages that wait in this process, and again in ZeroMQ, before who sends more has to wait."""
+BACKLOG_PAUSE = 0.005
 SETTINGS = {
     "HistoryManager": {"enabled": False},
     "InteractiveShell": {"colors": "nocolor", "cache_size": 100},
@@ -41,6 +46,7 @@ def main() -> None:
         del sys.path[0]  # this file's folder is no place for modules
     load_at_first_use("jupyter_client", "jupyter_client.connect")
     bound_streams()
+    bound_sending()
     app = make_app(sys.argv[1])
     bound_shell(app.shell)
     wake_at_signals()
@@ -71,6 +77,7 @@ def load_at_first_use(name: str, part: str) -> None:
 def make_app(connection_file: str) -> Any:
     """A kernel with its sockets, ready to be started."""
     import traitlets
+    import zmq
     from ipykernel import kernelapp
     from traitlets.config import Config
 
@@ -83,6 +90,13 @@ def make_app(connection_file: str) -> Any:
             """Take the settings from here."""
             self.update_config(Config(SETTINGS))
             self.connection_file = connection_file
+
+        def init_iopub(self, context: Any) -> None:
+            """Have the output channel wait for its reader, where it would drop what is too much."""
+            defaults, context.sockopts = context.sockopts, {**context.sockopts, zmq.SNDHWM: BACKLOG}
+            super().init_iopub(context)
+            context.sockopts = defaults
+            self.iopub_thread.socket.setsockopt(zmq.XPUB_NODROP, 1)
 
         def init_heartbeat(self) -> None:
             """Nobody listens: the host watches the process."""
@@ -109,7 +123,7 @@ def bound_streams() -> None:
     from ipykernel.iostream import OutStream
 
     stream: Any = OutStream
-    buffers, flush = stream._flush_buffers, stream.flush
+    buffers, flush, write = stream._flush_buffers, stream.flush, stream.write
 
     def bounded_buffers(self: Any) -> Iterator[tuple[Any, str]]:
         for parent, text in buffers(self):
@@ -123,8 +137,32 @@ def bound_streams() -> None:
         if any(buffer.tell() for buffer in list(self._buffers.values())):
             flush(self)
 
-    stream._flush_buffers, stream.flush = bounded_buffers, flush_if_any
+    def bounded_write(self: Any, text: str) -> Any:
+        written = write(self, text)
+        self._since_flush = getattr(self, "_since_flush", 0) + len(text)
+        if self._since_flush > LIMIT:
+            self._since_flush = 0
+            flush(self)
+        return written
+
+    stream._flush_buffers, stream.flush, stream.write = bounded_buffers, flush_if_any, bounded_write
     stream._watch_pipe_fd = watch_pipe
+
+
+def bound_sending() -> None:
+    """Have who sends wait while many messages are to be sent; the thread that sends them excepted."""
+    from ipykernel.iostream import IOPubThread
+
+    thread: Any = IOPubThread
+    schedule = thread.schedule
+
+    def bounded_schedule(self: Any, send: Any) -> None:
+        schedule(self, send)
+        if threading.current_thread() is not self.thread:
+            while len(self._events) > BACKLOG and self.thread.is_alive():
+                time.sleep(BACKLOG_PAUSE)
+
+    thread.schedule = bounded_schedule
 
 
 def watch_pipe(stream: Any) -> None:

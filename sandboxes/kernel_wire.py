@@ -19,7 +19,7 @@ from jupyter_client.session import DELIM, Session
 MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
 """What `Session` raises where a message is not what it should be."""
 MESSAGE_LIMIT = 4 * 1024 * 1024
-QUEUE_LIMIT = 64
+QUEUE_LIMIT = 16
 FLOOD_BYTES = 256 * 1024
 """After so many bytes, or `FLOOD_MESSAGES`, a reader rests; so a flood costs a small part of a processor."""
 FLOOD_MESSAGES = 64

@@ -75,6 +75,25 @@ async def python_whole_rollout(sandbox: Sandbox, _: SandboxProvider) -> None:
     expect(result.result == "(54, 0, 'deep')", result)
 
 
+async def python_flood(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """Who prints faster than is read has to wait: the time-out stops it at once, whichever way, and state is kept."""
+    python = await sandbox.python()
+    await python.execute("import os, subprocess\nfrom IPython.display import display\nkept = 1")
+    floods = (
+        "while True: print('y' * 1000)",
+        "while True: print('y' * 10_000_000)",
+        "while True: display('y' * 1000)",
+        "while True: os.write(2, b'y' * 1000)",
+        "subprocess.run(['yes'])",
+    )
+    for flood in floods:
+        result = await python.execute(flood, timeout=1.0)
+        expect(result.timed_out and result.truncated, result)
+        expect(result.error is not None and result.error.ename == "KeyboardInterrupt", result)
+    result = await python.execute("kept")
+    expect(result.result == "1", result)
+
+
 async def python_interrupt(sandbox: Sandbox, _: SandboxProvider) -> None:
     """`interrupt` is a KeyboardInterrupt in the cell, again and again, in the middle of output; the kernel stays."""
     python = await sandbox.python()
@@ -132,6 +151,7 @@ CHECKS: tuple[Check, ...] = (
     python_output_limit,
     python_dies,
     python_whole_rollout,
+    python_flood,
     python_interrupt,
     python_cancelled,
     python_characters,

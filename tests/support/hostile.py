@@ -216,11 +216,11 @@ async def endless_output(provider: SandboxProvider) -> None:
 
 @check
 async def line_without_end(provider: SandboxProvider) -> None:
-    """A gigabyte without a newline does not grow the service."""
+    """A quarter of a gigabyte without a newline does not grow the service."""
     async with attacked(provider) as sandbox:
         shell = await sandbox.bash()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        command = "head -c 1000000000 /dev/zero | tr '\\0' x; echo; echo end"
+        command = "head -c 250000000 /dev/zero | tr '\\0' x; echo; echo end"
         result = await shell.run(command, timeout=3 * PATIENCE)
         assert result.truncated
         assert [breach.limit for breach in result.breaches] == ["output"]
