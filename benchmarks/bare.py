@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,37 +26,48 @@ class Bare:
     engine_ms: float
     """Median of the HTTP calls."""
     tool_ms: float
-    """Median of the commands."""
+    """Median of the commands, without each loop's first, which waits for its shell to start."""
 
 
-async def bare_turns(engine_url: str, command: str, *, concurrency: int, turns: int) -> Bare:
-    """Run so many loops at once, each of so many turns."""
+async def bare_turns(
+    engine_url: str,
+    command: str,
+    *,
+    concurrency: int,
+    turns: int,
+    spread_seconds: float = 0.0,
+    prompts: Sequence[list[int]] = (),
+) -> Bare:
+    """Run so many loops, each of so many turns, begun over `spread_seconds`; `prompts` are what theirs begin with."""
     engine: list[float] = []
     tool: list[float] = []
 
-    async def loop(http: aiohttp.ClientSession) -> None:
+    async def loop(http: aiohttp.ClientSession, place: int) -> None:
+        begin = prompts[place] if prompts else []
+        await anyio.sleep(place * spread_seconds / concurrency)
         async with shell() as bash:
             for number in range(turns):
                 begun = time.perf_counter()
-                await generate(http, engine_url, PROMPT_TOKENS + number)
+                await generate(http, engine_url, begin + [0] * (PROMPT_TOKENS + number))
                 answered = time.perf_counter()
                 await run(bash, command)
                 engine.append(answered - begun)
-                tool.append(time.perf_counter() - answered)
+                if number:
+                    tool.append(time.perf_counter() - answered)
 
     started = time.perf_counter()
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as http, anyio.create_task_group() as group:
-        for _ in range(concurrency):
-            group.start_soon(loop, http)
+        for place in range(concurrency):
+            group.start_soon(loop, http, place)
     rate = concurrency * turns / (time.perf_counter() - started)
     return Bare(rate, statistics.median(engine) * 1e3, statistics.median(tool) * 1e3)
 
 
-async def generate(http: aiohttp.ClientSession, engine_url: str, tokens: int) -> dict[str, Any]:
+async def generate(http: aiohttp.ClientSession, engine_url: str, input_ids: list[int]) -> dict[str, Any]:
     """One sampled turn."""
     body = {
-        "input_ids": [0] * tokens,
+        "input_ids": input_ids,
         "sampling_params": {"max_new_tokens": 512},
         "return_logprob": True,
         "stream": False,

@@ -5,7 +5,8 @@ Run: python benchmarks/service.py [--json FILE] [--quick]
 Every turn is one bash call in a local sandbox; the engine is scripted, so that it costs no compute of its own, and
 writes down when it was asked and when it answered. Added latency of a turn = the time from when an answer of the engine
 was given to its socket until the same rollout's next request has come to the engine's process, less what the same
-command takes in a bare bash. So it counts the way both ways, HTTP in the service, tokens, the tool call, and whatever
+command takes in a bare bash after such a rest (`tool_ms_p50_c256`; `tool_ms_p50` is its cost in a hot loop). So it
+counts the way both ways, HTTP in the service, tokens, the tool call, and whatever
 waits for the CPU; what the engine takes to parse a request and to write an answer is the engine's. Figures are over
 the turns in the time in which all rollouts were with the agent at once, without each one's first, whose command starts
 its shell; the orders are spread evenly over some seconds, so that turns do not all end at the same moment. Memory is
@@ -13,7 +14,9 @@ the growth of the service's process alone, when most rollouts wait for the engin
 
 `service_cpu_ms_per_turn` and `_per_rollout` are the CPU time of the service's process, for a turn, and for all else in
 a rollout's life: on a machine that is busy with other things these are the figures to trust. `limit_*` figures are
-the same turns without the service, in bare loops: the HTTP call to the same engine and a line to a running bash.
+the same turns without the service, in bare loops: the HTTP call to the same engine and a line to a running bash; that
+of `c256` in the same rhythm as the service's, timed and reckoned as the service is. Between two turns of a rollout is
+a rest of seconds, after which everything costs more than in a hot loop, the bare loop's turns too.
 """
 
 from __future__ import annotations
@@ -30,12 +33,15 @@ from pathlib import Path
 import anyio
 from bare import bare_turns
 from common import HERE, Options, Server, child, report, run, service
-from engine import COMMAND, read_turns
+from engine import COMMAND, MODEL, read_turns
+from tokenizers import Tokenizer
 
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.tasks import Limits, Task
 
 ENGINE_SECONDS = 2.0
+RHYTHM = 256
+"""The concurrency at which the bare loops are timed in the service's rhythm."""
 SPREAD_SECONDS = {1: 0.0, 64: 2.0, 256: 4.0, 512: 6.0}
 """Over how long the orders are spread, by concurrency: whole turns of the engine."""
 AIMS = {
@@ -55,10 +61,12 @@ class Plan:
     """Turns of each rollout with the slow engine, by concurrency."""
     fast_turns: int
     """Turns of each rollout with the instant engine."""
+    bare_turns: int
+    """Turns of each bare loop with the slow engine."""
 
 
-FULL = Plan(slow_turns={1: 10, 64: 12, 256: 16, 512: 20}, fast_turns=100)
-QUICK = Plan(slow_turns={1: 3, 64: 4, 256: 4, 512: 5}, fast_turns=30)
+FULL = Plan(slow_turns={1: 10, 64: 12, 256: 16, 512: 20}, fast_turns=100, bare_turns=8)
+QUICK = Plan(slow_turns={1: 3, 64: 4, 256: 4, 512: 5}, fast_turns=30, bare_turns=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +97,12 @@ async def main(given: Options) -> None:
         bare = await bare_turns(instant.engine_url, COMMAND, concurrency=1, turns=200)
         figures |= {"limit_added_ms_p50_c1": bare.engine_ms, "tool_ms_p50": bare.tool_ms}
     async with bench(ENGINE_SECONDS) as slow:
+        rhythm = await bare_rhythm(slow, plan.bare_turns)
+        figures |= rhythm
         for concurrency, spread in SPREAD_SECONDS.items():
             idle_mb = slow.server.memory_mb
             numbers, peak = await roll_out(slow, concurrency, plan.slow_turns[concurrency], spread)
-            figures |= latencies(slow.record, numbers, bare.tool_ms)
+            figures |= latencies(slow.record, numbers, rhythm[f"tool_ms_p50_c{RHYTHM}"])
         figures["memory_mb_per_rollout_c512"] = (peak.memory_mb - idle_mb) / peak.waiting
         figures["waiting_at_once_c512"] = peak.waiting
     settings = {"engine_seconds": ENGINE_SECONDS, "command": COMMAND, "fast_turns": plan.fast_turns}
@@ -178,6 +188,25 @@ def latencies(file: Path, numbers: Sequence[int], tool_ms: float) -> dict[str, f
         f"added_ms_p90_c{count}": added[int(len(added) * 0.9)],
         f"added_ms_p99_c{count}": added[int(len(added) * 0.99)],
         f"turns_timed_c{count}": len(added),
+    }
+
+
+async def bare_rhythm(slow: Bench, turns: int) -> dict[str, float]:
+    """What bare loops add to their turns in the service's rhythm, and what the command takes there."""
+    numbers = [next(slow.numbers) for _ in range(RHYTHM)]
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    bare = await bare_turns(
+        slow.engine_url,
+        COMMAND,
+        concurrency=RHYTHM,
+        turns=turns,
+        spread_seconds=SPREAD_SECONDS[RHYTHM],
+        prompts=[tokenizer.encode(f"Greet number {number} from the shell.").ids for number in numbers],
+    )
+    added = latencies(slow.record, numbers, bare.tool_ms)
+    return {
+        f"limit_added_ms_p50_c{RHYTHM}": added[f"added_ms_p50_c{RHYTHM}"],
+        f"tool_ms_p50_c{RHYTHM}": bare.tool_ms,
     }
 
 
