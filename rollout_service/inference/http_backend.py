@@ -4,6 +4,7 @@ Guarantees: a call that is cancelled or runs out of time aborts its request in t
 answer is JSON or an error that names engine, route and status; a prompt without room for its budget is never sent.
 """
 
+import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
@@ -27,12 +28,13 @@ from rollout_service.inference.errors import (
     InferenceError,
     PromptTooLong,
 )
-from rollout_service.inference.http_client import HttpClient
+from rollout_service.inference.http_client import AnswerTimeoutError, HttpClient
 
 CONTROL_SECONDS = 30.0
 _ABORT_SECONDS = 2.0
 _END_SECONDS = 5.0
 _ABORT_AGAIN_SECONDS = 0.1
+_OK = HTTPStatus.OK.value
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 
@@ -78,21 +80,21 @@ class HttpBackend(ABC):
             self._check_room(request, self._info)
         self._open_calls += 1
         try:
-            with anyio.move_on_after(self._timeout):
-                return await self._sample(request, time.perf_counter())
-        except anyio.get_cancelled_exc_class():
+            return await self._sample(request, time.perf_counter())
+        except asyncio.CancelledError:
             with anyio.CancelScope(shield=True):
                 await self._abort_quietly(request.request_id)
             raise
+        except AnswerTimeoutError as error:
+            await self._abort_quietly(request.request_id)
+            raise GenerationTimeout(
+                str(error),
+                hint="Lower max_new_tokens, or raise the generation time-out",
+                backend_id=self._id,
+            ) from error
         finally:
             self._open_calls -= 1
             self._call_ended.set()
-        await self._abort_quietly(request.request_id)
-        raise GenerationTimeout(
-            f"no answer in {self._timeout:g} s",
-            hint="Lower max_new_tokens, or raise the generation time-out",
-            backend_id=self._id,
-        )
 
     async def close(self) -> None:
         """Release the connections; the engine itself runs on."""
@@ -135,7 +137,10 @@ class HttpBackend(ABC):
         seconds: float | None = None,
         is_json: bool | None = True,
     ) -> Any:
-        """One HTTP exchange. `is_json=None` takes what is not JSON as None; False does not look at all."""
+        """One HTTP exchange. `is_json=None` takes what is not JSON as None; False does not look at all.
+
+        Without `seconds` it may take as long as a generation, and raises AnswerTimeoutError, which `generate` explains.
+        """
         raw = await self._exchange_bytes(method, path, content, seconds)
         return self._decode(raw, path, is_json) if is_json is not False else None
 
@@ -146,17 +151,19 @@ class HttpBackend(ABC):
             raise BackendUnreachable("was removed", backend_id=self._id)
         try:
             if seconds is None:
-                status, raw = await self._client.exchange(method, path, content)
+                status, raw = await self._client.exchange(method, path, content, seconds=self._timeout)
             else:
                 with anyio.fail_after(seconds):
                     status, raw = await self._client.exchange(method, path, content)
+        except AnswerTimeoutError:
+            raise
         except OSError as error:
             raise BackendUnreachable(
                 f"{method} {path} failed: {str(error) or type(error).__name__}",
                 hint=f"Check that an engine listens at {self._url}",
                 backend_id=self._id,
             ) from error
-        if status != HTTPStatus.OK:
+        if status != _OK:
             raise self._refusal(status, path, raw)
         return raw
 

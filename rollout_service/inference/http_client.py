@@ -23,6 +23,10 @@ one that is being closed."""
 FIRST_FINAL_STATUS = 200
 
 
+class AnswerTimeoutError(TimeoutError):
+    """A request was sent, and in the time that was given no whole answer came."""
+
+
 class HttpClient:
     """The connections to one engine; use it from one event loop, and close it."""
 
@@ -38,17 +42,20 @@ class HttpClient:
         self._resting: deque[_Connection] = deque()
         self._open: set[_Connection] = set()
 
-    async def exchange(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
-        """The status and the body of an answer; redirects are answers too.
+    async def exchange(
+        self, method: str, path: str, body: bytes | None, *, seconds: float | None = None
+    ) -> tuple[int, bytes]:
+        """The status and the body of an answer, that may take so long; redirects are answers too.
 
         Raises:
-            OSError: there is no connection, it broke, or what came is not HTTP; TimeoutError is one of them.
+            OSError: there is no connection, it broke, or what came is not HTTP; TimeoutError is one of them, and
+                AnswerTimeoutError too.
         """
         length = f"Content-Length: {len(body)}\r\n" if body is not None else ""
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{length}\r\n".encode("ascii")
         connection = self._rested() or await self._connect()
         try:
-            answer = await connection.exchange(head + body if body else head)
+            answer = await connection.exchange(head + body if body else head, seconds)
         except BaseException:
             connection.close()
             raise
@@ -106,11 +113,20 @@ class _Connection(asyncio.Protocol):
         """When the last answer had come."""
         self.lost = anyio.Event()
 
-    async def exchange(self, request: bytes) -> tuple[int, bytes]:
-        """Send a request and read its answer; raises OSError."""
+    async def exchange(self, request: bytes, seconds: float | None) -> tuple[int, bytes]:
+        """Send a request and read its answer; raises OSError.
+
+        A timer alone ends what takes too long: each turn passes here, and a cancel scope costs it ten times as much.
+        """
         self._answer = self._loop.create_future()
         self._transport.write(request)
-        return await self._answer
+        if seconds is None:
+            return await self._answer
+        timer = self._loop.call_later(seconds, self._fail, AnswerTimeoutError(f"no answer in {seconds:g} s"))
+        try:
+            return await self._answer
+        finally:
+            timer.cancel()
 
     def close(self) -> None:
         """Close at once. Idempotent."""
