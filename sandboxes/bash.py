@@ -6,7 +6,8 @@ that holds the output open delays nothing, and after an interrupt the shell stil
 then SIGINT and an unset variable end the command and not the shell.
 """
 
-import secrets
+import asyncio
+import os
 import shlex
 import time
 from collections.abc import Awaitable, Callable
@@ -55,7 +56,7 @@ class ShellSession(BashSession):
         self._env = {**env, **ENV}
         self._breaches = breaches
         self._explain = explain
-        self._lock = anyio.Lock(fast_acquire=True)
+        self._lock = asyncio.Lock()  # each turn takes it, and anyio's costs as much as the rest of the call
         self._restarts = Restarts()
         self._child: Child | None = None
         self._reader: Reader | None = None
@@ -65,8 +66,8 @@ class ShellSession(BashSession):
         """The exit code of the command before."""
         self._since: int | None = None
         """When the present command began, in ticks."""
-        self._ended = anyio.Event()
-        """Set when the present command has ended."""
+        self._ended: anyio.Event | None = None
+        """Set when the present command has ended, where somebody waits for it."""
 
     async def open(self) -> None:
         """Start the shell if there is none.
@@ -102,17 +103,17 @@ class ShellSession(BashSession):
 
     async def _run(self, command: str, timeout: float, output: OutputBuffer) -> BashResult:
         child, reader = self._opened()
-        begun, nonce = time.monotonic(), secrets.token_hex(8)
+        begun, nonce = time.monotonic(), os.urandom(8).hex()
+        until = asyncio.get_running_loop().time() + timeout
         self._since = since = ticks_now()
-        self._ended = anyio.Event()
         code: int | None = None
         self._jobs = []
         reader.start(output.add)
         try:
-            with anyio.move_on_after(timeout) as scope:
-                await write_all(child.pipes.fds[INPUT], _framed(command, nonce, self._last))
-                code = await self._status(child, nonce)
-            if scope.cancelled_caught:
+            try:
+                await write_all(child.pipes.fds[INPUT], _framed(command, nonce, self._last), until)
+                code = await self._status(child, nonce, until)
+            except TimeoutError:
                 await self._interrupt(child, nonce, since)
         except SessionDiedError as error:
             reader.stop()
@@ -120,9 +121,11 @@ class ShellSession(BashSession):
             raise await self._explain(error) from None
         finally:
             self._since = None
-            self._ended.set()
+            if self._ended is not None:
+                self._ended.set()
+                self._ended = None
             reader.stop()
-        seconds, timed_out = time.monotonic() - begun, scope.cancelled_caught
+        seconds, timed_out = time.monotonic() - begun, code is None
         breaches = self._breaches.of_call(
             timeout if timed_out else None, output.limit if output.truncated else None
         )
@@ -148,9 +151,12 @@ class ShellSession(BashSession):
     async def interrupt(self) -> None:
         if not self._control.alive:
             raise SandboxClosedError("the sandbox has ended")
-        child, since, ended = self._child, self._since, self._ended
+        child, since = self._child, self._since
+        if child is None or since is None:
+            return
+        ended = self._ended = self._ended or anyio.Event()
         for _ in range(INTERRUPTS):
-            if child is None or since is None or ended.is_set():
+            if ended.is_set():
                 return
             await self._control.stop(child.group, "INT", since, self._jobs)
             with anyio.move_on_after(INTERRUPT_PAUSE):
@@ -164,6 +170,11 @@ class ShellSession(BashSession):
                     await self.open()
 
     @property
+    def is_open(self) -> bool:
+        """Whether there is a shell, which may have ended."""
+        return self._child is not None
+
+    @property
     def healthy(self) -> bool:
         """Whether the shell runs, or has not been opened."""
         return self._child is None or not self._child.status.ended
@@ -173,9 +184,9 @@ class ShellSession(BashSession):
         async with self._lock:
             pass
 
-    async def _status(self, child: Child, nonce: str) -> int:
-        """Wait for the report of a command; before it, the shell has named its jobs."""
-        while (line := await child.status.next()) is not None:
+    async def _status(self, child: Child, nonce: str, until: float | None = None) -> int:
+        """Wait for the report of a command; before it, the shell has named its jobs. Raises TimeoutError."""
+        while (line := await child.status.next(until)) is not None:
             found, _, code = line.partition(" ")
             if found == nonce and code.isdigit():
                 self._last = int(code)

@@ -145,8 +145,11 @@ class ControlledSandbox(Sandbox):
         return posixpath.normpath(posixpath.join(self.workdir, path))
 
     async def bash(self) -> ShellSession:
-        with self._operation():
-            await self._shell.ensure()
+        if self._closing or not self._launched.control.alive:
+            raise self._ended()
+        if not self._shell.is_open:
+            with self._operation():
+                await self._shell.ensure()
         return self._shell
 
     async def python(self) -> KernelSession:

@@ -9,6 +9,7 @@ import array
 import asyncio
 import errno
 import fcntl
+import math
 import os
 import termios
 from collections.abc import Callable
@@ -101,14 +102,19 @@ def read_some(fd: int, size: int = READ_SIZE) -> bytes | None:
         return None
 
 
-async def write_all(fd: int, data: bytes) -> bool:
-    """Write everything, waiting for room; False where the reader has gone."""
+async def write_all(fd: int, data: bytes, until: float = math.inf) -> bool:
+    """Write everything, waiting for room; False where the reader has gone.
+
+    Raises:
+        TimeoutError: there was no room for all of it `until` then, on the event loop's clock.
+    """
     view = memoryview(data)
     while view:
         try:
             view = view[os.write(fd, view) :]
         except BlockingIOError:
-            await anyio.wait_writable(fd)
+            with anyio.fail_after(until - anyio.current_time()):
+                await anyio.wait_writable(fd)
         except BrokenPipeError:
             return False
     return True
@@ -211,17 +217,28 @@ class StatusLines:
             self._loop.remove_reader(self._fd)
         self._wake()
 
-    async def next(self) -> str | None:
-        """The next line without its end; None at the end of the stream."""
+    async def next(self, until: float | None = None) -> str | None:
+        """The next line without its end; None at the end of the stream.
+
+        Raises:
+            TimeoutError: none has come `until` then, on the event loop's clock.
+        """
         while not self._lines:
             if self.ended:
                 return None
             self._waiter = self._loop.create_future()
+            timer = None if until is None else self._loop.call_at(until, self._expire, self._waiter)
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+                if timer is not None:
+                    timer.cancel()
         return self._lines.pop(0)
+
+    def _expire(self, waiter: asyncio.Future[None]) -> None:
+        if not waiter.done():
+            waiter.set_exception(TimeoutError())
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
