@@ -21,6 +21,7 @@ from rollout_service.inference import contract as inference
 from rollout_service.inference.errors import PromptTooLong
 from rollout_service.tokens import AssistantTurn, Conversation
 
+_FINISH = {reason: FinishReason(reason.value) for reason in inference.FinishReason}
 INLINE_CHARS = 4_096
 """Above this many characters a prompt is rendered in a thread: 4 ms of work at most stay on the event loop, against
 0.13 ms for the way to a thread and back."""
@@ -61,6 +62,7 @@ class PolicySession:
         self._usage = Usage()
         self._engine_seconds = 0.0
         self._kept_kv: frozenset[int] = frozenset()
+        self._last_sampling: inference.Sampling | None = None
 
     async def respond(self, new_messages: list[Message], *, max_tokens: int) -> PolicyTurn:
         """Continue the conversation by these messages and sample one turn of at most `max_tokens` tokens.
@@ -81,11 +83,12 @@ class PolicySession:
             generation.output_ids,
             generation.logprobs,
             generation.versions,
-            FinishReason(generation.finish_reason.value),
+            _FINISH[generation.finish_reason],
             generation.exported,
         )
         self._count(turn, generation)
-        self._kept_kv |= generation.kept_kv_versions
+        if generation.kept_kv_versions:
+            self._kept_kv |= generation.kept_kv_versions
         return PolicyTurn(
             message=turn.message,
             truncated=turn.truncated,
@@ -126,7 +129,11 @@ class PolicySession:
 
     async def _generate(self, prompt: list[int], budget: int) -> inference.Generation:
         request = inference.GenerateRequest(
-            inference.new_request_id(), prompt, self._engine_sampling(budget), self._engine_exports()
+            inference.new_request_id(),
+            prompt,
+            self._engine_sampling(budget),
+            self._engine_exports(),
+            self._conversation.unread(),
         )
         started = time.perf_counter()
         try:
@@ -139,6 +146,8 @@ class PolicySession:
     def _engine_exports(self) -> inference.Exports:
         """What the segment lacks of what was ordered."""
         ordered = self._exports
+        if not (ordered.top_logprobs or ordered.prompt_logprobs or ordered.routed_experts):
+            return inference.NO_EXPORTS
         return inference.Exports(
             top_logprobs=ordered.top_logprobs,
             prompt_logprobs_from=self._conversation.unread() if ordered.prompt_logprobs else None,
@@ -146,7 +155,10 @@ class PolicySession:
         )
 
     def _engine_sampling(self, budget: int) -> inference.Sampling:
-        return inference.Sampling(
+        """The same from turn to turn, until the tokens run short."""
+        if self._last_sampling is not None and self._last_sampling.max_new_tokens == budget:
+            return self._last_sampling
+        self._last_sampling = inference.Sampling(
             max_new_tokens=budget,
             temperature=self._sampling.temperature,
             top_p=self._sampling.top_p,
@@ -156,11 +168,12 @@ class PolicySession:
             stop_token_ids=self._stop_token_ids,
             seed=self._sampling.seed,
         )
+        return self._last_sampling
 
     def _count(self, turn: AssistantTurn, generation: inference.Generation) -> None:
         usage = self._usage
         calls = turn.tool_calls
-        self._usage = Usage.model_construct(
+        self._usage = Usage(
             turns=usage.turns + 1,
             prompt_tokens=usage.prompt_tokens + generation.prompt_tokens,
             cached_tokens=usage.cached_tokens + generation.cached_tokens,

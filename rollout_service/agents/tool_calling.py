@@ -7,6 +7,7 @@ the calls and seconds so far are counted and the conversation ends after a whole
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from itertools import groupby
@@ -127,7 +128,9 @@ class ToolCallingAgent:
         if tool is None:
             return ToolResult(f"There is no tool {call.name!r}. Tools: {', '.join(self._tools) or 'none'}.")
         try:
-            with anyio.move_on_after(context.seconds + GRACE_SECONDS):
+            with anyio.CancelScope(
+                deadline=asyncio.get_running_loop().time() + context.seconds + GRACE_SECONDS
+            ):
                 return await tool(call.arguments, context)
         except ToolInputError as error:
             return ToolResult(str(error))
@@ -146,4 +149,4 @@ def _ended_by(turn: PolicyTurn, episode: Episode) -> StopReason | None:
 
 
 def _message(call: ToolCall, text: str) -> Message:
-    return Message(role="tool", content=text, tool_call_id=call.id, name=call.name)
+    return Message(role="tool", content=text, tool_calls=[], tool_call_id=call.id, name=call.name)

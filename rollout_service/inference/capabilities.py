@@ -55,7 +55,9 @@ def refuse_missing_exports(exports: Exports, info: ModelInfo, backend_id: str) -
     Raises:
         ExportUnsupported: of the first thing that it does not give.
     """
-    for kind in sorted(wanted(exports) - info.exports):
+    missing = wanted(exports) - info.exports
+    if missing:
+        kind = min(missing)
         raise unsupported(Export(kind), hint=_HINTS[Export(kind)], backend_id=backend_id)
 
 

@@ -9,8 +9,8 @@ Guarantees of every `Backend`:
 """
 
 import math
+import os
 import re
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -26,7 +26,7 @@ _REQUEST_ID = re.compile(r"[0-9a-f]{32}(-\d{4})?")
 
 def new_request_id() -> str:
     """A fresh id for a `GenerateRequest`: 32 hexadecimal digits."""
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()
 
 
 class FinishReason(StrEnum):
@@ -89,6 +89,9 @@ class Exports:
             raise ValueError("a token's index is not negative")
 
 
+NO_EXPORTS = Exports()
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One turn: sample a continuation of `input_ids`.
@@ -99,18 +102,19 @@ class GenerateRequest:
     request_id: str
     input_ids: Sequence[int]
     sampling: Sampling = field(default_factory=Sampling)
-    exports: Exports = field(default_factory=Exports)
+    exports: Exports = NO_EXPORTS
+    known: int = 0
+    """How many of the first ids were sent or sampled in an earlier turn of the conversation, and looked at then."""
 
     def __post_init__(self) -> None:
         if not _REQUEST_ID.fullmatch(self.request_id):
             raise ValueError(f"request id {self.request_id!r} is not from new_request_id()")
         if not self.input_ids:
             raise ValueError("input_ids is empty; a prompt has at least one token")
-        firsts = (self.exports.prompt_logprobs_from or 0, self.exports.routed_experts_from or 0)
-        if max(firsts) > len(self.input_ids):
-            raise ValueError(
-                f"the prompt has {len(self.input_ids)} tokens, but exports begin at {max(firsts)}"
-            )
+        exports = self.exports
+        first = max(exports.prompt_logprobs_from or 0, exports.routed_experts_from or 0)
+        if first > len(self.input_ids):
+            raise ValueError(f"the prompt has {len(self.input_ids)} tokens, but exports begin at {first}")
 
 
 class TopLogprob(NamedTuple):
@@ -132,6 +136,9 @@ class Exported:
     routed_experts: NDArray[np.int32] | None = None
     """`[tokens, layers, experts per token]`: which experts read each token of prompt and output, from
     `routed_experts_from` on. The last sampled token has not been read and has no row."""
+
+
+NOTHING_EXPORTED = Exported()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +164,7 @@ class Generation:
     """The backend that served the last attempt."""
     engine_seconds: float
     """Seconds spent waiting for engines, summed over the attempts."""
-    exported: Exported = field(default_factory=Exported)
+    exported: Exported = NOTHING_EXPORTED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

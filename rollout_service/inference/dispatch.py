@@ -47,12 +47,13 @@ class Dispatcher:
         self._line = line
         self._options = options
         self._observer = observer
+        self._decided: deque[Decision] = deque()
         self._answered: deque[tuple[Decision, GenerateRequest, Generation | None]] = deque()
-        """Requests that have ended, of which the router does not know yet."""
+        """Decisions of which the observer, and requests that have ended of which the router does not know yet."""
 
     async def generate(self, request: GenerateRequest, affinity: str | None) -> Generation:
         """Sample a continuation; raises what `BackendPool.generate` does."""
-        self._roster.refuse_unknown_ids(request.input_ids)
+        self._roster.refuse_unknown_ids(request.input_ids, request.known)
         continuation = Continuation(request)
         avoid: set[str] = set()
         fruitless = 0
@@ -109,13 +110,13 @@ class Dispatcher:
         self, free: list[Member], request: GenerateRequest, affinity: str | None, avoid: set[str]
     ) -> Decision:
         self._learn()
-        fresh = [member for member in free if member.id not in avoid] or free
+        fresh = [member for member in free if member.id not in avoid] or free if avoid else free
         candidates = [
             Candidate(member.id, member.in_flight, member.share, member.is_local) for member in fresh
         ]
         decision = self._router.choose(candidates, request, affinity)
-        if self._observer is not None:
-            self._observer.decided(self._roster.name, decision)
+        self._decided.append(decision)
+        asyncio.get_running_loop().call_soon(self._learn)
         return decision
 
     async def _send(self, member: Member, decision: Decision, request: GenerateRequest) -> Generation:
@@ -129,9 +130,14 @@ class Dispatcher:
         return answer
 
     def _learn(self) -> None:
-        """Tell the router and the observer how requests have ended: before they are asked anything, but after what
-        waits for the answer has gone on.
+        """Tell the router and the observer what was decided and how requests have ended: before they are asked
+        anything, but after a request has been sent, and after what waits for an answer has gone on.
         """
+        self._router.settle()
+        while self._decided:
+            decision = self._decided.popleft()
+            if self._observer is not None:
+                self._observer.decided(self._roster.name, decision)
         while self._answered:
             decision, request, answer = self._answered.popleft()
             self._router.ended(decision, request, answer)

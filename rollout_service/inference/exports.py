@@ -12,7 +12,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_service.inference.contract import Exports, GenerateRequest
+from rollout_service.inference.contract import NO_EXPORTS, Exports, GenerateRequest
 from rollout_service.inference.errors import BackendProtocolError, ExportUnsupported
 
 
@@ -26,6 +26,8 @@ class Export(StrEnum):
 
 def wanted(exports: Exports) -> frozenset[Export]:
     """The kinds that are asked for."""
+    if exports == NO_EXPORTS:  # as of most requests
+        return frozenset()
     kinds = {
         Export.TOP_LOGPROBS: exports.top_logprobs > 0,
         Export.PROMPT_LOGPROBS: exports.prompt_logprobs_from is not None,

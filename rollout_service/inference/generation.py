@@ -40,7 +40,7 @@ class Continuation:
         if self.output_ids:
             sampling = replace(sampling, max_new_tokens=sampling.max_new_tokens - len(self.output_ids))
             prompt = [*prompt, *self.output_ids]
-        return GenerateRequest(request_id, prompt, sampling, self._exports.next())
+        return GenerateRequest(request_id, prompt, sampling, self._exports.next(), self.request.known)
 
     def add(self, part: Generation, read_by: int | None = None) -> Generation | None:
         """Take an engine's answer; gives the whole generation once there is nothing left to ask for.
@@ -48,7 +48,10 @@ class Continuation:
         `read_by` is the version of the weights whose KV alone the request could find when it was sent; None where
         it could find any.
         """
-        self._exposed.update(version for version in set(part.versions) if version != read_by)
+        exposed = set(part.versions) - {read_by}
+        if self.attempts <= 1 and not exposed and part.finish_reason is not FinishReason.ABORT:
+            return part  # as most turns: there is nothing to put together
+        self._exposed |= exposed
         self.output_ids.extend(part.output_ids)
         self.logprobs.extend(part.logprobs)
         self.versions.extend(part.versions)

@@ -29,6 +29,8 @@ class Member:
     """Requests that it is given at once."""
     is_local: bool = False
     """Whether it runs on this node."""
+    id: str = field(init=False)
+    """The backend's id."""
     state: BackendState = BackendState.READY
     in_flight: int = 0
     served: int = 0
@@ -46,12 +48,8 @@ class Member:
 
     def __post_init__(self) -> None:
         self._since = self.clock()
+        self.id = self.backend.id
         self.is_local = is_local(self.backend.url)
-
-    @property
-    def id(self) -> str:
-        """The backend's id."""
-        return self.backend.id
 
     @property
     def share(self) -> float:

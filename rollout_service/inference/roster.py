@@ -27,6 +27,8 @@ class Roster:
         self._on_change = on_change
         self._members: dict[str, Member] = {}
         self._changed = anyio.Event()
+        self._vocabularies: set[int | None] = set()
+        """The sizes of all that were ever served."""
 
     @property
     def paused(self) -> PauseMode | None:
@@ -80,6 +82,7 @@ class Roster:
     def add(self, member: Member) -> None:
         """Take a member in; the same again changes nothing."""
         self._members[member.id] = member
+        self._vocabularies.add(member.info.vocab_size)
         self.notify()
 
     def remove(self, backend_id: str) -> Member:
@@ -130,11 +133,18 @@ class Roster:
                     backend_id=backend_id,
                 )
 
-    def refuse_unknown_ids(self, ids: Sequence[int]) -> None:
-        """Keep from the engines an id that their vocabulary lacks, which some crash on; raises BackendRejected."""
-        size = next((member.info.vocab_size for member in self if member.info.vocab_size is not None), None)
-        if size is not None and not 0 <= min(ids) <= max(ids) < size:
-            position = next(i for i, token in enumerate(ids) if not 0 <= token < size)
+    def refuse_unknown_ids(self, ids: Sequence[int], known: int = 0) -> None:
+        """Keep from the engines an id that their vocabulary lacks, which some crash on; raises BackendRejected.
+
+        The first ids that are `known` were looked at in an earlier turn; they are again if the pool has served more
+        than one vocabulary.
+        """
+        sizes = (member.info.vocab_size for member in self._members.values())
+        size = next((size for size in sizes if size is not None), None)
+        start = known if len(self._vocabularies) == 1 else 0
+        new = ids[start:] if start else ids
+        if size is not None and new and not 0 <= min(new) <= max(new) < size:
+            position = next(i for i, token in enumerate(new, start) if not 0 <= token < size)
             raise BackendRejected(
                 f"prompt id {ids[position]} at {position} is outside the vocabulary of {size} that pool "
                 f"{self.name!r} serves",

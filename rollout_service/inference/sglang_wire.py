@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from rollout_service.inference import answer_checks as check
 from rollout_service.inference.answer_checks import mapping, parse_version
 from rollout_service.inference.contract import (
+    NO_EXPORTS,
+    NOTHING_EXPORTED,
     Exported,
     FinishReason,
     GenerateRequest,
@@ -24,6 +26,7 @@ from rollout_service.inference.contract import (
 from rollout_service.inference.errors import BackendProtocolError
 from rollout_service.inference.exports import Export, flat_experts, routed_rows, unsupported
 
+_REASONS: Mapping[object, FinishReason] = {reason.value: reason for reason in FinishReason}
 _START_ROUTED = "Start SGLang with --enable-return-routed-experts, and serve a mixture of experts"
 
 
@@ -74,8 +77,11 @@ def parse_generation(
         BackendProtocolError: anything is missing or contradicts the rest.
         ExportUnsupported: the engine left out what was asked for beside ids and logprobs.
     """
-    with check.answer_of(backend_id):
+    try:
         return _parse(answer, request, backend_id, info, engine_seconds)
+    except BackendProtocolError:
+        with check.answer_of(backend_id):
+            raise
 
 
 def _parse(
@@ -107,17 +113,18 @@ def _parse(
         ),
         backend_id=backend_id,
         engine_seconds=engine_seconds,
-        exported=_exported(meta, request, output_ids, info, backend_id) if output_ids else Exported(),
+        exported=_exported(meta, request, output_ids, info, backend_id) if output_ids else NOTHING_EXPORTED,
     )
 
 
 def _finish(meta: Mapping[str, Any]) -> tuple[FinishReason, int | str | None]:
     finish = mapping(meta.get("finish_reason"), "meta_info.finish_reason")
     kind = finish.get("type")
-    if kind not in {reason.value for reason in FinishReason}:
+    reason = _REASONS.get(kind) if isinstance(kind, str) else None
+    if reason is None:
         raise BackendProtocolError(f"finish_reason.type is {kind!r}, not stop, length or abort")
     matched = finish.get("matched")
-    return FinishReason(kind), matched if isinstance(matched, int | str) else None
+    return reason, matched if isinstance(matched, int | str) else None
 
 
 def _logprobs(meta: Mapping[str, Any], output_ids: list[int]) -> list[float]:
@@ -183,6 +190,8 @@ def _exported(
     backend_id: str,
 ) -> Exported:
     exports = request.exports
+    if exports is NO_EXPORTS:
+        return NOTHING_EXPORTED
     return Exported(
         top_logprobs=_top_logprobs(meta, request, len(output_ids), info, backend_id)
         if exports.top_logprobs

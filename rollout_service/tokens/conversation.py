@@ -166,7 +166,7 @@ class Conversation:
             output_ids=tuple(output),
             logprobs=tuple(logprobs),
             versions=tuple(versions),
-            finish_reason=FinishReason(finish_reason),
+            finish_reason=finish_reason,
             fork_reason=fork_reason,
             message=_message(self._renderer.parse(output, prompt, self._tools, f"call-{turn_id}")),
         )

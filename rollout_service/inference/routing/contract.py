@@ -1,6 +1,7 @@
 """What a pool and its router say to each other.
 
-Every `choose` is followed by exactly one `ended` with the decision it gave, however the request ended.
+Every `choose` is followed by exactly one `ended` with the decision it gave, however the request ended. Once the request
+has been sent there is a `settle`, for what a router has to do and its choice need not wait for.
 """
 
 from collections.abc import Sequence
@@ -96,6 +97,9 @@ class Router(Protocol):
         """One of `candidates`, which are never empty; `affinity` names the rollout that the request
         belongs to.
         """
+
+    def settle(self) -> None:
+        """Do what `choose` left for later; where there is nothing, nothing."""
 
     def ended(self, decision: Decision, request: GenerateRequest, answer: Generation | None) -> None:
         """The request that was decided on has ended, with None by an error or a cancellation."""

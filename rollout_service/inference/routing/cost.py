@@ -57,6 +57,8 @@ class CostRouter:
         self._engines: dict[str, Engine] = {}
         self._rollouts: dict[str, Rollout] = {}
         self._sent: dict[Decision, _Sent] = {}
+        self._unsettled: tuple[Decision, list[int], float, float] | None = None
+        """The last decision, of which its engine has not been told yet, with chain, wait and time."""
         self._chains = Chains()
         self._habits = Habits()
         self._rates = Rates()
@@ -65,6 +67,7 @@ class CostRouter:
     def choose(
         self, candidates: Sequence[Candidate], request: GenerateRequest, affinity: str | None
     ) -> Decision:
+        self.settle()
         now = self._clock()
         chain = self._chains.of(request.input_ids, affinity)
         rollout = self._rollouts.get(affinity) if affinity is not None else None
@@ -81,10 +84,16 @@ class CostRouter:
             held_tokens=best.held_tokens,
             costs=tuple(costs),
         )
-        self._send(decision, chain, best.wait, now)
+        self._unsettled = (decision, chain, best.wait, now)
         return decision
 
+    def settle(self) -> None:
+        unsettled, self._unsettled = self._unsettled, None
+        if unsettled is not None:
+            self._send(*unsettled)
+
     def ended(self, decision: Decision, request: GenerateRequest, answer: Generation | None) -> None:
+        self.settle()
         sent = self._sent.pop(decision)
         now = self._clock()
         sent.engine.end(now)
@@ -104,9 +113,11 @@ class CostRouter:
         sent.engine.prefixes.hold(chain, served_at=now)
 
     def observe(self, backend_id: str, load: BackendLoad) -> None:
+        self.settle()
         self._engine(backend_id).observe(load, self._clock())
 
     def release(self, affinity: str) -> None:
+        self.settle()
         self._chains.drop(affinity)
         rollout = self._rollouts.pop(affinity, None)
         if rollout is None:
@@ -116,6 +127,7 @@ class CostRouter:
             self._engines[rollout.home].leave(affinity)
 
     def forget(self, backend_id: str) -> None:
+        self.settle()
         self._engines.pop(backend_id, None)
 
     def _engine(self, backend_id: str) -> Engine:
@@ -170,6 +182,8 @@ class CostRouter:
         return room or costs
 
     def _best(self, candidates: Sequence[Candidate], costs: list[Cost], rollout: Rollout | None) -> Cost:
+        if len(costs) == 1:
+            return costs[0]
         least = min(cost.total for cost in costs)
         bound = least + abs(least) * _EQUAL + _EQUAL_SECONDS
         home = rollout.home if rollout is not None else None

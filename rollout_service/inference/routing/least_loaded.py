@@ -40,6 +40,9 @@ class LeastLoaded:
             prompt_tokens=len(request.input_ids),
         )
 
+    def settle(self) -> None:
+        pass
+
     def ended(self, decision: Decision, request: GenerateRequest, answer: Generation | None) -> None:
         del decision, request, answer
 
