@@ -118,8 +118,10 @@ class LimitWatch:
 
     def _crowded(self) -> bool:
         """Whether the limit of processes is reached; the kernel remembers the first time, later ones are seen."""
+        if self.limits.max_processes is None:
+            return False
         file: GroupFile | None = self._tasks if self._counts["processes"] else self._peak or self._tasks
-        if file is None or self.limits.max_processes is None:
+        if file is None:
             return False
         return file.number() >= self.launcher_tasks + self.limits.max_processes
 

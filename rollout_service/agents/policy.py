@@ -84,15 +84,16 @@ class PolicySession:
             generation.logprobs,
             generation.versions,
             _FINISH[generation.finish_reason],
-            generation.exported,
+            generation.exported if generation.exported is not inference.NOTHING_EXPORTED else None,
         )
-        self._count(turn, generation)
+        malformed = sum([call.error is not None for call in turn.tool_calls])
+        self._count(turn, generation, malformed)
         if generation.kept_kv_versions:
             self._kept_kv |= generation.kept_kv_versions
         return PolicyTurn(
             message=turn.message,
             truncated=turn.truncated,
-            malformed=sum(call.error is not None for call in turn.tool_calls),
+            malformed=malformed,
             context_full=turn.truncated and room <= max_tokens,
         )
 
@@ -122,8 +123,7 @@ class PolicySession:
 
     async def _prompt(self, new_messages: list[Message]) -> list[int]:
         self._conversation.append(new_messages)
-        rendered = self._conversation.rendered_next
-        if sum(len(message.content) for message in rendered) <= INLINE_CHARS:
+        if sum([len(message.content) for message in self._conversation.rendered_next]) <= INLINE_CHARS:
             return self._conversation.prompt()
         return await anyio.to_thread.run_sync(self._conversation.prompt)
 
@@ -170,16 +170,15 @@ class PolicySession:
         )
         return self._last_sampling
 
-    def _count(self, turn: AssistantTurn, generation: inference.Generation) -> None:
+    def _count(self, turn: AssistantTurn, generation: inference.Generation, malformed: int) -> None:
         usage = self._usage
-        calls = turn.tool_calls
         self._usage = Usage(
             turns=usage.turns + 1,
             prompt_tokens=usage.prompt_tokens + generation.prompt_tokens,
             cached_tokens=usage.cached_tokens + generation.cached_tokens,
             sampled_tokens=usage.sampled_tokens + len(turn.output_ids),
-            tool_calls=usage.tool_calls + len(calls),
-            malformed_calls=usage.malformed_calls + sum(call.error is not None for call in calls),
+            tool_calls=usage.tool_calls + len(turn.tool_calls),
+            malformed_calls=usage.malformed_calls + malformed,
         )
 
     def _context_full(self, prompt_tokens: int) -> ContextFullError:

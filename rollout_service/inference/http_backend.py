@@ -57,7 +57,8 @@ class HttpBackend(ABC):
         self._is_closed = False
         self._info: ModelInfo | None = None
         self._open_calls = 0
-        self._call_ended = anyio.Event()
+        self._call_ended: anyio.Event | None = None
+        """Set at the end of the next call, where somebody waits for it."""
 
     @property
     def id(self) -> str:
@@ -94,7 +95,8 @@ class HttpBackend(ABC):
             ) from error
         finally:
             self._open_calls -= 1
-            self._call_ended.set()
+            if self._call_ended is not None:
+                self._call_ended.set()
 
     async def close(self) -> None:
         """Release the connections; the engine itself runs on."""

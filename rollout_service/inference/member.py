@@ -44,7 +44,8 @@ class Member:
     _calls: dict[anyio.CancelScope, float] = field(default_factory=dict)
     """The open calls, and since when."""
     _why_dropped: str = "was taken out of service during the request"
-    _ended: anyio.Event = field(default_factory=anyio.Event)
+    _ended: anyio.Event | None = None
+    """Set at the end of the next call, where somebody waits for it."""
 
     def __post_init__(self) -> None:
         self._since = self.clock()
@@ -80,7 +81,9 @@ class Member:
         finally:
             self.in_flight -= 1
             del self._calls[scope]
-            self._ended.set()
+            if self._ended is not None:
+                self._ended.set()
+                self._ended = None
         raise BackendUnreachable(self._why_dropped, backend_id=self.id)
 
     def failed(self, error: BaseException) -> None:
@@ -108,8 +111,7 @@ class Member:
     async def idle(self) -> None:
         """Wait until no call is open."""
         while self.in_flight:
-            if self._ended.is_set():
-                self._ended = anyio.Event()
+            self._ended = self._ended or anyio.Event()
             await self._ended.wait()
 
     async def close(self) -> None:

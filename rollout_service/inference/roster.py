@@ -67,7 +67,7 @@ class Roster:
 
     def ready(self) -> list[Member]:
         """Those that may be given a request now; none during a pause."""
-        if self.paused is not None:
+        if self._paused is not None:
             return []
         return [member for member in self._members.values() if member.state is BackendState.READY]
 
@@ -139,8 +139,7 @@ class Roster:
         The first ids that are `known` were looked at in an earlier turn; they are again if the pool has served more
         than one vocabulary.
         """
-        sizes = (member.info.vocab_size for member in self._members.values())
-        size = next((size for size in sizes if size is not None), None)
+        size = self._vocab_size()
         start = known if len(self._vocabularies) == 1 else 0
         new = ids[start:] if start else ids
         if size is not None and new and not 0 <= min(new) <= max(new) < size:
@@ -150,6 +149,12 @@ class Roster:
                 f"{self.name!r} serves",
                 hint="Register the backend with the tokenizer of its own model",
             )
+
+    def _vocab_size(self) -> int | None:
+        for member in self._members.values():
+            if member.info.vocab_size is not None:
+                return member.info.vocab_size
+        return None
 
     def _left(self, member: Member) -> None:
         self._on_leave(member.id)

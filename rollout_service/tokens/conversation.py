@@ -59,6 +59,8 @@ class Conversation:
         self._turns: list[AssistantTurn] = []
         self._segments: list[GrowingSegment] = []
         self._fork: ForkReason | None = ForkReason.FIRST
+        self._refused = False
+        """Whether the chat format has refused to extend what was sampled."""
         self._answered = 0  # messages that the last turn's prompt and the turn itself cover
         self._last: tuple[list[int], list[int]] | None = None
         """The last turn's prompt and output, until the next prompt is there."""
@@ -86,8 +88,7 @@ class Conversation:
         All of them where a segment is begun, once the chat format has refused to extend what was sampled, and in
         formats that prove each extension on the whole conversation.
         """
-        refused = any(segment.fork_reason is ForkReason.BRIDGE_REFUSED for segment in self._segments)
-        whole = refused or self._fork is not None or self._renderer.rereads_history
+        whole = self._refused or self._fork is not None or self._renderer.rereads_history
         return tuple(self._messages if whole else self._messages[self._answered :])
 
     def append(self, messages: Sequence[Message]) -> None:
@@ -157,6 +158,7 @@ class Conversation:
             segment.exports.add_turn(exported, **sizes)
         if is_new:
             self._segments.append(segment)
+            self._refused = self._refused or fork_reason is ForkReason.BRIDGE_REFUSED
         segment.add_context(prompt[len(segment.token_ids) :])
         segment.add_sampled(output, logprobs, versions, turn_id)
         turn = AssistantTurn(

@@ -54,6 +54,7 @@ _OWN_ENCODERS = frozenset({"gpt-oss"})
 """Formats that encode texts by themselves, and never as control tokens."""
 
 
+_STRICT = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _LIBRARY_ERRORS = (ValueError, RecursionError, TypeError, AttributeError, KeyError, IndexError)
 """What the library raises on odd input. It reads what a policy wrote with json.loads, which raises more than a
 syntax error: numbers of too many digits, brackets nested too deep, objects where a string belongs."""
@@ -342,7 +343,10 @@ def _to_wire(message: Message, spelling: Spelling) -> dict[str, Any]:
         wire["name"] = message.name
     if message.tool_calls:
         wire["content"], wire["tool_calls"] = _split_calls(message)
-    return {"role": role} | {name: spelling.spell_all(value) for name, value in wire.items()}
+    for name, value in wire.items():
+        wire[name] = spelling.spell(value) if isinstance(value, str) else spelling.spell_all(value)
+    wire["role"] = role
+    return wire
 
 
 def _split_calls(message: Message) -> tuple[str, list[dict[str, Any]]]:
@@ -380,7 +384,7 @@ def _argument_error(arguments: Any) -> str | None:
     if not isinstance(arguments, dict):
         return "arguments_not_an_object"
     try:
-        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+        _STRICT.encode(arguments).encode()
     except (ValueError, RecursionError):
         return "arguments_not_json"
     return None

@@ -36,12 +36,13 @@ class Spelling:
         self._candidates = re.compile("|".join(f"{re.escape(s[0])}(?={re.escape(s[1:])})" for s in starts))
         self._longest = max(map(len, self._tokens), default=0)
         self._firsts = frozenset(token[:1] for token in self._tokens)
+        self._any_first = re.compile("|".join(map(re.escape, sorted(self._firsts))) or "(?!)")
         self._normalize = normalize
 
     def spell(self, text: str) -> str:
         """The text with a mark inside each control token, and at its end if it could become one there."""
         text = text.replace(MARK, _REPLACEMENT)
-        if self._normalize is None and not any(first in text for first in self._firsts):
+        if self._normalize is None and self._any_first.search(text) is None:
             return text  # as most texts
         starts = self._starts(text)
         if self._normalize is not None:

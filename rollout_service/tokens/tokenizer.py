@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,6 +55,11 @@ class FastTokenizer:
         self.name_or_path = name_or_path
         self._backend = backend
         self._cached = lru_cache(_CACHED_TEXTS)(self._ids)
+        # What renderers look up again in each turn; as an attribute it takes no call of Python's.
+        self.convert_tokens_to_ids: Callable[[str], int | None] = lru_cache(_CACHED_TEXTS)(
+            backend.token_to_id
+        )
+        """The id of a token, None when the vocabulary lacks it."""
 
     def __len__(self) -> int:
         return int(self._backend.get_vocab_size(with_added_tokens=True))
@@ -92,10 +97,6 @@ class FastTokenizer:
             (token.content for token in added if token.special or not special_only),
             normalizer.normalize_str if normalizer is not None else None,
         )
-
-    def convert_tokens_to_ids(self, token: str) -> int | None:
-        """The id of a token, None when the vocabulary lacks it."""
-        return self._backend.token_to_id(token)
 
     def _ids(self, text: str, add_special_tokens: bool = False) -> tuple[int, ...]:
         # Of all ways to encode this is the only one that leaves out the offsets and releases the GIL.
