@@ -37,6 +37,8 @@ from api_schemas.tasks import Task
 from rollout_service.client import ClientRun, ConflictError, NotFoundError, RolloutClient
 
 RUN = "train"
+DATASET_LIMIT = 10_000
+"""The most that the service gives at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,8 @@ async def give_back(run: ClientRun, batch_id: str | None) -> None:
 
 async def split(client: RolloutClient, order: Order, name: str) -> list[dict]:
     """The tasks of one side of the environment's data set."""
-    return [each for each in await client.dataset(order.environment) if each.get("split") == name]
+    found = await client.dataset(order.environment, limit=DATASET_LIMIT)
+    return [each for each in found if each.get("split") == name]
 
 
 def rewards_of(batch: Batch) -> dict[str, float]:
@@ -134,13 +137,13 @@ def is_done(order: Order, curves: Curves, seconds: float) -> bool:
     return good or curves.points[-1]["step"] >= order.steps or seconds >= order.minutes * 60
 
 
-async def evaluate(client: RolloutClient, order: Order) -> float:
-    """The mean reward of held-out tasks, sampled at temperature 1; a failure of the service is not a zero."""
+async def evaluate(client: RolloutClient, order: Order, temperature: float = 1.0) -> float:
+    """The mean reward of held-out tasks at a temperature, 0 being greedy; a failure of the service is not a zero."""
     tasks = await split(client, order, "held_out")
     requests = [
         RolloutRequest(
             task=Task(environment=order.environment, instance=tasks[number % len(tasks)]),
-            sampling=Sampling(temperature=1.0),
+            sampling=Sampling(temperature=temperature),
         )
         for number in range(order.evaluations)
     ]
@@ -165,6 +168,7 @@ async def main(arguments: argparse.Namespace) -> None:
     start = last.folder if last else arguments.start
     recipe = Recipe(
         arguments.learning_rate,
+        horizon=arguments.horizon,
         epochs=arguments.epochs,
         updates=arguments.updates,
         discouragement=arguments.discouragement,
@@ -198,10 +202,12 @@ async def main(arguments: argparse.Namespace) -> None:
             raise SystemExit(f"the service refused: {errors.exceptions[0]}") from None
         minutes = (time.monotonic() - training) / 60
         final = await evaluate(client, order) if order.evaluations else None
+        greedy = await evaluate(client, order, temperature=0.0) if order.evaluations else None
     plots = await run_sync(curves.draw)
     spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     figures = {
         "final_reward": final,
+        "final_greedy_reward": greedy,
         "minutes": minutes,
         "steps": learner.steps,
         "reward_before": before,
@@ -210,7 +216,8 @@ async def main(arguments: argparse.Namespace) -> None:
         "rewards": [round(point["reward"], 4) for point in curves.points],
     }
     print(
-        f"held-out reward after {learner.steps} steps, {minutes:.1f} min: {final}; plots: {plots[0].parent}"
+        f"held-out reward after {learner.steps} steps, {minutes:.1f} min: {final}, greedy {greedy}; "
+        f"plots: {plots[0].parent}"
     )
     if arguments.json:
         settings = {"engine": arguments.engine, **asdict(order), **asdict(recipe)}
@@ -254,8 +261,9 @@ def parse() -> argparse.Namespace:
     add("--minutes", type=float, default=15.0, help="at most")
     add("--target", type=float, default=0.93, help="end at this reward of three batches; above 1: never")
     add("--group-size", type=int, default=8)
-    add("--batch-size", type=int, default=8, help="groups of a step")
+    add("--batch-size", type=int, default=16, help="groups of a step")
     add("--learning-rate", type=float, default=Recipe().learning_rate)
+    add("--horizon", type=int, default=Recipe().horizon, help="steps over which the learning rate falls")
     add("--epochs", type=int, default=Recipe().epochs, help="how often a batch is gone through")
     add("--updates", type=int, default=Recipe().updates, help="optimiser steps of an epoch")
     add("--discouragement", type=float, default=Recipe().discouragement, help="weight of negative advantages")

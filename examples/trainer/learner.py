@@ -25,21 +25,29 @@ from .policy import Sample, load_policy, portions, sampled_logprobs
 class Recipe:
     """What a researcher changes first."""
 
-    learning_rate: float = 1e-4
+    learning_rate: float = 3e-4
     warm_up: int = 2
     """Steps."""
-    epochs: int = 3
-    """How often a batch is gone through: rollouts cost more than updates."""
-    updates: int = 2
+    horizon: int = 24
+    """Steps over which the learning rate then falls to `last` of itself, where it stays."""
+    last: float = 0.1
+    epochs: int = 1
+    """How often a batch is gone through."""
+    updates: int = 4
     """Optimiser steps of an epoch. With more than one step of a batch, the clip has something to do."""
     portion: int = 32
     """Samples in one forward pass: memory, and nothing else, depends on it."""
-    discouragement: float = 1.0
+    discouragement: float = 0.3
     """What negative advantages are multiplied by. 1 is DAPO; less allows for larger steps, since samples that are made
     unlikely without end are what makes these diverge."""
     max_norm: float = 1.0
     temperature: float = 1.0
     clip: Clip = field(default_factory=Clip)
+
+    def learning_rate_of(self, step: int) -> float:
+        """That of a step, the first being 1: it rises, then falls in a straight line."""
+        left = 1.0 - min(1.0, step / self.horizon)
+        return self.learning_rate * min(step / self.warm_up, self.last + (1.0 - self.last) * left, 1.0)
 
 
 class Learner:
@@ -65,7 +73,7 @@ class Learner:
         several = self.recipe.updates * self.recipe.epochs > 1
         proximal = self._proximal(samples) if several else None
         for group in self._optimizer.param_groups:
-            group["lr"] = self.recipe.learning_rate * min(1.0, self.steps / self.recipe.warm_up)
+            group["lr"] = self.recipe.learning_rate_of(self.steps)
         watched = [self._update(part, proximal) for part in self._minibatches(samples)]
         tokens = float(sum(len(sample.behaviour) for sample in samples))
         return {**_means(watched), **_staleness(samples, version), "tokens": tokens}

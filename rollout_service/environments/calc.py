@@ -3,13 +3,14 @@ r"""`calc`: arithmetic with a Python tool; right when the last `\boxed{...}` is 
 from __future__ import annotations
 
 import re
+from functools import cache
 
 from pydantic import JsonValue
 
 from api_schemas.errors import FieldError
 from rollout_service.environments.base import AgentEnvironment
 from rollout_service.environments.boxed import last_boxed
-from rollout_service.environments.calc_problems import sample_problems
+from rollout_service.environments.calc_problems import Problem, sample_problems
 from rollout_service.environments.contract import (
     EnvironmentSpec,
     Episode,
@@ -22,8 +23,9 @@ from rollout_service.errors import InvalidFieldError
 
 INTEGER = re.compile(r"-?\d{1,1000}", re.ASCII)
 DATASET_SEED = 20_260
-HELD_OUT_PROBLEMS = 64
-TRAINING_PROBLEMS = 192
+HELD_OUT_PROBLEMS = 128
+TRAINING_PROBLEMS = 4_096
+"""So many that a policy which is trained for minutes sees none of them twice, and learns none by heart."""
 
 SPEC = EnvironmentSpec(
     name="calc",
@@ -57,13 +59,19 @@ class Calc(AgentEnvironment):
         return Score(float(right), {"boxed": float(boxed is not None), "integer": float(given is not None)})
 
     def dataset(self) -> list[dict[str, JsonValue]]:
-        held_out = sample_problems(DATASET_SEED, HELD_OUT_PROBLEMS, held_out=True)
-        training = sample_problems(DATASET_SEED + 1, TRAINING_PROBLEMS, held_out=False)
         return [
             {"question": problem["question"], "answer": problem["answer"], "split": split}
-            for split, problems in (("held_out", held_out), ("train", training))
+            for split, problems in _splits().items()
             for problem in problems
         ]
+
+
+@cache
+def _splits() -> dict[str, list[Problem]]:
+    return {
+        "held_out": sample_problems(DATASET_SEED, HELD_OUT_PROBLEMS, held_out=True),
+        "train": sample_problems(DATASET_SEED + 1, TRAINING_PROBLEMS, held_out=False),
+    }
 
 
 def expected_integer(instance: dict[str, JsonValue]) -> int:

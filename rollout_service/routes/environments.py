@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from anyio.to_thread import run_sync
 from fastapi import APIRouter, Query
 from pydantic import JsonValue
 
@@ -27,4 +28,5 @@ async def dataset(
     limit: Annotated[int, Query(ge=1, le=10_000)] = 100,
 ) -> list[dict[str, JsonValue]]:
     """Instances that ship with an environment."""
-    return service.environments.get(name).dataset()[offset : offset + limit]
+    found = await run_sync(service.environments.get(name).dataset)  # some make it, or read it from a disk
+    return found[offset : offset + limit]

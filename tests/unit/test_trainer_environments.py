@@ -60,7 +60,7 @@ async def trial(folder: Path, name: str, question: str, answer: str, *said: str)
 
 async def test_the_tool_of_steps_has_to_be_asked_for_each_operation(tmp_path):
     played, told = await trial(tmp_path, "steps", "2+3*4", "\\boxed{14}", "2+3*4", "2+3*4", "2+3*4")
-    assert told == ["Error: no result", "14", "14"]
+    assert told == [arithmetic.KILLED, "14", "14"]
     assert played.score.reward == 1.0
 
 
@@ -68,7 +68,7 @@ async def test_another_expression_begins_anew(tmp_path):
     _, told = await trial(
         tmp_path, "steps", "2+3*4", "?", "2+3*4", "9-3-1", "9-3-1", "0007", "__import__('os')"
     )
-    assert told[:4] == ["Error: no result", "Error: no result", "5", "7"]
+    assert told[:4] == [arithmetic.KILLED, arithmetic.KILLED, "5", "7"]
     assert "SyntaxError" in told[4]
 
 
@@ -84,8 +84,8 @@ async def test_slow_gives_the_whole_result_at_once(tmp_path, monkeypatch):
 async def test_the_tasks_have_two_operations_and_two_sides():
     tasks = arithmetic.steps.dataset()
     sides = {name: [each for each in tasks if each["split"] == name] for name in ("train", "held_out")}
-    assert len(sides["train"]) == 512
-    assert len(sides["held_out"]) == 64
+    assert len(sides["train"]) == 2048
+    assert len(sides["held_out"]) == 128
     for each in tasks:
         arithmetic.steps.check(each)
         expression = re.search(r"\d+(\s*[-+*]\s*\d+)+", each["question"])

@@ -161,3 +161,9 @@ def test_the_batch_in_hand_is_known_to_the_next_process(base, tmp_path):
     assert saved.held() is None
     saved.hold("train.b7")
     assert Checkpoints(tmp_path, base).held() == "train.b7"
+
+
+def test_the_learning_rate_rises_then_falls_and_stays():
+    recipe = Recipe(learning_rate=1.0, warm_up=2, horizon=10, last=0.1)
+    assert [round(recipe.learning_rate_of(step), 3) for step in (1, 5, 10, 99)] == [0.5, 0.55, 0.1, 0.1]
+    assert max(recipe.learning_rate_of(step) for step in range(1, 99)) < 1.0

@@ -1,9 +1,9 @@
 """Two environments in Python for training: `steps`, whose tool is needed more than once a task, and `slow`.
 
 Both look like `calc` to the policy: the same question, a tool `python` that is asked to print an expression, and an
-answer in a box. Behind it the sandbox's own bash calculates. With `steps`, a call makes one operation: asked for an
-expression of two, the tool has no result until it is asked a second time. With `slow` an answer takes a second or
-two, and now and then very long, as builds and test suites do.
+answer in a box. Behind it the sandbox's own bash calculates. With `steps`, the tool is killed when it has made one
+operation, and only what it has reckoned is kept: asked for an expression of two, it has no result until it is asked a
+second time. With `slow` an answer takes a second or two, and now and then very long, as builds and test suites do.
 
 The folder is a plug-in: it works for a service that has it on its PYTHONPATH, as `examples/train_calc.py --plug-in`
 does, or installed by pip once it has a `pyproject.toml`.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Awaitable, Callable
+from functools import cache
 
 from pydantic import JsonValue
 
@@ -25,13 +26,14 @@ from rollout_service.environments.contract import EnvironmentSpec, EpisodeLimits
 from sandboxes import BashSession
 
 PRINT = re.compile(r"print\(\s*(\d{1,4}(?:\s*[-+*]\s*\d{1,4})*)\s*\)")
-NO_RESULT = "Error: no result"
-"""In words that the tiny policy has read before, as it has the tool's own name and description."""
+KILLED = "[Python was restarted, its state is lost: it was killed]"
+"""What the built-in tool says then. The tiny policy has read it before, as it has the tool's name and description; in
+words that it has not it would never ask a second time, and there would be no reward to learn from."""
 OPERATIONS = 2
 """Of every task of `steps`."""
 TYPICAL_SECONDS, SPREAD, LONGEST_SECONDS = 1.0, 1.2, 30.0
 """A lognormal delay: the median, the standard deviation of its logarithm, and where it is cut."""
-SEED, HELD_OUT, TRAINING = 20_270, 64, 512
+SEED, HELD_OUT, TRAINING = 20_270, 128, 2_048
 
 
 class Code(Arguments):
@@ -48,7 +50,7 @@ async def one_step(arguments: Code, context: ToolContext) -> str:
     operation = next_operation(left if asked == expression else expression)
     command = f'asked=\'{expression}\'; left="{operation}"; echo "$left"'
     left = (await session.run(command, timeout=context.seconds)).output.strip()
-    return left if is_number(left) else NO_RESULT
+    return left if is_number(left) else KILLED
 
 
 async def slowly(arguments: Code, context: ToolContext) -> str:
@@ -82,15 +84,19 @@ class Steps(Calc):
     """Instances as those of `calc`, of two operations."""
 
     def dataset(self) -> list[dict[str, JsonValue]]:
-        sides = (
-            ("held_out", tasks(SEED, HELD_OUT, held_out=True)),
-            ("train", tasks(SEED, TRAINING, held_out=False)),
-        )
         return [
             {"question": each["question"], "answer": each["answer"], "split": name}
-            for name, side in sides
+            for name, side in _sides().items()
             for each in side
         ]
+
+
+@cache
+def _sides() -> dict[str, list[Problem]]:
+    return {
+        "held_out": tasks(SEED, HELD_OUT, held_out=True),
+        "train": tasks(SEED, TRAINING, held_out=False),
+    }
 
 
 def _expression(arguments: Code) -> str:
