@@ -6,11 +6,11 @@ Every turn is one bash call in a local sandbox; the engine is scripted, so that 
 writes down when it was asked and when it answered. Added latency of a turn = the time from when an answer of the engine
 was given to its socket until the same rollout's next request has come to the engine's process, less what the same
 command takes in a bare bash after such a rest (`tool_ms_p50_c256`; `tool_ms_p50` is its cost in a hot loop). So it
-counts the way both ways, HTTP in the service, tokens, the tool call, and whatever
-waits for the CPU; what the engine takes to parse a request and to write an answer is the engine's. Figures are over
-the turns in the time in which all rollouts were with the agent at once, without each one's first, whose command starts
-its shell; the orders are spread evenly over some seconds, so that turns do not all end at the same moment. Memory is
-the growth of the service's process alone, when most rollouts wait for the engine, over their number then.
+counts the way both ways, HTTP in the service, tokens, the tool call, and whatever waits for the CPU; what the engine
+takes to parse a request and to write an answer is the engine's. Figures are over the turns in the time in which all
+rollouts were with the agent at once, without each one's first, whose command starts its shell; the orders are spread
+evenly over some seconds, so that turns do not all end at the same moment. Memory is the growth of the service's process
+alone, when most rollouts wait for the engine, over their number then.
 
 `service_cpu_ms_per_turn` and `_per_rollout` are the CPU time of the service's process, for a turn, and for all else in
 a rollout's life: on a machine that is busy with other things these are the figures to trust. `limit_*` figures are
