@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 import anyio
 import pytest
@@ -148,6 +149,19 @@ async def test_an_id_outside_the_vocabulary_is_never_sent(token):
         with pytest.raises(BackendRejected, match=f"prompt id {token} at 1"):
             await pool.generate(request(prompt=(1, token, 3)))
         assert engine.requests == before
+
+
+async def test_ids_of_earlier_turns_are_looked_at_again_only_after_another_vocabulary():
+    engine, small = ScriptedEngine(SCRIPT), ScriptedEngine(SCRIPT, vocab_size=300)
+    later = replace(request(prompt=(400, 2, 3)), known=2)
+    async with running(engine) as (pools, pool), small:
+        await pool.generate(later)
+        with pytest.raises(BackendRejected, match="prompt id 512 at 2"):
+            await pool.generate(replace(request(prompt=(1, 2, 512)), known=2))
+        await pools.remove(pool.views()[0].backend_id)
+        await pools.register(small.url)
+        with pytest.raises(BackendRejected, match="prompt id 400 at 0"):
+            await pool.generate(later)
 
 
 async def test_a_request_that_does_not_fit_is_refused_before_it_is_sent():

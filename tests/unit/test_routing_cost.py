@@ -295,3 +295,17 @@ def test_prompts_below_a_block_are_routed_too(ids):
     router = CostRouter()
     assert serve(router, ids, "r").held_tokens == 0
     assert serve(router, ids, "r").reason is Reason.HOME
+
+
+def test_a_choice_counts_for_the_next_one_whether_it_was_settled_or_not():
+    for often in (0, 1, 2):
+        router, ids = CostRouter(clock=Clock()), [tokens(4_000, seed) for seed in (1, 2)]
+        asked = [request(each) for each in ids]
+        chosen = []
+        for number, each in enumerate(asked):
+            chosen.append(router.choose(candidates(), each, f"r{number}"))
+            for _ in range(often):
+                router.settle()
+        assert {each.backend_id for each in chosen} == {"b0", "b1"}
+        for decision, each in zip(chosen, asked, strict=True):
+            router.ended(decision, each, answer(each.input_ids))
