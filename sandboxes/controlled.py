@@ -145,8 +145,7 @@ class ControlledSandbox(Sandbox):
         return posixpath.normpath(posixpath.join(self.workdir, path))
 
     async def bash(self) -> ShellSession:
-        if self._closing or not self._launched.control.alive:
-            raise self._ended()
+        self._refuse_if_ended()
         if not self._shell.is_open:
             with self._operation():
                 await self._shell.ensure()
@@ -241,10 +240,13 @@ class ControlledSandbox(Sandbox):
         self._shell.discard()
         self._kernel.discard()
 
-    @contextmanager
-    def _operation(self) -> Iterator[None]:
+    def _refuse_if_ended(self) -> None:
         if self._closing or not self._launched.control.alive:
             raise self._ended()
+
+    @contextmanager
+    def _operation(self) -> Iterator[None]:
+        self._refuse_if_ended()
         self._under_way += 1
         try:
             yield

@@ -50,7 +50,7 @@ class OutputBuffer:
     def text(self) -> str:
         """The same as text; what is no UTF-8 becomes U+FFFD, and a character that the cut divides is left out."""
         if not self.truncated:
-            return b"".join((self._head, *self._tail)).decode("utf-8", errors="replace")
+            return self.bytes().decode("utf-8", errors="replace")
         tail = b"".join(self._tail)[-self._tail_limit :] if self._tail_limit else b""
         kept = _noted(_whole_end(bytes(self._head)), _whole_start(tail), self.total)
         return kept.decode("utf-8", errors="replace")
