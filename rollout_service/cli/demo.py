@@ -47,6 +47,9 @@ def command(
     ] = DemoPolicy.TUNED,
     concurrency: Annotated[int, typer.Option(min=1, help="Agents at once.")] = 8,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of the samples; the embedded engine draws the same again.")
+    ] = 0,
     state_dir: Annotated[
         Path | None, typer.Option(help="Where the store, the log and the batch go; default a new folder.")
     ] = None,
@@ -71,6 +74,7 @@ def command(
             policy=policy,
             concurrency=concurrency,
             temperature=temperature,
+            seed=seed,
         )
         return await run_demo(plan, state_dir, output, figures)
 

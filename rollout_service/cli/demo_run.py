@@ -51,6 +51,7 @@ class DemoPlan:
     policy: DemoPolicy
     concurrency: int
     temperature: float
+    seed: int
 
 
 async def run_demo(plan: DemoPlan, state_dir: Path | None, output: Path | None, figures: Path | None) -> int:
@@ -100,9 +101,9 @@ async def _roll_out(plan: DemoPlan, client: RolloutClient, batch: Path) -> Summa
 
 
 def _requests(plan: DemoPlan, dataset: list[dict[str, JsonValue]]) -> Iterator[RolloutRequest]:
-    """As many tasks as were asked for; the data set is begun anew where it is shorter."""
-    sampling = Sampling(temperature=plan.temperature)
-    for instance in islice(cycle(dataset), plan.rollouts):
+    """As many tasks as were asked for, each with a seed of its own; the data set is begun anew where it is shorter."""
+    for number, instance in enumerate(islice(cycle(dataset), plan.rollouts)):
+        sampling = Sampling(temperature=plan.temperature, seed=plan.seed + number)
         yield RolloutRequest(task=Task(environment=ENVIRONMENT, instance=instance), sampling=sampling)
 
 

@@ -62,6 +62,21 @@ def test_the_demo_in_apptainer(tmp_path):
 
 
 @pytest.mark.apptainer
+def test_a_demo_draws_the_same_samples_again(tmp_path):
+    def drawn(name: str, *flags: str) -> dict[str, list[list[int]]]:
+        (tmp_path / name).mkdir()
+        _, rollouts, _ = demo(tmp_path / name, "--rollouts", "4", "--policy", "calc-base", *flags)
+        return {
+            str(rollout.task.instance): [segment.token_ids for segment in rollout.trajectory.segments]
+            for rollout in rollouts
+        }
+
+    once = drawn("once")
+    assert drawn("again") == once
+    assert drawn("other", "--seed", "100") != once
+
+
+@pytest.mark.apptainer
 def test_the_base_policy_gives_groups_with_something_to_learn(tmp_path):
     figures, rollouts, _ = demo(tmp_path, "--rollouts", "32", "--policy", "calc-base")
     assert figures["failed"] == 0
