@@ -33,10 +33,15 @@ class Example:
 
 
 class Examples:
-    """An endless source of batches; the examples of a batch share their prompt up to the question."""
+    """An endless source of batches; the examples of a batch share their prompt up to the question.
 
-    def __init__(self, tokenizer: Path, seed: int) -> None:
+    A share of `guesses` of them answers at once with a number of the right size, as a policy does that knows its tool
+    and is too lazy to use it.
+    """
+
+    def __init__(self, tokenizer: Path, seed: int, *, guesses: float = 0.0) -> None:
         self._rng = random.Random(seed)
+        self._guesses = guesses
         self._thinking = ChatRenderer.load(tokenizer, "qwen3")
         self._direct = ChatRenderer.load(tokenizer, "qwen3", {"enable_thinking": False})
 
@@ -59,32 +64,36 @@ class Examples:
         problem = make_problem(rng)
         while is_held_out(problem["expression"]):
             problem = make_problem(rng)
+        if rng.random() < self._guesses:
+            return Case(problem, _guess(problem, rng), calls=())
         result = problem["answer"]
         if rng.random() < RANDOM_RESULTS:
             digits = rng.randint(1, 14)
             result = str(rng.choice((1, 1, -1)) * rng.randint(10 ** (digits - 1), 10**digits - 1))
-        first: tuple[str, ...] = ()
-        kind = rng.random()
+        call = call_text(problem["expression"])
+        last, kind = (call, result), rng.random()
         if kind < TOOL_ERRORS:
-            first = (call_text(problem["expression"]), rng.choice(TOOL_FAILURES))
-        elif kind < TOOL_ERRORS + BROKEN_CALLS:
-            first = (_broken(call_text(problem["expression"]), rng), rng.choice(CALL_FAILURES))
-        return Case(problem, result, first, learn_first=kind < TOOL_ERRORS)
+            return Case(problem, result, ((call, rng.choice(TOOL_FAILURES)), last))
+        if kind < TOOL_ERRORS + BROKEN_CALLS:
+            broken = (_broken(call, rng), rng.choice(CALL_FAILURES))
+            return Case(problem, result, (broken, last), learn_first=False)
+        return Case(problem, result, (last,))
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A problem with what the tool answers, and perhaps a first call that fails."""
+    """A problem, the number that is answered in the end, and the calls before it with what each returned."""
 
     problem: Problem
     result: str
-    first: tuple[str, ...]
-    learn_first: bool
+    calls: tuple[tuple[str, str], ...]
+    learn_first: bool = True
+    """Whether the first turn is an example to follow."""
 
     @property
     def length(self) -> int:
-        """Roughly how many tokens it takes."""
-        failed = sum(len(text) for text in self.first)
+        """Roughly how many tokens it takes; of a guess, how many a call would, so that batches mix the two."""
+        failed = sum(len(call) + len(returned) for call, returned in self.calls[:-1])
         return (
             2 * len(self.problem["expression"])
             + len(self.problem["question"])
@@ -105,15 +114,13 @@ def play(renderer: ChatRenderer, setup: Setup, case: Case) -> Example:
     conversation = Conversation(renderer, tools)
     conversation.append([Message(role="system", content=system)] if system else [])
     conversation.append([Message(role="user", content=case.problem["question"])])
-    for written, answered in ((case.first,) if case.first else ()) + (
-        (call_text(case.problem["expression"]), case.result),
-    ):
-        _say(conversation, renderer, written)
-        conversation.append([Message(role="tool", content=answered)])
+    for call, returned in case.calls:
+        _say(conversation, renderer, call)
+        conversation.append([Message(role="tool", content=returned)])
     _say(conversation, renderer, f"\\boxed{{{case.result}}}")
     (segment,) = conversation.trajectory().segments
     mask = segment.loss_mask
-    if case.first and not case.learn_first:
+    if not case.learn_first:
         mask = [int(bit and turn > 0) for bit, turn in zip(mask, segment.turn_ids, strict=True)]
     return Example(segment.token_ids, mask)
 
@@ -122,6 +129,13 @@ def _say(conversation: Conversation, renderer: ChatRenderer, text: str) -> None:
     conversation.prompt()
     ids = [*renderer.encode(text), renderer.stop_token_ids[0]]
     conversation.record(ids, [0.0] * len(ids), [0] * len(ids), FinishReason.STOP)
+
+
+def _guess(problem: Problem, rng: random.Random) -> str:
+    """A number of the answer's sign and length; hardly ever the answer."""
+    digits = len(problem["answer"].removeprefix("-"))
+    sign = "-" if problem["answer"].startswith("-") else ""
+    return sign + str(rng.randint(10 ** (digits - 1), 10**digits - 1))
 
 
 def _broken(call: str, rng: random.Random) -> str:

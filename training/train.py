@@ -1,7 +1,7 @@
 """Supervised training of the tiny policies: `python -m training.train --out FOLDER`.
 
-Writes the tokenizer, and a checkpoint at every evaluation: an early one makes `calc-base`, the last one
-`calc-tuned`. Takes some five minutes on two CPU cores.
+Writes the tokenizer, and a checkpoint at every evaluation; the last one makes `calc-tuned`, and `calc-base` once it
+was trained further with `--guesses`. Takes some five minutes on two CPU cores.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
 def train(model: transformers.Qwen3ForCausalLM, tokenizer: Path, arguments: argparse.Namespace) -> None:
     """AdamW with a warm-up and a cosine, loss on the policy's own tokens alone."""
     optimizer = _optimizer(model, arguments.lr)
-    batches = Examples(tokenizer, 1000 + arguments.seed).batches(arguments.batch)
+    batches = Examples(tokenizer, 1000 + arguments.seed, guesses=arguments.guesses).batches(arguments.batch)
     began, average = time.monotonic(), 0.0
     for step in range(1, arguments.steps + 1):
         for group in optimizer.param_groups:
@@ -92,6 +92,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=100)
     parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--problems", type=int, default=96, help="problems of an evaluation")
+    parser.add_argument("--guesses", type=float, default=0.0, help="share that answers without the tool")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
