@@ -49,7 +49,7 @@ class Order:
     steps: int
     minutes: float
     target: float
-    """Ends when the reward of the last three batches' tasks has come so high; above 1 it never does."""
+    """Ends when the reward of the last two batches' tasks has come so high; above 1 it never does."""
     group_size: int
     batch_size: int
     """Groups of a step."""
@@ -132,8 +132,8 @@ def rewards_of(batch: Batch) -> dict[str, float]:
 
 
 def is_done(order: Order, curves: Curves, seconds: float) -> bool:
-    recent = [point["reward"] for point in curves.points[-3:]]
-    good = len(recent) == 3 and mean(recent) >= order.target
+    recent = [point["reward"] for point in curves.points[-2:]]
+    good = len(recent) == 2 and mean(recent) >= order.target
     return good or curves.points[-1]["step"] >= order.steps or seconds >= order.minutes * 60
 
 
@@ -259,7 +259,7 @@ def parse() -> argparse.Namespace:
     add("--start", type=Path, default=BASE, metavar="DIR", help="the policy to begin with; default calc-base")
     add("--steps", type=int, default=60, help="at most")
     add("--minutes", type=float, default=15.0, help="at most")
-    add("--target", type=float, default=0.93, help="end at this reward of three batches; above 1: never")
+    add("--target", type=float, default=0.93, help="end at this reward of two batches; above 1: never")
     add("--group-size", type=int, default=8)
     add("--batch-size", type=int, default=16, help="groups of a step")
     add("--learning-rate", type=float, default=Recipe().learning_rate)

@@ -24,12 +24,14 @@ from rollout_service.adapters.orders import Orders
 from rollout_service.adapters.samples import samples_of
 from rollout_service.adapters.trl import RolloutHook, rows, service_reward
 
+DATASET_LIMIT = 10_000
+"""The most that the service gives at once."""
 POLICY = Path(__file__).parents[2] / "rollout_service" / "policies" / "calc-base"
 
 
 def tasks_of(orders: Orders, split: str, limit: int) -> list[Task]:
     """The tasks that ship with the environment `calc`."""
-    instances = orders.blocking(lambda client: client.dataset("calc"))
+    instances = orders.blocking(lambda client: client.dataset("calc", limit=DATASET_LIMIT))
     chosen = [one for one in instances if one["split"] == split][:limit]
     return [Task(environment="calc", instance=one) for one in chosen]
 
@@ -94,7 +96,7 @@ def main() -> None:
     parser.add_argument("--url", help="the service; default ROLLOUT_URL, or port 8080 of this machine")
     parser.add_argument("--model", default=POLICY, help="the folder of the policy that the service serves")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--tasks", type=int, default=192, help="tasks to learn from, at most 192")
+    parser.add_argument("--tasks", type=int, default=512, help="tasks to learn from")
     parser.add_argument("--groups", type=int, default=8, help="tasks in a batch")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
