@@ -41,7 +41,8 @@ SUFFIX = ".sif"
 GRACE_SECONDS = 24 * 3600.0
 """How long after its last use an image may still be mounted somewhere: longer than sandboxes live."""
 
-ATTEMPTS = 3
+ATTEMPTS = 20
+"""To give a name that another process removes at once; all but the first are quick."""
 KINDS = {Definition: "build", Tree: "tree"}
 
 
@@ -98,7 +99,7 @@ class ImageStore:
         path, hint = self._find(text)
         if path is not None and path.exists():
             if path.is_relative_to(self.root):
-                self._shared.stamp(path.resolve().stem)
+                self._stamp(path)
             return path
         names = ", ".join(stored.name for stored in self.list()) or "none"
         raise ImageNotFoundError(f"there is no image {text!r}; images here: {names}", hint=hint)
@@ -136,16 +137,17 @@ class ImageStore:
         link = self._link(name or _name_of(source))
         key, say = self._key(source), progress or _silent
         if not force and self._has_name(link, key):
-            self._shared.stamp(link.resolve().stem)
+            self._stamp(link)
             if (stored := self._stored(link)) is not None:
                 return stored
         self._blobs.mkdir(parents=True, exist_ok=True)
         self._shared.remove_dead_drafts()
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             with self._shared.lock(key, waiting=lambda: say("waiting for another build of the same image")):
-                blob = None if force else self._blob(key)
+                another = force and attempt == 0
+                blob = None if another else self._blob(key)
                 if blob is None:
-                    blob = self._make(source, key, say, another=force)
+                    blob = self._make(source, key, say, another=another)
                 self._shared.stamp(blob.stem)
                 with self._shared.lock("store"):
                     self._give_name(link, blob)
@@ -210,7 +212,8 @@ class ImageStore:
         now = self._shared.now()
         seen: set[str] = set()
         for image in self.list():
-            stem = image.path.resolve().stem
+            if (stem := _stem(image.path)) is None:
+                continue
             used = max(self._shared.last_used(stem), image.built_at)
             reason = f"used {now - used:.0f} s ago" if now - used < grace_seconds else ""
             if stem in kept:
@@ -234,7 +237,7 @@ class ImageStore:
             path, _ = self._find(image)
         except ImageNotFoundError:
             return None
-        return path.resolve().stem if path is not None else None
+        return _stem(path) if path is not None else None
 
     def _make(self, source: Source, key: str, say: Progress, *, another: bool) -> Path:
         """Make the file. No file is ever written over: another node may have it mounted."""
@@ -255,6 +258,10 @@ class ImageStore:
                 made.replace(blob)
         return blob
 
+    def _stamp(self, link: Path) -> None:
+        if (stem := _stem(link)) is not None:
+            self._shared.stamp(stem)
+
     def _give_name(self, link: Path, blob: Path) -> None:
         with self._shared.draft("name") as draft:
             (draft / "link").symlink_to(blob.relative_to(self.root))
@@ -263,14 +270,14 @@ class ImageStore:
     def _has_name(self, link: Path, key: str) -> bool:
         """Whether nothing is left to do: also where this user may not write."""
         newest = self._blob(key)
-        return newest is not None and link.exists() and link.resolve().stem == newest.stem
+        return newest is not None and link.exists() and _stem(link) == newest.stem
 
     def _collect(self, mine: str = "") -> None:
         """Remove the files that no name links to, unless another node uses them or is making them.
 
         Of `mine` the caller has the lock.
         """
-        linked = {path.resolve().stem for path in self.root.glob(f"*{SUFFIX}")}
+        linked = {_stem(path) for path in self.root.glob(f"*{SUFFIX}")}
         now = self._shared.now()
         for stem in {path.stem for path in self._blobs.glob("*")} - linked:
             # Locks tell what this node is making.
@@ -337,6 +344,13 @@ class ImageStore:
 def packaged(name: str, arguments: dict[str, str] | None = None) -> Definition:
     """The definition that this package brings for `name`. Raises ImageNotFoundError where it brings none."""
     return Definition(packaged_definition(name), arguments or {})
+
+
+def _stem(link: Path) -> str | None:
+    """What the file is called that a name leads to; None where the name goes at this moment."""
+    with suppress(FileNotFoundError):
+        return link.resolve().stem
+    return None
 
 
 def _name_of(source: Source) -> str:
