@@ -2,40 +2,52 @@
 
 Each command is sent as one quoted `eval` and a line that reports its exit code, under a nonce, on a pipe of
 its own which the command does not have. So output cannot be taken for a result, a process in the background
-that holds the output open delays nothing, and after an interrupt the shell still reports. Interactive, since
-then SIGINT and an unset variable end the command and not the shell.
+that holds the output open delays nothing, and after an interrupt the shell still reports, once nothing of the
+command runs any more. Interactive, since then SIGINT and an unset variable end the command and not the shell.
 """
 
 import asyncio
+import math
 import os
-import shlex
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from typing import NamedTuple
 
 import anyio
 
+from sandboxes.bash_protocol import SETUP, framed, report
 from sandboxes.breaches import Breaches
 from sandboxes.contract import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, BashResult, BashSession
 from sandboxes.control import Child, ControlShell, ticks_now
 from sandboxes.errors import SandboxClosedError, SandboxError, SessionDiedError
 from sandboxes.output import OutputBuffer
-from sandboxes.pipes import ERROR, INPUT, Reader, write_all
+from sandboxes.pipes import ERROR, FIRST_LOOK, INPUT, Reader, pending, write_all
 from sandboxes.restarts import Restarts
 
 ARGV = ("bash", "--norc", "--noprofile", "--noediting", "-i")
 ENV = {"PS1": "", "PS2": "", "PAGER": "cat", "GIT_PAGER": "cat"}
-STATUS_FUNCTION = "__rollout_status"
-SETUP = (
-    "set +o history +H; unset HISTFILE PS1 PS2; shopt -u checkwinsize; "
-    f'{STATUS_FUNCTION}() {{ \\builtin return "$1"; }}\n'
-).encode()
-
 JOBS_LIMIT = 1024
 PID_DIGITS = 10
-INTERRUPTS, INTERRUPT_PAUSE = 10, 1.0
+INTERRUPTS = (("INT", 1.0),) * 10
 """SIGINT is lost on a process that the shell has forked and that is not its program yet, so it is sent again."""
-STEPS = (("INT", 2.0), ("TERM", 1.0), ("KILL", 1.0))
+STEPS = (("INT", 1.0), ("INT", 1.0), ("TERM", 1.0), ("KILL", 1.0))
 """What a command gets at its time-out, and how long it may take to heed it."""
+NUDGE_PAUSE = 0.03
+"""A shell drops SIGINT while it waits for a program that ends by itself, so it is sent to the shell again and again.
+Else a loop over short programs would hardly ever end. A shell whose program takes longer does not mind."""
+TRIES = 20
+"""To find a program of a loop running, where the first signals did not end the loop."""
+QUESTIONS, QUESTION_PAUSE = 10, 1.0
+"""How often, in seconds, an interrupted shell is asked whether it is ready."""
+LOOKS = 50
+"""At a shell that still reads its command."""
+
+
+class _Command(NamedTuple):
+    nonce: str
+    since: int
+    """When it began, in ticks."""
 
 
 class ShellSession(BashSession):
@@ -62,12 +74,9 @@ class ShellSession(BashSession):
         self._reader: Reader | None = None
         self._jobs: list[int] = []
         """What ran in the background when the present command began."""
-        self._last = 0
-        """The exit code of the command before."""
-        self._since: int | None = None
-        """When the present command began, in ticks."""
-        self._ended: anyio.Event | None = None
-        """Set when the present command has ended, where somebody waits for it."""
+        self._running: _Command | None = None
+        self._wanted: anyio.Event | None = None
+        """The end of the present command, where somebody wants it interrupted."""
 
     async def open(self) -> None:
         """Start the shell if there is none.
@@ -84,7 +93,7 @@ class ShellSession(BashSession):
         await self._restarts.wait()
         child = await self._control.spawn("session", ARGV, cwd=self._cwd, env=self._env)
         child.pipes.close(ERROR)  # the shell's own complaints go nowhere, its commands' to the output
-        self._child, self._reader, self._last = child, Reader(child.stdout), 0
+        self._child, self._reader = child, Reader(child.stdout)
         await write_all(child.pipes.fds[INPUT], SETUP)
 
     async def run(
@@ -103,27 +112,23 @@ class ShellSession(BashSession):
 
     async def _run(self, command: str, timeout: float, output: OutputBuffer) -> BashResult:
         child, reader = self._opened()
-        begun, nonce = time.monotonic(), os.urandom(8).hex()
-        until = asyncio.get_running_loop().time() + timeout
-        self._since = since = ticks_now()
-        code: int | None = None
+        begun, until = time.monotonic(), asyncio.get_running_loop().time() + timeout
+        this = self._running = _Command(os.urandom(8).hex(), ticks_now())
         self._jobs = []
         reader.start(output.add)
         try:
-            try:
-                await write_all(child.pipes.fds[INPUT], _framed(command, nonce, self._last), until)
-                code = await self._status(child, nonce, until)
-            except TimeoutError:
-                await self._interrupt(child, nonce, since)
+            code = await self._code(child, this, framed(command, this.nonce), until)
+            if code is None or self._wanted is not None:
+                await self._settle(child)
         except SessionDiedError as error:
             reader.stop()
             error.output = output.text()
             raise await self._explain(error) from None
         finally:
-            self._since = None
-            if self._ended is not None:
-                self._ended.set()
-                self._ended = None
+            self._running = None
+            if self._wanted is not None:
+                self._wanted.set()
+                self._wanted = None
             reader.stop()
         seconds, timed_out = time.monotonic() - begun, code is None
         breaches = self._breaches.of_call(
@@ -136,31 +141,74 @@ class ShellSession(BashSession):
             raise SessionDiedError("the shell ended before the command ran")
         return self._child, self._reader
 
-    async def _interrupt(self, child: Child, nonce: str, since: int) -> None:
-        """Stop the command that runs and keep the shell, if it can be done."""
-        for name, grace in STEPS:
-            await self._control.stop(child.group, name, since, self._jobs)
-            with anyio.move_on_after(grace):
-                await self._status(child, nonce)
+    async def _code(self, child: Child, this: _Command, frame: bytes, until: float) -> int | None:
+        """Have it run; its exit code, or None where its time-out ended it."""
+        with suppress(TimeoutError):
+            await write_all(child.pipes.fds[INPUT], frame, until)
+            if self._wanted is None:
+                return await self._status(child, this.nonce, until)
+        if self._wanted is not None:
+            if (code := await self._stop(child, this, INTERRUPTS, until)) is not None:
+                return code
+            with suppress(TimeoutError):
+                return await self._status(child, this.nonce, until)
+        if await self._stop(child, this, STEPS) is None:
+            raise SessionDiedError(
+                "the command ran into its time-out and nothing less than its shell's end stopped it",
+                timed_out=True,
+            )
+        return None
+
+    async def _stop(
+        self, child: Child, this: _Command, steps: Iterable[tuple[str, float]], until: float = math.inf
+    ) -> int | None:
+        """The exit code after one of the signals, each with so many seconds to heed it; None where it goes on."""
+        for _ in range(LOOKS):
+            await anyio.sleep(FIRST_LOOK)
+            # A shell that is interrupted while it reads would take the rest for another command.
+            if child.stdin is None or not pending(child.stdin):
+                break
+        now = asyncio.get_running_loop().time
+        for number, (name, grace) in enumerate(steps):
+            await self._control.stop(child.group, name, this.since, self._jobs, TRIES if number else 1)
+            end, asks = min(until, now() + grace), False
+            while now() < end:
+                with suppress(TimeoutError):
+                    return await self._status(child, this.nonce, min(end, now() + NUDGE_PAUSE))
+                if asks:  # the report may be what was interrupted
+                    self._ask(child, this.nonce)
+                else:
+                    await self._control.interrupt(child.group)
+                asks = not asks
+        return None
+
+    async def _settle(self, child: Child) -> None:
+        """Wait until no interrupt is under way any more, which would end the next command."""
+        await self._control.rest()
+        for _ in range(QUESTIONS):
+            nonce = os.urandom(8).hex()
+            self._ask(child, nonce)
+            with suppress(TimeoutError):
+                await self._status(child, nonce, asyncio.get_running_loop().time() + QUESTION_PAUSE)
                 return
-        raise SessionDiedError(
-            "the command ran into its time-out and nothing less than its shell's end stopped it",
-            timed_out=True,
-        )
+        raise SessionDiedError("the shell did not come to rest after it was interrupted")
+
+    @staticmethod
+    def _ask(child: Child, nonce: str) -> None:
+        """Have the shell report once more, if it still reads."""
+        if child.stdin is not None:
+            with suppress(BlockingIOError, BrokenPipeError):
+                os.write(child.stdin, report(nonce))
 
     async def interrupt(self) -> None:
         if not self._control.alive:
             raise SandboxClosedError("the sandbox has ended")
-        child, since = self._child, self._since
-        if child is None or since is None:
+        if self._child is None or self._running is None:
             return
-        ended = self._ended = self._ended or anyio.Event()
-        for _ in range(INTERRUPTS):
-            if ended.is_set():
-                return
-            await self._control.stop(child.group, "INT", since, self._jobs)
-            with anyio.move_on_after(INTERRUPT_PAUSE):
-                await ended.wait()
+        wanted = self._wanted = self._wanted or anyio.Event()
+        self._child.status.expire()
+        with anyio.move_on_after(sum(seconds for _, seconds in INTERRUPTS)):
+            await wanted.wait()
 
     async def ensure(self) -> None:
         """Start the shell at the first call; `run` says where it has ended since, and starts others."""
@@ -185,12 +233,11 @@ class ShellSession(BashSession):
             pass
 
     async def _status(self, child: Child, nonce: str, until: float | None = None) -> int:
-        """Wait for the report of a command; before it, the shell has named its jobs. Raises TimeoutError."""
+        """Wait for the report of a command; the one before has named the jobs. Raises TimeoutError."""
         while (line := await child.status.next(until)) is not None:
             found, _, code = line.partition(" ")
             if found == nonce and code.isdigit():
-                self._last = int(code)
-                return self._last
+                return int(code)
             if found.isdigit() and len(found) < PID_DIGITS and len(self._jobs) < JOBS_LIMIT:
                 self._jobs.append(int(found))
         raise SessionDiedError("the shell ended while the command ran")
@@ -207,15 +254,3 @@ class ShellSession(BashSession):
         if self._child is not None:
             self._child.discard()
         self._child = self._reader = None
-
-
-def _framed(command: str, nonce: str, last: int) -> bytes:
-    """The command with none of the session's own pipes, and then a report that an interrupt does not skip.
-
-    Before it the shell names its jobs, and `$?` is made again what the last command left.
-    """
-    run = f"eval {shlex.quote(command)} </dev/null >&8 2>&8 8>&- 9>&-"
-    report = f"\\builtin printf '%s %s\\n' {nonce} \"$?\" >&9"
-    return f"\\builtin jobs -p >&9; {STATUS_FUNCTION} {last}; {run}\n{report}\n".encode(
-        "utf-8", "surrogatepass"
-    )

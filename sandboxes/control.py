@@ -22,6 +22,7 @@ ANSWERS = "answers"
 SPAWN_TIMEOUT = 30.0
 """A fork that fails is tried again by the shell inside for 15 s."""
 END_TIMEOUT = 20.0
+REST_TIMEOUT = 20.0
 SEND_TIMEOUT = 30.0
 """A shell that takes nothing for so long is lost."""
 KILLED = 128 + 9
@@ -55,6 +56,7 @@ class ControlShell:
         self._channel = channel
         self._pipes = pipes
         self._lock = anyio.Lock()
+        self._asking = anyio.Lock()
         self._answers = answers
         self._prefix = tuple(prefix)
         self._other_end = StatusLines(channel.fileno())
@@ -118,12 +120,17 @@ class ControlShell:
         """Send a signal to a process group inside."""
         await self.send("signal", str(group), name)
 
-    async def stop(self, group: int, name: str, since: int, kept: Sequence[int]) -> None:
+    async def stop(self, group: int, name: str, since: int, kept: Sequence[int], tries: int = 1) -> None:
         """Interrupt a session's shell, and signal its processes that are younger than `since`, in ticks.
 
-        The processes `kept`, and what they started, are spared whatever their age.
+        The processes `kept`, and what they started, are spared whatever their age. Where none is found to signal,
+        as between two programs of a loop, that is tried so many times.
         """
-        await self.send("stop", str(group), name, str(since), *map(str, kept))
+        await self.send("stop", str(group), name, str(since), str(tries), *map(str, kept))
+
+    async def interrupt(self, leader: int) -> None:
+        """Interrupt a session's shell alone."""
+        await self.send("interrupt", str(leader))
 
     async def end_all(self) -> None:
         """End every process inside but the control shell.
@@ -131,11 +138,24 @@ class ControlShell:
         Raises:
             SandboxClosedError: the sandbox has ended, or does not answer.
         """
-        await self.send("end")
-        with anyio.move_on_after(END_TIMEOUT):
-            if await self._reply() == "ended":
-                return
-        raise SandboxClosedError("the sandbox did not end its processes")
+        if not await self._answered("end", "ended", END_TIMEOUT):
+            raise SandboxClosedError("the sandbox did not end its processes")
+
+    async def rest(self) -> None:
+        """Wait until everything that was sent has been done, signals among it.
+
+        Raises:
+            SandboxClosedError: the sandbox has ended, or does not answer.
+        """
+        if not await self._answered("rest", "rests", REST_TIMEOUT):
+            raise SandboxClosedError("the sandbox does not answer")
+
+    async def _answered(self, question: str, answer: str, timeout: float) -> bool:
+        async with self._asking:
+            await self.send(question)
+            with anyio.move_on_after(timeout):
+                return await self._reply() == answer
+        return False
 
     async def send(self, *fields: str) -> None:
         """Send one message. Cancellation before its first byte sends nothing; later it waits for the last.

@@ -33,7 +33,7 @@ spawn() {
     cd -- "$cwd" || { printf '126\n' >&9; exit 126; }
     for entry in "${@:1:count}"; do export -- "${entry?}"; done
     shift "$count"
-    if [[ $mode == session ]]; then limit; exec -- "$@" 8>&1 >/dev/null 2>&1; fi
+    if [[ $mode == session ]]; then limit; exec -- "$@" 8>&1 1<>/dev/null 2>&1; fi
     (limit; exec -- "$@" 9>&-) # limited after the fork, so that at the limit programs still start
     printf '%s\n' "$?" >&9
   ) &
@@ -58,40 +58,45 @@ drop_ended_groups() {
   groups=("${alive[@]}")
 }
 
-# stat_of PID: sets ppid, group, session and start (in ticks since boot); fails where the process has gone.
+# stat_of PID: sets state, ppid, group, session and start (in ticks since boot); fails where the process has gone.
 stat_of() {
   local line fields
   { IFS= read -r line <"/proc/$1/stat"; } 2>/dev/null || return
   read -r -a fields <<<"${line##*) }" # what follows the command's name, which may hold anything
-  ppid=${fields[1]} group=${fields[2]} session=${fields[3]} start=${fields[19]}
+  state=${fields[0]} ppid=${fields[1]} group=${fields[2]} session=${fields[3]} start=${fields[19]}
 }
 
-# stop LEADER NAME SINCE KEPT...: interrupts the leader, a shell, so that it drops the rest of its command, and signals
-# what the command started. Spared are the jobs KEPT, and what is older than the command, with all below them: they
-# are in the background. Both are needed, since start times alone are too coarse.
+# stop LEADER NAME SINCE TRIES KEPT...: interrupts the leader, a shell, so that it drops the rest of its command, and
+# signals what the command started. Spared are the jobs KEPT, and what is older than the command, with all below them:
+# they are in the background. Both are needed, since start times alone are too coarse.
+# A shell heeds SIGINT only if its program dies of it too, so the programs of a loop are tried one after another.
 stop() {
-  local leader=$1 name=$2 since=$3 pid
+  local leader=$1 name=$2 since=$3 tries=$4 pid caught=0
   local -A kept=()
-  for pid in "${@:4}"; do kept[$pid]=1; done
-  kill -s INT "$leader"
-  if [[ -e /proc/$$/task/$$/children ]]; then
-    stop_tree "$leader"
-  else
-    kill -s INT -- "-$leader" # a kernel that does not tell children: the group, of which jobs ignore SIGINT
+  for pid in "${@:5}"; do kept[$pid]=1; done
+  if [[ ! -e /proc/$$/task/$$/children ]]; then # a kernel that does not tell: the group, of which jobs ignore SIGINT
+    kill -s INT "$leader" -- "-$leader"
+    return
   fi
+  for ((; tries > 0 && !caught; tries--)); do stop_tree "$leader"; done
 } 2>/dev/null
 
-# A parent goes before its children, lest it start others in their place.
+# What is stopped starts no others, and does not end by itself before its signal.
 stop_tree() {
-  local file pid below children=() ppid group session start
+  local file pid below children=() state ppid group session start
+  kill -s STOP "$1"
   for file in /proc/"$1"/task/*/children; do
     read -r -a below <"$file"
     children+=("${below[@]}")
   done
-  if (($1 != leader)); then kill -s "$name" "$1"; fi
+  if (($1 == leader)); then kill -s INT "$1"; else kill -s "$name" "$1"; fi
   for pid in "${children[@]}"; do
-    if [[ -z ${kept[$pid]-} ]] && stat_of "$pid" && ((start >= since)); then stop_tree "$pid"; fi
+    if [[ -z ${kept[$pid]-} ]] && stat_of "$pid" && ((start >= since)); then
+      if [[ $state != Z ]]; then caught=1; fi
+      stop_tree "$pid"
+    fi
   done
+  kill -s CONT "$1"
 }
 
 # Everything but this shell. Where it is not process 1, that is what still belongs to its session.
@@ -117,7 +122,9 @@ while IFS= read -r -d '' count; do
     spawn) spawn "${@:2}" ;;
     signal) kill -s "$3" -- "-$2" 2>/dev/null ;; # signal GROUP NAME
     stop) stop "${@:2}" ;;
+    interrupt) kill -s INT "$2" 2>/dev/null ;; # interrupt LEADER
     processes) max_processes=$2 ;; # processes COUNT: those of the launcher, which are counted too, and the limit
+    rest) printf 'rests\n' >&7 ;;
     end) end_all; wait; printf 'ended\n' >&7 ;;
   esac
 done

@@ -236,6 +236,11 @@ class StatusLines:
                     timer.cancel()
         return self._lines.pop(0)
 
+    def expire(self) -> None:
+        """Whoever waits for a line gets TimeoutError now."""
+        if self._waiter is not None:
+            self._expire(self._waiter)
+
     def _expire(self, waiter: asyncio.Future[None]) -> None:
         if not waiter.done():
             waiter.set_exception(TimeoutError())

@@ -175,6 +175,35 @@ async def _interrupted(sandbox: Sandbox, bash: BashSession, command: str) -> Bas
     return result  # noqa: RET504  mypy: a task group may swallow what is raised in it
 
 
+async def bash_interrupt_anywhere(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """An interrupt that comes between two programs ends the command too, and leaves nothing to the next one."""
+    bash = await sandbox.bash()
+    for _round in range(10):
+        result = await _interrupted(sandbox, bash, "touch running; env true; env true; env true; sleep 60")
+        expect(not result.timed_out and result.seconds < GRACE, result)
+        result = await bash.run("echo free; (exit 3)", timeout=GRACE)
+        expect(result.output == "free\n" and result.exit_code == 3, result)
+        result = await bash.run("echo $?")
+        expect(result.output == "3\n", result)
+
+
+async def bash_stops_loops(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """A loop over short programs ends at its time-out and the shell stays, in most cases: bash can lose all signals."""
+    bash = await sandbox.bash()
+    kept = 0
+    for number in range(8):
+        try:
+            await bash.run(f"kept={number}")
+            result = await bash.run("while :; do env true; done", timeout=0.2)
+            expect(result.timed_out and result.seconds < GRACE, result)
+            result = await bash.run("echo $kept")
+            expect(result.output == f"{number}\n", result)
+            kept += 1
+        except SessionDiedError as error:
+            expect(error.timed_out, error)
+    expect(kept >= 6, kept)
+
+
 async def bash_characters(sandbox: Sandbox, _: SandboxProvider) -> None:
     """A character that arrives in two halves is one; one that the limit cuts in two is left out whole."""
     bash = await sandbox.bash()
@@ -199,5 +228,7 @@ CHECKS: tuple[Check, ...] = (
     bash_one_at_a_time,
     bash_whole_rollout,
     bash_interrupt,
+    bash_interrupt_anywhere,
+    bash_stops_loops,
     bash_characters,
 )

@@ -1,0 +1,38 @@
+"""What is said to a session's bash on its standard input: a command, and a request to report its end.
+
+Guarantees:
+- A report comes once nothing of its command runs any more, also after an interrupt, which does not skip it.
+- It leaves `$?` as the command did, and holds with options that end the shell at errors.
+- What an interrupt leaves of a report that it meets half read is harmless.
+
+The session gives the shell descriptor 8 for the output of commands, and 9 for reports.
+"""
+
+import shlex
+
+REPORT, CODE = "__rollout_report", "__rollout_code"
+INTERRUPTED = 128 + 2
+SETUP = (
+    "set +o history +H; unset HISTFILE PS1 PS2; shopt -u checkwinsize; "
+    f'{REPORT}() {{ \\builtin printf \'%s %s\\n\' "$1" "${{{CODE}-{INTERRUPTED}}}" >&9; \\builtin jobs -p >&9; '
+    f'\\builtin set -- "${{{CODE}-{INTERRUPTED}}}"; \\builtin unset {CODE}; \\builtin return "$1"; }}\n'
+).encode()
+"""The report: the code, and then, while the host goes on, the jobs. It leaves `$?` as the command left it."""
+
+
+def framed(command: str, nonce: str) -> bytes:
+    """The command with none of the session's own pipes, and then a report that an interrupt does not skip.
+
+    The shell's own output is /dev/null, open for both ways: to open it again takes longer than all the rest of this.
+    """
+    line = f"eval {shlex.quote(command)} <&1 >&8 2>&8 8>&- 9>&-\n"
+    return line.encode("utf-8", "surrogatepass") + report(nonce)
+
+
+def report(nonce: str) -> bytes:
+    """Two lines: at the end of the first the shell waits for what an interrupt made it leave alone.
+
+    Without quotes: an interrupt while they are read leaves the end of one, which must not open what nothing closes.
+    `&&:` keeps a shell that ends at errors from taking the code that is reported for one.
+    """
+    return f"{CODE}=$?\n{REPORT} {nonce}&&:\n".encode()
