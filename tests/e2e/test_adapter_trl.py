@@ -31,8 +31,8 @@ def test_grpo_raises_the_reward_from_trls_documented_hook(tmp_path):
     figures = train(tmp_path)
     rewards = figures["training_rewards"]
     assert len(rewards) == STEPS
-    # Every step has the same tasks, so only sampling is left to chance: 0.04 of this difference, which was 0.12.
-    assert mean(rewards[-4:]) > mean(rewards[:3]), figures
+    # Every step has the same tasks, so only sampling is left to chance: 0.08 of this difference, which was 0.6.
+    assert mean(rewards[-4:]) > rewards[0] + 0.2, figures
     assert figures["weight_version"] == STEPS + 1
     assert figures["failed"] == 0
     assert figures["logprob_gap"] < 1e-3
