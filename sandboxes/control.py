@@ -138,7 +138,7 @@ class ControlShell:
         Raises:
             SandboxClosedError: the sandbox has ended, or does not answer.
         """
-        if not await self._answered("end", "ended", END_TIMEOUT):
+        if not await self._answered("end", END_TIMEOUT):
             raise SandboxClosedError("the sandbox did not end its processes")
 
     async def rest(self) -> None:
@@ -147,14 +147,18 @@ class ControlShell:
         Raises:
             SandboxClosedError: the sandbox has ended, or does not answer.
         """
-        if not await self._answered("rest", "rests", REST_TIMEOUT):
+        if not await self._answered("rest", REST_TIMEOUT):
             raise SandboxClosedError("the sandbox does not answer")
 
-    async def _answered(self, question: str, answer: str, timeout: float) -> bool:
+    async def _answered(self, question: str, timeout: float) -> bool:
+        """Whether the shell has done what it is asked. Answers to those who were cancelled are passed over."""
+        token = secrets.token_hex(8)
         async with self._asking:
-            await self.send(question)
+            await self.send(question, token)
             with anyio.move_on_after(timeout):
-                return await self._reply() == answer
+                while (line := await self._reply()) is not None:
+                    if line == token:
+                        return True
         return False
 
     async def send(self, *fields: str) -> None:

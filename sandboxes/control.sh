@@ -75,7 +75,7 @@ stop() {
   local -A kept=()
   for pid in "${@:5}"; do kept[$pid]=1; done
   if [[ ! -e /proc/$$/task/$$/children ]]; then # a kernel that does not tell: the group, of which jobs ignore SIGINT
-    kill -s INT "$leader" -- "-$leader"
+    kill -s INT -- "-$leader"
     return
   fi
   for ((; tries > 0 && !caught; tries--)); do stop_tree "$leader"; done
@@ -124,8 +124,8 @@ while IFS= read -r -d '' count; do
     stop) stop "${@:2}" ;;
     interrupt) kill -s INT "$2" 2>/dev/null ;; # interrupt LEADER
     processes) max_processes=$2 ;; # processes COUNT: those of the launcher, which are counted too, and the limit
-    rest) printf 'rests\n' >&7 ;;
-    end) end_all; wait; printf 'ended\n' >&7 ;;
+    rest) printf '%s\n' "$2" >&7 ;; # rest TOKEN: all that came before has been done
+    end) end_all; wait; printf '%s\n' "$2" >&7 ;; # end TOKEN
   esac
 done
 

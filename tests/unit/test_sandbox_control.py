@@ -68,3 +68,26 @@ async def test_a_field_cannot_end_a_message_and_begin_another(
         await shell.send("spawn", "X=\0end\0")
     await shell.send("end")
     assert read_all(theirs) == b"1\0end\0"
+
+
+async def test_an_answer_to_one_who_was_cancelled_is_no_answer_to_the_next(
+    ends: tuple[ControlShell, socket.socket],
+) -> None:
+    shell, theirs = ends
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(shell.rest)
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+    first = token_of(theirs)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(shell.end_all)
+        await anyio.wait_all_tasks_blocked()
+        theirs.sendall(first)
+        await anyio.wait_all_tasks_blocked()
+        assert shell.alive
+        theirs.sendall(token_of(theirs))
+
+
+def token_of(end: socket.socket) -> bytes:
+    """What the shell answers with."""
+    return end.recv(1000).split(b"\0")[2] + b"\n"
