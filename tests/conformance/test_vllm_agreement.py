@@ -108,7 +108,7 @@ async def test_each_token_is_of_the_weights_that_its_version_names(backend, unti
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(generate)
-        while not (await backend.load()).running:
+        while not parts and not (await backend.load()).running:  # by chance it may end at its first tokens
             await anyio.sleep(0.01)
         await backend.pause(PauseMode.ABORT)
     await backend.update_weights(str(checkpoints.second), 2)
