@@ -145,8 +145,7 @@ class ShellSession(BashSession):
         """Have it run; its exit code, or None where its time-out ended it."""
         with suppress(TimeoutError):
             await write_all(child.pipes.fds[INPUT], frame, until)
-            if self._wanted is None:
-                return await self._status(child, this.nonce, until)
+            return await self._status(child, this.nonce, until, heeds=True)
         if self._wanted is not None:
             if (code := await self._stop(child, this, INTERRUPTS, until)) is not None:
                 return code
@@ -232,15 +231,25 @@ class ShellSession(BashSession):
         async with self._lock:
             pass
 
-    async def _status(self, child: Child, nonce: str, until: float | None = None) -> int:
-        """Wait for the report of a command; the one before has named the jobs. Raises TimeoutError."""
-        while (line := await child.status.next(until)) is not None:
+    async def _status(
+        self, child: Child, nonce: str, until: float | None = None, *, heeds: bool = False
+    ) -> int:
+        """Wait for the report of a command; the one before has named the jobs.
+
+        Raises:
+            TimeoutError: it has not come `until` then; or, where it `heeds` that, an interrupt is wanted.
+            SessionDiedError: the shell has ended.
+        """
+        while not (heeds and self._wanted is not None):
+            line = await child.status.next(until)
+            if line is None:
+                raise SessionDiedError("the shell ended while the command ran")
             found, _, code = line.partition(" ")
             if found == nonce and code.isdigit():
                 return int(code)
             if found.isdigit() and len(found) < PID_DIGITS and len(self._jobs) < JOBS_LIMIT:
                 self._jobs.append(int(found))
-        raise SessionDiedError("the shell ended while the command ran")
+        raise TimeoutError
 
     async def restart(self) -> None:
         async with self._lock:
