@@ -51,7 +51,7 @@ class VllmBackend(HttpBackend):
         super().__init__(url, backend_id=backend_id, timeout=timeout)
         self._mode: wire.LogprobsMode | None = None
         self._open_ids: set[str] = set()
-        self._last_load = ""
+        self._last_load = self._idle_load = ""
 
     @property
     def keeps_kv_apart(self) -> bool:
@@ -140,10 +140,12 @@ class VllmBackend(HttpBackend):
         text = (await self._exchange_bytes("GET", "/metrics", None, CONTROL_SECONDS)).decode(errors="replace")
         with answer_of(self._id):
             load = parse_load(text)
-        # vLLM writes its gauges in a step of the engine alone: after an abort they tell of requests that are gone.
-        is_idle = not self._open_calls and load.signature == self._last_load
+        # vLLM writes its gauges in a step of the engine alone: after an abort they tell of requests that are gone,
+        # also while the next one is on its way.
+        if not self._open_calls and load.signature == self._last_load:
+            self._idle_load = load.signature
         self._last_load = load.signature
-        return load.idle() if is_idle else load.load
+        return load.idle() if load.signature == self._idle_load else load.load
 
     # ---- generation
 

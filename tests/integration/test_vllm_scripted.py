@@ -184,6 +184,9 @@ async def test_gauges_that_an_abort_left_behind_are_seen_through():
             await pool.generate(request())
         await backend.load()
         assert (await backend.load()).running == 0
+        backend._open_calls += 1  # the next request is on its way
+        assert (await backend.load()).running == 0
+        backend._open_calls -= 1
 
 
 @pytest.mark.parametrize("kind", [ScriptedVllm, ScriptedEngine])
