@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from socket import gethostname
+from uuid import uuid4
 
 import anyio
 import structlog
@@ -162,7 +163,7 @@ async def open_service(settings: Settings, metrics: Metrics) -> AsyncIterator[Se
         await _start_engine(settings, stack, serving)
         await stack.enter_async_context(serving.reconnecting(settings.backends))
         services = Services(
-            owner=gethostname(),
+            owner=f"{gethostname()}-{uuid4().hex}",  # services on one host, or in containers of one name, differ
             store=store,
             stages=_stages(settings.pipeline, metrics),
             environments=environments,

@@ -1,9 +1,10 @@
 """The pipeline: leases rollouts from the store, sends them through the stages, and settles how each ended.
 
 Guarantees: every lease is settled exactly once, as completed, failed, cancelled, or queued again for another
-attempt; only failures that may go away by themselves are tried again, within a budget; a cancellation takes
-effect at any moment and frees what the rollout held; at a shutdown what could not end in time goes back to the
-store with its attempt refunded. All tasks live in the task group of `running`; none outlives it.
+attempt; a rollout is worked on once at a time, also when the store could not be written for longer than a lease;
+only failures that may go away by themselves are tried again, within a budget; a cancellation takes effect at any
+moment and frees what the rollout held; at a shutdown what could not end in time goes back to the store with its
+attempt refunded. All tasks live in the task group of `running`; none outlives it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class Pipeline:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Work until the block is left; then drain, cancel what is left, and hand it back to the store."""
-        await self._services.store.release(self._services.owner)
+        recovered = await self._services.store.recover(self._services.owner)
+        if recovered:
+            log.info("queued again what a crash left", rollouts=recovered)
         async with anyio.create_task_group() as work:
             async with anyio.create_task_group() as admission:
                 admission.start_soon(self._admit, work)
@@ -67,7 +70,7 @@ class Pipeline:
                 await self._drain()
             work.cancel_scope.cancel()
         with anyio.CancelScope(shield=True):
-            handed_back = await self._services.store.release(self._services.owner, refund=True)
+            handed_back = await self._services.store.release(self._services.owner)
         log.info("pipeline stopped", handed_back=handed_back)
 
     @property
@@ -157,11 +160,12 @@ class Pipeline:
             except LeaseLostError:
                 self._services.metrics.lost_lease()
                 log.warning("the lease was lost; the attempt is dropped")
-            except Exception:
-                # A defect must not take the other rollouts with it. The lease runs out, which counts an attempt.
+            except Exception as error:
                 log.exception("an attempt could not be settled")
+                await self._give_up(job.lease, error)
             finally:
-                del self._jobs[rollout_id]
+                if self._jobs.get(rollout_id) is job:  # one that is tried again at once may be back already
+                    del self._jobs[rollout_id]
                 self._idle.set()
 
     async def _attempt(self, job: Job) -> None:
@@ -173,6 +177,28 @@ class Pipeline:
                 await self._finish(attempt, attempt.result(RolloutState.CANCELLED))
         finally:
             await attempt.release()
+
+    async def _give_up(self, lease: Lease, error: Exception) -> None:
+        """Fail a rollout with the defect alone, since what it came to may be what cannot be written.
+
+        A defect must not take the other rollouts with it.
+        """
+        result = Rollout(
+            rollout_id=lease.rollout_id,
+            state=RolloutState.FAILED,
+            task=lease.request.task,
+            pool=lease.request.pool,
+            error=describe(error),
+            created_at=lease.created_at,
+        )
+
+        async def finish() -> bool:
+            return await self._services.store.finish(lease, self._services.owner, result)
+
+        try:
+            await insist("write a result", finish)
+        except Exception:
+            log.exception("a rollout stays unsettled until the next start")
 
     async def _run(self, attempt: Attempt) -> None:
         """Run an attempt to a settled end; a cancellation passes through."""
@@ -195,7 +221,8 @@ class Pipeline:
             )
 
     async def _settle_failure(self, attempt: Attempt, error: Exception) -> None:
-        info = describe(error, stage=attempt.stage, attempt=attempt.lease.attempt)
+        number = attempt.lease.attempt if attempt.stage is not None else None  # before a stage none has begun
+        info = describe(error, stage=attempt.stage, attempt=number)
         self._services.metrics.failed(info)
         log.warning(
             "attempt failed",

@@ -87,7 +87,7 @@ def decode_lease(row: sqlite3.Row) -> Lease:
     return Lease(
         rollout_id=row["rollout_id"],
         request=RolloutRequest.model_validate_json(row["request"]),
-        attempt=row["attempt"],
+        attempt=row["attempt"] + 1,
         retries=_RETRIES.validate_json(row["retries"]),
         spans=_SPANS.validate_json(row["spans"]),
         created_at=when(row["created_at"]),

@@ -2,8 +2,9 @@
 
 Guarantees: what `submit` returned survives any crash; a rollout reaches exactly one terminal state, and its
 result is written with that state in one transaction; only the holder of the current lease can move a rollout,
-so a worker that lost its lease can harm nothing; every change of state is an event with an id that grows by
-one. A call runs to its end even when its caller is cancelled, so no lease is taken unseen.
+so a worker that lost its lease can harm nothing; no owner is ever leased what it already holds; an attempt counts
+when it enters its first stage, so that a crash costs nothing that had not begun; every change of state is an event
+with an id that grows by one. A call runs to its end even when its caller is cancelled, so no lease is taken unseen.
 
 A lease is lost when it was taken over, given back or ended; one that ran out and that nobody took over yet
 can still be renewed or ended by its owner. The `wait_for_*` methods spare their callers polling: each returns
@@ -38,7 +39,7 @@ class Lease:
     rollout_id: str
     request: RolloutRequest
     attempt: int
-    """Counted from 1; a lease that ran out or was given back counts as an attempt."""
+    """The number, from 1, of the attempt that this lease is for. It counts once it has entered a stage, or failed."""
     retries: list[ErrorInfo]
     """Failures of the earlier attempts."""
     spans: list[Span]
@@ -73,17 +74,27 @@ class Store(Protocol):
         ...
 
     async def claim(self, owner: str, *, limit: int, lease_seconds: float) -> list[Lease]:
-        """Lease up to `limit` queued rollouts, oldest first; also those whose lease ran out."""
+        """Lease up to `limit` queued rollouts, oldest first; also those of other owners whose lease ran out.
+
+        What `owner` holds itself is never leased to it again, however long the store could not be written.
+        """
         ...
 
     async def renew(self, owner: str, rollout_ids: Sequence[str], *, lease_seconds: float) -> None:
-        """Renew these leases of this owner; what a defect has orphaned is left to run out."""
+        """Renew these leases of this owner."""
         ...
 
-    async def release(self, owner: str, *, refund: bool = False) -> int:
-        """Queue again what this owner holds, as after its crash; returns how many there were.
+    async def recover(self, owner: str) -> int:
+        """Queue again what services hold that are known to be dead; returns how many rollouts that were.
 
-        `refund` takes the attempt back from their counts: an orderly shutdown is nobody's failure.
+        Called by `owner` before its first claim. An attempt that had begun stays counted.
+        """
+        ...
+
+    async def release(self, owner: str) -> int:
+        """Queue again what this owner holds; returns how many rollouts that were.
+
+        Attempts that had begun are taken back from the count: an orderly shutdown is nobody's failure.
         """
         ...
 
@@ -105,8 +116,9 @@ class Store(Protocol):
     ) -> bool:
         """Queue a leased rollout again after a failed attempt, not before the delay has passed.
 
-        `spans` are those of all attempts so far; the next lease brings them along. False when the lease is no
-        longer held. One whose cancellation was asked for is cancelled instead.
+        `spans` are those of all attempts so far; the next lease brings them along. The attempt counts even if it
+        failed before its first stage. False when the lease is no longer held. One whose cancellation was asked for
+        is cancelled instead.
         """
         ...
 

@@ -100,7 +100,10 @@ WHEN NEW.cancel AND NOT OLD.cancel AND NEW.owner IS NOT NULL BEGIN
 END;
 """
 
-MIGRATIONS = (_VERSION_1, VERSION_2)
+_VERSION_3 = "UPDATE rollouts SET attempt = attempt - 1 WHERE owner IS NOT NULL AND state = 'queued';"
+"""An attempt counts when it enters its first stage; before, a lease counted as one."""
+
+MIGRATIONS = (_VERSION_1, VERSION_2, _VERSION_3)
 """Script n (from 1) turns version n - 1 into version n."""
 
 

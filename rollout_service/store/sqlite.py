@@ -111,9 +111,15 @@ class SqliteStore(Store):
         values = {"owner": owner, "ids": ids, "until": self._clock() + lease_seconds}
         await self._write(lambda db: db.execute(statements.RENEW, values).rowcount)
 
-    async def release(self, owner: str, *, refund: bool = False) -> int:
-        values = {"owner": owner, "refund": int(refund), "now": self._clock()}
-        rows = await self._write(lambda db: db.execute(statements.RELEASE, values).fetchall())
+    async def recover(self, owner: str) -> int:
+        return await self._queue_again(statements.RECOVER, owner)  # the file is ours alone: others are dead
+
+    async def release(self, owner: str) -> int:
+        return await self._queue_again(statements.RELEASE, owner)
+
+    async def _queue_again(self, statement: str, owner: str) -> int:
+        values = {"owner": owner, "now": self._clock()}
+        rows = await self._write(lambda db: db.execute(statement, values).fetchall())
         self._announce(row["rollout_id"] for row in rows if row["state"] == RolloutState.CANCELLED)
         self._work.put_up()
         return len(rows)

@@ -27,12 +27,12 @@ _DROP_TOMBSTONE = "DELETE FROM tombstones WHERE rollout_id = :id"
 
 _END_CANCELLED = """
 UPDATE rollouts SET state = 'cancelled', stop_reason = 'cancelled', owner = NULL, changed_at = :now
-WHERE owner IS NOT NULL AND lease_until <= :now AND cancel
+WHERE owner IS NOT NULL AND owner != :owner AND lease_until <= :now AND cancel
 RETURNING rollout_id
 """
 _CLAIM = """
 UPDATE rollouts SET
-    state = 'queued', attempt = attempt + 1, token = token + 1, owner = :owner, code = NULL,
+    state = 'queued', token = token + 1, owner = :owner, code = NULL,
     queued_at = iif(owner IS NULL, queued_at, lease_until), lease_until = :until, changed_at = :now
 WHERE seq IN (
     SELECT seq FROM (
@@ -41,7 +41,7 @@ WHERE seq IN (
             ORDER BY seq LIMIT :limit
         )
         UNION ALL
-        SELECT seq FROM rollouts WHERE owner IS NOT NULL AND lease_until <= :now
+        SELECT seq FROM rollouts WHERE owner IS NOT NULL AND owner != :owner AND lease_until <= :now
     ) ORDER BY seq LIMIT :limit
 )
 RETURNING *, (SELECT request FROM requests WHERE requests.seq = rollouts.seq) AS request
@@ -49,22 +49,29 @@ RETURNING *, (SELECT request FROM requests WHERE requests.seq = rollouts.seq) AS
 _DUE = """
 SELECT min(
     coalesce((SELECT min(not_before) FROM rollouts WHERE state = 'queued' AND owner IS NULL), 9e99),
-    coalesce((SELECT min(lease_until) FROM rollouts WHERE owner IS NOT NULL), 9e99)
+    coalesce((SELECT min(lease_until) FROM rollouts WHERE owner IS NOT NULL AND owner != :owner), 9e99)
 )
 """
 RENEW = """
 UPDATE rollouts SET lease_until = :until
 WHERE owner = :owner AND rollout_id IN (SELECT value FROM json_each(:ids))
 """
+RECOVER = """
+UPDATE rollouts SET
+    state = iif(cancel, 'cancelled', 'queued'), stop_reason = iif(cancel, 'cancelled', NULL),
+    owner = NULL, queued_at = :now, changed_at = :now
+WHERE owner IS NOT NULL AND owner != :owner
+RETURNING rollout_id, state
+"""
 RELEASE = """
 UPDATE rollouts SET
     state = iif(cancel, 'cancelled', 'queued'), stop_reason = iif(cancel, 'cancelled', NULL),
-    owner = NULL, attempt = attempt - :refund, queued_at = :now, changed_at = :now
+    owner = NULL, attempt = attempt - (state != 'queued'), queued_at = :now, changed_at = :now
 WHERE owner = :owner
 RETURNING rollout_id, state
 """
 _ADVANCE = """
-UPDATE rollouts SET state = :state, changed_at = :now
+UPDATE rollouts SET state = :state, attempt = attempt + (state = 'queued'), changed_at = :now
 WHERE rollout_id = :id AND owner = :owner AND token = :token
     AND state IN (SELECT value FROM json_each(:before))
 """
@@ -73,7 +80,8 @@ RETRY = """
 UPDATE rollouts SET
     state = iif(cancel, 'cancelled', 'queued'), stop_reason = iif(cancel, 'cancelled', NULL),
     code = iif(cancel, NULL, :code), owner = NULL, not_before = :not_before,
-    retries = json_insert(retries, '$[#]', json(:error)), spans = :spans, queued_at = :now, changed_at = :now
+    attempt = attempt + (state = 'queued'), retries = json_insert(retries, '$[#]', json(:error)), spans = :spans,
+    queued_at = :now, changed_at = :now
 WHERE rollout_id = :id AND owner = :owner AND token = :token
 RETURNING rollout_id, state
 """
@@ -132,7 +140,7 @@ def claim(db: sqlite3.Connection, values: dict[str, Any]) -> tuple[list[Lease], 
     """The leases, the ids that turned out to be cancelled, and when there may be more (Unix seconds)."""
     ended = [row["rollout_id"] for row in db.execute(_END_CANCELLED, values).fetchall()]
     rows = sorted(db.execute(_CLAIM, values).fetchall(), key=lambda row: row["seq"])
-    (due,) = db.execute(_DUE).fetchone()
+    (due,) = db.execute(_DUE, values).fetchone()
     return [codec.decode_lease(row) for row in rows], ended, due
 
 

@@ -216,6 +216,7 @@ async def test_a_lease_that_ran_out_is_taken_over_and_its_owner_can_do_nothing(
     clock.now += 9
     assert await store.claim("b", limit=1, lease_seconds=10) == []
     clock.now += 1
+    assert await store.claim("a", limit=1, lease_seconds=10) == [], "it is in the hand of its owner"
     lease = await take(store, "b")
     assert lease.attempt == 2
     assert (await known(store)).state is S.QUEUED
@@ -247,20 +248,33 @@ async def test_renewing_touches_only_the_named_leases_of_the_owner(store: Store,
     assert [lease.rollout_id for lease in leases] == ["r1", "r2"]
 
 
-@pytest.mark.parametrize(("refund", "attempt"), [(False, 2), (True, 1)])
-async def test_what_is_released_is_queued_again(
-    store: Store, clock: Clock, refund: bool, attempt: int
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("crashed", [False, True])
+async def test_what_is_given_back_is_queued_again(
+    store: Store, clock: Clock, begun: bool, crashed: bool
 ) -> None:
     await store.submit(order())
     lost = await take(store)
+    if begun:
+        await store.advance(lost, "a", S.ROLLOUT)
     clock.now += 3
     assert await store.release("b") == 0
-    assert await store.release("a", refund=refund) == 1
+    assert await store.recover("a") == 0
+    assert await (store.recover("b") if crashed else store.release("a")) == 1
     again = await take(store)
-    assert again.attempt == attempt
+    assert again.attempt == (2 if begun and crashed else 1)
     assert again.queued_at == datetime.fromtimestamp(START + 3, UTC)
     assert not await store.finish(lost, "a", outcome(lost)), "the same owner, but an earlier lease"
     assert await store.finish(again, "a", outcome(again))
+
+
+async def test_no_number_of_crashes_uses_attempts_of_what_never_began(store: Store) -> None:
+    await store.submit(order())
+    for number in range(5):
+        lease = await take(store, f"owner-{number}")
+        assert lease.attempt == 1
+        assert (await known(store)).attempt == 0
+        await store.recover("next")
 
 
 async def test_a_retry_waits_and_remembers_why(store: Store, clock: Clock) -> None:
@@ -320,7 +334,7 @@ async def test_cancel_of_a_leased_rollout_is_its_workers_to_end(store: Store) ->
     assert await store.trajectory("r1") == trajectory(3)
 
 
-@pytest.mark.parametrize("way", ["expire", "release", "retry"])
+@pytest.mark.parametrize("way", ["expire", "release", "recover", "retry"])
 async def test_a_cancelled_rollout_is_never_queued_again(store: Store, clock: Clock, way: str) -> None:
     await store.submit(order())
     lease = await take(store, seconds=10)
@@ -329,6 +343,8 @@ async def test_a_cancelled_rollout_is_never_queued_again(store: Store, clock: Cl
         clock.now += 10
     elif way == "release":
         await store.release("a")
+    elif way == "recover":
+        await store.recover("b")
     else:
         await store.retry(lease, "a", INFRASTRUCTURE)
     assert await store.claim("b", limit=1, lease_seconds=10) == []
@@ -426,7 +442,11 @@ async def test_waiting_for_work(store: Store, clock: Clock) -> None:
     await take(store)
     assert await store.claim("a", limit=1, lease_seconds=10) == []
     clock.now += 10
-    assert await returns(store.wait_for_work()), "the leases ran out"
+    assert not await returns(store.wait_for_work()), "its own leases are no work for it"
+    assert await store.claim("b", limit=1, lease_seconds=5)
+    assert not await store.claim("a", limit=9, lease_seconds=5)
+    clock.now += 5
+    assert await returns(store.wait_for_work()), "another's lease ran out"
 
 
 async def test_waiting_for_cancels(store: Store) -> None:
@@ -574,13 +594,13 @@ class StoreMachine(RuleBasedStateMachine):
     def claim(self, owner: str, limit: int, seconds: int) -> None:
         now = self.clock.now
         for record in self.known.values():
-            if record.owner and record.until <= now and record.cancel:
+            if record.owner not in (None, owner) and record.until <= now and record.cancel:
                 self.give_back(record)
         expected = [
             rollout_id
             for rollout_id, record in self.known.items()
             if (record.state is S.QUEUED and record.owner is None and record.not_before <= now)
-            or (record.owner is not None and record.until <= now)
+            or (record.owner not in (None, owner) and record.until <= now)
         ][:limit]
         leases = self.call(lambda: self.store.claim(owner, limit=limit, lease_seconds=seconds))
         assert [lease.rollout_id for lease in leases] == expected
@@ -588,8 +608,7 @@ class StoreMachine(RuleBasedStateMachine):
             record = self.known[lease.rollout_id]
             record.owner, record.lease, record.until = owner, lease, now + seconds
             record.state = S.QUEUED
-            record.attempt += 1
-            assert lease.attempt == record.attempt
+            assert lease.attempt == record.attempt + 1
             self.leases.append((owner, lease))
 
     @rule(owner=OWNERS, ids=st.sets(IDS), seconds=st.integers(1, 20))
@@ -599,12 +618,19 @@ class StoreMachine(RuleBasedStateMachine):
             if self.known[rollout_id].owner == owner:
                 self.known[rollout_id].until = self.clock.now + seconds
 
-    @rule(owner=OWNERS, refund=st.booleans())
-    def release(self, owner: str, refund: bool) -> None:
+    @rule(owner=OWNERS)
+    def release(self, owner: str) -> None:
         held = [record for record in self.known.values() if record.owner == owner]
-        assert self.call(lambda: self.store.release(owner, refund=refund)) == len(held)
+        assert self.call(lambda: self.store.release(owner)) == len(held)
         for record in held:
-            record.attempt -= refund
+            record.attempt -= record.state is not S.QUEUED
+            self.give_back(record)
+
+    @rule(owner=OWNERS)
+    def recover(self, owner: str) -> None:
+        held = [record for record in self.known.values() if record.owner not in (None, owner)]
+        assert self.call(lambda: self.store.recover(owner)) == len(held)
+        for record in held:
             self.give_back(record)
 
     @rule(data=st.data(), state=st.sampled_from(STAGES[1:]))
@@ -619,6 +645,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         assert self.call(lambda: self.store.advance(lease, owner, state)) == (record is not None)
         if record:
+            record.attempt += record.state is S.QUEUED
             record.state = state
 
     @rule(data=st.data(), delay=st.integers(0, 10))
@@ -632,6 +659,7 @@ class StoreMachine(RuleBasedStateMachine):
         if record:
             record.not_before = self.clock.now + delay
             record.retries += 1
+            record.attempt += record.state is S.QUEUED
             self.give_back(record)
 
     @rule(data=st.data(), state=st.sampled_from([S.COMPLETED, S.FAILED, S.CANCELLED]))

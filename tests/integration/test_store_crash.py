@@ -46,7 +46,7 @@ async def main():
     first = int(sys.argv[2])
     numbers = itertools.count(first)
     async with await SqliteStore.open(sys.argv[1]) as store:
-        await store.release("worker")
+        await store.recover("next")
         async with anyio.create_task_group() as group:
             for _ in range(8):
                 group.start_soon(submit, store, numbers)

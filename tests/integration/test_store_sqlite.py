@@ -13,7 +13,7 @@ from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.tasks import Task
 from rollout_service.errors import StoreError
 from rollout_service.store import SqliteStore
-from rollout_service.store.schema import MIGRATIONS
+from rollout_service.store.schema import APPLICATION_ID, MIGRATIONS
 
 pytestmark = pytest.mark.anyio
 
@@ -94,6 +94,25 @@ async def test_a_file_of_a_newer_release_is_refused_and_left_alone(path: Path) -
         with pytest.raises(StoreError, match="schema version") as caught:
             await SqliteStore.open(path)
         assert "newer release" in caught.value.hint
+
+
+async def test_leases_of_an_earlier_release_give_back_attempts_that_never_began(path: Path) -> None:
+    path.parent.mkdir()
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.executescript("".join(MIGRATIONS[:2]))
+        db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        db.execute("PRAGMA user_version = 2")
+        for number, state in ((1, "queued"), (2, "init")):
+            db.execute(
+                "INSERT INTO rollouts (seq, rollout_id, fingerprint, state, attempt, owner, created_at, queued_at,"
+                " changed_at) VALUES (?, ?, x'', ?, 3, 'host', 0, 0, 0)",
+                (number, f"r{number}", state),
+            )
+            db.execute("INSERT INTO requests VALUES (?, ?)", (number, order(number).model_dump_json()))
+    async with await SqliteStore.open(path) as store:
+        assert await store.recover("here") == 2
+        leases = await store.claim("here", limit=2, lease_seconds=10)
+        assert {lease.rollout_id: lease.attempt for lease in leases} == {"r1": 3, "r2": 4}
 
 
 async def test_a_database_of_another_program_is_refused(path: Path) -> None:

@@ -1,8 +1,10 @@
 """The pipeline's promises, with scripted environments and policies and a store in memory."""
 
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -571,14 +573,64 @@ async def test_a_shutdown_hands_back_what_could_not_end() -> None:
 async def test_a_crash_counts_as_an_attempt_and_not_for_ever() -> None:
     store = await SqliteStore.open(":memory:")
     await store.submit(RolloutRequest(rollout_id="r", task=Task(environment="played")))
-    for _ in range(3):
-        assert await store.claim("here", limit=1, lease_seconds=60)
-        await store.release("here")
+    await store.submit(RolloutRequest(rollout_id="queued", task=Task(environment="played")))
+    for number in range(3):
+        lease, _ = await store.claim(f"service {number}", limit=2, lease_seconds=60)
+        assert await store.advance(lease, f"service {number}", RolloutState.INIT)
+        await store.recover("next")
     async with bench(Played(), store=store) as b:
         rollout = await b.result("r")
-        assert rollout.state is RolloutState.FAILED
+        assert (rollout.state, rollout.attempt) == (RolloutState.FAILED, 3)
         assert rollout.error is not None
         assert rollout.error.code == "attempts_exhausted"
+        untouched = await b.result("queued")
+        assert (untouched.state, untouched.attempt) == (RolloutState.COMPLETED, 1)
+
+
+async def test_a_store_that_cannot_be_written_for_longer_than_a_lease_starts_nothing_twice(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "store.sqlite3"
+    release = anyio.Event()
+
+    async def run(_: Episode) -> None:
+        await release.wait()
+
+    settings = SETTINGS.model_copy(update={"lease_seconds": 0.3, "rollout_workers": 6})
+    async with await SqliteStore.open(path) as store:
+        await store._read(lambda db: db.execute("PRAGMA busy_timeout = 20").fetchone())
+        async with bench(Played(run=run, image="any"), store=store, settings=settings) as b:
+            for i in range(6):
+                await b.submit(f"r{i}")
+            with anyio.fail_after(10):
+                while (await store.counts()).get(RolloutState.ROLLOUT) != 6:
+                    await anyio.sleep(0.01)
+            with closing(sqlite3.connect(path, isolation_level=None)) as other:
+                other.execute("BEGIN IMMEDIATE")
+                await anyio.sleep(1.5)
+                other.execute("ROLLBACK")
+            await b.submit("r6")
+            with anyio.fail_after(10):
+                while b.pipeline.live() < 7:
+                    await anyio.sleep(0.01)
+            release.set()
+            rollouts = [await b.result(f"r{i}") for i in range(7)]
+            assert {(r.state, r.attempt) for r in rollouts} == {(RolloutState.COMPLETED, 1)}
+            await b.idle()
+            assert b.provider.started == 7
+
+
+async def test_a_result_that_cannot_be_written_fails_its_rollout_and_no_other() -> None:
+    async def broken(episode: Episode) -> None:
+        if episode.request.rollout_id == "r":
+            raise EnvironmentFailedError("no text: \ud800")
+
+    async with bench(Played(evaluate=broken)) as b:
+        rollout = await b.run("r")
+        assert (rollout.state, rollout.reward) == (RolloutState.FAILED, None)
+        assert rollout.error is not None
+        assert rollout.error.code == "internal_error"
+        assert (await b.run("another")).state is RolloutState.COMPLETED
 
 
 async def test_stop_begins_nothing_until_start() -> None:
