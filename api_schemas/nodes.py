@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from api_schemas.base import WireModel
 
 
@@ -69,3 +71,18 @@ class NodeView(WireModel):
     breaches: dict[str, int] = {}
     """How often a limit of a sandbox was reached since the service started, by limit."""
     egress: EgressView = EgressView()
+
+
+class Health(WireModel):
+    """The answer of a service that is alive."""
+
+    status: Literal["ok"] = "ok"
+    version: str
+
+
+class Readiness(WireModel):
+    """Whether a service can take work."""
+
+    ready: bool
+    reasons: list[str]
+    """Why it cannot, each with what to do; empty when it can."""

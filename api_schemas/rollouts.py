@@ -170,3 +170,17 @@ class RolloutPage(WireModel):
     """Pass it as `cursor` for the next page; null on the last one."""
     counts: dict[RolloutState, int] = {}
     """How many rollouts of this store are in each state."""
+
+
+class CancelAnswer(WireModel):
+    """What became of an order to cancel a rollout."""
+
+    rollout_id: RolloutId
+    was: RolloutState | None
+    """The state that it was in; null when it is not known yet, and is cancelled when it comes."""
+
+
+class AbortAnswer(WireModel):
+    """The rollouts whose cancellation was asked for."""
+
+    cancelled: list[RolloutId]

@@ -11,10 +11,13 @@ from starlette.middleware import Middleware
 from rollout_service import __version__, problems
 from rollout_service.errors import known_cause
 from rollout_service.middleware import BearerKeys, BodyLimit, CountRequests
+from rollout_service.openapi import pages
 from rollout_service.routes import backends, environments, events, health, prorl, rollouts, runs, sandboxes
 from rollout_service.service import open_service
 from rollout_service.settings import Settings
 from rollout_service.telemetry import Metrics
+
+MODULES = (rollouts, runs, backends, environments, sandboxes, events, health, prorl)
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -36,6 +39,8 @@ def create_app(settings: Settings) -> FastAPI:
         version=__version__,
         summary="Agentic rollouts for any RL trainer",
         lifespan=lifespan,
+        openapi_url=None,  # `pages` serves it, and a page that works offline
+        generate_unique_id_function=lambda route: route.name,
         middleware=[
             Middleware(CountRequests, metrics=metrics),
             Middleware(BearerKeys, keys=settings.keys),
@@ -44,6 +49,8 @@ def create_app(settings: Settings) -> FastAPI:
     )
     app.state.failure = None
     problems.install(app)
-    for module in (rollouts, runs, backends, environments, sandboxes, events, health, prorl):
+    for module in MODULES:
         app.include_router(module.router)
+    app.state.paths = [route.path for module in MODULES for route in module.router.routes]
+    pages.install(app, keyed=bool(settings.keys))
     return app

@@ -2,6 +2,7 @@
 
 ServiceError
  |- RequestError                  a caller asked for something impossible               4xx
+ |   |- MalformedBodyError        400
  |   |- InvalidFieldError         422, with the path of the field
  |   |- NotFoundError             404
  |   |- ConflictError             409, as in the same id with another body
@@ -12,7 +13,8 @@ ServiceError
  |- UnavailableError              the service cannot take this now                      503
  |- StageTimeoutError             a stage's deadline passed
  |- AttemptsExhaustedError        the service died under this rollout too often
- `- ConfigurationError            the service cannot start like this
+ |- ConfigurationError            the service cannot start like this
+ `- DefectError                   anything that is not of this family                   500
 Inference and token errors (`inference/errors.py`, `tokens/errors.py`) are ServiceErrors too; those of the
 package `sandboxes` are not, since it knows nothing of this one: `describe` takes both.
 
@@ -50,6 +52,12 @@ class RequestError(ServiceError):
     code = "bad_request"
     boundary = Boundary.REQUEST
     status = 400
+
+
+class MalformedBodyError(RequestError):
+    """The body is not valid JSON."""
+
+    code = "malformed_json"
 
 
 class InvalidFieldError(RequestError):
@@ -139,6 +147,12 @@ class ConfigurationError(ServiceError):
     code = "bad_configuration"
 
 
+class DefectError(ServiceError):
+    """A defect of the service or of a plug-in; the log holds the traceback."""
+
+    code = "internal_error"
+
+
 def known_cause(error: BaseException) -> ServiceError | SandboxError | None:
     """The error of ours that an exception is, or that a group of exceptions holds; None for a defect."""
     if isinstance(error, BaseExceptionGroup):
@@ -153,10 +167,10 @@ def describe(error: BaseException, *, stage: str | None = None, attempt: int | N
     elif isinstance(error, SandboxError):
         code, boundary, retryable, hint = error.code, Boundary.SANDBOX, error.retryable, error.hint
     else:
-        code, boundary, retryable = "internal_error", Boundary.SERVICE, False
+        code, boundary, retryable = DefectError.code, Boundary.SERVICE, False
         hint = "This is a defect of the service or of a plug-in; the log holds the traceback."
     message = str(error) or type(error).__name__
-    if code == "internal_error":
+    if code == DefectError.code:
         message = f"{type(error).__name__}: {message}"
     return ErrorInfo(
         code=code,

@@ -1,8 +1,8 @@
 """What stands before every route: the bearer key, the limit on bodies, and the count of requests.
 
-Guarantees: with keys configured, nothing but `/health` and `/ready` answers without one; keys are compared in
-constant time; no more of a body is read than the limit allows; all are plain ASGI, so that a streamed answer is
-never buffered.
+Guarantees: with keys configured, nothing but the probes and the API's description answers without one; keys are
+compared in constant time; no more of a body is read than the limit allows; all are plain ASGI, so that a streamed
+answer is never buffered.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from rollout_service.errors import TooLargeError, UnauthorizedError
 from rollout_service.problems import problem_of, respond
 from rollout_service.telemetry import Metrics
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+PROBES = frozenset({"/health", "/ready"})
+DESCRIPTION = frozenset({"/openapi.json", "/docs"})
+"""The same for everybody who runs this release, and needed by a browser before a key can be typed into its page."""
 
 
 class BearerKeys:
@@ -31,7 +33,7 @@ class BearerKeys:
         self._keys = [key.get_secret_value().encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._admits(Headers(scope=scope)):
+        if scope["type"] != "http" or _is_open(scope["path"]) or self._admits(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
         error = UnauthorizedError(
@@ -46,6 +48,10 @@ class BearerKeys:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
         return scheme.lower() == "bearer" and any(matches)
+
+
+def _is_open(path: str) -> bool:
+    return path in PROBES or path in DESCRIPTION or path.startswith("/docs/")
 
 
 class BodyLimit:

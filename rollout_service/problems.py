@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from api_schemas.errors import FieldError, Problem
-from rollout_service.errors import InvalidFieldError, ServiceError, describe
+from rollout_service.errors import InvalidFieldError, MalformedBodyError, ServiceError, describe
 from sandboxes.errors import SandboxError
 
 log = structlog.get_logger(__name__)
@@ -85,7 +85,7 @@ async def _validation_error(_: Request, error: Exception) -> Response:
             title="The body is not valid JSON" if malformed else "The request has invalid fields",
             status=HTTPStatus.BAD_REQUEST if malformed else HTTPStatus.UNPROCESSABLE_ENTITY,
             detail="; ".join(f"{field.path}: {field.message}" for field in fields),
-            code="malformed_json" if malformed else "invalid_field",
+            code=MalformedBodyError.code if malformed else InvalidFieldError.code,
             errors=fields,
         )
     )
@@ -108,7 +108,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
 
 def _http_detail(request: Request, error: HTTPException) -> str:
     if error.status_code == HTTPStatus.NOT_FOUND:
-        close = difflib.get_close_matches(request.url.path, request.app.openapi()["paths"], n=1)
+        close = difflib.get_close_matches(request.url.path, request.app.state.paths, n=1)
         return f"there is no {request.url.path} here" + (
             f"; did you mean {close[0]}?" if close else "; see /docs"
         )

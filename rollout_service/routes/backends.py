@@ -17,13 +17,27 @@ from api_schemas.inference import (
     WeightsGroupRequest,
     WeightsRequest,
 )
+from rollout_service.inference.errors import (
+    BackendProtocolError,
+    BackendRejected,
+    BackendUnreachable,
+    NoBackendError,
+    UnknownBackend,
+    WeightsConflict,
+)
+from rollout_service.openapi.answers import raises
 from rollout_service.routes.dependencies import ServiceDep
+from rollout_service.tokens.errors import RendererMismatchError
 
 router = APIRouter(prefix="/v1", tags=["inference"])
 
 
-@router.post("/backends", status_code=HTTPStatus.CREATED)
-async def register(service: ServiceDep, spec: BackendSpec) -> BackendView:
+@router.post(
+    "/backends",
+    status_code=HTTPStatus.CREATED,
+    responses=raises(BackendUnreachable, BackendRejected, BackendProtocolError, RendererMismatchError),
+)
+async def register_backend(service: ServiceDep, spec: BackendSpec) -> BackendView:
     """Register an engine after checking that it gives what exact trajectories need."""
     return await service.serving.register(spec)
 
@@ -34,19 +48,24 @@ async def list_backends(service: ServiceDep) -> list[BackendView]:
     return service.serving.views()
 
 
-@router.delete("/backends/{backend_id}", status_code=HTTPStatus.NO_CONTENT, response_class=Response)
-async def remove(service: ServiceDep, backend_id: str) -> None:
+@router.delete(
+    "/backends/{backend_id}",
+    status_code=HTTPStatus.NO_CONTENT,
+    response_class=Response,
+    responses=raises(UnknownBackend),
+)
+async def remove_backend(service: ServiceDep, backend_id: str) -> None:
     """Take an engine out; its requests in flight are sent elsewhere."""
     await service.serving.remove(backend_id)
 
 
-@router.post("/backends/{backend_id}/drain")
-async def drain(service: ServiceDep, backend_id: str) -> BackendView:
+@router.post("/backends/{backend_id}/drain", responses=raises(UnknownBackend))
+async def drain_backend(service: ServiceDep, backend_id: str) -> BackendView:
     """Let an engine finish what it has and send it nothing new."""
     return service.serving.drain(backend_id)
 
 
-@router.post("/weights")
+@router.post("/weights", responses=raises(NoBackendError, WeightsConflict))
 async def update_weights(service: ServiceDep, request: WeightsRequest) -> PoolOutcome:
     """Load new weights into every backend of a pool; each token carries the version that sampled it.
 
@@ -55,30 +74,30 @@ async def update_weights(service: ServiceDep, request: WeightsRequest) -> PoolOu
     return await service.serving.update_weights(request)
 
 
-@router.post("/weights/group")
-async def join_group(service: ServiceDep, request: WeightsGroupRequest) -> PoolOutcome:
+@router.post("/weights/group", responses=raises(NoBackendError, WeightsConflict, BackendRejected))
+async def join_weights_group(service: ServiceDep, request: WeightsGroupRequest) -> PoolOutcome:
     """Let the backends of a pool join the trainer's process group, over which weights will come."""
     return await service.serving.join_group(request)
 
 
-@router.delete("/weights/group")
-async def leave_group(
+@router.delete("/weights/group", responses=raises(NoBackendError))
+async def leave_weights_group(
     service: ServiceDep, pool: Name = "policy", group_name: Name = "weights"
 ) -> PoolOutcome:
     """Let the backends of a pool leave a process group."""
     return await service.serving.leave_group(pool, group_name)
 
 
-@router.post("/pause")
-async def pause(
+@router.post("/pause", responses=raises(NoBackendError))
+async def pause_pool(
     service: ServiceDep, request: Annotated[PauseRequest, Body()] = PauseRequest()
 ) -> PoolOutcome:
     """Pause the generation of a pool; rollouts wait and go on where they were."""
     return await service.serving.pause(request)
 
 
-@router.post("/resume")
-async def resume(
+@router.post("/resume", responses=raises(NoBackendError))
+async def resume_pool(
     service: ServiceDep, request: Annotated[ResumeRequest, Body()] = ResumeRequest()
 ) -> PoolOutcome:
     """Let a paused pool go on."""

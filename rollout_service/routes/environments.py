@@ -21,7 +21,7 @@ async def list_environments(service: ServiceDep) -> list[EnvironmentSpec]:
 
 
 @router.get("/{name}/dataset")
-async def dataset(
+async def list_instances(
     service: ServiceDep,
     name: str,
     offset: Annotated[int, Query(ge=0)] = 0,

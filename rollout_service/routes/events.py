@@ -14,7 +14,7 @@ router = APIRouter(prefix="/v1", tags=["events"])
 
 
 @router.get("/events", response_class=EventSourceResponse)
-async def events(
+async def stream_events(
     service: ServiceDep,
     last_event_id: Annotated[int | None, Header(ge=0)] = None,
     after: Annotated[int | None, Query(ge=0, description="start after this id; the header wins")] = None,

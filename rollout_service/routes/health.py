@@ -5,30 +5,35 @@ from __future__ import annotations
 from http import HTTPStatus
 
 from fastapi import APIRouter, Response
-from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from api_schemas.nodes import Health, Readiness
 from rollout_service import __version__
+from rollout_service.openapi.answers import also, answers
 from rollout_service.routes.dependencies import ServiceDep
 
 router = APIRouter(tags=["health"])
 
 
 @router.get("/health")
-async def health() -> dict[str, str]:
+async def get_health() -> Health:
     """Alive."""
-    return {"status": "ok", "version": __version__}
+    return Health(version=__version__)
 
 
-@router.get("/ready")
-async def ready(service: ServiceDep) -> JSONResponse:
+@router.get("/ready", responses=also(HTTPStatus.SERVICE_UNAVAILABLE, Readiness, "It cannot."))
+async def get_readiness(service: ServiceDep, response: Response) -> Readiness:
     """Whether the service can take work, and if not, what to do about it."""
     reasons = service.unready()
-    status = HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK
-    return JSONResponse({"ready": not reasons, "reasons": reasons}, status)
+    response.status_code = HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK
+    return Readiness(ready=not reasons, reasons=reasons)
 
 
-@router.get("/metrics", response_class=Response)
-async def metrics(service: ServiceDep) -> Response:
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses=answers(CONTENT_TYPE_LATEST, "Prometheus's text format.", schema={"type": "string"}),
+)
+async def get_metrics(service: ServiceDep) -> Response:
     """Prometheus metrics."""
     return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)

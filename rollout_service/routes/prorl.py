@@ -8,9 +8,10 @@ whose assistant turns carry `input_ids`, `output_ids` and `logprobs` as they wer
 from __future__ import annotations
 
 import uuid
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, HttpUrl, JsonValue
 
 from api_schemas.base import RolloutId
@@ -19,8 +20,16 @@ from api_schemas.inference import BackendSpec
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Sampling, Stage
 from api_schemas.tasks import Limits, Task
 from api_schemas.trajectories import Trajectory
-from rollout_service.errors import InvalidFieldError
+from rollout_service.errors import ConflictError, InvalidFieldError
+from rollout_service.inference.errors import (
+    BackendProtocolError,
+    BackendRejected,
+    BackendUnreachable,
+    NoBackendError,
+)
+from rollout_service.openapi.answers import raises
 from rollout_service.routes.dependencies import ServiceDep
+from rollout_service.tokens.errors import RendererMismatchError
 
 router = APIRouter(tags=["ProRL Agent"])
 
@@ -68,8 +77,74 @@ class ServerRequest(BaseModel):
     address: str = Field(min_length=1)
 
 
-@router.post("/process")
-async def process(service: ServiceDep, request: ProcessRequest) -> dict[str, Any]:
+class ProcessTiming(BaseModel):
+    """The seconds that each stage took."""
+
+    init: float
+    run: float
+    eval: float
+    others: float
+    timeout: bool
+
+
+class ProcessAnswer(BaseModel):
+    """How an instance ended."""
+
+    job_id: str
+    resolved: bool
+    reward: float | None
+    report: dict[str, JsonValue]
+    timing: ProcessTiming
+    messages: list[dict[str, Any]]
+    """Assistant messages carry `input_ids`, `output_ids` and `logprobs`."""
+
+
+class Answer(BaseModel):
+    """An order was carried out."""
+
+    status: Literal["success"] = "success"
+
+
+class CancelJobAnswer(Answer):
+    """The job, and the state that it was in; null when it is not known yet."""
+
+    job_id: str
+    was: RolloutState | None
+
+
+class AddServerAnswer(Answer):
+    """The engine that was added."""
+
+    address: str
+    backend_id: str
+
+
+class ClearServersAnswer(Answer):
+    """How many engines were removed."""
+
+    removed: int
+
+
+class StopAnswer(Answer):
+    """The jobs whose cancellation was asked for."""
+
+    cancelled: list[str]
+
+
+class StatusAnswer(BaseModel):
+    """How many jobs stand where."""
+
+    status: Literal["running", "stopped"]
+    running: bool
+    pending_jobs: int
+    jobs: int
+    init: int
+    run: int
+    eval: int
+
+
+@router.post("/process", response_model=ProcessAnswer, responses=raises(ConflictError, NoBackendError))
+async def process(service: ServiceDep, request: ProcessRequest) -> JSONResponse:
     """Run one instance to its end."""
     source = request.instance.get("data_source")
     if not isinstance(source, str):
@@ -88,58 +163,61 @@ async def process(service: ServiceDep, request: ProcessRequest) -> dict[str, Any
     )
     while (ended := await service.wait(rollout_id, DAY_SECONDS)) is None:
         pass
-    return _result(ended)
+    return JSONResponse(_result(ended))  # as it is: validating every token again would take long
 
 
 @router.post("/cancel")
-async def cancel(service: ServiceDep, request: JobRequest) -> dict[str, Any]:
+async def cancel_job(service: ServiceDep, request: JobRequest) -> CancelJobAnswer:
     """Cancel a job, also one that is yet to come."""
     was = await service.store.cancel(request.job_id)
-    return {"status": "success", "job_id": request.job_id, "was": was}
+    return CancelJobAnswer(job_id=request.job_id, was=was)
 
 
-@router.post("/add_llm_server")
-async def add_llm_server(service: ServiceDep, request: ServerRequest) -> dict[str, Any]:
+@router.post(
+    "/add_llm_server",
+    responses=raises(BackendUnreachable, BackendRejected, BackendProtocolError, RendererMismatchError),
+)
+async def add_llm_server(service: ServiceDep, request: ServerRequest) -> AddServerAnswer:
     """Add an engine to the default pool."""
     url = request.address if "://" in request.address else f"http://{request.address}"
     view = await service.serving.register(BackendSpec(url=HttpUrl(url)))
-    return {"status": "success", "address": request.address, "backend_id": view.backend_id}
+    return AddServerAnswer(address=request.address, backend_id=view.backend_id)
 
 
 @router.post("/clear_llm_server")
-async def clear_llm_server(service: ServiceDep) -> dict[str, Any]:
+async def clear_llm_server(service: ServiceDep) -> ClearServersAnswer:
     """Remove all engines of the default pool."""
-    return {"status": "success", "removed": await service.serving.clear("policy")}
+    return ClearServersAnswer(removed=await service.serving.clear("policy"))
 
 
 @router.post("/start")
-async def start(service: ServiceDep) -> dict[str, str]:
+async def start_jobs(service: ServiceDep) -> Answer:
     """Begin queued jobs."""
     service.pipeline.start()
-    return {"status": "success"}
+    return Answer()
 
 
 @router.post("/stop")
-async def stop(service: ServiceDep) -> dict[str, Any]:
+async def stop_jobs(service: ServiceDep) -> StopAnswer:
     """Begin no more jobs, and cancel those that are under way or wait."""
     service.pipeline.stop()
-    return {"status": "success", "cancelled": await service.abort(None)}
+    return StopAnswer(cancelled=await service.abort(None))
 
 
 @router.get("/status")
-async def status(service: ServiceDep) -> dict[str, Any]:
+async def get_status(service: ServiceDep) -> StatusAnswer:
     """How much there is to do, and where it stands."""
     counts = await service.store.counts()
     stages = {stage.value: counts.get(RolloutState(stage.value), 0) for stage in Stage}
-    return {
-        "status": "running" if service.pipeline.started else "stopped",
-        "running": service.pipeline.started,
-        "pending_jobs": counts.get(RolloutState.QUEUED, 0),
-        "jobs": service.pipeline.live(),
-        "init": stages["init"],
-        "run": stages["rollout"],
-        "eval": stages["evaluate"],
-    }
+    return StatusAnswer(
+        status="running" if service.pipeline.started else "stopped",
+        running=service.pipeline.started,
+        pending_jobs=counts.get(RolloutState.QUEUED, 0),
+        jobs=service.pipeline.live(),
+        init=stages["init"],
+        run=stages["rollout"],
+        eval=stages["evaluate"],
+    )
 
 
 def _result(rollout: Rollout) -> dict[str, Any]:

@@ -7,13 +7,22 @@ from http import HTTPStatus
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Query
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from api_schemas.base import RolloutId
 from api_schemas.inference import AbortRequest
-from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState
+from api_schemas.rollouts import (
+    AbortAnswer,
+    CancelAnswer,
+    Rollout,
+    RolloutPage,
+    RolloutRequest,
+    RolloutState,
+)
 from api_schemas.trajectories import Trajectory
-from rollout_service.errors import NotFoundError
+from rollout_service.errors import ConflictError, NotFoundError
+from rollout_service.inference.errors import NoBackendError
+from rollout_service.openapi.answers import also, raises
 from rollout_service.routes.dependencies import ServiceDep, as_json
 
 router = APIRouter(prefix="/v1", tags=["rollouts"])
@@ -21,8 +30,14 @@ router = APIRouter(prefix="/v1", tags=["rollouts"])
 MAX_WAIT_SECONDS = 3_600.0
 
 
-@router.post("/rollouts", status_code=HTTPStatus.ACCEPTED, response_model=Rollout)
-async def submit(
+@router.post(
+    "/rollouts",
+    status_code=HTTPStatus.ACCEPTED,
+    response_model=Rollout,
+    response_description="The rollout is durable, and has not ended.",
+    responses=also(HTTPStatus.OK, Rollout, "The rollout has ended.") | raises(ConflictError, NoBackendError),
+)
+async def submit_rollout(
     service: ServiceDep,
     request: RolloutRequest,
     wait: Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="seconds to wait for its end")] = 0.0,
@@ -49,7 +64,7 @@ async def list_rollouts(
     return await service.store.list(state=state, cursor=cursor, limit=limit)
 
 
-@router.get("/rollouts/{rollout_id}", response_model=Rollout)
+@router.get("/rollouts/{rollout_id}", response_model=Rollout, responses=raises(NotFoundError))
 async def get_rollout(
     service: ServiceDep,
     rollout_id: RolloutId,
@@ -63,7 +78,7 @@ async def get_rollout(
     return as_json(rollout)
 
 
-@router.get("/rollouts/{rollout_id}/trajectory", response_model=Trajectory)
+@router.get("/rollouts/{rollout_id}/trajectory", response_model=Trajectory, responses=raises(NotFoundError))
 async def get_trajectory(service: ServiceDep, rollout_id: RolloutId) -> Response:
     """The token-exact trajectory of a rollout that has ended."""
     trajectory = await service.store.trajectory(rollout_id)
@@ -76,20 +91,24 @@ async def get_trajectory(service: ServiceDep, rollout_id: RolloutId) -> Response
     return as_json(trajectory)
 
 
-@router.delete("/rollouts/{rollout_id}", status_code=HTTPStatus.ACCEPTED)
-async def cancel(service: ServiceDep, rollout_id: RolloutId) -> JSONResponse:
+@router.delete(
+    "/rollouts/{rollout_id}",
+    status_code=HTTPStatus.ACCEPTED,
+    response_model=CancelAnswer,
+    response_description="It will be cancelled.",
+    responses=also(HTTPStatus.OK, CancelAnswer, "It had ended already."),
+)
+async def cancel_rollout(service: ServiceDep, rollout_id: RolloutId) -> Response:
     """Cancel a rollout, also one that is yet to be submitted. Idempotent; what has ended stays as it is."""
     state = await service.store.cancel(rollout_id)
-    return JSONResponse(
-        {"rollout_id": rollout_id, "was": state},
-        HTTPStatus.OK if state and state.terminal else HTTPStatus.ACCEPTED,
-    )
+    ended = state is not None and state.terminal
+    answer = CancelAnswer(rollout_id=rollout_id, was=state)
+    return as_json(answer, HTTPStatus.OK if ended else HTTPStatus.ACCEPTED)
 
 
 @router.post("/abort", status_code=HTTPStatus.ACCEPTED)
-async def abort(
+async def abort_rollouts(
     service: ServiceDep, request: Annotated[AbortRequest, Body()] = AbortRequest()
-) -> JSONResponse:
+) -> AbortAnswer:
     """Cancel the rollouts named, or all that have not ended."""
-    cancelled = await service.abort(request.rollout_ids)
-    return JSONResponse({"cancelled": cancelled}, HTTPStatus.ACCEPTED)
+    return AbortAnswer(cancelled=await service.abort(request.rollout_ids))

@@ -29,17 +29,32 @@ from api_schemas.runs import (
     RunPatch,
     RunRequest,
 )
+from rollout_service.errors import ConflictError, NotFoundError
+from rollout_service.inference.errors import NoBackendError
+from rollout_service.openapi.answers import also, answers, raises
 from rollout_service.routes.dependencies import ServiceDep, as_json
+from rollout_service.runs.delivery import RunOverError
 from rollout_service.store.run_contract import LeaseOrder
 
 router = APIRouter(prefix="/v1", tags=["runs"])
 
 MAX_WAIT_SECONDS = 3_600.0
 MAX_LEASE_SECONDS = 86_400.0
+GZIP_MEDIA_TYPE = "application/gzip"
+
+_LINES = {"type": "string"}
+_EXPORT = answers(EXPORT_MEDIA_TYPE, "The file.", schema=_LINES)
+_EXPORT[200]["content"] |= answers(GZIP_MEDIA_TYPE, "")[200]["content"]
+_RESCORED = answers(EXPORT_MEDIA_TYPE, "A `Rescored` a line, then a `RescoreEnd`.", schema=_LINES)
 
 
-@router.post("/runs", status_code=HTTPStatus.CREATED, response_model=Run)
-async def create(service: ServiceDep, request: RunRequest) -> Response:
+@router.post(
+    "/runs",
+    status_code=HTTPStatus.CREATED,
+    response_model=Run,
+    responses=also(HTTPStatus.OK, Run, "The run was there already.") | raises(ConflictError, NoBackendError),
+)
+async def create_run(service: ServiceDep, request: RunRequest) -> Response:
     """Create a run: 201 once it is durable. Idempotent by `run_id`: 200 for the same again, 409 for another."""
     run_id = request.run_id or uuid.uuid4().hex
     run, new = await service.run_orders.create(request.model_copy(update={"run_id": run_id}))
@@ -52,25 +67,25 @@ async def list_runs(service: ServiceDep) -> RunPage:
     return RunPage(runs=await service.run_orders.list())
 
 
-@router.get("/runs/{run_id}")
+@router.get("/runs/{run_id}", responses=raises(NotFoundError))
 async def get_run(service: ServiceDep, run_id: RunId) -> Run:
     """A run as it stands."""
     return await service.run_orders.get(run_id)
 
 
-@router.patch("/runs/{run_id}")
+@router.patch("/runs/{run_id}", responses=raises(NotFoundError, ConflictError))
 async def patch_run(service: ServiceDep, run_id: RunId, patch: RunPatch) -> Run:
     """Pause, resume or end a run, tell it the trainer's version, or change its share of the service."""
     return await service.run_orders.patch(run_id, patch)
 
 
-@router.delete("/runs/{run_id}")
+@router.delete("/runs/{run_id}", responses=raises(NotFoundError))
 async def end_run(service: ServiceDep, run_id: RunId) -> Run:
     """End a run: what is under way is cancelled, what is finished can still be leased. Idempotent."""
     return await service.run_orders.end(run_id)
 
 
-@router.post("/runs/{run_id}/tasks")
+@router.post("/runs/{run_id}/tasks", responses=raises(NotFoundError, ConflictError))
 async def append_tasks(service: ServiceDep, run_id: RunId, order: AppendTasks) -> Run:
     """Append tasks to an open run; idempotent when an `offset` is given."""
     return await service.run_orders.append(run_id, order)
@@ -79,13 +94,11 @@ async def append_tasks(service: ServiceDep, run_id: RunId, order: AppendTasks) -
 @router.post(
     "/runs/{run_id}/lease",
     response_model=Batch,
-    responses={
-        200: {"content": {BINARY_MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}},
-        204: {"description": "no batch in time"},
-        410: {"description": "the run is over"},
-    },
+    responses=also(HTTPStatus.NO_CONTENT, None, "No batch in time.")
+    | answers(BINARY_MEDIA_TYPE, "A batch.")
+    | raises(NotFoundError, RunOverError),
 )
-async def lease(
+async def lease_batch(
     service: ServiceDep,
     run_id: RunId,
     timeout: Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="seconds to wait")] = 0.0,
@@ -115,9 +128,11 @@ async def lease(
 
 
 @router.get(
-    "/runs/{run_id}/export", responses={200: {"content": {EXPORT_MEDIA_TYPE: {"schema": {"type": "string"}}}}}
+    "/runs/{run_id}/export",
+    response_class=StreamingResponse,
+    responses=_EXPORT | raises(NotFoundError),
 )
-async def export(
+async def export_run(
     service: ServiceDep,
     run_id: RunId,
     compression: Annotated[
@@ -126,13 +141,14 @@ async def export(
 ) -> StreamingResponse:
     """The rollouts of all closed groups as JSON Lines; see `api_schemas.exports`."""
     pieces = await service.exports.begin(run_id, compressed=compression == "gzip")
-    kind = "application/gzip" if compression == "gzip" else EXPORT_MEDIA_TYPE
+    kind = GZIP_MEDIA_TYPE if compression == "gzip" else EXPORT_MEDIA_TYPE
     return StreamingResponse(pieces, media_type=kind)
 
 
 @router.post(
     "/runs/{run_id}/rescore",
-    responses={200: {"content": {EXPORT_MEDIA_TYPE: {"schema": {"type": "string"}}}}},
+    response_class=StreamingResponse,
+    responses=_RESCORED | raises(NotFoundError),
 )
 async def rescore_run(service: ServiceDep, run_id: RunId, order: RescoreRun) -> StreamingResponse:
     """Evaluate rollouts of a run again, without inference: a `Rescored` a line, then a `RescoreEnd`."""
@@ -141,8 +157,8 @@ async def rescore_run(service: ServiceDep, run_id: RunId, order: RescoreRun) -> 
     )
 
 
-@router.post("/rescore", responses={200: {"content": {EXPORT_MEDIA_TYPE: {"schema": {"type": "string"}}}}})
-async def rescore(service: ServiceDep, order: RescoreRollouts) -> StreamingResponse:
+@router.post("/rescore", response_class=StreamingResponse, responses=_RESCORED)
+async def rescore_rollouts(service: ServiceDep, order: RescoreRollouts) -> StreamingResponse:
     """Evaluate rollouts again that come with the request, as those of an export."""
     return StreamingResponse(_rescored(await service.rescorer.rollouts(order)), media_type=EXPORT_MEDIA_TYPE)
 
@@ -156,15 +172,15 @@ async def _rescored(results: AsyncIterator[Rescored]) -> AsyncIterator[bytes]:
     yield RescoreEnd(rescored=count, failed=failed).model_dump_json().encode() + b"\n"
 
 
-@router.post("/runs/{run_id}/batches/{batch_id}/ack")
-async def acknowledge(service: ServiceDep, run_id: RunId, batch_id: BatchId) -> BatchAnswer:
+@router.post("/runs/{run_id}/batches/{batch_id}/ack", responses=raises(NotFoundError, ConflictError))
+async def acknowledge_batch(service: ServiceDep, run_id: RunId, batch_id: BatchId) -> BatchAnswer:
     """Settle a batch: it never comes again. Idempotent, also after the lease ran out."""
     await service.delivery.acknowledge(run_id, batch_id)
     return BatchAnswer(batch_id=batch_id, state="acknowledged")
 
 
-@router.post("/runs/{run_id}/batches/{batch_id}/renew")
-async def renew(
+@router.post("/runs/{run_id}/batches/{batch_id}/renew", responses=raises(NotFoundError, ConflictError))
+async def renew_batch(
     service: ServiceDep,
     run_id: RunId,
     batch_id: BatchId,
@@ -176,8 +192,8 @@ async def renew(
     return BatchAnswer(batch_id=batch_id, state="leased", lease_until=until)
 
 
-@router.post("/runs/{run_id}/batches/{batch_id}/nack")
-async def give_back(service: ServiceDep, run_id: RunId, batch_id: BatchId) -> BatchAnswer:
+@router.post("/runs/{run_id}/batches/{batch_id}/nack", responses=raises(NotFoundError, ConflictError))
+async def give_back_batch(service: ServiceDep, run_id: RunId, batch_id: BatchId) -> BatchAnswer:
     """Give a batch back: it is leased again at once. Idempotent."""
     await service.delivery.give_back(run_id, batch_id)
     return BatchAnswer(batch_id=batch_id, state="returned")

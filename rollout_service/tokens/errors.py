@@ -12,6 +12,7 @@ TokenError
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import ClassVar
 
 from api_schemas.errors import Boundary
@@ -29,18 +30,21 @@ class TokenizerNotFoundError(TokenError):
     """No tokenizer could be loaded from the given folder or hub name."""
 
     code = "tokenizer_not_found"
+    status = HTTPStatus.UNPROCESSABLE_ENTITY
 
 
 class UnknownRendererError(TokenError):
     """The chat format is not known, or cannot be told from the model's type."""
 
     code = "unknown_renderer"
+    status = HTTPStatus.UNPROCESSABLE_ENTITY
 
 
 class RendererMismatchError(TokenError):
     """The tokenizer and the chat format do not fit together, or an option of the format is wrong."""
 
     code = "renderer_mismatch"
+    status = HTTPStatus.UNPROCESSABLE_ENTITY
 
 
 class RenderError(TokenError):

@@ -1,4 +1,4 @@
-"""Bearer keys: nothing but the probes answers without one."""
+"""Bearer keys: nothing but the probes and the description of the API answers without one."""
 
 import httpx
 import pytest
@@ -21,7 +21,7 @@ def http() -> httpx.AsyncClient:
 async def test_without_a_right_key(http: httpx.AsyncClient, value: str | None) -> None:
     async with http:
         headers = {"authorization": value} if value is not None else {}
-        response = await http.get("/openapi.json", headers=headers)
+        response = await http.get("/nowhere", headers=headers)
         assert response.status_code == 401
         assert response.headers["www-authenticate"] == "Bearer"
         assert response.json()["code"] == "unauthorized"
@@ -31,8 +31,8 @@ async def test_without_a_right_key(http: httpx.AsyncClient, value: str | None) -
 @pytest.mark.parametrize("value", ["Bearer first", "bearer second"])
 async def test_with_a_right_key(http: httpx.AsyncClient, value: str) -> None:
     async with http:
-        response = await http.get("/openapi.json", headers={"authorization": value})
-        assert response.status_code == 200
+        response = await http.get("/nowhere", headers={"authorization": value})
+        assert response.status_code == 404
 
 
 async def test_the_probe_needs_none(http: httpx.AsyncClient) -> None:
