@@ -49,6 +49,7 @@ def add(
         from pydantic import ValidationError
 
         from api_schemas.inference import BackendSpec
+        from rollout_service.validation import problems
 
         values = {
             "url": backend_url,
@@ -60,8 +61,7 @@ def add(
         try:
             spec = BackendSpec.model_validate(values)
         except ValidationError as error:
-            first = error.errors()[0]
-            raise common.CommandError(f"{first['loc'][0]}: {first['msg']}") from error
+            raise common.CommandError("\n".join(problems(error, BackendSpec))) from error
         async with common.connect(url, key) as client:
             _show([await client.add_backend(spec)], as_json)
 

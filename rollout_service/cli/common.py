@@ -51,6 +51,11 @@ def err() -> Console:
     return Console(stderr=True, highlight=False)
 
 
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """Return a number with its noun: `1 result`, `2 results`."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
 def print_json(value: Any) -> None:
     """Print one JSON document, indented."""
     import json
@@ -66,7 +71,12 @@ def connect(url: str, key: str | None, *, patience_seconds: float = 0.0) -> Roll
 
 
 def run(command: Callable[[], Awaitable[int | None]]) -> None:
-    """Run a command's coroutine; it ends with the exit code that the coroutine gives, 0 for None.
+    """Run a command's coroutine, and explain an error that the project knows, as `run_blocking` does."""
+    run_blocking(lambda: run_coroutine(command))
+
+
+def run_coroutine(command: Callable[[], Awaitable[int | None]]) -> int | None:
+    """Run a command's coroutine to its end and return its exit code; None means 0.
 
     SIGTERM cancels it, as Ctrl-C does, so that what it started is ended.
     """
@@ -80,7 +90,7 @@ def run(command: Callable[[], Awaitable[int | None]]) -> None:
             return await command()
         return TERMINATED
 
-    run_blocking(lambda: anyio.run(main, backend_options={"use_uvloop": True}))
+    return anyio.run(main, backend_options={"use_uvloop": True})
 
 
 def run_blocking(command: Callable[[], int | None]) -> None:

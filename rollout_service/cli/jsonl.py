@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Self
 from pydantic import ValidationError
 
 from api_schemas.rollouts import Rollout, RolloutRequest
+from rollout_service.validation import problems
 
 LONGEST_STEM = 64
 BEGIN = b'{"rollout_id":'
@@ -35,8 +36,10 @@ class RequestFile:
 
     path: Path
     bad_line: Callable[[int, str], None]
-    """Called with the number of a line (from 1) that is no request, and why."""
+    """Called with the number of a line (from 1) that is not a request, and why."""
     environment: str | None = None
+    stem: str | None = None
+    """What ids that are made up begin with; the file's name when left out."""
     lines: dict[str, int] = field(default_factory=dict)
     """The line that each id came from, as far as the file was read."""
 
@@ -69,13 +72,16 @@ class RequestFile:
     def _document(self, line: bytes) -> dict[str, Any]:
         document = json.loads(line)
         if not isinstance(document, dict):
-            raise ValueError("it is no JSON object")  # noqa: TRY004 - one kind of error for a bad line
+            raise ValueError("not a JSON object")  # noqa: TRY004 - one kind of error for a bad line
         if self.environment is None:
             return document
         return {"task": {"environment": self.environment, "instance": document}}
 
     def _id(self, number: int, line: bytes) -> str:
-        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", self.path.stem).lstrip("._-")[:LONGEST_STEM] or "tasks"
+        stem = (
+            re.sub(r"[^A-Za-z0-9._-]+", "-", self.stem or self.path.stem).lstrip("._-")[:LONGEST_STEM]
+            or "tasks"
+        )
         return f"{stem}-{number}-{hashlib.sha256(line).hexdigest()[:12]}"
 
 
@@ -136,10 +142,9 @@ def _is_torn(line: bytes) -> bool:
 
 
 def why(error: ValueError) -> str:
-    """Why a line is no request, in one line."""
+    """Say in one line why a line is not a request."""
     if isinstance(error, ValidationError):
-        parts = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-        return "; ".join(parts)
+        return "; ".join(problems(error, RolloutRequest))
     if isinstance(error, json.JSONDecodeError):
         return f"malformed JSON: {error.msg} at column {error.colno}"
     return str(error)

@@ -11,25 +11,38 @@ from rollout_service.cli import common
 from rollout_service.cli.common import DEFAULT_URL, AsJson, Key, Url
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from api_schemas.exports import Rescored
     from api_schemas.runs import Run, RunRequest
-    from rollout_service.client import ClientRun
+    from rollout_service.client import ClientRun, RolloutClient
 
-app = typer.Typer(name="runs", help="Create, list, pause, resume and end runs.", no_args_is_help=True)
+app = typer.Typer(
+    name="runs",
+    help="Standing orders: create, pause and end runs, lease and settle batches.",
+    no_args_is_help=True,
+)
 
 PATIENCE_SECONDS = 300.0
 """How long a server may be gone while a batch is waited for."""
 
+RUN_HINT = (
+    'A run is, say, {"source": {"kind": "file", "path": "/data/math.jsonl", "environment": "math"}, '
+    '"batch_size": 8}; `/openapi.json` of a server lists every field, below RunRequest.'
+)
+
 RunId = Annotated[str, typer.Argument(help="As `runs list` shows it.")]
+BatchId = Annotated[str, typer.Argument(help="As `runs lease` printed it.")]
 
 
 @app.command("create", epilog="Example: rollout-service runs create run.json --json")
 def create(
     request: Annotated[
         Path,
-        typer.Argument(help="JSON: a RunRequest (source, batch_size, ...).", exists=True, dir_okay=False),
+        typer.Argument(
+            help="JSON: a RunRequest (source, batch_size, ...); - is standard input.",
+            dir_okay=False,
+        ),
     ],
     run_id: Annotated[str | None, typer.Option(help="Instead of the one in the file.")] = None,
     url: Url = DEFAULT_URL,
@@ -38,12 +51,16 @@ def create(
 ) -> None:
     """Create a run; the same again under the same id changes nothing."""
 
-    async def main() -> None:
+    def main() -> int | None:
+        order = _read(request, run_id)
+        return common.run_coroutine(lambda: created(order))
+
+    async def created(order: RunRequest) -> None:
         async with common.connect(url, key) as client:
-            run = await client.create_run(_read(request, run_id))
+            run = await client.create_run(order)
             _show([await run.view()], as_json)
 
-    common.run(main)
+    common.run_blocking(main)
 
 
 @app.command("list", epilog="Example: rollout-service runs list --json")
@@ -93,26 +110,46 @@ def lease(
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for a batch.")] = 3_600.0,
     seconds: Annotated[float, typer.Option(min=1, help="How long the batch is leased.")] = 600.0,
     ack: Annotated[bool, typer.Option(help="Acknowledge it once it is in the file.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it is there.")] = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
-    """Lease the next batch into a file, and print its id; exit code 1 when there was none in time."""
+    """Lease the next batch into a file, and print its id; exit code 1 when there was none in time.
+
+    A batch that is not acknowledged comes again when its lease runs out: settle it with --ack, or with `runs ack`
+    and `runs nack`.
+    """
     arrays = output.suffix == ".safetensors"
 
     async def main() -> int:
+        _refuse_to_overwrite(output, force=force)
         async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
             run = client.open_run(run_id)
             leased = await run.lease(timeout_seconds=timeout, lease_seconds=seconds, arrays=arrays)
             if leased is None:
-                common.err().print(f"no batch within {timeout:g} s")
+                common.err().print(f"There was no batch within {timeout:g} s.")
                 return 1
             _write(output, leased.content)
+            typer.echo(leased.batch_id)
             if ack:
                 await leased.ack()
-            typer.echo(leased.batch_id)
+            else:
+                _say_how_to_settle(run_id, leased.batch_id, seconds)
             return 0
 
     common.run(main)
+
+
+@app.command("ack", epilog="Example: rollout-service runs ack dapo-7b dapo-7b.b0")
+def ack(run_id: RunId, batch_id: BatchId, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """Acknowledge a batch: it was trained on and never comes again."""
+    _settle(run_id, batch_id, "ack", url, key)
+
+
+@app.command("nack", epilog="Example: rollout-service runs nack dapo-7b dapo-7b.b0")
+def nack(run_id: RunId, batch_id: BatchId, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """Give a batch back: the next lease gets it at once."""
+    _settle(run_id, batch_id, "nack", url, key)
 
 
 @app.command("export", epilog="Example: rollout-service runs export dapo-7b --output dapo-7b.jsonl.gz")
@@ -132,7 +169,7 @@ def export(
             try:
                 size = await client.open_run(run_id).export(output)
             except OSError as error:
-                raise common.CommandError(str(error), hint="name another file with --output.") from error
+                raise common.CommandError(str(error), hint="Name another file with --output.") from error
             typer.echo(f"{output}: {size} bytes")
 
     common.run(main)
@@ -140,7 +177,7 @@ def export(
 
 @app.command("rescore", epilog="Example: rollout-service runs rescore dapo-7b.jsonl.gz --environment math-v2")
 def rescore(
-    what: Annotated[str, typer.Argument(help="A run's id, or a file that `runs export` wrote.")],
+    what: Annotated[str, typer.Argument(help="A run's id, or a file (or pipe) that `runs export` wrote.")],
     environment: Annotated[str | None, typer.Option(help="Evaluate by this one instead.")] = None,
     always: Annotated[
         bool, typer.Option("--always-replay", help="Repeat the tool calls even where only the answer counts.")
@@ -148,34 +185,80 @@ def rescore(
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
-    """Evaluate rollouts again without inference: a JSON object a line, with the old and the new reward."""
+    """Evaluate rollouts again without inference: a JSON object a line, with the old and the new reward.
+
+    Exit code 1 when a rollout could not be evaluated, or there was none.
+    """
+    replay: Literal["needed", "always"] = "always" if always else "needed"
+
+    def main() -> int | None:
+        from rollout_service.cli.inputs import STDIN, reread
+
+        path = Path(what)
+        if what != STDIN and (path.is_dir() or not path.exists()):
+            return common.run_coroutine(lambda: rescored(None))
+        with reread(path) as file:
+            return common.run_coroutine(lambda: rescored(file))
+
+    async def rescored(file: Path | None) -> int:
+        async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
+            errors = [
+                _print_line(one) async for one in _rescored(client, file or what, environment, replay=replay)
+            ]
+        if not errors:
+            common.err().print("Nothing was evaluated: there is no rollout of a closed group.")
+        return 0 if errors and not any(errors) else 1
+
+    common.run_blocking(main)
+
+
+async def _rescored(
+    client: RolloutClient,
+    what: Path | str,
+    environment: str | None,
+    *,
+    replay: Literal["needed", "always"],
+) -> AsyncIterator[Rescored]:
+    """The results for an exported file, or for the run of this id."""
     from rollout_service.client_export import BadExportError, RunExport
 
-    replay: Literal["needed", "always"] = "always" if always else "needed"
-    file = Path(what) if Path(what).is_file() else None
-
-    async def main() -> int:
-        async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
-            errors = 0
-            try:
-                if file is not None:
-                    samples = RunExport(file).samples()
-                    async for one in client.rescore(samples, environment=environment, replay=replay):
-                        errors += _print_line(one)
-                else:
-                    run = client.open_run(what)
-                    for one in await run.rescore(environment=environment, replay=replay):
-                        errors += _print_line(one)
-            except BadExportError as error:
-                raise common.CommandError(str(error), hint="export the run again.") from error
-            return 1 if errors else 0
-
-    common.run(main)
+    if isinstance(what, str):
+        for one in await client.open_run(what).rescore(environment=environment, replay=replay):
+            yield one
+        return
+    try:
+        samples = RunExport(what).samples()
+        async for one in client.rescore(samples, environment=environment, replay=replay):
+            yield one
+    except BadExportError as error:
+        raise common.CommandError(str(error), hint="Export the run again.") from error
 
 
 def _print_line(result: Rescored) -> bool:
     typer.echo(result.model_dump_json())
     return result.error is not None
+
+
+def _settle(run_id: str, batch_id: str, how: Literal["ack", "nack"], url: str, key: str | None) -> None:
+    async def main() -> None:
+        async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
+            answer = await client.open_run(run_id).settle(batch_id, how)
+        common.err().print(f"{answer.batch_id}: {answer.state}", markup=False, soft_wrap=True)
+
+    common.run(main)
+
+
+def _say_how_to_settle(run_id: str, batch_id: str, seconds: float) -> None:
+    console = common.err()
+    console.print(f"Leased for {seconds:g} s; after that it comes again. Once it is trained on:")
+    console.print(f"  rollout-service runs ack {run_id} {batch_id}", markup=False, soft_wrap=True)
+
+
+def _refuse_to_overwrite(path: Path, *, force: bool) -> None:
+    """Raise CommandError when a file is there: it may hold a batch that was not trained on yet."""
+    if path.exists() and not force:
+        hint = "Name another file with --output, or pass --force."
+        raise common.CommandError(f"{path} is there already.", hint=hint)
 
 
 def _write(path: Path, content: bytes | bytearray) -> None:
@@ -185,22 +268,21 @@ def _write(path: Path, content: bytes | bytearray) -> None:
         partial.write_bytes(content)
         partial.replace(path)
     except OSError as error:
-        raise common.CommandError(str(error), hint="name another file with --output.") from error
+        raise common.CommandError(str(error), hint="Name another file with --output.") from error
 
 
 def _read(path: Path, run_id: str | None) -> RunRequest:
     from pydantic import ValidationError
 
     from api_schemas.runs import RunRequest
+    from rollout_service.cli.inputs import read_whole
+    from rollout_service.validation import problems
 
     try:
-        request = RunRequest.model_validate_json(path.read_bytes())
+        request = RunRequest.model_validate_json(read_whole(path))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or str(path)
-        raise common.CommandError(
-            f"{where}: {first['msg']}", hint="docs/runs.md lists the fields."
-        ) from error
+        lines = (f"{path}: {line}" for line in problems(error, RunRequest))
+        raise common.CommandError("\n".join(lines), hint=RUN_HINT) from error
     return request if run_id is None else request.model_copy(update={"run_id": run_id})
 
 

@@ -12,8 +12,10 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from rollout_service.cli.common import CommandError
+from rollout_service.cli.inputs import read_whole
 from rollout_service.inference.fakes import Replies, ScriptedEngine
 from rollout_service.policies import policy_folder
+from rollout_service.validation import problems
 
 POLICY = "calc-tuned"
 END = "<|im_end|>"
@@ -50,22 +52,19 @@ def read_turns(path: Path) -> list[str]:
     """The texts of the turns in a file; raises CommandError that names the line at fault."""
     turns = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"the script {path} cannot be read: {error}") from error
+        lines = read_whole(path).decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise CommandError(f"{path} cannot be read: {error}") from error
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
                 turns.append(ScriptedTurn.model_validate_json(line).text())
             except ValidationError as error:
-                first = error.errors()[0]
-                where = ".".join(map(str, first["loc"]))
-                raise CommandError(
-                    f"{path}, line {number}: {where} {first['msg']}".replace("  ", " ")
-                ) from error
+                what = "; ".join(problems(error, ScriptedTurn))
+                raise CommandError(f"{path}, line {number}: {what}") from error
     if not turns:
         raise CommandError(
-            f"the script {path} has no turns", hint='a turn is a line such as {"content": "42"}.'
+            f"The script {path} has no turns.", hint='A turn is a line such as {"content": "42"}.'
         )
     return turns
 

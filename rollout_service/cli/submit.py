@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,59 +21,132 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: rollout-service submit tasks.jsonl --output results.jsonl --concurrency 64"
 
+STREAM = "tasks"
+"""What ids begin with when the requests come from a stream, whose name changes from one call to the next."""
 PATIENCE_SECONDS = 300.0
 """How long a server may be gone, as for a restart, before the command gives up."""
 
 
 def command(
     tasks: Annotated[
-        Path, typer.Argument(help="JSONL: a RolloutRequest a line.", exists=True, dir_okay=False)
+        Path,
+        typer.Argument(
+            help="JSONL: a RolloutRequest a line; - or a pipe is read to its end first.",
+            dir_okay=False,
+        ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="JSONL: a finished Rollout a line.")],
     environment: Annotated[
         str | None, typer.Option(help="The lines are instances of this environment, not requests.")
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Rollouts ordered at once.")] = 64,
+    fail_on_error: Annotated[
+        bool, typer.Option("--fail-on-error", help="Exit with 1 when a rollout failed or was cancelled.")
+    ] = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the closing counts as JSON.")] = False,
 ) -> None:
     """Roll out every line of a file; run it again after any interruption, and only what is missing is done.
 
-    A line that is no request is named by its number and the rest goes on; the exit code is then 1. A failed
-    rollout is a result like any other: its line says why.
+    Lines that are not valid requests are reported by number, and the rest still run; the exit code is then 1. A
+    failed rollout is a result like any other, and its line says why; --fail-on-error makes it the command's failure.
     """
 
-    async def main() -> int:
+    def main() -> int | None:
+        from rollout_service.cli.inputs import is_stream, reread
+
+        with reread(tasks) as file:
+            order = _Order(file, STREAM if is_stream(tasks) else tasks.stem, output, environment, concurrency)
+            return common.run_coroutine(lambda: submitted(order))
+
+    async def submitted(order: _Order) -> int:
         async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
-            return await _submit(client, tasks, output, environment, concurrency, as_json=as_json)
+            counts = await _submit(client, order)
+        counts.report(output, as_json=as_json)
+        return counts.exit_code(fail_on_error=fail_on_error)
 
-    common.run(main)
+    common.run_blocking(main)
 
 
-async def _submit(
-    client: RolloutClient,
-    tasks: Path,
-    output: Path,
-    environment: str | None,
-    concurrency: int,
-    *,
-    as_json: bool,
-) -> int:
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What to roll out, and where the results go."""
+
+    tasks: Path
+    stem: str
+    """What the ids of requests without one begin with."""
+    output: Path
+    environment: str | None
+    concurrency: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """What became of the lines."""
+
+    tally: Tally
+    resumed: int
+    refused: int
+
+    @property
+    def unsuccessful(self) -> int:
+        """How many rollouts of this submission failed or were cancelled."""
+        from api_schemas.rollouts import RolloutState
+
+        return self.tally.count - self.tally.ended[RolloutState.COMPLETED]
+
+    def exit_code(self, *, fail_on_error: bool) -> int:
+        """Return 1 when lines gave no result, or, if asked, when rollouts failed."""
+        return 1 if self.refused or (fail_on_error and self.unsuccessful) else 0
+
+    def report(self, output: Path, *, as_json: bool) -> None:
+        """Print the closing line, or the counts as JSON."""
+        if as_json:
+            ended = {str(state): count for state, count in sorted(self.tally.ended.items())}
+            document = {"output": str(output), "resumed": self.resumed, "refused": self.refused}
+            common.print_json(document | {"ended": ended})
+            return
+        parts = [f"{common.count(self.tally.count, 'result')} written to {output}"]
+        if self.resumed:
+            parts.append(f"{self.resumed} were there already")
+        if self.refused:
+            parts.append(f"{common.count(self.refused, 'line')} gave none (see above)")
+        if self.unsuccessful:
+            parts.append(f"{self.unsuccessful} without success: see `error` in their lines")
+        common.err().print("; ".join(parts), markup=False, soft_wrap=True)
+
+
+async def _submit(client: RolloutClient, order: _Order) -> _Counts:
     from rollout_service.cli.jsonl import RequestFile, ResultFile
     from rollout_service.cli.progress import Tally
 
     refusals = _Refusals()
-    requests = RequestFile(tasks, refusals.line, environment)
+    requests = RequestFile(order.tasks, refusals.line, order.environment, order.stem)
     refusals.lines = requests.lines
+    lines = requests.count()
+    if not lines:
+        raise common.CommandError("The input holds no request: it is empty.", hint="Give a request a line.")
+    tally = Tally(lines)
     try:
-        with ResultFile(output) as results:
-            tally = Tally(requests.count())
-            resumed = await _roll_out(client, requests, results, concurrency, refusals, tally)
+        with ResultFile(order.output) as results, _says_how_to_go_on(order.output):
+            resumed = await _roll_out(client, requests, results, order.concurrency, refusals, tally)
     except (OSError, ValueError) as error:
-        raise common.CommandError(str(error), hint="name another file with --output.") from error
-    _report(output, tally, resumed=resumed, refused=refusals.count, as_json=as_json)
-    return 1 if refusals.count else 0
+        raise common.CommandError(str(error), hint="Name another file with --output.") from error
+    return _Counts(tally, resumed, refusals.count)
+
+
+@contextmanager
+def _says_how_to_go_on(output: Path) -> Iterator[None]:
+    """After Ctrl-C or SIGTERM, say that nothing is lost."""
+    import anyio
+
+    try:
+        yield
+    except anyio.get_cancelled_exc_class():
+        text = f"Interrupted; finished results are in {output}. Run the same command again to go on."
+        common.err().print(text, markup=False, soft_wrap=True)
+        raise
 
 
 class _Refusals:
@@ -83,12 +158,12 @@ class _Refusals:
         self._console = common.err()
 
     def line(self, number: int, why: str) -> None:
-        """A line that is no request."""
+        """Report a line that is not a request."""
         self.count += 1
-        self._console.print(f"line {number}: {why}", markup=False)
+        self._console.print(f"line {number}: {why}", markup=False, soft_wrap=True)
 
     def request(self, request: RolloutRequest, error: ProblemError) -> None:
-        """A request that the server refused."""
+        """Report a request that the server refused."""
         self.line(self.lines[str(request.rollout_id)], error.problem.detail)
 
 
@@ -121,16 +196,3 @@ async def _roll_out(
             view.update()
         tally.total = total - resumed - refusals.count
     return resumed
-
-
-def _report(output: Path, tally: Tally, *, resumed: int, refused: int, as_json: bool) -> None:
-    counts = {str(state): count for state, count in sorted(tally.ended.items())}
-    if as_json:
-        common.print_json({"output": str(output), "resumed": resumed, "refused": refused, "ended": counts})
-        return
-    parts = [f"{tally.count} results written to {output}"]
-    if resumed:
-        parts.append(f"{resumed} were there already")
-    if refused:
-        parts.append(f"{refused} lines gave none (see above)")
-    common.err().print("; ".join(parts), markup=False)

@@ -142,6 +142,103 @@ def test_submit_takes_plain_instances(server, tmp_path):
     assert results(output)[0].task.instance["answer"] == 42
 
 
+def test_submit_reads_a_pipe_once_and_resumes_from_another(server, tmp_path):
+    file, output = tasks(tmp_path / "tasks.jsonl", 2), tmp_path / "out.jsonl"
+    submit = f"submit -o {output} --json --url {server.url}"
+    program = f"{sys.executable} -m rollout_service.cli"
+    ways = [f"{submit} <(cat {file})", f"{submit} /dev/stdin < <(cat {file})", f"{submit} - < {file}"]
+    for resumed, way in zip((0, 2, 2), ways, strict=True):
+        ran = subprocess.run(["bash", "-c", f"{program} {way}"], capture_output=True, text=True, timeout=120)
+        assert ran.returncode == 0, ran.stderr
+        assert json.loads(ran.stdout)["resumed"] == resumed
+        assert len(results(output)) == 2
+
+
+@pytest.mark.parametrize("content", ["", "\n\n"])
+def test_submit_of_nothing_is_an_error(server, tmp_path, content):
+    file, output = tmp_path / "tasks.jsonl", tmp_path / "out.jsonl"
+    file.write_text(content)
+    result = invoke("submit", str(file), "-o", str(output), url=server.url)
+    assert result.exit_code == 1
+    assert "The input holds no request" in result.stderr
+    assert not output.exists()
+
+
+def test_submit_fails_on_failed_rollouts_only_when_asked(server, tmp_path):
+    file, output = tmp_path / "tasks.jsonl", tmp_path / "out.jsonl"
+    request = {"task": {"environment": "calc", "instance": {"question": "1+1", "answer": 2}}}
+    file.write_text(json.dumps(request | {"limits": {"rollout_seconds": 0.001}}) + "\n")
+    result = invoke("submit", str(file), "-o", str(output), url=server.url)
+    assert results(output)[0].state is RolloutState.FAILED
+    assert result.exit_code == 0
+    assert "1 result written" in result.stderr
+    assert "1 without success" in result.stderr
+    again = tmp_path / "again.jsonl"
+    assert invoke("submit", str(file), "-o", str(again), "--fail-on-error", url=server.url).exit_code == 1
+
+
+@pytest.mark.parametrize(("sent", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_submit_that_is_interrupted_says_how_to_go_on(server, tmp_path, sent, exit_code):
+    file, output = tasks(tmp_path / "tasks.jsonl", 200), tmp_path / "out.jsonl"
+    command = [*COMMAND, "submit", str(file), "-o", str(output), "--concurrency", "2", "--url", server.url]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as submit:
+        deadline = time.monotonic() + START_SECONDS
+        while not (output.exists() and output.read_bytes()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        submit.send_signal(sent)
+        _, said = submit.communicate(timeout=60)
+    assert submit.returncode == exit_code
+    assert f"finished results are in {output}. Run the same command again to go on." in said
+
+
+def test_a_leased_batch_is_given_back_and_acknowledged_by_its_id(server, tmp_path):
+    task = {"environment": "calc", "instance": {"question": "1+1", "answer": 2}}
+    order = {"source": {"kind": "inline", "tasks": [task]}, "group_size": 1, "batch_size": 1, "filters": []}
+    created = CliRunner().invoke(
+        app, ["runs", "create", "-", "--run-id", "settled", "--url", server.url], input=json.dumps(order)
+    )
+    assert created.exit_code == 0, created.stderr
+    output = tmp_path / "batch.json"
+    lease = ["runs", "lease", "settled", "-o", str(output)]
+    leased = invoke(*lease, url=server.url)
+    assert leased.exit_code == 0, leased.stderr
+    batch_id = leased.stdout.strip()
+    assert f"rollout-service runs ack settled {batch_id}" in leased.stderr
+    first = output.read_bytes()
+
+    refused = invoke(*lease, url=server.url)
+    assert refused.exit_code == 1
+    assert "is there already" in refused.stderr
+    assert output.read_bytes() == first
+
+    assert invoke("runs", "nack", "settled", batch_id, url=server.url).exit_code == 0
+    again = invoke(*lease, "--force", url=server.url)
+    assert again.stdout.strip() == batch_id
+    assert json.loads(output.read_text())["delivery"] == 2
+    acknowledged = invoke("runs", "ack", "settled", batch_id, url=server.url)
+    assert acknowledged.exit_code == 0
+    assert f"{batch_id}: acknowledged" in acknowledged.stderr
+    assert invoke("runs", "show", "settled", "--json", url=server.url).exit_code == 0
+    over = invoke("runs", "lease", "settled", "-o", str(tmp_path / "next.json"), url=server.url)
+    assert over.exit_code == 1
+
+
+def test_rescore_reads_a_pipe_and_says_when_there_is_nothing(server, tmp_path):
+    order = {"source": {"kind": "inline", "open": True}, "group_size": 1, "batch_size": 1}
+    created = CliRunner().invoke(
+        app, ["runs", "create", "-", "--run-id", "bare", "--url", server.url], input=json.dumps(order)
+    )
+    assert created.exit_code == 0, created.stderr
+    export = tmp_path / "bare.jsonl"
+    assert invoke("runs", "export", "bare", "-o", str(export), url=server.url).exit_code == 0
+    for what in ("bare", str(export), "-"):
+        arguments = ["runs", "rescore", what, "--url", server.url]
+        result = CliRunner().invoke(app, arguments, input=export.read_text())
+        assert result.exit_code == 1
+        assert "Nothing was evaluated" in result.stderr
+    invoke("runs", "end", "bare", url=server.url)
+
+
 def test_submit_refuses_an_output_that_is_something_else(server, tmp_path):
     file, output = tasks(tmp_path / "tasks.jsonl", 1), tmp_path / "notes.txt"
     output.write_text("mine\n")

@@ -18,8 +18,7 @@ COMMANDS = {
     ("doctor",),
     *(("backends", name) for name in ("list", "add", "remove", "drain")),
     *(("runs", name) for name in ("create", "list", "show", "pause", "resume", "end", "lease")),
-    ("runs", "export"),
-    ("runs", "rescore"),
+    *(("runs", name) for name in ("ack", "nack", "export", "rescore")),
     *(("image", name) for name in ("list", "build", "pull", "inspect", "remove", "prune")),
     *(("env", name) for name in ("list", "new", "check", "run")),
 }

@@ -41,9 +41,9 @@ def test_bad_lines_are_named_and_the_rest_is_read(read):
     assert len(requests) == 2
     assert [number for number, _ in bad] == [2, 4, 5]
     assert "malformed JSON" in bad[0][1]
-    assert "no JSON object" in bad[1][1]
+    assert "not a JSON object" in bad[1][1]
     assert "task: Field required" in bad[2][1]
-    assert "tusk" in bad[2][1]
+    assert "tusk: unknown field; did you mean task?" in bad[2][1]
 
 
 def test_ids_follow_from_the_file_so_that_a_second_run_orders_nothing_twice(read):

@@ -30,10 +30,10 @@ def test_turns_are_written_as_a_policy_writes_them(script):
     [
         (
             '{"content": "a"}\n{"tool_calls": [{"arguments": {}}]}',
-            r"line 2: tool_calls\.0\.name Field required",
+            r"line 2: tool_calls\.0\.name: Field required",
         ),
-        ('{"contents": "a"}', "line 1: contents Extra inputs"),
-        ("{", "line 1: Invalid JSON"),
+        ('{"contents": "a"}', "line 1: contents: unknown field; did you mean content"),
+        ("{", "line 1: not valid JSON"),
         ("\n", "has no turns"),
     ],
 )

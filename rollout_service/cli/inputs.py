@@ -1,0 +1,56 @@
+"""Input files of the commands.
+
+Guarantee: a stream (a pipe, a FIFO, `/dev/stdin`, `<(command)`, or `-` for standard input) is read exactly once, to
+its end, before a command begins, so that the command can read it as often as any file.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import IO
+
+from rollout_service.cli.common import CommandError
+
+STDIN = "-"
+
+
+def is_stream(path: Path) -> bool:
+    """Whether what is read from here is gone afterwards."""
+    return str(path) == STDIN or not path.is_file()
+
+
+@contextmanager
+def reread(path: Path) -> Iterator[Path]:
+    """Give a path that can be read any number of times: the file itself, or a temporary copy of a stream.
+
+    Blocks until the stream ends: call it before an event loop starts. Raises CommandError when it cannot be read.
+    """
+    if not is_stream(path):
+        yield path
+        return
+    with tempfile.NamedTemporaryFile(prefix="rollout-input-") as copy:
+        try:
+            with _opened(path) as stream:
+                shutil.copyfileobj(stream, copy)
+        except OSError as error:
+            raise CommandError(f"{path} cannot be read: {error.strerror}.") from error
+        copy.flush()
+        yield Path(copy.name)
+
+
+def read_whole(path: Path) -> bytes:
+    """Return the content of a file or stream; raises CommandError when it cannot be read."""
+    try:
+        with _opened(path) as stream:
+            return stream.read()
+    except OSError as error:
+        raise CommandError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _opened(path: Path) -> AbstractContextManager[IO[bytes]]:
+    return nullcontext(sys.stdin.buffer) if str(path) == STDIN else path.open("rb")

@@ -1,0 +1,46 @@
+"""What is wrong with a document, in words for the person who wrote it.
+
+Guarantee: every problem is named by its path, and an unknown field comes with the nearest known one of its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from rollout_service.errors import nearest
+
+
+def problems(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """Return `path: message` for each problem of a document that should have been a `model`."""
+    return [_problem(item, model) for item in error.errors(include_url=False, include_context=False)]
+
+
+def _problem(item: Any, model: type[BaseModel]) -> str:
+    *parents, last = item["loc"] or ("",)
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "extra_forbidden":
+        message = f"unknown field{nearest(str(last), known_fields(model, parents))}"
+    if item["type"] == "json_invalid":
+        message = message.replace("Invalid JSON:", "not valid JSON:")
+    path = ".".join(map(str, item["loc"]))
+    return f"{path}: {message}" if path else message
+
+
+def known_fields(model: type[BaseModel], path: Iterable[str | int]) -> set[str]:
+    """Return the fields that may stand at a path; indices, keys of mappings and tags of unions lead nowhere else."""
+    models = [model]
+    for part in path:
+        below = [one.model_fields[part].annotation for one in models if part in one.model_fields]
+        models = [inner for annotation in below for inner in _models(annotation)] or models
+    return {name for one in models for name in one.model_fields}
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models that an annotation holds, such as those of a list or a union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models(inner)
