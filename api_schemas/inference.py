@@ -206,6 +206,9 @@ class BackendOutcome(WireModel):
     steps: dict[str, float] = {}
     """Seconds of each part of the order that it has begun, as `pause`, `load`, `resume`."""
     error: str | None = None
+    code: str | None = None
+    """The kind of the error, as in `backend_rejected`; `out_of_service` for a backend that the order did not wait
+    for, because it was away before."""
     in_flight: int = 0
     """Requests of this service that it was working on when the order came."""
     version_before: int | None = None

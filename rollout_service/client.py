@@ -329,21 +329,24 @@ class RolloutClient:
     ) -> PoolOutcome:
         """Load new weights into every engine of a pool: from a folder that the engines can read, or from a process
         group that they have joined.
+
+        When this returns, every engine in service has them; `changed` is False if they had them before. Raises
+        WeightsError when engines refused or failed, and ConflictError for an older version.
         """
         source = DiskWeights(path=weights) if isinstance(weights, str) else weights
         order = WeightsRequest(source=source, version=version, pool=pool, mode=mode, force=force)
         return await self._order("/v1/weights", order.model_dump(mode="json"))
 
     async def join_weights_group(self, group: WeightsGroupRequest) -> PoolOutcome:
-        """Let the engines of a pool join a process group; join it yourself at the same time."""
+        """Let the engines of a pool join a process group; join it yourself at the same time. Raises OrderError."""
         return await self._order("/v1/weights/group", group.model_dump(mode="json"))
 
     async def pause(self, *, pool: str = "policy", mode: PauseMode = PauseMode.ABORT) -> PoolOutcome:
-        """Pause the generation of a pool."""
+        """Pause the generation of a pool. Raises OrderError when an engine did not obey."""
         return await self._order("/v1/pause", PauseRequest(pool=pool, mode=mode).model_dump(mode="json"))
 
     async def resume(self, *, pool: str = "policy") -> PoolOutcome:
-        """Let a paused pool go on."""
+        """Let a paused pool go on. Raises OrderError when an engine did not obey."""
         return await self._order("/v1/resume", ResumeRequest(pool=pool).model_dump(mode="json"))
 
     async def abort(self, rollout_ids: list[str] | None = None) -> dict[str, JsonValue]:

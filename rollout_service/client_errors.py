@@ -9,6 +9,8 @@ ClientError
      |- NotFoundError          404
      |- ConflictError          409
      |- GoneError              410
+     |- OrderError             engines did not carry out an order; `.outcome` has what each answered
+     |   `- WeightsError           ... to load weights
      `- UnavailableError       429, 502, 503, 504
 """
 
@@ -20,6 +22,7 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from api_schemas.errors import Problem
+from api_schemas.inference import PoolOutcome
 
 T = TypeVar("T")
 
@@ -66,6 +69,22 @@ class GoneError(ProblemError):
     """What was asked of is over: a run that has nothing more to give."""
 
 
+class OrderError(ProblemError):
+    """Engines did not carry out an order that went to all of their pool; `outcome` has what each answered."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self.outcome = PoolOutcome.model_validate(problem.context["outcome"])
+
+
+class WeightsError(OrderError):
+    """Not every engine has the weights that it was to load.
+
+    `outcome.changed` tells whether some have them: the pool then serves the new version with those, and the others are
+    out of service until they have it. Where it is false the pool serves what it did before.
+    """
+
+
 class UnavailableError(ProblemError):
     """The server cannot take this now; later it can."""
 
@@ -84,6 +103,13 @@ PROBLEMS: dict[int, type[ProblemError]] = {
     503: UnavailableError,
     504: UnavailableError,
 }
+ORDERS: dict[str, type[OrderError]] = {
+    "order_failed": OrderError,
+    "weights_refused": WeightsError,
+    "weights_not_loaded": WeightsError,
+    "weights_partly_loaded": WeightsError,
+}
+"""Problems that hold the answers of engines, by their code."""
 PASSING = frozenset({429, 502, 503, 504})
 """Statuses that a proxy, or a server that is not ready, also sends without a problem's body."""
 
@@ -101,6 +127,8 @@ def problem_of(response: httpx.Response) -> ClientError:
         problem = Problem(
             title="Unavailable", status=status, detail=detail, code="unavailable", retryable=True
         )
+    if "outcome" in problem.context and problem.code in ORDERS:
+        return ORDERS[problem.code](problem)
     return PROBLEMS.get(status, ProblemError)(problem)
 
 

@@ -188,7 +188,7 @@ class SyncRolloutClient:
         return self._portal.call(self._client.cancel, rollout_id)
 
     def update_weights(self, folder: str, version: int, *, pool: str = "policy", **how: Any) -> PoolOutcome:
-        """Load new weights into every engine of a pool."""
+        """Load new weights into every engine of a pool; raises WeightsError when engines refused or failed."""
         return self._portal.call(lambda: self._client.update_weights(folder, version, pool=pool, **how))
 
     def create_run(self, request: RunRequest) -> SyncRun:

@@ -29,7 +29,8 @@ from api_schemas.rollouts import RolloutRequest
 from rollout_service.agents.policy import PolicySession
 from rollout_service.environments.contract import Environment
 from rollout_service.errors import ServiceError
-from rollout_service.inference.errors import InferenceError, NoBackendError
+from rollout_service.inference.errors import InferenceError, NoBackendError, WeightsPartlyLoaded
+from rollout_service.inference.order_outcomes import judge, judge_weights
 from rollout_service.inference.pools import Pools
 from rollout_service.tokens import ChatRenderer, Conversation
 
@@ -137,24 +138,48 @@ class Serving:
         return self._pools.views()
 
     async def pause(self, request: PauseRequest) -> PoolOutcome:
-        """Pause a pool; raises NoBackendError."""
-        return await self._pools[request.pool].pause(request.mode, request.drain_seconds)
+        """Pause a pool; raises NoBackendError, or OrderFailed where an engine did not obey."""
+        outcome = await self._pools[request.pool].pause(request.mode, request.drain_seconds)
+        log.info("pool paused", pool=request.pool, mode=request.mode)
+        return judge(outcome, "pause")
 
     async def resume(self, request: ResumeRequest) -> PoolOutcome:
-        """Let a pool go on; raises NoBackendError."""
-        return await self._pools[request.pool].resume()
+        """Let a pool go on; raises NoBackendError, or OrderFailed where an engine did not obey."""
+        outcome = await self._pools[request.pool].resume()
+        log.info("pool resumed", pool=request.pool)
+        return judge(outcome, "resume")
 
     async def update_weights(self, request: WeightsRequest) -> PoolOutcome:
-        """Load weights into a pool; raises NoBackendError, WeightsConflict."""
-        return await self._pools[request.pool].load_weights(request)
+        """Load weights into a pool; raises NoBackendError, WeightsConflict, or OrderFailed with every answer."""
+        order = log.bind(pool=request.pool, version=request.version, source=request.weights.type)
+        order.info("weight update begun", mode=request.mode, forced=request.force)
+        try:
+            outcome = await self._pools[request.pool].load_weights(request)
+            judge_weights(outcome, request.version)
+        except WeightsPartlyLoaded as error:
+            order.error("weight update done in part", error=str(error), hint=error.hint)
+            raise
+        except InferenceError as error:
+            order.error("weight update refused", error=str(error), code=error.code, hint=error.hint)
+            raise
+        order.info(
+            "weight update done",
+            changed=outcome.changed,
+            backends=sum(each.ok for each in outcome.outcomes),
+            held_seconds=round(outcome.held_seconds, 3),
+        )
+        return outcome
 
     async def join_group(self, request: WeightsGroupRequest) -> PoolOutcome:
-        """Let a pool's backends join a process group; raises NoBackendError, WeightsConflict, BackendRejected."""
-        return await self._pools[request.pool].join_group(request)
+        """Let a pool's backends join a process group.
+
+        Raises NoBackendError, WeightsConflict, BackendRejected, or OrderFailed: then none is in the group.
+        """
+        return judge(await self._pools[request.pool].join_group(request), "join the process group")
 
     async def leave_group(self, pool: str, name: str) -> PoolOutcome:
-        """Let a pool's backends leave a process group; raises NoBackendError."""
-        return await self._pools[pool].leave_group(name)
+        """Let a pool's backends leave a process group; raises NoBackendError, OrderFailed."""
+        return judge(await self._pools[pool].leave_group(name), "leave the process group")
 
     def check(self, pool: str) -> None:
         """Whether a pool is served or about to be; raises NoBackendError that says how to register a backend."""

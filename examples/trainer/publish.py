@@ -16,7 +16,7 @@ import torch
 from anyio.to_thread import run_sync
 from torch.distributed import distributed_c10d as c10d
 
-from api_schemas.inference import BackendState, DistributedWeights, PoolOutcome, WeightsGroupRequest
+from api_schemas.inference import BackendState, DistributedWeights, WeightsGroupRequest
 from rollout_service.client import RolloutClient
 
 from .checkpoint import weights_of
@@ -30,7 +30,7 @@ class Publisher(Protocol):
     """Gives weights to the engines."""
 
     async def publish(self, folder: Path, model: torch.nn.Module, version: int) -> None:
-        """The weights of `model`, which are in `folder` too; raises RuntimeError when an engine refuses them."""
+        """The weights of `model`, which are in `folder` too; raises WeightsError when an engine refuses them."""
         ...
 
 
@@ -41,7 +41,7 @@ class DiskPublisher:
         self._client = client
 
     async def publish(self, folder: Path, model: torch.nn.Module, version: int) -> None:  # noqa: ARG002
-        _check(await self._client.update_weights(str(folder), version, force=True))
+        await self._client.update_weights(str(folder), version, force=True)
 
 
 class GroupPublisher:
@@ -69,7 +69,7 @@ class GroupPublisher:
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(make)
-            _check(await client.join_weights_group(order))
+            await client.join_weights_group(order)
         return cls(client, made[0], name)
 
     async def publish(self, folder: Path, model: torch.nn.Module, version: int) -> None:  # noqa: ARG002
@@ -83,13 +83,7 @@ class GroupPublisher:
         )
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run_sync, _broadcast, list(tensors.values()), self._group)
-            _check(await self._client.update_weights(source, version, force=True))
-
-
-def _check(outcome: PoolOutcome) -> None:
-    failed = [f"{each.backend_id}: {each.error}" for each in outcome.outcomes if not each.ok]
-    if failed:
-        raise RuntimeError(f"engines did not take the order: {'; '.join(failed)}")
+            await self._client.update_weights(source, version, force=True)
 
 
 def _join(port: int, size: int, name: str) -> c10d.ProcessGroup:

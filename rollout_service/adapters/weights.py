@@ -6,6 +6,7 @@ that they serve from stays, so that an engine that comes back finds it, and the 
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,9 @@ from pathlib import Path
 from api_schemas.inference import PoolOutcome
 from rollout_service.adapters.orders import Orders
 from rollout_service.client import RolloutClient
+from rollout_service.client_errors import WeightsError
 
-
-class WeightsError(RuntimeError):
-    """No engine took the trainer's weights."""
+log = logging.getLogger(__name__)
 
 
 class WeightsFolder:
@@ -37,17 +37,13 @@ class WeightsFolder:
     def push(self, step: int, save: Callable[[str], None]) -> int:
         """Save the weights of a step and load them into every engine of the pool; their version.
 
-        Raises WeightsError when no engine has them, and the client's errors.
+        Where only some engines took them, the log says so and training goes on: the others are out of service until
+        they have them. Raises WeightsError when no engine has them, and the client's other errors.
         """
         path = self.path(step)
         path.mkdir(parents=True, exist_ok=True)
         save(str(path))
         outcome: PoolOutcome = self.orders.blocking(lambda client: self._update(client, step))
-        failed = [f"{one.backend_id}: {one.error}" for one in outcome.outcomes if not one.ok]
-        if len(failed) == len(outcome.outcomes):
-            raise WeightsError(
-                f"no engine of the pool {self.orders.pool!r} loaded {path}; can they read it? {'; '.join(failed)}"
-            )
         if self.step is not None and self.step != step:
             shutil.rmtree(self.path(self.step), ignore_errors=True)
         self.step, self.version = step, outcome.version
@@ -57,4 +53,10 @@ class WeightsFolder:
         if self.step is None:  # a service that has seen trainers before counts on from there
             served = [one.weight_version for one in await client.backends() if one.pool == self.orders.pool]
             self._base = max(served, default=0) + 1
-        return await client.update_weights(str(self.path(step)), self._base + step, pool=self.orders.pool)
+        try:
+            return await client.update_weights(str(self.path(step)), self._base + step, pool=self.orders.pool)
+        except WeightsError as error:
+            if not error.outcome.changed:
+                raise
+            log.warning("%s", error)
+            return error.outcome

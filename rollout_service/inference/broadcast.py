@@ -66,6 +66,7 @@ class Broadcast:
                 seconds=sum(record.steps.values()),
                 steps=record.steps,
                 error=str(record.error) if record.error else None,
+                code=record.error.code if record.error else None,
                 in_flight=record.in_flight,
                 version_before=record.version_before,
                 version_after=member.info.weight_version if record.is_known else None,

@@ -30,6 +30,7 @@ from rollout_service.inference.errors import (
     NoBackendError,
 )
 from rollout_service.inference.member import Member
+from rollout_service.inference.order_outcomes import OUT_OF_SERVICE
 from rollout_service.inference.pool_weights import PoolWeights, WeightSet, kv_after
 from rollout_service.inference.process_group import Groups, assign_ranks, can_join, wait_for_master
 from rollout_service.inference.roster import Roster
@@ -230,12 +231,16 @@ class Control:
 
     async def _each(self, name: str, order: Order) -> PoolOutcome:
         """Give an order to every backend at once; one that cannot be reached leaves service."""
+        away = {member.id for member in self._roster if member.state is BackendState.FAILED}
         broadcast = Broadcast(self._roster)
         await broadcast.step(name, order)
         for member, record in broadcast.records.items():
             if not record.can_be_told:
                 self._roster.take_out(member)
-        return self._outcome(broadcast, changed=True)
+        outcome = self._outcome(broadcast, changed=True)
+        return outcome.model_copy(
+            update={"outcomes": [_unless_away(each, away) for each in outcome.outcomes]}
+        )
 
     def _outcome(
         self, broadcast: Broadcast, *, changed: bool, version: int | None = None, kv: KvHandling | None = None
@@ -247,6 +252,7 @@ class Control:
                 ok=False,
                 seconds=0.0,
                 error="is out of service; it has the pool's weights before it serves again",
+                code=OUT_OF_SERVICE,
             )
             for member in self._roster
             if member not in broadcast.records
@@ -258,6 +264,13 @@ class Control:
             kv=kv,
             outcomes=[*broadcast.outcomes(), *away],
         )
+
+
+def _unless_away(outcome: BackendOutcome, away: set[str]) -> BackendOutcome:
+    """Tell a backend that failed from one that was out of service before the order, and does not count."""
+    if outcome.ok or outcome.backend_id not in away:
+        return outcome
+    return outcome.model_copy(update={"code": OUT_OF_SERVICE})
 
 
 async def _quiet(member: Member, mode: PauseMode, drain_seconds: float) -> None:

@@ -10,7 +10,11 @@ InferenceError
 ├── UnknownBackend          no backend of that id is registered
 ├── GenerationTimeout       the request was served, but not in time
 │   └── PoolPaused          ... or was held by a pause for longer than allowed
-└── WeightsConflict         the weights are not those that the pool can be given next
+├── WeightsConflict         the weights are not those that the pool can be given next
+└── OrderFailed             backends did not carry out an order to their pool; the context has every answer
+    ├── WeightsRefused      ... and all refused the weights that they were given
+    ├── WeightsNotLoaded    ... and none has the weights
+    └── WeightsPartlyLoaded ... and only some have the weights
 
 Nothing here is ever repaired: tokens and logprobs are the engine's or there are none.
 """
@@ -109,3 +113,30 @@ class WeightsConflict(InferenceError):
 
     code = "weights_conflict"
     status = 409
+
+
+class OrderFailed(InferenceError):
+    """Backends did not carry out an order that went to all of their pool; `context["outcome"]` has every answer."""
+
+    code = "order_failed"
+
+
+class WeightsRefused(OrderFailed):
+    """Every backend refused the weights, as with a folder that does not exist, and keeps those that it had."""
+
+    code = "weights_refused"
+    status = 422
+
+
+class WeightsNotLoaded(OrderFailed):
+    """No backend has the weights, and not all refused them: some did not answer, or failed while they loaded."""
+
+    code = "weights_not_loaded"
+    retryable = True
+
+
+class WeightsPartlyLoaded(OrderFailed):
+    """Some backends have the weights, which are the pool's now; those that failed are out of service."""
+
+    code = "weights_partly_loaded"
+    status = 424

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from api_schemas.errors import Problem
 from api_schemas.inference import BackendOutcome, PoolOutcome
 from api_schemas.rollouts import RolloutState
 from api_schemas.tasks import Task
@@ -20,7 +21,8 @@ from rollout_service.adapters.orders import (
     task_text,
 )
 from rollout_service.adapters.samples import largest, samples_of
-from rollout_service.adapters.weights import WeightsError, WeightsFolder
+from rollout_service.adapters.weights import WeightsFolder
+from rollout_service.client_errors import WeightsError
 from tests.support.adapter_rollouts import FakeClient, rollout, segment
 
 pytestmark = pytest.mark.anyio
@@ -170,6 +172,7 @@ class FakeOrders(Orders):
 
     served = 41
     refuses = False
+    partly = False
 
     def blocking(self, work):
         return asyncio.run(work(self))
@@ -181,7 +184,13 @@ class FakeOrders(Orders):
         ok = not self.refuses
         type(self).served = version if ok else self.served
         one = BackendOutcome(backend_id="e-1", ok=ok, seconds=0.1, error=None if ok else "no such folder")
-        return PoolOutcome(pool=pool, version=version, outcomes=[one])
+        outcome = PoolOutcome(pool=pool, version=version, changed=ok, outcomes=[one])
+        if ok and not self.partly:
+            return outcome
+        context = {"outcome": outcome.model_dump(mode="json")}
+        raise WeightsError(
+            Problem(title="no", status=422, detail="no such folder", code="c", context=context)
+        )
 
 
 def test_weights_go_up_from_what_is_served_and_one_folder_stays(tmp_path):
@@ -199,6 +208,9 @@ def test_weights_go_up_from_what_is_served_and_one_folder_stays(tmp_path):
     assert weights.path(3).is_dir()
     assert saved == [str(weights.path(0)), str(weights.path(3))]
 
+    weights.orders.__class__.partly = True
+    assert weights.push(4, save) == 46, "the engines that failed are out of service"
+    assert weights.push(3, save) == 45
     weights.orders.__class__.refuses = True
     with pytest.raises(WeightsError, match="no such folder"):
         weights.push(4, save)
