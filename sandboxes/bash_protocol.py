@@ -12,8 +12,16 @@ import shlex
 
 REPORT, CODE = "__rollout_report", "__rollout_code"
 INTERRUPTED = 128 + 2
+# Descriptor 10 is bash's own copy of 7.
+TERMINAL = "\\exec 7<>/dev/ptmx && \\exec 255>&- && { \\exec 255<&10; } 7<&-; \\exec 7<&-; (:); "
+"""Give the shell a terminal to reset, which an interactive bash does on descriptor 255 whenever a signal ends a job.
+
+Without one it writes `tcsetattr: Inappropriate ioctl for device` into the output of `yes | head -1`. Nothing else uses
+the terminal. Commands do not inherit it: bash marks its copies of descriptors close-on-exec, and a duplicate keeps the
+mark. The subshell has bash read the state that it will restore. A shell that gets no terminal works as well.
+"""
 SETUP = (
-    "set +o history +H; unset HISTFILE PS1 PS2; shopt -u checkwinsize; "
+    f"{TERMINAL}set +o history +H; unset HISTFILE PS1 PS2; shopt -u checkwinsize; "
     f'{REPORT}() {{ \\builtin printf \'%s %s\\n\' "$1" "${{{CODE}-{INTERRUPTED}}}" >&9; \\builtin jobs -p >&9; '
     f'\\builtin set -- "${{{CODE}-{INTERRUPTED}}}"; \\builtin unset {CODE}; \\builtin return "$1"; }}\n'
 ).encode()

@@ -31,6 +31,16 @@ async def bash_exit_codes(sandbox: Sandbox, _: SandboxProvider) -> None:
     expect(result.exit_code != 0 and "never" not in result.output, result)
 
 
+async def bash_ended_by_signals(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """A program that a signal ends adds nothing to the output, and commands inherit three descriptors only."""
+    bash = await sandbox.bash()
+    for command in ("yes | head -n 1", "sh -c 'echo y; kill -9 $$'", "(echo y; kill -9 $BASHPID) | cat"):
+        result = await bash.run(command)
+        expect(result.output == "y\n", (command, result))
+    result = await bash.run("ls /proc/self/fd")
+    expect(result.output.split() == ["0", "1", "2", "3"], result)
+
+
 async def bash_any_text(sandbox: Sandbox, _: SandboxProvider) -> None:
     """Commands are taken as they are: quotes, lines, here-documents, no history expansion; output as UTF-8."""
     bash = await sandbox.bash()
@@ -219,6 +229,7 @@ async def bash_characters(sandbox: Sandbox, _: SandboxProvider) -> None:
 CHECKS: tuple[Check, ...] = (
     bash_keeps_state,
     bash_exit_codes,
+    bash_ended_by_signals,
     bash_any_text,
     bash_time_out,
     bash_background,
