@@ -48,6 +48,7 @@ def create_app(settings: Settings) -> FastAPI:
         ],
     )
     app.state.failure = None
+    app.state.metrics = metrics
     problems.install(app)
     for module in MODULES:
         app.include_router(module.router)

@@ -7,7 +7,13 @@ ServiceError
  |   |- NotFoundError             404
  |   |- ConflictError             409, as in the same id with another body
  |   |- TooLargeError             413
- |   `- UnauthorizedError         401
+ |   |- UnauthorizedError         401
+ |   |- ForbiddenError            403, the key's role or the page's origin
+ |   |- MediaTypeError            415
+ |   |- MisdirectedError          421, for a host that is not this server
+ |   |- MalformedRequestError     400, not HTTP, or ambiguous
+ |   |- HeadTooLargeError         431
+ |   `- RequestTimeoutError       408
  |- EnvironmentFailedError        an environment's own code, or its grader, failed
  |- StoreError                    the durable store cannot be read or written           503
  |- UnavailableError              the service cannot take this now                      503
@@ -99,6 +105,47 @@ class UnauthorizedError(RequestError):
 
     code = "unauthorized"
     status = 401
+
+
+class ForbiddenError(RequestError):
+    """The key's role does not allow this, or a web page of another site asks for it."""
+
+    code = "forbidden"
+    status = 403
+
+
+class MediaTypeError(RequestError):
+    """The body is not JSON by its content type."""
+
+    code = "unsupported_media_type"
+    status = 415
+
+
+class MisdirectedError(RequestError):
+    """The request is for a host that this server does not answer for."""
+
+    code = "misdirected_request"
+    status = 421
+
+
+class MalformedRequestError(RequestError):
+    """The request is not valid HTTP/1.1, or two readers could understand it differently."""
+
+    code = "malformed_request"
+
+
+class HeadTooLargeError(RequestError):
+    """The request line and the headers are larger than the service takes."""
+
+    code = "request_header_fields_too_large"
+    status = 431
+
+
+class RequestTimeoutError(RequestError):
+    """The request was not complete in time."""
+
+    code = "request_timeout"
+    status = 408
 
 
 class EnvironmentFailedError(ServiceError):

@@ -16,7 +16,8 @@ from pydantic import SecretStr
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_service.errors import TooLargeError, UnauthorizedError
+from rollout_service.errors import TooLargeError, UnauthorizedError, UnavailableError
+from rollout_service.http_connections import seat_of
 from rollout_service.problems import problem_of, respond
 from rollout_service.telemetry import Metrics
 
@@ -33,8 +34,16 @@ class BearerKeys:
         self._keys = [key.get_secret_value().encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _is_open(scope["path"]) or self._admits(Headers(scope=scope)):
+        if scope["type"] != "http" or _is_open(scope["path"]):
             await self._app(scope, receive, send)
+            return
+        if self._admits(Headers(scope=scope)):
+            seat = seat_of(scope)
+            if seat is None or seat.admit():
+                await self._app(scope, receive, send)
+                return
+            busy = UnavailableError("all connections are at work", hint="Raise `http.max_connections`.")
+            await respond(problem_of(busy), {"Retry-After": "1", "Connection": "close"})(scope, receive, send)
             return
         error = UnauthorizedError(
             "the bearer key is missing or wrong",

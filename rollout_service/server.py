@@ -13,8 +13,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from rollout_service.app import create_app
 from rollout_service.errors import ConfigurationError, ServiceError
+from rollout_service.http_connections import ConnectionLimits, Connections, descriptor_limit
+from rollout_service.http_protocol import RequestLimits
+from rollout_service.http_server import Server
 from rollout_service.settings import Settings
-from rollout_service.telemetry import configure_logging
+from rollout_service.telemetry import Metrics, configure_logging
 from sandboxes.errors import SandboxError
 
 CONNECTIONS_GRACE_SECONDS = 3
@@ -41,13 +44,28 @@ def serve(settings: Settings, *, port_file: Path | None = None) -> None:
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=CONNECTIONS_GRACE_SECONDS,
+        timeout_keep_alive=settings.http.keep_alive_seconds,
         lifespan="on",
+        ws="none",
     )
     with _bind(settings) as listener:
         if port_file is not None:
             _announce(listener, settings.host, port_file)
-        server = uvicorn.Server(config)
-        server.run(sockets=[listener])
+        _server(settings, config, listener, app.state.metrics).run()
+
+
+def _server(settings: Settings, config: uvicorn.Config, listener: socket.socket, metrics: Metrics) -> Server:
+    http = settings.http
+    connections = Connections(ConnectionLimits.within(descriptor_limit(), http.max_connections))
+    metrics.watch_connections(connections.counts)
+    limits = RequestLimits(
+        max_head_bytes=http.max_head_bytes,
+        head_seconds=http.head_seconds,
+        body_seconds=http.body_seconds,
+        write_seconds=http.write_seconds,
+    )
+    observe = metrics.refused_connection
+    return Server(config, listener, connections=connections, limits=limits, observe=observe)
 
 
 class PlainStartup:

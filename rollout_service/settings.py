@@ -101,6 +101,24 @@ class PoolSettings(Section):
     """How long a call may be open at an engine that shows no progress before it goes to another."""
 
 
+class HttpSettings(Section):
+    """What a connection to the API may take before it is refused."""
+
+    max_head_bytes: int = Field(32 * 1024, ge=1_024)
+    """The request line and the headers."""
+    head_seconds: float = Field(10.0, gt=0)
+    """How long a peer may take to send a request's head, or for its TLS handshake."""
+    body_seconds: float = Field(30.0, gt=0)
+    """How long a peer may take to send a body; every 16 KiB that have come add a second."""
+    keep_alive_seconds: int = Field(20, ge=1)
+    """How long a connection may be idle between two requests."""
+    write_seconds: float = Field(120.0, gt=0)
+    """How long a peer may leave its answer unread."""
+    max_connections: int | None = Field(None, ge=1)
+    """Connections that have sent a valid key, open at once. Left out, 10,000, or fewer where the limit of open files
+    is low: all connections take at most half of it."""
+
+
 class RetentionSettings(Section):
     """How long what has ended is kept, in seconds; for ever when left out.
 
@@ -141,6 +159,7 @@ class Settings(BaseSettings):
     state_dir: Path = Path(os.environ.get("XDG_STATE_HOME", "~/.local/state")) / "rollout-service"
     """Where the store is kept, and which run folders of sandboxes were in use; on a local disk."""
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1_024)
+    http: HttpSettings = HttpSettings()
     environments: list[Path] = []
     """Folders with an `environment.toml`, or images that carry one."""
     images_dir: Path | None = None

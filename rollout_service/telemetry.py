@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
@@ -101,6 +102,12 @@ class Metrics:
         )
         self._tokens = Counter("rollout_tokens_total", "Tokens, by kind", ["kind"], registry=self.registry)
         self._turns = Counter("rollout_turns_total", "Turns of the policy", registry=self.registry)
+        self._refused = Counter(
+            "rollout_http_refused_connections_total",
+            "Connections that were closed for what the peer did, before a route saw a request",
+            ["reason"],
+            registry=self.registry,
+        )
         self._requests = Counter(
             "rollout_http_requests_total",
             "Requests of the API",
@@ -115,6 +122,21 @@ class Metrics:
     def request(self, method: str, route: str, status: int) -> None:
         """Count a request of the API."""
         self._requests.labels(method, route, str(status)).inc()
+
+    def refused_connection(self, reason: str) -> None:
+        """Count a connection that was closed for what its peer did."""
+        self._refused.labels(reason).inc()
+
+    def watch_connections(self, counts: Callable[[], Mapping[str, int]]) -> None:
+        """Show the open connections by state, asked for when metrics are."""
+        gauge = Gauge(
+            "rollout_http_connections",
+            "Connections to the API: pending ones have sent no valid key yet",
+            ["state"],
+            registry=self.registry,
+        )
+        for state in counts():
+            gauge.labels(state).set_function(partial(_one, counts, state))
 
     def waited(self, stage: Stage, seconds: float) -> None:
         """Record how long a rollout waited for a worker."""
@@ -192,6 +214,10 @@ class Metrics:
         self._turns.inc(rollout.usage.turns)
         for kind in ("prompt", "cached", "sampled"):
             self._tokens.labels(kind).inc(getattr(rollout.usage, f"{kind}_tokens"))
+
+
+def _one(counts: Callable[[], Mapping[str, int]], state: str) -> float:
+    return counts()[state]
 
 
 class _EgressCollector(Collector):
