@@ -62,7 +62,21 @@ class FileTasks(WireModel):
     """Whether each epoch has an order of its own, drawn from the seed and the epoch's number."""
 
 
-TaskSource = Annotated[InlineTasks | FileTasks, Field(discriminator="kind")]
+class DatasetTasks(WireModel):
+    """Instances that ship with an environment; they must not change while the run lasts."""
+
+    kind: Literal["dataset"] = "dataset"
+    environment: Name
+    split: str | None = None
+    """Which part of the data set, such as `train`; needed exactly where the data set has splits."""
+    seed: int = 0
+    epochs: int | None = Field(1, ge=1)
+    """How often the instances are gone through; null is without end."""
+    shuffle: bool = False
+    """Whether each epoch has an order of its own, drawn from the seed and the epoch's number."""
+
+
+TaskSource = Annotated[InlineTasks | FileTasks | DatasetTasks, Field(discriminator="kind")]
 
 
 class FilterSpec(WireModel):

@@ -32,7 +32,7 @@ from trainer.publish import DiskPublisher, GroupPublisher
 from trainer.stages import StageClock
 
 from api_schemas.rollouts import RolloutRequest, Sampling
-from api_schemas.runs import Advantages, Batch, FilterSpec, InlineTasks, RunRequest
+from api_schemas.runs import Advantages, Batch, DatasetTasks, FilterSpec, RunRequest
 from api_schemas.tasks import Task
 from rollout_service.client import ClientRun, ConflictError, NotFoundError, RolloutClient
 
@@ -69,7 +69,7 @@ async def train(
     publisher = await GroupPublisher.join(client) if order.weights == "group" else DiskPublisher(client)
     if last is not None:  # the engines may have begun with other weights
         await publisher.publish(last.folder, learner.model, learner.steps)
-    run = await client.create_run(await run_request(client, order))
+    run = await client.create_run(run_request(order))
     await give_back(run, saved.held())
     stages, trained = StageClock(client.base_url), load_state(last)["batch"] if last else None
     async for batch in run.batches(arrays=True):
@@ -89,14 +89,13 @@ async def train(
             return
 
 
-async def run_request(client: RolloutClient, order: Order) -> RunRequest:
+def run_request(order: Order) -> RunRequest:
     """A standing order for groups whose rewards differ (DAPO's dynamic sampling), with their advantages."""
-    tasks = [
-        Task(environment=order.environment, instance=each) for each in await split(client, order, "train")
-    ]
     return RunRequest(
         run_id=RUN,
-        source=InlineTasks(tasks=tasks, epochs=None, shuffle=True, seed=order.seed),
+        source=DatasetTasks(
+            environment=order.environment, split="train", epochs=None, shuffle=True, seed=order.seed
+        ),
         group_size=order.group_size,
         batch_size=order.batch_size,
         max_staleness=order.max_staleness,
@@ -112,12 +111,6 @@ async def give_back(run: ClientRun, batch_id: str | None) -> None:
     if batch_id is not None:
         with suppress(ConflictError, NotFoundError):  # it was acknowledged, or its lease has run out
             await run.settle(batch_id, "nack")
-
-
-async def split(client: RolloutClient, order: Order, name: str) -> list[dict]:
-    """The tasks of one side of the environment's data set."""
-    found = await client.dataset(order.environment, limit=DATASET_LIMIT)
-    return [each for each in found if each.get("split") == name]
 
 
 def rewards_of(batch: Batch) -> dict[str, float]:
@@ -139,7 +132,7 @@ def is_done(order: Order, curves: Curves, seconds: float) -> bool:
 
 async def evaluate(client: RolloutClient, order: Order, temperature: float = 1.0) -> float:
     """The mean reward of held-out tasks at a temperature, 0 being greedy; a failure of the service is not a zero."""
-    tasks = await split(client, order, "held_out")
+    tasks = await client.dataset(order.environment, split="held_out", limit=DATASET_LIMIT)
     requests = [
         RolloutRequest(
             task=Task(environment=order.environment, instance=tasks[number % len(tasks)]),

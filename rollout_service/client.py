@@ -364,10 +364,14 @@ class RolloutClient:
         return await self._call(list[dict[str, JsonValue]], "GET", "/v1/environments")
 
     async def dataset(
-        self, environment: str, *, limit: int = 1_000, offset: int = 0
+        self, environment: str, *, limit: int = 1_000, offset: int = 0, split: str | None = None
     ) -> list[dict[str, JsonValue]]:
-        """Instances that ship with an environment. Raises NotFoundError."""
+        """Return instances that ship with an environment, those of one split if it is named.
+
+        Raises InvalidRequestError for an environment or a split that is not there.
+        """
         params = {"limit": str(limit), "offset": str(offset)}
+        params |= {} if split is None else {"split": split}
         path = f"/v1/environments/{environment}/dataset"
         return await self._call(list[dict[str, JsonValue]], "GET", path, params=params)
 

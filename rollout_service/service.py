@@ -36,6 +36,7 @@ from rollout_service.pipeline.stage import StageLimiter
 from rollout_service.policies import POLICIES, policy_folder
 from rollout_service.routing_trace import RoutingTrace
 from rollout_service.runs import Delivery, RunManager
+from rollout_service.runs.dataset import reopening
 from rollout_service.runs.exports import Exports
 from rollout_service.runs.orders import RunOrders
 from rollout_service.runs.rescore import Rescorer
@@ -175,7 +176,7 @@ async def open_service(settings: Settings, metrics: Metrics) -> AsyncIterator[Se
         )
         pipeline = Pipeline(services, settings.pipeline)
         await stack.enter_async_context(pipeline.running())
-        manager = await _manager(settings, store, serving, metrics)
+        manager = await _manager(settings, store, environments, serving, metrics)
         await stack.enter_async_context(manager.running())
         check_environment = partial(_check_environment, environments, sandboxes)
         orders = RunOrders(store.runs, manager, check_environment=check_environment, check_pool=serving.check)
@@ -195,7 +196,9 @@ async def open_service(settings: Settings, metrics: Metrics) -> AsyncIterator[Se
         )
 
 
-async def _manager(settings: Settings, store: Store, serving: Serving, metrics: Metrics) -> RunManager:
+async def _manager(
+    settings: Settings, store: Store, environments: EnvironmentRegistry, serving: Serving, metrics: Metrics
+) -> RunManager:
     filters = await anyio.to_thread.run_sync(FilterRegistry.load)
     for name, problem in filters.problems.items():
         log.error("a filter cannot be used", name=name, error=str(problem), hint=problem.hint)
@@ -207,7 +210,15 @@ async def _manager(settings: Settings, store: Store, serving: Serving, metrics: 
     places = stages.init_queue + stages.init_workers + stages.rollout_queue + stages.rollout_workers
     keep = settings.retention
     ages = Ages(keep.ended_run_seconds, keep.settled_group_seconds, keep.rollout_seconds)
-    return RunManager(store, filters, places=places, pool_version=pool_version, metrics=metrics, ages=ages)
+    return RunManager(
+        store,
+        filters,
+        places=places,
+        reopen=reopening(environments.get),
+        pool_version=pool_version,
+        metrics=metrics,
+        ages=ages,
+    )
 
 
 async def _check_environment(

@@ -27,7 +27,7 @@ PATIENCE_SECONDS = 300.0
 """How long a server may be gone while a batch is waited for."""
 
 RUN_HINT = (
-    'A run is, say, {"source": {"kind": "file", "path": "/data/math.jsonl", "environment": "math"}, '
+    'A run is, say, {"source": {"kind": "dataset", "environment": "calc", "split": "train"}, '
     '"batch_size": 8}; `/openapi.json` of a server lists every field, below RunRequest.'
 )
 

@@ -51,11 +51,7 @@ class ScriptedTurn(BaseModel):
 def read_turns(path: Path) -> list[str]:
     """The texts of the turns in a file; raises CommandError that names the line at fault."""
     turns = []
-    try:
-        lines = read_whole(path).decode().splitlines()
-    except UnicodeDecodeError as error:
-        raise CommandError(f"{path} cannot be read: {error}") from error
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_whole(path).split(b"\n"), start=1):
         if line.strip():
             try:
                 turns.append(ScriptedTurn.model_validate_json(line).text())

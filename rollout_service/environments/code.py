@@ -7,6 +7,7 @@ that fails is an error.
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
@@ -24,6 +25,7 @@ from rollout_service.environments.code_tests import (
     same_output,
 )
 from rollout_service.environments.contract import EnvironmentSpec, Episode, EpisodeLimits, EvaluateIn, Score
+from rollout_service.environments.splits import SPLIT
 from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
 from sandboxes import ExecResult, Sandbox
 from sandboxes.errors import SandboxFileError
@@ -31,6 +33,7 @@ from sandboxes.errors import SandboxFileError
 PROGRAM: Final = "solution.py"
 MAX_PROGRAM_BYTES: Final = 256 * 1024
 MAX_OUTPUT_BYTES: Final = 1024 * 1024
+HELD_OUT_SHARE: Final = 4
 MEMORY_KILOBYTES: Final = 1024 * 1024
 LIMITED: Final = 'ulimit -v "$1" && ulimit -t "$2" && shift 2 && exec "$@"'
 
@@ -107,7 +110,9 @@ class Code(AgentEnvironment):
         return Score(float(all(passed)), {"submitted": 1.0, "tests_passed": share})
 
     def dataset(self) -> list[dict[str, JsonValue]]:
-        return instances()
+        """Return one instance of each problem; every fourth problem is held out."""
+        sides = cycle(["train"] * (HELD_OUT_SHARE - 1) + ["held_out"])
+        return [instance | {SPLIT: side} for instance, side in zip(instances(), sides, strict=False)]
 
 
 def _sandbox(episode: Episode) -> Sandbox:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import tomllib
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from api_schemas.base import Name
 from rollout_service.environments.contract import (
@@ -53,8 +53,22 @@ class EvaluateTable(Settings):
 class DatasetTable(Settings):
     """`[dataset]`: the instances that ship with the environment."""
 
-    path: str = Field(min_length=1)
-    """A file with one instance, a JSON object, a line."""
+    path: str | None = Field(None, min_length=1)
+    """A file with one instance, a JSON object, a line; an instance belongs to the split that its `split` names."""
+    splits: dict[Name, str] = {}
+    """Instead of `path`, a file for each split, such as `train = "train.jsonl"`; instances get its name as `split`."""
+
+    @model_validator(mode="after")
+    def _is_one_or_several_files(self) -> Self:
+        if (self.path is None) is not bool(self.splits):
+            raise ValueError("give either `path` or `splits`")
+        return self
+
+    def files(self, folder: Path) -> list[tuple[Path, str | None]]:
+        """Return the files of the data set, each with the split that it is."""
+        if self.path is not None:
+            return [(folder / self.path, None)]
+        return [(folder / path, name) for name, path in self.splits.items()]
 
 
 class Declaration(Settings):

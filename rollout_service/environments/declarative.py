@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from rollout_service.environments.base import AgentEnvironment
 from rollout_service.environments.contract import EnvironmentSpec, Episode, EvaluateIn, Score
+from rollout_service.environments.dataset_files import read_instances
 from rollout_service.environments.declaration import FILE_NAME, Declaration, read_declaration
 from rollout_service.environments.files import PackedFile, archive, read_folder
 from rollout_service.environments.images import empty_folder
@@ -56,9 +57,9 @@ class DeclarativeEnvironment(AgentEnvironment):
             spec = spec.model_copy(update={"binds": {INSIDE: str(empty_folder())}})
         super().__init__(spec)
         self._declaration = declaration
-        dataset = folder / declaration.dataset.path if declaration.dataset else None
-        self._dataset = _read_dataset(dataset) if dataset else []
-        self._files = read_folder(folder, without=[dataset] if dataset else [])
+        files = declaration.dataset.files(folder) if declaration.dataset else []
+        self._dataset = [one for path, split in files for one in read_instances(path, split)]
+        self._files = read_folder(folder, without=[path for path, _ in files])
         self._init_files = _init_files(declaration, self._files)
 
     async def init(self, episode: Episode) -> None:
@@ -235,22 +236,3 @@ def _init_files(declaration: Declaration, files: tuple[PackedFile, ...]) -> list
             f"environment {declaration.name!r}: the init command needs {', '.join(missing)}, which the folder lacks"
         )
     return _below(tuple(chosen.values()))
-
-
-def _read_dataset(path: Path) -> list[dict[str, JsonValue]]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"the dataset {path} cannot be read: {error}") from error
-    instances: list[dict[str, JsonValue]] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            instance = json.loads(line)
-        except ValueError as error:
-            raise ConfigurationError(f"{path}:{number} is not JSON: {error}") from error
-        if not isinstance(instance, dict):
-            raise ConfigurationError(f"{path}:{number} is not a JSON object")
-        instances.append(instance)
-    return instances

@@ -12,7 +12,7 @@ from api_schemas.errors import FieldError
 from rollout_service.environments.base import AgentEnvironment
 from rollout_service.environments.boxed import last_boxed
 from rollout_service.environments.contract import EnvironmentSpec, Episode, EpisodeLimits, EvaluateIn, Score
-from rollout_service.environments.math_problems import sample_problems
+from rollout_service.environments.math_problems import splits
 from rollout_service.environments.math_verifier import MAX_CHARS, MathVerifier
 from rollout_service.environments.math_worker import Verdict
 from rollout_service.errors import InvalidFieldError
@@ -53,7 +53,9 @@ class Math(AgentEnvironment):
 
     def dataset(self) -> list[dict[str, JsonValue]]:
         return [
-            {"question": problem["question"], "answer": problem["answer"]} for problem in sample_problems()
+            {"question": problem["question"], "answer": problem["answer"], "split": split}
+            for split, problems in splits().items()
+            for problem in problems
         ]
 
 

@@ -35,6 +35,14 @@ def sample_problems(seed: int = SEED, per_maker: int = PER_MAKER) -> list[Proble
     return problems
 
 
+def splits() -> dict[str, list[Problem]]:
+    """Return the problems to train on and others of the same kinds, with no question in both."""
+    train = sample_problems()
+    seen = {problem["question"] for problem in train}
+    held_out = [problem for problem in sample_problems(SEED + 1) if problem["question"] not in seen]
+    return {"train": train, "held_out": held_out}
+
+
 def _latex(value: Fraction | int) -> str:
     value = Fraction(value)
     if value.denominator == 1:

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query
 from pydantic import JsonValue
 
 from rollout_service.environments.contract import EnvironmentSpec
+from rollout_service.environments.splits import in_split
 from rollout_service.routes.dependencies import ServiceDep
 
 router = APIRouter(prefix="/v1/environments", tags=["environments"])
@@ -26,7 +27,12 @@ async def list_instances(
     name: str,
     offset: Annotated[int, Query(ge=0)] = 0,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 100,
+    split: Annotated[
+        str | None, Query(max_length=256, description="only the instances of this split")
+    ] = None,
 ) -> list[dict[str, JsonValue]]:
     """Instances that ship with an environment."""
     found = await run_sync(service.environments.get(name).dataset)  # some make it, or read it from a disk
+    if split is not None:
+        found = in_split(found, split, field="query.split")
     return found[offset : offset + limit]

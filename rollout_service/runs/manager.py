@@ -35,7 +35,7 @@ from rollout_service.groups import (
 from rollout_service.pipeline.pipeline import insist
 from rollout_service.runs.learned import Learned
 from rollout_service.runs.outcomes import closing
-from rollout_service.runs.source import Place, RunTasks
+from rollout_service.runs.source import Place, Reopen, RunTasks
 from rollout_service.store.batch_statements import oldest_allowed
 from rollout_service.store.contract import Store
 from rollout_service.store.run_contract import Ages, Member, NewGroup, OpenGroup, RunRecord
@@ -71,6 +71,7 @@ class RunManager:
         filters: FilterRegistry,
         *,
         places: int,
+        reopen: Reopen,
         pool_version: Callable[[str], int],
         metrics: Metrics,
         ages: Ages | None = None,
@@ -81,6 +82,7 @@ class RunManager:
         self._runs = store.runs
         self._filters = filters
         self._places = places
+        self._reopen = reopen
         self._pool_version = pool_version
         self._metrics = metrics
         self._ages = ages or Ages()
@@ -312,7 +314,7 @@ class RunManager:
             async def inline(first: int, limit: int) -> Sequence[Task]:
                 return await self._runs.inline_tasks(run.run_id, first=first, limit=limit)
 
-            tasks = await RunTasks.open(run, inline)
+            tasks = await RunTasks.open(run, inline, self._reopen)
             self._tasks[run.run_id] = (run.tasks, tasks)
         return tasks
 

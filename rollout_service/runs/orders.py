@@ -10,6 +10,7 @@ from pydantic import JsonValue
 from api_schemas.errors import FieldError
 from api_schemas.runs import (
     AppendTasks,
+    DatasetTasks,
     FileTasks,
     InlineTasks,
     Run,
@@ -21,8 +22,9 @@ from api_schemas.runs import (
 from api_schemas.tasks import Task
 from rollout_service.environments.contract import Environment
 from rollout_service.errors import InvalidFieldError
+from rollout_service.runs.dataset import open_dataset
 from rollout_service.runs.manager import RunManager
-from rollout_service.runs.source import open_file
+from rollout_service.runs.source import Rows, open_file
 from rollout_service.store.batch_statements import dropped_tallies
 from rollout_service.store.run_contract import RunRecord, RunStore
 
@@ -54,15 +56,21 @@ class RunOrders:
         self._manager.chain(request)
         self._check_pool(request.pool)
         source = request.source
-        if isinstance(source, FileTasks):
-            environment = await self._check_environment(source.environment)
-            rows = await anyio.to_thread.run_sync(open_file, source, environment.check)
-            tasks, digest = len(rows), rows.digest
-        else:
+        digest = None
+        if isinstance(source, InlineTasks):
             await self._check_inline(source)
-            tasks, digest = len(source.tasks), None
+            tasks = len(source.tasks)
+        else:
+            rows = await self._open(source)
+            tasks, digest = len(rows), rows.digest
         record, new = await self._runs.create(request, tasks=tasks, digest=digest, version=request.version)
         return self.view(record), new
+
+    async def _open(self, source: FileTasks | DatasetTasks) -> Rows:
+        environment = await self._check_environment(source.environment)
+        if isinstance(source, DatasetTasks):
+            return await anyio.to_thread.run_sync(open_dataset, source, environment)
+        return await anyio.to_thread.run_sync(open_file, source, environment.check)
 
     async def _check_inline(self, source: InlineTasks) -> None:
         if not (source.open or source.tasks):

@@ -20,7 +20,7 @@ import anyio.to_thread
 from pydantic import JsonValue, TypeAdapter
 
 from api_schemas.errors import FieldError
-from api_schemas.runs import FileTasks, InlineTasks
+from api_schemas.runs import DatasetTasks, FileTasks, InlineTasks, TaskSource
 from api_schemas.tasks import Task
 from rollout_service.errors import InvalidFieldError, ServiceError
 from rollout_service.store.run_contract import RunRecord
@@ -32,7 +32,7 @@ _INSTANCE = TypeAdapter(dict[str, JsonValue])
 
 
 class SourceChangedError(ServiceError):
-    """The file that a run's tasks come from is no longer what it was."""
+    """The file or data set that a run's tasks come from is no longer what it was."""
 
     code = "source_changed"
 
@@ -42,16 +42,20 @@ Inline = Callable[[int, int], Awaitable[Sequence[Task]]]
 
 
 class Rows(Protocol):
-    """The instances of a file, by position."""
+    """The instances of a file or data set, by position."""
 
     digest: str
-    """SHA-256 of the file."""
+    """SHA-256 of their content."""
 
     def __len__(self) -> int: ...
 
     def read(self, position: int) -> dict[str, JsonValue]:
         """The instance at a position."""
         ...
+
+
+Reopen = Callable[[FileTasks | DatasetTasks, str | None], Rows]
+"""Opens the same file or data set again, by its digest; raises SourceChangedError. It blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class Place:
 class Order:
     """From task numbers to epochs and positions, for a number of tasks in an epoch."""
 
-    def __init__(self, source: InlineTasks | FileTasks, size: int) -> None:
+    def __init__(self, source: TaskSource, size: int) -> None:
         self._source = source
         self._size = size
         self._epoch = -1
@@ -230,37 +234,37 @@ def reopen_file(source: FileTasks, digest: str | None) -> Rows:
     return rows
 
 
-def task_of(source: FileTasks, rows: Rows, place: Place) -> Task:
-    """The task at a place of a file."""
+def task_of(source: FileTasks | DatasetTasks, rows: Rows, place: Place) -> Task:
+    """The task at a place of a file or data set."""
     return Task(environment=source.environment, instance=rows.read(place.position))
 
 
 class RunTasks:
     """The tasks of one run."""
 
-    def __init__(self, source: InlineTasks | FileTasks, size: int, rows: Rows | None, inline: Inline) -> None:
-        """`rows` is the open file of a FileTasks; `inline` reads appended and inline ones from the store."""
+    def __init__(self, source: TaskSource, size: int, rows: Rows | None, inline: Inline) -> None:
+        """`rows` are those of a file or data set; `inline` reads appended and inline tasks from the store."""
         self._source = source
         self._order = Order(source, size)
         self._rows = rows
         self._inline = inline
 
     @classmethod
-    async def open(cls, run: RunRecord, inline: Inline) -> Self:
+    async def open(cls, run: RunRecord, inline: Inline, reopen: Reopen) -> Self:
         """Those of a run; raises SourceChangedError."""
         source = run.request.source
         rows = None
-        if isinstance(source, FileTasks):
-            rows = await anyio.to_thread.run_sync(reopen_file, source, run.digest)
+        if not isinstance(source, InlineTasks):
+            rows = await anyio.to_thread.run_sync(reopen, source, run.digest)
         return cls(source, run.tasks, rows, inline)
 
     async def take(self, first: int, count: int) -> list[tuple[Place, Task]]:
         """The tasks of these numbers; fewer at the end."""
         places = await anyio.to_thread.run_sync(self._order.places, first, count)
-        if isinstance(self._source, FileTasks) and self._rows is not None:
+        if not isinstance(self._source, InlineTasks) and self._rows is not None:
             return await anyio.to_thread.run_sync(_read, self._source, self._rows, places)
         return [(place, task) for place in places for task in await self._inline(place.position, 1)]
 
 
-def _read(source: FileTasks, rows: Rows, places: Sequence[Place]) -> list[tuple[Place, Task]]:
+def _read(source: FileTasks | DatasetTasks, rows: Rows, places: Sequence[Place]) -> list[tuple[Place, Task]]:
     return [(place, task_of(source, rows, place)) for place in places]

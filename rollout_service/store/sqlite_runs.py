@@ -12,7 +12,7 @@ import anyio.to_thread
 from api_schemas.errors import ErrorInfo
 from api_schemas.exports import ExportedSample, RecordedRollout, without_tokens
 from api_schemas.rollouts import Rollout, RolloutRequest
-from api_schemas.runs import FileTasks, Group, InlineTasks, RunRequest, RunState
+from api_schemas.runs import Group, InlineTasks, RunRequest, RunState, TaskSource
 from api_schemas.tasks import Task
 from rollout_service.groups import STALE
 from rollout_service.store import (
@@ -233,7 +233,7 @@ class SqliteRuns(RunStore):
         return await self._thread.run(job, writes=False)
 
 
-def total_tasks(source: InlineTasks | FileTasks, tasks: int) -> int | None:
+def total_tasks(source: TaskSource, tasks: int) -> int | None:
     """Tasks over all epochs; None while there is no end to them."""
     if isinstance(source, InlineTasks) and source.open:
         return None

@@ -19,7 +19,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from api_schemas.errors import Problem
-from api_schemas.runs import Batch, FileTasks, FilterSpec, InlineTasks, RunRequest, RunState
+from api_schemas.runs import Batch, DatasetTasks, FileTasks, FilterSpec, InlineTasks, RunRequest, RunState
 from api_schemas.tasks import Task
 from rollout_service.batch_arrays import BatchArrays
 from rollout_service.cli import app
@@ -173,6 +173,20 @@ async def test_a_batch_comes_as_arrays_when_asked(url: str) -> None:
         await as_json.ack()
 
 
+async def test_a_run_takes_its_tasks_from_a_split_of_the_environment(url: str) -> None:
+    async with RolloutClient(url) as client:
+        held_out = await client.dataset("math", split="held_out")
+        assert {instance["split"] for instance in held_out} == {"held_out"}
+        with pytest.raises(InvalidRequestError, match="has no split 'test'"):
+            await client.dataset("math", split="test")
+        run = await client.create_run(order("own", source=DatasetTasks(environment="math", split="held_out")))
+        assert (await run.view()).tasks == len(held_out)
+        leased = await run.lease(timeout_seconds=60)
+        assert leased is not None
+        assert all(group.task.instance in held_out for group in leased.groups)
+        await run.end()
+
+
 async def test_what_is_wrong_is_said(url: str) -> None:
     async with RolloutClient(url) as client:
         for fields, path in (
@@ -182,6 +196,7 @@ async def test_what_is_wrong_is_said(url: str) -> None:
                 "body.source.tasks.0.instance.question",
             ),
             ({"source": FileTasks(path="/none.jsonl", environment="math")}, "body.source.path"),
+            ({"source": DatasetTasks(environment="math")}, "body.source.split"),
             ({"filters": [FilterSpec(name="variance")]}, "body.filters.0.name"),
         ):
             with pytest.raises(InvalidRequestError) as caught:
@@ -300,7 +315,7 @@ def test_runs_from_the_command_line(url: str, tmp_path: Path) -> None:
         results = [json.loads(line) for line in command("rescore", what).stdout.splitlines()]
         assert [result["reward"] for result in results] == [0.0] * 8
     file.write_text('{"batch_size": 0}')
-    assert "docs/runs.md" in command("create", str(file), exit_code=1).stderr
+    assert "source: Field required" in command("create", str(file), exit_code=1).stderr
 
 
 def test_the_clients_need_no_server() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from rollout_service.environments.declaration import read_declaration
 from rollout_service.environments.declarative import DeclarativeEnvironment, load_folder
+from rollout_service.environments.splits import splits_of
 from rollout_service.errors import ConfigurationError, InvalidFieldError
 
 MINIMAL = 'name = "e"\nimage = "base"\n[evaluate]\ncommand = "true"\n'
@@ -119,3 +120,28 @@ def test_a_list_of_hosts_reaches_the_settings_of_the_sandbox():
     text = MINIMAL + '[sandbox]\nnetwork = ["pypi.org", "*.example.org:8443"]\n'
     spec = read_declaration(text, where="x").spec(Path())
     assert spec.sandbox.network == ("pypi.org", "*.example.org:8443")
+
+
+def test_a_data_set_may_have_a_file_for_each_split(tmp_path):
+    text = MINIMAL + '[dataset.splits]\ntrain = "train.jsonl"\nheld_out = "test.jsonl"\n'
+    write(
+        tmp_path,
+        text,
+        train__jsonl='{"question": "a\u2028b"}\n',
+        test__jsonl='{"question": "c", "split": "held_out"}\n',
+    )
+    environment = load_folder(tmp_path)
+    assert environment.dataset() == [
+        {"question": "a\u2028b", "split": "train"},
+        {"question": "c", "split": "held_out"},
+    ]
+    assert splits_of(environment.dataset()) == {"train": 1, "held_out": 1}
+    (tmp_path / "train.jsonl").write_text('{"question": "a", "split": "held_out"}')
+    with pytest.raises(ConfigurationError, match=r"train\.jsonl:1 says that its split is 'held_out'"):
+        load_folder(tmp_path)
+
+
+@pytest.mark.parametrize("table", ['path = "a"\nsplits = {train = "b"}\n', ""])
+def test_a_data_set_is_one_file_or_several(table):
+    with pytest.raises(ConfigurationError, match="dataset: Value error, give either `path` or `splits`"):
+        read_declaration(f"{MINIMAL}[dataset]\n{table}", where="here")

@@ -7,6 +7,7 @@ import pytest
 from api_schemas.rollouts import StopReason
 from rollout_service.environments.contract import Environment, EnvironmentSpec, Score
 from rollout_service.environments.registry import GROUP, EnvironmentRegistry, load_path
+from rollout_service.environments.splits import in_split, splits_of
 from rollout_service.errors import ConfigurationError, InvalidFieldError
 
 
@@ -53,6 +54,10 @@ def test_the_built_in_environments_are_plug_ins_like_others():
     for environment in registry.list():
         for task in environment.dataset():
             environment.check(task)
+        assert set(splits_of(environment.dataset())) == {"train", "held_out"}
+        sides = (in_split(environment.dataset(), split, field="split") for split in ("train", "held_out"))
+        train, held_out = ({task["question"] for task in side} for side in sides)
+        assert not train & held_out
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones():

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import anyio
 import pytest
+from pydantic import JsonValue
 
 from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutState, Usage
 from api_schemas.runs import (
     Advantages,
     Batch,
+    DatasetTasks,
     FileTasks,
     FilterSpec,
     InlineTasks,
@@ -27,9 +29,12 @@ from api_schemas.runs import (
 )
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Segment, Trajectory
+from rollout_service.environments.base import AgentEnvironment
+from rollout_service.environments.contract import Environment, EnvironmentSpec, Episode, Score
 from rollout_service.errors import InvalidFieldError, StoreError
 from rollout_service.groups import FilterRegistry
 from rollout_service.runs import Delivery, RunManager, RunOverError
+from rollout_service.runs.dataset import open_dataset, reopening
 from rollout_service.runs.source import JsonLines, open_file
 from rollout_service.store import Lease, SqliteStore
 from rollout_service.store.run_contract import LeaseOrder
@@ -64,11 +69,13 @@ class Bench:
         self.sampled_by: Callable[[Lease], int] = lambda _: self.version
         """The version that sampled a rollout."""
         self.begun: list[str] = []
+        self.environments: dict[str, Environment] = {}
         self.metrics = Metrics()
         self.manager = RunManager(
             store,
             FilterRegistry(),
             places=places,
+            reopen=reopening(self.environments.__getitem__),
             pool_version=lambda _: self.version,
             metrics=self.metrics,
         )
@@ -83,6 +90,9 @@ class Bench:
         if isinstance(request.source, FileTasks):
             rows = open_file(request.source, lambda _: None)
             tasks, digest = len(rows), rows.digest
+        if isinstance(request.source, DatasetTasks):
+            dataset = open_dataset(request.source, self.environments[request.source.environment])
+            tasks, digest = len(dataset), dataset.digest
         await self.store.runs.create(request, tasks=tasks, digest=digest, version=request.version)
 
     async def lease(self, run_id: str = "a", *, timeout: float = 10, key: str = "k") -> Batch | None:
@@ -413,6 +423,61 @@ async def test_a_file_that_changed_stops_its_run_after_a_restart(tmp_path: Path)
         await it.store.runs.update("a", state=RunState.RUNNING)
         await it.all()
         assert (await it.store.runs.get("a")).cursor == 40
+
+
+class Numbers(AgentEnvironment):
+    """Ships with numbers, in two splits."""
+
+    def __init__(self, first: int = 0) -> None:
+        super().__init__(EnvironmentSpec(name="numbers", prompt="{{ instance.n }}"))
+        self.first = first
+
+    async def evaluate(self, episode: Episode) -> Score:
+        raise NotImplementedError
+
+    def dataset(self) -> list[dict[str, JsonValue]]:
+        return [{"n": self.first + n, "split": "held_out" if n % 10 == 9 else "train"} for n in range(40)]
+
+
+async def test_tasks_of_a_split_of_the_environments_own_data_set() -> None:
+    source = DatasetTasks(environment="numbers", split="held_out", epochs=2, shuffle=True)
+    async with bench(lambda lease: float(place(lease)[1] % 2)) as it:
+        it.environments["numbers"] = Numbers()
+        await it.create(source=source)
+        groups = [group for batch in await it.all() for group in batch.groups]
+        assert {group.task.environment for group in groups} == {"numbers"}
+        assert sorted(group.task.instance["n"] for group in groups) == [9, 9, 19, 19, 29, 29, 39, 39]
+
+
+async def test_a_data_set_that_changed_stops_its_run_after_a_restart(tmp_path: Path) -> None:
+    database, source = tmp_path / "store.sqlite3", DatasetTasks(environment="numbers", split="train")
+    async with bench(lambda lease: float(place(lease)[1] % 2), path=database) as it:
+        it.environments["numbers"] = Numbers()
+        await it.create(source=source)
+        await it.next()
+    async with bench(lambda lease: float(place(lease)[1] % 2), path=database) as it:
+        it.environments["numbers"] = Numbers(first=1)
+        while (run := await it.store.runs.get("a")).problem is None:
+            if (batch := await it.lease(timeout=0.05)) is not None:
+                await it.delivery.acknowledge("a", batch.batch_id)
+        assert (run.state, run.problem.code) == (RunState.PAUSED, "source_changed")
+        it.environments["numbers"] = Numbers()
+        await it.store.runs.update("a", state=RunState.RUNNING)
+        await it.all()
+        assert (await it.store.runs.get("a")).cursor == 36
+
+
+@pytest.mark.parametrize(
+    ("split", "said"),
+    [
+        (None, r"body.source.split: the data set has splits, and none is named"),
+        ("trian", r"body.source.split: the data set has no split 'trian'; did you mean train\?"),
+    ],
+)
+def test_the_split_of_a_data_set_must_be_one_of_its_own(split: str | None, said: str) -> None:
+    with pytest.raises(InvalidFieldError, match=said) as caught:
+        open_dataset(DatasetTasks(environment="numbers", split=split), Numbers())
+    assert caught.value.hint == "Its splits: train (36), held_out (4)."
 
 
 async def set_pages(store: SqliteStore, pages: str) -> None:

@@ -1,0 +1,39 @@
+"""The data set of an environment's folder: JSON Lines, an instance a line.
+
+Guarantee: every instance is a JSON object, and one that is not is named by its file and line, counted from 1.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from rollout_service.environments.splits import SPLIT
+from rollout_service.errors import ConfigurationError
+
+
+def read_instances(path: Path, split: str | None = None) -> list[dict[str, JsonValue]]:
+    """Return the instances of a file, with `split` as theirs when it is given; raises ConfigurationError."""
+    try:
+        lines = path.read_bytes().split(b"\n")  # a text's splitlines() would also cut at U+2028
+    except OSError as error:
+        raise ConfigurationError(f"the data set {path} cannot be read: {error}") from error
+    return [
+        _instance(line, f"{path}:{number}", split) for number, line in enumerate(lines, 1) if line.strip()
+    ]
+
+
+def _instance(line: bytes, where: str, split: str | None) -> dict[str, JsonValue]:
+    try:
+        instance = json.loads(line)
+    except ValueError as error:
+        raise ConfigurationError(f"{where} is not JSON: {error}") from error
+    if not isinstance(instance, dict):
+        raise ConfigurationError(f"{where} is not a JSON object")
+    if split is None:
+        return instance
+    if instance.get(SPLIT, split) != split:
+        raise ConfigurationError(f"{where} says that its split is {instance[SPLIT]!r}; its file is {split!r}")
+    return instance | {SPLIT: split}

@@ -1,0 +1,49 @@
+"""The splits of a data set, such as `train` and `held_out`.
+
+An instance belongs to the split that its field `split` names. Guarantee: no instance is in two splits, and whoever asks
+for a data set that has splits must say which one, so that nobody trains on held-out tasks by accident.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from pydantic import JsonValue
+
+from api_schemas.errors import FieldError
+from rollout_service.errors import InvalidFieldError, nearest
+
+SPLIT = "split"
+Instance = dict[str, JsonValue]
+
+
+def split_of(instance: Instance) -> str | None:
+    """Return the split that an instance belongs to, None for none."""
+    name = instance.get(SPLIT)
+    return name if isinstance(name, str) else None
+
+
+def splits_of(dataset: Sequence[Instance]) -> dict[str, int]:
+    """Count the instances of each split, in the order in which the splits appear; empty for a data set without any."""
+    return dict(Counter(name for name in map(split_of, dataset) if name is not None))
+
+
+def in_split(dataset: Sequence[Instance], split: str | None, *, field: str) -> list[Instance]:
+    """Return the instances of a split, or all instances of a data set without splits.
+
+    Raises InvalidFieldError at `field` for a split that is not there, or when one must be named.
+    """
+    known = splits_of(dataset)
+    if split is None and not known:
+        return list(dataset)
+    if split in known:
+        return [instance for instance in dataset if split_of(instance) == split]
+    there = ", ".join(f"{name} ({count})" for name, count in known.items())
+    message = (
+        "the data set has splits, and none is named"
+        if split is None
+        else f"the data set has no split {split!r}{nearest(split, known)}"
+    )
+    hint = f"Its splits: {there}." if known else "It has no splits: leave the field out."
+    raise InvalidFieldError([FieldError(path=field, message=message)], hint=hint)

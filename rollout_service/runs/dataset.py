@@ -1,0 +1,91 @@
+"""The tasks of a run from its environment's own data set.
+
+Guarantee: a data set that changed since the run was created is refused, for its numbers would mean other tasks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+
+from pydantic import JsonValue
+
+from api_schemas.errors import FieldError
+from api_schemas.runs import DatasetTasks, FileTasks
+from rollout_service.environments.contract import Environment
+from rollout_service.environments.splits import in_split
+from rollout_service.errors import InvalidFieldError
+from rollout_service.runs.source import FIELD, Reopen, Rows, SourceChangedError, reopen_file
+
+EnvironmentOf = Callable[[str], Environment]
+"""The environment of a name; raises InvalidFieldError, ConfigurationError."""
+
+
+class DatasetRows(Rows):
+    """The instances of one split, held in memory."""
+
+    def __init__(self, instances: list[dict[str, JsonValue]]) -> None:
+        self._instances = instances
+        canonical = json.dumps(instances, sort_keys=True, separators=(",", ":"))
+        self.digest = hashlib.sha256(canonical.encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._instances)
+
+    def read(self, position: int) -> dict[str, JsonValue]:
+        return dict(self._instances[position])
+
+
+def open_dataset(source: DatasetTasks, environment: Environment) -> DatasetRows:
+    """Return the instances of the source's split, each checked; call it in a thread.
+
+    Raises InvalidFieldError: there is no such split, no instance in it, or one that the environment refuses.
+    """
+    rows = _rows(source, environment)
+    for position in range(len(rows)):
+        try:
+            environment.check(rows.read(position))
+        except InvalidFieldError as error:
+            where = f"instance {position} of the data set of {source.environment!r}"
+            problem = FieldError(path=f"{FIELD}.environment", message=f"{where}: {error}")
+            raise InvalidFieldError([problem], hint=error.hint) from error
+    return rows
+
+
+def reopen_dataset(source: DatasetTasks, environment: Environment, digest: str | None) -> DatasetRows:
+    """Return the same instances as before; raises SourceChangedError. Call it in a thread."""
+    try:
+        rows = _rows(source, environment)
+    except InvalidFieldError as error:
+        raise _changed(source) from error
+    if rows.digest != digest:
+        raise _changed(source)
+    return rows
+
+
+def reopening(environment_of: EnvironmentOf) -> Reopen:
+    """Return what opens any source again that is not inline."""
+
+    def reopen(source: FileTasks | DatasetTasks, digest: str | None) -> Rows:
+        if isinstance(source, FileTasks):
+            return reopen_file(source, digest)
+        return reopen_dataset(source, environment_of(source.environment), digest)
+
+    return reopen
+
+
+def _rows(source: DatasetTasks, environment: Environment) -> DatasetRows:
+    instances = in_split(environment.dataset(), source.split, field=f"{FIELD}.split")
+    if not instances:
+        message = f"{source.environment!r} ships with no instance"
+        raise InvalidFieldError([FieldError(path=f"{FIELD}.environment", message=message)])
+    return DatasetRows(instances)
+
+
+def _changed(source: DatasetTasks) -> SourceChangedError:
+    return SourceChangedError(
+        f"the data set of {source.environment!r} was changed since the run was created, "
+        "so its cursor means other tasks",
+        hint="Put the environment back and resume the run, or end it and create one for the new data set.",
+    )
