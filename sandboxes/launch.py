@@ -14,6 +14,8 @@ What to do is said by variables:
   LAUNCH_LISTENER     a descriptor of a Unix socket that a listening socket of that network is sent to
   LAUNCH_PORT         where that listens, on 127.0.0.1
   LAUNCH_BYTES        the size of the file system that LAUNCH_SPACE gets; without mounts, the limit of one file
+  LAUNCH_FILTER       the filter of system calls, in hexadecimal digits, see `seccomp`
+  LAUNCH_PROFILE      the same for Apptainer to set, as JSON, which it finds at "filter.json" in LAUNCH_SPACE
 and as root:
   LAUNCH_USER, LAUNCH_GROUP  whom to become
   LAUNCH_IMAGE               the image, which that user will find at "image" in LAUNCH_SPACE
@@ -21,7 +23,7 @@ and as root:
 """
 
 # pathlib takes longer to import than all of this to run.
-# ruff: noqa: PTH101, PTH102, PTH116, PTH123
+# ruff: noqa: PTH101, PTH102, PTH110, PTH114, PTH116, PTH123
 
 import ctypes
 import fcntl
@@ -37,7 +39,11 @@ if TYPE_CHECKING:
 # From linux/sched.h, linux/mount.h, linux/prctl.h, linux/sockios.h and linux/if.h.
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWNET = 0x00020000, 0x10000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
-PR_SET_DUMPABLE = 4
+PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 4, 38
+KEYCTL_JOIN_SESSION_KEYRING = 1
+SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW = 1, 4
+KEYCTL, SECCOMP = {"x86_64": (250, 317), "aarch64": (219, 277)}.get(os.uname().machine, (0, 0))
+"""System calls that the C library has no functions for; 0 where their numbers are not known."""
 SIOCSIFFLAGS, IFF_UP, IFREQ_SIZE, NAME_SIZE = 0x8914, 1, 40, 16
 AF_INET, SOCK_DGRAM = 2, 2
 
@@ -47,6 +53,15 @@ INODE_BYTES = 4096
 LEAST_INODES = 4096
 BACKLOG = 64
 FUSE = (10, 229)
+PTYS = 64
+"""Pseudo-terminals of one sandbox; the host has 4,096 for all."""
+LIMITS = {
+    resource.RLIMIT_NOFILE: 4096,
+    resource.RLIMIT_SIGPENDING: 4096,
+    resource.RLIMIT_MSGQUEUE: 1 << 20,
+    resource.RLIMIT_MEMLOCK: 8 << 20,
+}
+"""Of each process, for what the kernel counts by user or lets a process multiply; the host's own where it is lower."""
 HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -103,6 +118,32 @@ def allow_one_user_namespace() -> None:
         return
 
 
+def limit() -> None:
+    """Set the limits for good. In a new user namespace: the shares that are counted in the host's stay as they were."""
+    for what, most in LIMITS.items():
+        _, hard = resource.getrlimit(what)
+        least = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(what, (least, least))
+
+
+def leave_keyring() -> None:
+    """Have an empty session keyring instead of the service's. Without it the filter still keeps all keys away."""
+    if KEYCTL:
+        libc.syscall(KEYCTL, KEYCTL_JOIN_SESSION_KEYRING, None)
+
+
+class FilterProgram(ctypes.Structure):
+    """struct sock_fprog of linux/filter.h."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def set_filter(program: bytes) -> None:
+    """Refuse system calls from here on, in everything that this process becomes and starts."""
+    told = FilterProgram(len(program) // 8, program)
+    call("syscall", SECCOMP, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW, ctypes.byref(told))
+
+
 def raise_loopback() -> None:
     """Bring up `lo`, and with it 127.0.0.1 and ::1."""
     fd = call("socket", AF_INET, SOCK_DGRAM, 0)
@@ -128,13 +169,22 @@ def mount_space(space: str, size: int) -> None:
     options = f"size={size},nr_inodes={inodes},mode=0711"
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", space, "tmpfs", MS_NOSUID, options)
-    os.mkdir(f"{space}/sys")
-    os.mkdir(f"{space}/shm")
+    for name in ("sys", "shm"):
+        os.mkdir(f"{space}/{name}")
     os.chmod(f"{space}/shm", 0o1777)  # noqa: S103  as everywhere
+    mount_terminals()
     try:
         mount("sysfs", f"{space}/sys", "sysfs", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
     except PermissionError:
         return  # this network or this host's /sys is not ours to show: the folder stays empty
+
+
+def mount_terminals() -> None:
+    """Pseudo-terminals of its own, where Apptainer takes those of the host from: it makes some without a limit."""
+    options = f"ptmxmode=0666,mode=0620,max={PTYS}"
+    mount("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, options)
+    if os.path.exists("/dev/ptmx") and not os.path.islink("/dev/ptmx"):
+        mount("/dev/pts/ptmx", "/dev/ptmx", None, MS_BIND)
 
 
 def show(source: str, target: str) -> None:
@@ -172,6 +222,7 @@ class Launch:
         """All of them; afterwards this process is what Apptainer is to run as."""
         for file in self._told.get("GROUPS", "").splitlines():
             write(file, str(os.getpid()))
+        leave_keyring()
         self._enter_namespaces()
         if "NETWORK" in self._told:
             raise_loopback()
@@ -208,11 +259,25 @@ class Launch:
     def _end_all_rights(self) -> None:
         """Those of an own user namespace go with `exec`, since the user there is not root."""
         if self._root:
+            self._set_filter()
             become(self._user, self._group)
             if "NAMESPACES" in self._told:
                 new_user_namespace(0, self._user, self._group)
         if "NAMESPACES" in self._told:
             allow_one_user_namespace()
+        if "PROFILE" in self._told:
+            write(f"{self._space}/filter.json", self._told["PROFILE"])
+        limit()
+        if not self._root:
+            self._set_filter()
+
+    def _set_filter(self) -> None:
+        """Root may; others promise to gain no rights, which keeps them from programs such as newuidmap."""
+        if "FILTER" not in self._told or not SECCOMP:
+            return
+        if not self._root:
+            call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        set_filter(bytes.fromhex(self._told["FILTER"]))
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import structlog
 
+from sandboxes import seccomp
 from sandboxes.errors import SandboxConfigError
 
 log = structlog.get_logger(__name__)
@@ -49,7 +50,7 @@ class Launcher:
         unshare = shutil.which("unshare", path=PATH) or "/usr/bin/unshare"
         with tempfile.TemporaryDirectory(prefix="rollout-") as space:
             told = {"LAUNCH_SPACE": space, "LAUNCH_BYTES": str(PROBE_BYTES)}
-            told |= {"LAUNCH_NAMESPACES": "1", "LAUNCH_NETWORK": "1"} | self._whom()
+            told |= {"LAUNCH_NAMESPACES": "1", "LAUNCH_NETWORK": "1"} | self._whom() | self._filter()
             done = subprocess.run(
                 self.command([unshare, "--user", "true"]),
                 env={"PATH": PATH, **told},
@@ -89,7 +90,7 @@ class Launcher:
         """What `launch.py` is told. `network`: whether it has one of its own; `binds`: sources on the host."""
         conf = str(space / "conf")
         told = {"PATH": PATH, "HOME": conf, "APPTAINER_CONFIGDIR": conf, "APPTAINER_CACHEDIR": conf}
-        told |= {"LAUNCH_SPACE": str(space), "LAUNCH_BYTES": str(disk_bytes)} | self._whom()
+        told |= {"LAUNCH_SPACE": str(space), "LAUNCH_BYTES": str(disk_bytes)} | self._whom() | self._filter()
         if self.namespaces:
             told["LAUNCH_NAMESPACES"] = "1"
             if network:
@@ -101,10 +102,15 @@ class Launcher:
     def flags(self, space: Path, *, network: bool) -> list[str]:
         """Apptainer's, for what `launch.py` makes in `space` and for what it cannot make."""
         # Images without /etc/hosts are common. /dev/shm counts as disk, where Apptainer's own has no limit.
-        binds = ["hosts:/etc/hosts", *(["sys:/sys:ro", "shm:/dev/shm"] if self.mounts else [])]
+        mounts = ["sys:/sys:ro", "shm:/dev/shm"] if self.mounts else []
+        binds = ["hosts:/etc/hosts", *mounts]
         found = ["--overlay", str(space / "data")]
         for bind in binds:
             found += ["--bind", f"{space}/{bind}"]
+        if self._profile:
+            found += ["--security", f"seccomp:{space}/filter.json"]
+        if self.mounts:
+            found += ["--no-mount", "devpts", "--bind", "/dev/pts", "--bind", "/dev/ptmx"]
         return found + (["--net", "--network", "none"] if network and not self.namespaces else [])
 
     def require_enterable(self, folder: Path) -> None:
@@ -125,3 +131,15 @@ class Launcher:
 
     def _whom(self) -> dict[str, str]:
         return {"LAUNCH_USER": str(self._user), "LAUNCH_GROUP": str(self._group)} if self.root else {}
+
+    def _filter(self) -> dict[str, str]:
+        """The filter of system calls, where this machine's are known."""
+        if self._profile:
+            return {"LAUNCH_PROFILE": seccomp.profile()}
+        program = seccomp.program()
+        return {} if program is None else {"LAUNCH_FILTER": program.hex()}
+
+    @property
+    def _profile(self) -> bool:
+        """Whether Apptainer has to set the filter: with it an ordinary user could not start newuidmap."""
+        return self._fakeroot and not self.root

@@ -1,6 +1,7 @@
 """Code that attacks its sandbox: the host, the service and the neighbours do not notice.
 
-The attacks are `tests.support.hostile`'s, here as whoever runs the tests, and as an ordinary user.
+The attacks are those of `tests.support.hostile` and `hostile_kernel`, run as the user who runs the tests and as an
+ordinary user.
 """
 
 from collections.abc import AsyncIterator, Iterator
@@ -17,6 +18,7 @@ from sandboxes import (
     SandboxSpec,
     make_provider,
 )
+from tests.support import hostile_kernel  # noqa: F401  its checks come onto the list
 from tests.support.as_user import OrdinaryUser, ordinary_user
 from tests.support.hostile import CHECKS
 

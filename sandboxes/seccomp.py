@@ -1,0 +1,224 @@
+"""The system calls that nothing in a sandbox may make, as a classic BPF program for `launch.py` to install.
+
+The kernel asks the program about each call of every process inside, and none can take it off again. What is refused:
+
+- sockets but for Unix, IPv4, IPv6 and netlink: VSOCK knows no network namespaces and reaches the host;
+- what is shared with neighbours by user or by host: keys, `userfaultfd`, io_uring, BPF, performance counters, fanotify;
+- what would change process 1, the control shell: its limits, priority, processors;
+- calls of other architectures, whose numbers mean something else.
+
+`sync` succeeds at once: what a sandbox writes lies in memory, and the host's disks are none of its business.
+Tracing one's own children, namespaces and mounts are left to the kernel's own rules, and Apptainer needs the latter.
+"""
+
+import errno
+import json
+import platform
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from socket import AF_INET, AF_INET6, AF_NETLINK, AF_UNIX
+
+# From linux/bpf_common.h, linux/seccomp.h and linux/audit.h.
+LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
+ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
+NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16
+X32_BIT = 0x40000000
+"""Of numbers in x86_64's other table, which some kernels still answer."""
+
+PRIO_USER, IOPRIO_WHO_USER = 2, 3
+ITSELF, FIRST_PROCESS = 0, 1
+FAMILIES = (AF_UNIX, AF_INET, AF_INET6, AF_NETLINK)
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What an argument must be, or must not be: one of these numbers of 32 bits."""
+
+    argument: int
+    values: tuple[int, ...]
+    among: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A pointer that is not null."""
+
+    argument: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A system call that is answered with an error where all conditions hold; without conditions always."""
+
+    name: str
+    error: int
+    conditions: tuple[Condition | Given, ...] = ()
+
+
+def _refused(error: int, *names: str) -> tuple[Rule, ...]:
+    return tuple(Rule(name, error) for name in names)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("socket", errno.EAFNOSUPPORT, (Condition(0, FAMILIES, among=False),)),
+    Rule("socketpair", errno.EAFNOSUPPORT, (Condition(0, FAMILIES, among=False),)),
+    Rule("prlimit64", errno.EPERM, (Condition(0, (ITSELF,), among=False), Given(2))),
+    # Others than process 1 are left alone: libraries name their own threads by number here.
+    Rule("sched_setaffinity", errno.EPERM, (Condition(0, (FIRST_PROCESS,)),)),
+    Rule("sched_setattr", errno.EPERM, (Condition(0, (FIRST_PROCESS,)),)),
+    Rule("sched_setparam", errno.EPERM, (Condition(0, (FIRST_PROCESS,)),)),
+    Rule("sched_setscheduler", errno.EPERM, (Condition(0, (FIRST_PROCESS,)),)),
+    Rule("setpriority", errno.EPERM, (Condition(1, (FIRST_PROCESS,)),)),
+    Rule("setpriority", errno.EPERM, (Condition(0, (PRIO_USER,)),)),
+    Rule("ioprio_set", errno.EPERM, (Condition(1, (FIRST_PROCESS,)),)),
+    Rule("ioprio_set", errno.EPERM, (Condition(0, (IOPRIO_WHO_USER,)),)),
+    *_refused(errno.ENOSYS, "io_uring_setup", "io_uring_enter", "io_uring_register", "memfd_secret"),
+    *_refused(errno.EPERM, "add_key", "request_key", "keyctl", "userfaultfd", "bpf", "perf_event_open"),
+    *_refused(errno.EPERM, "fanotify_init", "open_by_handle_at", "lookup_dcookie", "quotactl", "quotactl_fd"),
+    *_refused(errno.EPERM, "move_pages", "migrate_pages", "syslog", "acct", "vhangup", "reboot"),
+    *_refused(errno.EPERM, "kexec_load", "kexec_file_load", "init_module", "finit_module", "delete_module"),
+    *_refused(errno.EPERM, "swapon", "swapoff", "settimeofday", "clock_settime", "iopl", "ioperm"),
+    *_refused(0, "sync", "syncfs"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What the kernel calls a machine, and the numbers of its system calls."""
+
+    audit: int
+    numbers: Mapping[str, int]
+    x32: bool = False
+
+
+# From asm/unistd_64.h and asm-generic/unistd.h; numbers above 423 are the same everywhere.
+_COMMON = {
+    "io_uring_setup": 425,
+    "io_uring_enter": 426,
+    "io_uring_register": 427,
+    "quotactl_fd": 443,
+    "memfd_secret": 447,
+}
+_X86_64 = Architecture(
+    0xC000003E,
+    _COMMON
+    | {"socket": 41, "socketpair": 53, "syslog": 103, "setpriority": 141, "sched_setparam": 142}
+    | {"sched_setscheduler": 144, "vhangup": 153, "sync": 162, "acct": 163, "settimeofday": 164}
+    | {"swapon": 167, "swapoff": 168, "reboot": 169, "iopl": 172, "ioperm": 173, "init_module": 175}
+    | {"delete_module": 176, "quotactl": 179, "sched_setaffinity": 203, "lookup_dcookie": 212}
+    | {"clock_settime": 227, "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250}
+    | {"ioprio_set": 251, "migrate_pages": 256, "move_pages": 279, "perf_event_open": 298}
+    | {"fanotify_init": 300, "prlimit64": 302, "open_by_handle_at": 304, "syncfs": 306, "finit_module": 313}
+    | {"sched_setattr": 314, "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323},
+    x32=True,
+)
+_AARCH64 = Architecture(
+    0xC00000B7,
+    _COMMON
+    | {"lookup_dcookie": 18, "ioprio_set": 30, "vhangup": 58, "quotactl": 60, "sync": 81, "acct": 89}
+    | {"kexec_load": 104, "init_module": 105, "delete_module": 106, "clock_settime": 112, "syslog": 116}
+    | {"sched_setparam": 118, "sched_setscheduler": 119, "sched_setaffinity": 122, "setpriority": 140}
+    | {"reboot": 142, "settimeofday": 170, "socket": 198, "socketpair": 199, "add_key": 217}
+    | {"request_key": 218, "keyctl": 219, "swapon": 224, "swapoff": 225, "migrate_pages": 238}
+    | {"move_pages": 239, "perf_event_open": 241, "prlimit64": 261, "fanotify_init": 262}
+    | {"open_by_handle_at": 265, "syncfs": 267, "finit_module": 273, "sched_setattr": 274, "bpf": 280}
+    | {"userfaultfd": 282, "kexec_file_load": 294},
+)
+ARCHITECTURES = {"x86_64": _X86_64, "aarch64": _AARCH64}
+
+
+@cache
+def program(machine: str = "") -> bytes | None:
+    """The program for a machine, this one by default, as the kernel takes it; None where its calls are not known."""
+    architecture = ARCHITECTURES.get(machine or platform.machine())
+    return None if architecture is None else b"".join(assemble(architecture))
+
+
+@cache
+def profile() -> str:
+    """Much the same as a profile of the OCI's runtime specification, for Apptainer to set: its only error is EPERM."""
+    calls = [
+        {"names": [rule.name], "action": "SCMP_ACT_ERRNO", "args": arguments}
+        for rule in RULES
+        if rule.error
+        for arguments in _combinations(rule.conditions)
+    ]
+    return json.dumps({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": calls})
+
+
+def _combinations(conditions: Sequence[Condition | Given]) -> Iterator[list[dict[str, object]]]:
+    """All of a list must hold, one list must: each argument is compared once in a list, as libseccomp wants it."""
+    yield from map(list, product(*(_comparisons(condition) for condition in conditions)))
+
+
+def _comparisons(condition: Condition | Given) -> list[dict[str, object]]:
+    at = condition.argument
+    if isinstance(condition, Given):
+        return [{"index": at, "value": 0, "op": "SCMP_CMP_NE"}]
+    if condition.among:
+        return [{"index": at, "value": value, "op": "SCMP_CMP_EQ"} for value in condition.values]
+    # Between and beyond the numbers that are allowed.
+    *others, most = sorted(condition.values)
+    between = [value for value in range(most) if value not in others]
+    return [
+        *({"index": at, "value": value, "op": "SCMP_CMP_EQ"} for value in between),
+        {"index": at, "value": most, "op": "SCMP_CMP_GT"},
+    ]
+
+
+def assemble(architecture: Architecture, rules: Sequence[Rule] = RULES) -> list[bytes]:
+    """The instructions, each of eight bytes."""
+    found = [
+        _instruction(LOAD, ARCHITECTURE_AT),
+        _instruction(EQUAL, architecture.audit, if_true=1),
+        _instruction(RETURN, KILL),
+        _instruction(LOAD, NUMBER_AT),
+    ]
+    if architecture.x32:
+        found += [
+            _instruction(ANY_BIT, X32_BIT, if_false=1),
+            _instruction(RETURN, ERRNO | errno.ENOSYS),
+        ]
+    for rule in rules:
+        if (number := architecture.numbers.get(rule.name)) is not None:
+            found += _of_rule(number, rule)
+    return [*found, _instruction(RETURN, ALLOW)]
+
+
+def _of_rule(number: int, rule: Rule) -> list[bytes]:
+    """It leaves the number loaded for the next rule, and is jumped over for another call."""
+    refusal = _instruction(RETURN, ERRNO | rule.error)
+    if not rule.conditions:
+        return [_instruction(EQUAL, number, if_false=1), refusal]
+    body: list[bytes] = [refusal]
+    for condition in reversed(rule.conditions):
+        body = _of_condition(condition, len(body)) + body
+    body.append(_instruction(LOAD, NUMBER_AT))
+    return [_instruction(EQUAL, number, if_false=len(body)), *body]
+
+
+def _of_condition(condition: Condition | Given, rest: int) -> list[bytes]:
+    """Fall through to the `rest` instructions where it holds, else jump over them."""
+    at = ARGUMENTS_AT + 8 * condition.argument
+    if isinstance(condition, Given):
+        return [
+            _instruction(LOAD, at),
+            _instruction(EQUAL, 0, if_false=2),
+            _instruction(LOAD, at + 4),
+            _instruction(EQUAL, 0, if_true=rest),
+        ]
+    found = [_instruction(LOAD, at)]
+    for left in reversed(range(len(condition.values))):
+        value = condition.values[-1 - left]
+        if not condition.among:
+            found.append(_instruction(EQUAL, value, if_true=left + rest))
+        else:
+            found.append(_instruction(EQUAL, value, if_true=left, if_false=0 if left else rest))
+    return found
+
+
+def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)

@@ -1,0 +1,214 @@
+"""Attacks on what sandboxes share through the kernel: system calls, keys, process 1, terminals, descriptors.
+
+They are on the list of `tests.support.hostile`, whose docstring says what a check asserts.
+"""
+
+import ctypes
+import os
+import secrets
+
+from sandboxes import Sandbox, SandboxProvider, SandboxSpec
+from tests.support.hostile import PATIENCE, attacked, check, recovers, works
+
+LIBRARY = """
+import ctypes, errno, os, resource, signal, socket, struct, sys
+libc = ctypes.CDLL(None, use_errno=True)
+
+def call(number, *arguments):
+    ctypes.set_errno(0)
+    result = libc.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments))
+    return 0 if result >= 0 else ctypes.get_errno()
+
+def refused(what):
+    try:
+        return what() == -1
+    except OSError as error:
+        return True
+"""
+
+FAMILIES = """
+def opens(family):
+    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET):
+        try:
+            socket.socket(family, kind).close()
+            return True
+        except OSError:
+            pass
+    return False
+print(sorted(family for family in range(64) if opens(family)))
+"""
+
+CALLS = {
+    "x86_64": {"keyctl": 250, "add_key": 248, "request_key": 249, "userfaultfd": 323, "bpf": 321}
+    | {"perf_event_open": 298, "fanotify_init": 300, "syslog": 103},
+    "aarch64": {"keyctl": 219, "add_key": 217, "request_key": 218, "userfaultfd": 282, "bpf": 280}
+    | {"perf_event_open": 241, "fanotify_init": 262, "syslog": 116},
+}[os.uname().machine]
+RINGS = {"io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427}
+
+OTHER_ENTRY = """
+import ctypes, mmap, subprocess, sys
+child = '''
+import ctypes, mmap
+page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+page.write(bytes.fromhex("b8140000 00cd80c3".replace(" ", "")))  # mov eax, 20; int 0x80; ret: the getpid of i386
+at = ctypes.addressof(ctypes.c_char.from_buffer(page))
+print(ctypes.CFUNCTYPE(ctypes.c_int)(at)())
+'''
+print(subprocess.run([sys.executable, "-c", child], capture_output=True).returncode)
+"""
+
+
+async def said_by(sandbox: Sandbox, code: str) -> str:
+    """What a Python program prints inside; it must end well."""
+    await sandbox.write_file("/tmp/attack.py", LIBRARY + code)
+    done = await sandbox.exec(["python3", "/tmp/attack.py"], timeout=PATIENCE)
+    assert done.exit_code == 0, done
+    return done.stdout.decode().strip()
+
+
+@check
+async def other_socket_families(provider: SandboxProvider) -> None:
+    """Only Unix, IPv4, IPv6 and netlink: VSOCK would reach the host and every neighbour."""
+    async with attacked(provider) as sandbox:
+        found = set(map(int, (await said_by(sandbox, FAMILIES)).strip("[]").split(",")))
+        assert found <= {1, 2, 10, 16}, found
+        assert {1, 2} <= found
+
+
+@check
+async def system_calls_that_nobody_needs(provider: SandboxProvider) -> None:
+    """Keys, io_uring and others are refused before the kernel looks at their arguments."""
+    code = f"print([name for name, number in {CALLS | RINGS}.items() if call(number, 0, 0, 0, 0, 0) not in "
+    async with attacked(provider) as sandbox:
+        assert await said_by(sandbox, code + "{errno.EPERM, errno.ENOSYS}])") == "[]"
+        if os.uname().machine == "x86_64":
+            assert await said_by(sandbox, "print(call(0x40000000 | 39) == errno.ENOSYS)") == "True"
+            # Killed by the filter (SIGSYS), or by a kernel that has no such entry (SIGSEGV).
+            assert await said_by(sandbox, OTHER_ENTRY) in {"-31", "-11"}
+
+
+@check
+async def keys_of_the_service(provider: SandboxProvider) -> None:
+    """A key in the service's session keyring is out of reach; its name is seen by its own user at most."""
+    name = f"rollout-{secrets.token_hex(4)}"
+    if add_key(name) < 0:  # a host without keys has none to lose
+        return
+    async with attacked(provider) as sandbox:
+        if os.geteuid() == 0:
+            assert name not in (await sandbox.exec(["cat", "/proc/keys"])).stdout.decode()
+        code = f"print(call({CALLS['keyctl']}, 10, -3, 0, 0, 0) != 0)"
+        assert await said_by(sandbox, code) == "True"
+
+
+def add_key(name: str) -> int:
+    """Put a key into this process's own session keyring; below 0 where that cannot be."""
+    libc = ctypes.CDLL(None)
+    libc.syscall(CALLS["keyctl"], 1, None)
+    return int(libc.syscall(CALLS["add_key"], b"user", name.encode(), b"secret", 6, -3))
+
+
+PROCESS_1 = """
+left = []
+for what in range(16):
+    now = resource.prlimit(1, what)
+    if not refused(lambda: resource.prlimit(1, what, (0, now[1]))):
+        left.append(what)
+print(left)
+attempts = {
+    "affinity": lambda: os.sched_setaffinity(1, [0]),
+    "scheduler": lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)),
+    "param": lambda: os.sched_setparam(1, os.sched_param(0)),
+    "priority": lambda: os.setpriority(os.PRIO_PROCESS, 1, 19),
+    "priority of the group": lambda: os.setpriority(os.PRIO_PGRP, 1, 19),
+    "priority of the user": lambda: os.setpriority(os.PRIO_USER, os.getuid(), 19),
+    "priority of the own user": lambda: os.setpriority(os.PRIO_USER, 0, 19),
+    "trace": lambda: libc.ptrace(0x4206, 1, 0, 0),
+    "memory": lambda: open("/proc/1/mem", "rb").read(1),
+    "score": lambda: open("/proc/1/oom_score_adj", "w").write("1000"),
+    "group": lambda: open("/proc/1/autogroup", "w").write("19"),
+    "descriptor": lambda: call_or_raise(438, os.pidfd_open(1), 0, 0),
+}
+def call_or_raise(*arguments):
+    if found := call(*arguments):
+        raise OSError(found)
+print([name for name, attempt in attempts.items() if not refused(attempt)])
+for _ in range(3):
+    for number in range(1, 65):
+        try:
+            os.kill(1, number)
+        except OSError:
+            pass
+"""
+OWN = """
+now = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
+os.sched_setaffinity(os.getpid(), os.sched_getaffinity(0))
+os.setpriority(os.PRIO_PROCESS, os.getpid(), 3)
+child = os.fork()
+if child == 0:
+    libc.ptrace(0, 0, 0, 0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    os._exit(7)
+print(os.WIFSTOPPED(os.waitpid(child, 0)[1]))
+libc.ptrace(7, child, 0, 0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@check
+async def process_1(provider: SandboxProvider) -> None:
+    """What would break the control shell is refused, or changes nothing; the same to oneself works, tracing too."""
+    async with attacked(provider) as sandbox:
+        assert await said_by(sandbox, PROCESS_1) == "[]\n[]"
+        for command in (["prlimit", "--pid", "1", "--nproc=1"], ["renice", "-n", "19", "-p", "1"]):
+            assert (await sandbox.exec(command)).exit_code != 0, command
+        assert await works(sandbox)
+        assert (await said_by(sandbox, OWN)).split() == ["True", "7"]
+        limited = await (await sandbox.bash()).run("(ulimit -n 64; ulimit -n); ulimit -v; nice -n 5 nice")
+        assert limited.output.split()[0] == "64"
+
+
+PTYS = """
+held = []
+try:
+    for _ in range(5000):
+        held.append(os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY))
+except OSError:
+    pass
+print(len(held), flush=True)
+"""
+TERMINAL = "import os; os.write(os.openpty()[0], b'x'); print('up')"
+
+
+@check
+async def every_terminal(provider: SandboxProvider) -> None:
+    """A sandbox that opens all the pseudo-terminals it can leaves its neighbours theirs."""
+    if "disk" not in provider.enforced:  # the host lets the service mount nothing
+        return
+    async with attacked(provider) as sandbox, await provider.start(SandboxSpec()) as other:
+        python = await sandbox.python()
+        held = await python.execute(LIBRARY + PTYS, timeout=PATIENCE)
+        assert 16 <= int(held.output) <= 64, held
+        done = await other.exec(["python3", "-c", TERMINAL], timeout=PATIENCE)
+        assert done.stdout == b"up\n", done
+
+
+DESCRIPTORS = """
+held = []
+try:
+    for _ in range(30000):
+        held.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+print(len(held))
+"""
+
+
+@check
+async def every_descriptor_number(provider: SandboxProvider) -> None:
+    """A process has enough for real work, and not the service's own number."""
+    async with attacked(provider) as sandbox:
+        found = int(await said_by(sandbox, DESCRIPTORS))
+        assert 1000 <= found < 4096, found
+        await recovers(sandbox)
