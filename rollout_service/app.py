@@ -10,7 +10,8 @@ from starlette.middleware import Middleware
 
 from rollout_service import __version__, problems
 from rollout_service.errors import known_cause
-from rollout_service.middleware import BearerKeys, BodyLimit, CountRequests
+from rollout_service.hosts import AllowedHosts
+from rollout_service.middleware import BearerKeys, BodyLimit, CountRequests, HostCheck, JsonBodies
 from rollout_service.openapi import pages
 from rollout_service.routes import backends, environments, events, health, prorl, rollouts, runs, sandboxes
 from rollout_service.service import open_service
@@ -23,6 +24,7 @@ MODULES = (rollouts, runs, backends, environments, sandboxes, events, health, pr
 def create_app(settings: Settings) -> FastAPI:
     """The service as an ASGI app; it starts working when its lifespan starts."""
     metrics = Metrics()
+    hosts = AllowedHosts(settings.allowed_hosts, bound=settings.host, keyed=bool(settings.keys))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -43,7 +45,9 @@ def create_app(settings: Settings) -> FastAPI:
         generate_unique_id_function=lambda route: route.name,
         middleware=[
             Middleware(CountRequests, metrics=metrics),
+            Middleware(HostCheck, hosts=hosts),
             Middleware(BearerKeys, keys=settings.keys),
+            Middleware(JsonBodies),
             Middleware(BodyLimit, max_bytes=settings.max_body_bytes),
         ],
     )

@@ -8,17 +8,27 @@ that listens beyond loopback without a key does not start. Nested keys are table
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
@@ -39,6 +49,16 @@ class Engine(StrEnum):
     """The small CPU engine, started and ended with the service."""
     NONE = "none"
     """Nothing: backends are registered over HTTP."""
+
+
+def _split_names(value: object) -> object:
+    """Read a variable that holds one name, several with commas between, or a JSON list."""
+    if not isinstance(value, str) or value.lstrip().startswith("["):
+        return json.loads(value) if isinstance(value, str) else value
+    return [name.strip() for name in value.split(",") if name.strip()]
+
+
+Names = Annotated[list[str], NoDecode, BeforeValidator(_split_names)]
 
 
 class Section(BaseModel):
@@ -156,6 +176,9 @@ class Settings(BaseSettings):
     """0 takes a free one."""
     keys: list[SecretStr] = []
     """Bearer keys, any of which opens the API; needed beyond loopback."""
+    allowed_hosts: Names = []
+    """Names that requests may use for this server, `*.NAME` for all below one. Left out, a server with keys answers to
+    any name, and one without to those of this machine. Pages of a listed name may send orders."""
     state_dir: Path = Path(os.environ.get("XDG_STATE_HOME", "~/.local/state")) / "rollout-service"
     """Where the store is kept, and which run folders of sandboxes were in use; on a local disk."""
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1_024)
