@@ -8,27 +8,17 @@ that listens beyond loopback without a key does not start. Nested keys are table
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    SecretStr,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
-    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
@@ -49,16 +39,6 @@ class Engine(StrEnum):
     """The small CPU engine, started and ended with the service."""
     NONE = "none"
     """Nothing: backends are registered over HTTP."""
-
-
-def _split_names(value: object) -> object:
-    """Read a variable that holds one name, several with commas between, or a JSON list."""
-    if not isinstance(value, str) or value.lstrip().startswith("["):
-        return json.loads(value) if isinstance(value, str) else value
-    return [name.strip() for name in value.split(",") if name.strip()]
-
-
-Names = Annotated[list[str], NoDecode, BeforeValidator(_split_names)]
 
 
 class Section(BaseModel):
@@ -176,9 +156,6 @@ class Settings(BaseSettings):
     """0 takes a free one."""
     keys: list[SecretStr] = []
     """Bearer keys, any of which opens the API; needed beyond loopback."""
-    allowed_hosts: Names = []
-    """Names that requests may use for this server, `*.NAME` for all below one. Left out, a server with keys answers to
-    any name, and one without to those of this machine. Pages of a listed name may send orders."""
     state_dir: Path = Path(os.environ.get("XDG_STATE_HOME", "~/.local/state")) / "rollout-service"
     """Where the store is kept, and which run folders of sandboxes were in use; on a local disk."""
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1_024)
@@ -204,6 +181,13 @@ class Settings(BaseSettings):
     """How long a request of an agent waits while its pool is paused."""
     log_format: LogFormat = LogFormat.CONSOLE
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+
+    _file: Path | None = PrivateAttr(None)
+
+    @property
+    def file(self) -> Path | None:
+        """The settings file that was read, if there was one."""
+        return self._file
 
     @model_validator(mode="after")
     def _keyed_beyond_loopback(self) -> Settings:
@@ -241,7 +225,7 @@ def is_loopback(host: str) -> bool:
 def load_settings(config: Path | None = None, /, **flags: Any) -> Settings:
     """Read the settings; raises ConfigurationError that names every key at fault and what to write instead."""
     path = config or Path(os.environ.get(f"{ENV_PREFIX}CONFIG", "rollout.toml"))
-    table = _read_toml(path, must_exist=config is not None or f"{ENV_PREFIX}CONFIG" in os.environ)
+    table, found = _read_toml(path, must_exist=config is not None or f"{ENV_PREFIX}CONFIG" in os.environ)
     _refuse_unknown_variables(os.environ)
 
     class _Layered(Settings):
@@ -258,20 +242,23 @@ def load_settings(config: Path | None = None, /, **flags: Any) -> Settings:
 
     given = {name: value for name, value in flags.items() if value is not None}
     try:
-        return _Layered(**given)
+        settings = _Layered(**given)
     except ValidationError as error:
         raise ConfigurationError(
             _explain(error), hint="`rollout-service serve --help` lists the flags."
         ) from error
+    settings._file = path if found else None
+    return settings
 
 
-def _read_toml(path: Path, *, must_exist: bool) -> dict[str, Any]:
+def _read_toml(path: Path, *, must_exist: bool) -> tuple[dict[str, Any], bool]:
+    """What the file says, and whether there is one."""
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text()), True
     except FileNotFoundError:
         if must_exist:
             raise ConfigurationError(f"there is no settings file {path}") from None
-        return {}
+        return {}, False
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path} is not valid TOML: {error}") from error
 

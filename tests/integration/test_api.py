@@ -1,5 +1,6 @@
 """The API of a real server with the embedded engine and local sandboxes: answers, refusals, and what they say."""
 
+import json
 import os
 import signal
 import subprocess
@@ -138,7 +139,7 @@ def test_malformed_json_is_a_400(api: httpx.Client) -> None:
 
 
 def test_a_body_of_another_type_is_told_the_right_one(api: httpx.Client) -> None:
-    refused = problem(api.post("/v1/rollouts", data={"task": "x"}), 415)
+    refused = problem(api.post("/v1/rollouts", data={"task": "x"}), 422)
     assert "application/json" in refused.detail
 
 
@@ -306,7 +307,7 @@ def test_stop_and_start(api: httpx.Client) -> None:
 def test_every_error_in_the_log_is_json_safe(api: httpx.Client) -> None:
     """Hostile strings in a request come back as data, never as structure."""
     hostile = "\u2028<script>\x1b[31m"
-    refused = problem(api.post("/v1/rollouts", json={"task": {"environment": hostile}}), 422)
+    refused = problem(api.post("/v1/rollouts", content=json.dumps({"task": {"environment": hostile}})), 422)
     assert refused.errors
 
 
