@@ -1,16 +1,59 @@
-"""The base of every wire model: unknown fields are refused, values are immutable."""
+"""The base of every wire model: unknown fields are refused, values are immutable, numbers are bounded."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, StringConstraints
+
+MAX_INT = 2**62
+"""The largest integer on the wire: fits 64 bits with room for sums, and is exact where JSON numbers are floats."""
+MAX_INT32 = 2**31 - 1
+MAX_SECONDS = 1e9
+
+
+def _no_text_or_switch(value: object) -> object:
+    if isinstance(value, bool | str):
+        raise ValueError("must be a number")  # noqa: TRY004 - what pydantic makes a field's error of
+    return value
+
+
+Number = BeforeValidator(_no_text_or_switch)
+"""Refuses `true` and `"1"`, which pydantic would take for numbers."""
+
+Flag = Annotated[bool, Strict()]
+"""`true` or `false`, and not `1`, `"yes"` or `"off"`."""
+
+Count = Annotated[int, Number, Field(ge=1, le=MAX_INT)]
+"""A number of things, at least one."""
+
+CountOrZero = Annotated[int, Number, Field(ge=0, le=MAX_INT)]
+"""A number of things, a size, an offset or a version."""
+
+Signed = Annotated[int, Number, Field(ge=-MAX_INT, le=MAX_INT)]
+"""A seed or a priority."""
+
+Seconds = Annotated[float, Number, Field(gt=0, le=MAX_SECONDS)]
+"""A duration of up to thirty years: more than that overflows timers and dates."""
+
+SecondsOrZero = Annotated[float, Number, Field(ge=0, le=MAX_SECONDS)]
+"""The same, which may be 0."""
 
 RolloutId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")]
 """An identifier that a caller may choose: 1-128 letters, digits, `.`, `_`, `:` or `-`."""
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 """A name of an environment, a pool or an image: 1-64 letters, digits, `.`, `_` or `-`."""
+
+
+def tagged(by: str) -> Callable[[dict[str, Any]], None]:
+    """Return a `json_schema_extra` for a member of a union: its tag has a default in Python, and none on the wire."""
+
+    def require(schema: dict[str, Any]) -> None:
+        schema["required"] = sorted({by, *schema.get("required", ())})
+
+    return require
 
 
 class WireModel(BaseModel):

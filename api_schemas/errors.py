@@ -69,3 +69,11 @@ class Problem(WireModel):
     """The fields at fault, when there are any."""
     context: dict[str, Any] = {}
     """What a program may want to know, such as the list of known environments."""
+
+
+def sentences(message: str, hint: str) -> str:
+    """Return what happened, and what to do next, as one text."""
+    if not hint:
+        return message
+    message = message.rstrip()
+    return f"{message} {hint}" if message.endswith((".", "?", "!")) else f"{message}. {hint}"

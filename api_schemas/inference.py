@@ -5,9 +5,21 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, HttpUrl, model_validator
+from pydantic import ConfigDict, Field, HttpUrl, model_validator
 
-from api_schemas.base import Name, RolloutId, WireModel
+from api_schemas.base import (
+    MAX_INT,
+    Count,
+    CountOrZero,
+    Flag,
+    Name,
+    Number,
+    RolloutId,
+    Seconds,
+    SecondsOrZero,
+    WireModel,
+    tagged,
+)
 
 
 class BackendState(StrEnum):
@@ -34,16 +46,14 @@ class BackendSpec(WireModel):
     """An engine to register. Sending the same URL again changes nothing."""
 
     url: HttpUrl
-    """Address of the engine's own HTTP API."""
     pool: Name = "policy"
-    """The policy that it serves."""
     kind: EngineKind | None = None
     """Left out, the engine is asked which it is."""
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; the engine's own path when left out."""
     renderer: str = "auto"
     """The chat format, as in `qwen3`; `auto` goes by the model's type."""
-    max_in_flight: int | None = Field(None, ge=1)
+    max_in_flight: Count | None = None
     """Requests that it is given at once; the pool's setting when left out."""
 
 
@@ -87,7 +97,7 @@ class PauseRequest(WireModel):
 
     pool: Name = "policy"
     mode: PauseMode = PauseMode.ABORT
-    drain_seconds: float = Field(60.0, ge=0)
+    drain_seconds: SecondsOrZero = 60.0
     """How long the mode `drain` waits."""
 
 
@@ -121,6 +131,8 @@ DType = Literal[
 class DiskWeights(WireModel):
     """Weights in a folder that the engines can read."""
 
+    model_config = ConfigDict(json_schema_extra=tagged("type"))
+
     type: Literal["disk"] = "disk"
     path: str = Field(min_length=1)
 
@@ -135,8 +147,8 @@ class DistributedWeights(WireModel):
     group_name: Name = "weights"
     names: list[str] = Field(min_length=1)
     dtypes: list[DType]
-    shapes: list[list[Annotated[int, Field(ge=0)]]]
-    bucket_bytes: int = Field(1 << 30, ge=1)
+    shapes: list[list[CountOrZero]]
+    bucket_bytes: Annotated[int, Number] = Field(1 << 30, ge=1, le=MAX_INT)
     """The engines receive the tensors in portions of about this size, so that they need room for one only."""
 
     @model_validator(mode="after")
@@ -158,14 +170,14 @@ class WeightsRequest(WireModel):
     path: str | None = Field(None, min_length=1)
     """Short for a `source` of the type `disk`."""
     source: Weights | None = None
-    version: int = Field(ge=0)
+    version: CountOrZero
     pool: Name = "policy"
     mode: PauseMode = PauseMode.ABORT
-    drain_seconds: float = Field(60.0, ge=0)
+    drain_seconds: SecondsOrZero = 60.0
     """How long the mode `drain` waits for the requests in flight."""
-    timeout_seconds: float = Field(900.0, gt=0)
+    timeout_seconds: Seconds = 900.0
     """A backend that takes longer leaves service."""
-    force: bool = False
+    force: Flag = False
     """Load them even if the pool has this version, or a later one."""
 
     @model_validator(mode="after")
@@ -190,13 +202,13 @@ class WeightsGroupRequest(WireModel):
     pool: Name = "policy"
     group_name: Name = "weights"
     master_address: str = Field(min_length=1)
-    master_port: int = Field(ge=1, le=65_535)
-    world_size: int = Field(ge=2)
+    master_port: Annotated[int, Number] = Field(ge=1, le=65_535)
+    world_size: Annotated[int, Number] = Field(ge=2, le=MAX_INT)
     """The trainer's ranks and one for each accelerator of each backend that is in service."""
-    rank_offset: int = Field(1, ge=1)
+    rank_offset: Count = 1
     """How many ranks the trainer has."""
     backend: Literal["gloo", "nccl"] = "nccl"
-    timeout_seconds: float = Field(120.0, gt=0)
+    timeout_seconds: Seconds = 120.0
 
 
 class BackendOutcome(WireModel):

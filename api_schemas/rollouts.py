@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from datetime import datetime
 from enum import StrEnum
+from typing import Annotated
 
 from pydantic import Field, JsonValue
 
-from api_schemas.base import Name, RolloutId, WireModel
+from api_schemas.base import MAX_INT32, Flag, Name, Number, RolloutId, Signed, WireModel
 from api_schemas.errors import ErrorInfo
 from api_schemas.tasks import Limits, Task
 from api_schemas.trajectories import Trajectory
@@ -16,15 +17,15 @@ from api_schemas.trajectories import Trajectory
 class Sampling(WireModel):
     """How the policy is sampled. The defaults are plain on-policy sampling: no truncation of any kind."""
 
-    temperature: float = Field(1.0, ge=0.0, le=100.0)
+    temperature: Annotated[float, Number] = Field(1.0, ge=0.0, le=100.0)
     """0 is greedy."""
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    top_k: int = Field(-1, ge=-1)
+    top_p: Annotated[float, Number] = Field(1.0, gt=0.0, le=1.0)
+    top_k: Annotated[int, Number] = Field(-1, ge=-1, le=MAX_INT32)
     """-1 keeps every token."""
-    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    min_p: Annotated[float, Number] = Field(0.0, ge=0.0, le=1.0)
     stop: list[str] = []
     """Stop strings, beside the stop tokens of the policy's template."""
-    seed: int | None = None
+    seed: Signed | None = None
     """Asks the engine for a repeatable sample, where it can give one."""
 
 
@@ -32,12 +33,12 @@ class Exports(WireModel):
     """What the trajectory is to have beside ids, log-probabilities and versions. An engine that does not give it
     refuses the rollout; `exports` of a backend says what it gives."""
 
-    top_logprobs: int = Field(0, ge=0, le=100)
+    top_logprobs: Annotated[int, Number] = Field(0, ge=0, le=100)
     """So many of the likeliest tokens at each sampled one: `top_ids` and `top_logprobs` of the segments."""
-    prompt_logprobs: bool = False
+    prompt_logprobs: Flag = False
     """Log-probabilities of what was read: `prompt_logprobs` of the segments. Engines read such prompts anew, at least
     from the first token that a turn adds."""
-    routed_experts: bool = False
+    routed_experts: Flag = False
     """Which experts of a mixture of experts read each token: `routed_experts` of the segments."""
 
 

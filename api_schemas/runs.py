@@ -11,9 +11,21 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, JsonValue, StringConstraints, model_validator
+from pydantic import ConfigDict, Field, JsonValue, StringConstraints, model_validator
 
-from api_schemas.base import Name, RolloutId, WireModel
+from api_schemas.base import (
+    MAX_INT,
+    Count,
+    CountOrZero,
+    Flag,
+    Name,
+    Number,
+    RolloutId,
+    SecondsOrZero,
+    Signed,
+    WireModel,
+    tagged,
+)
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, Sampling
 from api_schemas.tasks import Limits, Task
@@ -31,14 +43,16 @@ BINARY_MEDIA_TYPE = "application/vnd.rollout.batch+safetensors"
 class InlineTasks(WireModel):
     """Tasks that come with the request, or are appended later."""
 
+    model_config = ConfigDict(json_schema_extra=tagged("kind"))
+
     kind: Literal["inline"] = "inline"
     tasks: list[Task] = []
-    open: bool = False
+    open: Flag = False
     """Whether more may be appended; such a run goes on until an append closes it, or it is ended."""
-    seed: int = 0
-    epochs: int | None = Field(1, ge=1)
+    seed: Signed = 0
+    epochs: Count | None = 1
     """How often the tasks are gone through; null is without end."""
-    shuffle: bool = False
+    shuffle: Flag = False
     """Whether each epoch has an order of its own, drawn from the seed and the epoch's number."""
 
     @model_validator(mode="after")
@@ -51,28 +65,32 @@ class InlineTasks(WireModel):
 class FileTasks(WireModel):
     """Instances of one environment from a file that the service can read; it must not change while the run lasts."""
 
+    model_config = ConfigDict(json_schema_extra=tagged("kind"))
+
     kind: Literal["file"] = "file"
     path: str
     """A `.jsonl` file with an instance (an object) a line, or a `.parquet` file with an instance a row."""
     environment: Name
-    seed: int = 0
-    epochs: int | None = Field(1, ge=1)
+    seed: Signed = 0
+    epochs: Count | None = 1
     """How often the file is gone through; null is without end."""
-    shuffle: bool = False
+    shuffle: Flag = False
     """Whether each epoch has an order of its own, drawn from the seed and the epoch's number."""
 
 
 class DatasetTasks(WireModel):
     """Instances that ship with an environment; they must not change while the run lasts."""
 
+    model_config = ConfigDict(json_schema_extra=tagged("kind"))
+
     kind: Literal["dataset"] = "dataset"
     environment: Name
     split: str | None = None
     """Which part of the data set, such as `train`; needed exactly where the data set has splits."""
-    seed: int = 0
-    epochs: int | None = Field(1, ge=1)
+    seed: Signed = 0
+    epochs: Count | None = 1
     """How often the instances are gone through; null is without end."""
-    shuffle: bool = False
+    shuffle: Flag = False
     """Whether each epoch has an order of its own, drawn from the seed and the epoch's number."""
 
 
@@ -93,17 +111,17 @@ class Stragglers(WireModel):
     a group where at least `min_samples` have ended.
     """
 
-    quantile: float = Field(0.95, gt=0.0, lt=1.0)
-    factor: float = Field(1.5, ge=1.0)
-    min_samples: int = Field(2, ge=2)
+    quantile: Annotated[float, Number] = Field(0.95, gt=0.0, lt=1.0)
+    factor: Annotated[float, Number] = Field(1.5, ge=1.0, le=1e6)
+    min_samples: Annotated[int, Number] = Field(2, ge=2, le=MAX_INT)
 
 
 class OverlongPenalty(WireModel):
     """DAPO's soft penalty: 0 up to `max_tokens - buffer_tokens` sampled tokens, then falling to `-penalty`."""
 
-    max_tokens: int = Field(ge=1)
-    buffer_tokens: int = Field(ge=1)
-    penalty: float = Field(1.0, gt=0.0)
+    max_tokens: Count
+    buffer_tokens: Count
+    penalty: Annotated[float, Number] = Field(1.0, gt=0.0, le=1e6)
 
     @model_validator(mode="after")
     def _buffer_fits(self) -> Self:
@@ -134,9 +152,9 @@ class Surplus(StrEnum):
 class Retention(WireModel):
     """How long the tokens of groups are kept that were acknowledged or dropped. Nothing unacknowledged is deleted."""
 
-    seconds: float | None = Field(86_400.0, ge=0)
+    seconds: SecondsOrZero | None = 86_400.0
     """Since the acknowledgement; null is for ever."""
-    max_bytes: int | None = Field(None, ge=0)
+    max_bytes: CountOrZero | None = None
     """Compressed bytes of this run; the oldest go first."""
 
 
@@ -146,9 +164,9 @@ class RunRequest(WireModel):
     run_id: RunId | None = None
     """Chosen by the caller, or by the service when left out."""
     source: TaskSource
-    group_size: int = Field(8, ge=1, le=1_024)
+    group_size: Annotated[int, Number] = Field(8, ge=1, le=1_024)
     """Rollouts of each task."""
-    batch_size: int = Field(ge=1, le=65_536)
+    batch_size: Annotated[int, Number] = Field(ge=1, le=65_536)
     """Groups in a batch. The last batch of a run may have fewer."""
     pool: Name = "policy"
     sampling: Sampling = Sampling()
@@ -156,25 +174,25 @@ class RunRequest(WireModel):
     limits: Limits = Limits()
     filters: list[FilterSpec] = [FilterSpec(name="zero_variance")]
     """A group is dropped by the first of them that says so, with the reason counted."""
-    version: int = Field(0, ge=0)
+    version: CountOrZero = 0
     """The version of the trainer when the run begins."""
-    max_staleness: int | None = Field(None, ge=0)
+    max_staleness: CountOrZero | None = None
     """Eta: how many versions the oldest token of a batch may lie behind the trainer; null does not look."""
-    max_concurrent: int = Field(64, ge=1)
+    max_concurrent: Count = 64
     """Groups under way at once, at most."""
-    prefetch_batches: int = Field(1, ge=0)
+    prefetch_batches: CountOrZero = 1
     """Batches that may be made ahead of the one that is asked for."""
     surplus: Surplus = Surplus.CARRY_OVER
     stragglers: Stragglers | None = None
     overlong: OverlongPenalty | None = None
     advantages: Advantages = Advantages.NONE
-    infrastructure_retries: int = Field(1, ge=0)
+    infrastructure_retries: CountOrZero = 1
     """How often a sample that failed without being the policy's fault is rolled out again before it is masked."""
-    min_usable: int = Field(1, ge=1)
+    min_usable: Count = 1
     """A group with fewer usable samples is dropped."""
-    priority: int = 0
+    priority: Signed = 0
     """Runs of a higher priority are served first."""
-    weight: float = Field(1.0, gt=0.0, le=1e6)
+    weight: Annotated[float, Number] = Field(1.0, gt=0.0, le=1e6)
     """The share of the service among runs of one priority."""
     retention: Retention = Retention()
     metadata: dict[str, JsonValue] = {}
@@ -203,20 +221,20 @@ class RunPatch(WireModel):
     """What may change while a run lasts; a field that is left out stays."""
 
     state: Literal[RunState.RUNNING, RunState.PAUSED, RunState.ENDED] | None = None
-    version: int | None = Field(None, ge=0)
+    version: CountOrZero | None = None
     """The version that the trainer has reached; it never goes back."""
-    priority: int | None = None
-    weight: float | None = Field(None, gt=0.0, le=1e6)
-    max_concurrent: int | None = Field(None, ge=1)
+    priority: Signed | None = None
+    weight: Annotated[float, Number] | None = Field(None, gt=0.0, le=1e6)
+    max_concurrent: Count | None = None
 
 
 class AppendTasks(WireModel):
     """Tasks for an open run. Sending them again at the same offset changes nothing."""
 
     tasks: list[Task]
-    offset: int | None = Field(None, ge=0)
+    offset: CountOrZero | None = None
     """How many tasks the run has before these; another number is a conflict. Left out, they go to the end."""
-    close: bool = False
+    close: Flag = False
     """Whether these are the last."""
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field, JsonValue
 
-from api_schemas.base import Name, WireModel
+from api_schemas.base import Count, Name, Number, Seconds, WireModel
 
 
 class Task(WireModel):
@@ -21,16 +23,16 @@ class Limits(WireModel):
     trajectory. `agent_seconds` is the agent's own budget: crossing it ends the agent, and its work is scored.
     """
 
-    max_turns: int | None = Field(None, ge=1, le=10_000)
+    max_turns: Annotated[int, Number] | None = Field(None, ge=1, le=10_000)
     """Turns of the policy."""
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: Count | None = None
     """Sampled tokens over all turns."""
-    max_turn_tokens: int | None = Field(None, ge=1)
+    max_turn_tokens: Count | None = None
     """Sampled tokens in one turn."""
-    agent_seconds: float | None = Field(None, gt=0)
+    agent_seconds: Seconds | None = None
     """Wall clock of the agent."""
-    tool_seconds: float | None = Field(None, gt=0)
+    tool_seconds: Seconds | None = None
     """Wall clock of one tool call."""
-    init_seconds: float | None = Field(None, gt=0)
-    rollout_seconds: float | None = Field(None, gt=0)
-    evaluate_seconds: float | None = Field(None, gt=0)
+    init_seconds: Seconds | None = None
+    rollout_seconds: Seconds | None = None
+    evaluate_seconds: Seconds | None = None

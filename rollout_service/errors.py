@@ -31,8 +31,9 @@ API, the log and the metrics show.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, Self
 
 from api_schemas.errors import Boundary, ErrorInfo, FieldError
 from sandboxes.errors import SandboxError
@@ -77,6 +78,11 @@ class InvalidFieldError(RequestError):
     ) -> None:
         super().__init__("; ".join(f"{f.path}: {f.message}" for f in fields), hint=hint, context=context)
         self.fields = list(fields)
+
+    def below(self, path: str) -> Self:
+        """Return the same error with its fields below this path."""
+        fields = [field.model_copy(update={"path": f"{path}.{field.path}"}) for field in self.fields]
+        return type(self)(fields, hint=self.hint, context=self.context)
 
 
 class NotFoundError(RequestError):
@@ -189,9 +195,10 @@ class AttemptsExhaustedError(ServiceError):
 
 
 class ConfigurationError(ServiceError):
-    """The service cannot start like this."""
+    """The service, or an environment of it, cannot be used as it is configured."""
 
     code = "bad_configuration"
+    status = 503
 
 
 class DefectError(ServiceError):
@@ -200,20 +207,20 @@ class DefectError(ServiceError):
     code = "internal_error"
 
 
+@contextmanager
+def fields_below(path: str) -> Iterator[None]:
+    """Put the fields of an InvalidFieldError that is raised inside below a path."""
+    try:
+        yield
+    except InvalidFieldError as error:
+        raise error.below(path) from error
+
+
 def known_cause(error: BaseException) -> ServiceError | SandboxError | None:
     """The error of ours that an exception is, or that a group of exceptions holds; None for a defect."""
     if isinstance(error, BaseExceptionGroup):
         return next((cause for inner in error.exceptions if (cause := known_cause(inner))), None)
     return error if isinstance(error, ServiceError | SandboxError) else None
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """The exception at the bottom of the groups that task groups wrap it in, one of ours before a defect."""
-    if (known := known_cause(error)) is not None:
-        return known
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def describe(error: BaseException, *, stage: str | None = None, attempt: int | None = None) -> ErrorInfo:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -11,10 +11,13 @@ import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from api_schemas.errors import FieldError, Problem
-from rollout_service.errors import InvalidFieldError, MalformedBodyError, ServiceError, describe
+from api_schemas.errors import FieldError, Problem, sentences
+from rollout_service.errors import InvalidFieldError, MalformedBodyError, ServiceError, describe, nearest
+from rollout_service.validation import known_fields, sent_path
 from sandboxes.errors import SandboxError
 
 log = structlog.get_logger(__name__)
@@ -41,17 +44,12 @@ def problem_of(error: BaseException) -> Problem:
     return Problem(
         title=info.code.replace("_", " ").capitalize(),
         status=status,
-        detail=_sentences(info.message, info.hint),
+        detail=sentences(info.message, info.hint),
         code=info.code,
         retryable=info.retryable,
         errors=error.fields if isinstance(error, InvalidFieldError) else [],
         context=error.context if isinstance(error, ServiceError) else {},
     )
-
-
-def _sentences(message: str, hint: str) -> str:
-    """What happened, and what to do next, as one text."""
-    return f"{message.rstrip('.')}. {hint}" if hint else message
 
 
 def install(app: FastAPI) -> None:
@@ -75,10 +73,13 @@ async def _defect(request: Request, error: Exception) -> Response:
     return respond(problem_of(error))
 
 
-async def _validation_error(_: Request, error: Exception) -> Response:
+async def _validation_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, RequestValidationError):
         raise error
-    fields = [FieldError(path=_path(item["loc"]), message=_message(item)) for item in error.errors()]
+    known = _known_fields(request)
+    fields = [
+        FieldError(path=_path(item, error.body), message=_message(item, known)) for item in error.errors()
+    ]
     malformed = any(item["type"] == "json_invalid" for item in error.errors())
     return respond(
         Problem(
@@ -95,6 +96,9 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     title = HTTPStatus(error.status_code).phrase
+    headers = error.headers
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED and (allowed := _allowed(request)):
+        headers = {"Allow": ", ".join(sorted(allowed))}
     return respond(
         Problem(
             title=title,
@@ -102,26 +106,50 @@ async def _http_exception(request: Request, error: Exception) -> Response:
             detail=_http_detail(request, error),
             code=title.lower().replace(" ", "_"),
         ),
-        error.headers,
+        headers,
     )
+
+
+def _allowed(request: Request) -> set[str]:
+    """Return the methods that a path has over all its routes; Starlette knows those of the first alone."""
+    routes: list[APIRoute] = request.app.state.routes
+    here = [route for route in routes if route.path_regex.match(request.url.path)]
+    return {method for route in here for method in route.methods or ()}
 
 
 def _http_detail(request: Request, error: HTTPException) -> str:
     if error.status_code == HTTPStatus.NOT_FOUND:
-        close = difflib.get_close_matches(request.url.path, request.app.state.paths, n=1)
+        close = difflib.get_close_matches(
+            request.url.path, [route.path for route in request.app.state.routes], n=1
+        )
         return f"there is no {request.url.path} here" + (
             f"; did you mean {close[0]}?" if close else "; see /docs"
         )
     return str(error.detail)
 
 
-def _path(loc: tuple[Any, ...]) -> str:
-    return ".".join(str(part) for part in loc)
+def _known_fields(request: Request) -> Callable[[Sequence[int | str]], set[str]]:
+    """Return what gives the fields that may stand at a place of the body that a route reads."""
+    field = getattr(request.scope.get("route"), "body_field", None)
+    model = getattr(getattr(field, "field_info", None), "annotation", None)
+    if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        return lambda _: set()
+    return lambda path: known_fields(model, path)
 
 
-def _message(item: dict[str, Any]) -> str:
+def _path(item: dict[str, Any], body: object) -> str:
+    where, *inside = item["loc"]
+    if where != "body":
+        return ".".join(map(str, item["loc"]))
+    if item["type"] == "json_invalid":
+        return "body"  # the message says where in it
+    return ".".join(["body", *map(str, sent_path(inside, body, missing=item["type"] == "missing"))])
+
+
+def _message(item: dict[str, Any], known: Callable[[Sequence[int | str]], set[str]]) -> str:
     if item["type"] == "extra_forbidden":
-        return "unknown field"
+        *parents, name = item["loc"][1:]
+        return f"unknown field{nearest(str(name), known(parents))}"
     if item["type"] == "json_invalid":
         return f"not valid JSON: {item.get('ctx', {}).get('error', item['msg'])}"
     if item["loc"] == ("body",) and isinstance(item.get("input"), bytes):

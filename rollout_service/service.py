@@ -18,12 +18,12 @@ import anyio
 import structlog
 from pydantic import HttpUrl
 
-from api_schemas.errors import FieldError
+from api_schemas.errors import FieldError, sentences
 from api_schemas.inference import BackendSpec, BackendState
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage
 from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.environments.registry import EnvironmentRegistry
-from rollout_service.errors import InvalidFieldError, NotFoundError
+from rollout_service.errors import InvalidFieldError, NotFoundError, fields_below
 from rollout_service.groups import FilterRegistry
 from rollout_service.inference.embedded.process import EmbeddedEngine
 from rollout_service.inference.options import PoolOptions
@@ -42,7 +42,6 @@ from rollout_service.runs.orders import RunOrders
 from rollout_service.runs.rescore import Rescorer
 from rollout_service.serving import Serving
 from rollout_service.settings import Engine, PipelineSettings, Settings
-from rollout_service.shutdown import Shutdown
 from rollout_service.store.contract import Store
 from rollout_service.store.run_contract import Ages
 from rollout_service.store.sqlite import SqliteStore
@@ -69,16 +68,16 @@ class Service:
     delivery: Delivery
     exports: Exports
     rescorer: Rescorer
-    shutdown: Shutdown
 
     async def submit(self, request: RolloutRequest) -> Rollout:
         """Check an order, and make it durable.
 
         Raises InvalidFieldError with the paths at fault, NoBackendError, ConflictError, StoreError.
         """
-        environment = self.environments.get(request.task.environment)
-        environment.check(request.task.instance)
-        await check_image(self.sandboxes, environment.spec)
+        with fields_below("body.task"):
+            environment = self.environments.get(request.task.environment)
+            environment.check(request.task.instance)
+            await check_image(self.sandboxes, environment.spec)
         self.serving.check(request.pool)
         rollout, _ = await self.store.submit(request)
         return rollout
@@ -95,14 +94,10 @@ class Service:
         return rollout
 
     async def wait(self, rollout_id: str, seconds: float) -> Rollout | None:
-        """The whole result once the rollout has ended, or None if that takes longer; raises ShuttingDownError."""
-
-        async def ended() -> Rollout:
+        """The whole result once the rollout has ended, or None if that takes longer."""
+        with anyio.move_on_after(seconds):
             await self.store.wait_for_result(rollout_id)
             return await self.get(rollout_id, trajectory=True)
-
-        with anyio.move_on_after(seconds):
-            return await self.shutdown.until_begun(ended)
         return None
 
     async def abort(self, rollout_ids: list[str] | None) -> list[str]:
@@ -125,14 +120,14 @@ class Service:
 
     def unready(self) -> list[str]:
         """Why the service cannot take work, each with what to do; empty when it can."""
-        reasons = [f"the service is shutting down: {self.shutdown.reason}"] if self.shutdown.begun else []
+        reasons = []
         if not any(view.state is BackendState.READY for view in self.serving.views()):
             waiting = "".join(f" Waiting for {url}: {why}." for url, why in self.serving.waiting.items())
             reasons.append(
                 f"no backend is in service; register one with POST /v1/backends or resume its pool.{waiting}"
             )
         if (problem := self.store.problem) is not None:
-            reasons.append(f"{problem}. {problem.hint}")
+            reasons.append(sentences(str(problem), problem.hint))
         if not self.pipeline.started:
             reasons.append("stopped; POST /start begins rollouts again")
         return reasons
@@ -144,13 +139,13 @@ async def check_image(sandboxes: SandboxSource, spec: EnvironmentSpec) -> None:
         await sandboxes.check(spec)
     except (ImageError, SandboxConfigError) as error:
         raise InvalidFieldError(
-            [FieldError(path="body.task.environment", message=f"its image cannot be used: {error}")],
+            [FieldError(path="environment", message=f"its image cannot be used: {error}")],
             hint=error.hint,
         ) from error
 
 
 @asynccontextmanager
-async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown) -> AsyncIterator[Service]:
+async def open_service(settings: Settings, metrics: Metrics) -> AsyncIterator[Service]:
     """Open the service, sweep what a crash left, and work until the block is left."""
     state_dir = settings.state_dir.expanduser()
     state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -199,7 +194,6 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
             delivery=Delivery(store.runs, manager),
             exports=Exports(store.runs, orders),
             rescorer=Rescorer(services, check_environment),
-            shutdown=shutdown,
         )
 
 

@@ -38,6 +38,26 @@ def known_fields(model: type[BaseModel], path: Iterable[str | int]) -> set[str]:
     return {name for one in models for name in one.model_fields}
 
 
+def sent_path(loc: Iterable[str | int], sent: object, *, missing: bool) -> list[str | int]:
+    """Return a place as it is in what was sent: without the names that pydantic gives to the members of a union.
+
+    `missing` says that the last part is a field that is not there.
+    """
+    *parents, last = list(loc) or [""]
+    path: list[str | int] = []
+    for part in parents:
+        if _holds(sent, part):
+            sent = sent[part]  # type: ignore[index]
+            path.append(part)
+    return [*path, last] if missing or _holds(sent, last) else path
+
+
+def _holds(sent: object, part: str | int) -> bool:
+    if isinstance(sent, dict):
+        return part in sent
+    return isinstance(sent, list) and isinstance(part, int) and part < len(sent)
+
+
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
     """The models that an annotation holds, such as those of a list or a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

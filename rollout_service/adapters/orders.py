@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 from anyio.from_thread import start_blocking_portal
 from pydantic import JsonValue, ValidationError
 
+from api_schemas.errors import sentences
 from api_schemas.rollouts import Rollout, RolloutRequest, Sampling
 from api_schemas.tasks import Limits, Task
 from rollout_service.adapters.samples import samples_of
@@ -39,7 +40,11 @@ class NoRewardError(RuntimeError):
 
     def __init__(self, rollout: Rollout) -> None:
         cause = rollout.error
-        why = f"{cause.code}: {cause.message} {cause.hint}" if cause else f"it was {rollout.state.value}"
+        why = (
+            f"{cause.code}: {sentences(cause.message, cause.hint)}"
+            if cause
+            else f"it was {rollout.state.value}"
+        )
         super().__init__(
             f"rollout {rollout.rollout_id} of {rollout.task.environment!r} has no reward to train on: {why.strip()}"
         )

@@ -20,7 +20,8 @@ from rollout_service.errors import ConfigurationError, InvalidFieldError, neares
 
 GROUP = "rollout_service.environments"
 """The group of entry points; each is an `Environment` or a function without arguments that returns one."""
-FIELD = "body.task.environment"
+FIELD = "environment"
+"""As in a task: callers put it below the task's own path."""
 
 
 class EnvironmentRegistry:
@@ -60,7 +61,7 @@ class EnvironmentRegistry:
         """The environment of that name.
 
         Raises:
-            InvalidFieldError: there is none; at `body.task.environment`, with the names that are known.
+            InvalidFieldError: there is none; at `environment`, with the names that are known.
             ConfigurationError: the plug-in of that name could not be loaded.
         """
         if name in self._environments:

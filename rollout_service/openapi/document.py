@@ -15,8 +15,14 @@ from fastapi.openapi.utils import get_openapi
 from api_schemas.errors import Problem
 from rollout_service.errors import (
     DefectError,
+    ForbiddenError,
+    HeadTooLargeError,
     InvalidFieldError,
     MalformedBodyError,
+    MalformedRequestError,
+    MediaTypeError,
+    MisdirectedError,
+    RequestTimeoutError,
     ServiceError,
     StoreError,
     TooLargeError,
@@ -30,11 +36,20 @@ Document = dict[str, Any]
 Operation = dict[str, Any]
 
 SCHEME = "bearer"
-WITH_KEY: tuple[type[ServiceError], ...] = (UnauthorizedError,)
+WITH_KEY: tuple[type[ServiceError], ...] = (UnauthorizedError, ForbiddenError)
 """Errors of routes that need a key."""
-EVERYWHERE: tuple[type[ServiceError], ...] = (InvalidFieldError, StoreError, UnavailableError, DefectError)
+EVERYWHERE: tuple[type[ServiceError], ...] = (
+    MalformedRequestError,
+    RequestTimeoutError,
+    MisdirectedError,
+    InvalidFieldError,
+    HeadTooLargeError,
+    StoreError,
+    UnavailableError,
+    DefectError,
+)
 """Errors of every route but the probes."""
-WITH_BODY: tuple[type[ServiceError], ...] = (MalformedBodyError, TooLargeError)
+WITH_BODY: tuple[type[ServiceError], ...] = (MalformedBodyError, TooLargeError, MediaTypeError)
 """Errors of routes that read a body."""
 
 DESCRIPTION = """\

@@ -27,9 +27,10 @@ from rollout_service.inference.errors import (
 )
 from rollout_service.openapi.answers import raises
 from rollout_service.routes.dependencies import ServiceDep
+from rollout_service.routes.strict import StrictRoute
 from rollout_service.tokens.errors import RendererMismatchError
 
-router = APIRouter(prefix="/v1", tags=["inference"])
+router = APIRouter(prefix="/v1", tags=["inference"], route_class=StrictRoute)
 
 
 @router.post(

@@ -8,13 +8,13 @@ whose assistant turns carry `input_ids`, `output_ids` and `logprobs` as they wer
 from __future__ import annotations
 
 import uuid
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, HttpUrl, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, HttpUrl, JsonValue, ValidationError
 
-from api_schemas.base import RolloutId
+from api_schemas.base import MAX_INT32, Count, Name, Number, RolloutId
 from api_schemas.errors import FieldError
 from api_schemas.inference import BackendSpec
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Sampling, Stage
@@ -29,10 +29,10 @@ from rollout_service.inference.errors import (
 )
 from rollout_service.openapi.answers import raises
 from rollout_service.routes.dependencies import ServiceDep
-from rollout_service.shutdown import ShuttingDownError
+from rollout_service.routes.strict import StrictRoute
 from rollout_service.tokens.errors import RendererMismatchError
 
-router = APIRouter(tags=["ProRL Agent"])
+router = APIRouter(tags=["ProRL Agent"], route_class=StrictRoute)
 
 DAY_SECONDS = 86_400.0
 
@@ -42,12 +42,12 @@ class ProcessSampling(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    max_tokens: int | None = None
-    max_new_tokens: int | None = None
+    temperature: Annotated[float, Number] = Field(1.0, ge=0.0, le=100.0)
+    top_p: Annotated[float, Number] = Field(1.0, gt=0.0, le=1.0)
+    top_k: Annotated[int, Number] = Field(-1, ge=-1, le=MAX_INT32)
+    min_p: Annotated[float, Number] = Field(0.0, ge=0.0, le=1.0)
+    max_tokens: Count | None = None
+    max_new_tokens: Count | None = None
 
     def sampling(self) -> Sampling:
         """The same in our terms."""
@@ -58,10 +58,19 @@ class ProcessSampling(BaseModel):
         return Limits(max_turn_tokens=self.max_new_tokens or self.max_tokens)
 
 
+class ProcessInstance(BaseModel):
+    """An environment's name, and the data of one problem beside it."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    __pydantic_extra__: dict[str, JsonValue]
+
+    data_source: Name
+
+
 class ProcessRequest(BaseModel):
     """An instance to work on."""
 
-    instance: dict[str, JsonValue]
+    instance: ProcessInstance
     sampling_params: ProcessSampling = ProcessSampling()
     job_id: RolloutId | None = None
 
@@ -147,27 +156,18 @@ class StatusAnswer(BaseModel):
 @router.post("/process", response_model=ProcessAnswer, responses=raises(ConflictError, NoBackendError))
 async def process(service: ServiceDep, request: ProcessRequest) -> JSONResponse:
     """Run one instance to its end."""
-    source = request.instance.get("data_source")
-    if not isinstance(source, str):
-        raise InvalidFieldError(
-            [FieldError(path="body.instance.data_source", message="must name an environment")]
-        )
-    instance = {key: value for key, value in request.instance.items() if key != "data_source"}
+    instance = request.instance.model_extra or {}
     rollout_id = request.job_id or uuid.uuid4().hex
     await service.submit(
         RolloutRequest(
             rollout_id=rollout_id,
-            task=Task(environment=source, instance=instance),
+            task=Task(environment=request.instance.data_source, instance=instance),
             sampling=request.sampling_params.sampling(),
             limits=request.sampling_params.limits(),
         )
     )
-    try:
-        while (ended := await service.wait(rollout_id, DAY_SECONDS)) is None:
-            pass
-    except ShuttingDownError as error:
-        # Whoever named no job asks for this one, or gets a second one.
-        raise ShuttingDownError(context={"job_id": rollout_id}) from error
+    while (ended := await service.wait(rollout_id, DAY_SECONDS)) is None:
+        pass
     return JSONResponse(_result(ended))  # as it is: validating every token again would take long
 
 
@@ -184,8 +184,15 @@ async def cancel_job(service: ServiceDep, request: JobRequest) -> CancelJobAnswe
 )
 async def add_llm_server(service: ServiceDep, request: ServerRequest) -> AddServerAnswer:
     """Add an engine to the default pool."""
-    url = request.address if "://" in request.address else f"http://{request.address}"
-    view = await service.serving.register(BackendSpec(url=HttpUrl(url)))
+    address = request.address
+    try:
+        spec = BackendSpec(url=HttpUrl(address if "://" in address else f"http://{address}"))
+    except ValidationError as error:
+        message = f"{address!r} is not an address"
+        raise InvalidFieldError(
+            [FieldError(path="body.address", message=message)], hint="Give HOST:PORT or a URL."
+        ) from error
+    view = await service.serving.register(spec)
     return AddServerAnswer(address=request.address, backend_id=view.backend_id)
 
 

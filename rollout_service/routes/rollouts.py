@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from contextlib import suppress
 from http import HTTPStatus
 from typing import Annotated
 
@@ -25,11 +24,12 @@ from rollout_service.errors import ConflictError, NotFoundError
 from rollout_service.inference.errors import NoBackendError
 from rollout_service.openapi.answers import also, raises
 from rollout_service.routes.dependencies import ServiceDep, as_json
-from rollout_service.shutdown import ShuttingDownError
+from rollout_service.routes.strict import StrictRoute
 
-router = APIRouter(prefix="/v1", tags=["rollouts"])
+router = APIRouter(prefix="/v1", tags=["rollouts"], route_class=StrictRoute)
 
 MAX_WAIT_SECONDS = 3_600.0
+CURSOR = r"^[0-9]{1,18}$"
 
 
 @router.post(
@@ -50,10 +50,8 @@ async def submit_rollout(
     """
     rollout_id = request.rollout_id or uuid.uuid4().hex
     rollout = await service.submit(request.model_copy(update={"rollout_id": rollout_id}))
-    if wait:
-        with suppress(ShuttingDownError):  # the order stands
-            if ended := await service.wait(rollout_id, wait):
-                return as_json(ended)
+    if wait and (ended := await service.wait(rollout_id, wait)):
+        return as_json(ended)
     return as_json(rollout, HTTPStatus.ACCEPTED)
 
 
@@ -61,7 +59,9 @@ async def submit_rollout(
 async def list_rollouts(
     service: ServiceDep,
     state: RolloutState | None = None,
-    cursor: str | None = None,
+    cursor: Annotated[
+        str | None, Query(pattern=CURSOR, description="`next_cursor` of the page before")
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=1_000)] = 100,
 ) -> RolloutPage:
     """A page of rollouts, oldest first, without trajectories."""

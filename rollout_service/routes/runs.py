@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import Response, StreamingResponse
 
+from api_schemas.base import MAX_INT
 from api_schemas.exports import (
     EXPORT_MEDIA_TYPE,
     Rescored,
@@ -33,10 +34,11 @@ from rollout_service.errors import ConflictError, NotFoundError
 from rollout_service.inference.errors import NoBackendError
 from rollout_service.openapi.answers import also, answers, raises
 from rollout_service.routes.dependencies import ServiceDep, as_json
+from rollout_service.routes.strict import StrictRoute
 from rollout_service.runs.delivery import RunOverError
 from rollout_service.store.run_contract import LeaseOrder
 
-router = APIRouter(prefix="/v1", tags=["runs"])
+router = APIRouter(prefix="/v1", tags=["runs"], route_class=StrictRoute)
 
 MAX_WAIT_SECONDS = 3_600.0
 MAX_LEASE_SECONDS = 86_400.0
@@ -108,7 +110,7 @@ async def lease_batch(
     key: Annotated[
         str | None, Query(max_length=128, description="the same key gets the batch again that it holds")
     ] = None,
-    version: Annotated[int | None, Query(ge=0, description="the trainer's version")] = None,
+    version: Annotated[int | None, Query(ge=0, le=MAX_INT, description="the trainer's version")] = None,
     allow_stale: Annotated[bool, Query(description="also groups older than the run's bound")] = False,
     accept: Annotated[str, Header()] = "*/*",
 ) -> Response:
@@ -117,9 +119,7 @@ async def lease_batch(
     With `Accept: application/vnd.rollout.batch+safetensors` it comes as arrays.
     """
     order = LeaseOrder(run_id, key or uuid.uuid4().hex, seconds, allow_stale)
-    leased = await service.shutdown.until_begun(
-        lambda: service.delivery.lease(order, version=version, timeout=timeout)
-    )
+    leased = await service.delivery.lease(order, version=version, timeout=timeout)
     if leased is None:
         return Response(status_code=HTTPStatus.NO_CONTENT)
     if BINARY_MEDIA_TYPE not in accept:

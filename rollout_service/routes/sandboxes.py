@@ -6,9 +6,10 @@ from fastapi import APIRouter
 
 from api_schemas.nodes import NodeView
 from rollout_service.routes.dependencies import ServiceDep
+from rollout_service.routes.strict import StrictRoute
 from sandboxes import SandboxInfo
 
-router = APIRouter(prefix="/v1", tags=["sandboxes"])
+router = APIRouter(prefix="/v1", tags=["sandboxes"], route_class=StrictRoute)
 
 
 @router.get("/sandboxes")

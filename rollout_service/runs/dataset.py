@@ -47,7 +47,7 @@ def open_dataset(source: DatasetTasks, environment: Environment) -> DatasetRows:
         try:
             environment.check(rows.read(position))
         except InvalidFieldError as error:
-            where = f"instance {position} of the data set of {source.environment!r}"
+            where = f"instance {position + 1} of the data set of {source.environment!r}"
             problem = FieldError(path=f"{FIELD}.environment", message=f"{where}: {error}")
             raise InvalidFieldError([problem], hint=error.hint) from error
     return rows

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 import anyio.to_thread
-from pydantic import JsonValue
 
 from api_schemas.errors import FieldError
 from api_schemas.runs import (
@@ -21,7 +20,7 @@ from api_schemas.runs import (
 )
 from api_schemas.tasks import Task
 from rollout_service.environments.contract import Environment
-from rollout_service.errors import InvalidFieldError
+from rollout_service.errors import InvalidFieldError, fields_below
 from rollout_service.runs.dataset import open_dataset
 from rollout_service.runs.manager import RunManager
 from rollout_service.runs.source import Rows, open_file
@@ -29,7 +28,7 @@ from rollout_service.store.batch_statements import dropped_tallies
 from rollout_service.store.run_contract import RunRecord, RunStore
 
 CheckEnvironment = Callable[[str], Awaitable[Environment]]
-"""The environment of a name, with an image that can be used; raises InvalidFieldError."""
+"""The environment of a name, with an image that can be used; raises InvalidFieldError at `environment`."""
 
 
 class RunOrders:
@@ -67,7 +66,8 @@ class RunOrders:
         return self.view(record), new
 
     async def _open(self, source: FileTasks | DatasetTasks) -> Rows:
-        environment = await self._check_environment(source.environment)
+        with fields_below("body.source"):
+            environment = await self._check_environment(source.environment)
         if isinstance(source, DatasetTasks):
             return await anyio.to_thread.run_sync(open_dataset, source, environment)
         return await anyio.to_thread.run_sync(open_file, source, environment.check)
@@ -79,9 +79,12 @@ class RunOrders:
         await self._check_tasks(source.tasks, "body.source.tasks")
 
     async def _check_tasks(self, tasks: list[Task], field: str) -> None:
-        environments = {name: await self._check_environment(name) for name in {t.environment for t in tasks}}
+        environments: dict[str, Environment] = {}
         for number, task in enumerate(tasks):
-            _check_instance(environments[task.environment], task.instance, f"{field}.{number}")
+            with fields_below(f"{field}.{number}"):
+                if task.environment not in environments:
+                    environments[task.environment] = await self._check_environment(task.environment)
+                environments[task.environment].check(task.instance)
 
     async def append(self, run_id: str, order: AppendTasks) -> Run:
         """Append tasks to an open run; raises InvalidFieldError, NotFoundError, ConflictError."""
@@ -136,11 +139,3 @@ class RunOrders:
             created_at=run.created_at,
             ended_at=run.changed_at if over else None,
         )
-
-
-def _check_instance(environment: Environment, instance: dict[str, JsonValue], field: str) -> None:
-    try:
-        environment.check(instance)
-    except InvalidFieldError as error:
-        fields = [one.model_copy(update={"path": f"{field}.{one.path}"}) for one in error.fields]
-        raise InvalidFieldError(fields, hint=error.hint, context=error.context) from error

@@ -21,7 +21,7 @@ from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage
 from api_schemas.trajectories import Trajectory
 from rollout_service.environments.base import AgentEnvironment
 from rollout_service.environments.contract import Environment, Episode, EvaluateIn, Policy, Score
-from rollout_service.errors import InvalidFieldError, describe
+from rollout_service.errors import InvalidFieldError, describe, fields_below
 from rollout_service.pipeline.attempt import Attempt, Services
 from rollout_service.pipeline.stage import Slot
 from rollout_service.runs.replay import NotReplayableError, RecordedPolicy, recorded_answer
@@ -67,11 +67,8 @@ class Rescorer:
     async def _check(self, options: RescoreOptions) -> None:
         if options.environment is None:
             return
-        try:
+        with fields_below("body"):
             await self._check_environment(options.environment)
-        except InvalidFieldError as error:
-            fields = [one.model_copy(update={"path": "body.environment"}) for one in error.fields]
-            raise InvalidFieldError(fields, hint=error.hint, context=error.context) from error
 
     async def _in_parts(
         self, chosen: Sequence[T], load: Load[T], options: RescoreOptions

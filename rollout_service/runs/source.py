@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import stat
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -22,6 +23,7 @@ from pydantic import JsonValue, TypeAdapter
 from api_schemas.errors import FieldError
 from api_schemas.runs import DatasetTasks, FileTasks, InlineTasks, TaskSource
 from api_schemas.tasks import Task
+from rollout_service import strict_json
 from rollout_service.errors import InvalidFieldError, ServiceError
 from rollout_service.store.run_contract import RunRecord
 
@@ -112,7 +114,7 @@ class JsonLines(Rows):
             for number, line in enumerate(file, start=1):
                 digest.update(line)
                 if line.strip():
-                    check_row(path, f"line {number}", line, lambda one: check(_INSTANCE.validate_json(one)))
+                    check_row(path, f"line {number}", line, lambda one: check(_instance(one)))
                     self._offsets.append(offset)
                 offset += len(line)
         self.digest = digest.hexdigest()
@@ -125,6 +127,10 @@ class JsonLines(Rows):
             file.seek(self._offsets[position])
             instance: dict[str, JsonValue] = json.loads(file.readline())
         return instance
+
+
+def _instance(line: bytes) -> dict[str, JsonValue]:
+    return _INSTANCE.validate_python(strict_json.parse(line))
 
 
 class Parquet(Rows):
@@ -150,13 +156,11 @@ class Parquet(Rows):
         except ArrowException as error:
             problem = FieldError(path=f"{FIELD}.path", message=f"{path} is no whole Parquet file: {error}")
             raise InvalidFieldError([problem], hint="Write it again.") from error
-        position = 0
+        number = 0
         for batch in self._table.to_batches(max_chunksize=_ROWS_AT_ONCE):
             for row in batch.to_pylist():
-                check_row(
-                    path, f"row {position}", row, lambda one: check(_INSTANCE.validate_json(_as_json(one)))
-                )
-                position += 1
+                number += 1
+                check_row(path, f"row {number}", row, lambda one: check(_instance(_as_json(one).encode())))
 
     def __len__(self) -> int:
         rows: int = self._table.num_rows
@@ -196,6 +200,13 @@ _KINDS: dict[str, Callable[[Path, Callable[[dict[str, JsonValue]], None]], Rows]
 }
 
 
+def _regular(path: Path) -> Path:
+    """Return the path of a file with an end: opening a FIFO would wait for whoever writes to it."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(f"{path} is not a regular file")
+    return path
+
+
 def open_file(source: FileTasks, check: Callable[[dict[str, JsonValue]], None]) -> Rows:
     """The instances of a file, each checked; call it in a thread.
 
@@ -203,14 +214,15 @@ def open_file(source: FileTasks, check: Callable[[dict[str, JsonValue]], None]) 
         InvalidFieldError: the file cannot be read, is empty, or holds something that is no instance, with the row;
             or it is a Parquet file, and pyarrow is not installed.
     """
-    path = Path(source.path).expanduser()
+    path = Path(source.path)
     kind = _KINDS.get(path.suffix)
     if kind is None:
         problem = FieldError(path=f"{FIELD}.path", message=f"{path} is neither .jsonl nor .parquet")
         raise InvalidFieldError([problem])
     try:
+        path = _regular(path.expanduser())
         rows = kind(path, check)
-    except OSError as error:
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL in the path; the home of nobody
         problem = FieldError(path=f"{FIELD}.path", message=str(error))
         raise InvalidFieldError([problem], hint="The path is one of the service's machine.") from error
     if not len(rows):

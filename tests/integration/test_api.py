@@ -1,6 +1,5 @@
 """The API of a real server with the embedded engine and local sandboxes: answers, refusals, and what they say."""
 
-import json
 import os
 import signal
 import subprocess
@@ -138,8 +137,141 @@ def test_malformed_json_is_a_400(api: httpx.Client) -> None:
     assert refused.code == "malformed_json"
 
 
+def test_what_could_not_be_kept_is_refused(api: httpx.Client) -> None:
+    headers = {"content-type": "application/json"}
+    task = b'{"task": {"environment": "calc", "instance": %s}}'
+    for instance in [
+        b'{"question": "\\ud800", "answer": "1"}',
+        b'{"question": "1", "answer": "1", "x": NaN}',
+        *(b'{"question": "1", "answer": "1", "x": %s%s}' % (b"[" * n, b"]" * n) for n in (120, 230, 5_000)),
+    ]:
+        refused = problem(api.post("/v1/rollouts", content=task % instance, headers=headers), 400)
+        assert refused.code == "malformed_json"
+        assert [field.path for field in refused.errors] == ["body"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/rollouts", {"sampling": {"seed": 2**64}}, "body.sampling.seed"),
+        ("/v1/rollouts", {"sampling": {"top_k": 2**64}}, "body.sampling.top_k"),
+        ("/v1/rollouts", {"limits": {"max_tokens": 2**70}}, "body.limits.max_tokens"),
+        ("/v1/rollouts", {"limits": {"agent_seconds": 1e300}}, "body.limits.agent_seconds"),
+        ("/v1/rollouts", {"sampling": {"temperature": "1"}}, "body.sampling.temperature"),
+        ("/v1/rollouts", {"limits": {"max_turns": True}}, "body.limits.max_turns"),
+        ("/v1/runs", {"version": 2**64}, "body.version"),
+        ("/v1/runs", {"max_staleness": 2**64}, "body.max_staleness"),
+        ("/v1/runs", {"source": {"kind": "inline", "epochs": 2**64}}, "body.source.epochs"),
+        ("/v1/runs", {"source": {"kind": "inline", "tasks": [{}]}}, "body.source.tasks.0.environment"),
+        ("/v1/runs/any/tasks", {"tasks": [], "offset": 2**64}, "body.offset"),
+        ("/v1/weights", {"path": "x", "version": 2**64}, "body.version"),
+        ("/process", {"instance": {"data_source": "calc"}, "sampling_params": {"top_p": 7}}, "top_p"),
+        ("/process", {"instance": {}}, "body.instance.data_source"),
+        ("/add_llm_server", {"address": "http://[::"}, "body.address"),
+    ],
+)
+def test_a_value_out_of_bounds_is_named(api: httpx.Client, path: str, body: Any, field: str) -> None:
+    whole = {"task": {"environment": "calc"}} if path == "/v1/rollouts" else {}
+    whole |= {"batch_size": 1, "source": {"kind": "inline"}} if path == "/v1/runs" else {}
+    refused = problem(api.post(path, json=whole | body), 422)
+    assert any(error.path.endswith(field) for error in refused.errors), refused.errors
+
+
+def test_values_at_the_bounds_are_taken(api: httpx.Client) -> None:
+    instance = api.get("/v1/environments/calc/dataset", params={"limit": 1}).json()[0]
+    bound, tasks = 2**62, [{"environment": "calc", "instance": instance}]
+    body = {
+        "run_id": "bounds",
+        "source": {"kind": "inline", "tasks": tasks, "epochs": bound, "seed": -bound, "shuffle": True},
+        "batch_size": 65_536,
+        "group_size": 1,
+        "version": bound,
+        "max_staleness": bound,
+        "prefetch_batches": bound,
+        "priority": bound,
+        "max_concurrent": 1,
+        "retention": {"seconds": 1e9, "max_bytes": bound},
+        "sampling": {"seed": bound, "top_k": 2**31 - 1},
+        "limits": {
+            "max_tokens": bound,
+            "max_turn_tokens": bound,
+            "rollout_seconds": 1e9,
+            "init_seconds": 1e9,
+        },
+    }
+    assert api.post("/v1/runs", json=body).status_code == 201
+    rollout = api.get("/v1/rollouts/bounds.0.0", params={"wait": 30})
+    while rollout.status_code == 404:  # the manager has not begun it yet
+        rollout = api.get("/v1/rollouts/bounds.0.0", params={"wait": 30})
+    assert rollout.json()["state"] == "completed", rollout.text
+    assert api.delete("/v1/runs/bounds").json()["problem"] is None
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "parameter", "near"),
+    [
+        ("GET", "/v1/rollouts", "limitt", "limit"),
+        ("GET", "/v1/rollouts/x", "trajectories", "trajectory"),
+        ("POST", "/v1/rollouts", "waits", "wait"),
+        ("GET", "/v1/backends", "pool", None),
+    ],
+)
+def test_an_unknown_query_parameter_is_refused(
+    api: httpx.Client, method: str, path: str, parameter: str, near: str | None
+) -> None:
+    refused = problem(api.request(method, path, params={parameter: "1"}), 422)
+    assert refused.errors[0].path == f"query.{parameter}"
+    assert refused.errors[0].message == ("unknown" if near is None else f"unknown; did you mean {near}?")
+
+
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        ({"environment": "clac"}, "environment"),
+        ({"environment": "calc", "instance": {"question": "1", "answer": "x"}}, "instance.answer"),
+    ],
+)
+def test_a_wrong_task_of_a_run_is_named_where_it_is(api: httpx.Client, body: Any, path: str) -> None:
+    right = {"environment": "calc", "instance": {"question": "1 + 1", "answer": "2"}}
+    order = {"source": {"kind": "inline", "tasks": [right, body]}, "batch_size": 1}
+    assert problem(api.post("/v1/runs", json=order), 422).errors[0].path == f"body.source.tasks.1.{path}"
+    api.post(
+        "/v1/runs",
+        json={"run_id": "open", "source": {"kind": "inline", "open": True}, "batch_size": 1},
+    )
+    refused = problem(api.post("/v1/runs/open/tasks", json={"tasks": [right, body]}), 422)
+    assert refused.errors[0].path == f"body.tasks.1.{path}"
+    assert problem(api.post("/v1/rollouts", json={"task": body}), 422).errors[0].path == f"body.task.{path}"
+
+
+def test_an_unknown_field_comes_with_the_nearest(api: httpx.Client) -> None:
+    body = {"source": {"kind": "inline", "tsks": []}, "batch_size": 1, "group_sise": 2}
+    errors = problem(api.post("/v1/runs", json=body), 422).errors
+    assert {(error.path, error.message) for error in errors} == {
+        ("body.group_sise", "unknown field; did you mean group_size?"),
+        ("body.source.tsks", "unknown field; did you mean tasks?"),
+    }
+
+
+def test_a_hint_follows_a_question_without_a_full_stop(api: httpx.Client) -> None:
+    body = {"source": {"kind": "inline"}, "batch_size": 1, "filters": [{"name": "zero_varianc"}]}
+    assert "did you mean zero_variance? Known" in problem(api.post("/v1/runs", json=body), 422).detail
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "nul", "home"])
+def test_a_file_of_tasks_that_is_none(api: httpx.Client, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "tasks.jsonl"
+    if kind == "fifo":
+        os.mkfifo(path)
+    if kind == "folder":
+        path.mkdir()
+    named = {"nul": "/tmp/a\0b.jsonl", "home": "~nobody-of-this-name/tasks.jsonl"}.get(kind, str(path))
+    order = {"source": {"kind": "file", "path": named, "environment": "calc"}, "batch_size": 1}
+    assert problem(api.post("/v1/runs", json=order, timeout=10), 422).errors[0].path == "body.source.path"
+
+
 def test_a_body_of_another_type_is_told_the_right_one(api: httpx.Client) -> None:
-    refused = problem(api.post("/v1/rollouts", data={"task": "x"}), 422)
+    refused = problem(api.post("/v1/rollouts", data={"task": "x"}), 415)
     assert "application/json" in refused.detail
 
 
@@ -170,11 +302,13 @@ def test_a_backend_that_does_not_answer_is_refused(api: httpx.Client) -> None:
 
 def test_an_unknown_path_and_method(api: httpx.Client) -> None:
     assert "/v1/rollouts" in problem(api.get("/v1/rollout"), 404).detail
-    problem(api.put("/v1/rollouts"), 405)
+    refused = api.put("/v1/rollouts")
+    problem(refused, 405)
+    assert refused.headers["allow"] == "GET, POST"
     problem(api.get("/v1/rollouts/nobody"), 404)
     problem(api.get("/v1/rollouts/nobody/trajectory"), 404)
     problem(api.delete("/v1/backends/nobody"), 404)
-    problem(api.get("/v1/environments/nobody/dataset"), 422)
+    problem(api.get("/v1/environments/nobody/dataset"), 404)
 
 
 def test_cancel_before_submit(api: httpx.Client) -> None:
@@ -307,7 +441,7 @@ def test_stop_and_start(api: httpx.Client) -> None:
 def test_every_error_in_the_log_is_json_safe(api: httpx.Client) -> None:
     """Hostile strings in a request come back as data, never as structure."""
     hostile = "\u2028<script>\x1b[31m"
-    refused = problem(api.post("/v1/rollouts", content=json.dumps({"task": {"environment": hostile}})), 422)
+    refused = problem(api.post("/v1/rollouts", json={"task": {"environment": hostile}}), 422)
     assert refused.errors
 
 

@@ -64,7 +64,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
     with pytest.raises(InvalidFieldError) as caught:
         EnvironmentRegistry([Plain("calc"), Plain("math")]).get("clac")
     [field] = caught.value.fields
-    assert field.path == "body.task.environment"
+    assert field.path == "environment"
     assert "did you mean calc" in field.message
     assert caught.value.context == {"environments": ["calc", "math"]}
 

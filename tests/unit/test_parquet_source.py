@@ -84,14 +84,14 @@ def test_rows_beyond_one_group_are_read_by_position(tmp_path: Path) -> None:
     ],
 )
 def test_what_no_instance_can_hold_is_named(tmp_path: Path, values: list[Any], said: str) -> None:
-    with pytest.raises(InvalidFieldError, match=f"row 0.*{said}"):
+    with pytest.raises(InvalidFieldError, match=f"row 1.*{said}"):
         opened(write(tmp_path / "odd.parquet", value=values))
 
 
 def test_a_row_that_the_environment_refuses_is_named(tmp_path: Path) -> None:
     answers = ["4"] * 1_500 + ["four"] + ["4"]
     path = write(tmp_path / "calc.parquet", question=["2 + 2"] * len(answers), answer=answers)
-    with pytest.raises(InvalidFieldError, match=r"row 1500.*answer") as caught:
+    with pytest.raises(InvalidFieldError, match=r"row 1501.*answer") as caught:
         open_file(source(path), environment.check)
     assert [field.path for field in caught.value.fields] == ["body.source.path"]
 

@@ -1,0 +1,87 @@
+"""Which hosts the API answers for, and from which web sites it takes orders.
+
+Guarantees: a page of another site that a browser on this machine shows can neither change anything here nor, by a name
+of its own that it points at this server, read anything. Programs that are not browsers notice nothing, as long as they
+name the server by an address, by a loopback name, or by a name that is allowed.
+
+A name is allowed when it is listed. Without a list a server with keys answers to any name: a browser does not send a
+key by itself, so a page gains nothing from the name, and trainers on other nodes use names that this process cannot
+know. A server without keys listens on the loopback, and answers to the names of this machine. Addresses are always
+allowed, since no web site can choose one as its name.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+from urllib.parse import SplitResult, urlsplit
+
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+OTHER_SITES = frozenset({"cross-site", "same-site"})
+"""What browsers call pages that are not from here; `same-site` is another port or a sibling domain."""
+
+
+class AllowedHosts:
+    """The names of one server."""
+
+    def __init__(self, listed: Iterable[str], *, bound: str, keyed: bool) -> None:
+        """`listed` are names and `*.NAME`; `bound` is where the server listens, `keyed` whether it asks for keys."""
+        self._listed = frozenset(name.lower().rstrip(".") for name in listed)
+        self._own = frozenset({"localhost", bound.lower(), socket.gethostname().lower()})
+        self._any = keyed and not self._listed
+
+    def answers(self, host: str | None) -> bool:
+        """Whether a request may name this host, with or without a port; HTTP/1.0 need not name one."""
+        if host is None or self._any:
+            return True
+        name = _hostname(f"//{host}")
+        if name is None:
+            return False
+        return name in self._own or name.endswith(".localhost") or _is_address(name) or self._has(name)
+
+    def takes_orders(self, *, host: str | None, origin: str | None, site: str | None) -> bool:
+        """Whether a request that changes something may come from a page of this origin.
+
+        `origin` and `site` are the headers Origin and Sec-Fetch-Site; browsers alone send them.
+        """
+        if origin is None:
+            return site not in OTHER_SITES
+        name = _hostname(origin)
+        if name is not None and self._has(name):
+            return True
+        return site not in OTHER_SITES and _is_same(origin, host)
+
+    def _has(self, name: str) -> bool:
+        return name in self._listed or any(
+            name.endswith(listed.removeprefix("*")) for listed in self._listed if listed.startswith("*.")
+        )
+
+
+def _is_same(origin: str, host: str | None) -> bool:
+    """Whether an origin is the host that the request names; the scheme may differ behind a proxy that ends TLS."""
+    parts = _split(origin)
+    return parts is not None and bool(host) and parts.netloc.lower() == str(host).lower()
+
+
+def _hostname(url: str) -> str | None:
+    parts = _split(url)
+    name = None if parts is None or "@" in parts.netloc else parts.hostname
+    return name.rstrip(".") if name else None
+
+
+def _split(url: str) -> SplitResult | None:
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018 - raises ValueError where it is not a number
+    except ValueError:
+        return None
+    return parts
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,58 @@
+"""Reads requests strictly: what cannot be kept, or was not asked for, is refused before a route sees it.
+
+Guarantees: a body is JSON that can be written again (no lone surrogates, no NaN, bounded nesting), and every query
+parameter is one that the route knows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute
+from pydantic import JsonValue
+
+from api_schemas.errors import FieldError
+from rollout_service import strict_json
+from rollout_service.errors import InvalidFieldError, nearest
+
+
+class StrictRequest(Request):
+    """A request whose body is parsed strictly."""
+
+    async def json(self) -> JsonValue:
+        """Return the body, parsed; raises JSONDecodeError, which FastAPI makes a validation error of."""
+        try:
+            return strict_json.parse(await self.body())
+        except ValueError as error:
+            raise json.JSONDecodeError(str(error), "", 0) from error
+
+
+class StrictRoute(APIRoute):
+    """A route that refuses unknown query parameters, and bodies that could not be kept."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        known = _query_names(self.dependant)
+
+        async def strict(request: Request) -> Response:
+            _refuse_unknown(request, known)
+            return await handle(StrictRequest(request.scope, request.receive))
+
+        return strict
+
+
+def _query_names(dependant: Dependant) -> set[str]:
+    own = {field.alias for field in dependant.query_params}
+    return own.union(*map(_query_names, dependant.dependencies))
+
+
+def _refuse_unknown(request: Request, known: set[str]) -> None:
+    unknown = [name for name in request.query_params if name not in known]
+    if unknown:
+        raise InvalidFieldError(
+            [FieldError(path=f"query.{name}", message=f"unknown{nearest(name, known)}") for name in unknown]
+        )
