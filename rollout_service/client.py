@@ -37,7 +37,7 @@ from api_schemas.inference import (
     WeightsGroupRequest,
     WeightsRequest,
 )
-from api_schemas.nodes import NodeView
+from api_schemas.nodes import NodeView, Readiness
 from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState
 from api_schemas.runs import Run, RunPage, RunRequest
 from api_schemas.trajectories import Trajectory
@@ -386,6 +386,16 @@ class RolloutClient:
     async def ready(self) -> None:
         """Returns when the service can take work; within this client's patience it waits for that."""
         await self._call(None, "GET", "/ready")
+
+    async def readiness(self) -> Readiness:
+        """Whether the service can take work now, and if not, why. Asks once, and raises UnreachableError."""
+        try:
+            response = await self._http.get("/ready")
+        except httpx.TransportError as error:
+            raise UnreachableError(f"{self.base_url} does not answer: {error}") from error
+        if response.status_code not in (httpx.codes.OK, httpx.codes.SERVICE_UNAVAILABLE):
+            raise problem_of(response)
+        return parse(TypeAdapter(Readiness), response.content)
 
     async def events(self, *, after: int | None = None) -> AsyncGenerator[Event]:
         """Events as they happen, without end; from `after` on when it is given, each once and in order.

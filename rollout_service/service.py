@@ -122,9 +122,9 @@ class Service:
         """Why the service cannot take work, each with what to do; empty when it can."""
         reasons = []
         if not any(view.state is BackendState.READY for view in self.serving.views()):
-            waiting = "".join(f" Waiting for {url}: {why}." for url, why in self.serving.waiting.items())
             reasons.append(
-                f"no backend is in service; register one with POST /v1/backends or resume its pool.{waiting}"
+                "no backend is in service; register one with POST /v1/backends or resume its pool."
+                + "".join(f" {sentence}" for sentence in self.serving.absences())
             )
         if (problem := self.store.problem) is not None:
             reasons.append(sentences(str(problem), problem.hint))
@@ -161,7 +161,7 @@ async def open_service(settings: Settings, metrics: Metrics) -> AsyncIterator[Se
         await stack.enter_async_context(node.running())
         sandboxes = SandboxSource(node.pool)
         pools = await stack.enter_async_context(_pools(settings, metrics))
-        serving = Serving(pools, state_dir / "backends.json", hold_seconds=settings.hold_seconds)
+        serving = Serving(pools, state_dir / "backends.json")
         await _start_engine(settings, stack, serving)
         await stack.enter_async_context(serving.reconnecting(settings.backends))
         services = Services(

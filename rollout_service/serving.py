@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 
 from api_schemas.inference import (
     BackendSpec,
+    BackendState,
     BackendView,
     PauseRequest,
     PoolOutcome,
@@ -59,13 +60,11 @@ class _Attempt:
 class Serving:
     """The backends and chat formats of all pools."""
 
-    def __init__(self, pools: Pools, remembered: Path, *, hold_seconds: float) -> None:
+    def __init__(self, pools: Pools, remembered: Path) -> None:
         """`remembered` is the file that keeps the backends for after a restart."""
         self._pools = pools
         self._remembered = remembered
-        self._hold_seconds = hold_seconds
         self._served: dict[str, Served] = {}
-        self._changed = anyio.Event()
         self._specs: dict[str, BackendSpec] = {}
         self._awaited: dict[str, BackendSpec] = {}
         self._attempts: dict[str, _Attempt] = {}
@@ -101,6 +100,7 @@ class Serving:
                     await self._pools.remove(view.backend_id)
             raise
         self._served[spec.pool] = Served(renderer, view.context_length)
+        self._pools.note_change()
         self._stop_waiting(str(spec.url))
         if remember:
             self._specs[view.backend_id] = spec
@@ -111,6 +111,7 @@ class Serving:
     async def remove(self, backend_id: str) -> None:
         """Take an engine out for good; raises UnknownBackend."""
         await self._pools.remove(backend_id)
+        log.info("backend removed", backend_id=backend_id)
         if self._specs.pop(backend_id, None):
             await self._save()
 
@@ -131,11 +132,23 @@ class Serving:
 
     def drain(self, backend_id: str) -> BackendView:
         """Send an engine nothing new; raises UnknownBackend."""
-        return self._pools.drain(backend_id)
+        view = self._pools.drain(backend_id)
+        log.info("backend is given nothing new", backend_id=backend_id)
+        return view
 
     def views(self) -> list[BackendView]:
         """All backends of all pools."""
         return self._pools.views()
+
+    def absences(self) -> list[str]:
+        """A sentence for each backend that does not serve, saying why."""
+        awaited = [f"Waiting for {url}: {why.rstrip('.')}." for url, why in self.waiting.items()]
+        views = [view for view in self.views() if view.state is not BackendState.READY]
+        return awaited + [
+            f"{view.backend_id} is {view.state}"
+            + (f": {view.last_error}." if view.state is BackendState.FAILED and view.last_error else ".")
+            for view in views
+        ]
 
     async def pause(self, request: PauseRequest) -> PoolOutcome:
         """Pause a pool; raises NoBackendError, or OrderFailed where an engine did not obey."""
@@ -186,9 +199,18 @@ class Serving:
         if pool not in self._served and all(spec.pool != pool for spec in self._awaited.values()):
             self._pools[pool]
 
+    def in_service(self) -> tuple[frozenset[str], anyio.Event]:
+        """The pools with a backend in service, paused ones too, and the event of the next change."""
+        pools, changed = self._pools.in_service()
+        return pools & self._served.keys(), changed
+
     async def open(self, request: RolloutRequest, environment: Environment) -> PolicySession:
-        """The conversation of one rollout with its pool, once that is served; raises NoBackendError."""
-        served = await self._once_served(request.pool)
+        """The conversation of one rollout with its pool; raises NoBackendError when nothing serves that."""
+        served = self._served.get(request.pool)
+        if served is None:
+            raise NoBackendError(
+                f"pool {request.pool!r} has no backend", hint="Register one with POST /v1/backends."
+            )
         return PolicySession(
             Conversation(served.renderer, environment.tool_definitions()),
             self._pools[request.pool],
@@ -204,25 +226,9 @@ class Serving:
         if request.pool in self._served:
             self._pools[request.pool].release(request.rollout_id or "")
 
-    async def _once_served(self, pool: str) -> Served:
-        """Wait for backends that are still starting, as after a restart of the whole job."""
-        with anyio.move_on_after(self._hold_seconds):
-            while pool not in self._served:
-                self.check(pool)
-                await self._changed.wait()
-        if pool not in self._served:
-            reasons = "; ".join(f"{url}: {reason}" for url, reason in self.waiting.items())
-            raise NoBackendError(
-                f"pool {pool!r} has no backend after {self._hold_seconds:g} s ({reasons})",
-                hint="Bring its engine back, or register another with POST /v1/backends.",
-            )
-        return self._served[pool]
-
     def _stop_waiting(self, url: str) -> None:
         self.waiting.pop(url, None)
         self._awaited.pop(url, None)
-        self._changed.set()
-        self._changed = anyio.Event()
 
     async def _reconnect(self, spec: BackendSpec) -> None:
         attempt = self._attempts[str(spec.url)]

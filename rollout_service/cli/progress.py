@@ -80,6 +80,10 @@ class ProgressView:
             self._said = time.monotonic()
             self._console.print(f"{self._tally.count}/{self._tally.total}: {text}")
 
+    def say(self, text: str) -> None:
+        """Print a line; on a terminal above the bar."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
     @contextmanager
     def shown(self) -> Iterator[ProgressView]:
         """Show the bar inside of the block, and a last line at its end."""

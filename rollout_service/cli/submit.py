@@ -177,6 +177,7 @@ async def _roll_out(
 ) -> int:
     """Roll out what is not in the results yet; returns how many were there already."""
     from rollout_service.cli.progress import ProgressView
+    from rollout_service.cli.waiting import waiting_explained
 
     total, resumed = tally.total, 0
 
@@ -189,10 +190,11 @@ async def _roll_out(
                 yield request
 
     with ProgressView(common.err(), tally).shown() as view:
-        async for rollout in client.run_all(missing(), concurrency=concurrency, refused=refusals.request):
-            results.append(rollout)
-            tally.add(rollout)
-            tally.total = total - resumed - refusals.count
-            view.update()
+        async with waiting_explained(client, view):
+            async for rollout in client.run_all(missing(), concurrency=concurrency, refused=refusals.request):
+                results.append(rollout)
+                tally.add(rollout)
+                tally.total = total - resumed - refusals.count
+                view.update()
         tally.total = total - resumed - refusals.count
     return resumed

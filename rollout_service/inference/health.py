@@ -7,6 +7,7 @@ comes back after several good probes, with the pool's weights and pause state.
 from dataclasses import replace
 
 import anyio
+import structlog
 
 from api_schemas.inference import BackendState
 from rollout_service.inference.control import Control
@@ -14,6 +15,8 @@ from rollout_service.inference.errors import BackendUnreachable, InferenceError
 from rollout_service.inference.member import Member
 from rollout_service.inference.options import PoolOptions
 from rollout_service.inference.roster import Roster
+
+log = structlog.get_logger(__name__)
 
 
 class Health:
@@ -75,4 +78,7 @@ class Health:
                 return
             if member.state is BackendState.FAILED:
                 member.bring_back(replace(info, weight_version=version, exports=member.info.exports))
+                log.info(
+                    "backend is back", backend_id=member.id, pool=self._roster.name, weight_version=version
+                )
         self._roster.notify()

@@ -12,7 +12,14 @@ from dataclasses import replace
 import anyio
 from anyio.abc import TaskGroup
 
-from api_schemas.inference import BackendView, PauseMode, PoolOutcome, WeightsGroupRequest, WeightsRequest
+from api_schemas.inference import (
+    BackendState,
+    BackendView,
+    PauseMode,
+    PoolOutcome,
+    WeightsGroupRequest,
+    WeightsRequest,
+)
 from rollout_service.inference.capabilities import check_backend
 from rollout_service.inference.contract import Backend, GenerateRequest, Generation
 from rollout_service.inference.control import Control
@@ -37,15 +44,18 @@ class BackendPool:
         options: PoolOptions | None = None,
         router: Router | None = None,
         observer: Observer | None = None,
+        on_change: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`on_change` is called at every change of a backend's state and of the pause."""
         self.name = name
         self._tasks = tasks
         self._options = options or PoolOptions()
         self._clock = clock
         router = router or CostRouter()
         self._line = Line()
-        self._roster = Roster(name, router.forget, self._line.ring_all)
+        self._on_change = on_change
+        self._roster = Roster(name, router.forget, self._changed)
         self._control = Control(self._roster)
         self._health = Health(self._roster, self._control, self._options)
         self._progress = Progress(self._roster, router, self._options)
@@ -55,6 +65,16 @@ class BackendPool:
     def paused(self) -> bool:
         """Whether requests are being held."""
         return self._roster.paused is not None
+
+    @property
+    def in_service(self) -> bool:
+        """Whether a backend serves, or will when a pause ends."""
+        return any(member.state is BackendState.READY for member in self._roster)
+
+    def _changed(self) -> None:
+        self._line.ring_all()
+        if self._on_change is not None:
+            self._on_change()
 
     @property
     def waiting(self) -> int:

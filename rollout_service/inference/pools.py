@@ -48,6 +48,7 @@ class Pools:
         self._observer = observer
         self._connect = connect
         self._pools: dict[str, BackendPool] = {}
+        self._changed = anyio.Event()
         self._tasks: TaskGroup | None = None
 
     async def __aenter__(self) -> Self:
@@ -83,6 +84,15 @@ class Pools:
     def names(self) -> list[str]:
         """The pools that exist."""
         return sorted(self._pools)
+
+    def in_service(self) -> tuple[frozenset[str], anyio.Event]:
+        """The pools with a backend that serves, or will when a pause ends, and the event of the next change."""
+        return frozenset(name for name, pool in self._pools.items() if pool.in_service), self._changed
+
+    def note_change(self) -> None:
+        """Tell those who wait that what is in service may have changed."""
+        self._changed.set()
+        self._changed = anyio.Event()
 
     def views(self) -> list[BackendView]:
         """Every backend of every pool."""
@@ -134,6 +144,7 @@ class Pools:
                 options=self._options_of.get(name, self._options),
                 router=self._router(),
                 observer=self._observer,
+                on_change=self.note_change,
             )
         return self._pools[name]
 

@@ -3,10 +3,13 @@
 from collections.abc import Callable, Iterator, Sequence
 
 import anyio
+import structlog
 
 from api_schemas.inference import BackendState, BackendView, PauseMode
 from rollout_service.inference.errors import BackendRejected, UnknownBackend
 from rollout_service.inference.member import Member
+
+log = structlog.get_logger(__name__)
 
 
 class Roster:
@@ -94,6 +97,14 @@ class Roster:
 
     def take_out(self, member: Member) -> None:
         """Out of service, until its probes succeed again."""
+        if member.state is BackendState.READY:
+            log.warning(
+                "backend lost",
+                backend_id=member.id,
+                pool=self.name,
+                error=member.last_error,
+                in_flight=member.in_flight,
+            )
         member.take_out()
         self._left(member)
 

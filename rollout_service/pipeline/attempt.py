@@ -41,6 +41,10 @@ class LeaseLostError(Exception):
     """Another worker holds this rollout now, or it has ended; nothing that is done here counts any more."""
 
 
+class NotServedError(Exception):
+    """The rollout's pool went out of service before the attempt began; it waits in the store for that to change."""
+
+
 class PromptTooLongError(RequestError):
     """The first prompt of a task does not fit the model's context."""
 
@@ -56,7 +60,11 @@ class EnvironmentSource(Protocol):
 
 
 class PolicyFactory(Protocol):
-    """Opens the conversation of one rollout with the engines of its pool."""
+    """Knows which pools are in service, and opens the conversation of one rollout with the engines of its pool."""
+
+    def in_service(self) -> tuple[frozenset[str], anyio.Event]:
+        """The pools with a backend in service, paused ones too, and the event of the next change."""
+        ...
 
     async def open(self, request: RolloutRequest, environment: Environment) -> Policy:
         """Open it; raises NoBackendError when the pool is empty, TokenError when its tokenizer cannot be used."""
@@ -198,6 +206,8 @@ class Attempt:
         """Work in a stage, which needs a sandbox more where it has a `purpose` for one."""
         admission = partial(self._be_admitted, purpose) if purpose is not None else None
         queued = await limiter.enter(self._slot, since=self._left, then=admission)
+        if limiter.stage is Stage.INIT:
+            self._check_served()
         self.stage = limiter.stage
         await self._advance(RolloutState(limiter.stage.value))
         timer = Timer(limiter.stage, self.lease.attempt, queued)
@@ -211,6 +221,11 @@ class Attempt:
         finally:
             self._left = time.perf_counter()
             self.spans.append(timer.span())
+
+    def _check_served(self) -> None:
+        pools, _ = self._services.policies.in_service()
+        if self.lease.request.pool not in pools:
+            raise NotServedError(self.lease.request.pool)
 
     async def _advance(self, state: RolloutState) -> None:
         if state is self._state:

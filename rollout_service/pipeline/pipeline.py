@@ -2,6 +2,7 @@
 
 Guarantees: every lease is settled exactly once, as completed, failed, cancelled, or queued again for another
 attempt; a rollout is worked on once at a time, also when the store could not be written for longer than a lease;
+a rollout begins only while its pool has a backend in service, and waiting for that costs no attempt and no deadline;
 only failures that may go away by themselves are tried again, within a budget; a cancellation takes effect at any
 moment and frees what the rollout held; at a shutdown what could not end in time goes back to the store with its
 attempt refunded. All tasks live in the task group of `running`; none outlives it.
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import anyio
@@ -21,7 +23,7 @@ from anyio.abc import TaskGroup
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutState
 from rollout_service.errors import AttemptsExhaustedError, StoreError, describe
-from rollout_service.pipeline.attempt import Attempt, LeaseLostError, Services
+from rollout_service.pipeline.attempt import Attempt, LeaseLostError, NotServedError, Services
 from rollout_service.settings import PipelineSettings
 from rollout_service.store.contract import Lease
 
@@ -47,6 +49,7 @@ class Pipeline:
         self._services = services
         self._settings = settings
         self._jobs: dict[str, Job] = {}
+        self._pools_changed = anyio.Event()
         self._idle = anyio.Event()
         self._started = anyio.Event()
         self._started.set()
@@ -118,10 +121,14 @@ class Pipeline:
         services = self._services
 
         async def claim() -> list[Lease]:
-            await services.store.wait_for_work()
+            await first_of(services.store.wait_for_work, self._pools_changed.wait)
             await self._started.wait()
+            pools, self._pools_changed = services.policies.in_service()
+            if not pools:
+                await self._pools_changed.wait()
+                return []
             return await services.store.claim(
-                services.owner, limit=limit, lease_seconds=self._settings.lease_seconds
+                services.owner, limit=limit, lease_seconds=self._settings.lease_seconds, pools=pools
             )
 
         return await insist("lease work", claim)
@@ -207,6 +214,8 @@ class Pipeline:
             result = attempt.result(RolloutState.COMPLETED, score=await attempt.run())
         except LeaseLostError:
             raise
+        except NotServedError:
+            await self._hand_back(attempt)
         except Exception as error:  # noqa: BLE001 - whatever an environment raises is settled, not hidden
             await self._settle_failure(attempt, error)
         else:
@@ -249,6 +258,13 @@ class Pipeline:
 
         await self._settle("queue a rollout again", attempt, retry)
 
+    async def _hand_back(self, attempt: Attempt) -> None:
+        """Let an attempt that has not begun wait in the store, where it holds no place."""
+        services, rollout_id = self._services, attempt.lease.rollout_id
+        await attempt.release()
+        with anyio.CancelScope(shield=True):
+            await insist("hand a rollout back", partial(services.store.release, services.owner, [rollout_id]))
+
     async def _finish(self, attempt: Attempt, result: Rollout) -> None:
         async def finish() -> bool:
             return await self._services.store.finish(attempt.lease, self._services.owner, result)
@@ -273,6 +289,18 @@ async def insist(what: str, call: Callable[[], Awaitable[T]]) -> T:
         except StoreError as error:
             log.error("the store failed; trying again", doing=what, error=str(error), hint=error.hint)
         await anyio.sleep(STORE_RETRY_SECONDS)
+
+
+async def first_of(*waits: Callable[[], Awaitable[object]]) -> None:
+    """Wait until one of these returns."""
+    async with anyio.create_task_group() as tasks:
+
+        async def wait(one: Callable[[], Awaitable[object]]) -> None:
+            await one()
+            tasks.cancel_scope.cancel()
+
+        for one in waits:
+            tasks.start_soon(wait, one)
 
 
 async def take_all(semaphore: anyio.Semaphore) -> int:

@@ -139,7 +139,7 @@ class ReplayAttempt(Attempt):
             queued_at=now,
             token=0,
         )
-        super().__init__(replace(services, policies=_Recorded(policy)), lease)
+        super().__init__(replace(services, policies=_Recorded(policy, request.pool)), lease)
         self._slot = slot
         self.policy = policy
         self.replays = replays
@@ -168,8 +168,12 @@ class ReplayAttempt(Attempt):
 class _Recorded:
     """The policies of one replayed rollout."""
 
-    def __init__(self, policy: RecordedPolicy) -> None:
+    def __init__(self, policy: RecordedPolicy, pool: str) -> None:
         self._policy = policy
+        self._pool = pool
+
+    def in_service(self) -> tuple[frozenset[str], anyio.Event]:
+        return frozenset({self._pool}), anyio.Event()
 
     async def open(self, request: RolloutRequest, environment: Environment) -> Policy:  # noqa: ARG002
         return self._policy

@@ -17,7 +17,7 @@ kind `rollout.cancel_requested` with the same data for a leased one that is aske
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
@@ -73,9 +73,12 @@ class Store(Protocol):
         """
         ...
 
-    async def claim(self, owner: str, *, limit: int, lease_seconds: float) -> list[Lease]:
+    async def claim(
+        self, owner: str, *, limit: int, lease_seconds: float, pools: Collection[str] | None = None
+    ) -> list[Lease]:
         """Lease up to `limit` queued rollouts, oldest first; also those of other owners whose lease ran out.
 
+        With `pools` only rollouts of these are leased, and `wait_for_work` waits for those until the next claim.
         What `owner` holds itself is never leased to it again, however long the store could not be written.
         """
         ...
@@ -91,8 +94,8 @@ class Store(Protocol):
         """
         ...
 
-    async def release(self, owner: str) -> int:
-        """Queue again what this owner holds; returns how many rollouts that were.
+    async def release(self, owner: str, rollout_ids: Sequence[str] | None = None) -> int:
+        """Queue again what this owner holds, or these of it; returns how many rollouts that were.
 
         Attempts that had begun are taken back from the count: an orderly shutdown is nobody's failure.
         """

@@ -247,6 +247,7 @@ def _submit(db: sqlite3.Connection, request: RolloutRequest, now: float) -> str:
     values = {
         "id": request.rollout_id,
         "fingerprint": codec.fingerprint(request),
+        "pool": request.pool,
         "request": request.model_dump_json(),
         "now": now,
     }

@@ -100,8 +100,15 @@ WHEN NEW.cancel AND NOT OLD.cancel AND NEW.owner IS NOT NULL BEGIN
 END;
 """
 
-_VERSION_3 = "UPDATE rollouts SET attempt = attempt - 1 WHERE owner IS NOT NULL AND state = 'queued';"
-"""An attempt counts when it enters its first stage; before, a lease counted as one."""
+_VERSION_3 = """
+UPDATE rollouts SET attempt = attempt - 1 WHERE owner IS NOT NULL AND state = 'queued';
+ALTER TABLE rollouts ADD COLUMN pool TEXT NOT NULL DEFAULT 'policy';
+UPDATE rollouts SET pool = (SELECT json_extract(request, '$.pool') FROM requests WHERE requests.seq = rollouts.seq)
+WHERE state NOT IN ('completed', 'failed', 'cancelled');
+DROP INDEX ready;
+CREATE INDEX ready ON rollouts (seq, pool, not_before) WHERE state = 'queued' AND owner IS NULL;
+"""
+"""An attempt counts when it enters its first stage; before, a lease counted as one. Claims go by the pool."""
 
 MIGRATIONS = (_VERSION_1, VERSION_2, _VERSION_3)
 """Script n (from 1) turns version n - 1 into version n."""

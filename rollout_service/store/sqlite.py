@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -87,6 +87,7 @@ class SqliteStore(Store):
         values = {
             "id": request.rollout_id,
             "fingerprint": codec.fingerprint(request),
+            "pool": request.pool,
             "request": request.model_dump_json(),
             "now": self._clock(),
         }
@@ -95,10 +96,13 @@ class SqliteStore(Store):
             self._work.put_up()
         return rollout, new
 
-    async def claim(self, owner: str, *, limit: int, lease_seconds: float) -> list[Lease]:
+    async def claim(
+        self, owner: str, *, limit: int, lease_seconds: float, pools: Collection[str] | None = None
+    ) -> list[Lease]:
         self._work.put_down()
         now = self._clock()
         values = {"owner": owner, "limit": limit, "now": now, "until": now + lease_seconds}
+        values["pools"] = None if pools is None else to_json(sorted(pools)).decode()
         leases, cancelled, due = await self._write(lambda db: statements.claim(db, values))
         self._due = due
         self._announce(cancelled)
@@ -112,13 +116,16 @@ class SqliteStore(Store):
         await self._write(lambda db: db.execute(statements.RENEW, values).rowcount)
 
     async def recover(self, owner: str) -> int:
-        return await self._queue_again(statements.RECOVER, owner)  # the file is ours alone: others are dead
+        return await self._queue_again(
+            statements.RECOVER, owner, None
+        )  # the file is ours alone: others are dead
 
-    async def release(self, owner: str) -> int:
-        return await self._queue_again(statements.RELEASE, owner)
+    async def release(self, owner: str, rollout_ids: Sequence[str] | None = None) -> int:
+        return await self._queue_again(statements.RELEASE, owner, rollout_ids)
 
-    async def _queue_again(self, statement: str, owner: str) -> int:
-        values = {"owner": owner, "now": self._clock()}
+    async def _queue_again(self, statement: str, owner: str, rollout_ids: Sequence[str] | None) -> int:
+        ids = None if rollout_ids is None else to_json(rollout_ids).decode()
+        values = {"owner": owner, "ids": ids, "now": self._clock()}
         rows = await self._write(lambda db: db.execute(statement, values).fetchall())
         self._announce(row["rollout_id"] for row in rows if row["state"] == RolloutState.CANCELLED)
         self._work.put_up()

@@ -15,8 +15,8 @@ from rollout_service.store import codec
 from rollout_service.store.contract import Lease
 
 _SUBMIT = """
-INSERT INTO rollouts (rollout_id, fingerprint, state, stop_reason, created_at, queued_at, changed_at)
-SELECT :id, :fingerprint, iif(dead, 'cancelled', 'queued'), iif(dead, 'cancelled', NULL), :now, :now, :now
+INSERT INTO rollouts (rollout_id, fingerprint, pool, state, stop_reason, created_at, queued_at, changed_at)
+SELECT :id, :fingerprint, :pool, iif(dead, 'cancelled', 'queued'), iif(dead, 'cancelled', NULL), :now, :now, :now
 FROM (SELECT EXISTS (SELECT 1 FROM tombstones WHERE rollout_id = :id) AS dead)
 WHERE true
 ON CONFLICT (rollout_id) DO NOTHING
@@ -38,18 +38,22 @@ WHERE seq IN (
     SELECT seq FROM (
         SELECT * FROM (
             SELECT seq FROM rollouts WHERE state = 'queued' AND owner IS NULL AND not_before <= :now
+                AND (:pools IS NULL OR pool IN (SELECT value FROM json_each(:pools)))
             ORDER BY seq LIMIT :limit
         )
         UNION ALL
         SELECT seq FROM rollouts WHERE owner IS NOT NULL AND owner != :owner AND lease_until <= :now
+            AND (:pools IS NULL OR pool IN (SELECT value FROM json_each(:pools)))
     ) ORDER BY seq LIMIT :limit
 )
 RETURNING *, (SELECT request FROM requests WHERE requests.seq = rollouts.seq) AS request
 """
 _DUE = """
 SELECT min(
-    coalesce((SELECT min(not_before) FROM rollouts WHERE state = 'queued' AND owner IS NULL), 9e99),
-    coalesce((SELECT min(lease_until) FROM rollouts WHERE owner IS NOT NULL AND owner != :owner), 9e99)
+    coalesce((SELECT min(not_before) FROM rollouts WHERE state = 'queued' AND owner IS NULL
+        AND (:pools IS NULL OR pool IN (SELECT value FROM json_each(:pools)))), 9e99),
+    coalesce((SELECT min(lease_until) FROM rollouts WHERE owner IS NOT NULL AND owner != :owner
+        AND (:pools IS NULL OR pool IN (SELECT value FROM json_each(:pools)))), 9e99)
 )
 """
 RENEW = """
@@ -67,7 +71,7 @@ RELEASE = """
 UPDATE rollouts SET
     state = iif(cancel, 'cancelled', 'queued'), stop_reason = iif(cancel, 'cancelled', NULL),
     owner = NULL, attempt = attempt - (state != 'queued'), queued_at = :now, changed_at = :now
-WHERE owner = :owner
+WHERE owner = :owner AND (:ids IS NULL OR rollout_id IN (SELECT value FROM json_each(:ids)))
 RETURNING rollout_id, state
 """
 _ADVANCE = """

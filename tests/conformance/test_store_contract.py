@@ -268,6 +268,21 @@ async def test_what_is_given_back_is_queued_again(
     assert await store.finish(again, "a", outcome(again))
 
 
+async def test_only_rollouts_of_the_named_pools_are_leased(store: Store, clock: Clock) -> None:
+    for number, pool in enumerate(("policy", "judge", "policy", "judge")):
+        await store.submit(order(f"r{number}").model_copy(update={"pool": pool}))
+    assert await store.claim("a", limit=9, lease_seconds=10, pools=[]) == []
+    judged = await store.claim("a", limit=9, lease_seconds=10, pools=["judge", "other"])
+    assert [lease.rollout_id for lease in judged] == ["r1", "r3"]
+    assert not await returns(store.wait_for_work()), "what there is waits for its pool"
+    assert await store.release("a", ["r3", "unknown"]) == 1
+    assert [each.rollout_id for each in await store.claim("a", limit=9, lease_seconds=10)] == [
+        "r0",
+        "r2",
+        "r3",
+    ]
+
+
 async def test_no_number_of_crashes_uses_attempts_of_what_never_began(store: Store) -> None:
     await store.submit(order())
     for number in range(5):

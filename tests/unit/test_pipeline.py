@@ -89,6 +89,17 @@ class Policies:
 
     def __init__(self) -> None:
         self.open_ids: set[str] = set()
+        self._pools = frozenset({"policy"})
+        self._changed = anyio.Event()
+
+    def in_service(self) -> tuple[frozenset[str], anyio.Event]:
+        return self._pools, self._changed
+
+    def serve(self, *pools: str) -> None:
+        """From now on these pools are in service."""
+        self._pools = frozenset(pools)
+        self._changed.set()
+        self._changed = anyio.Event()
 
     async def open(self, request: RolloutRequest, environment: Environment) -> Policy:
         assert request.rollout_id
@@ -162,14 +173,23 @@ class Bench:
     """A running pipeline, its store, and what it holds."""
 
     def __init__(
-        self, store: SqliteStore, pipeline: Pipeline, services: Services, provider: CountingProvider
+        self,
+        store: SqliteStore,
+        pipeline: Pipeline,
+        services: Services,
+        provider: CountingProvider,
+        policies: Policies,
     ):
         self.store, self.pipeline, self.services, self.provider = store, pipeline, services, provider
+        self.policies = policies
 
-    async def submit(self, rollout_id: str, **limits: float) -> None:
+    async def submit(self, rollout_id: str, *, pool: str = "policy", **limits: float) -> None:
         await self.store.submit(
             RolloutRequest(
-                rollout_id=rollout_id, task=Task(environment="played"), limits=Limits.model_validate(limits)
+                rollout_id=rollout_id,
+                task=Task(environment="played"),
+                pool=pool,
+                limits=Limits.model_validate(limits),
             )
         )
 
@@ -217,6 +237,7 @@ async def bench(
     store = store or await SqliteStore.open(":memory:")
     provider = provider or CountingProvider()
     metrics = Metrics()
+    policies = Policies()
     limiters = {
         stage: StageLimiter(
             stage,
@@ -232,14 +253,14 @@ async def bench(
         stages=Stages(**{stage.value: limiter for stage, limiter in limiters.items()}),
         environments=environments or Only(environment),
         sandboxes=SandboxSource(provider),
-        policies=Policies(),
+        policies=policies,
         governor=governor or still_governor(1_000),
         metrics=metrics,
         max_attempts=settings.max_attempts,
     )
     pipeline = Pipeline(services, settings)
     async with pipeline.running():
-        yield Bench(store, pipeline, services, provider)
+        yield Bench(store, pipeline, services, provider, policies)
 
 
 async def forever(_: Episode) -> None:
@@ -631,6 +652,56 @@ async def test_a_result_that_cannot_be_written_fails_its_rollout_and_no_other() 
         assert rollout.error is not None
         assert rollout.error.code == "internal_error"
         assert (await b.run("another")).state is RolloutState.COMPLETED
+
+
+async def test_rollouts_wait_for_their_pool_and_lose_nothing_by_it() -> None:
+    settings = SETTINGS.model_copy(update={"init_queue": 4})
+    async with bench(Played(image="any"), settings=settings) as b:
+        b.policies.serve()
+        for i in range(8):
+            await b.submit(f"r{i}", init_seconds=0.05)
+            await b.submit(f"j{i}", pool="judge", init_seconds=0.05)
+        await anyio.sleep(0.3)
+        assert await b.store.counts() == {RolloutState.QUEUED: 16}
+        assert b.provider.started == 0
+        b.policies.serve("judge")
+        judged = [await b.result(f"j{i}") for i in range(8)]
+        assert {(r.state, r.attempt) for r in judged} == {(RolloutState.COMPLETED, 1)}
+        assert (await b.store.counts())[RolloutState.QUEUED] == 8, "nobody waits for another's pool"
+        b.policies.serve("policy")
+        served = [await b.result(f"r{i}") for i in range(8)]
+        assert {(r.state, r.attempt) for r in served} == {(RolloutState.COMPLETED, 1)}
+        assert not any(r.retries for r in served)
+        await b.idle()
+
+
+async def test_a_pool_that_goes_before_an_attempt_begins_takes_no_attempt_and_no_place() -> None:
+    release = anyio.Event()
+
+    async def init(_: Episode) -> None:
+        await release.wait()
+
+    settings = SETTINGS.model_copy(update={"init_workers": 1})
+    async with bench(Played(init=init), settings=settings) as b:
+        for i in range(4):
+            await b.submit(f"r{i}")
+        with anyio.fail_after(10):
+            while b.pipeline.live() < 4:
+                await anyio.sleep(0.005)
+        b.policies.serve()
+        await b.store.cancel("r3")
+        release.set()
+        assert (await b.result("r0")).state is RolloutState.COMPLETED
+        await b.idle()
+        assert await b.store.counts() == {
+            RolloutState.COMPLETED: 1,
+            RolloutState.QUEUED: 2,
+            RolloutState.CANCELLED: 1,
+        }
+        b.policies.serve("policy")
+        for i in (1, 2):
+            rollout = await b.result(f"r{i}")
+            assert (rollout.state, rollout.attempt) == (RolloutState.COMPLETED, 1)
 
 
 async def test_stop_begins_nothing_until_start() -> None:

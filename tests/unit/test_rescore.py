@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import anyio
 import pytest
 
 from api_schemas.exports import RecordedRollout, Rescored, RescoreRollouts, without_tokens
@@ -44,6 +45,9 @@ class Policies:
 
     def __init__(self) -> None:
         self.script: Iterable[ScriptedTurn] | None = None
+
+    def in_service(self) -> tuple[frozenset[str], anyio.Event]:
+        return frozenset({"policy"}), anyio.Event()
 
     async def open(self, request: RolloutRequest, environment: Environment) -> Policy:
         assert self.script is not None, "an engine was asked"

@@ -1,0 +1,106 @@
+"""A service that is up before its engine: orders wait, lose nothing by it, and who submits them is told."""
+
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import httpx
+import pytest
+from anyio.abc import Process
+
+from api_schemas.rollouts import Rollout, RolloutState
+from rollout_service.cli.child import stop
+from rollout_service.client import RolloutClient
+from rollout_service.inference.fakes import Replies, ScriptedEngine
+from rollout_service.inference.server_process import free_port
+from rollout_service.policies import policy_folder
+
+pytestmark = pytest.mark.anyio
+
+MODEL = policy_folder("calc-tuned")
+COMMAND = [sys.executable, "-m", "rollout_service.cli"]
+
+
+def engine(port: int = 0) -> ScriptedEngine:
+    return ScriptedEngine(
+        Replies.from_texts(["The answer is 42.<|im_end|>"], MODEL), model_path=MODEL, port=port
+    )
+
+
+@asynccontextmanager
+async def service(folder: Path, *flags: str) -> AsyncIterator[RolloutClient]:
+    """A server that need not be ready."""
+    address = folder / "address"
+    address.unlink(missing_ok=True)
+    command = [*COMMAND, "serve", "--sandbox", "local", "--engine", "none", "--port", "0", *flags]
+    command += ["--state-dir", str(folder), "--port-file", str(address)]
+    with (folder / "server.log").open("ab") as log:
+        process = await anyio.open_process(command, stdin=None, stdout=log, stderr=log)
+    try:
+        async with httpx.AsyncClient() as http:
+            with anyio.fail_after(60):
+                while not (address.exists() and await _answers(http, address.read_text())):
+                    assert process.returncode is None, (folder / "server.log").read_text()
+                    await anyio.sleep(0.05)
+        async with RolloutClient(address.read_text()) as client:
+            yield client
+    finally:
+        with anyio.CancelScope(shield=True):
+            await stop(process)
+
+
+async def _answers(http: httpx.AsyncClient, url: str) -> bool:
+    try:
+        return (await http.get(f"{url}/health")).is_success
+    except httpx.TransportError:
+        return False
+
+
+@asynccontextmanager
+async def submitting(folder: Path, url: str, count: int) -> AsyncIterator[tuple[Process, Path]]:
+    """`submit` of rollouts that may take one second to start."""
+    async with RolloutClient(url) as client:
+        instances = await client.dataset("math", limit=count)
+    tasks = [{"environment": "math", "instance": instance} for instance in instances]
+    lines = [{"task": task, "limits": {"init_seconds": 1}} for task in tasks]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    command = [*COMMAND, "submit", str(folder / "tasks.jsonl"), "-o", str(folder / "results.jsonl")]
+    with (folder / "submit.log").open("wb") as log:
+        process = await anyio.open_process([*command, "--url", url], stdin=None, stdout=log, stderr=log)
+    try:
+        yield process, folder / "submit.log"
+    finally:
+        with anyio.CancelScope(shield=True):
+            await stop(process)
+
+
+async def said(log: Path, text: str) -> None:
+    with anyio.fail_after(40):
+        while text not in await anyio.Path(log).read_text():
+            await anyio.sleep(0.05)
+
+
+async def test_orders_wait_for_their_engine_and_lose_nothing_by_it(tmp_path: Path) -> None:
+    port = free_port()
+    address = f"http://127.0.0.1:{port}"
+    async with (
+        service(tmp_path, "--backend", address) as client,
+        submitting(tmp_path, client.base_url, 12) as (submit, log),
+    ):
+        await said(log, "Waiting: no backend is in service")
+        assert address in log.read_text()
+        await anyio.sleep(2)
+        assert (await client.page()).counts == {RolloutState.QUEUED: 12}
+        assert not (await client.readiness()).ready
+        async with engine(port):
+            with anyio.fail_after(60):
+                await submit.wait()
+        lines = (tmp_path / "results.jsonl").read_text().splitlines()
+        results = [Rollout.model_validate_json(line) for line in lines]
+        assert submit.returncode == 0
+        assert {(each.state, each.attempt) for each in results} == {(RolloutState.COMPLETED, 1)}
+        assert len(results) == 12
+        await said(tmp_path / "server.log", "backend lost")
