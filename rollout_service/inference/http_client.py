@@ -2,7 +2,8 @@
 
 Guarantees: an answer is whole, of a length that the engine has stated, or it is an error; a connection carries one
 request at a time, and is used again only after a whole answer and before it has rested for `REST_SECONDS`; a call
-that is cancelled closes its connection, which the engine sees.
+that is cancelled closes its connection, which the engine sees; a connection that comes about too late is closed, and
+closing the client waits for none longer than `CLOSE_SECONDS`.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ import anyio.to_thread
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 CONNECT_SECONDS = 10.0
+CLOSE_SECONDS = 1.0
 REST_SECONDS = 4.0
 """Below the 5 seconds after which the engines' HTTP server drops an idle connection, so that no request is sent into
 one that is being closed."""
@@ -68,9 +70,13 @@ class HttpClient:
     async def close(self) -> None:
         """Close all connections; calls that are open fail."""
         self._resting.clear()
-        for connection in list(self._open):
+        connections = list(self._open)
+        for connection in connections:
             connection.close()
-            await connection.lost.wait()
+        with anyio.move_on_after(CLOSE_SECONDS):
+            for connection in connections:
+                await connection.lost.wait()
+        self._open.clear()
 
     def _rested(self) -> "_Connection | None":
         """The one that was used last, if it may be used again; those that have rested for too long are closed."""
@@ -86,10 +92,13 @@ class HttpClient:
         context = await anyio.to_thread.run_sync(_tls_context) if self._is_tls else None
         loop = asyncio.get_running_loop()
         port = self._port or (443 if self._is_tls else 80)
-        with anyio.fail_after(CONNECT_SECONDS):
-            _, connection = await loop.create_connection(
-                lambda: _Connection(loop, self._open), self._host, port, ssl=context
-            )
+        connection = _Connection(loop, self._open)
+        try:
+            with anyio.fail_after(CONNECT_SECONDS):
+                await loop.create_connection(lambda: connection, self._host, port, ssl=context)
+        except BaseException:
+            connection.discard()
+            raise
         return connection
 
 
@@ -108,6 +117,8 @@ class _Connection(asyncio.Protocol):
         self._parser = HttpResponseParser(self)
         self._parts: list[bytes] = []
         self._answer: asyncio.Future[tuple[int, bytes]] | None = None
+        self._transport: asyncio.WriteTransport | None = None
+        self._is_discarded = False
         self.is_reusable = False
         self.since = 0.0
         """When the last answer had come."""
@@ -118,6 +129,8 @@ class _Connection(asyncio.Protocol):
 
         A timer alone ends what takes too long: each turn passes here, and a cancel scope costs it ten times as much.
         """
+        if self._transport is None:
+            raise ConnectionError("the connection was never made")
         self._answer = self._loop.create_future()
         self._transport.write(request)
         if seconds is None:
@@ -131,13 +144,26 @@ class _Connection(asyncio.Protocol):
     def close(self) -> None:
         """Close at once. Idempotent."""
         self.is_reusable = False
-        self._transport.abort()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def discard(self) -> None:
+        """Close a connection that nobody waits for any more, now or as soon as it is there.
+
+        An event loop that gives up connecting may close the transport without saying that the connection is lost.
+        """
+        self._is_discarded = True
+        self._among.discard(self)
+        self.close()
 
     # ---- called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)
-        self._among.add(self)
+        if self._is_discarded:
+            self.close()
+        else:
+            self._among.add(self)
 
     def data_received(self, data: bytes) -> None:
         if self._answer is None:  # nothing was asked

@@ -210,3 +210,22 @@ async def test_where_nobody_listens_is_an_error() -> None:
         pass
     with pytest.raises(OSError, match=r"Connect call failed|refused"):
         await client.exchange("GET", "/", None)
+
+
+@pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True}), ("asyncio", {})], ids=str)
+async def test_a_connection_that_comes_too_late_holds_up_no_close(
+    anyio_backend: tuple[str, dict[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = 0
+    async with serving(Server(OK)) as server:
+        for step in range(40):
+            monkeypatch.setattr(http_client, "CONNECT_SECONDS", step * 0.00002)
+            client = HttpClient(f"http://{server._host}:{server._port}")
+            try:
+                await client.exchange("GET", "/", None)
+            except TimeoutError:
+                late += 1
+                assert not client._open
+            with anyio.fail_after(http_client.CLOSE_SECONDS / 2):
+                await client.close()
+    assert late
