@@ -151,6 +151,7 @@ async def open_service(settings: Settings, metrics: Metrics) -> AsyncIterator[Se
     state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(await SqliteStore.open(settings.database))
+        await stack.enter_async_context(_failing_with(store))
         environments = await anyio.to_thread.run_sync(EnvironmentRegistry.load, settings.environments)
         for where, problem in environments.problems.items():
             log.error("an environment cannot be used", where=where, error=str(problem), hint=problem.hint)
@@ -195,6 +196,15 @@ async def open_service(settings: Settings, metrics: Metrics) -> AsyncIterator[Se
             exports=Exports(store.runs, orders),
             rescorer=Rescorer(services, check_environment),
         )
+
+
+@asynccontextmanager
+async def _failing_with(store: SqliteStore) -> AsyncIterator[None]:
+    """End the block if the store fails for good: without it nothing works."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(store.failed)
+        yield
+        tasks.cancel_scope.cancel()
 
 
 async def _manager(

@@ -29,7 +29,7 @@ from api_schemas.inference import (
 from api_schemas.rollouts import RolloutRequest
 from rollout_service.agents.policy import PolicySession
 from rollout_service.environments.contract import Environment
-from rollout_service.errors import ServiceError
+from rollout_service.errors import describe
 from rollout_service.inference.errors import InferenceError, NoBackendError, WeightsPartlyLoaded
 from rollout_service.inference.order_outcomes import judge, judge_weights
 from rollout_service.inference.pools import Pools
@@ -249,10 +249,14 @@ class Serving:
                     "backend does not answer yet; trying again", url=url, error=str(error), hint=error.hint
                 )
                 await anyio.sleep(RECONNECT_SECONDS)
-            except ServiceError as error:
-                self.waiting[url] = str(error)
-                log.error("backend cannot be used", url=url, error=str(error), hint=error.hint)
-                self._awaited.pop(url)
+            except Exception as error:
+                info = describe(error)
+                self.waiting[url] = info.message
+                defect = error if info.code == "internal_error" else None
+                log.error(
+                    "backend cannot be used", url=url, error=info.message, hint=info.hint, exc_info=defect
+                )
+                self._awaited.pop(url, None)
 
     def _load(self) -> list[BackendSpec]:
         try:
@@ -264,5 +268,13 @@ class Serving:
         draft = self._remembered.with_suffix(".draft")
         async with self._saving:  # two that are registered at once share the draft
             data = _SPECS.dump_json(list(self._specs.values()))
-            await anyio.Path(draft).write_bytes(data)
-            await anyio.Path(draft).replace(self._remembered)
+            try:
+                await anyio.Path(draft).write_bytes(data)
+                await anyio.Path(draft).replace(self._remembered)
+            except OSError as error:
+                log.error(
+                    "the backends cannot be remembered, and have to be registered again after a restart",
+                    file=str(self._remembered),
+                    error=str(error),
+                    hint="Free the disk or bring the state folder back, then register any of them again.",
+                )

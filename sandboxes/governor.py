@@ -163,8 +163,17 @@ class Governor:
                 tasks.cancel_scope.cancel()
 
     async def _follow(self) -> None:
+        failing = False
         while True:
-            self.observe(await anyio.to_thread.run_sync(self._read))
+            try:
+                self.observe(await anyio.to_thread.run_sync(self._read))
+                failing = False
+            except (OSError, RuntimeError) as error:  # no descriptor, or no thread, is left for it
+                if not failing:
+                    log.warning(
+                        "the host's pressure cannot be read; the last reading stays", error=str(error)
+                    )
+                failing = True
             await anyio.sleep(self._period)
 
     def observe(self, reading: Reading) -> None:

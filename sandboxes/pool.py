@@ -148,8 +148,9 @@ class WarmPool(SandboxProvider):
             finally:
                 tasks.cancel_scope.cancel()
         with anyio.CancelScope(shield=True):
-            while self._warm:
-                await self._end(self._warm.pop())
+            async with anyio.create_task_group() as ends:
+                while self._warm:
+                    ends.start_soon(self._end, self._warm.pop())
 
     async def identity(self, spec: SandboxSpec) -> str:
         return await self._provider.identity(spec)
@@ -261,6 +262,8 @@ class WarmPool(SandboxProvider):
         try:
             with anyio.CancelScope(shield=True):
                 await kept.sandbox.close()
+        except Exception as error:  # noqa: BLE001 - the provider's own close, or the guard, removes what is left
+            log.warning("a warm sandbox could not be closed", sandbox=kept.sandbox.id, error=str(error))
         finally:
             self._ending -= 1
             self._notify()

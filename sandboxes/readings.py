@@ -41,7 +41,7 @@ class HostReader:
             io_stall=self._stall("io", "full"),
             memory_available=available,
             memory_total=total,
-            disks=tuple(_space(folder) for folder in self._folders),
+            disks=tuple(space for folder in self._folders if (space := _space(folder)) is not None),
             descriptors_free=_descriptors_free(),
             processes_free=self._processes_free(),
         )
@@ -112,14 +112,25 @@ def _averages(file: Path, kind: str) -> Iterator[float]:
             yield float(first.removeprefix("avg10="))
 
 
-def _space(folder: Path) -> DiskSpace:
-    found = os.statvfs(folder)
-    return DiskSpace(str(folder), found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
+def _space(folder: Path) -> DiskSpace | None:
+    """What the disk of a folder has left, or of the folder above where it was removed; None if the disk fails."""
+    for place in (folder, *folder.parents):
+        try:
+            found = os.statvfs(place)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return None
+        return DiskSpace(str(folder), found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
+    return None
 
 
 def _descriptors_free() -> int:
     """Descriptors are given from the lowest number on, so the next one tells how many are in use, closely enough."""
-    probe = os.open("/", os.O_PATH | os.O_CLOEXEC)
+    try:
+        probe = os.open("/", os.O_PATH | os.O_CLOEXEC)
+    except OSError:  # of this process, or of all of the host
+        return 0
     os.close(probe)
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - probe
 

@@ -23,8 +23,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
+
 from sandboxes.breaches import LimitWatch
 from sandboxes.limits import Group
+
+log = structlog.get_logger(__name__)
 
 INTERVAL = 0.5
 """Seconds between two looks, at least."""
@@ -249,7 +253,11 @@ class Watchdog:
                     self._thread = None
                     return
                 wards = list(self._wards)
-            self._look(wards)
+            try:
+                self._look(wards)
+            except Exception:
+                # Nobody sees a thread end, and limits that it holds would hold no longer.
+                log.exception("the limits of sandboxes could not be looked at; trying again")
 
     def _look(self, wards: list[Ward]) -> None:
         begun = time.thread_time()

@@ -77,6 +77,10 @@ class SqliteStore(Store):
     def problem(self) -> StoreError | None:
         return self._thread.problem
 
+    async def failed(self) -> None:
+        """Wait until the store fails for good, which only a defect can bring about; then raises StoreError."""
+        await self._thread.failed()
+
     @property
     def runs(self) -> SqliteRuns:
         return self._runs

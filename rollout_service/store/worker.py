@@ -3,7 +3,7 @@
 Guarantees: jobs run one at a time, in the order in which they were asked for; the writing jobs that are
 waiting at the time share one transaction, and so one flush to the disk; a job that fails undoes what it did
 and nothing else; a result is handed out after its transaction is on the disk; the event loop never waits for
-the disk.
+the disk; if the thread itself fails, every caller is told, and `failed` too.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class DatabaseThread:
         self._failure: StoreError | None = None
         self._failed_at = 0.0
         self._recovered = True
+        self._died = anyio.Event()
 
     async def start(self) -> None:
         """Open the file; raises StoreError when that fails."""
@@ -82,6 +83,11 @@ class DatabaseThread:
         failing = not self._recovered or time.monotonic() - self._failed_at < PROBLEM_SECONDS
         return self._failure if failing else None
 
+    async def failed(self) -> None:
+        """Wait until the thread fails, which it never should; then raises StoreError."""
+        await self._died.wait()
+        raise self._failure or StoreError("the store failed")
+
     async def run(self, job: Callable[[sqlite3.Connection], T], *, writes: bool) -> T:
         """The result of a job, after it is durable; cancelling the caller does not stop a job.
 
@@ -89,6 +95,8 @@ class DatabaseThread:
             StoreError: the database failed, or it is closed.
             Exception: whatever the job raised.
         """
+        if self._died.is_set():
+            raise self._failure or StoreError("the store failed")
         if self._closed:
             raise StoreError(
                 "the store is closed", hint="The service is shutting down; ask again after its restart."
@@ -114,9 +122,12 @@ class DatabaseThread:
             self._call(self._opened.set_exception, error)
             return
         self._call(self._opened.set_result, None)
+        batch: list[_Job] = []
         try:
             while batch := self._next_batch():
                 self._run_batch(database.connection, batch)
+        except BaseException as error:  # noqa: BLE001 - nobody sees a thread end
+            self._call(self._die, error, batch)
         finally:
             database.close()
 
@@ -151,6 +162,18 @@ class DatabaseThread:
             outcomes = [_Outcome(job, error=explain(error)) for job in batch]
             writes = False
         self._call(self._deliver, outcomes, newest if writes else None)
+
+    def _die(self, error: BaseException, batch: list[_Job]) -> None:
+        """Tell everyone who waits; what the batch did is undone with the connection's end."""
+        self._failure = StoreError(
+            f"the store's thread failed: {type(error).__name__}: {error}", hint="Restart the service."
+        )
+        self._recovered = False
+        self._died.set()
+        while not self._jobs.empty():
+            batch += [job for job in [self._jobs.get_nowait()] if job is not None]
+        for job in batch:
+            _Outcome(job, error=self._failure).deliver()
 
     def _deliver(self, outcomes: list[_Outcome], newest: int | None) -> None:
         failed = [outcome.error for outcome in outcomes if isinstance(outcome.error, StoreError)]
