@@ -30,7 +30,7 @@ from sandboxes.materials import Materials
 from sandboxes.process import MARKER
 from sandboxes.provider import EgressPlan, HostProvider, Plan
 from sandboxes.rundir import RunFolder
-from sandboxes.users import has_subordinate_ids, ids_of
+from sandboxes.users import has_subordinate_ids, ids_of, subordinate_ids_command
 
 PROXY_PORT = 3128
 """In the sandbox's own network, in which nothing else can have taken it."""
@@ -91,7 +91,7 @@ class ApptainerProvider(HostProvider):
         if config.fakeroot and not has_subordinate_ids(self._user):
             raise SandboxConfigError(
                 f"fakeroot needs ids for user {self._user} in /etc/subuid and /etc/subgid, and there are none",
-                hint="sudo usermod --add-subuids 200000-265535 --add-subgids 200000-265535 USER",
+                hint=subordinate_ids_command(self._user),
             )
         self.materials = Materials(config, self._images, self._binary, (self._user, self._group))
 

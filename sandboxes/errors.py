@@ -70,6 +70,11 @@ class ImageBuildError(ImageError):
 
     code = "image_build"
 
+    def __init__(self, message: str, *, hint: str | None = None, output: str = "") -> None:
+        super().__init__(f"{message}\n{output}".rstrip(), hint=hint)
+        self.summary = message
+        """The message without the builder's output."""
+
 
 class SandboxStartError(SandboxError):
     """A sandbox did not come up; the message ends with what its launcher said."""

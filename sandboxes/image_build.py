@@ -6,6 +6,7 @@ PATH, while this project uses the Apptainer that `find_apptainer` names.
 """
 
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from sandboxes.errors import ImageBuildError
 from sandboxes.host import read_host_facts
 from sandboxes.image_sources import Source
 from sandboxes.shared_folder import SharedFolder
+from sandboxes.users import subordinate_ids_command
 
 Progress = Callable[[str], None]
 """Called with one line at a time, in the thread that builds."""
@@ -29,6 +31,9 @@ COMPRESSION = "-comp zstd -Xcompression-level 3 -b 64K"
 """Arguments of mksquashfs, chosen by measurement: every start of a sandbox mounts the image anew and reads it
 without a cache, so what a start costs is decompression. zstd is within a sixth of an uncompressed image's start
 at a third of its size; gzip, the default, costs 1.4 times as much as this, and blocks of 1 MB 1.6 times."""
+
+ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)")
+"""Colours and other orders to a terminal, which neither a log nor an error should repeat."""
 
 LAST_LINES = 15
 TEMPORARY = "name another folder in APPTAINER_TMPDIR"
@@ -39,7 +44,7 @@ HINTS = (
         "the registry cannot be reached from here; pull the image elsewhere, and use its file or an archive of it",
     ),
     (
-        ("UNAUTHORIZED", "401 Unauthorized", "403 Forbidden", "DENIED"),
+        ("authentication required", "401 Unauthorized", "403 Forbidden", "access to the resource is denied"),
         "log in with `apptainer registry login`, or set APPTAINER_DOCKER_USERNAME and APPTAINER_DOCKER_PASSWORD",
     ),
     (("MANIFEST_UNKNOWN", "NAME_UNKNOWN", "404 Not Found"), "the registry has no such image or tag"),
@@ -55,8 +60,14 @@ HINTS = (
         "run scripts/install-apptainer as root, which installs what building needs",
     ),
     (
+        ("Requesting capability set",),
+        "root lacks a capability here, as in many containers, so Apptainer can run nothing in an image that it "
+        "builds (`%post`, `Bootstrap: localimage`). Use `%setup`, --arg or --tree, or build on another machine",
+    ),
+    (
         ("fakeroot", "Cannot change ownership"),
-        "building as an ordinary user needs lines in /etc/subuid and /etc/subgid; or build as root",
+        "building as an ordinary user needs subordinate ids; an administrator gives them with `{give_ids}`. Or use an "
+        "image that another user has built: name its folder in ROLLOUT_IMAGES_DIR",
     ),
 )
 """The commonest causes, by what Apptainer and the definitions say."""
@@ -109,24 +120,29 @@ def _scratch() -> SharedFolder:
 def _run(command: Sequence[str], what: str, progress: Progress, variables: Mapping[str, str]) -> None:
     """Run it to its end, hand on its lines, and turn a failure into an error that quotes the last of them."""
     # A definition that installs Python packages uses this Python's pip if PATH's Python has none.
-    given = {"ROLLOUT_PYTHON": os.environ.get("ROLLOUT_PYTHON", sys.executable), **variables}
+    given = {"ROLLOUT_PYTHON": os.environ.get("ROLLOUT_PYTHON", sys.executable), "PATH": _path(), **variables}
     last: deque[str] = deque(maxlen=LAST_LINES)
     try:
         for line in _lines(["env", *(f"{name}={value}" for name, value in given.items()), *command]):
             last.append(line)
             progress(line)
-    except (subprocess.CalledProcessError, OSError) as error:
-        # Not the exception's text: it repeats the command.
-        code = getattr(error, "returncode", None)
-        said = "\n".join(last) if code is not None else str(error)
-        ending = f" with exit code {code}" if code is not None else ""
-        raise ImageBuildError(f"{what} failed{ending}\n{said}".rstrip(), hint=hint_for(said)) from error
+    except subprocess.CalledProcessError as error:
+        said = "\n".join(last)
+        message = f"{what} failed with exit code {error.returncode}"
+        raise ImageBuildError(message, hint=hint_for(said), output=said) from error
+    except OSError as error:
+        raise ImageBuildError(f"{what} failed: {error}", hint=hint_for(str(error))) from error
+
+
+def _path() -> str:
+    """Return PATH with the folders of administrators' programs, such as chroot, which users often lack."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
 def _lines(command: Sequence[str]) -> Iterator[str]:
     # A carriage return separates the states of a progress bar, of which the last counts.
     for line in stream_command(list(command), output_type="both"):
-        text = line.rstrip().rsplit("\r", 1)[-1]
+        text = ESCAPES.sub("", line).rstrip().rsplit("\r", 1)[-1]
         if text:
             yield _without_passwords(text)
 
@@ -142,5 +158,5 @@ def hint_for(output: str) -> str:
     """What to do about a failure, by what the builder said."""
     for signs, hint in HINTS:
         if any(sign.lower() in output.lower() for sign in signs):
-            return hint
-    return "the lines above are the builder's own"
+            return hint.format(give_ids=subordinate_ids_command())
+    return "look for the cause in the builder's last lines"

@@ -72,8 +72,8 @@ def default_cache() -> Path:
 
 
 def default_root() -> Path:
-    """Where the images are if nothing else is said."""
-    return default_cache() / "images"
+    """Return `$ROLLOUT_IMAGES_DIR`, by default a folder of the cache."""
+    return Path(os.environ.get("ROLLOUT_IMAGES_DIR") or default_cache() / "images")
 
 
 class ImageStore:
@@ -140,7 +140,7 @@ class ImageStore:
             self._stamp(link)
             if (stored := self._stored(link)) is not None:
                 return stored
-        self._blobs.mkdir(parents=True, exist_ok=True)
+        self._require_writable()
         self._shared.remove_dead_drafts()
         for attempt in range(ATTEMPTS):
             with self._shared.lock(key, waiting=lambda: say("waiting for another build of the same image")):
@@ -158,6 +158,19 @@ class ImageStore:
         raise ImageBuildError(
             f"{source} was removed by another process as soon as it was made",
             hint="see who removes images from this folder, and try again",
+        )
+
+    def _require_writable(self) -> None:
+        reason = "Permission denied"
+        try:
+            self._blobs.mkdir(parents=True, exist_ok=True)
+            if os.access(self._blobs, os.W_OK):
+                return
+        except OSError as error:
+            reason = error.strerror or str(error)
+        raise ImageBuildError(
+            f"the images' folder {self.root} cannot be written: {reason}",
+            hint="build the image as the folder's owner, or name another folder in ROLLOUT_IMAGES_DIR",
         )
 
     def list(self) -> list[StoredImage]:

@@ -160,11 +160,24 @@ ensure_apptainer() {
     step "install Apptainer" "$root/scripts/install-apptainer"
 }
 
+# An ordinary user installs Debian's packages into the image with ids of its own, as `newuidmap` gives them.
+require_ids() {
+    local command
+    [[ $(id -u) != 0 ]] || return 0
+    command=$("$venv/bin/python" -c 'import os, sandboxes.users as users
+if not users.has_subordinate_ids(os.getuid()): print(users.subordinate_ids_command())')
+    [[ -z $command ]] || fail "to build the base image you need subordinate ids; an administrator gives them with:
+    $command
+or, without them: point ROLLOUT_IMAGES_DIR at a folder that has base.sif, such as the one of a user who built it"
+}
+
 ensure_base_image() {
     local stamp=$cache/base-image fingerprint images
     images=${ROLLOUT_IMAGES_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/rollout-service/images}
     fingerprint=$(sha256sum <"$root/sandboxes/definitions/base.def")
-    [[ -e $images/base.sif && -f $stamp && $(<"$stamp") == "$fingerprint" ]] && return
+    # An image that is there is used, whoever built it; it is built anew where this checkout has built another.
+    [[ -e $images/base.sif ]] && [[ ! -f $stamp || $(<"$stamp") == "$fingerprint" ]] && return
+    require_ids
     ensure_uv # the image's Python packages may come through it
     step "build the base image" "$venv/bin/rollout-service" image build base
     echo "$fingerprint" >"$stamp"

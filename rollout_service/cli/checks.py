@@ -21,6 +21,7 @@ from sandboxes.host import HostFacts, read_host_facts
 from sandboxes.images import ImageStore
 from sandboxes.pressure import strains_of
 from sandboxes.readings import HostReader
+from sandboxes.users import subordinate_ids_command
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 """Where the installing scripts are in a checkout; an installed package has none."""
@@ -86,9 +87,8 @@ def check_mounts(facts: HostFacts) -> Iterator[Check]:
     if facts.fakeroot:
         yield Check("root inside of sandboxes", "ok", ", ".join(facts.subuid_ranges))
     else:
-        ids = "--add-subuids 100000-165535 --add-subgids 100000-165535"
-        fix = f"sudo usermod {ids} {getpass.getuser()}"
-        yield Check("root inside of sandboxes", "limited", "no line in /etc/subuid and /etc/subgid", fix)
+        found = "no line in /etc/subuid and /etc/subgid"
+        yield Check("root inside of sandboxes", "limited", found, subordinate_ids_command())
 
 
 def check_limits(facts: HostFacts) -> Iterator[Check]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,8 @@ Image = Annotated[str, typer.Argument(help="A name, a path, or a reference that 
 Force = Annotated[bool, typer.Option("--force", help="Make it anew even if it is here.")]
 NoHttps = Annotated[bool, typer.Option("--no-https", help="Ask the registry without encryption.")]
 MEBIBYTE = 2**20
+CLOCK_SECONDS = 2.0
+"""By which the clocks of this machine and of a shared disk may differ."""
 
 
 @app.command(
@@ -196,14 +199,37 @@ def _provide(source: Source, name: str | None, *, force: bool, as_json: bool) ->
     """Make it, show it, and keep the budget."""
     settings = _settings()
     store = _store(settings)
-    with _progress(f"making an image of {source}") as say:
-        image = store.provide(source, name, force=force, progress=say)
+    begun = time.time()
+    image = _made(store, source, name, force=force)
+    if image.built_at < begun - CLOCK_SECONDS:
+        common.err().print(
+            f"{image.name} is unchanged{_unseen(source)}; --force makes it anew", soft_wrap=True
+        )
     _show([image], as_json=as_json)
     if settings.images_budget_bytes is None:
         return
     for gone in store.prune(settings.images_budget_bytes, keep={image.name, *_used(settings)}):
         if gone.evicted:
             common.err().print(f"removed {gone.name}: images_budget_bytes is reached")
+
+
+def _made(store: ImageStore, source: Source, name: str | None, *, force: bool) -> StoredImage:
+    from sandboxes.errors import ImageBuildError
+
+    try:
+        with _progress(f"making an image of {source}") as say:
+            return store.provide(source, name, force=force, progress=say)
+    except ImageBuildError as error:
+        if common.err().is_terminal:
+            raise
+        # Every line of the builder has been printed already.
+        raise common.CommandError(error.summary, hint=error.hint) from error
+
+
+def _unseen(source: Source) -> str:
+    from sandboxes.image_sources import Definition
+
+    return ", files that it copies in not looked at" if isinstance(source, Definition) else ""
 
 
 def _pairs(texts: list[str]) -> dict[str, str]:

@@ -502,7 +502,10 @@ def test_as_little_goes_as_keeps_the_budget(ones: list[Candidate], budget: int) 
         ("UNAUTHORIZED: authentication required", "registry login"),
         ("MANIFEST_UNKNOWN: manifest unknown", "no such image or tag"),
         ("write /tmp/x: no space left on device", "APPTAINER_TMPDIR"),
-        ("something else", "the builder's own"),
+        ("FATAL: could not use fakeroot: no mapping entry found in /etc/subuid for me", "--add-subuids"),
+        ("Requesting capability set 0x1 while permitted capability set is 0x0", "--tree"),
+        ("mount: permission denied", "the builder's last lines"),
+        ("something else", "the builder's last lines"),
     ],
 )
 def test_failures_have_hints(said: str, hint: str) -> None:
@@ -511,7 +514,10 @@ def test_failures_have_hints(said: str, hint: str) -> None:
 
 def test_the_default_root_follows_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("ROLLOUT_IMAGES_DIR", raising=False)
     assert ImageStore().root == default_cache() / "images" == tmp_path / "rollout-service" / "images"
+    monkeypatch.setenv("ROLLOUT_IMAGES_DIR", str(tmp_path / "elsewhere"))
+    assert ImageStore().root == tmp_path / "elsewhere", "as the service's settings have it"
 
 
 def test_base_is_packaged_and_pins_what_the_lock_pins() -> None:
@@ -540,6 +546,14 @@ def test_keys_are_equal_exactly_if_the_parts_are(first: list[str], second: list[
 def test_names_of_references_are_names(text: str) -> None:
     name = name_of_reference(f"docker://x{text}")
     assert NAME.fullmatch(name)
+
+
+def test_a_folder_that_cannot_be_written_is_named(definition: Definition, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    store = ImageStore(tmp_path / "file" / "images", CountingBuilder())
+    with pytest.raises(ImageBuildError, match="cannot be written") as caught:
+        store.provide(definition, "calc")
+    assert "ROLLOUT_IMAGES_DIR" in caught.value.hint
 
 
 def test_an_image_that_is_there_is_found_where_nothing_can_be_written(

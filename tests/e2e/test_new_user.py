@@ -1,0 +1,103 @@
+"""An ordinary user's first minutes, made by `useradd` and `su -`: a clone, `./scripts/demo`, the conformance suite."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sandboxes.conformance import CHECKS
+from sandboxes.images import ImageStore
+from tests.support.new_user import NewUser, new_user, shared_folder
+
+pytestmark = [pytest.mark.apptainer, pytest.mark.timeout(480), pytest.mark.xdist_group("a new user")]
+ROLLOUTS = 8
+
+if os.geteuid() != 0:
+    pytestmark.append(pytest.mark.skip(reason="only root makes users"))
+
+
+@pytest.fixture(scope="module")
+def user() -> Iterator[NewUser]:
+    with new_user() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def images() -> Iterator[Path]:
+    """A folder with the base image, that others may read and nobody else may write."""
+    with shared_folder() as folder:
+        shutil.copyfile(ImageStore().resolve("base"), folder / "base.sif")
+        yield folder
+
+
+def demo(user: NewUser, **variables: str) -> str:
+    """Run the demo, and return what it printed."""
+    done = user.run(f"./scripts/demo --rollouts {ROLLOUTS} --json ~/figures.json", **variables)
+    assert done.returncode == 0, done.stdout
+    report = json.loads(user.run("cat ~/figures.json").stdout)
+    assert report["figures"]["rollouts"] == ROLLOUTS
+    assert report["figures"]["failed"] == 0, done.stdout
+    return done.stdout
+
+
+def test_the_first_demo_uses_the_image_that_is_there(user: NewUser, images: Path) -> None:
+    assert not (user.home / ".cache").exists()
+    printed = demo(user, ROLLOUT_IMAGES_DIR=str(images))
+    assert "install the locked packages" in printed
+    assert "base image" not in printed
+
+
+def test_without_an_image_or_ids_it_says_what_is_missing(user: NewUser) -> None:
+    refused = user.run("./scripts/demo")
+    assert refused.returncode == 1
+    command = next(line for line in refused.stdout.splitlines() if "usermod --add-subuids" in line)
+    assert command.strip().startswith("sudo ")
+    assert command.endswith(user.name)
+    assert "ROLLOUT_IMAGES_DIR" in refused.stdout
+    assert len(refused.stdout.splitlines()) <= 4, "one thing is missing, and nothing else is said"
+
+
+def test_the_sandboxes_of_a_new_user_conform(user: NewUser, images: Path) -> None:
+    done = user.run(
+        ".venv/bin/python -m sandboxes.conformance apptainer --json -",
+        ROLLOUT_IMAGES_DIR=str(images),
+        timeout=420,
+    )
+    assert done.returncode == 0, done.stdout
+    outcomes = json.loads(done.stdout[done.stdout.index("{\n") :])["outcomes"]
+    assert len(outcomes) == len(CHECKS)
+    assert {outcome["verdict"] for outcome in outcomes} == {"holds"}
+
+
+def test_with_ids_the_image_is_built(user: NewUser) -> None:
+    """Though /usr/sbin, where chroot is, is not on the user's PATH."""
+    user.give_subordinate_ids()
+    assert "/usr/sbin" not in user.run("echo $PATH").stdout
+    assert "build the base image" in demo(user)
+    assert "base image" not in demo(user)
+    again = user.run(".venv/bin/rollout-service image build base")
+    assert "base is unchanged" in again.stdout
+    assert "--force" in again.stdout
+
+
+def test_a_failed_build_is_told_once(user: NewUser) -> None:
+    definition = user.home / "broken.def"
+    definition.write_text(
+        "Bootstrap: scratch\n\n%setup\n    printf '\\033[91mthe reason\\033[0m\\n'; exit 3\n"
+    )
+    failed = user.run(f".venv/bin/rollout-service image build broken --definition {definition}")
+    assert failed.returncode == 1
+    assert failed.stdout.splitlines().count("the reason") == 1
+    assert "\033" not in failed.stdout
+
+
+def test_nothing_of_a_new_user_stays() -> None:
+    with new_user() as gone:
+        assert gone.run("sleep 1000 >/dev/null 2>&1 & echo started").stdout == "started\n"
+    assert subprocess.run(["id", gone.name], capture_output=True, check=False).returncode == 1
+    assert not gone.home.exists()
+    assert gone.name not in Path("/etc/subuid").read_text()

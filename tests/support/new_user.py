@@ -1,0 +1,119 @@
+"""A user of the system, as `useradd` makes it and `su -` logs it in, with a clone of this repository.
+
+Where `as_user` hides what a test could spoil, this is the machine as a new user meets it: a home with nothing in it,
+and the PATH of the distribution. It needs root.
+"""
+
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+PREFIX = "rollout-test-"
+END_SECONDS = 10.0
+HANDED_ON = ("PIP_", "UV_", "SSL_CERT_", "ROLLOUT_APPTAINER", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+"""Where packages come from is the machine's business, not what is tried."""
+
+UNKEPT = {"UV_NO_CACHE": "1"}
+"""A cache would be used once, and takes a minute to remove."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewUser:
+    """A user that exists for as long as its context lasts."""
+
+    name: str
+    home: Path
+
+    @property
+    def checkout(self) -> Path:
+        """The clone."""
+        return self.home / "rollout-service"
+
+    def run(
+        self, command: str, *, timeout: float = 300.0, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a line of shell in the clone, as after a login; all that it prints is in `stdout`."""
+        handed = {name: value for name, value in os.environ.items() if name.upper().startswith(HANDED_ON)}
+        given = " ".join(
+            f"{name}={shlex.quote(value)}" for name, value in (handed | UNKEPT | variables).items()
+        )
+        line = f"cd {shlex.quote(str(self.checkout))} && export {given} COLUMNS=200 && {command}"
+        return subprocess.run(
+            ["su", "-", self.name, "-c", line],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            check=False,
+        )
+
+    def give_subordinate_ids(self, count: int = 65_536) -> None:
+        """Give it ids that no other user has, as an administrator does."""
+        first = 2_000_000_000 + int(self.name.removeprefix(PREFIX), 16) * count
+        ids = f"{first}-{first + count - 1}"
+        subprocess.run(["usermod", "--add-subuids", ids, "--add-subgids", ids, self.name], check=True)
+
+
+@contextmanager
+def new_user() -> Iterator[NewUser]:
+    """Make a user without subordinate ids, and remove it with all that it has."""
+    user = NewUser(name := PREFIX + secrets.token_hex(2), Path("/home") / name)
+    none = ["-K", "SUB_UID_COUNT=0", "-K", "SUB_GID_COUNT=0"]
+    command = ["useradd", "--create-home", "--home-dir", str(user.home), "--shell", "/bin/bash", *none]
+    subprocess.run([*command, user.name], check=True)
+    try:
+        clone = ["git", "clone", "--quiet", "--no-hardlinks", str(REPOSITORY), str(user.checkout)]
+        subprocess.run(clone, check=True)
+        _give_pip_settings(user)
+        subprocess.run(["chown", "--recursive", f"{user.name}:", str(user.home)], check=True)
+        yield user
+    finally:
+        _end_processes(user)
+        subprocess.run(["userdel", "--remove", "--force", user.name], check=True, capture_output=True)
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A folder that every user may read."""
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    folder.chmod(0o755)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _give_pip_settings(user: NewUser) -> None:
+    for name in (".config/pip/pip.conf", ".pip/pip.conf"):
+        if (file := Path.home() / name).is_file():
+            (user.home / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, user.home / name)
+
+
+def _end_processes(user: NewUser) -> None:
+    """End them all; those with a subordinate id belong to one of them, and end with it."""
+    until = time.monotonic() + END_SECONDS
+    while (pids := _processes(user)) and time.monotonic() < until:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _processes(user: NewUser) -> list[int]:
+    command = ["ps", "-o", "pid=,stat=", "-u", user.name]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = (line.split() for line in found.stdout.splitlines())
+    return [int(pid) for pid, state in lines if not state.startswith("Z")]
