@@ -18,7 +18,7 @@ from sandboxes.controlled import Backing
 from sandboxes.errors import SandboxClosedError
 from sandboxes.guard import Guard
 from sandboxes.limits import Group, Groups
-from sandboxes.process import kill_where
+from sandboxes.process import FirstProcess, first_process_below, kill_where
 from sandboxes.rundir import RunFolder, ServiceFolder, remember, run_base, run_bases
 from sandboxes.tree import remove_tree
 
@@ -137,6 +137,9 @@ class HostBacking(Backing):
     @property
     def pid(self) -> int | None:
         return self.process.pid if self.process else None
+
+    async def first_process(self) -> FirstProcess | None:
+        return first_process_below(self.process.pid) if self.process and self.process.poll() is None else None
 
     async def watched_group(self) -> Group | None:
         """The control groups whose counters tell which limits the sandbox reaches, once it is ready."""

@@ -2,13 +2,14 @@
 
 import json
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
 
+from sandboxes.errors import SandboxClosedError
 from sandboxes.limits import CGROUPS, Group
 from sandboxes.process import marked_processes
 from sandboxes.reaper import claimed
@@ -26,7 +27,8 @@ class Containers:
 
     def __init__(self, binary: str, env: Mapping[str, str]) -> None:
         self._binary = binary
-        self._env = dict(env)
+        self.env = dict(env)
+        """What the client runs with."""
 
     async def ask(self, *arguments: str) -> tuple[int, str]:
         """The client's exit code and what it says; a client that hangs is ended."""
@@ -36,7 +38,7 @@ class Containers:
         try:
             done = subprocess.run(
                 [self._binary, *arguments],
-                env=self._env,
+                env=self.env,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 timeout=ASK_SECONDS,
@@ -62,6 +64,44 @@ class Containers:
         """Remove what is left of one sandbox; what cannot be removed now is left to the next sweep."""
         for container, _ in await self._labelled(f"{self.SANDBOX}={sandbox_id}"):
             await self.ask("rm", "--force", "--volumes", container)
+
+    async def processes(self, sandbox_id: str) -> int:
+        """Count the processes of a sandbox's container.
+
+        Raises:
+            SandboxClosedError: there is no such container any more.
+        """
+        code, said = await self.ask("top", await self._container(sandbox_id), "-o", "pid")
+        if code != 0:
+            raise SandboxClosedError(
+                f"the daemon does not show the processes of {sandbox_id}: {said.strip()}"
+            )
+        return len(said.split()) - 1  # but for the heading
+
+    async def reader(self, sandbox_id: str, image: str, command: Sequence[str]) -> list[str]:
+        """Return the command that runs the reader of files in a container beside the sandbox's.
+
+        It sees the sandbox's processes, and through them its files, and has nothing else: no network, no rights but to
+        read and look. The script is shown where it is on the host.
+
+        Raises:
+            SandboxClosedError: there is no such container any more.
+        """
+        _, *flags, script, path, limit, pid, parent = command
+        return [
+            *(self._binary, "run", "--rm", "--pull", "never", "--log-driver", "none", "--network", "none"),
+            *("--pid", f"container:{await self._container(sandbox_id)}", "--user", "0:0", "--read-only"),
+            *("--cap-drop", "ALL", "--cap-add", "SYS_PTRACE", "--cap-add", "DAC_READ_SEARCH"),
+            *("--security-opt", "no-new-privileges", "--workdir", "/", "--entrypoint", "python3"),
+            *("--mount", f"type=bind,source={script},target=/tree_reader.py,readonly", image),
+            *(*flags, "/tree_reader.py", path, limit, pid, parent),
+        ]
+
+    async def _container(self, sandbox_id: str) -> str:
+        found = await self._labelled(f"{self.SANDBOX}={sandbox_id}")
+        if not found:
+            raise SandboxClosedError(f"the container of {sandbox_id} has ended")
+        return found[0][0]
 
     async def sweep(self) -> tuple[int, tuple[str, ...]]:
         """Remove the containers of dead services: how many, and what could not be removed and why."""

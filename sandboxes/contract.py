@@ -312,10 +312,11 @@ class Sandbox(ABC):
     async def end_processes(self) -> None:
         """End the sessions and every other process inside; files stay, and new sessions may be opened.
 
-        Call it before trusting what runs in a sandbox after an agent, such as a grader.
+        When it returns, the host has seen that they ended. Call it before trusting what runs in a sandbox after an
+        agent, such as a grader.
 
         Raises:
-            SandboxClosedError: the sandbox is closed or has ended.
+            SandboxClosedError: the sandbox is closed or has ended, or a process does not end.
         """
 
     @abstractmethod
@@ -392,14 +393,17 @@ class Sandbox(ABC):
 
     @abstractmethod
     def export_path(self, path: str, *, limit: int = DEFAULT_TREE_LIMIT) -> AsyncIterator[bytes]:
-        """A file or folder as a tar stream, whose one top entry is named as the last part of the path.
+        """Read a file or folder as a tar stream, whose one top entry is named as the last part of the path.
 
-        The bytes come from inside and are as hostile as the code there: hand them to `import_path` of another
-        sandbox, never unpack them on the host.
+        It is read from the host's side: nothing inside is run. Entries are folders, regular files, hard links to files
+        of the stream, and symbolic links that stay within the path; anything else is left out, as are owners,
+        attributes and modes beyond the nine bits. Files that their modes forbid to read are read. What the files hold
+        is as hostile as the code inside. Call `end_processes` first, or the tree may change meanwhile.
 
         Raises:
             FileMissingError: there is no such path.
-            FileTooLargeError: the stream is longer than `limit`; what came before is to be thrown away.
+            FileTooLargeError: the tree is larger than `limit`, where a file counts with its whole size, also where it
+                has holes, and every entry with 4 KiB at least; what came before is to be thrown away.
             SandboxFileError: the tree cannot be read.
             SandboxClosedError: the sandbox is closed or has ended.
         """

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import anyio
 
-from sandboxes.errors import SandboxClosedError, SandboxStartError
+from sandboxes.errors import NoProcessError, SandboxClosedError, SandboxStartError
 from sandboxes.pipes import INPUT, OUTPUT, Pipes, StatusLines
 
 SCRIPT = Path(__file__).with_name("control.sh")
@@ -262,9 +262,7 @@ class Child:
         if line is None and not self._control.alive:
             raise SandboxClosedError("the sandbox has ended")
         if line is None or line[:1] != "+" or not line[1:].isdigit():
-            raise SandboxStartError(
-                "no process could be started in the sandbox", hint="its limit of processes may be used up"
-            )
+            raise NoProcessError("no process could be started in the sandbox")
         self.group = int(line[1:])
         self.pipes.opened()
 

@@ -8,7 +8,16 @@ import asyncio
 import posixpath
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,12 +47,16 @@ from sandboxes.errors import (
     SessionDiedError,
 )
 from sandboxes.execution import run_collected, stream_in, stream_out
+from sandboxes.export import export_tree, reader_command
 from sandboxes.files import Files
 from sandboxes.ipython import KernelSession
 from sandboxes.kernel import KernelPaths
+from sandboxes.process import FirstProcess, children_of
 
 DRAIN_SECONDS = 3.0
 """How long `close` waits for calls under way to notice that everything inside has ended."""
+END_SECONDS = 25.0
+END_PAUSE = 0.02
 
 
 class Backing(ABC):
@@ -53,6 +66,10 @@ class Backing(ABC):
     @abstractmethod
     def pid(self) -> int | None:
         """The launcher's process on the host."""
+
+    @abstractmethod
+    async def first_process(self) -> FirstProcess | None:
+        """Process 1 inside, which the control shell is; None where it has ended."""
 
     @abstractmethod
     async def release(self) -> None:
@@ -187,7 +204,24 @@ class ControlledSandbox(Sandbox):
         with self._operation():
             self._shell.discard()
             self._kernel.discard()
-            await self._launched.control.end_all()
+            with anyio.move_on_after(END_SECONDS):
+                await self._launched.control.end_all()
+                while await self._left():
+                    await anyio.sleep(END_PAUSE)
+                    await self._launched.control.end_all()
+                return
+        raise SandboxClosedError(f"the processes of the sandbox {self.id} did not end")
+
+    async def _left(self) -> bool:
+        """Whether the host sees any process inside beside the first one, which would be its parent."""
+        first = await self._first_process()
+        return bool(children_of(first.pid))
+
+    async def _first_process(self) -> FirstProcess:
+        first = await self._launched.backing.first_process()
+        if first is None:
+            raise self._ended()
+        return first
 
     async def read_file(self, path: str, *, limit: int = DEFAULT_FILE_LIMIT) -> bytes:
         return await self._files.read(path, limit)
@@ -207,8 +241,17 @@ class ControlledSandbox(Sandbox):
     async def list(self, path: str = ".") -> "list[FileEntry]":
         return await self._files.list(path)
 
-    def export_path(self, path: str, *, limit: int = DEFAULT_TREE_LIMIT) -> AsyncIterator[bytes]:
-        return self._files.export(path, limit)
+    async def export_path(self, path: str, *, limit: int = DEFAULT_TREE_LIMIT) -> AsyncIterator[bytes]:
+        with self._operation():
+            async with aclosing(self._export(self.resolve(path), limit)) as parts:
+                async for part in parts:
+                    yield part
+
+    async def _export(self, path: str, limit: int) -> AsyncGenerator[bytes, None]:
+        command = reader_command(path, limit, await self._first_process())
+        async with aclosing(export_tree(path, command)) as parts:
+            async for part in parts:
+                yield part
 
     async def import_path(self, parent: str, tar: AsyncIterable[bytes]) -> None:
         await self._files.import_(parent, tar)

@@ -15,6 +15,8 @@ The working folder is a memory file system too, and hides what the image has the
 import os
 import re
 import shutil
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from functools import cached_property
 from pathlib import Path
 
@@ -26,10 +28,12 @@ from sandboxes.config import DockerConfig
 from sandboxes.containers import Containers, container_group
 from sandboxes.contract import Bind, SandboxSpec, SweepReport
 from sandboxes.control import ANSWERS, SCRIPT
+from sandboxes.controlled import ControlledSandbox, Launched
 from sandboxes.errors import ImageNotFoundError, ProviderUnavailableError, SandboxConfigError
+from sandboxes.export import export_tree, reader_command
 from sandboxes.image_sources import packaged_names
 from sandboxes.limits import Group, Groups, Limits
-from sandboxes.process import MARKER
+from sandboxes.process import MARKER, FirstProcess
 from sandboxes.provider import HostProvider, Plan
 from sandboxes.rundir import RunFolder
 from sandboxes.users import ids_of
@@ -44,6 +48,8 @@ OVERHEAD_PROCESSES = 16
 OWN_IMAGES = "rollout-service"
 """Where `scripts/docker-image` puts the images that this package brings."""
 SHM_BYTES = 64 * 1024 * 1024
+INSIDE = FirstProcess(1, 0)
+"""As a container that joins the processes of another one numbers them."""
 
 
 class DockerBacking(HostBacking):
@@ -63,6 +69,32 @@ class DockerBacking(HostBacking):
         await super().release()
         if self.process is not None and self.process.returncode not in ENDED_BY_ITSELF:
             await self._containers.remove_sandbox(self._id)
+
+
+class DockerSandbox(ControlledSandbox):
+    """Asks the daemon for what only it can see: a service that is not root may not look into containers."""
+
+    def __init__(
+        self,
+        launched: Launched,
+        spec: SandboxSpec,
+        forget: Callable[[str], None],
+        containers: Containers,
+        image: str,
+    ) -> None:
+        """`image` has Python, for the container that reads files out of this one."""
+        super().__init__(launched, spec, forget)
+        self._containers = containers
+        self._image = image
+
+    async def _left(self) -> bool:
+        return await self._containers.processes(self.id) > 1
+
+    async def _export(self, path: str, limit: int) -> AsyncGenerator[bytes, None]:
+        command = await self._containers.reader(self.id, self._image, reader_command(path, limit, INSIDE))
+        async with aclosing(export_tree(path, command, self._containers.env)) as parts:
+            async for part in parts:
+                yield part
 
 
 class DockerProvider(HostProvider):
@@ -97,6 +129,10 @@ class DockerProvider(HostProvider):
     def make_backing(self, folder: RunFolder, group: Group | None) -> HostBacking:
         return DockerBacking(folder, group, self._stragglers, self._containers)
 
+    def make_sandbox(self, launched: Launched, spec: SandboxSpec) -> DockerSandbox:
+        reader = self._named(self._config.image)
+        return DockerSandbox(launched, spec, self.forget, self._containers, reader)
+
     async def identity(self, spec: SandboxSpec) -> str:
         return await self._image_id(spec.image or self._config.image)
 
@@ -113,8 +149,7 @@ class DockerProvider(HostProvider):
                 f"{name!r} is no reference of an image that {self._config.binary} has",
                 hint="name it as `docker images` does; scripts/docker-image imports one of the service's own",
             )
-        if name in packaged_names():  # as environments name them for every provider
-            name = f"{OWN_IMAGES}/{name}"
+        name = self._named(name)
         code, said = await self._containers.ask("image", "inspect", "--format", "{{.Id}}", name)
         if code == 0:
             return said.strip()
@@ -124,6 +159,10 @@ class DockerProvider(HostProvider):
                 hint=f"{self._config.binary} pull {name}, or scripts/docker-image for one of the service's own",
             )
         raise ProviderUnavailableError(f"{self._config.binary} does not answer: {said.strip()}", hint=HINT)
+
+    def _named(self, name: str) -> str:
+        """As the daemon calls an image that environments name for every provider."""
+        return f"{OWN_IMAGES}/{name}" if name in packaged_names() else name
 
     async def plan(self, spec: SandboxSpec, folder: RunFolder) -> Plan:
         name = spec.image or self._config.image

@@ -7,6 +7,7 @@ SandboxError
  |   |- ImageNotFoundError        no image has this name, path or reference
  |   `- ImageBuildError           building or pulling it failed
  |- SandboxStartError             a sandbox did not come up                          retryable
+ |   `- NoProcessError            no room for a program; a LimitExceededError too, of the limit "processes"
  |- SandboxClosedError            it has been closed, or has ended by itself
  |- SessionDiedError              a bash or Python session ended under a command     retryable
  |- LimitExceededError            memory, processes, disk, lifetime, output or time: `limit` says which
@@ -145,6 +146,15 @@ class DiskFullError(LimitExceededError, SandboxFileError):
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message, limit="disk", hint=hint)
+
+
+class NoProcessError(LimitExceededError, SandboxStartError):
+    """No program could be started in a sandbox that is up: its processes, or the host's, are used up."""
+
+    default_hint = "end processes in the sandbox, or give it more with `max_processes`"
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message, limit="processes", hint=hint)
 
 
 class EditMatchError(SandboxFileError):

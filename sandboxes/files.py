@@ -1,4 +1,6 @@
-"""Reading, writing, listing and editing files of a sandbox, by programs that run inside of it.
+"""Reading, writing, listing and editing files of a sandbox, by programs that run inside it.
+
+They serve the agent, whose own programs they may be: what is to be judged is read by `export` instead.
 
 A path means what it means there: a link that the agent made leads nowhere but inside. What comes back is
 hostile, so it is bounded and checked. Contents go through in pieces, so that memory here does not grow with them.
@@ -6,7 +8,6 @@ Whoever reads a file inside finds the old one or the new one, whole: what is wri
 place once the sandbox has confirmed that every byte arrived. The image needs bash, coreutils and tar.
 """
 
-import posixpath
 import secrets
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -82,10 +83,6 @@ for ((at = 0; at < ${#names[@]}; at += 500)); do
   stat --printf='%f %s %n\\0' -- "${names[@]:at:500}" 2>/dev/null
 done
 exit 0
-"""
-EXPORT = """
-[[ -e $1 || -L $1 ]] || exit 44
-exec tar -C "$2" -cf - -- "$3"
 """
 IMPORT = 'mkdir -p -- "$1" && exec tar -C "$1" --no-same-owner -xf -'
 
@@ -212,13 +209,6 @@ class Files:
             raise FileTooLargeError(f"{path}: the listing has more than {LIST_LIMIT} bytes")
         entries = [_entry(path, part) for part in result.stdout.split(b"\0")[:-1]]
         return sorted(entries, key=lambda entry: entry.name)
-
-    async def export(self, path: str, limit: int) -> AsyncIterator[bytes]:
-        """See `Sandbox.export_path`."""
-        target = self._resolve(path)
-        parent, name = posixpath.split(target)
-        async for part in self._parts(path, script(EXPORT, target, parent, name or "."), limit):
-            yield part
 
     async def import_(self, parent: str, tar: AsyncIterable[bytes]) -> None:
         """See `Sandbox.import_path`."""

@@ -9,9 +9,10 @@ time-outs and output limits, a clean environment, and a working folder of its ow
 import os
 import posixpath
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 
+import anyio.to_thread
 import structlog
 
 from sandboxes.config import LocalConfig
@@ -19,7 +20,9 @@ from sandboxes.contract import SandboxSpec
 from sandboxes.control import SCRIPT
 from sandboxes.controlled import ControlledSandbox, Launched
 from sandboxes.errors import SandboxConfigError
+from sandboxes.export import export_tree, reader_command
 from sandboxes.limits import Groups, Limits
+from sandboxes.process import kill_where
 from sandboxes.provider import HostProvider, Plan
 from sandboxes.rundir import RunFolder
 
@@ -85,3 +88,12 @@ class LocalSandbox(ControlledSandbox):
         if given == named or given.startswith(f"{named}/"):
             return posixpath.normpath(posixpath.join(self.workdir, posixpath.relpath(given, named)))
         return given
+
+    async def _left(self) -> bool:
+        """End what has left the control shell's session, by the mark that it inherited unless it took that off."""
+        control = self.info.pid
+        ended = await anyio.to_thread.run_sync(kill_where, frozenset({self.id}).__contains__, control)
+        return ended > 0
+
+    def _export(self, path: str, limit: int) -> AsyncGenerator[bytes, None]:
+        return export_tree(path, reader_command(path, limit))

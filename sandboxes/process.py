@@ -12,6 +12,7 @@ import re
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 MARKER = "ROLLOUT_SANDBOX"
@@ -73,14 +74,55 @@ def marked_processes(ids: set[str]) -> list[int]:
     return processes_where(ids.__contains__)
 
 
-def kill_where(belongs: Callable[[str], bool]) -> int:
-    """SIGKILL the processes of the sandboxes for whose id `belongs` holds; how many. It blocks."""
+def kill_where(belongs: Callable[[str], bool], spared: int | None = None) -> int:
+    """SIGKILL the processes of the sandboxes for whose id `belongs` holds, but `spared`; how many. It blocks."""
 
     def still(pid: int) -> bool:
         mark = marked_with(pid)
-        return mark is not None and belongs(mark)
+        return mark is not None and belongs(mark) and pid != spared
 
     return sum(kill_if(pid, still) for pid in processes_where(belongs))
+
+
+@dataclass(frozen=True, slots=True)
+class FirstProcess:
+    """Process 1 of a sandbox and its parent, as the host numbers them."""
+
+    pid: int
+    parent: int
+
+
+def first_process_below(launcher: int) -> FirstProcess | None:
+    """Find the first process of the process namespace that a launcher made; None where it has ended.
+
+    The one nearest to the launcher is meant: namespaces that code inside made are further down.
+    """
+    parents = [launcher]
+    for parent in parents:
+        for pid in children_of(parent):
+            if _number_inside(pid) == 1:
+                return FirstProcess(pid, parent)
+            parents.append(pid)
+    return None
+
+
+def children_of(pid: int) -> list[int]:
+    """The children of a process and of its threads, those that ended and were not collected among them."""
+    found: list[int] = []
+    with suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):
+                found += map(int, _read(f"{thread}/children").split())
+    return found
+
+
+def _number_inside(pid: int) -> int | None:
+    """The number of a process in its own namespace; None where that is the host's, or the process has gone."""
+    with suppress(OSError):
+        found = re.search(rb"^NSpid:((?:\s+\d+)+)$", _read(f"/proc/{pid}/status"), re.MULTILINE)
+        numbers = found[1].split() if found else []
+        return int(numbers[-1]) if len(numbers) > 1 else None
+    return None
 
 
 def kill_if(pid: int, is_it: Callable[[int], bool]) -> bool:

@@ -8,7 +8,7 @@ docstring is what the contract promises. A provider names the checks that it is 
 any other failure is one. Checks that attack are not run where the provider says that it does not isolate.
 """
 
-from sandboxes.conformance import bash, files, isolation, lifecycle, programs, python
+from sandboxes.conformance import bash, exports, files, isolation, lifecycle, programs, python
 from sandboxes.conformance.expectations import Check, ConformanceError, expect, expect_error
 from sandboxes.conformance.runner import Outcome, Report, run_check, run_checks
 
@@ -17,6 +17,7 @@ CHECKS: tuple[Check, ...] = (
     *python.CHECKS,
     *programs.CHECKS,
     *files.CHECKS,
+    *exports.CHECKS,
     *lifecycle.CHECKS,
     *isolation.CHECKS,
 )
