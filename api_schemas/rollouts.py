@@ -84,6 +84,8 @@ class StopReason(StrEnum):
     """Too many malformed tool calls in a row."""
     AGENT_TIMEOUT = "agent_timeout"
     """The agent's own wall clock ran out; what it did is scored."""
+    SANDBOX_ENDED = "sandbox_ended"
+    """Its sandbox ended under it, by its own doing or at the end of its lifetime; what it did until then is scored."""
     STAGE_TIMEOUT = "stage_timeout"
     """A stage's deadline passed; the rollout failed."""
     ERROR = "error"
@@ -150,6 +152,8 @@ class Rollout(WireModel):
     reward: float | None = None
     """The score, or null when there is none: a failure is never a zero."""
     reward_parts: dict[str, float] = {}
+    notes: list[str] = []
+    """What a person should know of the result, such as files of the agent that were left out."""
     stop_reason: StopReason | None = None
     error: ErrorInfo | None = None
     """Why it failed; set if and only if the state is `failed`."""

@@ -160,7 +160,7 @@ async def open_service(settings: Settings, metrics: Metrics) -> AsyncIterator[Se
         await _sweep(provider)
         node = Node.make(provider, settings, metrics)
         await stack.enter_async_context(node.running())
-        sandboxes = SandboxSource(node.pool)
+        sandboxes = SandboxSource(node.pool, settings.pipeline.artifacts_bytes)
         pools = await stack.enter_async_context(_pools(settings, metrics))
         serving = Serving(pools, state_dir / "backends.json")
         await _start_engine(settings, stack, serving)

@@ -83,6 +83,8 @@ class PipelineSettings(Section):
     rollout_workers: int = Field(16, ge=1)
     evaluate_queue: int = Field(256, ge=1)
     evaluate_workers: int = Field(4, ge=1)
+    artifacts_bytes: int = Field(8 * 1024**3, ge=16 * 1024**2)
+    """Of the host's temporary disk, for what agents left until it is scored; an agent waits where it is used up."""
     max_attempts: int = Field(3, ge=1)
     """Attempts at one rollout, the first included; only infrastructure failures are tried again."""
     retry_seconds: float = Field(0.5, ge=0)

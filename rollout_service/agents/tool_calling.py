@@ -1,7 +1,8 @@
 """The built-in agent: the policy answers, its tool calls are carried out, their results go back to it.
 
 Guarantees: results are in the order of the calls; a call that the policy got wrong gets an explanation as its
-result; a failure of the infrastructure ends the rollout as one, with its own type; whatever stops the agent,
+result, and so does one for which the agent left no room in its sandbox; a failure of the infrastructure ends the
+rollout as one, with its own type; whatever stops the agent,
 the calls and seconds so far are counted and the conversation ends after a whole turn.
 """
 
@@ -20,6 +21,7 @@ from rollout_service.agents.errors import ContextFullError, ToolInputError
 from rollout_service.agents.tools import Tool, ToolContext, ToolResult, by_name
 from rollout_service.environments.contract import Episode, PolicyTurn
 from rollout_service.tokens import ToolSpec
+from sandboxes.errors import LimitExceededError
 
 GRACE_SECONDS = 5.0
 """What a tool has beyond its time limit to end by itself, which leaves a better result than being cut off."""
@@ -134,6 +136,10 @@ class ToolCallingAgent:
                 return await tool(call.arguments, context)
         except ToolInputError as error:
             return ToolResult(str(error))
+        except LimitExceededError as error:
+            if error.limit == "lifetime":
+                raise
+            return ToolResult(f"[{error}]")
         return ToolResult(f"[stopped: it took longer than {context.seconds:g} s]")
 
 

@@ -60,6 +60,7 @@ def show_rollout(rollout: Rollout, tokenizer: ChatTokenizer) -> RenderableType:
     head = f"rollout {rollout.rollout_id}: {rollout.state}, {rollout.stop_reason}, reward {reward}"
     head += f" ({parts_of_it})" if parts_of_it else ""
     parts: list[RenderableType] = [Rule(head, align="left")]
+    parts += [Text(note, style="yellow") for note in rollout.notes]
     if rollout.error is not None:
         parts.append(Text(f"{rollout.error.code}: {rollout.error.message}", style="red"))
     if rollout.trajectory is not None:

@@ -15,6 +15,15 @@ from rollout_service.environments.contract import Environment, EnvironmentSpec, 
 from rollout_service.environments.templates import PromptTemplate
 from rollout_service.errors import ConfigurationError
 from rollout_service.tokens import ToolSpec
+from sandboxes.errors import LimitExceededError, SandboxClosedError
+
+WHOLE_SYSTEM = frozenset({"/", "/etc"})
+PROGRAMS = (
+    *("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/usr", "/proc", "/sys", "/dev", "/run"),
+    *("/environment", "/.singularity.d", "/etc/ld.so.preload", "/etc/ld.so.cache", "/etc/ld.so.conf"),
+    *("/etc/ld.so.conf.d", "/etc/profile", "/etc/profile.d", "/etc/bash.bashrc", "/etc/environment"),
+)
+"""Where a system has its programs, and what changes how they start: never taken over from an agent."""
 
 
 class AgentEnvironment(Environment):
@@ -51,7 +60,13 @@ class AgentEnvironment(Environment):
         return self._agent.definitions
 
     async def run(self, episode: Episode) -> StopReason:
-        return await self._agent.run(episode, self.messages(episode.instance))
+        try:
+            return await self._agent.run(episode, self.messages(episode.instance))
+        except (SandboxClosedError, LimitExceededError) as error:
+            if isinstance(error, LimitExceededError) and error.limit != "lifetime":
+                raise
+            episode.notes.append(f"the agent's sandbox ended under it: {error}")
+            return StopReason.SANDBOX_ENDED
 
 
 def _check_spec(spec: EnvironmentSpec) -> None:
@@ -63,7 +78,18 @@ def _check_spec(spec: EnvironmentSpec) -> None:
             hint="Name an image, such as image = 'base'.",
         )
     for path in spec.artifacts:
-        if not path.startswith("/") or ".." in path.split("/"):
-            raise ConfigurationError(
-                f"environment {spec.name!r}: the artifact {path!r} is not an absolute path without '..'"
-            )
+        _check_artifact(spec.name, path)
+
+
+def _check_artifact(name: str, path: str) -> None:
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    if not path.startswith("/") or ".." in parts:
+        raise ConfigurationError(
+            f"environment {name!r}: the artifact {path!r} is not an absolute path without '..'"
+        )
+    place = "/" + "/".join(parts)
+    if place in WHOLE_SYSTEM or any(f"{place}/".startswith(f"{folder}/") for folder in PROGRAMS):
+        raise ConfigurationError(
+            f"environment {name!r}: the artifact {path!r} would bring the agent's programs and settings to the grader",
+            hint="Name the folders that hold the agent's work, such as /workspace.",
+        )

@@ -10,10 +10,10 @@ from __future__ import annotations
 from itertools import cycle
 from typing import Annotated, Final, Literal
 
+import anyio.to_thread
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
 from api_schemas.errors import FieldError
-from api_schemas.rollouts import StopReason
 from rollout_service.environments.base import AgentEnvironment
 from rollout_service.environments.code_problems import instances
 from rollout_service.environments.code_tests import (
@@ -28,10 +28,9 @@ from rollout_service.environments.contract import EnvironmentSpec, Episode, Epis
 from rollout_service.environments.splits import SPLIT
 from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
 from sandboxes import ExecResult, Sandbox
-from sandboxes.errors import SandboxFileError
+from sandboxes.errors import LimitExceededError, SandboxClosedError, SandboxFileError, SandboxStartError
 
 PROGRAM: Final = "solution.py"
-MAX_PROGRAM_BYTES: Final = 256 * 1024
 MAX_OUTPUT_BYTES: Final = 1024 * 1024
 HELD_OUT_SHARE: Final = 4
 MEMORY_KILOBYTES: Final = 1024 * 1024
@@ -45,6 +44,8 @@ SPEC = EnvironmentSpec(
     tools=["bash", "write", "edit", "finish"],
     limits=EpisodeLimits(max_turns=24, max_tokens=16_384, evaluate_seconds=300.0),
     evaluate_in=EvaluateIn.FRESH,
+    artifacts=[f"/workspace/{PROGRAM}"],
+    artifacts_size="256K",
 )
 
 
@@ -93,18 +94,11 @@ class Code(AgentEnvironment):
         if isinstance(checked, _AssertInstance):
             _assertions(checked)
 
-    async def run(self, episode: Episode) -> StopReason:
-        reason = await super().run(episode)
-        episode.state[PROGRAM] = await _submission(_sandbox(episode))
-        return reason
-
     async def evaluate(self, episode: Episode) -> Score:
-        program: bytes | None = episode.state[PROGRAM]
-        if program is None:
-            return Score(0.0, {"submitted": 0.0, "tests_passed": 0.0})
         sandbox = _sandbox(episode)
+        if not await _is_submitted(sandbox):
+            return Score(0.0, {"submitted": 0.0, "tests_passed": 0.0})
         await _refuse_without_python(sandbox)
-        await sandbox.write_file(PROGRAM, program)
         passed = await _passed(sandbox, _read(episode.instance))
         share = sum(passed) / len(passed)
         return Score(float(all(passed)), {"submitted": 1.0, "tests_passed": share})
@@ -145,12 +139,13 @@ def _assertions(instance: _AssertInstance) -> list[Assertion]:
     return assertions
 
 
-async def _submission(sandbox: Sandbox) -> bytes | None:
-    """The agent's program; None when it left none, or nothing that can be read as one."""
+async def _is_submitted(sandbox: Sandbox) -> bool:
+    """Whether the agent left a program that can be read; nothing of it has run in this sandbox yet."""
     try:
-        return await sandbox.read_file(PROGRAM, limit=MAX_PROGRAM_BYTES)
+        await sandbox.read_file(PROGRAM, limit=MAX_OUTPUT_BYTES)
     except SandboxFileError:
-        return None
+        return False
+    return True
 
 
 async def _refuse_without_python(sandbox: Sandbox) -> None:
@@ -180,17 +175,30 @@ async def _passes_output(sandbox: Sandbox, test: _Output, seconds: float) -> boo
 async def _passes_assertion(sandbox: Sandbox, assertion: Assertion, seconds: float) -> bool:
     question = Question.of(assertion.expression)
     result = await _run(sandbox, ["python3", "-c", HARNESS], question.stdin, seconds)
+    # In a thread: values may be made so that to compare them takes long.
+    return await anyio.to_thread.run_sync(_holds, assertion, question, result.stdout)
+
+
+def _holds(assertion: Assertion, question: Question, stdout: bytes) -> bool:
     try:
-        return assertion.holds(question.value(result.stdout))
+        return assertion.holds(question.value(stdout))
     except (ValueError, TypeError, OverflowError, RecursionError):
         return False
 
 
 async def _run(sandbox: Sandbox, argv: list[str], stdin: bytes, seconds: float) -> ExecResult:
-    """Run one test; its limit is CPU time, and the wall clock only ends a program that sleeps."""
-    return await sandbox.exec(
-        _limited(argv, seconds), stdin=stdin, timeout=3 * seconds + 10, output_limit=MAX_OUTPUT_BYTES
-    )
+    """Run one test; its limit is CPU time, and the wall clock only ends a program that sleeps.
+
+    A sandbox that worked until the program ran, and in which nothing can be run any more, is the program's doing.
+    """
+    try:
+        result = await sandbox.exec(
+            _limited(argv, seconds), stdin=stdin, timeout=3 * seconds + 10, output_limit=MAX_OUTPUT_BYTES
+        )
+        await sandbox.end_processes()  # what one test leaves behind does not meet the next
+    except (SandboxStartError, SandboxClosedError, LimitExceededError):
+        return ExecResult(None, b"", b"", timed_out=False, truncated=False)
+    return result
 
 
 def _limited(argv: list[str], seconds: float) -> list[str]:

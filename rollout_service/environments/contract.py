@@ -93,6 +93,10 @@ class SandboxSettings(Settings):
         return None if self.disk is None else _bytes(self.disk)
 
 
+DEFAULT_DISK_BYTES = 1 << 30
+"""Of providers, unless their settings say otherwise."""
+
+
 def _bytes(size: str) -> int:
     number, suffix = size.rstrip("KMGT"), size[-1]
     return int(float(number) * 1024 ** ("KMGT".find(suffix) + 1))
@@ -131,8 +135,17 @@ class EnvironmentSpec(Settings):
     evaluate_in: EvaluateIn = EvaluateIn.NONE
     artifacts: list[str] = []
     """Absolute paths that a fresh evaluation sandbox receives from the agent's."""
+    artifacts_size: Size = "256M"
+    """What these may hold together, as `memory`, and no more than half of the sandbox's memory and disk. Above it the
+    agent counts as having left nothing."""
     binds: dict[str, str] = Field({}, exclude=True)
     """Files and folders of the host that a sandbox shows and cannot change, by their path inside."""
+
+    @property
+    def artifacts_bytes(self) -> int:
+        """`artifacts_size` in bytes, and so many that the grader's sandbox has room for the grader too."""
+        room = [self.sandbox.memory_bytes, self.sandbox.disk_bytes or DEFAULT_DISK_BYTES]
+        return min(_bytes(self.artifacts_size), min(room) // 2)
 
     @property
     def sessions(self) -> frozenset[SessionName]:
@@ -146,6 +159,10 @@ class Score:
 
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
+
+
+NOTHING_LEFT = Score(0.0, {"sandbox_ended": 1.0})
+"""Of an agent that ended the sandbox in which it is to be scored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +235,8 @@ class Episode:
     tool_seconds: float = 0.0
     breaches: list[LimitExceededError] = field(default_factory=list)
     """Limits of the sandbox that the agent's calls reached."""
+    notes: list[str] = field(default_factory=list)
+    """What a person should know of the result, such as files of the agent that were left out."""
     state: dict[str, Any] = field(default_factory=dict)
     """Whatever the environment wants to carry from one stage to the next."""
 

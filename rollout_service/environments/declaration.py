@@ -20,6 +20,7 @@ from rollout_service.environments.contract import (
     EvaluateIn,
     SandboxSettings,
     Settings,
+    Size,
 )
 from rollout_service.errors import ConfigurationError, nearest
 
@@ -48,6 +49,8 @@ class EvaluateTable(Settings):
     sandbox: GraderSandbox = GraderSandbox.FRESH
     artifacts: list[str] = ["/workspace"]
     """What a fresh sandbox receives of the agent's."""
+    artifacts_size: Size = "256M"
+    """What they may hold together; an agent that leaves more has left nothing."""
 
 
 class DatasetTable(Settings):
@@ -100,6 +103,7 @@ class Declaration(Settings):
             sandbox=self.sandbox,
             evaluate_in=EvaluateIn.FRESH if fresh else EvaluateIn.SAME,
             artifacts=self.evaluate.artifacts if fresh else [],
+            artifacts_size=self.evaluate.artifacts_size,
         )
 
 

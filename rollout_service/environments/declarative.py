@@ -2,8 +2,9 @@
 
 Guarantees: the agent's sandbox holds nothing of the grader while the agent is at work, and nothing of the
 instance but what the prompt and the init command make of it; the grader runs when every process of the agent
-has ended; its files are copied in for it, and its result has a path that nobody could know before; a result
-that is missing or is no finite number is an error and never a zero.
+has ended, outside of the agent's folders; its files are copied in for it, and its result has a path that nobody could
+know before and is read from the host's side, when the grader's processes have ended too; a result that is missing or
+is not a finite number is an error and never a zero.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from rollout_service.environments.base import AgentEnvironment
-from rollout_service.environments.contract import EnvironmentSpec, Episode, EvaluateIn, Score
+from rollout_service.environments.contract import EnvironmentSpec, Episode, Score
 from rollout_service.environments.dataset_files import read_instances
 from rollout_service.environments.declaration import FILE_NAME, Declaration, read_declaration
-from rollout_service.environments.files import PackedFile, archive, read_folder
+from rollout_service.environments.files import PackedFile, archive, exported_file, read_folder
 from rollout_service.environments.images import empty_folder
 from rollout_service.errors import ConfigurationError, EnvironmentFailedError
 from sandboxes import ExecResult, Sandbox
@@ -73,8 +74,6 @@ class DeclarativeEnvironment(AgentEnvironment):
 
     async def evaluate(self, episode: Episode) -> Score:
         sandbox = _sandbox(episode)
-        if self.spec.evaluate_in is EvaluateIn.SAME:
-            await sandbox.end_processes()
         inputs = [
             _instance_file(episode.instance),
             PackedFile("answer.txt", (episode.answer or "").encode(errors="replace")),
@@ -84,7 +83,7 @@ class DeclarativeEnvironment(AgentEnvironment):
         # Not in the working folder: a module there could shadow one that the grader imports.
         result = await place.run(command, cwd=place.path, seconds=seconds)
         _require_success("evaluate", command, result)
-        return parse_score(await place.result(), result)
+        return parse_score(await place.result(result), result)
 
     def dataset(self) -> list[dict[str, JsonValue]]:
         return [dict(instance) for instance in self._dataset]
@@ -113,6 +112,8 @@ class Place:
             ["bash", "-c", _FOLDER.sub(folder, command)],
             cwd=cwd,
             env={
+                # What programs read from a home folder, as ~/.gitconfig or ~/.local, is never the agent's.
+                "HOME": self.path,
                 "ROLLOUT_ENVIRONMENT": folder,
                 "ROLLOUT_INSTANCE": f"{self.path}/instance.json",
                 "ROLLOUT_ANSWER": f"{self.path}/answer.txt",
@@ -122,13 +123,14 @@ class Place:
             timeout=seconds,
         )
 
-    async def result(self) -> bytes:
-        """What the command wrote; raises EnvironmentFailedError when there is nothing."""
+    async def result(self, run: ExecResult) -> bytes:
+        """Return what the command wrote; raises EnvironmentFailedError, with what it printed, when there is nothing."""
+        await self.sandbox.end_processes()
         try:
-            return await self.sandbox.read_file(f"{self.path}/result.json", limit=MAX_RESULT_BYTES)
+            return await exported_file(self.sandbox, f"{self.path}/result.json", MAX_RESULT_BYTES)
         except SandboxFileError as error:
             raise EnvironmentFailedError(
-                f"the evaluate command left no result: {error}",
+                f"the evaluate command left no result: {error}; {_it_printed(run)}",
                 hint=RESULT_HINT,
             ) from error
 
@@ -169,7 +171,7 @@ def parse_score(data: bytes, run: ExecResult | None = None) -> Score:
             f"{'.'.join(map(str, item['loc'])) or 'the file'}: {item['msg']}"
             for item in error.errors(include_url=False, include_input=False)
         )
-        printed = f"; it printed: {_printed(run)}" if run and _printed(run) else ""
+        printed = f"; {_it_printed(run)}" if run else ""
         raise EnvironmentFailedError(
             f"the evaluate command wrote no usable result: {reasons}{printed}", hint=RESULT_HINT
         ) from error
@@ -201,6 +203,10 @@ def _require_success(stage: str, command: str, result: ExecResult) -> None:
         f"the {stage} command {command!r} {how}: {_printed(result) or 'it printed nothing'}",
         hint="Try the environment with `rollout-service env run`.",
     )
+
+
+def _it_printed(result: ExecResult) -> str:
+    return f"it printed: {_printed(result)}" if _printed(result) else "it printed nothing"
 
 
 def _printed(result: ExecResult) -> str:

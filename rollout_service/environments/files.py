@@ -1,4 +1,4 @@
-"""Files of an environment on their way into a sandbox: read once, packed as a tar archive."""
+"""Files of an environment on their way into a sandbox, and files that a sandbox gives back."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from pathlib import Path
 import anyio.to_thread
 
 from rollout_service.errors import ConfigurationError
+from sandboxes import Sandbox
+from sandboxes.errors import FileMissingError, FileTooLargeError
 
 MAX_BYTES = 32 * 1024 * 1024
 """Of all files of an environment; what is larger belongs into its image."""
 CHUNK_BYTES = 256 * 1024
+ENTRY_BYTES = 4096
+"""What an entry counts at least, see `Sandbox.export_path`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,27 @@ async def archive(files: Iterable[PackedFile]) -> AsyncIterator[bytes]:
     packed = await anyio.to_thread.run_sync(_pack, tuple(files))
     for start in range(0, len(packed), CHUNK_BYTES):
         yield packed[start : start + CHUNK_BYTES]
+
+
+async def exported_file(sandbox: Sandbox, path: str, limit: int) -> bytes:
+    """Return a file of a sandbox as the host reads it: no program inside has a part in it.
+
+    Raises:
+        FileMissingError: there is no regular file.
+        FileTooLargeError: it has more than `limit` bytes.
+        SandboxFileError: it cannot be read.
+        SandboxClosedError: the sandbox is closed or has ended.
+    """
+    packed = b"".join([part async for part in sandbox.export_path(path, limit=limit + 2 * ENTRY_BYTES)])
+    with tarfile.open(fileobj=io.BytesIO(packed), mode="r:") as tar:
+        entry = tar.next()
+        file = tar.extractfile(entry) if entry is not None and entry.isreg() else None
+        content = file.read(limit + 1) if file is not None else None
+    if content is None:
+        raise FileMissingError(f"{path}: not a regular file")
+    if len(content) > limit:
+        raise FileTooLargeError(f"{path}: more than {limit} bytes")
+    return content
 
 
 def _pack(files: tuple[PackedFile, ...]) -> bytes:

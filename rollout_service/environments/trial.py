@@ -13,7 +13,14 @@ from pydantic import JsonValue
 
 from api_schemas.rollouts import RolloutRequest, StopReason
 from api_schemas.tasks import Task
-from rollout_service.environments.contract import Environment, Episode, EvaluateIn, Policy, Score
+from rollout_service.environments.contract import (
+    NOTHING_LEFT,
+    Environment,
+    Episode,
+    EvaluateIn,
+    Policy,
+    Score,
+)
 from rollout_service.pipeline.sandboxing import SandboxSource
 from sandboxes import Sandbox
 
@@ -45,9 +52,12 @@ async def play(
         await environment.init(episode)
         stop_reason = await environment.run(episode)
         if spec.evaluate_in is EvaluateIn.SAME:
+            if episode.sandbox and not await sandboxes.end_agent(episode.sandbox, episode.notes):
+                return Trial(NOTHING_LEFT, stop_reason, episode)
             return Trial(await environment.evaluate(episode), stop_reason, episode)
-        taken = spec.artifacts if spec.evaluate_in is EvaluateIn.FRESH and episode.sandbox else []
-        artifacts = await sandboxes.pack(episode.sandbox, taken) if episode.sandbox else None
+        taken = spec.evaluate_in is EvaluateIn.FRESH and episode.sandbox is not None
+        artifacts = await sandboxes.pack(episode.sandbox, spec) if taken and episode.sandbox else None
+        episode.notes += artifacts.notes if artifacts else []
     episode.sandbox = None
     if spec.evaluate_in is EvaluateIn.NONE or artifacts is None:
         return Trial(await environment.evaluate(episode), stop_reason, episode)

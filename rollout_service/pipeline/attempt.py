@@ -20,6 +20,7 @@ import anyio
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span, Stage, StopReason
 from rollout_service.environments.contract import (
+    NOTHING_LEFT,
     Environment,
     EnvironmentSpec,
     Episode,
@@ -28,7 +29,8 @@ from rollout_service.environments.contract import (
     Score,
 )
 from rollout_service.errors import RequestError, describe
-from rollout_service.pipeline.sandboxing import Artifacts, SandboxSource
+from rollout_service.pipeline.artifacts import Artifacts
+from rollout_service.pipeline.sandboxing import SandboxSource
 from rollout_service.pipeline.stage import Slot, StageLimiter, Timer
 from rollout_service.store.contract import Lease, Store
 from rollout_service.telemetry import Metrics
@@ -109,7 +111,7 @@ class Attempt:
         self._episode: Episode | None = None
         self._slot = Slot(services.stages.init.places)
         self._left = time.perf_counter() - (datetime.now(UTC) - lease.queued_at).total_seconds()
-        self._artifacts = Artifacts()
+        self._artifacts: Artifacts | None = None
         self._ticket: Ticket | None = None
         self.stage: Stage | None = None
         """The stage that was entered last."""
@@ -171,8 +173,9 @@ class Attempt:
                     "the first prompt of this task does not fit the model's context",
                     hint="Shorten the prompt or the tools' descriptions, or serve the model with a longer context.",
                 )
-            if environment.spec.evaluate_in is EvaluateIn.FRESH:
-                self._artifacts = await self._pack(episode)
+            if environment.spec.evaluate_in is EvaluateIn.FRESH and episode.sandbox is not None:
+                self._artifacts = await self._services.sandboxes.pack(episode.sandbox, episode.spec)
+                episode.notes += self._artifacts.notes
             if environment.spec.evaluate_in is not EvaluateIn.SAME:
                 await self._close_sandbox()
             self._services.policies.close(self.lease.request)
@@ -187,6 +190,8 @@ class Attempt:
                     if environment.spec.evaluate_in is EvaluateIn.FRESH:
                         await self._start_sandbox(environment.spec, timer)
                         await self._unpack()
+                    elif not await self._end_agent(environment.spec.evaluate_in):
+                        return NOTHING_LEFT
                     return await environment.evaluate(self.episode)
             except Exception as error:
                 info = describe(error, stage=Stage.EVALUATE, attempt=self.lease.attempt)
@@ -247,13 +252,14 @@ class Attempt:
         finally:
             timer.sandbox_seconds += time.perf_counter() - started
 
-    async def _pack(self, episode: Episode) -> Artifacts:
-        if episode.sandbox is None:
-            return Artifacts()
-        return await self._services.sandboxes.pack(episode.sandbox, episode.spec.artifacts)
+    async def _end_agent(self, evaluate_in: EvaluateIn) -> bool:
+        """End the agent's processes where it is scored in its own sandbox; False where that has ended itself."""
+        if evaluate_in is EvaluateIn.NONE or self.episode.sandbox is None:
+            return True
+        return await self._services.sandboxes.end_agent(self.episode.sandbox, self.episode.notes)
 
     async def _unpack(self) -> None:
-        if self.episode.sandbox is not None:
+        if self.episode.sandbox is not None and self._artifacts is not None:
             await self._services.sandboxes.unpack(self.episode.sandbox, self._artifacts)
 
     async def _close_sandbox(self) -> None:
@@ -269,7 +275,8 @@ class Attempt:
         with anyio.CancelScope(shield=True):
             try:
                 await self._close_sandbox()
-                await self._artifacts.close()
+                if self._artifacts is not None:
+                    await self._artifacts.close()
             finally:
                 self._slot.free()
                 self._services.policies.close(self.lease.request)
@@ -295,6 +302,7 @@ class Attempt:
             attempt=self.lease.attempt,
             reward=score.reward if score else None,
             reward_parts=score.parts if score else {},
+            notes=list(self._episode.notes) if self._episode else [],
             stop_reason=self._reason(state, error),
             error=error,
             retries=self.lease.retries,

@@ -1,44 +1,35 @@
 """Sandboxes for episodes: from an environment's settings to a running sandbox, and files from one to the next.
 
-Guarantees: artifacts are streamed, never unpacked on the host, and held in files without a name, so that nothing
-of them is left after a crash; what an agent did not make is simply not there for the grader.
+Guarantees: when files are taken out of an agent's sandbox, no process of the agent is left, and none of its programs
+has a part in it; what an agent did not make is simply not there for the grader, and what is more than the limit, or
+gone with a sandbox that the agent ended, is an empty submission and never a failure.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import PurePosixPath
 
 import anyio
-from anyio import SpooledTemporaryFile
 
 from rollout_service.environments.contract import EnvironmentSpec
+from rollout_service.pipeline.artifacts import Artifacts, DiskBudget
 from sandboxes import Bind, Sandbox, SandboxInfo, SandboxProvider, SandboxSpec, SessionName
-from sandboxes.errors import FileMissingError
+from sandboxes.errors import FileMissingError, FileTooLargeError, LimitExceededError, SandboxClosedError
 
-IN_MEMORY_BYTES = 1 << 20
-CHUNK_BYTES = 1 << 18
-
-
-@dataclass(slots=True)
-class Artifacts:
-    """Archives of what an agent left, with the folder in which each is unpacked."""
-
-    archives: list[tuple[str, SpooledTemporaryFile[bytes]]] = field(default_factory=list)
-
-    async def close(self) -> None:
-        """Free the files; idempotent."""
-        while self.archives:
-            _, file = self.archives.pop()
-            await file.aclose()
+DEFAULT_BUDGET = 8 << 30
+ENDED_NOTE = (
+    "the agent's sandbox ended before it could be scored: nothing is left of what the agent did there"
+)
 
 
 class SandboxSource:
     """Starts sandboxes as environments want them."""
 
-    def __init__(self, provider: SandboxProvider) -> None:
+    def __init__(self, provider: SandboxProvider, artifacts_bytes: int = DEFAULT_BUDGET) -> None:
+        """`artifacts_bytes` is what all artifacts together may take of the host's temporary disk."""
         self._provider = provider
+        self._budget = DiskBudget(artifacts_bytes)
 
     async def check(self, spec: EnvironmentSpec) -> None:
         """See that the image of an environment is there, where it and the provider need one.
@@ -70,30 +61,49 @@ class SandboxSource:
             )
         )
 
-    async def pack(self, sandbox: Sandbox, paths: Sequence[str]) -> Artifacts:
-        """Take paths out of a sandbox; those that are not there are left out."""
-        artifacts = Artifacts()
+    async def pack(self, sandbox: Sandbox, spec: EnvironmentSpec) -> Artifacts:
+        """End the agent's processes and take its artifacts out of its sandbox; those that are not there are left out.
+
+        Raises whatever keeps the host from reading them.
+        """
+        artifacts = Artifacts(self._budget, min(spec.artifacts_bytes, self._budget.size // 2))
         try:
-            for path in paths:
-                file = SpooledTemporaryFile[bytes](max_size=IN_MEMORY_BYTES)
-                artifacts.archives.append((_parent(path), file))
-                try:
-                    async for chunk in sandbox.export_path(_inside(sandbox, path)):
-                        await file.write(chunk)
-                except FileMissingError:
-                    artifacts.archives.pop()
-                    await file.aclose()
+            await self._pack(sandbox, spec, artifacts)
+            await artifacts.settle()
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await artifacts.close()
             raise
         return artifacts
 
+    async def _pack(self, sandbox: Sandbox, spec: EnvironmentSpec, artifacts: Artifacts) -> None:
+        if not spec.artifacts:
+            return
+        try:
+            if not await self.end_agent(sandbox, artifacts.notes):
+                return
+            for path in spec.artifacts:
+                with suppress(FileMissingError):
+                    archive = sandbox.export_path(_inside(sandbox, path), limit=artifacts.left)
+                    await artifacts.add(path, archive)
+        except FileTooLargeError as error:
+            await artifacts.drop(f"the artifacts were left out, as if there were none: {error}")
+        except SandboxClosedError:
+            await artifacts.drop(ENDED_NOTE)
+
+    async def end_agent(self, sandbox: Sandbox, notes: list[str]) -> bool:
+        """End every process of the agent; False, and a note, where its sandbox has ended before."""
+        try:
+            await sandbox.end_processes()
+        except (SandboxClosedError, LimitExceededError) as error:
+            notes.append(f"{ENDED_NOTE} ({error})")
+            return False
+        return True
+
     async def unpack(self, sandbox: Sandbox, artifacts: Artifacts) -> None:
         """Put what was packed into another sandbox, at the same paths; may be done again."""
-        for parent, file in artifacts.archives:
-            await file.seek(0)
-            await sandbox.import_path(_inside(sandbox, parent), _chunks(file))
+        async for parent, archive in artifacts.checked():
+            await sandbox.import_path(_inside(sandbox, parent), archive)
 
     def live(self) -> list[SandboxInfo]:
         """The sandboxes that are alive."""
@@ -108,12 +118,3 @@ def _inside(sandbox: Sandbox, path: str) -> str:
     if pure.is_relative_to(workdir):
         return str(PurePosixPath(sandbox.workdir) / pure.relative_to(workdir))
     return path
-
-
-def _parent(path: str) -> str:
-    return str(PurePosixPath(path).parent)
-
-
-async def _chunks(file: SpooledTemporaryFile[bytes]) -> AsyncIterator[bytes]:
-    while chunk := await file.read(CHUNK_BYTES):
-        yield chunk

@@ -24,7 +24,7 @@ from rollout_service.store.contract import Lease
 
 _RETRIES = TypeAdapter(list[ErrorInfo])
 _SPANS = TypeAdapter(list[Span])
-_RESULT_FIELDS = {"reward", "reward_parts", "stop_reason", "error", "usage", "spans"}
+_RESULT_FIELDS = {"reward", "reward_parts", "notes", "stop_reason", "error", "usage", "spans"}
 
 
 def when(seconds: float) -> datetime:

@@ -128,10 +128,13 @@ class FakeSandbox(Sandbox):
             await anyio.lowlevel.checkpoint()
         self._provider.alive.discard(self)
 
+    async def end_processes(self) -> None:
+        await anyio.lowlevel.checkpoint()
+
     def _unused(self, *args: Any, **kwargs: Any) -> Any:
         pytest.fail("the pipeline itself runs nothing in a sandbox")
 
-    bash = python = exec = end_processes = read_file = write_file = edit_file = list = _unused
+    bash = python = exec = read_file = write_file = edit_file = list = _unused
     export_path = import_path = read_stream = write_stream = _unused
 
 

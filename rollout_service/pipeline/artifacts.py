@@ -1,0 +1,157 @@
+"""What agents left, on its way from their sandboxes to the graders': archives in files without a name.
+
+Guarantees: archives are streamed and never unpacked on the host; before one is unpacked, every entry of it is seen to
+stay within its own path; nothing of them is left after a crash; all of them together take no more of the host's
+temporary disk than the budget.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import tarfile
+from collections.abc import AsyncIterable, AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import IO
+
+import anyio
+import anyio.to_thread
+from anyio import SpooledTemporaryFile
+
+from sandboxes.errors import FileTooLargeError, SandboxFileError
+from sandboxes.tree_reader import stays_within
+
+IN_MEMORY_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 18
+KINDS = frozenset({tarfile.DIRTYPE, tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.LNKTYPE, tarfile.SYMTYPE})
+
+
+class DiskBudget:
+    """Bytes of the host's temporary disk, for all rollouts together."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._left = size
+        self._returned = anyio.Condition()
+
+    async def reserve(self, count: int) -> None:
+        """Wait until so many bytes are left; `count` is no more than the size."""
+        async with self._returned:
+            while self._left < count:
+                await self._returned.wait()
+            self._left -= count
+
+    async def give_back(self, count: int) -> None:
+        """Let others have them; shielded."""
+        with anyio.CancelScope(shield=True):
+            async with self._returned:
+                self._left += count
+                self._returned.notify_all()
+
+
+@dataclass(slots=True)
+class Artifacts:
+    """Archives of what one agent left, with the folder in which each is unpacked."""
+
+    budget: DiskBudget
+    limit: int
+    """Of what all archives hold together, in bytes; the archives have at most twice as many."""
+    archives: list[tuple[str, SpooledTemporaryFile[bytes]]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What was left out, for people."""
+    _reserved: int = 0
+    _used: int = 0
+
+    async def add(self, path: str, archive: AsyncIterable[bytes]) -> None:
+        """Take the archive of a path. It is left out where the stream fails, and the failure is the caller's.
+
+        One that is larger than memory should hold waits until the budget has room for the largest that it may become;
+        so those that hold a part of the budget never wait for more of it.
+        """
+        file = SpooledTemporaryFile[bytes](max_size=IN_MEMORY_BYTES)
+        used = 0
+        try:
+            async for chunk in archive:
+                used += len(chunk)
+                await self._make_room(path, used)
+                await file.write(chunk)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await file.aclose()
+            raise
+        self._used += used
+        self.archives.append((str(PurePosixPath(path).parent), file))
+
+    async def _make_room(self, path: str, used: int) -> None:
+        if self._used + used > 2 * self.limit:
+            raise FileTooLargeError(f"{path}: the archive is longer than {2 * self.limit} bytes")
+        if self._used + used > IN_MEMORY_BYTES and not self._reserved:
+            await self.budget.reserve(2 * self.limit)
+            self._reserved = 2 * self.limit
+
+    @property
+    def left(self) -> int:
+        """How much more there may be."""
+        return max(1, self.limit - self._used)
+
+    async def settle(self) -> None:
+        """Give back what was reserved and is not used: nothing is added any more."""
+        spare = self._reserved - min(self._used, self._reserved)
+        self._reserved -= spare
+        await self.budget.give_back(spare)
+
+    async def checked(self) -> AsyncIterator[tuple[str, AsyncIterator[bytes]]]:
+        """The folders and what to unpack in each; may be asked for again.
+
+        Raises:
+            SandboxFileError: an archive names something outside of its path.
+        """
+        for parent, file in self.archives:
+            await file.seek(0)
+            await anyio.to_thread.run_sync(require_safe, file.wrapped, parent)
+            await file.seek(0)
+            yield parent, _chunks(file)
+
+    async def drop(self, note: str) -> None:
+        """Leave all of it out, and say why."""
+        self.notes.append(note)
+        await self.close()
+
+    async def close(self) -> None:
+        """Free the files; idempotent."""
+        while self.archives:
+            _, file = self.archives.pop()
+            await file.aclose()
+        self._used = 0
+        reserved, self._reserved = self._reserved, 0
+        await self.budget.give_back(reserved)
+
+
+def require_safe(file: IO[bytes], parent: str) -> None:
+    """See that an archive for a folder has one top entry, and that nothing in it is a device or leads out of that.
+
+    Raises:
+        SandboxFileError: it does, or it is no archive.
+    """
+    folders: set[str] = set()
+    files: set[str] = set()
+    try:
+        with tarfile.open(fileobj=file, mode="r:", encoding="utf-8", errors="surrogateescape") as archive:
+            for entry in archive:
+                above, _, last = entry.name.rpartition("/")
+                names = above.split("/") if above else []
+                safe = entry.type in KINDS and last not in ("", ".", "..") and not entry.mode & ~0o777
+                safe &= above in folders if above else not (folders or files)
+                safe &= not entry.islnk() or entry.linkname in files
+                top = posixpath.join(parent, (names or [last])[0])
+                safe &= not entry.issym() or stays_within(entry.linkname, names, top)
+                if not safe:
+                    raise SandboxFileError(f"what the agent left cannot be unpacked safely: {entry.name!r}")
+                (folders if entry.isdir() else files).add(entry.name)
+    except tarfile.TarError as error:
+        raise SandboxFileError(f"what the agent left is not an archive: {error}") from error
+
+
+async def _chunks(file: SpooledTemporaryFile[bytes]) -> AsyncIterator[bytes]:
+    while chunk := await file.read(CHUNK_BYTES):
+        yield chunk
