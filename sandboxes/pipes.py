@@ -100,6 +100,8 @@ def read_some(fd: int, size: int = READ_SIZE) -> bytes | None:
         return os.read(fd, size)
     except BlockingIOError:
         return None
+    except ConnectionResetError:  # a control shell that was killed before it read its last message
+        return b""
 
 
 async def write_all(fd: int, data: bytes, until: float = math.inf) -> bool:

@@ -83,7 +83,14 @@ async def test_an_agent_whose_sandbox_has_ended_is_scored(environment, sandboxes
         os.kill(info.pid, signal.SIGKILL)
         return turn("", call("finish", answer="done")) if end == "at once" else bash("sleep 5; true")
 
-    script = [bash("wc -w <text.txt >answer.txt"), end_it, turn("", call("finish", answer="done"))]
+    solve, finish = bash("wc -w <text.txt >answer.txt"), turn("", call("finish", answer="done"))
+    script = [
+        solve,
+        end_it,
+        bash("sleep 1"),
+        bash("sleep 1"),
+        finish,
+    ]  # the first may be told that its shell died
     trial = await play(environment, environment.dataset()[0], ScriptedPolicy(script), sandboxes)
     assert (trial.score.reward, trial.score.parts) == (0.0, {"answered": 0.0})
     assert "sandbox ended" in trial.episode.notes[-1]
