@@ -17,12 +17,13 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from sandboxes.config import ApptainerConfig
+from sandboxes.config import ApptainerConfig, numbers_of
 from sandboxes.contract import SandboxSpec
 from sandboxes.control import SCRIPT
 from sandboxes.egress.rules import AllowList
 from sandboxes.errors import ProviderUnavailableError, SandboxConfigError
 from sandboxes.host import INSTALL_HINT, find_apptainer
+from sandboxes.host_users import HostUsers, UserLease
 from sandboxes.images import ImageStore
 from sandboxes.launcher import NAMESPACES_HINT, Launcher
 from sandboxes.limits import Groups, Limits, find_groups
@@ -87,6 +88,8 @@ class ApptainerProvider(HostProvider):
         self._binary = _binary(config.binary)
         self._images = images or ImageStore()
         self._user, self._group = ids_of(config.user)
+        numbers = None if config.fakeroot or os.geteuid() != 0 else numbers_of(config.user_range)
+        self._users = None if numbers is None else HostUsers(numbers)
         self.launcher = Launcher(self._user, self._group, fakeroot=config.fakeroot)
         if config.fakeroot and not has_subordinate_ids(self._user):
             raise SandboxConfigError(
@@ -104,9 +107,10 @@ class ApptainerProvider(HostProvider):
 
     @property
     def enforced(self) -> frozenset[str]:
-        """Of memory, processes, cpus and disk: what this host lets the provider enforce for a whole sandbox."""
+        """Of memory, processes, cpus, disk and users: what this host lets the provider enforce for a whole sandbox."""
         disk = {"disk"} if self.launcher.mounts else set()
-        return self._groups.enforced | disk | {"processes"}
+        users = {"users"} if self._own_users else set()
+        return self._groups.enforced | disk | users | {"processes"}
 
     async def identity(self, spec: SandboxSpec) -> str:
         return await anyio.to_thread.run_sync(self._identity, spec)
@@ -125,7 +129,7 @@ class ApptainerProvider(HostProvider):
 
     async def plan(self, spec: SandboxSpec, folder: RunFolder) -> Plan:
         allowed = _allowed(spec)
-        self.launcher.require_enterable(folder.path.parent)
+        self.launcher.require_enterable(folder.path.parent, others=self._users is not None)
         namespaces = await anyio.to_thread.run_sync(lambda: self.launcher.namespaces)
         if allowed is not None and not namespaces:
             raise SandboxConfigError(
@@ -148,8 +152,11 @@ class ApptainerProvider(HostProvider):
             *("/bin/bash", "--norc", "-c", HIDE, "hide"),
             *(f"{PIPES}/{SCRIPT.name}", PIPES, spec.workdir, str(limits.max_processes)),
             # Without control groups the next best thing: each process alone is limited.
-            "0" if "memory" in self.enforced else str((limits.memory_bytes or 0) // 1024),
+            "0" if "memory" in self._groups.enforced else str((limits.memory_bytes or 0) // 1024),
         ]
+        # The last that waits: a cancelled start gives the lease back once there is a plan.
+        lease = await anyio.to_thread.run_sync(self._lease_user, material.image)
+        user = self._user if lease is None else lease.number
         return Plan(
             argv=self.launcher.command(command),
             env=self.launcher.variables(
@@ -158,11 +165,13 @@ class ApptainerProvider(HostProvider):
                 network=spec.network != "full",
                 image=material.image,
                 binds=[bind.source for bind in spec.read_only_binds],
+                user=None if lease is None else user,
             ),
             image=name,
             limits=limits,
-            user=self._user,
+            user=user,
             group=self._group,
+            lease=lease,
             pipes_inside=PIPES,
             sockets_inside=SOCKETS,
             workdir=spec.workdir,
@@ -170,8 +179,33 @@ class ApptainerProvider(HostProvider):
             prefix=GIVE_UP if self._config.fakeroot else (),
             python=material.python,
             session_env={"HOME": "/root", "TERM": "dumb", "LANG": "C.UTF-8"} | _proxy_env(allowed),
-            egress=EgressPlan(allowed, PROXY_PORT, self._config.private_addresses) if allowed else None,
+            egress=self._egress(allowed),
         )
+
+    def _egress(self, allowed: AllowList | None) -> EgressPlan | None:
+        if allowed is None:
+            return None
+        return EgressPlan(allowed, PROXY_PORT, self._config.private_addresses, self._user, self._group)
+
+    def _lease_user(self, image: Path) -> UserLease | None:
+        """A user of the host that no other sandbox runs as; None where all share one."""
+        return self._users.lease() if self._users is not None and self._has_users(image) else None
+
+    def _has_users(self, image: Path) -> bool:
+        """Whether a sandbox of this image can run as a user of its own."""
+        if self._users is None or not self._users.available:
+            return False
+        return self.launcher.maps(image, self._users.first) if image.is_dir() else self.launcher.namespaces
+
+    @cached_property
+    def _own_users(self) -> bool:
+        folder = self.materials.unpacked.root
+        return self._has_users(next(path for path in (folder, *folder.parents) if path.is_dir()))
+
+    async def close(self) -> None:
+        await super().close()
+        if self._users is not None:
+            self._users.close()
 
     def _exec(self, spec: SandboxSpec, folder: RunFolder) -> list[str]:
         """The command up to the image."""

@@ -17,6 +17,7 @@ from sandboxes.children import end_process
 from sandboxes.controlled import Backing
 from sandboxes.errors import SandboxClosedError
 from sandboxes.guard import Guard
+from sandboxes.host_users import UserLease
 from sandboxes.limits import Group, Groups
 from sandboxes.process import FirstProcess, first_process_below, kill_where
 from sandboxes.rundir import RunFolder, ServiceFolder, remember, run_base, run_bases
@@ -131,6 +132,8 @@ class HostBacking(Backing):
         self._group = group
         self._stragglers = stragglers
         self.process: subprocess.Popen[bytes] | None = None
+        self.lease: UserLease | None = None
+        """Of the user that the sandbox alone runs as."""
         self.before_release = AsyncExitStack()
         """What else of the sandbox has to end, before the launcher is waited for."""
 
@@ -163,4 +166,6 @@ class HostBacking(Backing):
         paths = self._group.paths if self._group else []
         reaper.kill_groups(paths)
         if reaper.remove_groups(paths, GROUP_SECONDS):
+            if self.lease is not None:
+                self.lease.release()
             remove_tree(self._folder.path, time.monotonic() + REMOVE_SECONDS)

@@ -4,11 +4,13 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from sandboxes.contract import SandboxProvider
 
 GIB = 1024**3
+FIRST_FREE_USER, LAST_USER, LEAST_USERS = 65_536, 2**32 - 1, 4096
+"""Of numbers of users that no system gives to its own, and how many a service leases at a time."""
 
 
 class _Config(BaseModel):
@@ -36,7 +38,13 @@ class ApptainerConfig(_Config):
     """For a specification without an image."""
 
     user: str = "nobody"
-    """When the service runs as root, the user that sandboxes run as; code never runs as the host's root."""
+    """When the service runs as root, the user that images belong to, and that code inside sees itself as; code never
+    runs as the host's root."""
+
+    user_range: str = "1879048192-2013265919"
+    """When the service runs as root, the numbers of host users that sandboxes run as, each sandbox as one of its own,
+    so that none can use up what the kernel counts by user. No user and no range of subordinate ids may have them.
+    "none": all run as `user`."""
 
     fakeroot: bool = False
     """Code runs as a root that has no right on the host, for images that expect it: the user's range of subordinate
@@ -68,6 +76,29 @@ class ApptainerConfig(_Config):
 
     start_timeout: PositiveFloat = 60.0
     limits: LimitDefaults = LimitDefaults()
+
+    @field_validator("user_range")
+    @classmethod
+    def _is_range(cls, value: str) -> str:
+        numbers_of(value)
+        return value
+
+
+def numbers_of(user_range: str) -> range | None:
+    """The numbers of a range such as "1000000-1999999"; None for "none".
+
+    Raises:
+        ValueError: it is not a range, is too small, or has numbers of a system's own users.
+    """
+    if user_range == "none":
+        return None
+    first, dash, last = user_range.partition("-")
+    if not (dash and first.isdigit() and last.isdigit()):
+        raise ValueError('give "FIRST-LAST" or "none"')
+    found = range(int(first), int(last) + 1)
+    if found.start < FIRST_FREE_USER or found.stop > LAST_USER or len(found) < LEAST_USERS:
+        raise ValueError(f"give {LEAST_USERS} numbers or more, between {FIRST_FREE_USER} and {LAST_USER - 1}")
+    return found
 
 
 class DockerConfig(_Config):

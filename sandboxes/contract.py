@@ -449,7 +449,8 @@ class SandboxProvider(ABC):
 
     @property
     def enforced(self) -> frozenset[str]:
-        """Of "memory", "processes", "cpus" and "disk": the limits that hold for a sandbox as a whole here."""
+        """Of "memory", "processes", "cpus", "disk" and "users" (what the kernel counts by user of the host): the limits
+        that hold for a sandbox as a whole here."""
         return frozenset()
 
     async def identity(self, spec: SandboxSpec) -> str:

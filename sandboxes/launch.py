@@ -18,12 +18,13 @@ What to do is said by variables:
   LAUNCH_PROFILE      the same for Apptainer to set, as JSON, which it finds at "filter.json" in LAUNCH_SPACE
 and as root:
   LAUNCH_USER, LAUNCH_GROUP  whom to become
+  LAUNCH_OWNER               another number for that user: its files on disk have it, and inside it is called so
   LAUNCH_IMAGE               the image, which that user will find at "image" in LAUNCH_SPACE
   LAUNCH_BINDS               what else it is to see, one a line, at "bind0", "bind1" ... in LAUNCH_SPACE
 """
 
 # pathlib takes longer to import than all of this to run.
-# ruff: noqa: PTH101, PTH102, PTH110, PTH114, PTH116, PTH123
+# ruff: noqa: PTH101, PTH102, PTH106, PTH110, PTH112, PTH114, PTH116, PTH123
 
 import ctypes
 import fcntl
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
 # From linux/sched.h, linux/mount.h, linux/prctl.h, linux/sockios.h and linux/if.h.
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWNET = 0x00020000, 0x10000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
+AT_FDCWD, AT_EMPTY_PATH, AT_RECURSIVE = -100, 0x1000, 0x8000
+OPEN_TREE_CLONE, MOVE_MOUNT_F_EMPTY_PATH, MOUNT_ATTR_IDMAP = 1, 4, 0x00100000
+OPEN_TREE, MOVE_MOUNT, MOUNT_SETATTR = 428, 429, 442
+ALL_IDS = (1 << 32) - 1
 PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 4, 38
 KEYCTL_JOIN_SESSION_KEYRING = 1
 SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW = 1, 4
@@ -94,11 +99,11 @@ def write(path: str, text: str) -> None:
         file.write(text)
 
 
-def new_user_namespace(others: int, user: int, group: int) -> None:
-    """A user namespace in which this user is itself and nobody else is there, with the namespaces `others`."""
+def new_user_namespace(others: int, user: int, group: int, inside: int) -> None:
+    """A user namespace in which this user, as `inside`, is the only one, with the namespaces `others`."""
     call("unshare", CLONE_NEWUSER | others)
     write("/proc/self/setgroups", "deny")
-    write("/proc/self/uid_map", f"{user} {user} 1")
+    write("/proc/self/uid_map", f"{inside} {user} 1")
     write("/proc/self/gid_map", f"{group} {group} 1")
 
 
@@ -187,6 +192,59 @@ def mount_terminals() -> None:
         mount("/dev/pts/ptmx", "/dev/ptmx", None, MS_BIND)
 
 
+def exchange(owner: int, user: int) -> str:
+    """The lines of a map in which `owner` is `user`, nobody is `owner`, and all others are themselves."""
+    low, high = sorted((owner, user))
+    spans = ((0, low), (low + 1, high), (high + 1, ALL_IDS))
+    lines = [f"{start} {start} {end - start}" for start, end in spans if end > start]
+    return "\n".join([*lines, f"{owner} {user} 1"])
+
+
+def mapping(owner: int, user: int) -> int:
+    """A descriptor of a user namespace in which `owner` stands for `user`, and all others for themselves."""
+    ready, made = os.pipe()
+    wait, end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(end)
+        try:
+            call("unshare", CLONE_NEWUSER)
+            os.write(made, b"x")
+        finally:
+            os.close(made)
+            os.read(wait, 1)
+            os._exit(0)
+    os.close(made)
+    os.close(wait)
+    try:
+        if not os.read(ready, 1):
+            raise OSError("no user namespace could be made")
+        write(f"/proc/{child}/uid_map", exchange(owner, user))
+        write(f"/proc/{child}/gid_map", f"0 0 {ALL_IDS}")
+        return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(end)
+        os.close(ready)
+        os.waitpid(child, 0)
+
+
+class MountAttributes(ctypes.Structure):
+    """struct mount_attr of linux/mount.h."""
+
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "namespace"))
+
+
+def show_as(source: str, target: str, namespace: int) -> None:
+    """A folder where the sandbox's user can reach it, and owns what the namespace says."""
+    os.mkdir(target)
+    tree = call("syscall", OPEN_TREE, AT_FDCWD, os.fsencode(source), OPEN_TREE_CLONE | AT_RECURSIVE)
+    told = MountAttributes(MOUNT_ATTR_IDMAP, 0, 0, namespace)
+    size = ctypes.sizeof(told)
+    call("syscall", MOUNT_SETATTR, tree, b"", AT_EMPTY_PATH | AT_RECURSIVE, ctypes.byref(told), size)
+    call("syscall", MOVE_MOUNT, tree, b"", AT_FDCWD, os.fsencode(target), MOVE_MOUNT_F_EMPTY_PATH)
+    os.close(tree)
+
+
 def show(source: str, target: str) -> None:
     """A file or folder of root's where the sandbox's user can reach it."""
     if stat.S_ISDIR(os.stat(source).st_mode):
@@ -214,6 +272,7 @@ class Launch:
         self._space = told["SPACE"]
         self._size = int(told["BYTES"])
         self._user, self._group = int(told.get("USER", os.geteuid())), int(told.get("GROUP", os.getegid()))
+        self._owner = int(told.get("OWNER", self._user))
         self._root = "USER" in told
         self._mounts = self._root or "NAMESPACES" in told
         self._told = told
@@ -247,14 +306,31 @@ class Launch:
         if self._root:
             call("unshare", others)
         elif self._mounts:
-            new_user_namespace(others, self._user, self._group)
+            new_user_namespace(others, self._user, self._group, self._user)
 
     def _show_what_is_roots(self) -> None:
+        namespace = mapping(self._owner, self._user) if self._owner != self._user else None
         if "IMAGE" in self._told:
-            show(self._told["IMAGE"], f"{self._space}/image")
+            self._show(self._told["IMAGE"], f"{self._space}/image", namespace, needed=True)
         for number, source in enumerate(self._told.get("BINDS", "").splitlines()):
-            show(source, f"{self._space}/bind{number}")
+            self._show(source, f"{self._space}/bind{number}", namespace)
         show_fuse(self._space)
+        if namespace is not None:
+            os.close(namespace)
+
+    @staticmethod
+    def _show(source: str, target: str, namespace: "int | None", *, needed: bool = False) -> None:
+        """Files keep their owner: whoever may read an image file sees what is in it as its own."""
+        if namespace is None or not os.path.isdir(source):
+            show(source, target)
+            return
+        try:
+            show_as(source, target, namespace)
+        except OSError:
+            if needed:
+                raise
+            os.rmdir(target)
+            show(source, target)  # a file system that cannot: as others see it
 
     def _end_all_rights(self) -> None:
         """Those of an own user namespace go with `exec`, since the user there is not root."""
@@ -262,7 +338,7 @@ class Launch:
             self._set_filter()
             become(self._user, self._group)
             if "NAMESPACES" in self._told:
-                new_user_namespace(0, self._user, self._group)
+                new_user_namespace(0, self._user, self._group, self._owner)
         if "NAMESPACES" in self._told:
             allow_one_user_namespace()
         if "PROFILE" in self._told:

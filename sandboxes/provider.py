@@ -22,6 +22,7 @@ from sandboxes.egress.counts import EgressCounts
 from sandboxes.egress.host import EgressHost, Handover, Owner
 from sandboxes.egress.rules import AllowList
 from sandboxes.errors import SandboxClosedError, SandboxStartError
+from sandboxes.host_users import UserLease
 from sandboxes.kernel import KernelPaths
 from sandboxes.kernel_wire import make_context
 from sandboxes.limits import Group, Groups, Limits, raise_open_files
@@ -39,6 +40,9 @@ class EgressPlan:
     """Of the loopback inside."""
     private: bool
     """Whether names of the list may be private addresses."""
+    user: int
+    group: int
+    """Whom the proxies run as, those of all sandboxes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,8 @@ class Plan:
     """The way out that the launcher opens, if there is one."""
     prefix: tuple[str, ...] = ()
     """What every program inside is started by."""
+    lease: UserLease | None = None
+    """Of `user`, where no other sandbox has it."""
     answers: bool = False
     """Whether the control shell answers on a pipe of its own, since its standard input goes one way."""
 
@@ -99,12 +105,12 @@ class HostProvider(SandboxProvider):
             raise SandboxStartError(f"no folder for the sandbox could be made: {error}") from error
         plan = await self.plan(spec, folder)
         # From here to the sandbox's own `close` nothing may be lost, so cancellation waits at the end.
-        backing = self.make_backing(folder, None)
+        backing = self._backing_of(plan, folder, None)
         control: ControlShell | None = None
         try:
             folder.create(plan.user, plan.group)
             group = self.groups().create(folder.id, plan.limits)
-            backing = self.make_backing(folder, group)
+            backing = self._backing_of(plan, folder, group)
             script = folder.pipes / SCRIPT.name
             script.write_text(SCRIPT.read_text())
             script.chmod(0o644)
@@ -133,7 +139,7 @@ class HostProvider(SandboxProvider):
         with anyio.move_on_after(self._start_timeout):
             if plan.egress is not None and (listening := await handover.receive()) is not None:
                 backing.before_release.push_async_callback(self.egress.close, folder.id)
-                way, owner = plan.egress, Owner(folder.path.parent.name, plan.user, plan.group)
+                way, owner = plan.egress, Owner(folder.path.parent.name, plan.egress.user, plan.egress.group)
                 await self.egress.open(folder.id, way.allowed, way.private, listening, owner)
 
     async def egress_counts(self) -> EgressCounts:
@@ -193,6 +199,11 @@ class HostProvider(SandboxProvider):
     @property
     def breaches(self) -> Mapping[str, int]:
         return dict(self._tally)
+
+    def _backing_of(self, plan: Plan, folder: RunFolder, group: Group | None) -> HostBacking:
+        backing = self.make_backing(folder, group)
+        backing.lease = plan.lease
+        return backing
 
     def make_backing(self, folder: RunFolder, group: Group | None) -> HostBacking:
         """What a sandbox that is being started has on this host."""

@@ -44,11 +44,12 @@ class UnpackedImages:
         self, apptainer: Path, root: Path, user: int, group: int, budget_bytes: int | None = None
     ) -> None:
         self._apptainer = apptainer
-        self._root = root.expanduser().absolute()
+        self.root = root.expanduser().absolute()
+        """The folder."""
         self._owner = (user, group)
         self._budget_bytes = budget_bytes
-        self._shared = SharedFolder(self._root)
-        self._facts_folder = self._root / "facts"
+        self._shared = SharedFolder(self.root)
+        self._facts_folder = self.root / "facts"
         self._seen: dict[str, ImageFacts] = {}
 
     def provide(self, image: Path) -> Unpacked:
@@ -77,7 +78,7 @@ class UnpackedImages:
             ImageError: it cannot be unpacked.
         """
         name = self._name("folder" if image.is_dir() else "image", image)
-        folder = image if image.is_dir() else self._root / name
+        folder = image if image.is_dir() else self.root / name
         if folder.exists() or name in self._seen or self._facts_file(name).exists():
             return self._facts(name, folder, str(image))
         self._private()
@@ -92,9 +93,9 @@ class UnpackedImages:
             ImageError: it cannot be made of this image.
         """
         name = self._name(f"toolkit {toolkit.RECIPE}", base)
-        if (self._root / name).exists():
+        if (self.root / name).exists():
             self._shared.stamp(name)
-            return self._root / name
+            return self.root / name
         unpacked = self.provide(base)
 
         def make(draft: Path) -> None:
@@ -112,7 +113,7 @@ class UnpackedImages:
         Returns:
             Every folder and what was decided about it; with `dry_run` nothing has been done.
         """
-        if not self._root.is_dir():
+        if not self.root.is_dir():
             return ()
         if not dry_run:
             self._shared.remove_dead_drafts()
@@ -124,7 +125,7 @@ class UnpackedImages:
         return decided
 
     def _make(self, name: str, image: str, make: Callable[[Path], None]) -> Path:
-        folder = self._root / name
+        folder = self.root / name
         # Who is about to use it says so before it looks: `prune` looks at this before it removes.
         self._private()
         self._shared.stamp(name)
@@ -164,7 +165,7 @@ class UnpackedImages:
 
     def _private(self) -> None:
         """Make the root, where no other user may enter: the folders in it belong to the user of sandboxes."""
-        self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def _facts_file(self, name: str) -> Path:
         return self._facts_folder / f"{name}.json"
@@ -178,7 +179,7 @@ class UnpackedImages:
 
     def _candidates(self, grace_seconds: float) -> Iterator[Candidate]:
         now, mounted = self._shared.now(), _mounted()
-        for folder in self._root.iterdir():
+        for folder in self.root.iterdir():
             if re.fullmatch(r"[0-9a-f]{24}", folder.name) is None:
                 continue
             used = max(self._shared.last_used(folder.name), folder.stat().st_ctime)
@@ -197,7 +198,7 @@ class UnpackedImages:
     def _remove(self, name: str) -> None:
         """Take it away by one rename, so that nobody finds half of it."""
         with self._shared.draft(name) as draft:
-            (self._root / name).rename(draft / "root")
+            (self.root / name).rename(draft / "root")
         self._facts_file(name).unlink(missing_ok=True)
         self._shared.forget_uses(name)
         self._seen.pop(name, None)

@@ -36,7 +36,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 FIRST_USER = 1_000_000
 """A user's number is this plus the number of the process that asked, so that no two at a time are the same."""
 FIRST_SUBORDINATE, SUBORDINATES = 200_000_000, 65_536
-SUBORDINATE_RANGES = 32_768
+SUBORDINATE_RANGES = 25_600
+"""All of them end below the numbers that sandboxes of root run as."""
 NAME = "rollout-tester"
 END_SECONDS = 5.0
 

@@ -6,8 +6,12 @@ They are on the list of `tests.support.hostile`, whose docstring says what a che
 import ctypes
 import os
 import secrets
+from contextlib import suppress
+from pathlib import Path
+from pwd import getpwnam
 
 from sandboxes import Sandbox, SandboxProvider, SandboxSpec
+from sandboxes.process import marked_processes
 from tests.support.hostile import PATIENCE, attacked, check, recovers, works
 
 LIBRARY = """
@@ -212,3 +216,133 @@ async def every_descriptor_number(provider: SandboxProvider) -> None:
         found = int(await said_by(sandbox, DESCRIPTORS))
         assert 1000 <= found < 4096, found
         await recovers(sandbox)
+
+
+# What the kernel counts by user of the host.
+
+
+@check
+async def users_of_the_host(provider: SandboxProvider) -> None:
+    """Each sandbox runs as a user of its own, and sees itself as it always did; or the provider claims none."""
+    async with attacked(provider) as sandbox, await provider.start(SandboxSpec()) as other:
+        found = [users_of(sandbox), users_of(other)]
+        if "users" in provider.enforced:
+            assert os.geteuid() == 0
+            assert not found[0] & found[1], found
+            assert all(min(numbers) > 65_536 for numbers in found), found
+        else:
+            assert found[0] == found[1], found
+        said = await sandbox.exec(["sh", "-c", "id -u; touch /usr/bin/new /root/new && rm /etc/hostname"])
+        assert said.exit_code == 0, said
+        expected = getpwnam("nobody").pw_uid if os.geteuid() == 0 else os.geteuid()
+        assert int(said.stdout) == expected
+
+
+def users_of(sandbox: Sandbox) -> set[int]:
+    """The host's numbers of the users that processes in a sandbox have."""
+    found = set()
+    for pid in marked_processes({sandbox.id}):
+        with suppress(OSError):
+            status = Path(f"/proc/{pid}/status").read_text()
+            found.add(int(status.partition("\nUid:")[2].split()[0]))
+    return found
+
+
+WATCHERS = """
+held = []
+while (made := libc.inotify_init()) >= 0:
+    held.append(made)
+print(len(held))
+"""
+ONE_WATCHER = "import ctypes; print(ctypes.CDLL(None).inotify_init() >= 0)"
+IN_FLIGHT = """
+import array
+held, sent = [], 0
+packet = array.array("i", [os.open("/dev/null", os.O_RDONLY)] * 200)
+try:
+    for _ in range(200):
+        pair = socket.socketpair()
+        held.append(pair)
+        pair[0].setblocking(False)
+        try:
+            while True:
+                pair[0].sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packet)])
+                sent += len(packet)
+        except BlockingIOError:
+            pass
+except OSError as error:
+    pass
+print(sent)
+"""
+ONE_IN_FLIGHT = """
+import array, os, socket
+one, other = socket.socketpair()
+socket.send_fds(one, [b"x"], [0] * 8)
+print(len(socket.recv_fds(other, 1, 8)[1]) == 8)
+"""
+PIPES = """
+import fcntl
+held = []
+try:
+    for _ in range(1500):
+        held += os.pipe()
+        try:
+            fcntl.fcntl(held[-1], 1031, 1 << 20)
+        except PermissionError:  # that would be too many; small ones fill the rest
+            pass
+except OSError:
+    pass
+print(len(held))
+"""
+ONE_PIPE = "import fcntl, os; print(fcntl.fcntl(os.pipe()[0], 1032) == 65536)"
+EPOLL = """
+import select, time
+targets = [os.dup(os.pipe()[0]) for _ in range(1000)]
+held, count, end = [], 0, time.monotonic() + 2
+try:
+    while time.monotonic() < end:
+        held.append(select.epoll())
+        for target in targets:
+            held[-1].register(target, select.EPOLLIN)
+            count += 1
+except OSError:
+    pass
+print(count)
+"""
+ONE_EPOLL = "import os, select; select.epoll().register(os.pipe()[0]); print(True)"
+
+
+async def uses_up(provider: SandboxProvider, attack: str, one: str) -> None:
+    """While a process of one sandbox holds all it can get, another one gets its share."""
+    if "users" not in provider.enforced:  # the host counts all sandboxes together: `doctor` says so
+        return
+    async with attacked(provider) as sandbox, await provider.start(SandboxSpec()) as other:
+        python = await sandbox.python()
+        result = await python.execute(LIBRARY + attack, timeout=PATIENCE)
+        assert int(result.output) > 0, result
+        done = await other.exec(["python3", "-c", one], timeout=PATIENCE)
+        assert done.stdout == b"True\n", done
+
+
+@check
+async def every_inotify_instance(provider: SandboxProvider) -> None:
+    """128 by user, by default."""
+    await uses_up(provider, WATCHERS, ONE_WATCHER)
+
+
+@check
+async def every_descriptor_in_flight(provider: SandboxProvider) -> None:
+    """As many by user as a process may have descriptors."""
+    await uses_up(provider, IN_FLIGHT, ONE_IN_FLIGHT)
+
+
+@check
+async def every_page_of_pipes(provider: SandboxProvider) -> None:
+    """Beyond 16,384 pages by user, new pipes are small."""
+    await uses_up(provider, PIPES, ONE_PIPE)
+
+
+@check
+async def many_epoll_watches(provider: SandboxProvider) -> None:
+    """For two seconds: a neighbour's are counted apart."""
+    await uses_up(provider, EPOLL, ONE_EPOLL)
