@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal, Self
 
-from pydantic import ConfigDict, Field, HttpUrl, model_validator
+from pydantic import ConfigDict, Field, HttpUrl, field_validator, model_validator
 
 from api_schemas.base import (
     MAX_INT,
@@ -55,6 +55,13 @@ class BackendSpec(WireModel):
     """The chat format, as in `qwen3`; `auto` goes by the model's type."""
     max_in_flight: Count | None = None
     """Requests that it is given at once; the pool's setting when left out."""
+
+    @field_validator("url")
+    @classmethod
+    def _plain(cls, url: HttpUrl) -> HttpUrl:
+        if any(part is not None for part in (url.username, url.password, url.query, url.fragment)):
+            raise ValueError("an engine's address has no user, query or fragment")
+        return url
 
 
 class BackendView(WireModel):

@@ -26,6 +26,7 @@ from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.errors import InvalidFieldError, NotFoundError, fields_below
 from rollout_service.groups import FilterRegistry
 from rollout_service.inference.embedded.process import EmbeddedEngine
+from rollout_service.inference.keep_running import kept_running
 from rollout_service.inference.options import PoolOptions
 from rollout_service.inference.pools import Pools
 from rollout_service.pipeline.attempt import Services, Stages
@@ -256,10 +257,11 @@ async def _start_engine(settings: Settings, stack: AsyncExitStack, serving: Serv
     """Start the embedded engine, unless real ones are named."""
     if settings.engine is not Engine.EMBEDDED or settings.backends:
         return
-    engine = await stack.enter_async_context(
-        EmbeddedEngine(_checkpoint(settings.embedded.model), threads=settings.embedded.threads)
+    model, threads = _checkpoint(settings.embedded.model), settings.embedded.threads
+    url = await stack.enter_async_context(
+        kept_running(lambda port: EmbeddedEngine(model, port=port, threads=threads))
     )
-    await serving.register(BackendSpec(url=HttpUrl(engine.url)), remember=False)
+    await serving.register(BackendSpec(url=HttpUrl(url)), remember=False)
 
 
 def _checkpoint(model: str) -> Path:

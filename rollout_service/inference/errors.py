@@ -26,6 +26,9 @@ from typing import Any, ClassVar
 from api_schemas.errors import Boundary
 from rollout_service.errors import ServiceError
 
+LONGEST_MESSAGE = 2_000
+"""Characters of a message, which may quote an engine's answer."""
+
 
 class InferenceError(ServiceError):
     """The base of the family; `backend_id` names the backend where one is at fault."""
@@ -43,6 +46,8 @@ class InferenceError(ServiceError):
         context: dict[str, Any] | None = None,
     ) -> None:
         self.backend_id = backend_id
+        if len(message) > LONGEST_MESSAGE:  # it may quote what an engine answered
+            message = f"{message[:LONGEST_MESSAGE]}..."
         text = f"backend {backend_id}: {message}" if backend_id else message
         super().__init__(text, hint=hint, context=context)
 

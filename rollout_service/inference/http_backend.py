@@ -28,13 +28,21 @@ from rollout_service.inference.errors import (
     InferenceError,
     PromptTooLong,
 )
-from rollout_service.inference.http_client import AnswerTimeoutError, HttpClient
+from rollout_service.inference.http_client import (
+    ANSWER_BYTES,
+    AnswerTimeoutError,
+    AnswerTooLargeError,
+    HttpClient,
+)
 
 CONTROL_SECONDS = 30.0
 _ABORT_SECONDS = 2.0
 _END_SECONDS = 5.0
 _ABORT_AGAIN_SECONDS = 0.1
 _OK = HTTPStatus.OK.value
+_ERROR_KEYS = ("error", "message", "detail")
+QUOTED_CHARACTERS = 500
+"""So much of what an engine says about an error is passed on."""
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 
@@ -138,27 +146,41 @@ class HttpBackend(ABC):
         content: bytes | None = None,
         seconds: float | None = None,
         is_json: bool | None = True,
+        max_bytes: int = ANSWER_BYTES,
     ) -> Any:
         """One HTTP exchange. `is_json=None` takes what is not JSON as None; False does not look at all.
 
         Without `seconds` it may take as long as a generation, and raises AnswerTimeoutError, which `generate` explains.
         """
-        raw = await self._exchange_bytes(method, path, content, seconds)
+        raw = await self._exchange_bytes(method, path, content, seconds, max_bytes)
         return self._decode(raw, path, is_json) if is_json is not False else None
 
     async def _exchange_bytes(
-        self, method: str, path: str, content: bytes | None, seconds: float | None
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        seconds: float | None,
+        max_bytes: int = ANSWER_BYTES,
     ) -> bytes:
         if self._is_closed:
             raise BackendUnreachable("was removed", backend_id=self._id)
         try:
             if seconds is None:
-                status, raw = await self._client.exchange(method, path, content, seconds=self._timeout)
+                status, raw = await self._client.exchange(
+                    method, path, content, seconds=self._timeout, max_bytes=max_bytes
+                )
             else:
                 with anyio.fail_after(seconds):
-                    status, raw = await self._client.exchange(method, path, content)
+                    status, raw = await self._client.exchange(method, path, content, max_bytes=max_bytes)
         except AnswerTimeoutError:
             raise
+        except AnswerTooLargeError as error:
+            raise BackendProtocolError(
+                f"{path} answered more than {max_bytes} bytes",
+                hint="Register an engine's own address",
+                backend_id=self._id,
+            ) from error
         except OSError as error:
             raise BackendUnreachable(
                 f"{method} {path} failed: {str(error) or type(error).__name__}",
@@ -166,7 +188,7 @@ class HttpBackend(ABC):
                 backend_id=self._id,
             ) from error
         if status != _OK:
-            raise self._refusal(status, path, raw)
+            raise self._refusal(status, path, raw if method == "POST" else b"")
         return raw
 
     def _object(self, answer: Any, path: str) -> Mapping[str, Any]:
@@ -213,11 +235,12 @@ class HttpBackend(ABC):
             if is_json is None:
                 return None
             raise BackendProtocolError(
-                f"{path} answered no JSON: {raw[:80]!r}", backend_id=self._id
+                f"{path} answered no JSON", hint="Register an engine's own address", backend_id=self._id
             ) from error
 
     def _refusal(self, status: int, path: str, raw: bytes) -> InferenceError:
-        message = f"{path} answered {status}: {_error_message(raw)}"
+        said = _error_message(raw)
+        message = f"{path} answered {status}" + (f": {said}" if said else "")
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status == HTTPStatus.TOO_MANY_REQUESTS:
             return BackendUnreachable(message, hint="See the engine's log", backend_id=self._id)
         if "context length" in message:
@@ -274,10 +297,13 @@ def _read_model_config(model_path: str) -> dict[str, Any]:
 
 
 def _error_message(raw: bytes) -> str:
+    """What an engine says about an error, in the forms that engines have; nothing of any other body."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError:
-        return raw[:500].decode(errors="replace")
-    error = body.get("error", body) if isinstance(body, dict) else body
-    message = error.get("message", error) if isinstance(error, dict) else error
-    return str(message)[:500]
+        return ""
+    said = next((body[key] for key in _ERROR_KEYS if key in body), "") if isinstance(body, dict) else ""
+    if isinstance(said, dict):
+        said = said.get("message", "")
+    text = said if isinstance(said, str) else str(said)
+    return "".join(each if each.isprintable() else " " for each in text[:QUOTED_CHARACTERS])

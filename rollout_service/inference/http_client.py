@@ -1,9 +1,9 @@
 """HTTP/1.1 to one engine: what a turn needs of it and no more, since every turn waits for it twice.
 
-Guarantees: an answer is whole, of a length that the engine has stated, or it is an error; a connection carries one
-request at a time, and is used again only after a whole answer and before it has rested for `REST_SECONDS`; a call
-that is cancelled closes its connection, which the engine sees; a connection that comes about too late is closed, and
-closing the client waits for none longer than `CLOSE_SECONDS`.
+Guarantees: an answer is whole, of a length that the engine has stated, and no larger than asked for, or it is an
+error; a connection carries one request at a time, and is used again only after a whole answer and before it has rested
+for `REST_SECONDS`; a call that is cancelled closes its connection, which the engine sees; a connection that comes about
+too late is closed, and closing the client waits for none longer than `CLOSE_SECONDS`.
 """
 
 import asyncio
@@ -23,10 +23,16 @@ REST_SECONDS = 4.0
 """Below the 5 seconds after which the engines' HTTP server drops an idle connection, so that no request is sent into
 one that is being closed."""
 FIRST_FINAL_STATUS = 200
+ANSWER_BYTES = 16 << 20
+"""How large an answer may be where nothing else is said."""
 
 
 class AnswerTimeoutError(TimeoutError):
     """A request was sent, and in the time that was given no whole answer came."""
+
+
+class AnswerTooLargeError(OSError):
+    """An answer took more bytes than what was asked for can take; the rest of it was not read."""
 
 
 class HttpClient:
@@ -45,19 +51,25 @@ class HttpClient:
         self._open: set[_Connection] = set()
 
     async def exchange(
-        self, method: str, path: str, body: bytes | None, *, seconds: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        *,
+        seconds: float | None = None,
+        max_bytes: int = ANSWER_BYTES,
     ) -> tuple[int, bytes]:
-        """The status and the body of an answer, that may take so long; redirects are answers too.
+        """The status and the body of an answer, that may take so long and so many bytes; redirects are answers too.
 
         Raises:
             OSError: there is no connection, it broke, or what came is not HTTP; TimeoutError is one of them, and
-                AnswerTimeoutError too.
+                AnswerTimeoutError and AnswerTooLargeError too.
         """
         length = f"Content-Length: {len(body)}\r\n" if body is not None else ""
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{length}\r\n".encode("ascii")
         connection = self._rested() or await self._connect()
         try:
-            answer = await connection.exchange(head + body if body else head, seconds)
+            answer = await connection.exchange(head + body if body else head, seconds, max_bytes)
         except BaseException:
             connection.close()
             raise
@@ -116,6 +128,8 @@ class _Connection(asyncio.Protocol):
         self._among = among
         self._parser = HttpResponseParser(self)
         self._parts: list[bytes] = []
+        self._room = 0
+        """Bytes that the answer may still take, its head included."""
         self._answer: asyncio.Future[tuple[int, bytes]] | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._is_discarded = False
@@ -124,14 +138,14 @@ class _Connection(asyncio.Protocol):
         """When the last answer had come."""
         self.lost = anyio.Event()
 
-    async def exchange(self, request: bytes, seconds: float | None) -> tuple[int, bytes]:
+    async def exchange(self, request: bytes, seconds: float | None, max_bytes: int) -> tuple[int, bytes]:
         """Send a request and read its answer; raises OSError.
 
         A timer alone ends what takes too long: each turn passes here, and a cancel scope costs it ten times as much.
         """
         if self._transport is None:
             raise ConnectionError("the connection was never made")
-        self._answer = self._loop.create_future()
+        self._answer, self._room = self._loop.create_future(), max_bytes
         self._transport.write(request)
         if seconds is None:
             return await self._answer
@@ -167,6 +181,12 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._answer is None:  # nothing was asked
+            self.close()
+            return
+        self._room -= len(data)
+        if self._room < 0:
+            self._parts.clear()
+            self._fail(AnswerTooLargeError("the answer is larger than what was asked for"))
             self.close()
             return
         try:

@@ -63,6 +63,7 @@ class ServerProcess(ABC):
         self._stack = AsyncExitStack()
         self._url = ""
         self._pid = 0
+        self._process: anyio.abc.Process | None = None
 
     @property
     def url(self) -> str:
@@ -74,6 +75,12 @@ class ServerProcess(ABC):
         """The child's process id, which is its process group's too."""
         return self._pid
 
+    async def ended(self) -> int:
+        """Wait until the child has ended by itself; its exit code. Inside the context only."""
+        if self._process is None:
+            raise RuntimeError("the server was not started")
+        return await self._process.wait()
+
     @abstractmethod
     def _launch(self, folder: Path) -> Launch:
         """What to start; `folder` is its working directory, and is deleted afterwards."""
@@ -84,7 +91,7 @@ class ServerProcess(ABC):
             launch = self._launch(folder)
             process = await _start(launch, folder)
             stack.push_async_callback(_end, process)
-            self._pid = process.pid
+            self._process, self._pid = process, process.pid
             self._url = await self._wait_until_healthy(process, launch, folder)
             self._stack = stack.pop_all()
         return self

@@ -12,6 +12,7 @@ import orjson
 
 from api_schemas.inference import DistributedWeights, PauseMode, WeightsGroupRequest
 from rollout_service.inference.answer_checks import parse_version
+from rollout_service.inference.answer_size import generation_bytes
 from rollout_service.inference.contract import BackendLoad, GenerateRequest, Generation, ModelInfo
 from rollout_service.inference.errors import BackendProtocolError
 from rollout_service.inference.http_backend import (
@@ -40,7 +41,12 @@ class SGLangBackend(HttpBackend):
         body = generate_body(request)
         if self._info is not None:
             body["extra_key"] = kv_key(self._info)
-        answer = await self._call("POST", "/generate", content=orjson.dumps(body))
+        answer = await self._call(
+            "POST",
+            "/generate",
+            content=orjson.dumps(body),
+            max_bytes=generation_bytes(request, self._info),
+        )
         return parse_generation(
             answer,
             request,

@@ -17,6 +17,7 @@ import orjson
 from api_schemas.inference import EngineKind, PauseMode
 from rollout_service.inference import vllm_wire as wire
 from rollout_service.inference.answer_checks import answer_of, parse_version
+from rollout_service.inference.answer_size import generation_bytes
 from rollout_service.inference.contract import (
     BackendLoad,
     GenerateRequest,
@@ -65,7 +66,7 @@ class VllmBackend(HttpBackend):
             body["cache_salt"] = kv_key(self._info)
         self._open_ids.add(request.request_id)
         try:
-            answer = await self._ask(body)
+            answer = await self._ask(body, generation_bytes(request, self._info))
         finally:
             self._open_ids.discard(request.request_id)
         return wire.parse_generation(
@@ -149,9 +150,9 @@ class VllmBackend(HttpBackend):
 
     # ---- generation
 
-    async def _ask(self, body: dict[str, Any]) -> Any:
+    async def _ask(self, body: dict[str, Any], max_bytes: int) -> Any:
         try:
-            return await self._call("POST", wire.GENERATE, content=orjson.dumps(body))
+            return await self._call("POST", wire.GENERATE, content=orjson.dumps(body), max_bytes=max_bytes)
         except BackendRejected as error:
             if _NOT_FOUND not in str(error):
                 raise
@@ -166,7 +167,7 @@ class VllmBackend(HttpBackend):
         request = GenerateRequest(new_request_id(), _PROBE_PROMPT, Sampling(max_new_tokens=1))
         body = wire.generate_body(request)
         body["sampling_params"] |= {"top_k": 1, "logprobs": 2}
-        answer = await self._ask(body)
+        answer = await self._ask(body, generation_bytes(request, None))
         with answer_of(self._id):
             entries = wire.logprob_entries(wire.only_choice(answer))
             return wire.mode_of(entries[0] if entries else None)

@@ -8,7 +8,7 @@ import anyio.abc
 import pytest
 
 from rollout_service.inference import http_client
-from rollout_service.inference.http_client import HttpClient
+from rollout_service.inference.http_client import AnswerTooLargeError, HttpClient
 
 pytestmark = pytest.mark.anyio
 
@@ -107,6 +107,24 @@ async def test_what_is_not_a_whole_answer_is_an_error(answer: bytes, why: str) -
     async with serving(Server(answer, then_close=True)) as client:
         with pytest.raises(OSError, match=why):
             await client.exchange("GET", "/", None)
+
+
+async def test_an_answer_that_is_larger_than_was_asked_for_is_not_read() -> None:
+    body = b"x" * 3_000
+    chunk = b"%x\r\n%s\r\n" % (len(body), body)
+    for answer in (
+        b"HTTP/1.1 200 OK\r\nContent-Length: 3000\r\n\r\n" + body,
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk + b"|" + chunk * 1_000,
+        b"HTTP/1.1 200 OK\r\n" + b"X-More: y\r\n" * 1_000,
+    ):
+        server = Server(answer)
+        async with serving(server) as client:
+            with pytest.raises(AnswerTooLargeError):
+                await client.exchange("GET", "/", None, max_bytes=2_000)
+            await ended(client)
+    async with serving(Server(b"HTTP/1.1 200 OK\r\nContent-Length: 3000\r\n\r\n" + body)) as client:
+        assert await client.exchange("GET", "/", None, max_bytes=4_000) == (200, body)
+        assert await client.exchange("GET", "/", None, max_bytes=4_000) == (200, body), "counted anew"
 
 
 @pytest.mark.parametrize(
