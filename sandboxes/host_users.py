@@ -107,7 +107,19 @@ class HostUsers:
         found = self._folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
             return f"{self._folder} is not a folder of this user alone"
+        self._remove_stale()
         return None if any(self._take(first) for first in self._choices()) else "no numbers are free"
+
+    def _remove_stale(self) -> None:
+        """The files of services that were killed."""
+        for path in self._folder.iterdir():
+            with suppress(OSError):
+                handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    if lock(handle) and _is_at(handle, path):
+                        path.unlink()
+                finally:
+                    os.close(handle)
 
     def _choices(self) -> Iterator[int]:
         """Starts of blocks, at random: services in containers that share nothing but the kernel seldom meet."""

@@ -7,6 +7,7 @@ though less well.
 from __future__ import annotations
 
 import getpass
+import math
 import os
 import shutil
 import sys
@@ -17,10 +18,13 @@ from typing import Literal
 
 from rollout_service.policies import POLICIES, policy_folder
 from rollout_service.settings import Engine, Settings
+from sandboxes import ApptainerConfig, SandboxConfigError
 from sandboxes.host import HostFacts, read_host_facts
 from sandboxes.images import ImageStore
+from sandboxes.launch import PTYS
 from sandboxes.pressure import strains_of
 from sandboxes.readings import HostReader
+from sandboxes.sharing import read_sharing
 from sandboxes.users import subordinate_ids_command
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -28,6 +32,8 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 FREE_GIBIBYTES = 2.0
 GIBIBYTE = 2**30
 BASE_IMAGE = "base"
+PTYS_RESERVE = 1024
+"""That the kernel keeps for the host by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,7 @@ def check_machine(settings: Settings) -> list[Check]:
         check_apptainer(facts),
         *check_mounts(facts),
         *check_limits(facts),
+        *check_sharing(settings),
         check_image(settings),
         check_engine(settings),
         check_state_dir(settings.state_dir.expanduser()),
@@ -99,6 +106,49 @@ def check_limits(facts: HostFacts) -> Iterator[Check]:
         return
     fix = "systemd-run --user --scope -p Delegate=yes rollout-service serve"
     yield Check("limits of sandboxes", "limited", "no control group of our own; limits are per process", fix)
+
+
+def check_sharing(settings: Settings) -> Iterator[Check]:
+    """What one sandbox can use up or reach that its neighbours need."""
+    if not isinstance(settings.sandbox, ApptainerConfig):
+        return
+    try:
+        found = read_sharing(settings.sandbox)
+    except SandboxConfigError as error:
+        yield Check("users of sandboxes", "missing", str(error), error.hint or "")
+        return
+    if found.own_users:
+        yield Check("users of sandboxes", "ok", "each sandbox runs as a user of its own")
+    else:
+        counts = ", ".join(f"{name} ({most})" for name, most in found.counts.items())
+        shared = f"one for all sandboxes: one of them can use up {counts}"
+        yield Check("users of sandboxes", "limited", shared, _separate_users(settings.sandbox))
+    if found.filtered:
+        yield Check("system calls of sandboxes", "ok", "filtered")
+    else:
+        yield Check("system calls of sandboxes", "limited", "this kernel or processor has no filter of ours")
+    yield _check_terminals(found.own_terminals, settings.sandbox_ceiling)
+
+
+def _separate_users(config: ApptainerConfig) -> str:
+    if os.geteuid() != 0:
+        return "run the service as root: sandboxes never do"
+    if config.fakeroot or config.user_range == "none":
+        return "set sandbox.fakeroot to false and leave sandbox.user_range out"
+    return "use Linux 5.19 or newer, and set sandbox.unpacked_dir to a folder on ext4, XFS or Btrfs"
+
+
+def _check_terminals(sandboxes: int | None, ceiling: int) -> Check:
+    name = "terminals of sandboxes"
+    if sandboxes is None:
+        return Check(
+            name, "limited", "no limit: one sandbox can open all that the host has", _allow_namespaces()
+        )
+    if sandboxes < ceiling:
+        wanted = 2 ** math.ceil(math.log2((ceiling + 1) * PTYS + PTYS_RESERVE))
+        found = f"enough for {sandboxes} of {ceiling} sandboxes if each opens all of its {PTYS}"
+        return Check(name, "limited", found, f"sudo sysctl -w kernel.pty.max={wanted}")
+    return Check(name, "ok", f"{PTYS} each")
 
 
 def check_image(settings: Settings) -> Check:

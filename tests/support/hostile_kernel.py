@@ -148,7 +148,7 @@ OWN = """
 now = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
 os.sched_setaffinity(os.getpid(), os.sched_getaffinity(0))
-os.setpriority(os.PRIO_PROCESS, os.getpid(), 3)
+os.setpriority(os.PRIO_PROCESS, os.getpid(), 19)
 child = os.fork()
 if child == 0:
     libc.ptrace(0, 0, 0, 0)

@@ -57,9 +57,15 @@ def test_the_block_of_a_dead_service_is_free_again(tmp_path: Path) -> None:
     arguments = [str(only.start), str(only.stop), str(tmp_path / "users")]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, check=False)
     assert int(done.stdout) in only
+    other = HostUsers(range(only.stop, only.stop + BLOCK), tmp_path / "users")
+    leased(other)
+    assert [path.name for path in (tmp_path / "users").iterdir()] == [str(only.stop)], (
+        "the dead one's is removed"
+    )
     users = HostUsers(only, tmp_path / "users")
     leased(users)
     users.close()
+    other.close()
 
 
 def test_numbers_of_users_processes_and_subordinates_are_never_taken(
