@@ -31,10 +31,12 @@ from rollout_service.errors import (
 )
 from rollout_service.middleware import PROBES
 from rollout_service.openapi.answers import add_error
+from rollout_service.openapi.examples import ANSWERS, PROBLEM, REQUESTS
 
 Document = dict[str, Any]
 Operation = dict[str, Any]
 
+JSON = "application/json"
 SCHEME = "bearer"
 WITH_KEY: tuple[type[ServiceError], ...] = (UnauthorizedError, ForbiddenError)
 """Errors of routes that need a key."""
@@ -88,6 +90,7 @@ def build(app: FastAPI, *, keyed: bool) -> Document:
     document["security"] = [{SCHEME: []}] if keyed else [{}, {SCHEME: []}]
     for path, operation in _operations(document):
         _complete(operation, is_open=path in PROBES)
+        _exemplify(operation)
     return document
 
 
@@ -103,12 +106,21 @@ def _complete(operation: Operation, *, is_open: bool) -> None:
         operation["security"] = []
         return
     responses = operation["responses"]
-    if "application/json" in responses.get("422", {}).get("content", {}):
+    if JSON in responses.get("422", {}).get("content", {}):
         del responses["422"]  # FastAPI's own, which this service never sends
     errors = [*WITH_KEY, *EVERYWHERE, *(WITH_BODY if "requestBody" in operation else ())]
     for error in errors:
         add_error(responses.setdefault(str(int(error.status)), {}), error)
     operation["responses"] = dict(sorted(responses.items()))
+
+
+def _exemplify(operation: Operation) -> None:
+    """Add the examples of an operation's body and of its answers."""
+    name = operation["operationId"]
+    if name in REQUESTS:
+        operation["requestBody"]["content"][JSON]["example"] = REQUESTS[name]
+    for status, value in ANSWERS.get(name, {}).items():
+        operation["responses"][status]["content"][JSON]["example"] = value
 
 
 def _without_fastapis_errors(schemas: dict[str, Any]) -> dict[str, Any]:
@@ -117,4 +129,4 @@ def _without_fastapis_errors(schemas: dict[str, Any]) -> dict[str, Any]:
 
 def _problem_schemas() -> dict[str, Any]:
     schema = Problem.model_json_schema(ref_template="#/components/schemas/{model}", mode="serialization")
-    return {**schema.pop("$defs"), "Problem": schema}
+    return {**schema.pop("$defs"), "Problem": {**schema, "examples": [PROBLEM]}}

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import jsonschema_rs
 import pytest
 
 from api_schemas.errors import Problem
@@ -73,6 +74,17 @@ def test_operations_have_names_for_a_generated_client(document: dict[str, Any]) 
     names = [operation["operationId"] for _, operation in operations(document)]
     assert len(names) == len(set(names))
     assert all(re.fullmatch(r"[a-z]+(_[a-z]+)*", name) for name in names)
+
+
+def test_every_body_has_an_example_that_its_schema_takes(document: dict[str, Any]) -> None:
+    for path, operation in operations(document):
+        for body in [operation.get("requestBody", {}), *operation["responses"].values()]:
+            content = body.get("content", {}).get("application/json", {})
+            if "requestBody" in operation and body is operation["requestBody"]:
+                assert "example" in content, path
+            if "example" in content:
+                whole = {**content["schema"], "components": document["components"]}
+                jsonschema_rs.validate(whole, content["example"])
 
 
 def test_tags_are_described(document: dict[str, Any]) -> None:

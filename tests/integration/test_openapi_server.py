@@ -1,0 +1,239 @@
+"""A real server answers as its OpenAPI document says: to generated requests of all kinds, and in ordinary work."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+
+from api_schemas.runs import BINARY_MEDIA_TYPE
+
+pytestmark = pytest.mark.xdist_group("openapi")
+
+KEY = "a-key-of-enough-characters-for-anyone"
+START_SECONDS = 90
+FUZZ_SECONDS = int(os.environ.get("ROLLOUT_FUZZ_SECONDS", "60"))
+SEED = os.environ.get("ROLLOUT_FUZZ_SEED", "1")
+CHECKS = [
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+    "negative_data_rejection",
+    "missing_required_header",
+    "unsupported_method",
+    "allow_header_conformance",
+    "ignored_auth",
+]
+CONFIG = """
+[parameters]
+"query.wait" = 0
+"query.timeout" = 0
+
+# What an engine or a store is to blame for is documented, and never a 500.
+[checks.not_a_server_error]
+expected-statuses = ["2xx", "3xx", "4xx", 502, 503, 504]
+"""
+WITHOUT_END = ["/v1/events", "/process"]
+"""These answer when something has happened, which generated requests do not bring about."""
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    log: Path
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("service")) as server:
+        yield server
+
+
+@contextmanager
+def serving(state: Path) -> Iterator[Server]:
+    address, log = state / "address", state / "log"
+    flags = ["--port", "0", "--port-file", str(address), "--state-dir", str(state), "--sandbox", "local"]
+    command = [sys.executable, "-m", "rollout_service.cli", "serve", *flags]
+    environ = os.environ | {
+        "ROLLOUT_KEYS": f'["{KEY}"]',
+        "ROLLOUT_MAX_BODY_BYTES": "200000",
+        "ROLLOUT_SANDBOXES__PRESSURE__ENABLED": "false",
+    }
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(command, stdout=output, stderr=output, env=environ) as process,
+    ):
+        try:
+            yield Server(_ready(address, process, log), log)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+
+
+def _ready(address: Path, process: subprocess.Popen[bytes], log: Path) -> str:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        if address.exists():
+            url = address.read_text()
+            with suppress(httpx.TransportError):
+                if httpx.get(f"{url}/ready", timeout=5).is_success:
+                    return url
+        time.sleep(0.05)
+    pytest.fail(f"the server did not become ready:\n{log.read_text()[-4000:]}")
+
+
+class Documented:
+    """A client that holds every answer against the document."""
+
+    def __init__(self, http: httpx.Client) -> None:
+        self._http = http
+        self._schema = schemathesis.openapi.from_dict(http.get("/openapi.json").json())
+
+    def call(
+        self, method: str, template: str, status: int, path: dict[str, str] | None = None, **how: Any
+    ) -> httpx.Response:
+        response = self._http.request(method, template.format_map(path or {}), **how)
+        assert response.status_code == status, response.text
+        self._schema[template][method].validate_response(response)
+        return response
+
+
+@pytest.fixture(scope="module")
+def documented(server: Server) -> Iterator[Documented]:
+    headers = {"authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=server.url, headers=headers, timeout=120) as http:
+        yield Documented(http)
+
+
+def order(documented: Documented, **fields: Any) -> dict[str, Any]:
+    dataset = documented.call(
+        "GET", "/v1/environments/{name}/dataset", 200, {"name": "calc"}, params={"limit": 1}
+    )
+    return {"task": {"environment": "calc", "instance": dataset.json()[0]}} | fields
+
+
+def test_a_rollout_answers_as_documented(documented: Documented) -> None:
+    body, ours = order(documented, rollout_id="one"), {"rollout_id": "one"}
+    documented.call("POST", "/v1/rollouts", 200, json=body, params={"wait": 60})
+    documented.call("GET", "/v1/rollouts/{rollout_id}", 200, ours, params={"trajectory": True})
+    documented.call("GET", "/v1/rollouts/{rollout_id}/trajectory", 200, ours)
+    documented.call("GET", "/v1/rollouts", 200)
+    documented.call("DELETE", "/v1/rollouts/{rollout_id}", 200, ours)
+    documented.call("DELETE", "/v1/rollouts/{rollout_id}", 202, {"rollout_id": "never"})
+    documented.call("POST", "/v1/rollouts", 409, json=body | {"metadata": {"other": 1}})
+    documented.call("GET", "/v1/rollouts/{rollout_id}", 404, {"rollout_id": "nobody"})
+    documented.call("POST", "/v1/rollouts", 422, json=body | {"pol": "x"})
+    documented.call("POST", "/v1/rollouts", 503, json=body | {"pool": "nobody", "rollout_id": "two"})
+
+
+def test_refusals_before_a_route_answer_as_documented(documented: Documented) -> None:
+    as_json = {"content-type": "application/json"}
+    documented.call("POST", "/v1/rollouts", 400, content=b"{", headers=as_json)
+    documented.call("POST", "/v1/rollouts", 413, content=b"[" + b" " * 300_000 + b"]", headers=as_json)
+    documented.call("POST", "/v1/rollouts", 415, content=b"{}", headers={"content-type": "text/plain"})
+    documented.call("GET", "/v1/rollouts", 401, headers={"authorization": "Bearer wrong"})
+    documented.call("POST", "/v1/abort", 403, json={}, headers={"origin": "https://example.org"})
+
+
+@pytest.mark.parametrize(
+    ("header", "value"),
+    [
+        ("accept", "text/html"),
+        ("accept", ";;,q=\xff"),
+        ("range", "bytes=0-1"),
+        ("if-none-match", "*"),
+        ("if-match", '"x"'),
+        ("if-modified-since", "never"),
+        ("expect", "nothing"),
+        ("content-encoding", "gzip"),
+        ("accept-encoding", "identity;q=0"),
+    ],
+)
+def test_headers_that_nothing_heeds_change_nothing(documented: Documented, header: str, value: str) -> None:
+    headers = [(header.encode(), value.encode("latin-1"))]
+    documented.call("GET", "/v1/rollouts", 200, headers=headers)
+
+
+@pytest.mark.parametrize("value", ["-1", "x", str(2**64), "1.5"])
+def test_a_bad_event_id_is_refused(documented: Documented, value: str) -> None:
+    documented.call("GET", "/v1/events", 422, headers={"last-event-id": value})
+
+
+def test_a_run_answers_as_documented(documented: Documented) -> None:
+    task, run = order(documented)["task"], {"run_id": "all"}
+    body = {
+        "run_id": "all",
+        "source": {"kind": "inline", "tasks": [task]},
+        "batch_size": 1,
+        "group_size": 1,
+        "filters": [],
+    }
+    documented.call("POST", "/v1/runs", 201, json=body)
+    documented.call("POST", "/v1/runs", 200, json=body)
+    documented.call("POST", "/v1/runs", 409, json=body | {"group_size": 2})
+    leased = documented.call("POST", "/v1/runs/{run_id}/lease", 200, run, params={"timeout": 60})
+    batch = run | {"batch_id": leased.json()["batch_id"]}
+    documented.call("POST", "/v1/runs/{run_id}/lease", 204, run)
+    documented.call("POST", "/v1/runs/{run_id}/batches/{batch_id}/renew", 200, batch)
+    documented.call("POST", "/v1/runs/{run_id}/batches/{batch_id}/nack", 200, batch)
+    arrays = documented.call(
+        "POST", "/v1/runs/{run_id}/lease", 200, run, headers={"accept": BINARY_MEDIA_TYPE}
+    )
+    assert arrays.headers["content-type"] == BINARY_MEDIA_TYPE
+    documented.call("POST", "/v1/runs/{run_id}/batches/{batch_id}/ack", 200, batch)
+    documented.call("POST", "/v1/runs/{run_id}/lease", 410, run)
+    documented.call("GET", "/v1/runs/{run_id}/export", 200, run)
+    documented.call("GET", "/v1/runs/{run_id}/export", 200, run, params={"compression": "gzip"})
+    documented.call("POST", "/v1/runs/{run_id}/rescore", 200, run, json={})
+    documented.call("PATCH", "/v1/runs/{run_id}", 404, {"run_id": "nobody"}, json={})
+
+
+def test_the_other_routes_answer_as_documented(documented: Documented, server: Server) -> None:
+    for path in ["/v1/backends", "/v1/sandboxes", "/v1/nodes", "/v1/environments", "/v1/runs", "/status"]:
+        documented.call("GET", path, 200)
+    for path in ["/health", "/ready", "/metrics"]:
+        documented.call("GET", path, 200)
+    instance = order(documented)["task"]["instance"] | {"data_source": "calc"}
+    documented.call("POST", "/process", 200, json={"instance": instance})
+    headers = {"authorization": f"Bearer {KEY}"}
+    with httpx.stream("GET", f"{server.url}/v1/events", params={"after": 0}, headers=headers) as events:
+        assert events.headers["content-type"].startswith("text/event-stream")
+        assert next(events.iter_lines()).startswith(("event: ", "id: ", "data: ", ":"))
+
+
+@pytest.mark.timeout(FUZZ_SECONDS + 120)
+def test_generated_requests_find_nothing(tmp_path: Path) -> None:
+    """Use ROLLOUT_FUZZ_SECONDS and ROLLOUT_FUZZ_SEED to look further."""
+    with serving(tmp_path) as server:  # its own, since it clears engines away and stops the work
+        generate(server, tmp_path)
+
+
+def generate(server: Server, tmp_path: Path) -> None:
+    config = tmp_path / "schemathesis.toml"
+    config.write_text(CONFIG)
+    command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run"]
+    command += [f"{server.url}/openapi.json", "--header", f"Authorization: Bearer {KEY}"]
+    command += ["--phases", "examples,coverage,fuzzing,stateful", "--checks", ",".join(CHECKS)]
+    command += ["--max-time", str(FUZZ_SECONDS), "--seed", SEED, "--request-timeout", "20", "--no-color"]
+    command += [flag for path in WITHOUT_END for flag in ("--exclude-path", path)]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout[-20_000:] + ran.stderr[-2_000:]
+    log = server.log.read_text()
+    assert "Traceback" not in log, log[log.index("Traceback") - 500 :][:4_000]
+    headers = {"authorization": f"Bearer {KEY}"}
+    metrics = httpx.get(f"{server.url}/metrics", headers=headers).text
+    for method, route in [("POST", "/v1/runs"), ("POST", "/v1/rollouts"), ("GET", "/v1/runs/{run_id}")]:
+        served = rf'rollout_http_requests_total{{method="{method}",route="{re.escape(route)}",status="2'
+        assert re.search(served, metrics), (method, route)
