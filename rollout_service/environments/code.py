@@ -7,9 +7,11 @@ that fails is an error.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import cycle
 from typing import Annotated, Final, Literal
 
+import anyio
 import anyio.to_thread
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
@@ -34,6 +36,9 @@ PROGRAM: Final = "solution.py"
 MAX_OUTPUT_BYTES: Final = 1024 * 1024
 HELD_OUT_SHARE: Final = 4
 MEMORY_KILOBYTES: Final = 1024 * 1024
+TESTS_SHARE: Final = 0.8
+"""Of the evaluation's time, after which every test has failed."""
+NOT_RUN: Final = ExecResult(None, b"", b"", timed_out=False, truncated=False)
 LIMITED: Final = 'ulimit -v "$1" && ulimit -t "$2" && shift 2 && exec "$@"'
 
 SPEC = EnvironmentSpec(
@@ -99,7 +104,9 @@ class Code(AgentEnvironment):
         if not await _is_submitted(sandbox):
             return Score(0.0, {"submitted": 0.0, "tests_passed": 0.0})
         await _refuse_without_python(sandbox)
-        passed = await _passed(sandbox, _read(episode.instance))
+        passed = await _passed(
+            sandbox, _read(episode.instance), TESTS_SHARE * episode.limits.evaluate_seconds
+        )
         share = sum(passed) / len(passed)
         return Score(float(all(passed)), {"submitted": 1.0, "tests_passed": share})
 
@@ -158,25 +165,48 @@ async def _refuse_without_python(sandbox: Sandbox) -> None:
         )
 
 
-async def _passed(sandbox: Sandbox, instance: _StdioInstance | _AssertInstance) -> list[bool]:
+async def _passed(sandbox: Sandbox, instance: _StdioInstance | _AssertInstance, seconds: float) -> list[bool]:
+    """Which tests hold. Those that there is no time left for do not: it is the program that took it."""
+    runner = _Runner(sandbox, instance.time_limit, anyio.current_time() + seconds)
     if isinstance(instance, _StdioInstance):
-        return [await _passes_output(sandbox, test, instance.time_limit) for test in instance.tests]
-    return [
-        await _passes_assertion(sandbox, assertion, instance.time_limit)
-        for assertion in _assertions(instance)
-    ]
+        return [await runner.passes_output(test) for test in instance.tests]
+    return [await runner.passes_assertion(assertion) for assertion in _assertions(instance)]
 
 
-async def _passes_output(sandbox: Sandbox, test: _Output, seconds: float) -> bool:
-    result = await _run(sandbox, ["python3", PROGRAM], test.input.encode(), seconds)
-    return result.exit_code == 0 and not result.truncated and same_output(test.output, result.stdout)
+@dataclass(frozen=True, slots=True)
+class _Runner:
+    """Runs the tests of one program."""
 
+    sandbox: Sandbox
+    cpu_seconds: float
+    """Of one test; the wall clock only ends a program that sleeps."""
+    deadline: float
+    """Of all tests, on the event loop's clock."""
 
-async def _passes_assertion(sandbox: Sandbox, assertion: Assertion, seconds: float) -> bool:
-    question = Question.of(assertion.expression)
-    result = await _run(sandbox, ["python3", "-c", HARNESS], question.stdin, seconds)
-    # In a thread: values may be made so that to compare them takes long.
-    return await anyio.to_thread.run_sync(_holds, assertion, question, result.stdout)
+    async def passes_output(self, test: _Output) -> bool:
+        result = await self._run(["python3", PROGRAM], test.input.encode())
+        return result.exit_code == 0 and not result.truncated and same_output(test.output, result.stdout)
+
+    async def passes_assertion(self, assertion: Assertion) -> bool:
+        question = Question.of(assertion.expression)
+        result = await self._run(["python3", "-c", HARNESS], question.stdin)
+        # In a thread: values may be made so that to compare them takes long.
+        return await anyio.to_thread.run_sync(_holds, assertion, question, result.stdout)
+
+    async def _run(self, argv: list[str], stdin: bytes) -> ExecResult:
+        """Run one test. A sandbox that worked, and in which nothing runs any more, is the program's doing."""
+        timeout = min(3 * self.cpu_seconds + 10, self.deadline - anyio.current_time())
+        if timeout <= 0:
+            return NOT_RUN
+        command = _limited(argv, self.cpu_seconds)
+        try:
+            result = await self.sandbox.exec(
+                command, stdin=stdin, timeout=timeout, output_limit=MAX_OUTPUT_BYTES
+            )
+            await self.sandbox.end_processes()  # what one test leaves behind does not meet the next
+        except (SandboxStartError, SandboxClosedError, LimitExceededError):
+            return NOT_RUN
+        return result
 
 
 def _holds(assertion: Assertion, question: Question, stdout: bytes) -> bool:
@@ -184,21 +214,6 @@ def _holds(assertion: Assertion, question: Question, stdout: bytes) -> bool:
         return assertion.holds(question.value(stdout))
     except (ValueError, TypeError, OverflowError, RecursionError):
         return False
-
-
-async def _run(sandbox: Sandbox, argv: list[str], stdin: bytes, seconds: float) -> ExecResult:
-    """Run one test; its limit is CPU time, and the wall clock only ends a program that sleeps.
-
-    A sandbox that worked until the program ran, and in which nothing can be run any more, is the program's doing.
-    """
-    try:
-        result = await sandbox.exec(
-            _limited(argv, seconds), stdin=stdin, timeout=3 * seconds + 10, output_limit=MAX_OUTPUT_BYTES
-        )
-        await sandbox.end_processes()  # what one test leaves behind does not meet the next
-    except (SandboxStartError, SandboxClosedError, LimitExceededError):
-        return ExecResult(None, b"", b"", timed_out=False, truncated=False)
-    return result
 
 
 def _limited(argv: list[str], seconds: float) -> list[str]:

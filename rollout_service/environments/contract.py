@@ -85,19 +85,20 @@ class SandboxSettings(Settings):
     @property
     def memory_bytes(self) -> int:
         """`memory` as a number of bytes."""
-        return _bytes(self.memory)
+        return size_in_bytes(self.memory)
 
     @property
     def disk_bytes(self) -> int | None:
         """`disk` as a number of bytes."""
-        return None if self.disk is None else _bytes(self.disk)
+        return None if self.disk is None else size_in_bytes(self.disk)
 
 
 DEFAULT_DISK_BYTES = 1 << 30
 """Of providers, unless their settings say otherwise."""
 
 
-def _bytes(size: str) -> int:
+def size_in_bytes(size: str) -> int:
+    """Return the bytes that a size stands for."""
     number, suffix = size.rstrip("KMGT"), size[-1]
     return int(float(number) * 1024 ** ("KMGT".find(suffix) + 1))
 
@@ -138,6 +139,8 @@ class EnvironmentSpec(Settings):
     artifacts_size: Size = "256M"
     """What these may hold together, as `memory`, and no more than half of the sandbox's memory and disk. Above it the
     agent counts as having left nothing."""
+    runs_submission: bool = False
+    """Whether `Environment.execute` is called before `evaluate`, where nothing of the grader is."""
     binds: dict[str, str] = Field({}, exclude=True)
     """Files and folders of the host that a sandbox shows and cannot change, by their path inside."""
 
@@ -145,7 +148,7 @@ class EnvironmentSpec(Settings):
     def artifacts_bytes(self) -> int:
         """`artifacts_size` in bytes, and so many that the grader's sandbox has room for the grader too."""
         room = [self.sandbox.memory_bytes, self.sandbox.disk_bytes or DEFAULT_DISK_BYTES]
-        return min(_bytes(self.artifacts_size), min(room) // 2)
+        return min(size_in_bytes(self.artifacts_size), min(room) // 2)
 
     @property
     def sessions(self) -> frozenset[SessionName]:
@@ -274,6 +277,13 @@ class Environment(ABC):
     @abstractmethod
     async def run(self, episode: Episode) -> StopReason:
         """Let the agent work; returns why it stopped and leaves its answer in `episode.answer`."""
+
+    async def execute(self, episode: Episode) -> None:  # noqa: B027 - a working default: nothing is run
+        """Run what the agent left, where its specification asks for that, and keep what came out as data.
+
+        The sandbox is a fresh one with the artifacts, and another takes its place for `evaluate`; or the agent's own,
+        whose processes are ended before `evaluate`. What fails here is the agent's doing, so it must not raise for it.
+        """
 
     @abstractmethod
     async def evaluate(self, episode: Episode) -> Score:

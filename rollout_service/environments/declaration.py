@@ -42,10 +42,23 @@ class GraderSandbox(StrEnum):
     SAME = "same"
 
 
+class RunTable(Settings):
+    """`[evaluate.run]`: how the agent's program is run before the grader, the instance and the result are there."""
+
+    command: str = Field(min_length=1)
+    stdin: str | None = None
+    """The field of the instance that has what the program reads: a text, or a list of texts, each for a run."""
+    seconds: float = Field(10.0, gt=0)
+    """Of each run; all together get half of the evaluation's."""
+    output_size: Size = "64K"
+    """How much of standard output, and of standard error, is kept of each run."""
+
+
 class EvaluateTable(Settings):
     """`[evaluate]`: what scores the outcome."""
 
     command: str = Field(min_length=1)
+    run: RunTable | None = None
     sandbox: GraderSandbox = GraderSandbox.FRESH
     artifacts: list[str] = ["/workspace"]
     """What a fresh sandbox receives of the agent's."""
@@ -104,6 +117,7 @@ class Declaration(Settings):
             evaluate_in=EvaluateIn.FRESH if fresh else EvaluateIn.SAME,
             artifacts=self.evaluate.artifacts if fresh else [],
             artifacts_size=self.evaluate.artifacts_size,
+            runs_submission=self.evaluate.run is not None,
         )
 
 

@@ -23,6 +23,7 @@ from rollout_service.environments.dataset_files import read_instances
 from rollout_service.environments.declaration import FILE_NAME, Declaration, read_declaration
 from rollout_service.environments.files import PackedFile, archive, exported_file, read_folder
 from rollout_service.environments.images import empty_folder
+from rollout_service.environments.submission import as_json, inputs_of, run_submission
 from rollout_service.errors import ConfigurationError, EnvironmentFailedError
 from sandboxes import ExecResult, Sandbox
 from sandboxes.errors import FileMissingError, SandboxFileError
@@ -30,6 +31,7 @@ from sandboxes.sessions import return_to_workdir
 
 INSIDE = "/environment"
 """What commands call the environment's folder."""
+RUNS = "runs.json"
 MAX_RESULT_BYTES = 64 * 1024
 EXIT_TEXT_CHARS = 2_000
 RESULT_HINT = 'Write {"reward": NUMBER, "parts": {"name": NUMBER}} to the file that $ROLLOUT_RESULT names.'
@@ -53,6 +55,11 @@ class DeclarativeEnvironment(AgentEnvironment):
 
         Raises ConfigurationError when the declaration contradicts itself or the folder.
         """
+        if (run := declaration.evaluate.run) and _FOLDER.search(run.command):
+            raise ConfigurationError(
+                f"environment {declaration.name!r}: [evaluate.run] names {INSIDE}, which is not there when it runs",
+                hint="It runs the agent's program; what is the grader's belongs into [evaluate] command.",
+            )
         spec = declaration.spec(folder)
         if in_image:
             spec = spec.model_copy(update={"binds": {INSIDE: str(empty_folder())}})
@@ -72,11 +79,23 @@ class DeclarativeEnvironment(AgentEnvironment):
             await _enter_again(sandbox, self.spec, init.command)
             await place.remove()
 
+    def check(self, instance: dict[str, JsonValue]) -> None:
+        """Refuse an instance that lacks what the prompts or the runs of the agent's program use."""
+        super().check(instance)
+        if run := self._declaration.evaluate.run:
+            inputs_of(run, instance)
+
+    async def execute(self, episode: Episode) -> None:
+        if run := self._declaration.evaluate.run:
+            inputs, seconds = inputs_of(run, episode.instance), episode.limits.evaluate_seconds / 2
+            episode.state[RUNS] = await run_submission(_sandbox(episode), run, inputs, seconds)
+
     async def evaluate(self, episode: Episode) -> Score:
         sandbox = _sandbox(episode)
         inputs = [
             _instance_file(episode.instance),
             PackedFile("answer.txt", (episode.answer or "").encode(errors="replace")),
+            PackedFile(RUNS, as_json(episode.state.get(RUNS, []))),
         ]
         place = await Place.make(sandbox, [*inputs, *_below(self._files)])
         command, seconds = self._declaration.evaluate.command, episode.limits.evaluate_seconds
@@ -117,6 +136,7 @@ class Place:
                 "ROLLOUT_ENVIRONMENT": folder,
                 "ROLLOUT_INSTANCE": f"{self.path}/instance.json",
                 "ROLLOUT_ANSWER": f"{self.path}/answer.txt",
+                "ROLLOUT_RUNS": f"{self.path}/{RUNS}",
                 "ROLLOUT_RESULT": f"{self.path}/result.json",
                 "ROLLOUT_WORKDIR": self.sandbox.workdir,
             },

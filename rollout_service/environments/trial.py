@@ -21,6 +21,7 @@ from rollout_service.environments.contract import (
     Policy,
     Score,
 )
+from rollout_service.pipeline.artifacts import Artifacts
 from rollout_service.pipeline.sandboxing import SandboxSource
 from sandboxes import Sandbox
 
@@ -52,9 +53,7 @@ async def play(
         await environment.init(episode)
         stop_reason = await environment.run(episode)
         if spec.evaluate_in is EvaluateIn.SAME:
-            if episode.sandbox and not await sandboxes.end_agent(episode.sandbox, episode.notes):
-                return Trial(NOTHING_LEFT, stop_reason, episode)
-            return Trial(await environment.evaluate(episode), stop_reason, episode)
+            return Trial(await _score_in_place(environment, episode, sandboxes), stop_reason, episode)
         taken = spec.evaluate_in is EvaluateIn.FRESH and episode.sandbox is not None
         artifacts = await sandboxes.pack(episode.sandbox, spec) if taken and episode.sandbox else None
         episode.notes += artifacts.notes if artifacts else []
@@ -62,20 +61,40 @@ async def play(
     if spec.evaluate_in is EvaluateIn.NONE or artifacts is None:
         return Trial(await environment.evaluate(episode), stop_reason, episode)
     try:
-        async with _sandbox(episode, sandboxes) as sandbox:
-            if sandbox is not None:
-                await sandboxes.unpack(sandbox, artifacts)
+        if spec.runs_submission:
+            async with _sandbox(episode, sandboxes, artifacts):
+                await environment.execute(episode)
+        async with _sandbox(episode, sandboxes, artifacts):
             return Trial(await environment.evaluate(episode), stop_reason, episode)
     finally:
         await artifacts.close()
 
 
+async def _score_in_place(environment: Environment, episode: Episode, sandboxes: SandboxSource) -> Score:
+    """Score in the agent's own sandbox, as long as that is there."""
+    if not await _ended(episode, sandboxes):
+        return NOTHING_LEFT
+    if environment.spec.runs_submission:
+        await environment.execute(episode)
+        if not await _ended(episode, sandboxes):
+            return NOTHING_LEFT
+    return await environment.evaluate(episode)
+
+
+async def _ended(episode: Episode, sandboxes: SandboxSource) -> bool:
+    return episode.sandbox is None or await sandboxes.end_agent(episode.sandbox, episode.notes)
+
+
 @asynccontextmanager
-async def _sandbox(episode: Episode, sandboxes: SandboxSource) -> AsyncIterator[Sandbox | None]:
-    """The episode's sandbox, if its environment has one."""
+async def _sandbox(
+    episode: Episode, sandboxes: SandboxSource, artifacts: Artifacts | None = None
+) -> AsyncIterator[Sandbox | None]:
+    """The episode's sandbox, if its environment has one, with what the agent left."""
     if episode.spec.image is None:
         yield None
         return
     async with await sandboxes.start(episode.spec, "trial") as sandbox:
         episode.sandbox = sandbox
+        if artifacts is not None:
+            await sandboxes.unpack(sandbox, artifacts)
         yield sandbox

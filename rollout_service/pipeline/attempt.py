@@ -187,12 +187,7 @@ class Attempt:
         for tries_left in reversed(range(self._services.max_attempts)):
             try:
                 async with self._stage(self._services.stages.evaluate, seconds, purpose) as timer:
-                    if environment.spec.evaluate_in is EvaluateIn.FRESH:
-                        await self._start_sandbox(environment.spec, timer)
-                        await self._unpack()
-                    elif not await self._end_agent(environment.spec.evaluate_in):
-                        return NOTHING_LEFT
-                    return await environment.evaluate(self.episode)
+                    return await self._score(environment, timer)
             except Exception as error:
                 info = describe(error, stage=Stage.EVALUATE, attempt=self.lease.attempt)
                 in_place = environment.spec.evaluate_in is not EvaluateIn.SAME
@@ -252,6 +247,27 @@ class Attempt:
         finally:
             timer.sandbox_seconds += time.perf_counter() - started
 
+    async def _score(self, environment: Environment, timer: Timer) -> Score:
+        """Run what the agent left, where the environment asks for that, and then score, in a clean place each."""
+        spec = environment.spec
+        if spec.evaluate_in is EvaluateIn.FRESH:
+            if spec.runs_submission:
+                await self._start_with_artifacts(spec, timer)
+                await environment.execute(self.episode)
+                await self._end_sandbox()
+            await self._start_with_artifacts(spec, timer)
+        elif not await self._end_agent(spec.evaluate_in):
+            return NOTHING_LEFT
+        elif spec.runs_submission:
+            await environment.execute(self.episode)
+            if not await self._end_agent(spec.evaluate_in):
+                return NOTHING_LEFT
+        return await environment.evaluate(self.episode)
+
+    async def _start_with_artifacts(self, spec: EnvironmentSpec, timer: Timer) -> None:
+        await self._start_sandbox(spec, timer)
+        await self._unpack()
+
     async def _end_agent(self, evaluate_in: EvaluateIn) -> bool:
         """End the agent's processes where it is scored in its own sandbox; False where that has ended itself."""
         if evaluate_in is EvaluateIn.NONE or self.episode.sandbox is None:
@@ -262,10 +278,14 @@ class Attempt:
         if self.episode.sandbox is not None and self._artifacts is not None:
             await self._services.sandboxes.unpack(self.episode.sandbox, self._artifacts)
 
-    async def _close_sandbox(self) -> None:
+    async def _end_sandbox(self) -> None:
+        """Close it and keep the ticket, for the next one in its place."""
         if self._episode is not None and self._episode.sandbox is not None:
             sandbox, self._episode.sandbox = self._episode.sandbox, None
             await sandbox.close()
+
+    async def _close_sandbox(self) -> None:
+        await self._end_sandbox()
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             ticket.release()

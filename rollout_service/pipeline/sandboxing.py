@@ -1,8 +1,10 @@
 """Sandboxes for episodes: from an environment's settings to a running sandbox, and files from one to the next.
 
-Guarantees: when files are taken out of an agent's sandbox, no process of the agent is left, and none of its programs
-has a part in it; what an agent did not make is simply not there for the grader, and what is more than the limit, or
-gone with a sandbox that the agent ended, is an empty submission and never a failure.
+From the end of the agent to the score, nothing that the agent wrote is executed or interpreted except as data, or in a
+step of its own without grader, instance or result. Guarantees: when files are taken out of an agent's sandbox, no
+process of the agent is left, and none of its programs has a part in it; what an agent did not make is simply not there
+for the grader; what is more than the limit, or gone with a sandbox that the agent ended, is an empty submission and
+never a failure.
 """
 
 from __future__ import annotations

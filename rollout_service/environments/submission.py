@@ -1,0 +1,91 @@
+"""Runs of an agent's program, kept as data for the grader.
+
+Guarantees: when the program runs, nothing of the grader, of the instance but this run's input, and of the result is in
+its sandbox; each run has a limit of time and of output, and all together one of time; no process of one run meets the
+next; whatever the program does to its sandbox is a run that failed, and never a failure of the evaluation.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+import anyio
+from pydantic import JsonValue
+
+from api_schemas.errors import FieldError
+from rollout_service.environments.contract import size_in_bytes
+from rollout_service.environments.declaration import RunTable
+from rollout_service.errors import InvalidFieldError
+from sandboxes import Sandbox
+from sandboxes.errors import LimitExceededError, SandboxClosedError, SandboxStartError
+
+MAX_RUNS = 1_000
+MAX_OUTPUT_BYTES = 16 * 1024 * 1024
+"""Of all runs together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came out of one run."""
+
+    stdout: str = ""
+    stderr: str = ""
+    exit_code: int | None = None
+    """None where it did not end by itself, or did not begin."""
+    timed_out: bool = False
+    truncated: bool = False
+    """Whether output is missing in the middle."""
+
+
+def inputs_of(table: RunTable, instance: dict[str, JsonValue]) -> list[str]:
+    """Return what each run reads; raises InvalidFieldError where the instance does not say it."""
+    if table.stdin is None:
+        return [""]
+    found = instance.get(table.stdin)
+    texts = [found] if isinstance(found, str) else found
+    if isinstance(texts, list) and len(texts) <= MAX_RUNS and texts:
+        checked = [text for text in texts if isinstance(text, str)]
+        if len(checked) == len(texts):
+            return checked
+    message = f"must be a text, or a list of 1 to {MAX_RUNS} texts: the input of each run"
+    raise InvalidFieldError([FieldError(path=f"instance.{table.stdin}", message=message)])
+
+
+async def run_submission(sandbox: Sandbox, table: RunTable, inputs: list[str], seconds: float) -> list[Run]:
+    """Run the program on each input; a run that would begin after `seconds` has timed out."""
+    limit = max(1, min(size_in_bytes(table.output_size), MAX_OUTPUT_BYTES // (2 * len(inputs))))
+    deadline = anyio.current_time() + seconds
+    runs = []
+    for text in inputs:
+        left = min(table.seconds, deadline - anyio.current_time())
+        runs.append(
+            await _run(sandbox, table.command, text, left, limit) if left > 0 else Run(timed_out=True)
+        )
+    return runs
+
+
+async def _run(sandbox: Sandbox, command: str, text: str, seconds: float, limit: int) -> Run:
+    try:
+        done = await sandbox.exec(
+            ["bash", "-c", command],
+            stdin=text.encode(errors="replace"),
+            env={"ROLLOUT_WORKDIR": sandbox.workdir},
+            timeout=seconds,
+            output_limit=limit,
+        )
+        await sandbox.end_processes()
+    except (SandboxStartError, SandboxClosedError, LimitExceededError) as error:
+        return Run(stderr=str(error))
+    return Run(
+        done.stdout.decode(errors="replace"),
+        done.stderr.decode(errors="replace"),
+        done.exit_code,
+        done.timed_out,
+        done.truncated,
+    )
+
+
+def as_json(runs: list[Run]) -> bytes:
+    """Return the runs as the grader reads them."""
+    return json.dumps([asdict(run) for run in runs]).encode()
