@@ -46,7 +46,9 @@ class BackendSpec(WireModel):
     """An engine to register. Sending the same URL again changes nothing."""
 
     url: HttpUrl
+    """Address of the engine's own HTTP API."""
     pool: Name = "policy"
+    """The policy that it serves."""
     kind: EngineKind | None = None
     """Left out, the engine is asked which it is."""
     tokenizer: str | None = None

@@ -10,8 +10,6 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
-import tomllib
-from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,8 +19,10 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     SecretStr,
     ValidationError,
+    field_validator,
     model_validator,
 )
 from pydantic_settings import (
@@ -35,11 +35,15 @@ from pydantic_settings import (
 
 from api_schemas.inference import BackendSpec
 from rollout_service.errors import ConfigurationError, nearest
-from sandboxes.config import ApptainerConfig, PressureConfig, ProviderConfig, WarmPoolConfig
-
-ENV_PREFIX = "ROLLOUT_"
-OTHER_VARIABLES = frozenset({"ROLLOUT_APPTAINER", "ROLLOUT_CONFIG", "ROLLOUT_URL", "ROLLOUT_KEY"})
-"""Variables with our prefix that are not settings of the server: the binary's path, and the client's own."""
+from rollout_service.settings_keys import known_keys
+from rollout_service.settings_sources import ENV_PREFIX, HINT, Sources
+from sandboxes.config import (
+    ApptainerConfig,
+    PressureConfig,
+    ProviderConfig,
+    WarmPoolConfig,
+    default_state_dir,
+)
 
 
 class Engine(StrEnum):
@@ -81,8 +85,11 @@ class PipelineSettings(Section):
     rollout_queue: int = Field(2, ge=1)
     """Rollouts whose sandbox is ready and that wait for a rollout worker."""
     rollout_workers: int = Field(16, ge=1)
+    """Agents at work at once."""
     evaluate_queue: int = Field(256, ge=1)
+    """Rollouts whose agent has ended and that wait for an evaluate worker."""
     evaluate_workers: int = Field(4, ge=1)
+    """Outcomes being scored at once."""
     artifacts_bytes: int = Field(8 * 1024**3, ge=16 * 1024**2)
     """Of the host's temporary disk, for what agents left until it is scored; an agent waits where it is used up."""
     max_attempts: int = Field(3, ge=1)
@@ -110,6 +117,7 @@ class EngineSettings(Section):
     model: str = "calc-tuned"
     """A shipped policy (`calc-base`, `calc-tuned`) or the folder of a Qwen3 checkpoint."""
     threads: int = Field(1, ge=1)
+    """Threads that it computes with."""
 
 
 class PoolSettings(Section):
@@ -174,16 +182,19 @@ class Settings(BaseSettings):
     )
 
     host: str = "127.0.0.1"
+    """The address to listen on; beyond loopback it needs `keys`."""
     port: int = Field(8080, ge=0, le=65_535)
-    """0 takes a free one."""
+    """The port to listen on; 0 takes a free one."""
     keys: list[SecretStr] = []
     """Bearer keys, any of which opens the API; needed beyond loopback."""
     allowed_hosts: Names = []
     """Names that requests may use for this server, `*.NAME` for all below one. Left out, a server with keys answers to
     any name, and one without to those of this machine. Pages of a listed name may send orders."""
-    state_dir: Path = Path(os.environ.get("XDG_STATE_HOME", "~/.local/state")) / "rollout-service"
-    """Where the store is kept, and which run folders of sandboxes were in use; on a local disk."""
+    state_dir: Path = Field(default_factory=default_state_dir)
+    """Where the store is kept, and which run folders of sandboxes were in use; on a local disk. Left out,
+    `$XDG_STATE_HOME/rollout-service`, or `~/.local/state/rollout-service`."""
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1_024)
+    """A larger request is refused."""
     http: HttpSettings = HttpSettings()
     environments: list[Path] = []
     """Folders with an `environment.toml`, or images that carry one."""
@@ -195,6 +206,7 @@ class Settings(BaseSettings):
     """What runs untrusted code; `provider = "local"` isolates nothing and must be asked for."""
     sandboxes: SandboxesSettings = SandboxesSettings()
     engine: Engine = Engine.EMBEDDED
+    """What serves the policy when no backend is named: the small CPU engine, or nothing until one is registered."""
     embedded: EngineSettings = EngineSettings()
     backends: list[BackendSpec] = []
     """Engines to register at the start; with any of these the embedded engine is not started."""
@@ -205,7 +217,22 @@ class Settings(BaseSettings):
     hold_seconds: float = Field(300.0, gt=0)
     """How long a request of an agent waits while its pool is paused."""
     log_format: LogFormat = LogFormat.CONSOLE
+    """`console` for people, `json` for programs: an object a line."""
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+    """The least severe messages that are logged: `debug`, `info`, `warning` or `error`."""
+
+    @field_validator("sandbox", mode="before")
+    @classmethod
+    def _provider_has_a_default(cls, sandbox: Any) -> Any:
+        """A table without `provider` is one of Apptainer."""
+        return {"provider": "apptainer"} | sandbox if isinstance(sandbox, dict) else sandbox
+
+    _file: Path | None = PrivateAttr(None)
+
+    @property
+    def file(self) -> Path | None:
+        """The settings file that was read, if there was one."""
+        return self._file
 
     @model_validator(mode="after")
     def _keyed_beyond_loopback(self) -> Settings:
@@ -242,9 +269,21 @@ def is_loopback(host: str) -> bool:
 
 def load_settings(config: Path | None = None, /, **flags: Any) -> Settings:
     """Read the settings; raises ConfigurationError that names every key at fault and what to write instead."""
+    return validated(read_sources(config, **flags))
+
+
+def read_sources(config: Path | None = None, /, **flags: Any) -> Sources:
+    """Collect what flags, variables and the file say; raises ConfigurationError for what cannot be read."""
     path = config or Path(os.environ.get(f"{ENV_PREFIX}CONFIG", "rollout.toml"))
-    table = _read_toml(path, must_exist=config is not None or f"{ENV_PREFIX}CONFIG" in os.environ)
-    _refuse_unknown_variables(os.environ)
+    must_exist = config is not None or f"{ENV_PREFIX}CONFIG" in os.environ
+    given = {name: value for name, value in flags.items() if value is not None}
+    sources = Sources.read(given, os.environ, path, must_exist=must_exist)
+    sources.check_variables(Settings)
+    return sources
+
+
+def validated(sources: Sources) -> Settings:
+    """Make settings of what was given; raises ConfigurationError that says where each mistake stands."""
 
     class _Layered(Settings):
         @classmethod
@@ -256,57 +295,32 @@ def load_settings(config: Path | None = None, /, **flags: Any) -> Settings:
             dotenv_settings: PydanticBaseSettingsSource,
             file_secret_settings: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=table)
+            table = InitSettingsSource(settings_cls, init_kwargs=dict(sources.table))
+            return init_settings, env_settings, table
 
-    given = {name: value for name, value in flags.items() if value is not None}
     try:
-        return _Layered(**given)
+        settings = _Layered(**sources.flags)
     except ValidationError as error:
-        raise ConfigurationError(
-            _explain(error), hint="`rollout-service serve --help` lists the flags."
-        ) from error
+        raise ConfigurationError(_explain(error, sources), hint=HINT) from error
+    settings._file = sources.file
+    return settings
 
 
-def _read_toml(path: Path, *, must_exist: bool) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        if must_exist:
-            raise ConfigurationError(f"there is no settings file {path}") from None
-        return {}
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path} is not valid TOML: {error}") from error
-
-
-def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:
-    known = {f"{ENV_PREFIX}{path.replace('.', '__').upper()}" for path in known_keys(Settings)}
-    known |= OTHER_VARIABLES
-    for name in environ:
-        section = name.rsplit("__", 1)[0]
-        if name.startswith(ENV_PREFIX) and name not in known and section not in _union_sections():
-            raise ConfigurationError(f"{name} is not a setting{nearest(name, known)}")
-
-
-def _union_sections() -> set[str]:
-    """Sections whose keys depend on a tag, which the model itself checks."""
-    return {f"{ENV_PREFIX}SANDBOX"}
-
-
-def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """The dotted paths of all keys of a model."""
-    for name, info in model.model_fields.items():
-        yield prefix + name
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            yield from known_keys(info.annotation, f"{prefix}{name}.")
-
-
-def _explain(error: ValidationError) -> str:
-    known = set(known_keys(Settings))
+def _explain(error: ValidationError, sources: Sources) -> str:
+    known = known_keys(Settings)
     lines = []
     for item in error.errors():
-        path = ".".join(str(part) for part in item["loc"])
+        path = _without_tags([str(part) for part in item["loc"]])
+        dotted, where = ".".join(path), sources.source(path).where
         text = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
-            text = f"unknown setting{nearest(path, known)}"
-        lines.append(f"{path}: {text}" if path else text)
+            text = f"unknown setting{nearest(dotted, known)}"
+        lines.append(": ".join(filter(None, [where, dotted, text])))
     return "\n".join(lines)
+
+
+def _without_tags(path: list[str]) -> list[str]:
+    """The path without the tags that pydantic adds where a table is one of several, as `sandbox.apptainer`."""
+    if path[:1] == ["sandbox"] and len(path) > 2:
+        return [path[0], *path[2:]]
+    return path

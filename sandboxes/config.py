@@ -14,15 +14,18 @@ FIRST_FREE_USER, LAST_USER, LEAST_USERS = 65_536, 2**32 - 1, 4096
 
 
 class _Config(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class LimitDefaults(_Config):
     """What a sandbox may use where its specification says nothing; sizes in bytes."""
 
     memory_bytes: PositiveInt = 2 * GIB
+    """Memory of all its processes."""
     max_processes: PositiveInt = 512
+    """Processes and threads at once."""
     disk_bytes: PositiveInt = 1 * GIB
+    """What it may write."""
     cpus: PositiveFloat | None = None
     """CPUs' worth of time; None sets no limit, so that idle CPUs are used."""
 
@@ -31,6 +34,8 @@ class ApptainerConfig(_Config):
     """Sandboxes in Apptainer: own processes, files and network, and no rights on the host."""
 
     provider: Literal["apptainer"] = "apptainer"
+    """Which provider this table is for; this one when left out."""
+
     binary: Path | None = None
     """The apptainer to use; None looks in ROLLOUT_APPTAINER, PATH and /opt/apptainer/bin."""
 
@@ -75,6 +80,8 @@ class ApptainerConfig(_Config):
     that the list does not have itself. Loopback and link-local addresses may be so only where listed."""
 
     start_timeout: PositiveFloat = 60.0
+    """Seconds after which a start has failed."""
+
     limits: LimitDefaults = LimitDefaults()
 
     @field_validator("user_range")
@@ -105,6 +112,8 @@ class DockerConfig(_Config):
     """Sandboxes in Docker, where a daemon answers; see `sandboxes.docker` for what they isolate."""
 
     provider: Literal["docker"]
+    """Which provider this table is for."""
+
     binary: str = "docker"
     """The client: a name to look for in PATH, or a path."""
 
@@ -121,6 +130,8 @@ class DockerConfig(_Config):
     """Where the folders of live sandboxes are made; the daemon must be on this host and see it."""
 
     start_timeout: PositiveFloat = 60.0
+    """Seconds after which a start has failed."""
+
     limits: LimitDefaults = LimitDefaults()
 
 
@@ -128,11 +139,16 @@ class LocalConfig(_Config):
     """Plain processes of this user: for tests and trusted code. It isolates nothing."""
 
     provider: Literal["local"]
+    """Which provider this table is for."""
+
     python: Path | None = None
     """The Python of the sessions' kernels; None is the service's own."""
 
     run_dir: Path | None = None
+    """Where the folders of live sandboxes are made. None: below XDG_RUNTIME_DIR or /tmp."""
+
     start_timeout: PositiveFloat = 30.0
+    """Seconds after which a start has failed."""
 
 
 ProviderConfig = Annotated[ApptainerConfig | DockerConfig | LocalConfig, Field(discriminator="provider")]
@@ -159,6 +175,8 @@ class PressureConfig(_Config):
     """Where this host is under so much pressure that no further sandbox is started."""
 
     enabled: bool = True
+    """Whether pressure holds sandboxes back at all."""
+
     cpu_percent: PositiveFloat = 95.0
     """Of the last 10 s, the share in which something waited for a processor (PSI "some")."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from rollout_service.cli import backends, demo, doctor, env, image, runs, serve, submit, watch
+from rollout_service.cli import backends, config, demo, doctor, env, image, runs, serve, submit, watch
 
 app = typer.Typer(
     name="rollout-service",
@@ -17,7 +17,7 @@ app = typer.Typer(
 )
 for module in (serve, demo, submit, watch, doctor):
     app.command(name=module.__name__.rpartition(".")[2], epilog=module.EXAMPLE)(module.command)
-for group in (backends, runs, image, env):
+for group in (backends, runs, image, env, config):
     app.add_typer(group.app)
 
 __all__ = ["app"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,23 +55,10 @@ def command(
 ) -> None:
     """Run the server in the foreground; Ctrl-C ends it and hands back what is unfinished.
 
-    Everything can also be set by ROLLOUT_* variables and in rollout.toml; flags win.
+    Everything can also be set by ROLLOUT_* variables and in rollout.toml; flags win. `rollout-service config docs`
+    lists all settings, and `config show` says what is set by what.
     """
-    flags = {
-        "host": host,
-        "port": port,
-        "engine": engine,
-        "state_dir": state_dir,
-        "log_level": log_level,
-        "sandbox": _section(provider=sandbox),
-        "embedded": _section(model=model),
-        "pipeline": _section(
-            init_workers=init_workers, rollout_workers=rollout_workers, evaluate_workers=evaluate_workers
-        ),
-        "sandboxes": _section(ceiling=max_sandboxes, warm=_section(size=warm_sandboxes)),
-        "backends": [{"url": url} for url in backend] if backend else None,
-        "environments": environment or None,
-    }
+    flags = settings_of(locals())
     common.run_blocking(lambda: _serve(config, flags, port_file))
 
 
@@ -81,6 +69,18 @@ def _serve(config: Path | None, flags: dict[str, Any], port_file: Path | None) -
     serve(load_settings(config, **flags), port_file=port_file)
 
 
-def _section(**values: object) -> dict[str, object] | None:
-    """The keys of a table that were given; None when none was."""
-    return {name: value for name, value in values.items() if value is not None} or None
+def settings_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that the command's flags set, as nested tables."""
+    from rollout_service.settings_sources import FLAGS
+
+    settings: dict[str, Any] = {}
+    for key, flag in FLAGS.items():
+        value = parameters[flag.removeprefix("--").replace("-", "_")]
+        if value is None or value in ([], ()):
+            continue
+        *path, name = key.split(".")
+        table = settings
+        for part in path:
+            table = table.setdefault(part, {})
+        table[name] = [{"url": url} for url in value] if key == "backends" else value
+    return settings

@@ -303,7 +303,7 @@ def test_runs_from_the_command_line(url: str, tmp_path: Path) -> None:
     assert Batch.model_validate_json(batch.read_bytes()).batch_id == "typed.b0"
     assert command("lease", "typed", "--output", str(arrays)).stdout == "typed.b1\n"
     assert BatchArrays.from_file(arrays).batch.batch_id == "typed.b1"
-    command("lease", "typed", "--output", str(batch), "--timeout", "0", exit_code=1)
+    command("lease", "typed", "--output", str(batch), "--timeout", "0", "--force", exit_code=1)
     assert "paused" in command("pause", "typed").stdout
     assert "running" in command("resume", "typed").stdout
     assert "ended" in command("end", "typed").stdout

@@ -19,6 +19,7 @@ COMMANDS = {
     *(("backends", name) for name in ("list", "add", "remove", "drain")),
     *(("runs", name) for name in ("create", "list", "show", "pause", "resume", "end", "lease")),
     *(("runs", name) for name in ("ack", "nack", "export", "rescore")),
+    *(("config", name) for name in ("show", "docs")),
     *(("image", name) for name in ("list", "build", "pull", "inspect", "remove", "prune")),
     *(("env", name) for name in ("list", "new", "check", "run")),
 }

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from rollout_service.errors import ConfigurationError
-from rollout_service.settings import Settings, is_loopback, known_keys, load_settings
+from rollout_service.settings import Settings, is_loopback, load_settings
+from rollout_service.settings_keys import known_keys
 
 
 @pytest.fixture(autouse=True)
@@ -89,4 +90,61 @@ def test_the_ceiling_of_sandboxes_is_what_the_stages_can_hold_unless_it_is_set(
 
 
 def test_known_keys_are_dotted() -> None:
-    assert {"port", "pipeline", "pipeline.init_workers", "embedded.model"} <= set(known_keys(Settings))
+    assert {"port", "pipeline", "pipeline.init_workers", "sandbox.limits.cpus"} <= known_keys(Settings)
+
+
+@pytest.mark.parametrize(
+    ("toml", "says"),
+    [
+        ("\nprot = 1", "rollout.toml:2: prot: unknown setting; did you mean port?"),
+        ("[pipeline]\n\nrollout_worker = 1", "rollout.toml:3: pipeline.rollout_worker: unknown setting"),
+        ("[sandbox]\nmemroy = 1", "rollout.toml:2: sandbox.memroy: unknown setting"),
+        ("pipeline = {init_workers = 0}", "rollout.toml:1: pipeline.init_workers: "),
+        ("[[backends]]\nurl = 'x'", "rollout.toml:1: backends.0.url: "),
+    ],
+)
+def test_a_mistake_in_the_file_is_named_with_its_line(empty_folder: Path, toml: str, says: str) -> None:
+    (empty_folder / "rollout.toml").write_text(toml)
+    with pytest.raises(ConfigurationError) as caught:
+        load_settings()
+    assert f"{empty_folder}/{says}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("ROLLOUT_PORT", "x", "ROLLOUT_PORT: port: "),
+        ("ROLLOUT_PIPELINE__INIT_WORKERS", "0", "ROLLOUT_PIPELINE__INIT_WORKERS: pipeline.init_workers: "),
+        ("ROLLOUT_PIPELINE", '{"init_worker": 2}', "ROLLOUT_PIPELINE: pipeline.init_worker: unknown"),
+        ("ROLLOUT_ENVIRONMENTS", "./mine", "ROLLOUT_ENVIRONMENTS is not valid JSON"),
+        ("ROLLOUT_BACKENDS", "http://gpu-1:30000", "ROLLOUT_BACKENDS is not valid JSON"),
+        ("ROLLOUT_SANDBOXES__WARM", "3", "ROLLOUT_SANDBOXES__WARM: sandboxes.warm: "),
+        ("ROLLOUT_SANDBOX__MEMROY", "1", "ROLLOUT_SANDBOX__MEMROY is not a setting"),
+    ],
+)
+def test_a_mistake_in_a_variable_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, says: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigurationError) as caught:
+        load_settings()
+    assert str(caught.value).startswith(says)
+
+
+def test_a_key_of_the_sandbox_needs_no_provider(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUT_SANDBOX__RUN_DIR", "/run/mine")
+    assert load_settings().sandbox.run_dir == Path("/run/mine")
+    (empty_folder / "rollout.toml").write_text("[sandbox]\nuser = 'agent'\n")
+    sandbox = load_settings().sandbox
+    assert (sandbox.provider, sandbox.user, sandbox.run_dir) == ("apptainer", "agent", Path("/run/mine"))
+
+
+def test_a_pool_is_set_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUT_POOLS__JUDGE__MAX_IN_FLIGHT", "8")
+    assert load_settings().pools["judge"].max_in_flight == 8
+
+
+def test_variables_of_the_scripts_are_no_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUT_PYTHON", "python3.12")
+    monkeypatch.setenv("ROLLOUT_SGLANG_ENV", "/opt/sglang")
+    load_settings()

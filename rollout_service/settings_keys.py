@@ -1,0 +1,131 @@
+"""The keys of the settings, read off their models: for the reference, for variables, and to guess what was meant.
+
+Guarantee: every key that can be set is here once, with its table, its type and the docstring below its field.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_settings import NoDecode
+
+_CONTAINERS = (list, tuple, set, dict)
+ANY_NAME = "NAME"
+"""Stands in paths for a name that the user chooses, as that of a pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key that can be set."""
+
+    path: tuple[str, ...]
+    field: FieldInfo
+
+    @property
+    def dotted(self) -> str:
+        """The path as `table.key`."""
+        return ".".join(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of the settings: the keys that stand in it directly."""
+
+    path: tuple[str, ...]
+    about: str
+    keys: list[Key]
+    tag: str = ""
+    """Which one of several tables at this path it is, as `provider = "apptainer"`."""
+    repeated: bool = False
+    """Whether it is an entry of a list, `[[table]]` in TOML."""
+
+
+def tables(model: type[BaseModel], path: tuple[str, ...] = (), tag: str = "") -> Iterator[Table]:
+    """Yield the table of a model, and those of the models that its fields hold."""
+    fields = model.model_fields.items()
+    keys = [Key((*path, name), field) for name, field in fields if not is_table(field.annotation)]
+    yield Table(path, _about(model), keys, tag)
+    for name, field in fields:
+        yield from _below((*path, name), field)
+
+
+def known_keys(model: type[BaseModel]) -> set[str]:
+    """Return the dotted paths of all keys and tables."""
+    found = list(tables(model))
+    paths = {key.path for table in found if not table.repeated for key in table.keys}
+    paths |= {table.path for table in found if table.path and table.path[-1] != ANY_NAME}
+    return {".".join(path) for path in paths}
+
+
+def fields_at(model: type[BaseModel], path: Sequence[str]) -> list[FieldInfo]:
+    """Return the fields that a path may lead to; none when there is no such key."""
+    fields = [FieldInfo(annotation=model)]
+    for part in path:
+        fields = [below for one in fields for below in _step(one.annotation, part)]
+    return fields
+
+
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return the models that a value may be: the one, or those of a union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) in (Annotated, Union, UnionType):
+        return [model for inner in get_args(annotation) for model in models_in(inner)]
+    return []
+
+
+def is_table(annotation: Any) -> bool:
+    """Whether a value is a table in TOML, by itself or by names that the user chooses."""
+    return bool(models_in(annotation)) or (get_origin(annotation) is dict and bool(_values_of(annotation)))
+
+
+def is_json(field: FieldInfo) -> bool:
+    """Whether an environment variable gives the value as JSON."""
+    if NoDecode in field.metadata:
+        return False
+    return is_table(field.annotation) or get_origin(_without_none(field.annotation)) in _CONTAINERS
+
+
+def _below(path: tuple[str, ...], field: FieldInfo) -> Iterator[Table]:
+    models = models_in(field.annotation)
+    for model in models:
+        tag = model.model_fields[str(field.discriminator)] if field.discriminator else None
+        yield from tables(model, path, _tag(str(field.discriminator), tag) if tag else "")
+    for model in _values_of(field.annotation):
+        yield from tables(model, (*path, ANY_NAME))
+    if get_origin(field.annotation) is list:
+        for model in models_in(get_args(field.annotation)[0]):
+            keys = [Key((*path, name), inner) for name, inner in model.model_fields.items()]
+            yield Table(path, _about(model), keys, repeated=True)
+
+
+def _step(annotation: Any, part: str) -> Iterator[FieldInfo]:
+    for model in models_in(annotation):
+        if part in model.model_fields:
+            yield model.model_fields[part]
+    yield from (FieldInfo(annotation=model) for model in _values_of(annotation))
+
+
+def _values_of(annotation: Any) -> list[type[BaseModel]]:
+    """The models of a table whose keys are names."""
+    return models_in(get_args(annotation)[1]) if get_origin(annotation) is dict else []
+
+
+def _without_none(annotation: Any) -> Any:
+    options = [one for one in get_args(annotation) if one is not NoneType]
+    is_optional = get_origin(annotation) in (Union, UnionType) and len(options) == 1
+    return options[0] if is_optional else annotation
+
+
+def _tag(name: str, field: FieldInfo) -> str:
+    return f'{name} = "{get_args(field.annotation)[0]}"'
+
+
+def _about(model: type[BaseModel]) -> str:
+    return inspect.getdoc(model) or ""

@@ -1,0 +1,195 @@
+"""Where settings come from: flags over variables over the file over defaults.
+
+Guarantee: every value, and every mistake, can be traced to the flag, the variable, or the line of the file that it
+stands in.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from rollout_service.errors import ConfigurationError, nearest
+from rollout_service.settings_keys import fields_at, is_json, known_keys
+
+ENV_PREFIX = "ROLLOUT_"
+OTHER_VARIABLES = {
+    "ROLLOUT_APPTAINER": "the apptainer to use",
+    "ROLLOUT_CONFIG": "the settings file, instead of `rollout.toml` in the working folder",
+    "ROLLOUT_KEY": "the bearer key that commands send",
+    "ROLLOUT_URL": "the server that commands talk to",
+    "ROLLOUT_PYTHON": "the Python that `scripts/` installs with",
+    "ROLLOUT_SGLANG_ENV": "where `scripts/install-sglang` put SGLang",
+    "ROLLOUT_TEST_WORKERS": "processes of `scripts/test`",
+    "ROLLOUT_TORCH_INDEX": "where the scripts get torch from",
+    "ROLLOUT_VLLM_ENV": "where `scripts/install-vllm` put vLLM",
+}
+"""Variables with our prefix that are not settings of the server."""
+FLAGS = {
+    "host": "--host",
+    "port": "--port",
+    "sandbox.provider": "--sandbox",
+    "engine": "--engine",
+    "embedded.model": "--model",
+    "backends": "--backend",
+    "environments": "--environment",
+    "state_dir": "--state-dir",
+    "pipeline.init_workers": "--init-workers",
+    "pipeline.rollout_workers": "--rollout-workers",
+    "pipeline.evaluate_workers": "--evaluate-workers",
+    "sandboxes.ceiling": "--max-sandboxes",
+    "sandboxes.warm.size": "--warm-sandboxes",
+    "log_level": "--log-level",
+}
+"""The flags of `serve` that are settings, by key."""
+HINT = "`rollout-service config docs` lists the settings."
+_HEADER = re.compile(r"^\s*\[\[?\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?$")
+_ASSIGNMENT = re.compile(r"""^\s*([\w.\-"' ]+?)\s*=""")
+
+
+class Origin(StrEnum):
+    """What a value was set by."""
+
+    FLAG = "flag"
+    VARIABLE = "variable"
+    FILE = "file"
+    DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a value comes from; `where` is the flag, the variable, or `FILE:LINE`."""
+
+    origin: Origin
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """All that was given, before it is validated."""
+
+    flags: Mapping[str, Any]
+    variables: Mapping[str, str]
+    file: Path | None
+    """The settings file, if there is one."""
+    table: Mapping[str, Any] = field(default_factory=dict)
+    lines: Mapping[tuple[str, ...], int] = field(default_factory=dict)
+    """The lines of the file that keys and tables stand in."""
+
+    @classmethod
+    def read(
+        cls, flags: Mapping[str, Any], environ: Mapping[str, str], path: Path, *, must_exist: bool
+    ) -> Sources:
+        """Read the file and pick the variables; raises ConfigurationError."""
+        given = {name: value for name, value in environ.items() if name.upper().startswith(ENV_PREFIX)}
+        variables = {
+            name.upper(): value for name, value in given.items() if name.upper() not in OTHER_VARIABLES
+        }
+        try:
+            text = path.read_text()
+            return cls(flags, variables, path.absolute(), tomllib.loads(text), _lines(text))
+        except FileNotFoundError:
+            if must_exist:
+                raise ConfigurationError(f"there is no settings file {path}") from None
+            return cls(flags, variables, None)
+        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            what = "cannot be read" if isinstance(error, OSError) else "is not valid TOML"
+            raise ConfigurationError(f"{path} {what}: {error}") from error
+
+    def check_variables(self, model: type[BaseModel]) -> None:
+        """Raise ConfigurationError for a variable that is not a setting, or not JSON where it has to be."""
+        for name, text in self.variables.items():
+            fields = fields_at(model, _path(name))
+            if not fields:
+                known = {variable_of(key) for key in known_keys(model)}
+                raise ConfigurationError(f"{name} is not a setting{nearest(name, known)}", hint=HINT)
+            if any(map(is_json, fields)):
+                _refuse_what_is_not_json(name, text)
+
+    def source(self, path: Sequence[str]) -> Source:
+        """Return where the value at a path comes from."""
+        if _holds(self.flags, path):
+            return Source(Origin.FLAG, _flag(path))
+        for name in sorted(self.variables, key=len, reverse=True):
+            if _holds(_tree(name, self.variables[name]), path):
+                return Source(Origin.VARIABLE, name)
+        if _holds(self.table, path):
+            return Source(Origin.FILE, self._place(tuple(path)))
+        return Source(Origin.DEFAULT)
+
+    def _place(self, path: tuple[str, ...]) -> str:
+        while path and path not in self.lines:
+            path = path[:-1]
+        return f"{self.file}:{self.lines[path]}" if path else str(self.file)
+
+
+def variable_of(dotted: str) -> str:
+    """Return the variable that sets a key."""
+    return ENV_PREFIX + dotted.replace(".", "__").upper()
+
+
+def _flag(path: Sequence[str]) -> str:
+    """The flag that sets the value at a path, or the list that it is in."""
+    ways = (FLAGS.get(".".join(path[:end])) for end in range(len(path), 0, -1))
+    return next(filter(None, ways), "")
+
+
+def _path(variable: str) -> list[str]:
+    return variable.removeprefix(ENV_PREFIX).lower().split("__")
+
+
+def _refuse_what_is_not_json(name: str, text: str) -> None:
+    try:
+        json.loads(text)
+    except ValueError as error:
+        example = """a list is '["a", "b"]', a table '{"key": 1}'"""
+        raise ConfigurationError(
+            f"{name} is not valid JSON: {error}", hint=f"Quote it: {example}."
+        ) from error
+
+
+def _tree(variable: str, text: str) -> Any:
+    """The variable as a tree of tables, whose branch ends in its value."""
+    tree: Any = text
+    with suppress(ValueError):
+        tree = json.loads(text)
+    for part in reversed(_path(variable)):
+        tree = {part: tree}
+    return tree
+
+
+def _holds(tree: Any, path: Sequence[str]) -> bool:
+    """Whether a tree has a value at a path; a list holds whatever is said to be below it."""
+    for part in path:
+        if isinstance(tree, list):
+            return True
+        if not isinstance(tree, Mapping) or part not in tree:
+            return False
+        tree = tree[part]
+    return True
+
+
+def _lines(text: str) -> dict[tuple[str, ...], int]:
+    """The line of each table and key; a key within an inline table has the line of that table."""
+    table: tuple[str, ...] = ()
+    lines: dict[tuple[str, ...], int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := _HEADER.match(line):
+            table = _parts(header[1])
+            lines.setdefault(table, number)
+        elif assignment := _ASSIGNMENT.match(line):
+            lines.setdefault((*table, *_parts(assignment[1])), number)
+    return lines
+
+
+def _parts(dotted: str) -> tuple[str, ...]:
+    return tuple(part.strip().strip("\"'") for part in dotted.split("."))
