@@ -251,7 +251,7 @@ class ClientRun:
             except GoneError:
                 return
             if leased is not None:
-                kept = self.keep(leased, lease_seconds)
+                kept = self._keep(leased, lease_seconds)
                 try:
                     yield leased
                 finally:
@@ -297,14 +297,14 @@ class ClientRun:
         order = RescoreRun(rollout_ids=ids, environment=environment, replay=replay)
         return await rescored(self._send, f"{self._path}/rescore", order)
 
-    def keep(self, leased: LeasedBatch, seconds: float) -> anyio.CancelScope:
+    def _keep(self, leased: LeasedBatch, seconds: float) -> anyio.CancelScope:
         """Renew a lease until the scope is cancelled, the batch is settled, or it is lost."""
         scope = anyio.CancelScope()
         if self._spawn is not None:
             self._spawn(_renewing, leased, seconds, scope)
         return scope
 
-    async def settle(self, batch_id: str, how: str, **params: str) -> BatchAnswer:
+    async def settle(self, batch_id: str, how: str, /, **params: str) -> BatchAnswer:
         """Acknowledge (`ack`), give back (`nack`) or `renew` a batch by its id, as after a restart of the trainer."""
         response = await self._send("POST", f"{self._path}/batches/{batch_id}/{how}", params=params)
         return parse(TypeAdapter(BatchAnswer), response.content)

@@ -1,116 +1,145 @@
 """The client for code that is not asynchronous: the same calls, which block.
 
-Guarantees: an event loop of its own runs in a thread for as long as the client is open, so that a lost connection is
-taken up and a call is repeated just as in the asynchronous client; nothing of it is left when the block ends.
+Guarantees: every call is the asynchronous client's own, with its signature and its types, run by an event loop in a
+thread for as long as the client is open; so a lost connection is taken up and a call repeated just as there. Ctrl-C
+ends the call that waits. Nothing is left when the block ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from datetime import datetime
-from pathlib import Path
+from functools import partial, update_wrapper
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Concatenate, Generic, ParamSpec, Self, TypeVar
 
+import httpx
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from api_schemas.exports import Rescored
-from api_schemas.inference import PoolOutcome
-from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
-from api_schemas.runs import Group, Run, RunRequest
-from api_schemas.tasks import Task
+from api_schemas.runs import Batch, Group, RunRequest
+from rollout_service.batch_arrays import BatchArrays
 from rollout_service.client import RolloutClient
-from rollout_service.client_errors import GoneError
 from rollout_service.client_runs import LEASE_SECONDS, ClientRun, LeasedBatch
 
+P = ParamSpec("P")
 T = TypeVar("T")
+A = TypeVar("A")
 
 
-class SyncBatch:
-    """A batch that this client holds."""
+class Blocking(Generic[A]):
+    """Something asynchronous, and the thread that its calls run in."""
 
-    def __init__(self, leased: LeasedBatch, portal: BlockingPortal) -> None:
-        self.leased = leased
+    def __init__(self, wrapped: A, portal: BlockingPortal) -> None:
+        self._wrapped = wrapped
         self._portal = portal
-        self.batch = leased.batch
-        self.arrays = leased.arrays
+
+
+def blocking(
+    method: Callable[Concatenate[A, P], Coroutine[object, object, T]],
+) -> Callable[Concatenate[Blocking[A], P], T]:
+    """Return the method that calls this one and waits for its result."""
+
+    def call(self: Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return _wait(self._portal, partial(method, self._wrapped, *args, **kwargs))
+
+    update_wrapper(call, method)
+    return call
+
+
+def iterating(
+    method: Callable[Concatenate[A, P], AsyncGenerator[T]],
+) -> Callable[Concatenate[Blocking[A], P], Iterator[T]]:
+    """Return the method that iterates over what this one gives.
+
+    The thread of the event loop reads iterables among its arguments, so these should not wait for long.
+    """
+
+    def iterate(self: Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        return _iterate(self._portal, method(self._wrapped, *args, **kwargs))
+
+    update_wrapper(iterate, method)
+    return iterate
+
+
+def _wait(portal: BlockingPortal, call: Callable[[], Coroutine[object, object, T]]) -> T:
+    future = portal.start_task_soon(call)
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()  # an interrupt of the one who waits; without effect on a call that has failed
+        raise
+
+
+def _iterate(portal: BlockingPortal, values: AsyncGenerator[T]) -> Iterator[T]:
+    async def following() -> tuple[T, ...]:
+        async for value in values:
+            return (value,)
+        return ()
+
+    try:
+        while value := _wait(portal, following):
+            yield from value
+    finally:
+        with suppress(RuntimeError):  # the client was closed first, which ends it too
+            _wait(portal, values.aclose)
+
+
+class SyncBatch(Blocking[LeasedBatch]):
+    """A batch that this client holds; see `LeasedBatch`."""
+
+    ack = blocking(LeasedBatch.ack)
+    renew = blocking(LeasedBatch.renew)
+    nack = blocking(LeasedBatch.nack)
+
+    @property
+    def content(self) -> bytes | bytearray:
+        """The batch as it came: JSON, or a safetensors file."""
+        return self._wrapped.content
+
+    @property
+    def batch(self) -> Batch:
+        """The batch, without tokens when it came as arrays."""
+        return self._wrapped.batch
+
+    @property
+    def arrays(self) -> BatchArrays | None:
+        """The tokens, when they were asked for as arrays."""
+        return self._wrapped.arrays
 
     @property
     def batch_id(self) -> str:
         """Its id."""
-        return self.batch.batch_id
+        return self._wrapped.batch_id
 
     @property
     def groups(self) -> Sequence[Group]:
         """Its groups."""
-        return self.batch.groups
+        return self._wrapped.groups
 
     @property
     def settled(self) -> bool:
         """Whether it was acknowledged or given back."""
-        return self.leased.settled
-
-    def ack(self) -> None:
-        """It was trained on: it never comes again."""
-        self._portal.call(self.leased.ack)
-
-    def renew(self, seconds: float = LEASE_SECONDS) -> datetime | None:
-        """Keep it for so long from now."""
-        return self._portal.call(self.leased.renew, seconds)
-
-    def nack(self) -> None:
-        """Give it back."""
-        self._portal.call(self.leased.nack)
+        return self._wrapped.settled
 
 
-class SyncRun:
+class SyncRun(Blocking[ClientRun]):
     """A run at a server; see `ClientRun`."""
 
-    def __init__(self, run: ClientRun, portal: BlockingPortal) -> None:
-        self._run = run
-        self._portal = portal
-        self.run_id = run.run_id
+    view = blocking(ClientRun.view)
+    append = blocking(ClientRun.append)
+    patch = blocking(ClientRun.patch)
+    pause = blocking(ClientRun.pause)
+    resume = blocking(ClientRun.resume)
+    end = blocking(ClientRun.end)
+    set_version = blocking(ClientRun.set_version)
+    export = blocking(ClientRun.export)
+    rescore = blocking(ClientRun.rescore)
+    settle = blocking(ClientRun.settle)
 
-    def view(self) -> Run:
-        """The run as it stands."""
-        return self._portal.call(self._run.view)
-
-    def append(self, tasks: Sequence[Task], *, offset: int | None = None, close: bool = False) -> Run:
-        """Append tasks to an open run."""
-        return self._portal.call(lambda: self._run.append(tasks, offset=offset, close=close))
-
-    def pause(self) -> Run:
-        """Begin no more groups."""
-        return self._portal.call(self._run.pause)
-
-    def resume(self) -> Run:
-        """Begin groups again."""
-        return self._portal.call(self._run.resume)
-
-    def end(self) -> Run:
-        """End it."""
-        return self._portal.call(self._run.end)
-
-    def export(self, path: Path) -> int:
-        """Write the run's rollouts to a file; returns its bytes."""
-        return self._portal.call(self._run.export, path)
-
-    def rescore(
-        self,
-        rollout_ids: Sequence[str] | None = None,
-        *,
-        environment: str | None = None,
-        replay: Literal["needed", "always"] = "needed",
-    ) -> list[Rescored]:
-        """Have rollouts of closed groups evaluated again, without inference."""
-        return self._portal.call(
-            lambda: self._run.rescore(rollout_ids, environment=environment, replay=replay)
-        )
-
-    def set_version(self, version: int) -> Run:
-        """Tell the version that the trainer has reached."""
-        return self._portal.call(self._run.set_version, version)
+    @property
+    def run_id(self) -> str:
+        """Its id."""
+        return self._wrapped.run_id
 
     def lease(
         self,
@@ -120,49 +149,48 @@ class SyncRun:
         allow_stale: bool = False,
         arrays: bool = False,
     ) -> SyncBatch | None:
-        """The next batch; None when there is none in time. Raises GoneError when the run is over."""
-        leased = self._portal.call(
-            lambda: self._run.lease(
-                timeout_seconds=timeout_seconds,
-                lease_seconds=lease_seconds,
-                allow_stale=allow_stale,
-                arrays=arrays,
-            )
+        """Return the next batch; None when there is none in time. Raises GoneError when the run is over."""
+        lease = partial(
+            self._wrapped.lease,
+            timeout_seconds=timeout_seconds,
+            lease_seconds=lease_seconds,
+            allow_stale=allow_stale,
+            arrays=arrays,
         )
+        leased = _wait(self._portal, lease)
         return None if leased is None else SyncBatch(leased, self._portal)
 
     def batches(self, *, lease_seconds: float = LEASE_SECONDS, arrays: bool = False) -> Iterator[SyncBatch]:
-        """Batches until the run is over; each is acknowledged when the loop comes around."""
-        while True:
-            try:
-                batch = self.lease(lease_seconds=lease_seconds, arrays=arrays)
-            except GoneError:
-                return
-            if batch is not None:
-                kept = self._portal.call(self._run.keep, batch.leased, lease_seconds)
-                try:
-                    yield batch
-                finally:
-                    with suppress(RuntimeError):  # the client was closed first, which ends it too
-                        self._portal.call(kept.cancel)
-                if not batch.settled:
-                    batch.ack()
+        """Give batches until the run is over; each is acknowledged when the loop comes around."""
+        for leased in _iterate(
+            self._portal, self._wrapped.batches(lease_seconds=lease_seconds, arrays=arrays)
+        ):
+            yield SyncBatch(leased, self._portal)
 
 
-class SyncRolloutClient:
-    """The service at one address. Use it as `with SyncRolloutClient(url, key) as client`."""
+class SyncRolloutClient(Blocking[RolloutClient]):
+    """The service at one address. Use it as `with SyncRolloutClient(url, key) as client`; see `RolloutClient`."""
 
-    def __init__(self, base_url: str, key: str | None = None, *, patience_seconds: float = 60.0) -> None:
-        self._make: Callable[[], RolloutClient] = lambda: RolloutClient(
-            base_url, key, patience_seconds=patience_seconds
+    def __init__(
+        self,
+        base_url: str,
+        key: str | None = None,
+        *,
+        patience_seconds: float = 60.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.base_url = base_url.rstrip("/")
+        self.patience_seconds = patience_seconds
+        self._make = partial(
+            RolloutClient, base_url, key, patience_seconds=patience_seconds, transport=transport
         )
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            self._portal = stack.enter_context(start_blocking_portal())
-            client = self._portal.call(self._make)
-            self._client = stack.enter_context(self._portal.wrap_async_context_manager(client))
+            portal = stack.enter_context(start_blocking_portal())
+            client = portal.call(self._make)
+            super().__init__(stack.enter_context(portal.wrap_async_context_manager(client)), portal)
             self._stack = stack.pop_all()
         return self
 
@@ -171,34 +199,40 @@ class SyncRolloutClient:
     ) -> None:
         self._stack.__exit__(kind, error, trace)
 
-    def submit(self, request: RolloutRequest, *, wait_seconds: float = 0.0) -> Rollout:
-        """Order a rollout; durable when this returns."""
-        return self._portal.call(lambda: self._client.submit(request, wait_seconds=wait_seconds))
+    submit = blocking(RolloutClient.submit)
+    get = blocking(RolloutClient.get)
+    wait = blocking(RolloutClient.wait)
+    run = blocking(RolloutClient.run)
+    run_all = iterating(RolloutClient.run_all)
+    cancel = blocking(RolloutClient.cancel)
+    trajectory = blocking(RolloutClient.trajectory)
+    page = blocking(RolloutClient.page)
+    rollouts = iterating(RolloutClient.rollouts)
+    runs = blocking(RolloutClient.runs)
+    rescore = iterating(RolloutClient.rescore)
 
-    def run(self, request: RolloutRequest) -> Rollout:
-        """Order a rollout and wait for its end."""
-        return self._portal.call(self._client.run, request)
+    backends = blocking(RolloutClient.backends)
+    add_backend = blocking(RolloutClient.add_backend)
+    remove_backend = blocking(RolloutClient.remove_backend)
+    drain_backend = blocking(RolloutClient.drain_backend)
+    update_weights = blocking(RolloutClient.update_weights)
+    join_weights_group = blocking(RolloutClient.join_weights_group)
+    pause = blocking(RolloutClient.pause)
+    resume = blocking(RolloutClient.resume)
+    abort = blocking(RolloutClient.abort)
 
-    def get(self, rollout_id: str, *, trajectory: bool = False) -> Rollout:
-        """A rollout as it stands."""
-        return self._portal.call(lambda: self._client.get(rollout_id, trajectory=trajectory))
-
-    def cancel(self, rollout_id: str) -> RolloutState | None:
-        """Ask for a rollout to be cancelled; returns the state that it was in."""
-        return self._portal.call(self._client.cancel, rollout_id)
-
-    def update_weights(self, folder: str, version: int, *, pool: str = "policy", **how: Any) -> PoolOutcome:
-        """Load new weights into every engine of a pool; raises WeightsError when engines refused or failed."""
-        return self._portal.call(lambda: self._client.update_weights(folder, version, pool=pool, **how))
+    environments = blocking(RolloutClient.environments)
+    dataset = blocking(RolloutClient.dataset)
+    sandboxes = blocking(RolloutClient.sandboxes)
+    nodes = blocking(RolloutClient.nodes)
+    ready = blocking(RolloutClient.ready)
+    readiness = blocking(RolloutClient.readiness)
+    events = iterating(RolloutClient.events)
 
     def create_run(self, request: RunRequest) -> SyncRun:
-        """Create a run, or take up the one of this id."""
-        return SyncRun(self._portal.call(self._client.create_run, request), self._portal)
+        """Create a run, or take up the one of this id; durable when this returns."""
+        return SyncRun(_wait(self._portal, partial(self._wrapped.create_run, request)), self._portal)
 
     def open_run(self, run_id: str) -> SyncRun:
-        """A run that exists."""
-        return SyncRun(self._client.open_run(run_id), self._portal)
-
-    def runs(self) -> list[Run]:
-        """All runs, oldest first."""
-        return self._portal.call(self._client.runs)
+        """Return a run that exists."""
+        return SyncRun(self._wrapped.open_run(run_id), self._portal)

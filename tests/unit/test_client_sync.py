@@ -1,0 +1,111 @@
+"""The blocking client has all that the asynchronous one has, and its calls and loops end as they should."""
+
+import inspect
+import signal
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from api_schemas.rollouts import RolloutRequest
+from api_schemas.tasks import Task
+from rollout_service.client import ClientRun, LeasedBatch, NotFoundError, RolloutClient
+from rollout_service.client_sync import SyncBatch, SyncRolloutClient, SyncRun
+
+PAIRS = [(RolloutClient, SyncRolloutClient), (ClientRun, SyncRun), (LeasedBatch, SyncBatch)]
+ASYNCHRONOUS_ONLY = {"aclose"}
+"""For calls without `async with`; the blocking client needs its `with`, which has the thread."""
+
+
+def public(kind: type) -> dict[str, Any]:
+    return {name: value for name, value in vars(kind).items() if not name.startswith("_")}
+
+
+@pytest.mark.parametrize(("asynchronous", "blocking"), PAIRS)
+def test_nothing_is_missing(asynchronous: type, blocking: type) -> None:
+    assert set(public(asynchronous)) - ASYNCHRONOUS_ONLY <= set(public(blocking))
+
+
+@pytest.mark.parametrize(("asynchronous", "blocking"), PAIRS)
+def test_signatures_agree(asynchronous: type, blocking: type) -> None:
+    for name, method in public(asynchronous).items():
+        if inspect.isfunction(method) and name not in ASYNCHRONOUS_ONLY:
+            theirs = getattr(blocking, name)
+            assert inspect.signature(theirs).parameters == inspect.signature(method).parameters, name
+            assert theirs.__doc__, name
+
+
+def test_both_clients_are_made_alike() -> None:
+    made = [inspect.signature(kind.__init__).parameters for kind in (RolloutClient, SyncRolloutClient)]
+    assert made[0] == made[1]
+    assert {"content", "batch", "arrays", "settled"} <= set(public(SyncBatch))
+    assert "run_id" in public(SyncRun)
+
+
+def answer(request: httpx.Request) -> httpx.Response:
+    if request.url.path == "/v1/events":
+        return httpx.Response(200, headers={"content-type": "text/event-stream"}, stream=Events())
+    if request.url.path == "/v1/rollouts/interrupted":
+        signal.raise_signal(signal.SIGINT)
+        return httpx.Response(200, stream=Events())
+    if request.url.path == "/v1/rollouts":
+        return httpx.Response(200, json={"rollouts": [rollout("a"), rollout("b")]})
+    if request.method == "POST":
+        return httpx.Response(200, json=rollout(request.url.path))
+    problem = {"title": "Not found", "status": 404, "detail": "there is none", "code": "not_found"}
+    return httpx.Response(404, json=problem)
+
+
+def rollout(rollout_id: str) -> dict[str, Any]:
+    return {
+        "rollout_id": rollout_id.strip("/").replace("/", "-"),
+        "state": "completed",
+        "task": {"environment": "calc"},
+        "pool": "policy",
+        "created_at": "2026-01-01T00:00:00Z",
+    }
+
+
+class Events(httpx.AsyncByteStream):
+    """A stream of two events, which then is silent."""
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for number in (1, 2):
+            yield (
+                f'id: {number}\ndata: {{"event_id": {number}, "time": "2026-01-01T00:00:00Z", '
+                f'"kind": "x", "subject": "y"}}\n\n'
+            ).encode()
+        await anyio.sleep_forever()
+
+
+def client() -> SyncRolloutClient:
+    return SyncRolloutClient("http://service", transport=httpx.MockTransport(answer), patience_seconds=0)
+
+
+def test_calls_and_loops_give_what_the_asynchronous_ones_give() -> None:
+    with client() as blocking:
+        assert [each.rollout_id for each in blocking.rollouts()] == ["a", "b"]
+        with pytest.raises(NotFoundError):
+            blocking.get("nobody")
+
+
+def test_an_interrupt_ends_the_call_that_waits() -> None:
+    with client() as blocking:
+        with pytest.raises(KeyboardInterrupt):
+            blocking.wait("interrupted")
+        assert blocking.submit(RolloutRequest(task=Task(environment="calc"))).state.terminal
+
+
+def test_a_loop_that_is_left_leaves_nothing() -> None:
+    before = threading.active_count()
+    with client() as blocking:
+        for event in blocking.events(after=0):
+            if event.event_id == 2:
+                break
+        endless = blocking.events(after=0)
+        assert next(endless).event_id == 1
+    assert threading.active_count() == before
+    endless.close()  # after the client: it has ended already
