@@ -5,11 +5,13 @@ Every metric lives in a registry of its own service instance, so that two servic
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import TextIO
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
@@ -19,6 +21,7 @@ from prometheus_client.registry import Collector
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, Stage
 from rollout_service.settings import LogFormat
+from rollout_service.terminal_text import safe
 from sandboxes.egress.counts import EgressCounts
 
 SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 3600)
@@ -248,14 +251,26 @@ class _EgressCollector(Collector):
         yield refused
 
 
+def _safe_values(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Escape what a terminal would obey: errors quote programs in sandboxes, policies and engines."""
+    for name, value in event.items():
+        if isinstance(value, str):
+            event[name] = safe(value)
+    return event
+
+
+def _plain_traceback(output: TextIO, error: structlog.typing.ExcInfo) -> None:
+    text = io.StringIO()
+    structlog.dev.plain_traceback(text, error)
+    output.write(safe(text.getvalue()))
+
+
 def configure_logging(log_format: LogFormat, level: str) -> None:
     """Send the log of this process to stderr: for people, or as one JSON object a line."""
     renderer: structlog.typing.Processor = (
         structlog.processors.JSONRenderer()
         if log_format is LogFormat.JSON
-        else structlog.dev.ConsoleRenderer(
-            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
-        )
+        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=_plain_traceback)
     )
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -263,8 +278,7 @@ def configure_logging(log_format: LogFormat, level: str) -> None:
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    if log_format is LogFormat.JSON:
-        shared.append(structlog.processors.format_exc_info)
+    shared.append(structlog.processors.format_exc_info if log_format is LogFormat.JSON else _safe_values)
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         logger_factory=structlog.stdlib.LoggerFactory(),

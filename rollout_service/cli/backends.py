@@ -10,7 +10,7 @@ from rollout_service.cli import common
 from rollout_service.cli.common import DEFAULT_URL, AsJson, Key, Url
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
 
     from api_schemas.inference import BackendView
 
@@ -95,16 +95,19 @@ def _show(backends: list[BackendView], as_json: bool) -> None:
     if as_json:
         common.print_json([backend.model_dump(mode="json") for backend in backends])
     else:
-        common.out().print(backend_table(backends) if backends else "no engine is registered")
+        common.out().print(backend_view(backends) if backends else "No engine is registered.")
 
 
-def backend_table(backends: list[BackendView]) -> Table:
-    """A table of engines; the id names pool and address, and is never cut, for it is what commands take."""
-    from rich.table import Column, Table
+def backend_view(backends: list[BackendView]) -> RenderableType:
+    """A table of engines, and below it the last error of each that had one."""
+    from rich.console import Group
+    from rich.text import Text
 
-    identity = Column("id", no_wrap=True, overflow="ignore")
-    table = Table(identity, "state", "version", "in flight", "served", "failures", "last error", box=None)
+    from rollout_service.cli.console import identity, table
+
+    rows = table(identity("id"), "state", "version", "in flight", "served", "failures")
     for backend in backends:
         counts = (backend.weight_version, backend.in_flight, backend.served, backend.failures)
-        table.add_row(backend.backend_id, backend.state, *map(str, counts), backend.last_error or "")
-    return table
+        rows.add_row(backend.backend_id, backend.state, *map(str, counts))
+    errors = (f"{one.backend_id}: {one.last_error}" for one in backends if one.last_error)
+    return Group(rows, *(Text(error, style="red") for error in errors))

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from rollout_service.cli.console import SafeConsole
     from rollout_service.client import RolloutClient
 
 TERMINATED = 128 + signal.SIGTERM
@@ -37,18 +36,18 @@ class CommandError(Exception):
         self.hint = hint
 
 
-def out() -> Console:
+def out() -> SafeConsole:
     """The console for results."""
-    from rich.console import Console
+    from rollout_service.cli.console import SafeConsole
 
-    return Console(highlight=False)
+    return SafeConsole()
 
 
-def err() -> Console:
+def err() -> SafeConsole:
     """The console for progress, warnings and errors."""
-    from rich.console import Console
+    from rollout_service.cli.console import SafeConsole
 
-    return Console(stderr=True, highlight=False)
+    return SafeConsole(stderr=True)
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
@@ -60,7 +59,14 @@ def print_json(value: Any) -> None:
     """Print one JSON document, indented."""
     import json
 
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    print_line(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_line(document: str) -> None:
+    """Print a JSON document, or a text of ours, as it is but for what a terminal would obey."""
+    from rollout_service.terminal_text import safe_json
+
+    typer.echo(safe_json(document))
 
 
 def connect(url: str, key: str | None, *, patience_seconds: float = 0.0) -> RolloutClient:
@@ -112,10 +118,10 @@ def explain(error: Exception) -> None:
     from rich.text import Text
 
     console = err()
-    console.print(Text.assemble(("error: ", "bold red"), str(error)))
+    console.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
     for text in (getattr(error, "hint", ""), _advice(error)):
         if text:
-            console.print(Text.assemble(("hint: ", "bold"), text))
+            console.print(Text.assemble(("hint: ", "bold"), text), soft_wrap=True)
 
 
 def _known(error: Exception) -> Exception | None:

@@ -47,7 +47,7 @@ def docs() -> None:
     def main() -> None:
         from rollout_service.cli.settings_reference import reference
 
-        typer.echo(reference(), nl=False)
+        common.print_line(reference().removesuffix("\n"))
 
     common.run_blocking(main)
 
@@ -86,11 +86,10 @@ def _show(rows: list[dict[str, Any]], *, as_json: bool) -> None:
         return
     import json
 
-    from rich.table import Column, Table
-    from rich.text import Text
+    from rollout_service.cli.console import identity, table
 
-    table = Table(Column("key", no_wrap=True), Column("value", overflow="fold"), "set by", box=None)
+    lines = table(identity("key"), "value", "set by")
     for row in rows:
         value = "" if row["value"] is None else json.dumps(row["value"], ensure_ascii=False)
-        table.add_row(row["key"], Text(value), Text(row["where"] or row["origin"]))
-    common.out().print(table)
+        lines.add_row(row["key"], value, row["where"] or row["origin"])
+    common.out().print(lines)

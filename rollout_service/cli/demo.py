@@ -57,7 +57,10 @@ def command(
         Path | None,
         typer.Option("--output", "-o", help="The batch, a rollout a line; default in the state dir."),
     ] = None,
-    figures: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Write the figures as JSON: to FIGURES, or to stdout without it.")
+    ] = False,
+    figures: Annotated[Path | None, typer.Argument(help="With --json: the file for the figures.")] = None,
 ) -> None:
     """Start a server, roll out calculations in sandboxes, and show what a trainer gets.
 
@@ -66,6 +69,9 @@ def command(
 
     async def main() -> int:
         from rollout_service.cli.demo_run import DemoPlan, run_demo
+
+        if figures is not None and not as_json:
+            raise common.CommandError(f"{figures} is not an option.", hint=f"Did you mean --json {figures}?")
 
         plan = DemoPlan(
             rollouts=rollouts,
@@ -76,6 +82,9 @@ def command(
             temperature=temperature,
             seed=seed,
         )
-        return await run_demo(plan, state_dir, output, figures)
+        result = await run_demo(plan, state_dir, output, quiet=as_json and figures is None)
+        if as_json:
+            result.write(figures)
+        return result.exit_code
 
     common.run(main)

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import anyio
 from pydantic import JsonValue
-from rich.rule import Rule
 
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Sampling
 from api_schemas.tasks import Task
 from rollout_service.cli import common
 from rollout_service.cli.child import running_server
+from rollout_service.cli.console import Heading, SafeConsole
 from rollout_service.cli.demo import DemoEngine, DemoPolicy, DemoSandbox
-from rollout_service.cli.figures import write_figures
+from rollout_service.cli.figures import figures_document, write_figures
 from rollout_service.cli.jsonl import ResultFile
 from rollout_service.cli.progress import ProgressView, Tally
 from rollout_service.cli.show import show_rollout
@@ -54,21 +54,38 @@ class DemoPlan:
     seed: int
 
 
-async def run_demo(plan: DemoPlan, state_dir: Path | None, output: Path | None, figures: Path | None) -> int:
-    """Run the plan, show the results and write the files; returns the exit code."""
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """How the demo went."""
+
+    plan: DemoPlan
+    summary: Summary
+    exit_code: int
+
+    def write(self, file: Path | None) -> None:
+        """Write the figures to a file, or print them."""
+        if file is None:
+            common.print_json(figures_document(asdict(self.plan), self.summary.figures()))
+        else:
+            write_figures(file, asdict(self.plan), self.summary.figures())
+
+
+async def run_demo(
+    plan: DemoPlan, state_dir: Path | None, output: Path | None, *, quiet: bool = False
+) -> DemoResult:
+    """Run the plan, show the results and write the batch; with `quiet` nothing is printed to stdout."""
     folder = state_dir or Path(tempfile.mkdtemp(prefix="rollout-demo-"))
     batch = output or folder / "batch.jsonl"
     console = common.err()
-    console.print(f"Starting the server (log: {folder / 'server.log'})")
+    console.print(f"Starting the server (log: {folder / 'server.log'})", soft_wrap=True)
     async with _serving(plan, folder) as client:
         model = (await client.backends())[0].model_path
         summary = await _roll_out(plan, client, batch)
     broken = _broken(summary.rollouts)
-    _show(summary, model)
-    common.out().print(f"batch: {batch}", soft_wrap=True)
-    if figures is not None:
-        write_figures(figures, asdict(plan), summary.figures())
-    return _verdict(plan, summary, broken)
+    shown = common.err() if quiet else common.out()
+    _show(summary, model, shown)
+    shown.print(f"batch: {batch}", soft_wrap=True)
+    return DemoResult(plan, summary, _verdict(plan, summary, broken))
 
 
 @asynccontextmanager
@@ -131,12 +148,11 @@ def _broken(rollouts: Sequence[Rollout]) -> list[str]:
     return found
 
 
-def _show(summary: Summary, model: str) -> None:
-    console = common.out()
+def _show(summary: Summary, model: str, console: SafeConsole) -> None:
     example = _example(summary.rollouts)
     if example is not None:
         console.print(show_rollout(example, load_tokenizer(model, with_template=False)), soft_wrap=False)
-    console.print(Rule())
+    console.print(Heading())
     console.print(summary.show())
 
 
@@ -155,7 +171,7 @@ def needed_successes(rollouts: int) -> int:
 def _verdict(plan: DemoPlan, summary: Summary, broken: list[str]) -> int:
     console = common.err()
     for sentence in broken:
-        console.print(sentence, style="red", markup=False)
+        console.print(sentence, style="red", soft_wrap=True)
     needed = needed_successes(len(summary.rollouts))
     short = plan.policy is DemoPolicy.TUNED and summary.succeeded < needed
     if short:

@@ -39,7 +39,7 @@ def command(
 ) -> None:
     """Check this machine; exit code 1 when something is missing that the service needs.
 
-    `limited` is what works without, though less well. With --batch and --model it recomputes, with transformers, the
+    `limited` works, with reduced functionality. With --batch and --model it recomputes, with transformers, the
     log-probability of every sampled token, and shows the differences by token, version and position.
     """
 
@@ -80,16 +80,17 @@ def _compare(batch: Path, model: Path, temperature: float, output: Path | None, 
 
 
 def _show(checks: list[Check], console: Console) -> None:
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table("what", "state", "found", box=None)
+    from rollout_service.cli.console import table
+
+    rows = table("what", "state", "found")
     for check in checks:
         state = Text(check.state, style=STYLES[check.state])
-        table.add_row(Text(check.name), state, Text(check.found, overflow="fold"))
-    console.print(table)
+        rows.add_row(check.name, state, check.found)
+    console.print(rows)
     mendable = [check for check in checks if check.fix]
     if mendable:
-        console.print("\nHow to mend it:")
+        console.print("\nHow to fix it:")
     for check in mendable:  # outside of the table: a command must not be broken by the width of the terminal
-        console.print(f"  {check.name}: {check.fix}", markup=False, soft_wrap=True)
+        console.print(f"  {check.name}: {check.fix}", soft_wrap=True)

@@ -118,7 +118,7 @@ def write_tokens(tokens: Tokens, file: Path) -> None:
 
 def show(found: dict[str, Any], console: Console) -> None:
     """The report as tables."""
-    from rich.table import Table
+    from rollout_service.cli.console import table
 
     for title, rows in (
         ("all", [found["all"]]),
@@ -126,12 +126,12 @@ def show(found: dict[str, Any], console: Console) -> None:
         ("by position in the segment", found["positions"]),
         ("the worst tokens", found["worst"]),
     ):
-        table = Table(*rows[0], title=title, title_justify="left", box=None)
+        lines = table(*rows[0], title=title)
         for row in rows:
-            table.add_row(
+            lines.add_row(
                 *(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values())
             )
-        console.print(table)
+        console.print(lines)
 
 
 def _kept_kv(arrays: BatchArrays) -> set[int]:

@@ -31,7 +31,7 @@ def list_environments(url: ServerUrl = None, key: Key = None, as_json: AsJson = 
         if url is None:
             specs, problems = installed()
             for problem in problems:
-                common.err().print(problem, style="red", markup=False)
+                common.err().print(problem, style="red", soft_wrap=True)
         else:
             async with common.connect(url, key) as client:
                 specs = await client.environments()

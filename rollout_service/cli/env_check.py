@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rollout_service.cli.console import identity, table
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.declaration import FILE_NAME
 from rollout_service.environments.registry import EnvironmentRegistry, load_path
@@ -39,14 +40,14 @@ class Report:
 
     def show(self, console: Console) -> None:
         """For a terminal."""
-        table = Table(show_header=False, box=None)
-        table.add_row("environment", self.name)
-        table.add_row("image", self.image or "none: it needs no sandbox")
-        table.add_row("tools", ", ".join(self.tools) or "none")
-        table.add_row("data set", f"{self.instances} instances")
-        console.print(table)
+        rows = table("", "", header=False)
+        rows.add_row("environment", self.name)
+        rows.add_row("image", self.image or "none: it needs no sandbox")
+        rows.add_row("tools", ", ".join(self.tools) or "none")
+        rows.add_row("data set", f"{self.instances} instances")
+        console.print(rows)
         for finding in self.findings[:SHOWN_FINDINGS]:
-            console.print(Text(finding, style="red"))
+            console.print(Text(finding, style="red"), soft_wrap=True)
         if (more := len(self.findings) - SHOWN_FINDINGS) > 0:
             console.print(f"and {more} more")
         console.print("nothing is wrong" if not self.findings else f"{len(self.findings)} findings")
@@ -61,14 +62,12 @@ def installed() -> tuple[list[dict[str, JsonValue]], list[str]]:
 
 def environment_table(specs: Sequence[dict[str, JsonValue]]) -> Table:
     """A table of environments."""
-    table = Table("name", "image", "tools", "what it is", box=None)
+    rows = table(identity("name"), "image", "tools", "description")
     for spec in specs:
         tools = spec.get("tools")
         names = ", ".join(map(str, tools)) if isinstance(tools, list) else ""
-        table.add_row(
-            str(spec["name"]), str(spec.get("image") or ""), names, str(spec.get("description", ""))
-        )
-    return table
+        rows.add_row(str(spec["name"]), str(spec.get("image") or ""), names, str(spec.get("description", "")))
+    return rows
 
 
 def place_of(name_or_path: str) -> Path | None:

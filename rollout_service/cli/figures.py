@@ -1,4 +1,4 @@
-"""The file that `--json FILE` writes: what was measured, with which settings, on which machine."""
+"""The document that `demo --json` writes: what was measured, with which settings, on which machine."""
 
 from __future__ import annotations
 
@@ -25,12 +25,18 @@ def machine() -> dict[str, JsonValue]:
     }
 
 
+def figures_document(
+    settings: Mapping[str, JsonValue], figures: Mapping[str, float | int | None]
+) -> dict[str, JsonValue]:
+    """Return `{"machine", "settings", "figures"}`; the figures are flat numbers, null where there is none."""
+    return {"machine": machine(), "settings": dict(settings), "figures": dict(figures)}
+
+
 def write_figures(
     path: Path, settings: Mapping[str, JsonValue], figures: Mapping[str, float | int | None]
 ) -> None:
-    """Write `{"machine", "settings", "figures"}`; the figures are flat numbers, null where there is none."""
-    document = {"machine": machine(), "settings": dict(settings), "figures": dict(figures)}
-    path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+    """Write the document to a file."""
+    path.write_text(json.dumps(figures_document(settings, figures), indent=2, allow_nan=False) + "\n")
 
 
 def _processor() -> str:

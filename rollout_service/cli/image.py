@@ -243,28 +243,28 @@ def _pairs(texts: list[str]) -> dict[str, str]:
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[str], None]]:
     """The builder's last line beside a spinner; off a terminal, every line."""
+    from rich.text import Text
+
     console = common.err()
     if not console.is_terminal:
-        yield lambda line: console.print(line, markup=False, soft_wrap=True)
+        yield lambda line: console.print(line, soft_wrap=True)
         return
-    with console.status(what) as status:
-        yield lambda line: status.update(f"{what}: {line[: console.width // 2]}")
+    with console.status(Text(what)) as status:
+        yield lambda line: status.update(Text(f"{what}: {line[: console.width // 2]}"))
 
 
 def _show(images: list[StoredImage], *, as_json: bool) -> None:
     if as_json:
         common.print_json([_as_dict(image) for image in images])
         return
-    from rich.table import Column, Table
+    from rollout_service.cli.console import identity, table
 
-    table = Table("name", "size", "built", Column("file", overflow="fold"), box=None)
+    rows = table(identity("name"), "size", "built", "file")
     for image in images:
         values = _as_dict(image)
-        table.add_row(
-            image.name, f"{image.size_bytes / MEBIBYTE:.0f} MiB", values["built_at"], values["path"]
-        )
+        rows.add_row(image.name, f"{image.size_bytes / MEBIBYTE:.0f} MiB", values["built_at"], values["path"])
     common.out().print(
-        table if images else "no image is here; make one with `rollout-service image build base`"
+        rows if images else "There is no image here; make one with `rollout-service image build base`."
     )
 
 
@@ -281,11 +281,11 @@ def _show_facts(path: Path, facts: ImageFacts, *, as_json: bool) -> None:
         more = {"path": str(path), "missing": list(facts.missing), "needs_toolkit": facts.needs_toolkit}
         common.print_json({**facts.as_json(), **more, "advice": list(facts.advice)})
         return
-    from rich.table import Table
+    from rollout_service.cli.console import table
 
-    table = Table(show_header=False, box=None)
-    table.add_row("file", str(path))
-    table.add_row("size", f"{facts.size_bytes / MEBIBYTE:.0f} MiB unpacked")
+    rows = table("", "", header=False)
+    rows.add_row("file", str(path))
+    rows.add_row("size", f"{facts.size_bytes / MEBIBYTE:.0f} MiB unpacked")
     found = {
         "system": facts.system,
         "machine": facts.architecture,
@@ -294,15 +294,15 @@ def _show_facts(path: Path, facts: ImageFacts, *, as_json: bool) -> None:
     }
     found |= {"python3": facts.python, "its version": facts.python_version, "its ipykernel": facts.ipykernel}
     for name, value in found.items():
-        table.add_row(name, value or "none")
-    table.add_row("Python tool", "from the toolkit" if facts.needs_toolkit else "the image's own python3")
-    table.add_row("missing", ", ".join(facts.missing) or "nothing")
+        rows.add_row(name, value or "none")
+    rows.add_row("Python tool", "from the toolkit" if facts.needs_toolkit else "the image's own python3")
+    rows.add_row("missing", ", ".join(facts.missing) or "nothing")
     for title, pairs in (("label", facts.labels), ("variable", facts.environment)):
         for name, value in pairs.items():
-            table.add_row(title, f"{name}={value}")
+            rows.add_row(title, f"{name}={value}")
     for sentence in facts.advice:
-        table.add_row("advice", sentence)
-    common.out().print(table)
+        rows.add_row("advice", sentence)
+    common.out().print(rows)
 
 
 def _show_pruned(decided: Sequence[Candidate], *, dry_run: bool, as_json: bool) -> None:
@@ -312,12 +312,12 @@ def _show_pruned(decided: Sequence[Candidate], *, dry_run: bool, as_json: bool) 
     if as_json:
         common.print_json({"dry_run": dry_run, "decided": [asdict(one) for one in decided]})
         return
-    from rich.table import Column, Table
+    from rollout_service.cli.console import table
 
-    table = Table("what", "name", Column("of", overflow="fold"), "size", "last used", "", box=None)
+    rows = table("what", "name", "of", "size", "last used", "")
     gone = "would go" if dry_run else "removed"
     for one in decided:
         used = datetime.fromtimestamp(one.last_used, UTC).isoformat(timespec="seconds")
         state = gone if one.evicted else f"stays: {one.kept or 'within the budget'}"
-        table.add_row(one.kind, one.name[:20], one.of, f"{one.size_bytes / MEBIBYTE:.0f} MiB", used, state)
-    common.out().print(table if decided else "no image is here")
+        rows.add_row(one.kind, one.name[:20], one.of, f"{one.size_bytes / MEBIBYTE:.0f} MiB", used, state)
+    common.out().print(rows if decided else "There is no image here.")

@@ -65,7 +65,7 @@ class ProgressView:
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             console=console,
             disable=not console.is_terminal,
         )

@@ -130,7 +130,7 @@ def lease(
                 common.err().print(f"There was no batch within {timeout:g} s.")
                 return 1
             _write(output, leased.content)
-            typer.echo(leased.batch_id)
+            common.print_line(leased.batch_id)
             if ack:
                 await leased.ack()
             else:
@@ -170,7 +170,7 @@ def export(
                 size = await client.open_run(run_id).export(output)
             except OSError as error:
                 raise common.CommandError(str(error), hint="Name another file with --output.") from error
-            typer.echo(f"{output}: {size} bytes")
+            common.out().print(f"{output}: {size} bytes", soft_wrap=True)
 
     common.run(main)
 
@@ -235,7 +235,7 @@ async def _rescored(
 
 
 def _print_line(result: Rescored) -> bool:
-    typer.echo(result.model_dump_json())
+    common.print_line(result.model_dump_json())
     return result.error is not None
 
 
@@ -243,7 +243,7 @@ def _settle(run_id: str, batch_id: str, how: Literal["ack", "nack"], url: str, k
     async def main() -> None:
         async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
             answer = await client.open_run(run_id).settle(batch_id, how)
-        common.err().print(f"{answer.batch_id}: {answer.state}", markup=False, soft_wrap=True)
+        common.err().print(f"{answer.batch_id}: {answer.state}", soft_wrap=True)
 
     common.run(main)
 
@@ -251,7 +251,7 @@ def _settle(run_id: str, batch_id: str, how: Literal["ack", "nack"], url: str, k
 def _say_how_to_settle(run_id: str, batch_id: str, seconds: float) -> None:
     console = common.err()
     console.print(f"Leased for {seconds:g} s; after that it comes again. Once it is trained on:")
-    console.print(f"  rollout-service runs ack {run_id} {batch_id}", markup=False, soft_wrap=True)
+    console.print(f"  rollout-service runs ack {run_id} {batch_id}", soft_wrap=True)
 
 
 def _refuse_to_overwrite(path: Path, *, force: bool) -> None:
@@ -300,19 +300,24 @@ def _show(runs: list[Run], as_json: bool) -> None:
     if as_json:
         common.print_json([run.model_dump(mode="json") for run in runs])
         return
-    from rich.table import Column, Table
+    from rollout_service.cli.console import identity, table
 
-    table = Table(
-        Column("id", no_wrap=True, overflow="ignore"),
-        *("state", "tasks taken", "open", "ready", "batched", "acknowledged", "dropped", "accepted"),
-        box=None,
-    )
+    names = ("state", "taken", "open", "ready", "batched", "acked", "dropped", "kept")
+    rows = table(identity("id"), *names)
     for run in runs:
         counts = run.counts
         numbers = (run.cursor, counts.open, counts.ready, counts.batched, counts.acknowledged)
         dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.dropped.items()))
-        table.add_row(run.run_id, run.state, *map(str, numbers), dropped or "0", f"{run.acceptance_rate:.0%}")
-    common.out().print(table if runs else "there is no run")
+        rows.add_row(run.run_id, run.state, *map(str, numbers), dropped or "0", _kept(run))
+    common.out().print(rows if runs else "There is no run.")
     for run in runs:
         if run.problem is not None:
-            common.err().print(f"{run.run_id}: {run.problem.message}. {run.problem.hint}", markup=False)
+            said = f"{run.problem.message.rstrip('.')}. {run.problem.hint}"
+            common.err().print(f"{run.run_id}: {said}", soft_wrap=True)
+
+
+def _kept(run: Run) -> str:
+    """The share of groups that pass the filters, once there is a group to tell by."""
+    counts = run.counts
+    closed = counts.ready + counts.batched + counts.acknowledged + sum(counts.dropped.values())
+    return f"{run.acceptance_rate:.0%}" if closed else "-"

@@ -8,11 +8,11 @@ from itertools import groupby
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.rule import Rule
 from rich.text import Text
 
 from api_schemas.rollouts import Rollout
 from api_schemas.trajectories import Segment, Trajectory
+from rollout_service.cli.console import Heading
 from rollout_service.tokens.tokenizer import ChatTokenizer
 
 CONTEXT = "dim"
@@ -59,7 +59,7 @@ def show_rollout(rollout: Rollout, tokenizer: ChatTokenizer) -> RenderableType:
     parts_of_it = ", ".join(f"{name} {value:g}" for name, value in rollout.reward_parts.items())
     head = f"rollout {rollout.rollout_id}: {rollout.state}, {rollout.stop_reason}, reward {reward}"
     head += f" ({parts_of_it})" if parts_of_it else ""
-    parts: list[RenderableType] = [Rule(head, align="left")]
+    parts: list[RenderableType] = [Heading(head)]
     parts += [Text(note, style="yellow") for note in rollout.notes]
     if rollout.error is not None:
         parts.append(Text(f"{rollout.error.code}: {rollout.error.message}", style="red"))
@@ -86,7 +86,7 @@ def _show_run(run: Run, tokenizer: ChatTokenizer) -> RenderableType:
     body = [Text(text.strip("\n"), style=SAMPLED if run.sampled else CONTEXT)]
     if run.sampled:
         body.append(_logprobs(run, tokenizer))
-    return Group(head, Padding(Group(*body), (0, 0, 0, 2)))
+    return Group(head, Padding(Group(*body), (0, 0, 0, 2), expand=False))
 
 
 def _logprobs(run: Run, tokenizer: ChatTokenizer) -> Text:

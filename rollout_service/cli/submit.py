@@ -114,7 +114,7 @@ class _Counts:
             parts.append(f"{common.count(self.refused, 'line')} gave none (see above)")
         if self.unsuccessful:
             parts.append(f"{self.unsuccessful} without success: see `error` in their lines")
-        common.err().print("; ".join(parts), markup=False, soft_wrap=True)
+        common.err().print("; ".join(parts), soft_wrap=True)
 
 
 async def _submit(client: RolloutClient, order: _Order) -> _Counts:
@@ -145,7 +145,7 @@ def _says_how_to_go_on(output: Path) -> Iterator[None]:
         yield
     except anyio.get_cancelled_exc_class():
         text = f"Interrupted; finished results are in {output}. Run the same command again to go on."
-        common.err().print(text, markup=False, soft_wrap=True)
+        common.err().print(text, soft_wrap=True)
         raise
 
 
@@ -160,7 +160,7 @@ class _Refusals:
     def line(self, number: int, why: str) -> None:
         """Report a line that is not a request."""
         self.count += 1
-        self._console.print(f"line {number}: {why}", markup=False, soft_wrap=True)
+        self._console.print(f"line {number}: {why}", soft_wrap=True)
 
     def request(self, request: RolloutRequest, error: ProblemError) -> None:
         """Report a request that the server refused."""

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from api_schemas.rollouts import Rollout, RolloutState, Span, Stage
+from rollout_service.cli.console import table
 
 PARTS: tuple[tuple[str, Stage, Callable[[Span], float]], ...] = (
     ("init", Stage.INIT, lambda span: span.seconds),
@@ -63,29 +64,27 @@ class Summary:
     def _outcome(self) -> Table:
         usage = [rollout.usage for rollout in self.rollouts]
         prompt, cached = sum(u.prompt_tokens for u in usage), sum(u.cached_tokens for u in usage)
-        table = Table(show_header=False, box=None)
-        table.add_row("success", f"{self.succeeded}/{len(self.rollouts)} ({self.success_rate:.1%})")
-        table.add_row("no result", _failures(self.rollouts))
-        table.add_row(
-            "turns", f"{sum(u.turns for u in usage)}, {_spread([u.turns for u in usage])} a rollout"
-        )
-        table.add_row("tool calls", str(sum(u.tool_calls for u in usage)))
-        table.add_row("prompt tokens", f"{prompt:,}" + (f", {cached / prompt:.1%} cached" if prompt else ""))
-        table.add_row("sampled tokens", f"{sum(u.sampled_tokens for u in usage):,}")
+        rows = table("", "", header=False)
+        rows.add_row("success", f"{self.succeeded}/{len(self.rollouts)} ({self.success_rate:.1%})")
+        rows.add_row("no result", _failures(self.rollouts))
+        rows.add_row("turns", f"{sum(u.turns for u in usage)}, {_spread([u.turns for u in usage])} a rollout")
+        rows.add_row("tool calls", str(sum(u.tool_calls for u in usage)))
+        rows.add_row("prompt tokens", f"{prompt:,}" + (f", {cached / prompt:.1%} cached" if prompt else ""))
+        rows.add_row("sampled tokens", f"{sum(u.sampled_tokens for u in usage):,}")
         speed = len(self.rollouts) / self.seconds
-        table.add_row("time", f"{self.seconds:.1f} s, {speed:.2f} rollouts/s")
-        return table
+        rows.add_row("time", f"{self.seconds:.1f} s, {speed:.2f} rollouts/s")
+        return rows
 
     def _times(self) -> Table:
-        table = Table("seconds a rollout", "median", "p95", title="Where the time went", title_justify="left")
-        for column in table.columns[1:]:
+        rows = table("seconds a rollout", "median", "p95", title="Where the time went")
+        for column in rows.columns[1:]:
             column.justify = "right"
         spans = [span for rollout in self.rollouts for span in rollout.spans]
         for name, stage, seconds in PARTS:
             values = [seconds(span) for span in spans if span.stage is stage]
             if values:
-                table.add_row(name, f"{statistics.median(values):.3f}", f"{percentile(values, 95):.3f}")
-        return table
+                rows.add_row(name, f"{statistics.median(values):.3f}", f"{percentile(values, 95):.3f}")
+        return rows
 
 
 def percentile(values: Sequence[float], percent: int) -> float:

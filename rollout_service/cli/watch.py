@@ -44,4 +44,4 @@ async def _print_events(client: RolloutClient, after: int | None) -> None:
 
     async with aclosing(client.events(after=after)) as events:
         async for event in events:
-            typer.echo(event.model_dump_json())
+            common.print_line(event.model_dump_json())

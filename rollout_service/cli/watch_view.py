@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import anyio
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from api_schemas.events import Event
@@ -18,7 +17,8 @@ from api_schemas.inference import BackendView
 from api_schemas.nodes import NodeView
 from api_schemas.rollouts import RolloutState
 from rollout_service.cli import common
-from rollout_service.cli.backends import backend_table
+from rollout_service.cli.backends import backend_view
+from rollout_service.cli.console import table
 from rollout_service.client import RolloutClient
 
 LOOK_SECONDS = 1.0
@@ -56,17 +56,19 @@ class Watched:
     def line(self) -> str:
         """Everything in a line."""
         counts = [f"{self.counts[state]} {state}" for state in RolloutState if self.counts.get(state)]
-        sandboxes = f"{sum(node.live for node in self.nodes)} sandboxes"
-        parts = [*counts, sandboxes, f"{len(self.backends)} engines", f"{self.rate():.1f} rollouts/s"]
+        sandboxes = common.count(sum(node.live for node in self.nodes), "sandbox", "sandboxes")
+        engines = common.count(len(self.backends), "engine")
+        parts = [*counts, sandboxes, engines, f"{self.rate():.1f} rollouts/s"]
         holds = [hold.reason for node in self.nodes if node.waiting for hold in node.holds]
         return ", ".join(parts) + (f"; sandboxes wait: {'; '.join(holds)}" if holds else "")
 
     def __rich__(self) -> RenderableType:
-        states = Table(*(str(state) for state in RolloutState), "rollouts/s")
+        states = table(*(str(state) for state in RolloutState), "rollouts/s")
         numbers = [str(self.counts.get(state, 0)) for state in RolloutState]
         states.add_row(*numbers, f"{self.rate():.1f}")
         news = [Text(describe(event), style="dim", no_wrap=True) for event in self.news]
-        return Group(states, backend_table(self.backends), node_table(self.nodes), *news)
+        parts = (states, backend_view(self.backends), node_view(self.nodes), Group(*news))
+        return Group(*(line for part in parts for line in (part, "")))
 
 
 def describe(event: Event) -> str:
@@ -75,25 +77,15 @@ def describe(event: Event) -> str:
     return f"{event.time:%H:%M:%S} {event.kind} {event.subject} {data}"
 
 
-def node_table(nodes: list[NodeView]) -> Table:
-    """A table of the hosts and their sandboxes."""
-    names = (
-        "node",
-        "provider",
-        "sandboxes",
-        "in use",
-        "target",
-        "ceiling",
-        "warm",
-        "waiting",
-        "held back by",
-    )
-    table = Table(*names, box=None)
+def node_view(nodes: list[NodeView]) -> RenderableType:
+    """A table of the hosts and their sandboxes, and below it what holds new sandboxes back."""
+    names = ("provider", "sandboxes", "in use", "target", "ceiling", "warm", "waiting")
+    rows = table("node", *names)
     for node in nodes:
         numbers = (node.live, node.in_use, node.target, node.ceiling, node.warm, node.waiting)
-        holds = "; ".join(hold.reason for hold in node.holds)
-        table.add_row(node.node, node.provider, *map(str, numbers), holds)
-    return table
+        rows.add_row(node.node, node.provider, *map(str, numbers))
+    holds = (f"{node.node} holds back: {hold.reason}" for node in nodes for hold in node.holds)
+    return Group(rows, *(Text(hold, style="yellow") for hold in holds))
 
 
 async def watch(client: RolloutClient) -> None:

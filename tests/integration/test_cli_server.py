@@ -269,7 +269,7 @@ def test_watch_off_a_terminal_says_how_things_stand(server):
     command = [*COMMAND, "watch", "--url", server.url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watch:
         try:
-            assert "1 engines" in watch.stdout.readline()
+            assert "1 engine," in watch.stdout.readline()
         finally:
             watch.terminate()
 
@@ -335,6 +335,16 @@ def test_a_demo_without_isolation_ends_well(tmp_path):
     assert set(document) == {"machine", "settings", "figures"}
     assert document["figures"]["rollouts"] == len(results(output)) == 8
     assert document["figures"]["success_rate"] >= 0.5, "one in fifty fails by chance, and eight are few"
+
+
+def test_the_figures_of_a_demo_can_be_printed(tmp_path):
+    flags = ["--sandbox", "local", "--rollouts", "1", "--policy", "calc-base", "--state-dir", str(tmp_path)]
+    result = invoke("demo", "--json", *flags)
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["figures"]["rollouts"] == 1
+    refused = invoke("demo", "figures.json")
+    assert refused.exit_code == 1
+    assert "--json figures.json" in refused.stderr
 
 
 @pytest.mark.parametrize(("sent", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)])

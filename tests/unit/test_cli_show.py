@@ -1,6 +1,7 @@
 """What people see: a trajectory with its mask and log-probabilities, and the summary of a batch."""
 
 import io
+import re
 from datetime import UTC, datetime
 
 import pytest
@@ -8,11 +9,14 @@ import tokenizers
 from rich.console import Console
 
 from api_schemas.errors import Boundary, ErrorInfo
+from api_schemas.inference import BackendView
+from api_schemas.nodes import HoldView, NodeView
 from api_schemas.rollouts import Rollout, RolloutState, Span, Stage, Usage
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Segment, Trajectory
 from rollout_service.cli.show import runs, show_rollout
 from rollout_service.cli.summary import Summary, percentile
+from rollout_service.cli.watch_view import Watched
 from rollout_service.tokens.tokenizer import FastTokenizer
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -114,3 +118,43 @@ def test_a_summary_tells_wrong_answers_from_failures():
 @pytest.mark.parametrize(("values", "expected"), [([3.0], 3.0), ([0.0, 100.0], 95.0), ([1.0] * 7, 1.0)])
 def test_percentiles(values, expected):
     assert percentile(values, 95) == pytest.approx(expected)
+
+
+BACKEND = BackendView(
+    backend_id="policy@gpu-node-17:30000",
+    url="http://gpu-node-17:30000",
+    pool="policy",
+    state="failed",
+    model_path="m",
+    tokenizer_path="t",
+    weight_version=1_234,
+    context_length=1,
+    in_flight=256,
+    served=1_234_567,
+    failures=12,
+    last_error="no answer from http://gpu-node-17:30000/health within 5 s: connection refused",
+)
+NODE = NodeView(
+    node="gpu-node-17",
+    cpus=64,
+    provider="apptainer",
+    enforced=[],
+    live=268,
+    in_use=260,
+    warm=8,
+    waiting=512,
+    target=260,
+    ceiling=300,
+    holds=[HoldView(resource="memory", reason="memory: 3.1 GiB available, 4.0 GiB kept free")],
+)
+
+
+def test_what_is_watched_is_readable_on_80_columns():
+    watched = Watched(counts=dict.fromkeys(RolloutState, 12_345), backends=[BACKEND], nodes=[NODE])
+    console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
+    console.print(watched)
+    text = console.file.getvalue()
+    assert "…" not in text
+    for word in (*RolloutState, "rollouts/s", BACKEND.backend_id, "failures", "provider", "waiting"):
+        assert re.search(rf"(?<!\S){re.escape(word)}(?!\S)", text), word
+    assert BACKEND.last_error in " ".join(text.split())

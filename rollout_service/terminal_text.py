@@ -1,0 +1,39 @@
+"""Text that others wrote, made safe for a terminal.
+
+A policy, a program in a sandbox, an engine or a server may put into its text what a terminal obeys: escape sequences
+that set its title, write its clipboard or clear it, C1 controls that do the same in one character, and marks that
+reverse the order of what follows. Guarantee: what these functions return holds none of them; each is shown as Python
+writes it, `\\x1b`, so that a reader sees that it was there.
+"""
+
+from __future__ import annotations
+
+import re
+
+_UNSAFE = re.compile(
+    "["
+    "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 and C1 without tab and line feed
+    "\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"  # invisible, or of another order
+    "\ud800-\udfff"  # lone surrogates, which no terminal's encoding has
+    "\U000e0000-\U000e007f"  # tags: text that nobody sees
+    "]"
+)
+
+
+def safe(text: str) -> str:
+    """Return the text with everything escaped that a terminal would obey or hide; line feeds and tabs stay."""
+    return _UNSAFE.sub(_escaped, text) if _UNSAFE.search(text) else text
+
+
+def safe_json(document: str) -> str:
+    """Return the same JSON with such characters as `\\uXXXX`; outside of its strings it has none."""
+    return _UNSAFE.sub(_json_escaped, document) if _UNSAFE.search(document) else document
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()
+
+
+def _json_escaped(match: re.Match[str]) -> str:
+    units = match[0].encode("utf-16-be", "surrogatepass").hex()
+    return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
