@@ -86,3 +86,5 @@ class Readiness(WireModel):
     ready: bool
     reasons: list[str]
     """Why it cannot, each with what to do; empty when it can."""
+    warnings: list[str] = []
+    """What does not work and keeps nothing else from working, as a plug-in that cannot be loaded."""

@@ -23,8 +23,9 @@ from api_schemas.inference import BackendSpec, BackendState
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage
 from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.environments.registry import EnvironmentRegistry
-from rollout_service.errors import InvalidFieldError, NotFoundError, fields_below
+from rollout_service.errors import ConfigurationError, InvalidFieldError, NotFoundError, fields_below
 from rollout_service.groups import FilterRegistry
+from rollout_service.health_metrics import HealthMetrics
 from rollout_service.inference.embedded.process import EmbeddedEngine
 from rollout_service.inference.keep_running import kept_running
 from rollout_service.inference.options import PoolOptions
@@ -119,6 +120,11 @@ class Service:
                 if (cursor := page.next_cursor) is None:
                     break
 
+    def warnings(self) -> list[str]:
+        """What does not work, and does not keep the service from working."""
+        problems = self.environments.problems.items()
+        return [f"an environment cannot be used: {where}: {problem}" for where, problem in problems]
+
     def unready(self) -> list[str]:
         """Why the service cannot take work, each with what to do; empty when it can."""
         reasons = []
@@ -154,8 +160,7 @@ async def open_service(settings: Settings, metrics: Metrics) -> AsyncIterator[Se
         store = await stack.enter_async_context(await SqliteStore.open(settings.database))
         await stack.enter_async_context(_failing_with(store))
         environments = await anyio.to_thread.run_sync(EnvironmentRegistry.load, settings.environments)
-        for where, problem in environments.problems.items():
-            log.error("an environment cannot be used", where=where, error=str(problem), hint=problem.hint)
+        _check_named(settings, environments)
         provider = make_provider(settings.sandbox, state_dir, settings.images_dir)
         stack.push_async_callback(provider.close)
         await _sweep(provider)
@@ -165,6 +170,7 @@ async def open_service(settings: Settings, metrics: Metrics) -> AsyncIterator[Se
         pools = await stack.enter_async_context(_pools(settings, metrics))
         serving = Serving(pools, state_dir / "backends.json")
         await _start_engine(settings, stack, serving)
+        metrics.registry.register(HealthMetrics(serving.views, store, node.free_bytes))
         await stack.enter_async_context(serving.reconnecting(settings.backends))
         services = Services(
             owner=f"{gethostname()}-{uuid4().hex}",  # services on one host, or in containers of one name, differ
@@ -206,6 +212,20 @@ async def _failing_with(store: SqliteStore) -> AsyncIterator[None]:
         tasks.start_soon(store.failed)
         yield
         tasks.cancel_scope.cancel()
+
+
+def _check_named(settings: Settings, environments: EnvironmentRegistry) -> None:
+    """Refuse to start with an environment that was named and cannot be used; others that cannot be are logged.
+
+    Raises ConfigurationError.
+    """
+    named = {str(path) for path in settings.environments} & environments.problems.keys()
+    if named:
+        problems = [environments.problems[path] for path in sorted(named)]
+        hint = next((problem.hint for problem in problems if problem.hint), "")
+        raise ConfigurationError("; ".join(str(problem) for problem in problems), hint=hint)
+    for where, problem in environments.problems.items():
+        log.error("an environment cannot be used", where=where, error=str(problem), hint=problem.hint)
 
 
 async def _manager(

@@ -62,6 +62,11 @@ class Node:
         async with self.governor.running(), self.pool.running(), self.egress.running():
             yield
 
+    def free_bytes(self) -> dict[str, int]:
+        """The free space of the file systems that sandboxes and the state are kept on, as last read."""
+        reading = self.governor.reading
+        return {disk.path: disk.free_bytes for disk in reading.disks} if reading else {}
+
     def view(self) -> NodeView:
         """How it stands."""
         governor, reading = self.governor, self.governor.reading

@@ -26,7 +26,7 @@ async def get_readiness(service: ServiceDep, response: Response) -> Readiness:
     """Whether the service can take work, and if not, what to do about it."""
     reasons = service.unready()
     response.status_code = HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK
-    return Readiness(ready=not reasons, reasons=reasons)
+    return Readiness(ready=not reasons, reasons=reasons, warnings=service.warnings())
 
 
 @router.get(

@@ -168,6 +168,7 @@ class RunManager:
             self._strict.discard(gone)
             self._scheduler.forget(gone)
             self._metrics.run_over(gone)
+            log.info("run has no more to do", run=gone)
         return bool(active)
 
     async def _guarded(self, run: RunRecord) -> Active | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 import anyio.to_thread
+import structlog
 
 from api_schemas.errors import FieldError
 from api_schemas.runs import (
@@ -29,6 +30,9 @@ from rollout_service.store.run_contract import RunRecord, RunStore
 
 CheckEnvironment = Callable[[str], Awaitable[Environment]]
 """The environment of a name, with an image that can be used; raises InvalidFieldError at `environment`."""
+
+
+log = structlog.get_logger(__name__)
 
 
 class RunOrders:
@@ -63,6 +67,8 @@ class RunOrders:
             rows = await self._open(source)
             tasks, digest = len(rows), rows.digest
         record, new = await self._runs.create(request, tasks=tasks, digest=digest, version=request.version)
+        if new:
+            log.info("run created", run=record.run_id, pool=request.pool, tasks=tasks, source=source.kind)
         return self.view(record), new
 
     async def _open(self, source: FileTasks | DatasetTasks) -> Rows:
@@ -97,13 +103,16 @@ class RunOrders:
         run = await self._runs.get(run_id)
         changes = patch.model_dump(include={"priority", "weight", "max_concurrent"}, exclude_none=True)
         request = run.request.model_copy(update=changes) if changes else None
-        return self.view(
-            await self._runs.update(run_id, state=patch.state, version=patch.version, request=request)
-        )
+        updated = await self._runs.update(run_id, state=patch.state, version=patch.version, request=request)
+        if patch.state is not None:
+            log.info("run changed", run=run_id, state=updated.state)
+        return self.view(updated)
 
     async def end(self, run_id: str) -> Run:
         """End a run; what is finished can still be leased."""
-        return self.view(await self._runs.update(run_id, state=RunState.ENDED))
+        ended = await self._runs.update(run_id, state=RunState.ENDED)
+        log.info("run ended", run=run_id, state=ended.state)
+        return self.view(ended)
 
     async def get(self, run_id: str) -> Run:
         """A run as it stands; raises NotFoundError."""

@@ -61,6 +61,15 @@ class Store(Protocol):
         ...
 
     @property
+    def errors(self) -> int:
+        """How many calls have failed since it was opened."""
+        ...
+
+    def size_bytes(self) -> int:
+        """How much room its files take."""
+        ...
+
+    @property
     def runs(self) -> RunStore:
         """Runs, groups and batches, in the same database."""
         ...

@@ -82,6 +82,13 @@ class SqliteStore(Store):
         await self._thread.failed()
 
     @property
+    def errors(self) -> int:
+        return self._thread.errors
+
+    def size_bytes(self) -> int:
+        return self._thread.size_bytes()
+
+    @property
     def runs(self) -> SqliteRuns:
         return self._runs
 

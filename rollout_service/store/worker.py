@@ -13,15 +13,19 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import anyio
+import structlog
 
 from rollout_service.errors import StoreError
 from rollout_service.store.connection import Database, explain
+
+log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -69,6 +73,10 @@ class DatabaseThread:
         self._failure: StoreError | None = None
         self._failed_at = 0.0
         self._recovered = True
+        self._is_reported = False
+        """Whether the log has said that writing fails, and not yet that it works again."""
+        self.errors = 0
+        """Jobs that the database failed."""
         self._died = anyio.Event()
 
     async def start(self) -> None:
@@ -82,6 +90,14 @@ class DatabaseThread:
         """Why writes fail. On a full disk small ones go through, so a success alone does not end it."""
         failing = not self._recovered or time.monotonic() - self._failed_at < PROBLEM_SECONDS
         return self._failure if failing else None
+
+    def size_bytes(self) -> int:
+        """The size of the database with its write-ahead log; 0 in memory."""
+        total = 0
+        for suffix in ("", "-wal", "-shm"):
+            with suppress(OSError):
+                total += Path(f"{self._path}{suffix}").stat().st_size
+        return total
 
     async def failed(self) -> None:
         """Wait until the thread fails, which it never should; then raises StoreError."""
@@ -179,11 +195,22 @@ class DatabaseThread:
         failed = [outcome.error for outcome in outcomes if isinstance(outcome.error, StoreError)]
         if failed:
             self._failure, self._failed_at = failed[0], time.monotonic()
+        self.errors += len(failed)
         self._recovered = not failed and (self._recovered or newest is not None)
+        self._report()
         for outcome in outcomes:
             outcome.deliver()
         if newest is not None:
             self._on_commit(newest)
+
+    def _report(self) -> None:
+        """Log that writing fails, and that it works again, once each."""
+        problem = self.problem
+        if problem is not None and not self._is_reported:
+            log.error("the store fails", path=str(self._path), error=str(problem), hint=problem.hint)
+        elif problem is None and self._is_reported:
+            log.info("the store works again", path=str(self._path))
+        self._is_reported = problem is not None
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function on the event loop, if that still runs: else nobody waits for an answer."""

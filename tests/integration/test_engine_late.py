@@ -104,3 +104,33 @@ async def test_orders_wait_for_their_engine_and_lose_nothing_by_it(tmp_path: Pat
         assert {(each.state, each.attempt) for each in results} == {(RolloutState.COMPLETED, 1)}
         assert len(results) == 12
         await said(tmp_path / "server.log", "backend lost")
+        await said(tmp_path / "server.log", "backend registered")
+        async with httpx.AsyncClient(base_url=client.base_url) as http:
+            metrics = (await http.get("/metrics")).text
+        assert 'rollout_backends{pool="policy",state="failed"} 1.0' in metrics
+        assert 'rollout_backends{pool="policy",state="ready"} 0.0' in metrics
+        assert (
+            f'rollout_backend_weight_version{{backend="policy@127.0.0.1:{port}",pool="policy"}} 0.0'
+            in metrics
+        )
+        figures = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
+        assert float(figures["rollout_store_bytes"]) > 10_000
+        assert (figures["rollout_store_failing"], figures["rollout_store_errors_total"]) == ("0.0", "0.0")
+        assert any(name.startswith("rollout_disk_free_bytes") for name in figures)
+
+
+async def test_a_named_environment_that_cannot_be_used_keeps_the_service_from_starting(
+    tmp_path: Path,
+) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "environment.toml").write_text('name = "mine"\nprompt = "{{ instance.q "\n')
+    command = [*COMMAND, "serve", "--sandbox", "local", "--engine", "none", "--port", "0"]
+    command += ["--state-dir", str(tmp_path / "state"), "--environment", str(mine)]
+    with anyio.fail_after(60):
+        ended = await anyio.run_process(command, check=False)
+    said = (ended.stdout + ended.stderr).decode()
+    assert ended.returncode == 3, said
+    assert str(mine) in said
+    assert "Traceback" not in said
+    assert "startup complete" not in said

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+from structlog.testing import capture_logs
 
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.tasks import Task
@@ -152,13 +153,24 @@ async def test_a_full_disk_fails_that_write_alone_and_later_writes_go_on(path: P
         await store.submit(order(0))
         pages = await store._read(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
         await store._read(lambda db: db.execute(f"PRAGMA max_page_count = {pages}").fetchone()[0])
-        with pytest.raises(StoreError, match="full") as caught:
-            await store.submit(order(1, padding="x" * 100_000))
+        with capture_logs() as log:
+            for _ in range(2):
+                with pytest.raises(StoreError, match="full") as caught:
+                    await store.submit(order(1, padding="x" * 100_000))
         assert "free space" in caught.value.hint
+        assert store.errors == 2
+        assert [(line["log_level"], line["event"]) for line in log] == [("error", "the store fails")]
         assert await store.get("r1") is None
         await store._read(lambda db: db.execute("PRAGMA max_page_count = 1000000").fetchone()[0])
         await store.submit(order(1, padding="x" * 100_000))
         assert await store.counts() == {RolloutState.QUEUED: 2}
+        assert store.size_bytes() > 100_000
+        with anyio.fail_after(30), capture_logs() as log:
+            while not log:
+                await store.counts()
+                await anyio.sleep(0.1)
+        assert [line["event"] for line in log] == ["the store works again"]
+        assert store.problem is None
 
 
 async def test_a_reader_that_holds_the_file_is_waited_for_and_a_writer_is_named(path: Path) -> None:
