@@ -5,36 +5,56 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import anyio
+import structlog
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from rollout_service import __version__, problems
-from rollout_service.errors import known_cause
+from rollout_service.errors import describe, root_cause
 from rollout_service.hosts import AllowedHosts
 from rollout_service.middleware import BearerKeys, BodyLimit, CountRequests, HostCheck, JsonBodies
 from rollout_service.openapi import pages
+from rollout_service.pipeline.pipeline import Pipeline
+from rollout_service.requests_in_flight import EndRequests, LogRequests
 from rollout_service.routes import backends, environments, events, health, prorl, rollouts, runs, sandboxes
 from rollout_service.service import open_service
 from rollout_service.settings import Settings
+from rollout_service.shutdown import Shutdown
 from rollout_service.telemetry import Metrics
 
 MODULES = (rollouts, runs, backends, environments, sandboxes, events, health, prorl)
 
+log = structlog.get_logger(__name__)
 
-def create_app(settings: Settings) -> FastAPI:
-    """The service as an ASGI app; it starts working when its lifespan starts."""
+
+def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
+    """The service as an ASGI app; it works while its lifespan lasts, and drains once the shutdown begins."""
     metrics = Metrics()
     hosts = AllowedHosts(settings.allowed_hosts, bound=settings.host, keyed=bool(settings.keys))
+    ending = shutdown or Shutdown(settings.pipeline.drain_seconds)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with AsyncExitStack() as stack:
-            try:
-                app.state.service = await stack.enter_async_context(open_service(settings, metrics))
-            except Exception as error:
-                app.state.failure = known_cause(error)
-                raise
-            yield
+        is_started = False
+        try:
+            with anyio.CancelScope() as scope:
+                async with AsyncExitStack() as stack:
+                    with ending.starting(scope):
+                        service = await stack.enter_async_context(open_service(settings, metrics, ending))
+                    app.state.service, is_started = service, True
+                    async with _draining(ending, service.pipeline):
+                        yield
+            if not is_started:
+                ending.refuse()
+        except Exception as error:
+            app.state.failure = root_cause(error)
+            if is_started:
+                _report_failure(error)
+                ending.begin("a part of the service failed", failed=True)
+            raise
+        finally:
+            ending.end()
 
     app = FastAPI(
         title="Rollout service",
@@ -44,7 +64,9 @@ def create_app(settings: Settings) -> FastAPI:
         openapi_url=None,  # `pages` serves it, and a page that works offline
         generate_unique_id_function=lambda route: route.name,
         middleware=[
+            Middleware(LogRequests),
             Middleware(CountRequests, metrics=metrics),
+            Middleware(EndRequests, shutdown=ending),
             Middleware(HostCheck, hosts=hosts),
             Middleware(BearerKeys, keys=settings.keys),
             Middleware(JsonBodies),
@@ -53,9 +75,43 @@ def create_app(settings: Settings) -> FastAPI:
     )
     app.state.failure = None
     app.state.metrics = metrics
+    app.state.shutdown = ending
     problems.install(app)
     for module in MODULES:
         app.include_router(module.router)
     app.state.routes = [route for module in MODULES for route in module.router.routes]
     pages.install(app, keyed=bool(settings.keys))
     return app
+
+
+@asynccontextmanager
+async def _draining(shutdown: Shutdown, pipeline: Pipeline) -> AsyncIterator[None]:
+    """Drain as soon as the shutdown begins, which a part that fails within the block begins too."""
+
+    async def drain() -> None:
+        await shutdown.wait()
+        log.info("shutting down", reason=shutdown.reason, rollouts=pipeline.live())
+        await shutdown.drain(pipeline.drain)
+        shutdown.end()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(drain)
+        try:
+            yield
+        except anyio.get_cancelled_exc_class():
+            shutdown.begin("a part of the service failed", failed=True)
+            raise
+        finally:
+            tasks.cancel_scope.cancel()
+
+
+def _report_failure(error: Exception) -> None:
+    cause = root_cause(error)
+    info = describe(cause)
+    log.error(
+        "a part of the service failed, which ends it",
+        code=info.code,
+        error=info.message,
+        hint=info.hint,
+        exc_info=cause if info.code == "internal_error" else None,
+    )

@@ -2,7 +2,7 @@
 
 Guarantees: every call may be sent twice without harm (a rollout without an id gets one here), so each is
 repeated with back-off while the server cannot be reached or cannot take it, for at most `patience_seconds`;
-`run_all` gives each rollout exactly once, through restarts of the server.
+`run_all` gives each rollout exactly once, through restarts of the server, planned ones and crashes alike.
 
 The errors are those of `client_errors`, and can be imported from here.
 """
@@ -96,7 +96,8 @@ SILENCE_SECONDS = 60.0
 class RolloutClient:
     """The service at one address. Use it as `async with RolloutClient(url, key) as client`.
 
-    `patience_seconds` is how long a call is repeated while the server cannot be reached; 0 asks once.
+    `patience_seconds` is how long a call is repeated while the server cannot be reached, or says that it cannot take
+    it now (429, 502, 503, 504), as when it is restarted; 0 asks once.
     """
 
     def __init__(
@@ -500,6 +501,8 @@ class _Patience:
             reason = str(error) or type(error).__name__
             raise UnreachableError(f"no answer from {self._address}: {reason}") from error
         pause = random.uniform(0.5, 1.0) * self._pause  # noqa: S311 - spreads clients, keeps no secret
+        if isinstance(error, UnavailableError):
+            pause = max(pause, random.uniform(1.0, 1.5) * error.retry_after)  # noqa: S311 - the same
         self._pause = min(2.0 * self._pause, LAST_BACKOFF_SECONDS)
         await anyio.sleep(min(pause, left))
 

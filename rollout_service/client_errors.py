@@ -88,6 +88,9 @@ class WeightsError(OrderError):
 class UnavailableError(ProblemError):
     """The server cannot take this now; later it can."""
 
+    retry_after = 0.0
+    """For how many seconds the server asks to be left alone."""
+
 
 PROBLEMS: dict[int, type[ProblemError]] = {
     400: InvalidRequestError,
@@ -129,7 +132,15 @@ def problem_of(response: httpx.Response) -> ClientError:
         )
     if "outcome" in problem.context and problem.code in ORDERS:
         return ORDERS[problem.code](problem)
-    return PROBLEMS.get(status, ProblemError)(problem)
+    error = PROBLEMS.get(status, ProblemError)(problem)
+    if isinstance(error, UnavailableError):
+        error.retry_after = _seconds(response.headers.get("retry-after", ""))
+    return error
+
+
+def _seconds(retry_after: str) -> float:
+    """What a header says in seconds; 0 for a date, as proxies may send."""
+    return float(retry_after) if retry_after.isascii() and retry_after.isdigit() else 0.0
 
 
 def parse(adapter: TypeAdapter[T], content: bytes) -> T:

@@ -223,6 +223,15 @@ def known_cause(error: BaseException) -> ServiceError | SandboxError | None:
     return error if isinstance(error, ServiceError | SandboxError) else None
 
 
+def root_cause(error: BaseException) -> BaseException:
+    """The exception at the bottom of the groups that task groups wrap it in, one of ours before a defect."""
+    if (known := known_cause(error)) is not None:
+        return known
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def describe(error: BaseException, *, stage: str | None = None, attempt: int | None = None) -> ErrorInfo:
     """What a person and a program need to know of an exception, with the boundary that it crossed."""
     if isinstance(error, ServiceError):

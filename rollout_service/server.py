@@ -1,26 +1,39 @@
-"""Serves the app until it is told to stop; refuses, drains, cancels and closes, in this order."""
+"""Serves the app until it is told to stop or a part of it fails; refuses, drains, cancels and closes, in this order.
+
+Guarantees: the log says where the service listens and with which settings, and at the end why it ended; the process
+has ended 3 s after the drain; a part that fails ends it with exit code 1, a signal as that signal does.
+"""
 
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import socket
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import structlog
 import uvicorn
 from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
+from rollout_service import __version__
 from rollout_service.app import create_app
-from rollout_service.errors import ConfigurationError, ServiceError
+from rollout_service.draining_server import FAILED, DrainingServer
+from rollout_service.errors import ConfigurationError, known_cause
 from rollout_service.http_connections import ConnectionLimits, Connections, descriptor_limit
 from rollout_service.http_protocol import RequestLimits
-from rollout_service.http_server import Server
 from rollout_service.settings import Settings
+from rollout_service.shutdown import Shutdown
 from rollout_service.telemetry import Metrics, configure_logging
-from sandboxes.errors import SandboxError
 
-CONNECTIONS_GRACE_SECONDS = 3
+log = structlog.get_logger(__name__)
+
+CONNECTIONS_GRACE_SECONDS = 1
+"""How long connections may take to close once the service is drained and every request was answered."""
 GC_YOUNG_OBJECTS = 50_000
 """Allocations between collections. The default of 700 collects several times in a turn of an agent. Each one walks
 through the prompts that engines work on at the moment, which stops every rollout for milliseconds."""
@@ -29,16 +42,18 @@ THREAD_SECONDS = 0.0005
 wakes. The default of 5 ms is several times what all of a turn takes."""
 
 
-def serve(settings: Settings, *, port_file: Path | None = None) -> None:
+def serve(settings: Settings, *, port_file: Path | None = None) -> int:
     """Serve until SIGTERM or SIGINT; writes `http://HOST:PORT` to `port_file` once it listens.
 
+    Returns the exit code of a service of which a part failed; after a signal the process ends by that signal.
     Raises ConfigurationError when the address cannot be bound. Where the service itself cannot start, the log
     says why and the process ends with exit code 3.
     """
     configure_logging(settings.log_format, settings.log_level)
     _settle_garbage_collector()
     sys.setswitchinterval(THREAD_SECONDS)
-    app = create_app(settings)
+    shutdown = Shutdown(settings.pipeline.drain_seconds)
+    app = create_app(settings, shutdown)
     config = uvicorn.Config(
         PlainStartup(app),
         log_config=None,
@@ -49,12 +64,17 @@ def serve(settings: Settings, *, port_file: Path | None = None) -> None:
         ws="none",
     )
     with _bind(settings) as listener:
+        address = _address(listener, settings.host)
         if port_file is not None:
-            _announce(listener, settings.host, port_file)
-        _server(settings, config, listener, app.state.metrics).run()
+            _announce(address, port_file)
+        limits = _connections(settings, app.state.metrics)
+        on_start = partial(_log_start, settings, address)
+        server = DrainingServer(config, listener, **limits, shutdown=shutdown, on_start=on_start)
+        return _run(server, shutdown)
 
 
-def _server(settings: Settings, config: uvicorn.Config, listener: socket.socket, metrics: Metrics) -> Server:
+def _connections(settings: Settings, metrics: Metrics) -> dict[str, Any]:
+    """How many connections there may be, and what each may take."""
     http = settings.http
     connections = Connections(ConnectionLimits.within(descriptor_limit(), http.max_connections))
     metrics.watch_connections(connections.counts)
@@ -64,8 +84,36 @@ def _server(settings: Settings, config: uvicorn.Config, listener: socket.socket,
         body_seconds=http.body_seconds,
         write_seconds=http.write_seconds,
     )
-    observe = metrics.refused_connection
-    return Server(config, listener, connections=connections, limits=limits, observe=observe)
+    return {"connections": connections, "limits": limits, "observe": metrics.refused_connection}
+
+
+def _run(server: DrainingServer, shutdown: Shutdown) -> int:
+    try:
+        server.run()
+    except SystemExit:
+        if server.signal is None:  # else it was stopped while it started, which is no failure
+            raise
+    log.info("stopped", reason=shutdown.reason, seconds=round(shutdown.seconds, 2))
+    if shutdown.failed:
+        return FAILED
+    if server.signal is not None:
+        signal.raise_signal(server.signal)
+    return 0
+
+
+def _log_start(settings: Settings, address: str) -> None:
+    engines = [str(backend.url) for backend in settings.backends]
+    log.info(
+        "listening",
+        address=address,
+        version=__version__,
+        pid=os.getpid(),
+        settings_file=str(settings.file.absolute()) if settings.file else None,
+        state_dir=str(settings.state_dir.expanduser()),
+        engine=engines or settings.engine.value,
+        sandbox=settings.sandbox.provider,
+        keys=len(settings.keys),
+    )
 
 
 class PlainStartup:
@@ -78,13 +126,15 @@ class PlainStartup:
         async def plain(message: Message) -> None:
             if message["type"] == "lifespan.startup.failed" and (why := _why(self._app)):
                 message["message"] = why
+            if message["type"] == "lifespan.shutdown.failed":
+                message["message"] = ""  # the log has it already
             await send(message)
 
         await self._app(scope, receive, plain if scope["type"] == "lifespan" else send)
 
 
 def _why(app: FastAPI) -> str:
-    failure: ServiceError | SandboxError | None = app.state.failure
+    failure = known_cause(app.state.failure) if app.state.failure else None
     return f"{failure} {failure.hint}".strip() if failure else ""
 
 
@@ -106,10 +156,13 @@ def _bind(settings: Settings) -> socket.socket:
         ) from error
 
 
-def _announce(listener: socket.socket, host: str, port_file: Path) -> None:
-    """Write the address whole or not at all: a reader may look at any moment."""
+def _address(listener: socket.socket, host: str) -> str:
     name = f"[{host}]" if ":" in host else host
-    address = f"http://{name}:{listener.getsockname()[1]}"
+    return f"http://{name}:{listener.getsockname()[1]}"
+
+
+def _announce(address: str, port_file: Path) -> None:
+    """Write the address whole or not at all: a reader may look at any moment."""
     draft = port_file.with_name(f"{port_file.name}.draft")
     draft.write_text(address)
     draft.replace(port_file)

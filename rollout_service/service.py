@@ -44,6 +44,7 @@ from rollout_service.runs.orders import RunOrders
 from rollout_service.runs.rescore import Rescorer
 from rollout_service.serving import Serving
 from rollout_service.settings import Engine, PipelineSettings, Settings
+from rollout_service.shutdown import Shutdown
 from rollout_service.store.contract import Store
 from rollout_service.store.run_contract import Ages
 from rollout_service.store.sqlite import SqliteStore
@@ -70,6 +71,7 @@ class Service:
     delivery: Delivery
     exports: Exports
     rescorer: Rescorer
+    shutdown: Shutdown
 
     async def submit(self, request: RolloutRequest) -> Rollout:
         """Check an order, and make it durable.
@@ -96,10 +98,14 @@ class Service:
         return rollout
 
     async def wait(self, rollout_id: str, seconds: float) -> Rollout | None:
-        """The whole result once the rollout has ended, or None if that takes longer."""
-        with anyio.move_on_after(seconds):
+        """The whole result once the rollout has ended, or None if that takes longer; raises ShuttingDownError."""
+
+        async def ended() -> Rollout:
             await self.store.wait_for_result(rollout_id)
             return await self.get(rollout_id, trajectory=True)
+
+        with anyio.move_on_after(seconds):
+            return await self.shutdown.until_begun(ended)
         return None
 
     async def abort(self, rollout_ids: list[str] | None) -> list[str]:
@@ -127,7 +133,7 @@ class Service:
 
     def unready(self) -> list[str]:
         """Why the service cannot take work, each with what to do; empty when it can."""
-        reasons = []
+        reasons = [f"the service is shutting down: {self.shutdown.reason}"] if self.shutdown.begun else []
         if not any(view.state is BackendState.READY for view in self.serving.views()):
             reasons.append(
                 "no backend is in service; register one with POST /v1/backends or resume its pool."
@@ -152,7 +158,7 @@ async def check_image(sandboxes: SandboxSource, spec: EnvironmentSpec) -> None:
 
 
 @asynccontextmanager
-async def open_service(settings: Settings, metrics: Metrics) -> AsyncIterator[Service]:
+async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown) -> AsyncIterator[Service]:
     """Open the service, sweep what a crash left, and work until the block is left."""
     state_dir = settings.state_dir.expanduser()
     state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -202,6 +208,7 @@ async def open_service(settings: Settings, metrics: Metrics) -> AsyncIterator[Se
             delivery=Delivery(store.runs, manager),
             exports=Exports(store.runs, orders),
             rescorer=Rescorer(services, check_environment),
+            shutdown=shutdown,
         )
 
 

@@ -265,6 +265,13 @@ def _plain_traceback(output: TextIO, error: structlog.typing.ExcInfo) -> None:
     output.write(safe(text.getvalue()))
 
 
+def _name_uvicorn(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Name uvicorn's logger after the program: it logs everything to `uvicorn.error`, whatever the level."""
+    if event.get("logger") == "uvicorn.error":
+        event["logger"] = "uvicorn"
+    return event
+
+
 def configure_logging(log_format: LogFormat, level: str) -> None:
     """Send the log of this process to stderr: for people, or as one JSON object a line."""
     renderer: structlog.typing.Processor = (
@@ -275,6 +282,7 @@ def configure_logging(log_format: LogFormat, level: str) -> None:
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_logger_name,
+        _name_uvicorn,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]

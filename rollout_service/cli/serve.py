@@ -53,7 +53,7 @@ def command(
     ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
-    """Run the server in the foreground; Ctrl-C ends it and hands back what is unfinished.
+    """Run the server in the foreground; Ctrl-C ends it and hands back what is unfinished, twice without waiting.
 
     Everything can also be set by ROLLOUT_* variables and in rollout.toml; flags win. `rollout-service config docs`
     lists all settings, and `config show` says what is set by what.
@@ -62,11 +62,11 @@ def command(
     common.run_blocking(lambda: _serve(config, flags, port_file))
 
 
-def _serve(config: Path | None, flags: dict[str, Any], port_file: Path | None) -> None:
+def _serve(config: Path | None, flags: dict[str, Any], port_file: Path | None) -> int:
     from rollout_service.server import serve
     from rollout_service.settings import load_settings
 
-    serve(load_settings(config, **flags), port_file=port_file)
+    return serve(load_settings(config, **flags), port_file=port_file)
 
 
 def settings_of(parameters: Mapping[str, Any]) -> dict[str, Any]:

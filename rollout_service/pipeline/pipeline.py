@@ -32,6 +32,8 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 STORE_RETRY_SECONDS = 1.0
+CLOSE_SECONDS = 1.0
+"""How long a shutdown waits for sandboxes to close before it hands their rollouts back."""
 
 
 @dataclass(slots=True)
@@ -53,6 +55,8 @@ class Pipeline:
         self._idle = anyio.Event()
         self._started = anyio.Event()
         self._started.set()
+        self._admission = anyio.CancelScope()
+        self._finished = 0
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -61,20 +65,16 @@ class Pipeline:
         if recovered:
             log.info("queued again what a crash left", rollouts=recovered)
         async with anyio.create_task_group() as work:
-            async with anyio.create_task_group() as admission:
-                admission.start_soon(self._admit, work)
-                work.start_soon(self._renew_leases)
-                work.start_soon(self._watch_cancels)
-                try:
-                    yield
-                finally:
-                    admission.cancel_scope.cancel()
-            with anyio.CancelScope(shield=True):
-                await self._drain()
-            work.cancel_scope.cancel()
+            work.start_soon(self._admit, work)
+            work.start_soon(self._renew_leases)
+            work.start_soon(self._watch_cancels)
+            try:
+                yield
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await self._wind_down(work)
         with anyio.CancelScope(shield=True):
-            handed_back = await self._services.store.release(self._services.owner)
-        log.info("pipeline stopped", handed_back=handed_back)
+            await self._hand_all_back()
 
     @property
     def started(self) -> bool:
@@ -94,13 +94,41 @@ class Pipeline:
         """How many rollouts are being worked on or wait inside of the pipeline."""
         return len(self._jobs)
 
-    async def _drain(self) -> None:
-        with anyio.move_on_after(self._settings.drain_seconds):
-            while self._jobs:
-                self._idle = anyio.Event()
-                await self._idle.wait()
+    @property
+    def _draining(self) -> bool:
+        return self._admission.cancel_called
+
+    async def drain(self) -> None:
+        """Begin nothing more, and wait until what is under way has ended."""
+        self._admission.cancel()
+        while self._jobs:
+            self._idle = anyio.Event()
+            await self._idle.wait()
+
+    async def _wind_down(self, work: TaskGroup) -> None:
+        """Drain, unless that was done; then cancel what is left, and hand it back though it may not have ended yet."""
+        with anyio.move_on_after(0.0 if self._draining else self._settings.drain_seconds):
+            await self.drain()
+        work.cancel_scope.cancel()
+        with anyio.move_on_after(CLOSE_SECONDS):
+            await self.drain()
+        if self._jobs:
+            log.warning("sandboxes take long to close", rollouts=sorted(self._jobs))
+            await self._hand_all_back()
+
+    async def _hand_all_back(self) -> None:
+        try:
+            handed_back = await self._services.store.release(self._services.owner)
+        except StoreError as error:
+            log.error("what is unfinished waits for the next start", error=str(error), hint=error.hint)
+        else:
+            log.info("pipeline stopped", handed_back=handed_back, finished_meanwhile=self._finished)
 
     async def _admit(self, work: TaskGroup) -> None:
+        with self._admission:
+            await self._admit_until_drained(work)
+
+    async def _admit_until_drained(self, work: TaskGroup) -> None:
         """Lease rollouts for all free places before the init stage, as soon as there is one of either."""
         places = self._services.stages.init.places
         while True:
@@ -272,6 +300,7 @@ class Pipeline:
         await attempt.release()
         await self._settle("write a result", attempt, finish)
         self._services.metrics.finished(result)
+        self._finished += self._draining
 
     async def _settle(self, what: str, attempt: Attempt, write: Callable[[], Awaitable[bool]]) -> None:
         """Write how an attempt ended, for as long as it takes the store to accept it."""

@@ -1,23 +1,31 @@
-"""Health: is it alive, can it take work, what do its metrics say."""
+"""Health: is it alive, can it take work, what do its metrics say.
+
+Guarantee: a service of which a part has failed does not say that it is alive.
+"""
 
 from __future__ import annotations
 
 from http import HTTPStatus
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from api_schemas.nodes import Health, Readiness
 from rollout_service import __version__
-from rollout_service.openapi.answers import also, answers
+from rollout_service.errors import UnavailableError
+from rollout_service.openapi.answers import also, answers, raises
 from rollout_service.routes.dependencies import ServiceDep
+from rollout_service.shutdown import Shutdown
 
 router = APIRouter(tags=["health"])
 
 
-@router.get("/health")
-async def get_health() -> Health:
+@router.get("/health", responses=raises(UnavailableError))
+async def get_health(request: Request) -> Health:
     """Alive."""
+    shutdown: Shutdown = request.app.state.shutdown
+    if shutdown.failed:
+        raise UnavailableError("a part of the service failed", hint="Its log says why; restart it.")
     return Health(version=__version__)
 
 

@@ -30,6 +30,7 @@ from rollout_service.inference.errors import (
 from rollout_service.openapi.answers import raises
 from rollout_service.routes.dependencies import ServiceDep
 from rollout_service.routes.strict import StrictRoute
+from rollout_service.shutdown import ShuttingDownError
 from rollout_service.tokens.errors import RendererMismatchError
 
 router = APIRouter(tags=["ProRL Agent"], route_class=StrictRoute)
@@ -166,8 +167,12 @@ async def process(service: ServiceDep, request: ProcessRequest) -> JSONResponse:
             limits=request.sampling_params.limits(),
         )
     )
-    while (ended := await service.wait(rollout_id, DAY_SECONDS)) is None:
-        pass
+    try:
+        while (ended := await service.wait(rollout_id, DAY_SECONDS)) is None:
+            pass
+    except ShuttingDownError as error:
+        # Whoever named no job asks for this one, or gets a second one.
+        raise ShuttingDownError(context={"job_id": rollout_id}) from error
     return JSONResponse(_result(ended))  # as it is: validating every token again would take long
 
 

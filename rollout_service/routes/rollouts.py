@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Annotated
 
@@ -25,6 +26,7 @@ from rollout_service.inference.errors import NoBackendError
 from rollout_service.openapi.answers import also, raises
 from rollout_service.routes.dependencies import ServiceDep, as_json
 from rollout_service.routes.strict import StrictRoute
+from rollout_service.shutdown import ShuttingDownError
 
 router = APIRouter(prefix="/v1", tags=["rollouts"], route_class=StrictRoute)
 
@@ -50,8 +52,10 @@ async def submit_rollout(
     """
     rollout_id = request.rollout_id or uuid.uuid4().hex
     rollout = await service.submit(request.model_copy(update={"rollout_id": rollout_id}))
-    if wait and (ended := await service.wait(rollout_id, wait)):
-        return as_json(ended)
+    if wait:
+        with suppress(ShuttingDownError):  # the order stands
+            if ended := await service.wait(rollout_id, wait):
+                return as_json(ended)
     return as_json(rollout, HTTPStatus.ACCEPTED)
 
 

@@ -119,7 +119,9 @@ async def lease_batch(
     With `Accept: application/vnd.rollout.batch+safetensors` it comes as arrays.
     """
     order = LeaseOrder(run_id, key or uuid.uuid4().hex, seconds, allow_stale)
-    leased = await service.delivery.lease(order, version=version, timeout=timeout)
+    leased = await service.shutdown.until_begun(
+        lambda: service.delivery.lease(order, version=version, timeout=timeout)
+    )
     if leased is None:
         return Response(status_code=HTTPStatus.NO_CONTENT)
     if BINARY_MEDIA_TYPE not in accept:

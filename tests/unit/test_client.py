@@ -138,6 +138,28 @@ async def test_an_answer_of_another_program_is_a_protocol_error():
             await client.backends()
 
 
+async def test_a_server_that_shuts_down_is_left_alone_for_as_long_as_it_asks():
+    refusal = problem(503, "shutting_down")
+    refusal.headers["retry-after"] = "1"
+    client, seen = answering(
+        refusal, httpx.Response(503, headers={"retry-after": "soon"}), ok(rollout("r-1"))
+    )
+    client.patience_seconds = 10.0
+    began = anyio.current_time()
+    async with client:
+        await client.get("r-1")
+    assert anyio.current_time() - began >= 1.0
+    assert len(seen) == 3
+
+
+async def test_a_defect_of_the_server_is_not_asked_again():
+    client, seen = answering(httpx.Response(500, text="Internal Server Error"))
+    async with client:
+        with pytest.raises(ProtocolError, match="500: Internal Server Error"):
+            await client.submit(request())
+    assert len(seen) == 1
+
+
 async def test_a_proxy_without_a_server_is_waited_for():
     client, seen = answering(httpx.Response(502, html="<p>bad gateway</p>"), httpx.Response(200, json=[]))
     async with client:

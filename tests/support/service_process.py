@@ -1,0 +1,109 @@
+"""The service and a scripted engine as processes, for tests that stop, restart and break them."""
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+START_SECONDS = 90.0
+GREETING = '<tool_call>\n{"name": "bash", "arguments": {"command": "echo hello"}}\n</tool_call><|im_end|>'
+ENVIRONMENT = """
+name = "echo"
+image = "base"
+prompt = "Say {{{{ instance.number }}}}."
+tools = ["bash"]
+[limits]
+max_turns = {turns}
+[evaluate]
+command = "echo '{{\\"reward\\": 1.0}}' > $ROLLOUT_RESULT"
+"""
+
+
+@dataclass
+class Running:
+    """A process that answers at a URL."""
+
+    process: psutil.Popen
+    url: str
+    log_file: Path
+
+    @property
+    def log(self) -> str:
+        """What it has written to its log."""
+        return self.log_file.read_text()
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Send it a signal."""
+        self.process.send_signal(number)
+
+    def ended(self, seconds: float) -> int:
+        """Wait until it has ended; returns its exit code."""
+        code = self.process.wait(seconds)
+        assert isinstance(code, int)
+        return code
+
+
+@contextmanager
+def running(name: str, arguments: list[str], folder: Path) -> Iterator[Running]:
+    """A module as a process that writes its URL to a file; killed with the block if it still runs."""
+    address, log = folder / f"{name}.address", folder / f"{name}.log"
+    address.unlink(missing_ok=True)
+    with log.open("ab") as output:
+        process = psutil.Popen([sys.executable, "-m", *arguments], stdout=output, stderr=output, cwd=folder)
+    try:
+        eventually(lambda: address.exists() or process.poll() is not None, log)
+        assert address.exists(), log.read_text()[-4_000:]
+        yield Running(process, address.read_text().strip(), log)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(30)
+
+
+def scripted_engine(folder: Path, *, delay: float, turn: str = GREETING):
+    """An engine whose turns take so long."""
+    arguments = ["rollout_service.inference.fakes", "--delay", f"{delay:g}", "--turn", turn]
+    return running("engine", [*arguments, "--address", str(folder / "engine.address")], folder)
+
+
+@contextmanager
+def service(
+    folder: Path, engine_url: str | None, config: str = "", *flags: str, turns: int = 1
+) -> Iterator[Running]:
+    """The service with the environment `echo`, whose rollouts have so many turns, once it answers."""
+    environment = folder / "echo"
+    environment.mkdir(exist_ok=True)
+    (environment / "environment.toml").write_text(ENVIRONMENT.format(turns=turns))
+    (folder / "service.toml").write_text(config)
+    arguments = [
+        "rollout_service.cli",
+        "serve",
+        "--config",
+        str(folder / "service.toml"),
+        "--sandbox",
+        "local",
+    ]
+    arguments += ["--state-dir", str(folder / "state"), "--port-file", str(folder / "service.address")]
+    arguments += ["--engine", "none", "--environment", str(environment), *flags]
+    arguments += ["--backend", engine_url] if engine_url else []
+    arguments += [] if "--port" in flags else ["--port", "0"]
+    with running("service", arguments, folder) as server:
+        # The log is kept through restarts: each start adds a line.
+        eventually(
+            lambda: f" address={server.url} " in server.log or server.process.poll() is not None,
+            server.log_file,
+        )
+        yield server
+
+
+def eventually(condition: Callable[[], bool], log: Path, seconds: float = START_SECONDS) -> None:
+    """Wait until something holds; fails with the end of the log."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, log.read_text()[-4_000:]
+        time.sleep(0.02)
