@@ -88,6 +88,11 @@ class LimitWatch:
             case "disk":
                 size = _size(self.limits.disk_bytes)
                 return LimitExceededError(f"the sandbox's disk{size} was full", limit=limit)
+            case "watches":
+                return LimitExceededError(
+                    "the sandbox used up its share of epoll watches and everything in it was ended",
+                    limit=limit,
+                )
             case _:
                 return LimitExceededError(f"the sandbox's limit of {limit} was reached", limit=limit)
 

@@ -335,7 +335,7 @@ class ControlledSandbox(Sandbox):
         if self._closing or not self._launched.control.alive:
             return self._ended()
         for breach in breaches.new():
-            if breach.limit == "memory":
+            if breach.limit in {"memory", "watches"}:
                 breach.output = error.output
                 return breach
         return error

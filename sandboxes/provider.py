@@ -178,7 +178,7 @@ class HostProvider(SandboxProvider):
         )
         watch = LimitWatch(plan.limits, watched, backing.pid, folder.overlay, self._tally)
         backing.before_release.callback(watch.close)
-        self._watchdog.add(watch)
+        self._watchdog.add(watch, shares_user=self.isolates and plan.lease is None)
         if plan.limits.max_processes is not None:
             control.send_now("processes", str(watch.launcher_tasks + plan.limits.max_processes))
         return Launched(

@@ -6,6 +6,8 @@
   enough, since the start of a kernel would be taken for it.
 - Where no control group holds the memory of a sandbox, the resident memory of its processes is added up; over the
   limit, pages that several share are counted once (PSS), and if it still is, everything inside is ended.
+- Where sandboxes share a user of the host, everything inside of one that has more than its share of that user's epoll
+  watches is ended.
 - Where none counts processes, being at the limit, which rlimits hold, is noted.
 
 Processes are found from the launcher down: code inside cannot leave that tree, since orphans go to the first
@@ -27,6 +29,7 @@ import structlog
 
 from sandboxes.breaches import LimitWatch
 from sandboxes.limits import Group
+from sandboxes.watches import exceed, share
 
 log = structlog.get_logger(__name__)
 
@@ -169,8 +172,9 @@ class Yielding:
 class Ward:
     """One sandbox under watch."""
 
-    def __init__(self, watch: LimitWatch) -> None:
+    def __init__(self, watch: LimitWatch, *, shares_user: bool = False) -> None:
         self.watch = watch
+        self._shares_user = shares_user
         folders = watch.group.folders if watch.group else {}
         self._yielding = Yielding(watch.group) if watch.group and "cpu" in folders else None
         self._memory = None if "memory" in folders else watch.limits.memory_bytes
@@ -180,7 +184,8 @@ class Ward:
     @property
     def unheld(self) -> bool:
         """Whether its processes must be looked at, since no group holds their limits."""
-        return self.watch.launcher is not None and (self._memory or self._processes) is not None
+        limits = (self._memory or self._processes) is not None
+        return self.watch.launcher is not None and (limits or self._shares_user)
 
     def look(self, now: float) -> None:
         """What groups tell."""
@@ -188,8 +193,8 @@ class Ward:
         if self._yielding is not None:
             self._yielding.look(now)
 
-    def look_inside(self, processes: Processes) -> None:
-        """What the processes tell."""
+    def look_inside(self, processes: Processes, watches: int | None) -> None:
+        """What the processes tell. `watches`: how many one sandbox may have."""
         inside = processes.inside(self.watch.launcher or 0)
         if self._processes is not None:
             crowded = sum(process.threads for process in inside) >= self._processes - _slack(self._processes)
@@ -197,9 +202,19 @@ class Ward:
                 self.watch.note("processes")
             self._crowded = crowded
         if self._memory is not None and self._over(inside, self._memory):
-            self.watch.note("memory")
-            for process in inside[1:]:
-                _kill(process)
+            self._end(inside, "memory")
+        elif self._takes_all_watches(inside, watches):
+            self._end(inside, "watches")
+
+    def _takes_all_watches(self, inside: list[Process], limit: int | None) -> bool:
+        if limit is None or not self._shares_user:
+            return False
+        return exceed((process.pid for process in inside[1:]), limit)
+
+    def _end(self, inside: list[Process], limit: str) -> None:
+        self.watch.note(limit)
+        for process in inside[1:]:
+            _kill(process)
 
     @staticmethod
     def _over(inside: list[Process], limit: int) -> bool:
@@ -224,10 +239,10 @@ class Watchdog:
         self.cost = 0.0
         """Processor seconds that the last look took."""
 
-    def add(self, watch: LimitWatch) -> None:
+    def add(self, watch: LimitWatch, *, shares_user: bool = False) -> None:
         """Watch a sandbox until its watch is closed."""
         with self._lock:
-            self._wards.append(Ward(watch))
+            self._wards.append(Ward(watch, shares_user=shares_user))
             if self._thread is None and not self._stop.is_set():
                 self._thread = threading.Thread(target=self._run, name="sandbox-watchdog", daemon=True)
                 self._thread.start()
@@ -266,6 +281,7 @@ class Watchdog:
             ward.look(now)
         if unheld := [ward for ward in wards if ward.unheld]:
             processes = Processes()
+            watches = share(len(wards))
             for ward in unheld:
-                ward.look_inside(processes)
+                ward.look_inside(processes, watches)
         self.cost = time.thread_time() - begun

@@ -12,7 +12,7 @@ from pwd import getpwnam
 
 from sandboxes import Sandbox, SandboxProvider, SandboxSpec
 from sandboxes.process import marked_processes
-from tests.support.hostile import PATIENCE, attacked, check, recovers, works
+from tests.support.hostile import PATIENCE, attacked, check, limits_of, recovers, works
 
 LIBRARY = """
 import ctypes, errno, os, resource, signal, socket, struct, sys
@@ -346,3 +346,18 @@ async def every_page_of_pipes(provider: SandboxProvider) -> None:
 async def many_epoll_watches(provider: SandboxProvider) -> None:
     """For two seconds: a neighbour's are counted apart."""
     await uses_up(provider, EPOLL, ONE_EPOLL)
+
+
+ALL_EPOLL = EPOLL.replace("monotonic() + 2", "monotonic() + 60") + "time.sleep(60)\n"
+
+
+@check
+async def every_epoll_watch(provider: SandboxProvider) -> None:
+    """Where a user is shared, a sandbox is ended long before it has taken all: the service needs some to live."""
+    if "users" in provider.enforced:
+        return
+    async with attacked(provider) as sandbox:
+        await sandbox.write_file("/tmp/attack.py", LIBRARY + ALL_EPOLL)
+        run = "for i in 1 2 3; do python3 /tmp/attack.py & done; wait"
+        assert await limits_of(sandbox, run) == {"watches"}
+        await recovers(sandbox)

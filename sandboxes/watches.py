@@ -1,0 +1,72 @@
+"""Bounds the epoll watches of sandboxes that share a user of the host, whose watches the kernel counts together.
+
+Used up, they end every program that needs one more, the service's own event loop among them. Watches are not counted
+one by one, which takes as long as making them: a process has at most as many as it has epoll instances times
+descriptors, and who comes near a share of all that there are has no other use for so many.
+"""
+
+import os
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+MOST = Path("/proc/sys/fs/epoll/max_user_watches")
+EPOLL = "anon_inode:[eventpoll]"
+FEW = 128
+"""The size of a table of descriptors that is passed over: hundreds of such processes have too few watches to matter."""
+
+
+def share(sandboxes: int) -> int | None:
+    """Of half of a user's watches; None where the kernel does not say how many there are."""
+    with suppress(OSError, ValueError):
+        return int(MOST.read_text()) // 2 // max(1, sandboxes)
+    return None
+
+
+def exceed(pids: Iterable[int], limit: int) -> bool:
+    """Whether processes may have more watches than that, together."""
+    tables = [(pid, _descriptors(pid)) for pid in pids]
+    if sum((size // 2) ** 2 for _, size in tables) <= limit:
+        return False  # as many instances as there is room for would not do
+    found = 0
+    for pid, size in tables:
+        found += _most_watches(pid, size)
+        if found > limit:
+            return True
+    return False
+
+
+def _descriptors(pid: int) -> int:
+    """How many descriptors a process has, or has room for where it may not be looked into; 0 for few."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except OSError:
+        return 0
+    found = re.search(r"^FDSize:\s+(\d+)$", status, re.MULTILINE)
+    size = int(found[1]) if found else 0
+    if size <= FEW:
+        return 0
+    try:
+        return sum(1 for _ in os.scandir(f"/proc/{pid}/fd"))
+    except PermissionError:
+        return size
+    except OSError:
+        return 0
+
+
+def _most_watches(pid: int, size: int) -> int:
+    """Instances times descriptors."""
+    try:
+        with os.scandir(f"/proc/{pid}/fd") as entries:
+            return size * sum(_is_epoll(pid, entry.name) for entry in entries)
+    except PermissionError:
+        return (size // 2) ** 2
+    except OSError:
+        return 0
+
+
+def _is_epoll(pid: int, name: str) -> bool:
+    with suppress(OSError):
+        return os.readlink(f"/proc/{pid}/fd/{name}") == EPOLL  # noqa: PTH115  thousands of them
+    return False
