@@ -70,6 +70,11 @@ class SandboxSpec:
     label: str = ""
     """For people and logs: which rollout this sandbox belongs to."""
 
+    def __post_init__(self) -> None:
+        network: object = self.network
+        if isinstance(network, list):  # kinds of sandboxes are told apart by hashing
+            object.__setattr__(self, "network", tuple(network))
+
 
 @dataclass(frozen=True, slots=True)
 class BashResult:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
-from rollout_service.cli import backends, config, demo, doctor, env, image, runs, serve, submit, watch
+from rollout_service import __version__
+from rollout_service.cli import backends, common, config, demo, doctor, env, image, runs, serve, submit, watch
 
 app = typer.Typer(
     name="rollout-service",
@@ -15,6 +18,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        common.print_line(f"rollout-service {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    """Rollout-as-a-Service: agentic rollouts in sandboxes for any RL trainer, over HTTP."""
+
+
 for module in (serve, demo, submit, watch, doctor):
     app.command(name=module.__name__.rpartition(".")[2], epilog=module.EXAMPLE)(module.command)
 for group in (backends, runs, image, env, config):

@@ -7,17 +7,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pydantic import JsonValue
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollout_service.cli.console import identity, table
+from rollout_service.cli.common import count
+from rollout_service.cli.console import SafeConsole, identity, table
+from rollout_service.cli.image import unpacked_images
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.declaration import FILE_NAME
 from rollout_service.environments.registry import EnvironmentRegistry, load_path
+from rollout_service.environments.splits import split_of, splits_of
 from rollout_service.errors import InvalidFieldError
 from rollout_service.settings import Settings, load_settings
-from sandboxes.errors import ImageError
+from sandboxes.errors import ImageError, ProviderUnavailableError
 from sandboxes.images import ImageStore
 
 SHOWN_FINDINGS = 20
@@ -30,34 +32,58 @@ class Report:
     name: str
     image: str | None
     tools: list[str]
+    """The built-in ones and its own, as the policy is told of them."""
     instances: int
+    splits: dict[str, int]
+    """Instances of each split of the data set."""
     findings: list[str]
     """What is wrong, each with where it is."""
+    warnings: list[str]
+    """What has no effect."""
 
     def as_dict(self) -> dict[str, JsonValue]:
         """For `--json`."""
         return asdict(self)
 
-    def show(self, console: Console) -> None:
+    def show(self, console: SafeConsole) -> None:
         """For a terminal."""
         rows = table("", "", header=False)
         rows.add_row("environment", self.name)
         rows.add_row("image", self.image or "none: it needs no sandbox")
         rows.add_row("tools", ", ".join(self.tools) or "none")
-        rows.add_row("data set", f"{self.instances} instances")
+        rows.add_row("data set", self._dataset())
         console.print(rows)
+        for warning in self.warnings:
+            console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
         for finding in self.findings[:SHOWN_FINDINGS]:
             console.print(Text(finding, style="red"), soft_wrap=True)
         if (more := len(self.findings) - SHOWN_FINDINGS) > 0:
             console.print(f"and {more} more")
-        console.print("nothing is wrong" if not self.findings else f"{len(self.findings)} findings")
+        console.print(count(len(self.findings), "finding") if self.findings else "nothing is wrong")
+
+    def _dataset(self) -> str:
+        if not self.instances:
+            return "none: tasks bring their instances"
+        splits = ", ".join(f"{name} {number}" for name, number in self.splits.items())
+        return count(self.instances, "instance") + (f" ({splits})" if splits else "")
 
 
 def installed() -> tuple[list[dict[str, JsonValue]], list[str]]:
     """The environments that a server on this machine would have, and what could not be loaded."""
     registry = EnvironmentRegistry.load(load_settings().environments)
-    specs = [environment.spec.model_dump(mode="json") for environment in registry.list()]
+    specs = [_spec(environment) for environment in registry.list()]
     return specs, [f"{source}: {error}" for source, error in registry.problems.items()]
+
+
+def _spec(environment: Environment) -> dict[str, JsonValue]:
+    """The settings, with the tools of its own beside the built-in ones."""
+    return environment.spec.model_dump(mode="json") | {"tools": [*tools_of(environment)]}
+
+
+def tools_of(environment: Environment) -> list[str]:
+    """Return the names of all tools that the policy is told of."""
+    told = [str(tool["function"]["name"]) for tool in environment.tool_definitions()]
+    return [*environment.spec.tools, *(name for name in told if name not in environment.spec.tools)]
 
 
 def environment_table(specs: Sequence[dict[str, JsonValue]]) -> Table:
@@ -90,9 +116,22 @@ def check_environment(name_or_path: str) -> Report:
     settings = load_settings()
     environment = load_environment(name_or_path)
     dataset = environment.dataset()
-    findings = [*_image(environment, settings), *_instances(environment, dataset)]
+    findings = [
+        *environment.findings(),
+        *_image(environment, settings),
+        *_instances(environment, dataset),
+        *_unsplit(dataset),
+    ]
     spec = environment.spec
-    return Report(spec.name, spec.image, list(spec.tools), len(dataset), findings)
+    return Report(
+        spec.name,
+        spec.image,
+        tools_of(environment),
+        len(dataset),
+        splits_of(dataset),
+        findings,
+        environment.warnings(),
+    )
 
 
 def _image(environment: Environment, settings: Settings) -> Iterator[str]:
@@ -100,13 +139,23 @@ def _image(environment: Environment, settings: Settings) -> Iterator[str]:
     if image is None:
         return
     try:
-        ImageStore(settings.images_dir).resolve(image)
-    except ImageError as error:
+        path = ImageStore(settings.images_dir).resolve(image)
+        facts = unpacked_images(settings).facts(path)
+    except (ImageError, ProviderUnavailableError) as error:
         yield f"image: {error} ({error.hint})" if error.hint else f"image: {error}"
+        return
+    for name in facts.missing:
+        yield f"image: it has no {name}, which every sandbox needs"
+
+
+def _unsplit(dataset: Sequence[dict[str, JsonValue]]) -> Iterator[str]:
+    without = sum(1 for instance in dataset if split_of(instance) is None)
+    if without and splits_of(dataset):
+        yield f"data set: {count(without, 'instance')} in no split, so no run can take them"
 
 
 def _instances(environment: Environment, dataset: Sequence[dict[str, JsonValue]]) -> Iterator[str]:
-    for number, instance in enumerate(dataset):
+    for number, instance in enumerate(dataset, start=1):
         try:
             environment.check(instance)
         except InvalidFieldError as error:

@@ -67,7 +67,7 @@ async def run_one(
         request = RolloutRequest(task=Task(environment=name, instance=data))
         rollout = await client.run(request)
         tokenizer = (await client.backends())[0].model_path
-    _show(rollout, tokenizer, as_json=as_json)
+    _show(rollout, tokenizer, scripted=own.script is not None and url is None, as_json=as_json)
     return 0 if rollout.state is RolloutState.COMPLETED else 1
 
 
@@ -100,12 +100,15 @@ def _parse(text: str) -> dict[str, JsonValue]:
     except json.JSONDecodeError as error:
         raise CommandError(f"--instance is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise CommandError("--instance is no JSON object", hint="""as in --instance '{"question": "1+1"}'.""")
+        raise CommandError(
+            "--instance is not a JSON object.", hint="""As in --instance '{"question": "1+1"}'."""
+        )
     return value
 
 
-def _show(rollout: Rollout, tokenizer: str, *, as_json: bool) -> None:
+def _show(rollout: Rollout, tokenizer: str, *, scripted: bool, as_json: bool) -> None:
     if as_json:
         common.print_json(rollout.model_dump(mode="json"))
     else:
-        common.out().print(show_rollout(rollout, load_tokenizer(tokenizer, with_template=False)))
+        read = load_tokenizer(tokenizer, with_template=False)
+        common.out().print(show_rollout(rollout, read, scripted=scripted))

@@ -105,7 +105,7 @@ def inspect(image: Image, as_json: AsJson = False) -> None:
     def main() -> int:
         settings = _settings()
         path = _store(settings).resolve(image)
-        facts = _unpacked(settings).facts(path)
+        facts = unpacked_images(settings).facts(path)
         _show_facts(path, facts, as_json=as_json)
         return 1 if facts.missing else 0
 
@@ -144,7 +144,7 @@ def prune(
 
     def main() -> None:
         settings = _settings()
-        store, unpacked = _store(settings), _unpacked(settings)
+        store, unpacked = _store(settings), unpacked_images(settings)
         budgets = settings.images_budget_bytes, _unpacked_budget(settings)
         if budget_gb is not None:
             budgets = int(budget_gb * 1e9), int(budget_gb * 1e9)
@@ -173,7 +173,7 @@ def _store(settings: Settings) -> ImageStore:
     return ImageStore(settings.images_dir)
 
 
-def _unpacked(settings: Settings) -> UnpackedImages:
+def unpacked_images(settings: Settings) -> UnpackedImages:
     """Where the provider of the settings unpacks images."""
     from sandboxes.apptainer import ApptainerProvider
     from sandboxes.config import ApptainerConfig

@@ -53,8 +53,8 @@ def runs(segment: Segment) -> Iterator[Run]:
         )
 
 
-def show_rollout(rollout: Rollout, tokenizer: ChatTokenizer) -> RenderableType:
-    """A rollout and its whole trajectory."""
+def show_rollout(rollout: Rollout, tokenizer: ChatTokenizer, *, scripted: bool = False) -> RenderableType:
+    """Return a rollout and its whole trajectory; the log-probabilities of a scripted model are marked as made up."""
     reward = "none" if rollout.reward is None else f"{rollout.reward:g}"
     parts_of_it = ", ".join(f"{name} {value:g}" for name, value in rollout.reward_parts.items())
     head = f"rollout {rollout.rollout_id}: {rollout.state}, {rollout.stop_reason}, reward {reward}"
@@ -64,34 +64,36 @@ def show_rollout(rollout: Rollout, tokenizer: ChatTokenizer) -> RenderableType:
     if rollout.error is not None:
         parts.append(Text(f"{rollout.error.code}: {rollout.error.message}", style="red"))
     if rollout.trajectory is not None:
-        parts.append(show_trajectory(rollout.trajectory, tokenizer))
+        parts.append(show_trajectory(rollout.trajectory, tokenizer, scripted=scripted))
     return Group(*parts)
 
 
-def show_trajectory(trajectory: Trajectory, tokenizer: ChatTokenizer) -> RenderableType:
+def show_trajectory(
+    trajectory: Trajectory, tokenizer: ChatTokenizer, *, scripted: bool = False
+) -> RenderableType:
     """Every token of a trajectory: context dim, sampled tokens green with their log-probabilities."""
     parts: list[RenderableType] = []
     for number, segment in enumerate(trajectory.segments):
         counts = f"{len(segment.token_ids)} tokens, {sum(segment.loss_mask)} sampled"
         parts.append(Text(f"segment {number} ({segment.fork_reason}): {counts}", style="bold"))
-        parts.extend(_show_run(run, tokenizer) for run in runs(segment))
+        parts.extend(_show_run(run, tokenizer, scripted) for run in runs(segment))
     return Group(*parts)
 
 
-def _show_run(run: Run, tokenizer: ChatTokenizer) -> RenderableType:
+def _show_run(run: Run, tokenizer: ChatTokenizer, scripted: bool) -> RenderableType:
     end = run.start + len(run.token_ids)
     kind = f"turn {run.turn}, version {run.version}, mask 1" if run.sampled else "context, mask 0"
     head = Text(f"tokens {run.start}-{end - 1}: {kind}", style="cyan")
     text = tokenizer.decode(list(run.token_ids))
     body = [Text(text.strip("\n"), style=SAMPLED if run.sampled else CONTEXT)]
     if run.sampled:
-        body.append(_logprobs(run, tokenizer))
+        body.append(_logprobs(run, tokenizer, scripted))
     return Group(head, Padding(Group(*body), (0, 0, 0, 2), expand=False))
 
 
-def _logprobs(run: Run, tokenizer: ChatTokenizer) -> Text:
+def _logprobs(run: Run, tokenizer: ChatTokenizer, scripted: bool) -> Text:
     """Each token with its log-probability; those that the policy was not sure of stand out."""
-    line = Text("logprobs: ", style=CONTEXT)
+    line = Text("logprobs (made up, the model is scripted): " if scripted else "logprobs: ", style=CONTEXT)
     for token_id, logprob in zip(run.token_ids, run.logprobs, strict=True):
         token = tokenizer.decode([token_id]).replace("\n", "\\n")
         line.append(token, style=SAMPLED)

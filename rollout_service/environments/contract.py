@@ -259,6 +259,14 @@ class Environment(ABC):
 
     spec: EnvironmentSpec
 
+    def findings(self) -> list[str]:
+        """Return what is wrong with the environment itself, as far as that can be told without running it."""
+        return []
+
+    def warnings(self) -> list[str]:
+        """Return what is not wrong but has no effect."""
+        return []
+
     def check(self, instance: dict[str, JsonValue]) -> None:
         """Refuse an instance that this environment cannot use, before it is accepted.
 

@@ -25,6 +25,8 @@ from rollout_service.environments.contract import (
 from rollout_service.errors import ConfigurationError, nearest
 
 FILE_NAME = "environment.toml"
+INSIDE = "/environment"
+"""What commands call the environment's folder."""
 
 
 class InitTable(Settings):
@@ -121,8 +123,8 @@ class Declaration(Settings):
         )
 
 
-def read_declaration(text: str, *, where: str) -> Declaration:
-    """Read the text of an `environment.toml`.
+def read_declaration(text: str, *, where: str, image: str | None = None) -> Declaration:
+    """Read the text of an `environment.toml`; `image` is the one that it was found in, and needs no key.
 
     Raises:
         ConfigurationError: it is not valid; the message has a line for every key at fault, after `where`.
@@ -131,6 +133,7 @@ def read_declaration(text: str, *, where: str) -> Declaration:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"{where} is not valid TOML: {error}") from error
+    table |= {} if image is None else {"image": image}
     try:
         return Declaration.model_validate(table)
     except ValidationError as error:

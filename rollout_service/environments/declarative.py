@@ -12,15 +12,18 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
+from rollout_service.environments import lint
 from rollout_service.environments.base import AgentEnvironment
 from rollout_service.environments.contract import EnvironmentSpec, Episode, Score
 from rollout_service.environments.dataset_files import read_instances
-from rollout_service.environments.declaration import FILE_NAME, Declaration, read_declaration
+from rollout_service.environments.declaration import FILE_NAME, INSIDE, Declaration, read_declaration
 from rollout_service.environments.files import PackedFile, archive, exported_file, read_folder
 from rollout_service.environments.images import empty_folder
 from rollout_service.environments.submission import as_json, inputs_of, run_submission
@@ -29,8 +32,6 @@ from sandboxes import ExecResult, Sandbox
 from sandboxes.errors import FileMissingError, SandboxFileError
 from sandboxes.sessions import return_to_workdir
 
-INSIDE = "/environment"
-"""What commands call the environment's folder."""
 RUNS = "runs.json"
 MAX_RESULT_BYTES = 64 * 1024
 EXIT_TEXT_CHARS = 2_000
@@ -50,7 +51,9 @@ class _Result(BaseModel):
 class DeclarativeEnvironment(AgentEnvironment):
     """Runs what a declaration says; `load_folder` makes one."""
 
-    def __init__(self, declaration: Declaration, folder: Path, *, in_image: bool = False) -> None:
+    def __init__(
+        self, declaration: Declaration, folder: Path, *, in_image: bool = False, warnings: Sequence[str] = ()
+    ) -> None:
         """`in_image` says that the image holds the folder too; every sandbox then shows an empty one there.
 
         Raises ConfigurationError when the declaration contradicts itself or the folder.
@@ -69,6 +72,7 @@ class DeclarativeEnvironment(AgentEnvironment):
         self._dataset = [one for path, split in files for one in read_instances(path, split)]
         self._files = read_folder(folder, without=[path for path, _ in files])
         self._init_files = _init_files(declaration, self._files)
+        self._warnings = list(warnings)
 
     async def init(self, episode: Episode) -> None:
         sandbox = _sandbox(episode)
@@ -103,6 +107,15 @@ class DeclarativeEnvironment(AgentEnvironment):
         result = await place.run(command, cwd=place.path, seconds=seconds)
         _require_success("evaluate", command, result)
         return parse_score(await place.result(result), result)
+
+    def findings(self) -> list[str]:
+        found = list(lint.findings(self._declaration, self._files))
+        if self._declaration.dataset is not None and not self._dataset:
+            found.append("[dataset]: there is no instance in it")
+        return found
+
+    def warnings(self) -> list[str]:
+        return self._warnings
 
     def dataset(self) -> list[dict[str, JsonValue]]:
         return [dict(instance) for instance in self._dataset]
@@ -173,10 +186,14 @@ def load_folder(folder: Path, *, image: Path | None = None) -> DeclarativeEnviro
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path} cannot be read: {error}") from error
-    declaration = read_declaration(text, where=str(image or path))
-    if image is not None:
-        declaration = declaration.model_copy(update={"image": str(image)})
-    return DeclarativeEnvironment(declaration, folder, in_image=image is not None)
+    if image is None:
+        return DeclarativeEnvironment(read_declaration(text, where=str(path)), folder)
+    declaration = read_declaration(text, where=f"{image}:{INSIDE}/{FILE_NAME}", image=str(image))
+    named = tomllib.loads(text).get("image")
+    ignored = f"image: the key is ignored ({named!r}): the environment is in the image {image} itself"
+    return DeclarativeEnvironment(
+        declaration, folder, in_image=True, warnings=[] if named is None else [ignored]
+    )
 
 
 def parse_score(data: bytes, run: ExecResult | None = None) -> Score:
@@ -221,7 +238,7 @@ def _require_success(stage: str, command: str, result: ExecResult) -> None:
     how = "did not end in time" if result.timed_out else f"ended with exit code {result.exit_code}"
     raise EnvironmentFailedError(
         f"the {stage} command {command!r} {how}: {_printed(result) or 'it printed nothing'}",
-        hint="Try the environment with `rollout-service env run`.",
+        hint="Run the command by hand in a copy of the folder, with a file at $ROLLOUT_INSTANCE, to see it fail.",
     )
 
 

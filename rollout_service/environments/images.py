@@ -8,14 +8,13 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from rollout_service.environments.declaration import INSIDE
 from rollout_service.errors import ConfigurationError
 from sandboxes.errors import ImageError, ProviderUnavailableError
 from sandboxes.host import find_apptainer
 from sandboxes.image_tree import ImageTree
 from sandboxes.images import default_cache
 from sandboxes.squashfs import unpack
-
-INSIDE = "/environment"
 
 
 def extract_environment(image: Path, cache: Path | None = None) -> Path:

@@ -158,3 +158,9 @@ def test_what_is_watched_is_readable_on_80_columns():
     for word in (*RolloutState, "rollouts/s", BACKEND.backend_id, "failures", "provider", "waiting"):
         assert re.search(rf"(?<!\S){re.escape(word)}(?!\S)", text), word
     assert BACKEND.last_error in " ".join(text.split())
+
+
+def test_log_probabilities_of_a_scripted_model_are_marked_as_made_up(tokenizer):
+    marked = printed(show_rollout(rollout(), tokenizer, scripted=True))
+    assert "logprobs (made up, the model is scripted): " in marked
+    assert "made up" not in printed(show_rollout(rollout(), tokenizer))

@@ -1,5 +1,6 @@
 """`environment.toml`: every mistake is found when it is read, and said in a way that helps."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,49 @@ def test_a_data_set_may_have_a_file_for_each_split(tmp_path):
 def test_a_data_set_is_one_file_or_several(table):
     with pytest.raises(ConfigurationError, match="dataset: Value error, give either `path` or `splits`"):
         read_declaration(f"{MINIMAL}[dataset]\n{table}", where="here")
+
+
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        ("bash /environment/grade.sh", []),
+        ("/environment/run", []),
+        ("cd /tmp && MODE=x /environment/run | tee log", []),
+        ("python3 /environment/lib/check.py --all", []),
+        ("ls /environment/lib /environment", []),
+        ("echo x > /environment/made; cat /environment/made", []),
+        ("bash /environment/grad.sh", ["[evaluate] command: /environment/grad.sh is not there"]),
+        ("python3 '/environment/lib/chek.py'", ["[evaluate] command: /environment/lib/chek.py is not there"]),
+        ("/environment/grade.sh", ["/environment/grade.sh is not executable: chmod +x grade.sh"]),
+        ("true; /environment/grade.sh", ["/environment/grade.sh is not executable"]),
+        ("/environment/dos", ["/environment/dos has Windows line ends"]),
+    ],
+)
+def test_a_script_that_cannot_be_run_is_found(tmp_path, command, found):
+    write(tmp_path, MINIMAL.replace('"true"', json.dumps(command)), grade__sh="true")
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "check.py").write_text("")
+    for name, text in (("run", "#!/bin/sh\n"), ("dos", "#!/bin/sh\r\n")):
+        (tmp_path / name).write_bytes(text.encode())
+        (tmp_path / name).chmod(0o755)
+    findings = load_folder(tmp_path).findings()
+    assert len(findings) == len(found)
+    for finding, text in zip(findings, found, strict=True):
+        assert text in finding
+
+
+def test_a_data_set_without_an_instance_is_found(tmp_path):
+    write(tmp_path, MINIMAL + '[dataset]\npath = "tasks.jsonl"\n', tasks__jsonl="\n")
+    assert load_folder(tmp_path).findings() == ["[dataset]: there is no instance in it"]
+
+
+@pytest.mark.parametrize(("key", "warned"), [("", 0), ('image = "whatever"\n', 1)])
+def test_an_image_that_is_an_environment_needs_no_key_image(tmp_path, key, warned):
+    image = tmp_path / "mine.sif"
+    image.touch()
+    folder = tmp_path / "environment"
+    folder.mkdir()
+    environment = load_folder(write(folder, MINIMAL.replace('image = "base"\n', key)), image=image)
+    assert environment.spec.image == str(image)
+    assert len(environment.warnings()) == warned
+    assert all("'whatever'" in warning for warning in environment.warnings())

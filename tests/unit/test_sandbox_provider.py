@@ -75,3 +75,8 @@ async def test_a_start_under_way_when_the_provider_closes_makes_no_sandbox(
         closed.set()
     assert provider.live() == []
     assert left(run_dir) == []
+
+
+def test_a_list_of_hosts_makes_a_kind_like_a_tuple():
+    assert SandboxSpec(network=["a.example"]).network == ("a.example",)
+    assert SandboxSpec(network=["a.example"]) == SandboxSpec(network=("a.example",))

@@ -1,0 +1,68 @@
+"""Mistakes of an environment's folder that would only show when a rollout is set up or scored.
+
+Guarantee: nothing is run, and each finding names the file and what to do about it.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+
+from rollout_service.environments.declaration import INSIDE, Declaration
+from rollout_service.environments.files import PackedFile
+
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_SEPARATORS = {";", "&", "&&", "|", "||", "(", ")"}
+_NAMED = re.compile(rf"(?<![\w./-]){INSIDE}/([^\s;|&<>'\"()$]+)")
+_CREATES = re.compile(rf"(?:>|\b(?:mkdir|touch|tee)\b[^;|&]*?)\s*{INSIDE}/")
+
+
+def findings(declaration: Declaration, files: Sequence[PackedFile]) -> Iterator[str]:
+    """Yield what is wrong with the commands of a declaration, given the files of its folder."""
+    by_path = {file.path: file for file in files}
+    for where, command in _commands(declaration):
+        if _CREATES.search(command):
+            continue  # it makes files there by itself
+        yield from _missing(where, command, by_path)
+        yield from _not_runnable(where, command, by_path)
+
+
+def _commands(declaration: Declaration) -> Iterator[tuple[str, str]]:
+    if declaration.init is not None:
+        yield "[init] command", declaration.init.command
+    yield "[evaluate] command", declaration.evaluate.command
+
+
+def _missing(where: str, command: str, files: Iterable[str]) -> Iterator[str]:
+    for name in _NAMED.findall(command):
+        path = name.strip("/")
+        if not any(f"{file}/".startswith(f"{path}/") for file in files):
+            yield f"{where}: {INSIDE}/{path} is not there: the folder has no file {path}"
+
+
+def _not_runnable(where: str, command: str, files: dict[str, PackedFile]) -> Iterator[str]:
+    for program in _programs(command):
+        file = files.get(program.removeprefix(f"{INSIDE}/"))
+        if file is None:
+            continue
+        if not file.executable:
+            yield f"{where}: {program} is not executable: chmod +x {file.path}, or name its interpreter"
+        elif file.data.startswith(b"#!") and file.data.split(b"\n", 1)[0].endswith(b"\r"):
+            yield f"{where}: {program} has Windows line ends, so its first line names no program"
+
+
+def _programs(command: str) -> Iterator[str]:
+    """The first word of each simple command, as far as a shell's words can be told without running it."""
+    words = shlex.shlex(command, posix=True, punctuation_chars=True)
+    words.whitespace_split = True
+    begins = True
+    try:
+        for word in words:
+            if word in _SEPARATORS:
+                begins = True
+            elif begins and not _ASSIGNMENT.match(word):
+                begins = False
+                yield word
+    except ValueError:  # a quote that the shell would complain of too
+        return
