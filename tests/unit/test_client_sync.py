@@ -51,7 +51,7 @@ def answer(request: httpx.Request) -> httpx.Response:
     if request.url.path == "/v1/rollouts/interrupted":
         signal.raise_signal(signal.SIGINT)
         return httpx.Response(200, stream=Events())
-    if request.url.path == "/v1/rollouts":
+    if request.url.path == "/v1/rollouts" and request.method == "GET":
         return httpx.Response(200, json={"rollouts": [rollout("a"), rollout("b")]})
     if request.method == "POST":
         return httpx.Response(200, json=rollout(request.url.path))
