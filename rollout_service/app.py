@@ -13,6 +13,7 @@ from starlette.middleware import Middleware
 from rollout_service import __version__, problems
 from rollout_service.errors import describe, root_cause
 from rollout_service.hosts import AllowedHosts
+from rollout_service.keyring import Keyring
 from rollout_service.middleware import BearerKeys, BodyLimit, CountRequests, HostCheck, JsonBodies
 from rollout_service.openapi import pages
 from rollout_service.pipeline.pipeline import Pipeline
@@ -31,7 +32,8 @@ log = structlog.get_logger(__name__)
 def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
     """The service as an ASGI app; it works while its lifespan lasts, and drains once the shutdown begins."""
     metrics = Metrics()
-    hosts = AllowedHosts(settings.allowed_hosts, bound=settings.host, keyed=bool(settings.keys))
+    hosts = AllowedHosts(settings.allowed_hosts, bound=settings.host, keyed=settings.is_keyed)
+    keyring = Keyring(settings.keys, settings.keys_file, reloaded=metrics.keys_reloaded)
     ending = shutdown or Shutdown(settings.pipeline.drain_seconds)
 
     @asynccontextmanager
@@ -43,6 +45,7 @@ def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
                     with ending.starting(scope):
                         service = await stack.enter_async_context(open_service(settings, metrics, ending))
                     app.state.service, is_started = service, True
+                    await stack.enter_async_context(keyring.watching())
                     async with _draining(ending, service.pipeline):
                         yield
             if not is_started:
@@ -68,7 +71,7 @@ def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
             Middleware(CountRequests, metrics=metrics),
             Middleware(EndRequests, shutdown=ending),
             Middleware(HostCheck, hosts=hosts),
-            Middleware(BearerKeys, keys=settings.keys),
+            Middleware(BearerKeys, keyring=keyring),
             Middleware(JsonBodies),
             Middleware(BodyLimit, max_bytes=settings.max_body_bytes),
         ],
@@ -80,7 +83,7 @@ def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
     for module in MODULES:
         app.include_router(module.router)
     app.state.routes = [route for module in MODULES for route in module.router.routes]
-    pages.install(app, keyed=bool(settings.keys))
+    pages.install(app, keyed=settings.is_keyed)
     return app
 
 

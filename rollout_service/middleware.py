@@ -7,12 +7,9 @@ than the limit allows; all are plain ASGI, so that a streamed answer is never bu
 
 from __future__ import annotations
 
-import hmac
-from collections.abc import Sequence
 from http import HTTPStatus
 
 from fastapi import HTTPException
-from pydantic import SecretStr
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -27,6 +24,8 @@ from rollout_service.errors import (
 )
 from rollout_service.hosts import SAFE_METHODS, AllowedHosts
 from rollout_service.http_connections import seat_of
+from rollout_service.keyring import Keyring
+from rollout_service.keys import ApiKey, needed_role
 from rollout_service.problems import problem_of, respond
 from rollout_service.telemetry import Metrics
 
@@ -36,36 +35,52 @@ DESCRIPTION = frozenset({"/openapi.json", "/docs"})
 
 
 class BearerKeys:
-    """Refuses requests without one of the keys."""
+    """Refuses requests without one of the keys, or with one whose role does not allow them."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[SecretStr]) -> None:
+    def __init__(self, app: ASGIApp, keyring: Keyring) -> None:
         self._app = app
-        self._keys = [key.get_secret_value().encode() for key in keys]
+        self._keyring = keyring
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or _is_open(scope["path"]):
             await self._app(scope, receive, send)
             return
-        if self._admits(Headers(scope=scope)):
-            seat = seat_of(scope)
-            if seat is None or seat.admit():
-                await self._app(scope, receive, send)
-                return
-            busy = UnavailableError("all connections are at work", hint="Raise `http.max_connections`.")
-            await respond(problem_of(busy), {"Retry-After": "1", "Connection": "close"})(scope, receive, send)
-            return
-        error = UnauthorizedError(
-            "the bearer key is missing or wrong",
-            hint="Send `Authorization: Bearer KEY` with a configured key.",
-        )
-        await respond(problem_of(error), {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+        try:
+            self._admit(scope)
+        except UnauthorizedError as error:
+            await respond(problem_of(error), {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+        except ForbiddenError as error:
+            await respond(problem_of(error))(scope, receive, send)
+        except UnavailableError as error:
+            headers = {"Retry-After": "1", "Connection": "close"}
+            await respond(problem_of(error), headers)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
-    def _admits(self, headers: Headers) -> bool:
-        if not self._keys:
-            return True
+    def _admit(self, scope: Scope) -> None:
+        """Raise what stands in the way of a request; with a valid key its connection has a place of its own."""
+        if self._keyring.is_needed:
+            key = self._key(Headers(scope=scope))
+            needed = needed_role(scope["method"], scope["path"])
+            if not key.role.allows(needed):
+                raise ForbiddenError(
+                    f"the key {key.name!r} has the role {key.role}, and this needs {needed}",
+                    hint="Use a key with that role.",
+                    context={"role": key.role, "needed": needed},
+                )
+        seat = seat_of(scope)
+        if seat is not None and not seat.admit():
+            raise UnavailableError("all connections are at work", hint="Raise `http.max_connections`.")
+
+    def _key(self, headers: Headers) -> ApiKey:
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
-        return scheme.lower() == "bearer" and any(matches)
+        key = self._keyring.find(given.strip())
+        if key is None or scheme.lower() != "bearer":
+            raise UnauthorizedError(
+                "the bearer key is missing or wrong",
+                hint="Send `Authorization: Bearer KEY` with a configured key.",
+            )
+        return key
 
 
 def _is_open(path: str) -> bool:

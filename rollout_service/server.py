@@ -52,6 +52,7 @@ def serve(settings: Settings, *, port_file: Path | None = None) -> int:
     configure_logging(settings.log_format, settings.log_level)
     _settle_garbage_collector()
     sys.setswitchinterval(THREAD_SECONDS)
+    os.environ.pop("ROLLOUT_KEYS", None)  # no process that the service starts has to know them
     shutdown = Shutdown(settings.pipeline.drain_seconds)
     app = create_app(settings, shutdown)
     config = uvicorn.Config(
@@ -112,7 +113,7 @@ def _log_start(settings: Settings, address: str) -> None:
         state_dir=str(settings.state_dir.expanduser()),
         engine=engines or settings.engine.value,
         sandbox=settings.sandbox.provider,
-        keys=len(settings.keys),
+        needs_key=settings.is_keyed,
     )
 
 

@@ -20,7 +20,6 @@ from pydantic import (
     ConfigDict,
     Field,
     PrivateAttr,
-    SecretStr,
     ValidationError,
     field_validator,
     model_validator,
@@ -35,6 +34,7 @@ from pydantic_settings import (
 
 from api_schemas.inference import BackendSpec
 from rollout_service.errors import ConfigurationError, nearest
+from rollout_service.keys import COMMAND, ApiKey, check_unique, name_keys
 from rollout_service.settings_keys import known_keys
 from rollout_service.settings_sources import ENV_PREFIX, HINT, Sources
 from sandboxes.config import (
@@ -55,14 +55,32 @@ class Engine(StrEnum):
     """Nothing: backends are registered over HTTP."""
 
 
-def _split_names(value: object) -> object:
-    """Read a variable that holds one name, several with commas between, or a JSON list."""
-    if not isinstance(value, str) or value.lstrip().startswith("["):
-        return json.loads(value) if isinstance(value, str) else value
-    return [name.strip() for name in value.split(",") if name.strip()]
+def _split(value: object) -> object:
+    """Read a variable that holds one value, several with commas between, or a JSON list."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not a valid JSON list: {error}") from None
+    parts = [part.strip() for part in value.split(",")]
+    if not all(parts):
+        raise ValueError("the variable holds an empty value; give it one, or unset it")
+    return parts
 
 
-Names = Annotated[list[str], NoDecode, BeforeValidator(_split_names)]
+def _addresses(value: object) -> object:
+    """Take an engine that is only an address as one with the usual settings."""
+    return (
+        [{"url": one} if isinstance(one, str) else one for one in value] if isinstance(value, list) else value
+    )
+
+
+Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
+Paths = Annotated[list[Path], NoDecode, BeforeValidator(_split)]
+Backends = Annotated[list[BackendSpec], NoDecode, BeforeValidator(_addresses), BeforeValidator(_split)]
+Keys = Annotated[list[ApiKey], NoDecode, BeforeValidator(name_keys), BeforeValidator(_split)]
 
 
 class Section(BaseModel):
@@ -185,8 +203,11 @@ class Settings(BaseSettings):
     """The address to listen on; beyond loopback it needs `keys`."""
     port: int = Field(8080, ge=0, le=65_535)
     """The port to listen on; 0 takes a free one."""
-    keys: list[SecretStr] = []
-    """Bearer keys, any of which opens the API; needed beyond loopback."""
+    keys: Keys = []
+    """Bearer keys of the API; needed beyond loopback. A key is a value, which has the role `admin`, or a table with
+    `name`, `role` (`read`, `submit`, `admin`) and `key`."""
+    keys_file: Path | None = None
+    """A TOML file with more of them as `[[keys]]` tables, which may change while the service runs."""
     allowed_hosts: Names = []
     """Names that requests may use for this server, `*.NAME` for all below one. Left out, a server with keys answers to
     any name, and one without to those of this machine. Pages of a listed name may send orders."""
@@ -196,7 +217,7 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1_024)
     """A larger request is refused."""
     http: HttpSettings = HttpSettings()
-    environments: list[Path] = []
+    environments: Paths = []
     """Folders with an `environment.toml`, or images that carry one."""
     images_dir: Path | None = None
     """Where named images are; `~/.cache/rollout-service/images` when left out."""
@@ -208,7 +229,7 @@ class Settings(BaseSettings):
     engine: Engine = Engine.EMBEDDED
     """What serves the policy when no backend is named: the small CPU engine, or nothing until one is registered."""
     embedded: EngineSettings = EngineSettings()
-    backends: list[BackendSpec] = []
+    backends: Backends = []
     """Engines to register at the start; with any of these the embedded engine is not started."""
     pools: dict[str, PoolSettings] = {}
     """Limits of the pools, by name: `[pools.judge]` with `max_in_flight = 64`."""
@@ -236,12 +257,19 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _keyed_beyond_loopback(self) -> Settings:
-        if not self.keys and not is_loopback(self.host):
+        if not self.is_keyed and not is_loopback(self.host):
+            client = f" ({ENV_PREFIX}KEY is the client's)" if f"{ENV_PREFIX}KEY" in os.environ else ""
             raise ValueError(
-                f"host {self.host} listens beyond loopback and no key is set: set {ENV_PREFIX}KEYS='[\"...\"]' "
-                "or `keys` in rollout.toml, or listen on 127.0.0.1"
+                f"host {self.host} listens beyond loopback and no key is set: set {ENV_PREFIX}KEYS{client}, "
+                f"`keys` in rollout.toml or --keys-file, or listen on 127.0.0.1; make a key with `{COMMAND}`"
             )
+        check_unique(self.keys)
         return self
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether the API asks for a key."""
+        return bool(self.keys) or self.keys_file is not None
 
     @property
     def sandbox_ceiling(self) -> int:
@@ -301,7 +329,7 @@ def validated(sources: Sources) -> Settings:
     try:
         settings = _Layered(**sources.flags)
     except ValidationError as error:
-        raise ConfigurationError(_explain(error, sources), hint=HINT) from error
+        raise ConfigurationError(_explain(error, sources), hint=HINT) from None  # it shows what was given
     settings._file = sources.file
     return settings
 

@@ -43,6 +43,7 @@ FLAGS = {
     "backends": "--backend",
     "environments": "--environment",
     "state_dir": "--state-dir",
+    "keys_file": "--keys-file",
     "pipeline.init_workers": "--init-workers",
     "pipeline.rollout_workers": "--rollout-workers",
     "pipeline.evaluate_workers": "--evaluate-workers",
@@ -168,9 +169,9 @@ def _tree(variable: str, text: str) -> Any:
 
 
 def _holds(tree: Any, path: Sequence[str]) -> bool:
-    """Whether a tree has a value at a path; a list holds whatever is said to be below it."""
+    """Whether a tree has a value at a path; a list, or a text that stands for one, holds what is below it."""
     for part in path:
-        if isinstance(tree, list):
+        if isinstance(tree, list | str):
             return True
         if not isinstance(tree, Mapping) or part not in tree:
             return False

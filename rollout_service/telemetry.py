@@ -111,6 +111,12 @@ class Metrics:
             ["reason"],
             registry=self.registry,
         )
+        self._key_reloads = Counter(
+            "rollout_key_reloads_total",
+            "Readings of a changed keys file; one that failed left the keys as they were",
+            ["outcome"],
+            registry=self.registry,
+        )
         self._requests = Counter(
             "rollout_http_requests_total",
             "Requests of the API",
@@ -125,6 +131,10 @@ class Metrics:
     def request(self, method: str, route: str, status: int) -> None:
         """Count a request of the API."""
         self._requests.labels(method, route, str(status)).inc()
+
+    def keys_reloaded(self, succeeded: bool) -> None:
+        """Count a reading of the keys file."""
+        self._key_reloads.labels("succeeded" if succeeded else "failed").inc()
 
     def refused_connection(self, reason: str) -> None:
         """Count a connection that was closed for what its peer did."""

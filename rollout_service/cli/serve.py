@@ -33,6 +33,9 @@ def command(
     ] = None,
     config: Annotated[Path | None, typer.Option(help="Settings file; default rollout.toml.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Where the store is kept; a local disk.")] = None,
+    keys_file: Annotated[
+        Path | None, typer.Option(help="TOML file with the API's keys; may change while the server runs.")
+    ] = None,
     port_file: Annotated[
         Path | None, typer.Option(help="Write the address here once the server listens.")
     ] = None,

@@ -1,5 +1,6 @@
 """A service that cannot start says why in a sentence, and what to do, without a traceback."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,13 +8,14 @@ from pathlib import Path
 import pytest
 
 
-def serve(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+def serve(folder: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "rollout_service.cli", "serve", "--port", "0", "--sandbox", "local"]
     return subprocess.run(
         [*command, "--state-dir", str(folder), *flags],
         capture_output=True,
         text=True,
         timeout=90,
+        env=os.environ | variables,
         check=False,
     )
 
@@ -31,6 +33,14 @@ def test_it_says_why(tmp_path: Path, flags: list[str], says: str) -> None:
     ended = serve(tmp_path, *flags)
     assert ended.returncode != 0
     assert says in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("keys", ["abc", '[""]', "[", ""])
+def test_a_key_that_protects_nothing_is_refused_in_one_line(tmp_path: Path, keys: str) -> None:
+    ended = serve(tmp_path, "--host", "0.0.0.0", "--engine", "none", ROLLOUT_KEYS=keys)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("error: ROLLOUT_KEYS: keys")
     assert "Traceback" not in ended.stderr
 
 

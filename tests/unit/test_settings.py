@@ -1,5 +1,6 @@
 """Settings: who wins, what is refused, and what the refusal says."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 from rollout_service.errors import ConfigurationError
 from rollout_service.settings import Settings, is_loopback, load_settings
 from rollout_service.settings_keys import known_keys
+
+KEY = "a-key-of-enough-characters"
 
 
 @pytest.fixture(autouse=True)
@@ -59,8 +62,67 @@ def test_a_file_that_was_named_must_exist(empty_folder: Path) -> None:
 def test_beyond_loopback_needs_a_key() -> None:
     with pytest.raises(ConfigurationError, match="no key is set"):
         load_settings(host="0.0.0.0")
-    assert load_settings(host="0.0.0.0", keys=["secret"]).keys[0].get_secret_value() == "secret"
-    assert "secret" not in repr(load_settings(host="0.0.0.0", keys=["secret"]))
+    settings = load_settings(host="0.0.0.0", keys=[KEY])
+    assert (settings.keys[0].key.get_secret_value(), settings.keys[0].role) == (KEY, "admin")
+    assert KEY not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [KEY, f" {KEY} ", f'["{KEY}"]', f'[{{"name": "key-1", "key": "{KEY}"}}]'],
+    ids=["plain", "spaces", "list", "table"],
+)
+def test_a_key_in_a_variable_is_a_plain_value_or_json(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUT_KEYS", value)
+    (key,) = load_settings(host="0.0.0.0").keys
+    assert (key.key.get_secret_value(), key.role, key.name) == (KEY, "admin", "key-1")
+    monkeypatch.setenv("ROLLOUT_KEYS", f"{KEY},{KEY}2")
+    assert len(load_settings().keys) == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ('[""]', "needs 16"),
+        ("", "empty"),
+        ("abc", "make one with `python3"),
+        (f"{KEY},", "empty"),
+        (f'["{KEY} with spaces"]', "visible ASCII"),
+        (f'["{KEY}", "{KEY}"]', "two keys have the same value"),
+        (f'["{KEY}"', "not a valid JSON list"),
+        (f'[{{"name": "x", "role": "root", "key": "{KEY}"}}]', "'read', 'submit' or 'admin'"),
+        (f'[{{"key": "{KEY}"}}]', "keys.0.name"),
+        ("[7]", "keys.0"),
+    ],
+)
+def test_a_key_that_would_protect_nothing_is_refused_without_being_shown(
+    value: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLOUT_KEYS", value)
+    with pytest.raises(ConfigurationError, match=re.escape(says)) as refused:
+        load_settings(host="0.0.0.0")
+    assert KEY not in str(refused.value)
+    assert refused.value.__cause__ is None
+
+
+def test_lists_in_variables_may_be_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUT_ENVIRONMENTS", "./a, b")
+    monkeypatch.setenv("ROLLOUT_BACKENDS", "http://gpu-1:30000,http://gpu-2:30000")
+    settings = load_settings()
+    assert settings.environments == [Path("a"), Path("b")]
+    assert [backend.url.host for backend in settings.backends] == ["gpu-1", "gpu-2"]
+
+
+def test_a_variable_that_needs_json_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUT_POOLS", "judge")
+    with pytest.raises(ConfigurationError, match="ROLLOUT_POOLS is not valid JSON"):
+        load_settings()
+
+
+def test_the_clients_key_beside_a_server_without_one_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUT_KEY", KEY)
+    with pytest.raises(ConfigurationError, match=r"ROLLOUT_KEYS \(ROLLOUT_KEY is the client's\)"):
+        load_settings(host="0.0.0.0")
 
 
 @pytest.mark.parametrize(
@@ -116,8 +178,8 @@ def test_a_mistake_in_the_file_is_named_with_its_line(empty_folder: Path, toml: 
         ("ROLLOUT_PORT", "x", "ROLLOUT_PORT: port: "),
         ("ROLLOUT_PIPELINE__INIT_WORKERS", "0", "ROLLOUT_PIPELINE__INIT_WORKERS: pipeline.init_workers: "),
         ("ROLLOUT_PIPELINE", '{"init_worker": 2}', "ROLLOUT_PIPELINE: pipeline.init_worker: unknown"),
-        ("ROLLOUT_ENVIRONMENTS", "./mine", "ROLLOUT_ENVIRONMENTS is not valid JSON"),
-        ("ROLLOUT_BACKENDS", "http://gpu-1:30000", "ROLLOUT_BACKENDS is not valid JSON"),
+        ("ROLLOUT_ENVIRONMENTS", "[./mine", "ROLLOUT_ENVIRONMENTS: environments: not a valid JSON list"),
+        ("ROLLOUT_BACKENDS", "gpu-1:30000", "ROLLOUT_BACKENDS: backends.0.url"),
         ("ROLLOUT_SANDBOXES__WARM", "3", "ROLLOUT_SANDBOXES__WARM: sandboxes.warm: "),
         ("ROLLOUT_SANDBOX__MEMROY", "1", "ROLLOUT_SANDBOX__MEMROY is not a setting"),
     ],

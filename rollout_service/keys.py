@@ -1,0 +1,123 @@
+"""What a key of the API is, and what its role allows.
+
+Guarantees: a key is long enough that nobody finds it by trying; its value is in no message and no representation; a
+route that is not named here needs the role `admin`, so that a new one is never open by mistake.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+
+from rollout_service.errors import ConfigurationError
+
+MIN_LENGTH = 16
+MAX_LENGTH = 512
+COMMAND = "python3 -c 'import secrets; print(secrets.token_urlsafe(32))'"
+ALPHABET = re.compile(r"[!-+\--~]+")
+"""Visible ASCII without the comma, which separates keys in a variable."""
+READING = frozenset({"GET", "HEAD"})
+SUBMITTING = ("/v1/rollouts", "/v1/runs", "/v1/rescore", "/process", "/cancel")
+"""Where the role `submit` may send orders, with all that is below."""
+
+
+class Role(StrEnum):
+    """What the holder of a key may do; each role may do what the ones before it may."""
+
+    READ = "read"
+    """Look at everything: rollouts and their trajectories, runs, engines, events, metrics."""
+    SUBMIT = "submit"
+    """Order and cancel rollouts, and work with runs and their batches."""
+    ADMIN = "admin"
+    """Everything: engines, weights, pausing and stopping the service."""
+
+    def allows(self, needed: Role) -> bool:
+        """Whether this role may do what needs another."""
+        roles = list(Role)
+        return roles.index(self) >= roles.index(needed)
+
+
+def needed_role(method: str, path: str) -> Role:
+    """Return the least role that may send a request."""
+    if method in READING:
+        return Role.READ
+    if any(path == start or path.startswith(f"{start}/") for start in SUBMITTING):
+        return Role.SUBMIT
+    return Role.ADMIN
+
+
+class ApiKey(BaseModel):
+    """A key of the API."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    name: str = Field(min_length=1, max_length=128)
+    """For people: refusals show it, and the key itself is never shown."""
+    role: Role = Role.ADMIN
+    """`read`, `submit` or `admin`."""
+    key: SecretStr
+    """At least 16 characters of visible ASCII, without a comma."""
+
+    @field_validator("key")
+    @classmethod
+    def _is_strong(cls, key: SecretStr) -> SecretStr:
+        value = key.get_secret_value()
+        if not MIN_LENGTH <= len(value) <= MAX_LENGTH:
+            raise ValueError(
+                f"a key has {len(value)} characters and needs {MIN_LENGTH} to {MAX_LENGTH}; make one with `{COMMAND}`"
+            )
+        if not ALPHABET.fullmatch(value):
+            raise ValueError(f"a key is visible ASCII without spaces and commas; make one with `{COMMAND}`")
+        return key
+
+
+def name_keys(value: object) -> object:
+    """Give keys that are only a value the role `admin` and a name."""
+    if not isinstance(value, list):
+        return value
+    return [
+        {"name": f"key-{number}", "key": key} if isinstance(key, str | SecretStr) else key
+        for number, key in enumerate(value, start=1)
+    ]
+
+
+def check_unique(keys: Sequence[ApiKey]) -> None:
+    """Raise ValueError when two keys have one name or one value."""
+    for kind, values in (
+        ("name", [key.name for key in keys]),
+        ("value", [key.key.get_secret_value() for key in keys]),
+    ):
+        if len(set(values)) < len(values):
+            raise ValueError(f"two keys have the same {kind}")
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    keys: list[ApiKey] = Field(min_length=1)
+
+
+def read_keys(path: Path) -> list[ApiKey]:
+    """Return the keys of a file, whose tables `[[keys]]` have `name`, `role` and `key`.
+
+    Raises ConfigurationError that says where the file is wrong, and never what it holds.
+    """
+    try:
+        table: dict[str, Any] = tomllib.loads(path.read_text())
+        return _File.model_validate(table).keys
+    except OSError as error:
+        raise ConfigurationError(f"the keys file {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+        raise ConfigurationError(f"the keys file {path} is not valid TOML") from None
+    except ValidationError as error:
+        wrong = "; ".join(
+            f"{'.'.join(str(part) for part in item['loc'])}: {item['msg'].removeprefix('Value error, ')}"
+            for item in error.errors(include_input=False)
+        )
+        raise ConfigurationError(f"the keys file {path}: {wrong}") from None
