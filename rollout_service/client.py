@@ -13,6 +13,7 @@ import random
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from itertools import islice
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
@@ -97,7 +98,8 @@ class RolloutClient:
     """The service at one address. Use it as `async with RolloutClient(url, key) as client`.
 
     `patience_seconds` is how long a call is repeated while the server cannot be reached, or says that it cannot take
-    it now (429, 502, 503, 504), as when it is restarted; 0 asks once.
+    it now (429, 502, 503, 504), as when it is restarted; 0 asks once. `ca_file` holds certificates to trust, in PEM,
+    beside the usual ones: for a server whose certificate is your own.
     """
 
     def __init__(
@@ -106,16 +108,21 @@ class RolloutClient:
         key: str | None = None,
         *,
         patience_seconds: float = 60.0,
+        ca_file: str | Path | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self.patience_seconds = patience_seconds
+        self._context = httpx.create_ssl_context()
+        if ca_file is not None:
+            self._context.load_verify_locations(cafile=ca_file)
         self._http = httpx.AsyncClient(
             base_url=self.base_url,
             headers={"authorization": f"Bearer {key}"} if key else {},
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             timeout=httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
             transport=transport,
+            verify=self._context,
         )
         self._direct = transport is None and is_direct(self._http.base_url)
         self._tasks: TaskGroup | None = None
@@ -460,7 +467,9 @@ class RolloutClient:
         while True:
             try:
                 if into is not None and self._direct:
-                    response = await into.fetch(request, connect_seconds=CONNECT_SECONDS, seconds=seconds)
+                    response = await into.fetch(
+                        request, connect_seconds=CONNECT_SECONDS, seconds=seconds, context=self._context
+                    )
                 else:
                     response = await self._received(request, into.receive if into is not None else receive)
                 if not response.is_success:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import http.client
 import socket
+import ssl
 import urllib.request
 from contextlib import suppress
 
@@ -37,13 +38,13 @@ class LargeBody:
         del self.content[at:]
 
     async def fetch(
-        self, request: httpx.Request, *, connect_seconds: float, seconds: float
+        self, request: httpx.Request, *, connect_seconds: float, seconds: float, context: ssl.SSLContext
     ) -> httpx.Response:
         """Send a request without a body; the answer has the body itself only when it is no success.
 
         Raises TransportError.
         """
-        fetch = _Fetch(request, connect_seconds=connect_seconds, seconds=seconds)
+        fetch = _Fetch(request, connect_seconds=connect_seconds, seconds=seconds, context=context)
         try:
             response, self.content = await anyio.to_thread.run_sync(fetch.send, abandon_on_cancel=True)
         finally:
@@ -54,10 +55,12 @@ class LargeBody:
 class _Fetch:
     """One request over a connection of its own, for a thread."""
 
-    def __init__(self, request: httpx.Request, *, connect_seconds: float, seconds: float) -> None:
+    def __init__(
+        self, request: httpx.Request, *, connect_seconds: float, seconds: float, context: ssl.SSLContext
+    ) -> None:
         self._request = request
         self._seconds = seconds
-        self._connection = _connection(request.url, connect_seconds)
+        self._connection = _connection(request.url, connect_seconds, context)
 
     def send(self) -> tuple[httpx.Response, bytearray]:
         """The answer and its body."""
@@ -90,9 +93,8 @@ class _Fetch:
                 sock.shutdown(socket.SHUT_RDWR)
 
 
-def _connection(url: httpx.URL, seconds: float) -> http.client.HTTPConnection:
+def _connection(url: httpx.URL, seconds: float, context: ssl.SSLContext) -> http.client.HTTPConnection:
     if url.scheme == "https":
-        context = httpx.create_ssl_context()
         return http.client.HTTPSConnection(url.host, url.port, timeout=seconds, context=context)
     return http.client.HTTPConnection(url.host, url.port, timeout=seconds)
 

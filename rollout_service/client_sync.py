@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial, update_wrapper
+from pathlib import Path
 from types import TracebackType
 from typing import Concatenate, Generic, ParamSpec, Self, TypeVar
 
@@ -177,12 +178,18 @@ class SyncRolloutClient(Blocking[RolloutClient]):
         key: str | None = None,
         *,
         patience_seconds: float = 60.0,
+        ca_file: str | Path | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self.patience_seconds = patience_seconds
         self._make = partial(
-            RolloutClient, base_url, key, patience_seconds=patience_seconds, transport=transport
+            RolloutClient,
+            base_url,
+            key,
+            patience_seconds=patience_seconds,
+            ca_file=ca_file,
+            transport=transport,
         )
         self._stack = ExitStack()
 

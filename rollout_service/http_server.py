@@ -16,6 +16,7 @@ import uvicorn
 
 from rollout_service.http_connections import Connections, Eviction
 from rollout_service.http_protocol import BoundedProtocol, Observe, RequestLimits
+from rollout_service.tls import Certificate
 
 log = structlog.get_logger(__name__)
 
@@ -35,6 +36,7 @@ class Server(uvicorn.Server):
         connections: Connections,
         limits: RequestLimits,
         observe: Observe,
+        certificate: Certificate | None = None,
     ) -> None:
         """`observe` is told why a connection was refused."""
         super().__init__(config)
@@ -42,6 +44,7 @@ class Server(uvicorn.Server):
         self._connections = connections
         self._limits = limits
         self._observe = observe
+        self._certificate = certificate
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         super().run(sockets or [])  # uvicorn accepts nothing by itself
@@ -49,6 +52,8 @@ class Server(uvicorn.Server):
     async def main_loop(self) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._accept)
+            if self._certificate is not None and self.config.ssl is not None:
+                tasks.start_soon(self._certificate.follow, self.config.ssl)
             await super().main_loop()
             tasks.cancel_scope.cancel()
         self._listener.close()

@@ -29,6 +29,7 @@ from rollout_service.http_protocol import RequestLimits
 from rollout_service.settings import Settings
 from rollout_service.shutdown import Shutdown
 from rollout_service.telemetry import Metrics, configure_logging
+from rollout_service.tls import Certificate
 
 log = structlog.get_logger(__name__)
 
@@ -43,7 +44,7 @@ wakes. The default of 5 ms is several times what all of a turn takes."""
 
 
 def serve(settings: Settings, *, port_file: Path | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; writes `http://HOST:PORT` to `port_file` once it listens.
+    """Serve until SIGTERM or SIGINT; writes `http://HOST:PORT`, or `https`, to `port_file` once it listens.
 
     Returns the exit code of a service of which a part failed; after a signal the process ends by that signal.
     Raises ConfigurationError when the address cannot be bound. Where the service itself cannot start, the log
@@ -54,6 +55,7 @@ def serve(settings: Settings, *, port_file: Path | None = None) -> int:
     sys.setswitchinterval(THREAD_SECONDS)
     os.environ.pop("ROLLOUT_KEYS", None)  # no process that the service starts has to know them
     shutdown = Shutdown(settings.pipeline.drain_seconds)
+    certificate = Certificate.of(settings)
     app = create_app(settings, shutdown)
     config = uvicorn.Config(
         PlainStartup(app),
@@ -63,14 +65,15 @@ def serve(settings: Settings, *, port_file: Path | None = None) -> int:
         timeout_keep_alive=settings.http.keep_alive_seconds,
         lifespan="on",
         ws="none",
+        **(certificate.options() if certificate else {}),
     )
     with _bind(settings) as listener:
-        address = _address(listener, settings.host)
+        address = _address(listener, settings.host, "https" if certificate else "http")
         if port_file is not None:
             _announce(address, port_file)
-        limits = _connections(settings, app.state.metrics)
+        options = _connections(settings, app.state.metrics) | {"certificate": certificate}
         on_start = partial(_log_start, settings, address)
-        server = DrainingServer(config, listener, **limits, shutdown=shutdown, on_start=on_start)
+        server = DrainingServer(config, listener, **options, shutdown=shutdown, on_start=on_start)
         return _run(server, shutdown)
 
 
@@ -157,9 +160,9 @@ def _bind(settings: Settings) -> socket.socket:
         ) from error
 
 
-def _address(listener: socket.socket, host: str) -> str:
+def _address(listener: socket.socket, host: str, scheme: str) -> str:
     name = f"[{host}]" if ":" in host else host
-    return f"http://{name}:{listener.getsockname()[1]}"
+    return f"{scheme}://{name}:{listener.getsockname()[1]}"
 
 
 def _announce(address: str, port_file: Path) -> None:

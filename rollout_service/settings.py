@@ -20,6 +20,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PrivateAttr,
+    SecretStr,
     ValidationError,
     field_validator,
     model_validator,
@@ -211,6 +212,13 @@ class Settings(BaseSettings):
     allowed_hosts: Names = []
     """Names that requests may use for this server, `*.NAME` for all below one. Left out, a server with keys answers to
     any name, and one without to those of this machine. Pages of a listed name may send orders."""
+    tls_certificate: Path | None = None
+    """A PEM file with the server's certificate and its chain; with it the API is HTTPS. A renewed one is used for new
+    connections without a restart."""
+    tls_key: Path | None = None
+    """A PEM file with the key of the certificate, unless that is in the same file."""
+    tls_key_password: SecretStr | None = None
+    """The password of an encrypted key."""
     state_dir: Path = Field(default_factory=default_state_dir)
     """Where the store is kept, and which run folders of sandboxes were in use; on a local disk. Left out,
     `$XDG_STATE_HOME/rollout-service`, or `~/.local/state/rollout-service`."""
@@ -264,6 +272,8 @@ class Settings(BaseSettings):
                 f"`keys` in rollout.toml or --keys-file, or listen on 127.0.0.1; make a key with `{COMMAND}`"
             )
         check_unique(self.keys)
+        if self.tls_key is not None and self.tls_certificate is None:
+            raise ValueError("tls_key is set, and tls_certificate is not")
         return self
 
     @property

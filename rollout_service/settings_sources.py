@@ -24,6 +24,7 @@ from rollout_service.settings_keys import fields_at, is_json, known_keys
 ENV_PREFIX = "ROLLOUT_"
 OTHER_VARIABLES = {
     "ROLLOUT_APPTAINER": "the apptainer to use",
+    "ROLLOUT_CA_FILE": "the certificates that commands trust, instead of the system's",
     "ROLLOUT_CONFIG": "the settings file, instead of `rollout.toml` in the working folder",
     "ROLLOUT_KEY": "the bearer key that commands send",
     "ROLLOUT_URL": "the server that commands talk to",
@@ -44,6 +45,8 @@ FLAGS = {
     "environments": "--environment",
     "state_dir": "--state-dir",
     "keys_file": "--keys-file",
+    "tls_certificate": "--tls-certificate",
+    "tls_key": "--tls-key",
     "pipeline.init_workers": "--init-workers",
     "pipeline.rollout_workers": "--rollout-workers",
     "pipeline.evaluate_workers": "--evaluate-workers",

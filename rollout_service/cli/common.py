@@ -7,6 +7,7 @@ Nothing heavy is imported before a command needs it, so that `--help` is quick.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Annotated, Any
@@ -73,7 +74,8 @@ def connect(url: str, key: str | None, *, patience_seconds: float = 0.0) -> Roll
     """The client that commands use; by default it asks once and says at once when nobody answers."""
     from rollout_service.client import RolloutClient
 
-    return RolloutClient(url, key, patience_seconds=patience_seconds)
+    ca_file = os.environ.get("ROLLOUT_CA_FILE")
+    return RolloutClient(url, key, patience_seconds=patience_seconds, ca_file=ca_file)
 
 
 def run(command: Callable[[], Awaitable[int | None]]) -> None:

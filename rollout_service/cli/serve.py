@@ -36,6 +36,10 @@ def command(
     keys_file: Annotated[
         Path | None, typer.Option(help="TOML file with the API's keys; may change while the server runs.")
     ] = None,
+    tls_certificate: Annotated[
+        Path | None, typer.Option(help="PEM file of a certificate with its chain; serves HTTPS.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file of the certificate's key.")] = None,
     port_file: Annotated[
         Path | None, typer.Option(help="Write the address here once the server listens.")
     ] = None,

@@ -44,7 +44,9 @@ async def fetch(url: str, *, seconds: float = 10.0) -> tuple[httpx.Response, byt
     body = LargeBody()
     headers = {"authorization": "Bearer k", "accept-encoding": "gzip"}
     request = httpx.Request("POST", f"{url}/lease?key=1", headers=headers)
-    response = await body.fetch(request, connect_seconds=5.0, seconds=seconds)
+    response = await body.fetch(
+        request, connect_seconds=5.0, seconds=seconds, context=httpx.create_ssl_context()
+    )
     return response, body.content
 
 

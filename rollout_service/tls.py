@@ -1,0 +1,94 @@
+"""TLS of the API: a certificate that is checked before the server starts, and read again when it is renewed.
+
+Guarantees: a certificate that cannot be used is a `ConfigurationError` at the start; later it changes nothing, and the
+log says why. Connections keep what they were opened with.
+"""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from rollout_service.errors import ConfigurationError
+from rollout_service.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+POLL_SECONDS = 10.0
+
+
+class Certificate:
+    """A certificate with its chain and its key."""
+
+    def __init__(self, certificate: Path, key: Path | None, password: str | None) -> None:
+        """Raises ConfigurationError when they cannot be used."""
+        self._certificate = certificate.expanduser()
+        self._key = key.expanduser() if key is not None else None
+        self._password = password
+        self._signature = self._sign()
+        self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+
+    @classmethod
+    def of(cls, settings: Settings) -> Certificate | None:
+        """Return the certificate of the settings, if there is one; raises ConfigurationError."""
+        if settings.tls_certificate is None:
+            return None
+        password = settings.tls_key_password
+        return cls(
+            settings.tls_certificate, settings.tls_key, password.get_secret_value() if password else None
+        )
+
+    def options(self) -> dict[str, Any]:
+        """Return uvicorn's options."""
+        return {
+            "ssl_certfile": self._certificate,
+            "ssl_keyfile": self._key,
+            "ssl_keyfile_password": self._password,
+        }
+
+    async def follow(self, context: ssl.SSLContext) -> None:
+        """Have new connections get a renewed certificate, without end."""
+        while True:
+            await anyio.sleep(POLL_SECONDS)
+            signature = await anyio.to_thread.run_sync(self._sign)
+            if signature == self._signature:
+                continue
+            self._signature = signature
+            try:
+                self._load(
+                    ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                )  # a failure leaves a context without a key
+                self._load(context)
+            except ConfigurationError as error:
+                log.error("the certificate stays as it was", error=str(error))
+            else:
+                log.info("certificate read again", file=str(self._certificate))
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        try:
+            # Without a password OpenSSL would ask for one on the terminal.
+            context.load_cert_chain(self._certificate, self._key, password=self._password or "")
+        except OSError as error:  # SSLError is one
+            files = f"{self._certificate} and {self._key}" if self._key else str(self._certificate)
+            why = getattr(error, "reason", None) or error.strerror or str(error)
+            raise ConfigurationError(
+                f"TLS cannot use {files}: {why}",
+                hint="`tls_certificate` is a PEM file with the chain, and `tls_key` one with its key.",
+            ) from None
+
+    def _sign(self) -> list[tuple[int, int] | None]:
+        """What tells one version of the files from another."""
+        return [_version(path) for path in (self._certificate, self._key) if path is not None]
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino

@@ -1,0 +1,62 @@
+"""A real server without engine and sandboxes, for tests of how its API is reached."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+START_SECONDS = 90.0
+
+
+@dataclass
+class ApiServer:
+    """A server that listens."""
+
+    url: str
+    log_file: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+
+@contextmanager
+def api_server(
+    folder: Path, *flags: str, before: Sequence[str] = (), **variables: str
+) -> Iterator[ApiServer]:
+    """Serve from a folder; `before` is a command that the server is started through, such as `prlimit`."""
+    address, log = folder / "address", folder / "log"
+    fixed = ["--port", "0", "--port-file", str(address), "--state-dir", str(folder / "state")]
+    command = [*before, sys.executable, "-m", "rollout_service.cli", "serve", "--engine", "none"]
+    command += ["--sandbox", "local", *fixed, *flags]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, cwd=folder, env=os.environ | variables
+        )
+        try:
+            deadline = time.monotonic() + START_SECONDS
+            while (
+                "Application startup complete" not in log.read_text()
+            ):  # the address is written before it answers
+                assert process.poll() is None, log.read_text()
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.05)
+            yield ApiServer(address.read_text(), log, process)
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def make_certificate(folder: Path, days: int = 2) -> tuple[Path, Path]:
+    """Write a certificate for this machine that signs itself, and its key."""
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    kind = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", str(days)]
+    command = [*kind, "-keyout", str(key), "-out", str(certificate), *names]
+    subprocess.run(command, check=True, capture_output=True)
+    return certificate, key
