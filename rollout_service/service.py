@@ -36,6 +36,7 @@ from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.sandboxing import SandboxSource
 from rollout_service.pipeline.stage import StageLimiter
 from rollout_service.policies import POLICIES, policy_folder
+from rollout_service.private_files import open_state_folder
 from rollout_service.routing_trace import RoutingTrace
 from rollout_service.runs import Delivery, RunManager
 from rollout_service.runs.dataset import reopening
@@ -160,8 +161,7 @@ async def check_image(sandboxes: SandboxSource, spec: EnvironmentSpec) -> None:
 @asynccontextmanager
 async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown) -> AsyncIterator[Service]:
     """Open the service, sweep what a crash left, and work until the block is left."""
-    state_dir = settings.state_dir.expanduser()
-    state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    state_dir = open_state_folder(settings.state_dir.expanduser())
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(await SqliteStore.open(settings.database))
         await stack.enter_async_context(_failing_with(store))

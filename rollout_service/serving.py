@@ -33,6 +33,7 @@ from rollout_service.errors import describe
 from rollout_service.inference.errors import InferenceError, NoBackendError, WeightsPartlyLoaded
 from rollout_service.inference.order_outcomes import judge, judge_weights
 from rollout_service.inference.pools import Pools
+from rollout_service.private_files import write_private
 from rollout_service.tokens import ChatRenderer, Conversation
 
 log = structlog.get_logger(__name__)
@@ -265,12 +266,10 @@ class Serving:
             return []
 
     async def _save(self) -> None:
-        draft = self._remembered.with_suffix(".draft")
         async with self._saving:  # two that are registered at once share the draft
             data = _SPECS.dump_json(list(self._specs.values()))
             try:
-                await anyio.Path(draft).write_bytes(data)
-                await anyio.Path(draft).replace(self._remembered)
+                await anyio.to_thread.run_sync(write_private, self._remembered, data)
             except OSError as error:
                 log.error(
                     "the backends cannot be remembered, and have to be registered again after a restart",

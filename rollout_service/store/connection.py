@@ -13,6 +13,7 @@ import sqlite3
 from pathlib import Path
 
 from rollout_service.errors import StoreError
+from rollout_service.private_files import make_private
 from rollout_service.store.schema import migrate
 
 IN_MEMORY = ":memory:"
@@ -42,7 +43,8 @@ class FileClaim:
 
     def __init__(self, path: Path) -> None:
         self._path = path.with_name(path.name + ".lock")
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        make_private(self._path)
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -60,6 +62,14 @@ class FileClaim:
         os.close(self._descriptor)
 
 
+def _close_to_others(path: Path) -> None:
+    """Make the file its owner's alone before SQLite opens it, which gives its log and index the same mode."""
+    make_private(path)
+    for suffix in ("-wal", "-shm"):
+        if (beside := path.with_name(path.name + suffix)).exists():
+            make_private(beside)
+
+
 class Database:
     """An open store file: one connection, for use in the thread that made it.
 
@@ -75,6 +85,7 @@ class Database:
             if str(path) != IN_MEMORY:
                 Path(path).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 self._claim = FileClaim(Path(path))
+                _close_to_others(Path(path))
             self.connection = self._connect(path)
         except OSError as error:
             self._release()

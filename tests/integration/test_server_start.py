@@ -44,6 +44,15 @@ def test_a_key_that_protects_nothing_is_refused_in_one_line(tmp_path: Path, keys
     assert "Traceback" not in ended.stderr
 
 
+def test_a_state_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ended = serve(tmp_path / "file" / "below", "--engine", "none")
+    assert ended.returncode != 0
+    assert "Traceback" not in ended.stderr
+    assert "the state folder" in ended.stderr
+    assert "--state-dir" in ended.stderr
+
+
 def test_a_store_that_is_no_database(tmp_path: Path) -> None:
     (tmp_path / "rollouts.sqlite3").write_bytes(b"not a database, and long enough to be taken for none" * 100)
     ended = serve(tmp_path, "--engine", "none")
