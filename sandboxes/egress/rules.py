@@ -20,6 +20,21 @@ NAME_LIMIT = 253
 LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)")
 NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
+NEVER = tuple(
+    ipaddress.ip_network(network)
+    for network in (
+        "0.0.0.0/8",  # this host
+        "192.0.0.0/24",  # protocols' own addresses; Oracle's metadata service
+        "168.63.129.16/32",  # Azure's platform
+        "64:ff9b:1::/48",  # translated by local rules that are not known here
+        "fd00:ec2::/32",  # Amazon's metadata service
+        "fd20:ce::/32",  # Google's metadata service
+        "fec0::/10",  # site-local, which no longer exists
+    )
+)
+"""What no name stands for in good faith, although it is public or private by its registration."""
+ISATAP = frozenset({0x0000_5EFE, 0x0200_5EFE})
+"""What comes before the address of version 4 in an address of an ISATAP tunnel."""
 HINT = 'entries are HOST, *.HOST or an address, each also with :PORT: "pypi.org", "*.example.org:8443", "[fd00::1]:80"'
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -151,7 +166,9 @@ class AllowList:
 def _is_reachable(address: Address, *, private: bool) -> bool:
     if address.is_loopback or address.is_link_local or address.is_multicast or address.is_unspecified:
         return False
-    return address.is_global or (private and address.is_private and not address.is_reserved)
+    if any(address in network for network in NEVER) or (address.is_reserved and address not in NAT64):
+        return False
+    return address.is_global or (private and address.is_private)
 
 
 def _embedded(address: Address) -> list[Address]:
@@ -159,6 +176,7 @@ def _embedded(address: Address) -> list[Address]:
     if isinstance(address, ipaddress.IPv4Address):
         return []
     found: list[Address] = [one for one in (address.sixtofour, *(address.teredo or ())) if one is not None]
-    if address in NAT64:
-        found.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    low = int(address)
+    if address in NAT64 or (low >> 32) & 0xFFFFFFFF in ISATAP:
+        found.append(ipaddress.IPv4Address(low & 0xFFFFFFFF))
     return found
