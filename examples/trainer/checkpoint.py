@@ -85,7 +85,7 @@ class Checkpoints:
 
 def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
     """What `save` was given beside the model."""
-    state: dict[str, Any] = torch.load(checkpoint.folder / STATE, weights_only=False)
+    state: dict[str, Any] = torch.load(checkpoint.folder / STATE, weights_only=True)
     return state
 
 

@@ -91,14 +91,15 @@ class Learner:
         return {
             "steps": self.steps,
             "optimizer": self._optimizer.state_dict(),
-            "random": self._random.getstate(),
+            "random": list(self._random.getstate()[1]),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from such a state."""
         self.steps = state["steps"]
         self._optimizer.load_state_dict(state["optimizer"])
-        self._random.setstate(state["random"])
+        version, _, next_gauss = self._random.getstate()
+        self._random.setstate((version, tuple(state["random"]), next_gauss))
 
     @torch.no_grad()
     def _proximal(self, samples: Sequence[Sample]) -> dict[int, Tensor]:
