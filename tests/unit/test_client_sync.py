@@ -1,7 +1,6 @@
 """The blocking client has all that the asynchronous one has, and its calls and loops end as they should."""
 
 import inspect
-import signal
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -10,8 +9,6 @@ import anyio
 import httpx
 import pytest
 
-from api_schemas.rollouts import RolloutRequest
-from api_schemas.tasks import Task
 from rollout_service.client import ClientRun, LeasedBatch, NotFoundError, RolloutClient
 from rollout_service.client_sync import SyncBatch, SyncRolloutClient, SyncRun
 
@@ -48,9 +45,6 @@ def test_both_clients_are_made_alike() -> None:
 def answer(request: httpx.Request) -> httpx.Response:
     if request.url.path == "/v1/events":
         return httpx.Response(200, headers={"content-type": "text/event-stream"}, stream=Events())
-    if request.url.path == "/v1/rollouts/interrupted":
-        signal.raise_signal(signal.SIGINT)
-        return httpx.Response(200, stream=Events())
     if request.url.path == "/v1/rollouts" and request.method == "GET":
         return httpx.Response(200, json={"rollouts": [rollout("a"), rollout("b")]})
     if request.method == "POST":
@@ -90,13 +84,6 @@ def test_calls_and_loops_give_what_the_asynchronous_ones_give() -> None:
         assert [each.rollout_id for each in blocking.rollouts()] == ["a", "b"]
         with pytest.raises(NotFoundError):
             blocking.get("nobody")
-
-
-def test_an_interrupt_ends_the_call_that_waits() -> None:
-    with client() as blocking:
-        with pytest.raises(KeyboardInterrupt):
-            blocking.wait("interrupted")
-        assert blocking.submit(RolloutRequest(task=Task(environment="calc"))).state.terminal
 
 
 def test_a_loop_that_is_left_leaves_nothing() -> None:
