@@ -1,0 +1,77 @@
+"""Callers that hang up in the middle of an answer are nothing unusual: nothing is logged above the level debug."""
+
+import socket
+import struct
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from support.service_process import Running, eventually, scripted_engine, service
+
+HANG_UPS = 20
+CONFIG = "[sandboxes.pressure]\nenabled = false\n"
+RUN = {
+    "run_id": "run",
+    "source": {
+        "kind": "inline",
+        "tasks": [{"environment": "echo", "instance": {"number": number}} for number in range(4)],
+    },
+    "group_size": 2,
+    "batch_size": 1,
+    "filters": [],
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("service")
+    with (
+        scripted_engine(folder, delay=0) as engine,
+        service(folder, engine.url, CONFIG, "--log-level", "debug") as started,
+    ):
+        httpx.post(f"{started.url}/v1/runs", json=RUN).raise_for_status()
+        run = lambda: httpx.get(f"{started.url}/v1/runs/run").json()  # noqa: E731
+        eventually(
+            lambda: sum(run()["counts"].get(name, 0) for name in ("ready", "batched")) == 4, started.log_file
+        )
+        yield started
+
+
+def hang_up(url: str, request: str) -> bytes:
+    """Send a request, read the beginning of its answer, and break the connection off."""
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
+        head = f"{request} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+        body = "{}" if request.startswith("POST") else ""
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        start = connection.recv(64)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    return start
+
+
+@pytest.mark.parametrize(
+    "request_line",
+    [
+        "GET /v1/events?after=0",
+        "GET /v1/runs/run/export",
+        "POST /v1/runs/run/lease?timeout=5&seconds=0.01",
+        "POST /v1/runs/run/rescore",
+        "GET /v1/environments/calc/dataset?limit=10000",
+    ],
+)
+def test_hanging_up_is_no_error(server: Running, request_line: str) -> None:
+    before = len(server.log)
+    for _ in range(HANG_UPS):
+        assert hang_up(server.url, request_line).startswith(b"HTTP/1.1 20")
+    order = {"task": {"environment": "echo", "instance": {"number": 1}}}
+    for _ in range(3):  # events go to streams that nobody reads any more
+        httpx.post(
+            f"{server.url}/v1/rollouts", params={"wait": 30}, json=order, timeout=60
+        ).raise_for_status()
+    path = request_line.split()[1].partition("?")[0]
+    eventually(lambda: server.log[before:].count(f" path={path} ") >= HANG_UPS, server.log_file)
+    said = server.log[before:]
+    assert "Traceback" not in said
+    assert "[error" not in said
+    assert "[warning" not in said
