@@ -20,6 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
+from api_schemas.errors import sentences
 from rollout_service import __version__
 from rollout_service.app import create_app
 from rollout_service.draining_server import FAILED, DrainingServer
@@ -139,7 +140,7 @@ class PlainStartup:
 
 def _why(app: FastAPI) -> str:
     failure = known_cause(app.state.failure) if app.state.failure else None
-    return f"{failure} {failure.hint}".strip() if failure else ""
+    return sentences(str(failure), failure.hint) if failure else ""
 
 
 def _settle_garbage_collector() -> None:

@@ -233,6 +233,9 @@ def _check_named(settings: Settings, environments: EnvironmentRegistry) -> None:
         raise ConfigurationError("; ".join(str(problem) for problem in problems), hint=hint)
     for where, problem in environments.problems.items():
         log.error("an environment cannot be used", where=where, error=str(problem), hint=problem.hint)
+    for environment in environments.list():
+        for warning in environment.warnings():
+            log.warning("an environment has what is ignored", name=environment.spec.name, what=warning)
 
 
 async def _manager(

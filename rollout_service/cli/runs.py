@@ -300,6 +300,7 @@ def _show(runs: list[Run], as_json: bool) -> None:
     if as_json:
         common.print_json([run.model_dump(mode="json") for run in runs])
         return
+    from api_schemas.errors import sentences
     from rollout_service.cli.console import identity, table
 
     names = ("state", "taken", "open", "ready", "batched", "acked", "dropped", "kept")
@@ -312,7 +313,7 @@ def _show(runs: list[Run], as_json: bool) -> None:
     common.out().print(rows if runs else "There is no run.")
     for run in runs:
         if run.problem is not None:
-            said = f"{run.problem.message.rstrip('.')}. {run.problem.hint}"
+            said = sentences(run.problem.message, run.problem.hint)
             common.err().print(f"{run.run_id}: {said}", soft_wrap=True)
 
 

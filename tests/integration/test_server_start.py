@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,24 @@ def test_a_store_that_is_no_database(tmp_path: Path) -> None:
     assert ended.returncode != 0
     assert "Traceback" not in ended.stderr
     assert "rollouts.sqlite3" in ended.stderr or "store" in ended.stderr
+
+
+def test_what_happened_ends_before_what_to_do_begins(tmp_path: Path) -> None:
+    address = tmp_path / "address"
+    flags = ["--port", "0", "--sandbox", "local", "--engine", "none", "--state-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "rollout_service.cli", "serve", *flags, "--port-file", str(address)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as first:
+        try:
+            while not address.exists():
+                assert first.poll() is None
+                time.sleep(0.05)
+            assert first.stderr is not None
+            for line in first.stderr:
+                if b"startup complete" in line:
+                    break
+            second = serve(tmp_path, "--engine", "none")
+        finally:
+            first.terminate()
+            first.communicate(timeout=60)
+    assert second.returncode != 0
+    assert f"is in use by the process with pid {first.pid}. " in second.stderr
