@@ -47,7 +47,7 @@ class NewUser:
         given = " ".join(
             f"{name}={shlex.quote(value)}" for name, value in (handed | UNKEPT | variables).items()
         )
-        line = f"cd {shlex.quote(str(self.checkout))} && export {given} COLUMNS=200 && {command}"
+        line = f"cd {shlex.quote(str(self.checkout))} && export {given} COLUMNS=200 && {{ {command}\n}}"
         return subprocess.run(
             ["su", "-", self.name, "-c", line],
             stdin=subprocess.DEVNULL,
