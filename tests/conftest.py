@@ -10,7 +10,51 @@ from sandboxes import LocalConfig, Sandbox, SandboxSpec, make_provider
 
 # A busy machine makes the drawing of examples slow, which says nothing about them.
 settings.register_profile("patient", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+settings.register_profile("fast", settings.get_profile("patient"), max_examples=10)
 settings.load_profile("patient")
+
+REAL_PARTS = frozenset({"apptainer", "docker", "sglang", "vllm", "trl"})
+SLOW_MODULES = frozenset(
+    f"test_{name}.py"
+    for name in (
+        "environment_code",
+        "environment_math",
+        "images",
+        "routing_simulation",
+        "sandbox_reaper",
+        "sandbox_tree",
+        "tokens_random",
+        "trainer_doctor",
+        "trainer_learner",
+        "weights_machine",
+    )
+)
+"""Each takes more than five seconds of CPU; together they are two thirds of the unit tests' time."""
+FAST_FOLDER = Path(__file__).parent / "unit"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fast", action="store_true", help="only unit tests that are quick and need no real part"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--fast"):
+        settings.load_profile("fast")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--fast"):
+        return
+    fast = [item for item in items if _is_fast(item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(fast)])
+    items[:] = fast
+
+
+def _is_fast(item: pytest.Item) -> bool:
+    real = any(mark.name in REAL_PARTS for mark in item.iter_markers())
+    return FAST_FOLDER in item.path.parents and item.path.name not in SLOW_MODULES and not real
 
 
 @pytest.fixture
