@@ -183,6 +183,13 @@ ensure_base_image() {
     echo "$fingerprint" >"$stamp"
 }
 
+# Checks the unit of deploy/systemd; nothing of systemd has to run for it.
+ensure_systemd() {
+    command -v systemd-analyze >/dev/null && return
+    needs_admin systemd-analyze apt-get install systemd
+    step "install systemd-analyze" apt_install systemd
+}
+
 ensure_docker() {
     "$root/scripts/install-docker" >/dev/null 2>&1 && return
     needs_admin Docker "$root/scripts/install-docker"
