@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from api_schemas.base import WireModel
 
@@ -71,6 +73,63 @@ class NodeView(WireModel):
     breaches: dict[str, int] = {}
     """How often a limit of a sandbox was reached since the service started, by limit."""
     egress: EgressView = EgressView()
+
+
+class StageConcurrency(WireModel):
+    """How many rollouts may work in a stage, and wait before it."""
+
+    workers: int
+    queue: int
+    working: int
+    """Rollouts that have a worker now; more than `workers` for a while after that was lowered."""
+
+
+class SandboxCeiling(WireModel):
+    """How many sandboxes may be alive."""
+
+    ceiling: int
+    target: int
+    """How many may be in use at the present pressure."""
+    in_use: int
+    waiting: int
+    """Rollouts that wait for a sandbox."""
+
+
+class NodeConcurrency(WireModel):
+    """How much a node does at once."""
+
+    node: str
+    init: StageConcurrency
+    rollout: StageConcurrency
+    evaluate: StageConcurrency
+    sandboxes: SandboxCeiling
+
+
+MAX_AT_ONCE = 100_000
+AtOnce = Annotated[int, Field(ge=1, le=MAX_AT_ONCE)]
+
+
+class StagePatch(WireModel):
+    """Figures of a stage to change; those left out stay."""
+
+    workers: AtOnce | None = None
+    queue: AtOnce | None = None
+
+
+class SandboxesPatch(WireModel):
+    """Figures of the sandboxes to change."""
+
+    ceiling: Annotated[int, Field(ge=2, le=MAX_AT_ONCE)] | None = None
+    """One place is for graders."""
+
+
+class NodePatch(WireModel):
+    """What to change of how much a node does at once, until its next start. Work under way goes on."""
+
+    init: StagePatch | None = None
+    rollout: StagePatch | None = None
+    evaluate: StagePatch | None = None
+    sandboxes: SandboxesPatch | None = None
 
 
 class Health(WireModel):

@@ -38,7 +38,7 @@ from api_schemas.inference import (
     WeightsGroupRequest,
     WeightsRequest,
 )
-from api_schemas.nodes import NodeView, Readiness
+from api_schemas.nodes import NodeConcurrency, NodePatch, NodeView, Readiness
 from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState
 from api_schemas.runs import Run, RunPage, RunRequest
 from api_schemas.trajectories import Trajectory
@@ -390,6 +390,15 @@ class RolloutClient:
     async def nodes(self) -> list[NodeView]:
         """The hosts that run sandboxes: how many each bears, why not more, and what its sandboxes did."""
         return await self._call(list[NodeView], "GET", "/v1/nodes")
+
+    async def node(self) -> NodeConcurrency:
+        """How much the service does at once."""
+        return await self._call(NodeConcurrency, "GET", "/v1/node")
+
+    async def update_node(self, patch: NodePatch) -> NodeConcurrency:
+        """Change how much the service does at once, until its next start; work under way goes on."""
+        body = patch.model_dump(mode="json", exclude_none=True)
+        return await self._call(NodeConcurrency, "PATCH", "/v1/node", body)
 
     async def ready(self) -> None:
         """Returns when the service can take work; within this client's patience it waits for that."""

@@ -232,6 +232,8 @@ class SyncRolloutClient(Blocking[RolloutClient]):
     dataset = blocking(RolloutClient.dataset)
     sandboxes = blocking(RolloutClient.sandboxes)
     nodes = blocking(RolloutClient.nodes)
+    node = blocking(RolloutClient.node)
+    update_node = blocking(RolloutClient.update_node)
     ready = blocking(RolloutClient.ready)
     readiness = blocking(RolloutClient.readiness)
     events = iterating(RolloutClient.events)

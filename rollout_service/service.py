@@ -31,6 +31,7 @@ from rollout_service.inference.keep_running import kept_running
 from rollout_service.inference.options import PoolOptions
 from rollout_service.inference.pools import Pools
 from rollout_service.pipeline.attempt import Services, Stages
+from rollout_service.pipeline.concurrency import Concurrency
 from rollout_service.pipeline.node import Node
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.sandboxing import SandboxSource
@@ -66,6 +67,7 @@ class Service:
     environments: EnvironmentRegistry
     sandboxes: SandboxSource
     node: Node
+    concurrency: Concurrency
     serving: Serving
     metrics: Metrics
     run_orders: RunOrders
@@ -202,6 +204,7 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
             environments=environments,
             sandboxes=sandboxes,
             node=node,
+            concurrency=Concurrency(services.stages, node, settings, lambda it: manager.resize(_places(it))),
             serving=serving,
             metrics=metrics,
             run_orders=orders,
@@ -248,19 +251,22 @@ async def _manager(
     def pool_version(pool: str) -> int:
         return max((view.weight_version for view in serving.views() if view.pool == pool), default=0)
 
-    stages = settings.pipeline
-    places = stages.init_queue + stages.init_workers + stages.rollout_queue + stages.rollout_workers
     keep = settings.retention
     ages = Ages(keep.ended_run_seconds, keep.settled_group_seconds, keep.rollout_seconds)
     return RunManager(
         store,
         filters,
-        places=places,
+        places=_places(settings.pipeline),
         reopen=reopening(environments.get),
         pool_version=pool_version,
         metrics=metrics,
         ages=ages,
     )
+
+
+def _places(stages: PipelineSettings) -> int:
+    """How many rollouts can be under way before their evaluation."""
+    return stages.init_queue + stages.init_workers + stages.rollout_queue + stages.rollout_workers
 
 
 async def _check_environment(

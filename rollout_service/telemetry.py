@@ -64,6 +64,12 @@ class Metrics:
         self._active = Gauge(
             "rollout_stage_active", "Rollouts being worked on", ["stage"], registry=self.registry
         )
+        self._limit = Gauge(
+            "rollout_stage_limit",
+            "Rollouts that may work in a stage (workers) and wait before it (queue)",
+            ["stage", "kind"],
+            registry=self.registry,
+        )
         self._waiting = Gauge(
             "rollout_stage_waiting", "Rollouts waiting for a worker", ["stage"], registry=self.registry
         )
@@ -166,6 +172,11 @@ class Metrics:
         """Count a rollout as worked on in this stage, and time it."""
         with self._active.labels(stage).track_inprogress(), self._stage_seconds.labels(stage).time():
             yield
+
+    def watch_stage(self, stage: Stage, limits: Mapping[str, Callable[[], float]]) -> None:
+        """Show a stage's limits, asked for when metrics are."""
+        for kind, limit in limits.items():
+            self._limit.labels(stage, kind).set_function(limit)
 
     def watch_sandboxes(self, counts: Mapping[str, Callable[[], float]]) -> None:
         """Show what is alive: `rollout_sandboxes` with each of these states, asked for when metrics are."""

@@ -1,8 +1,9 @@
 """Who may start a sandbox, and when: never more than the ceiling, and no more than the host bears.
 
 Guarantees:
-- the sandboxes in use are at most the ceiling; the last place is for graders, so that finished work can always
-  be scored: whoever holds a sandbox never waits, through this, for one that waits for a grader;
+- the sandboxes in use are at most the ceiling; after it was lowered nobody is let in until they are;
+- the last place is for graders, so that finished work can always be scored: whoever holds a sandbox never waits,
+  through this, for one that waits for a grader;
 - graders come before agents, and each in order of arrival;
 - the first agent and the first grader are let in whatever the pressure: work always goes on;
 - whoever leaves the queue, by being let in or cancelled, loses nothing of what others hold;
@@ -118,6 +119,14 @@ class Governor:
     def holds(self) -> tuple[Hold, ...]:
         """Why the next agent would wait; empty when it would not."""
         return () if self._may(Purpose.AGENT) else self._reasons()
+
+    def resize(self, ceiling: int) -> None:
+        """Change the ceiling; sandboxes in use stay."""
+        if ceiling <= GRADER_PLACES:
+            raise ValueError("the ceiling leaves no place for an agent's sandbox")
+        self.ceiling = ceiling
+        self._controller.resize(ceiling)
+        self._admit_waiting()
 
     def room(self, alive: int) -> int:
         """For the number of sandboxes alive, warm ones included: how many more may be started ahead.

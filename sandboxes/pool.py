@@ -89,6 +89,7 @@ class WarmPool(SandboxProvider):
         *,
         ceiling: int,
         room: Callable[[int], int] | None = None,
+        promised: Callable[[], int] | None = None,
         observer: Observer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -99,6 +100,7 @@ class WarmPool(SandboxProvider):
             ceiling: how many sandboxes may be alive at once.
             room: for the number that is alive, how many more may be started ahead now; where it is negative, so
                 many warm ones are ended. Without one the ceiling alone decides.
+            promised: how many sandboxes callers may have, where it may be above a ceiling that was lowered.
             observer: is told what was handed out.
             clock: seconds that never go back.
         """
@@ -106,7 +108,8 @@ class WarmPool(SandboxProvider):
         self._provider = provider
         self._config = config or WarmPoolConfig()
         self._ceiling = ceiling
-        self._room = room or (lambda alive: ceiling - alive)
+        self._room = room or (lambda alive: self._ceiling - alive)
+        self._promised = promised or (lambda: 0)
         self._observer = observer or Silent()
         self._clock = clock
         self._demands: dict[Kind, _Demand] = {}  # the most recently wanted kind last
@@ -117,6 +120,11 @@ class WarmPool(SandboxProvider):
         self._cold = 0
         self._ending = 0
         self._moved = anyio.Event()
+
+    def resize(self, ceiling: int) -> None:
+        """Change the ceiling; warm sandboxes above it are ended, and those in use stay."""
+        self._ceiling = ceiling
+        self._notify()
 
     @property
     def enforced(self) -> frozenset[str]:
@@ -223,7 +231,7 @@ class WarmPool(SandboxProvider):
         """Start one, and whether it was warm after all: one may come up while this waits for a place."""
         self._cold += 1
         try:
-            while self._alive() >= self._ceiling:
+            while self._alive() >= max(self._ceiling, self._promised()):
                 await self._make_place()
                 if sandbox := self._take(kind, spec):
                     return sandbox, True

@@ -104,11 +104,19 @@ class Controller:
         self._config = config
         self._ceiling = ceiling
         self._step = STEP_PER_CPU * cpus
+        self._cpus = cpus
         self._floor = min(ceiling, FLOOR_PER_CPU * cpus)
         self._held: frozenset[Resource] = frozenset()
         self._since_cut = 0
         first = min(ceiling, FIRST_PER_CPU * cpus) if config.enabled else ceiling
         self.decision = Decision(first)
+
+    def resize(self, ceiling: int) -> None:
+        """Change the ceiling; a larger one is grown into as it is asked for."""
+        self._ceiling = ceiling
+        self._floor = min(ceiling, FLOOR_PER_CPU * self._cpus)
+        target = min(self.decision.target, ceiling) if self._config.enabled else ceiling
+        self.decision = Decision(target, self.decision.holds)
 
     def update(self, reading: Reading, *, used: int, waiting: int) -> Decision:
         """Take in a reading; `used` sandboxes are in use, `waiting` are asked for beyond those."""

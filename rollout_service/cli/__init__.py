@@ -7,7 +7,20 @@ from typing import Annotated
 import typer
 
 from rollout_service import __version__
-from rollout_service.cli import backends, common, config, demo, doctor, env, image, runs, serve, submit, watch
+from rollout_service.cli import (
+    backends,
+    common,
+    config,
+    demo,
+    doctor,
+    env,
+    image,
+    nodes,
+    runs,
+    serve,
+    submit,
+    watch,
+)
 
 app = typer.Typer(
     name="rollout-service",
@@ -38,7 +51,7 @@ def _root(
 
 for module in (serve, demo, submit, watch, doctor):
     app.command(name=module.__name__.rpartition(".")[2], epilog=module.EXAMPLE)(module.command)
-for group in (backends, runs, image, env, config):
+for group in (backends, nodes, runs, image, env, config):
     app.add_typer(group.app)
 
 __all__ = ["app"]

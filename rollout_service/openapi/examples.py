@@ -43,6 +43,7 @@ REQUESTS: dict[str, Any] = {
     "register_backend": {"url": "http://127.0.0.1:30000", "pool": "policy", "kind": "sglang"},
     "update_weights": {"path": "/checkpoints/step-10", "version": 10},
     "join_weights_group": {"master_address": "10.0.0.1", "master_port": 29500, "world_size": 3},
+    "patch_node": {"rollout": {"workers": 64}, "sandboxes": {"ceiling": 128}},
     "pause_pool": {"pool": "policy", "mode": "abort"},
     "resume_pool": {"pool": "policy"},
     "process": {

@@ -42,7 +42,14 @@ class Node:
         governor = Governor(
             Controller(wanted.pressure, ceiling, reader.cpus), reader.read, ceiling=ceiling, observer=metrics
         )
-        pool = WarmPool(provider, wanted.warm, ceiling=ceiling, room=governor.room, observer=metrics)
+        pool = WarmPool(
+            provider,
+            wanted.warm,
+            ceiling=ceiling,
+            room=governor.room,
+            promised=lambda: governor.used,
+            observer=metrics,
+        )
         metrics.watch_sandboxes(
             {
                 "in_use": lambda: governor.used,
@@ -61,6 +68,11 @@ class Node:
         """Follow the pressure and keep sandboxes warm until the block is left."""
         async with self.governor.running(), self.pool.running(), self.egress.running():
             yield
+
+    def resize(self, ceiling: int) -> None:
+        """Change how many sandboxes may be alive; none is ended for it but warm ones."""
+        self.governor.resize(ceiling)
+        self.pool.resize(ceiling)
 
     def free_bytes(self) -> dict[str, int]:
         """The free space of the file systems that sandboxes and the state are kept on, as last read."""

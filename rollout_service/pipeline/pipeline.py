@@ -24,6 +24,7 @@ from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutState
 from rollout_service.errors import AttemptsExhaustedError, StoreError, describe
 from rollout_service.pipeline.attempt import Attempt, LeaseLostError, NotServedError, Services
+from rollout_service.pipeline.seats import Seating
 from rollout_service.settings import PipelineSettings
 from rollout_service.store.contract import Lease
 
@@ -332,7 +333,7 @@ async def first_of(*waits: Callable[[], Awaitable[object]]) -> None:
             tasks.start_soon(wait, one)
 
 
-async def take_all(semaphore: anyio.Semaphore) -> int:
+async def take_all(semaphore: Seating) -> int:
     """Acquire a semaphore as often as it goes, at least once; returns how often."""
     await semaphore.acquire()
     taken = 1

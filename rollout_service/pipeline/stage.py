@@ -18,6 +18,7 @@ import anyio
 
 from api_schemas.rollouts import Span, Stage
 from rollout_service.errors import StageTimeoutError
+from rollout_service.pipeline.seats import Seating, Seats
 from rollout_service.telemetry import Metrics
 
 
@@ -53,17 +54,17 @@ class Timer:
 class Slot:
     """What a rollout holds of the pipeline: at most one place in a queue and one worker."""
 
-    def __init__(self, place: anyio.Semaphore | None = None) -> None:
+    def __init__(self, place: Seating | None = None) -> None:
         self._place = place
-        self._worker: anyio.Semaphore | None = None
+        self._worker: Seating | None = None
 
-    async def take_place(self, places: anyio.Semaphore) -> None:
+    async def take_place(self, places: Seating) -> None:
         """Hold a place in a queue, unless one is held already."""
         if self._place is None:
             await places.acquire()
             self._place = places
 
-    async def take_worker(self, workers: anyio.Semaphore) -> None:
+    async def take_worker(self, workers: Seating) -> None:
         """Exchange the worker of the stage before, then the place, for a worker of this stage."""
         self._free_worker()
         await workers.acquire()
@@ -91,14 +92,20 @@ class StageLimiter:
 
     def __init__(self, stage: Stage, *, places: int, workers: int, metrics: Metrics) -> None:
         self.stage = stage
-        self.places = anyio.Semaphore(places, max_value=places)
-        self._workers = anyio.Semaphore(workers, max_value=workers)
+        self.places = Seats(places)
+        self.workers = Seats(workers)
         self._metrics = metrics
+        metrics.watch_stage(stage, {"queue": lambda: self.places.size, "workers": lambda: self.workers.size})
 
     @property
     def idle(self) -> bool:
         """Whether nobody waits or works."""
-        return all(held.value == held.max_value for held in (self.places, self._workers))
+        return not (self.places.in_use or self.workers.in_use)
+
+    def resize(self, *, places: int, workers: int) -> None:
+        """Change how many may wait and work; those who do so go on."""
+        self.places.resize(places)
+        self.workers.resize(workers)
 
     async def enter(
         self, slot: Slot, *, since: float, then: Callable[[], Awaitable[object]] | None = None
@@ -109,7 +116,7 @@ class StageLimiter:
         """
         with self._metrics.waiting(self.stage):
             await slot.take_place(self.places)
-            await slot.take_worker(self._workers)
+            await slot.take_worker(self.workers)
             if then is not None:
                 await then()
         waited = time.perf_counter() - since

@@ -22,8 +22,12 @@ from rollout_service.inference.errors import (
     BackendRejected,
     BackendUnreachable,
     NoBackendError,
+    OrderFailed,
     UnknownBackend,
     WeightsConflict,
+    WeightsNotLoaded,
+    WeightsPartlyLoaded,
+    WeightsRefused,
 )
 from rollout_service.openapi.answers import raises
 from rollout_service.routes.dependencies import ServiceDep
@@ -66,7 +70,10 @@ async def drain_backend(service: ServiceDep, backend_id: str) -> BackendView:
     return service.serving.drain(backend_id)
 
 
-@router.post("/weights", responses=raises(NoBackendError, WeightsConflict))
+@router.post(
+    "/weights",
+    responses=raises(NoBackendError, WeightsConflict, WeightsRefused, WeightsNotLoaded, WeightsPartlyLoaded),
+)
 async def update_weights(service: ServiceDep, request: WeightsRequest) -> PoolOutcome:
     """Load new weights into every backend of a pool; each token carries the version that sampled it.
 
@@ -75,13 +82,15 @@ async def update_weights(service: ServiceDep, request: WeightsRequest) -> PoolOu
     return await service.serving.update_weights(request)
 
 
-@router.post("/weights/group", responses=raises(NoBackendError, WeightsConflict, BackendRejected))
+@router.post(
+    "/weights/group", responses=raises(NoBackendError, WeightsConflict, BackendRejected, OrderFailed)
+)
 async def join_weights_group(service: ServiceDep, request: WeightsGroupRequest) -> PoolOutcome:
     """Let the backends of a pool join the trainer's process group, over which weights will come."""
     return await service.serving.join_group(request)
 
 
-@router.delete("/weights/group", responses=raises(NoBackendError))
+@router.delete("/weights/group", responses=raises(NoBackendError, OrderFailed))
 async def leave_weights_group(
     service: ServiceDep, pool: Name = "policy", group_name: Name = "weights"
 ) -> PoolOutcome:
@@ -89,7 +98,7 @@ async def leave_weights_group(
     return await service.serving.leave_group(pool, group_name)
 
 
-@router.post("/pause", responses=raises(NoBackendError))
+@router.post("/pause", responses=raises(NoBackendError, OrderFailed))
 async def pause_pool(
     service: ServiceDep, request: Annotated[PauseRequest, Body()] = PauseRequest()
 ) -> PoolOutcome:
@@ -97,7 +106,7 @@ async def pause_pool(
     return await service.serving.pause(request)
 
 
-@router.post("/resume", responses=raises(NoBackendError))
+@router.post("/resume", responses=raises(NoBackendError, OrderFailed))
 async def resume_pool(
     service: ServiceDep, request: Annotated[ResumeRequest, Body()] = ResumeRequest()
 ) -> PoolOutcome:

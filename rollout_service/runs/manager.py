@@ -114,6 +114,10 @@ class RunManager:
         ]
         return FilterChain(made, request.min_usable)
 
+    def resize(self, places: int) -> None:
+        """Change how many rollouts of all runs are under way at once."""
+        self._places = places
+
     async def sync_version(self, run: RunRecord) -> RunRecord:
         """The run with the version that its pool has reached, if that is newer."""
         reached = self._pool_version(run.request.pool)

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from anyio.abc import Process
 
+from api_schemas.nodes import NodePatch, StagePatch
 from api_schemas.rollouts import Rollout, RolloutState
 from rollout_service.cli.child import stop
 from rollout_service.client import RolloutClient
@@ -117,6 +118,43 @@ async def test_orders_wait_for_their_engine_and_lose_nothing_by_it(tmp_path: Pat
         assert float(figures["rollout_store_bytes"]) > 10_000
         assert (figures["rollout_store_failing"], figures["rollout_store_errors_total"]) == ("0.0", "0.0")
         assert any(name.startswith("rollout_disk_free_bytes") for name in figures)
+
+
+async def test_concurrency_is_changed_while_the_service_works(tmp_path: Path) -> None:
+    async with service(tmp_path, "--init-workers", "2") as client:
+        before = await client.node()
+        assert (before.init.workers, before.init.working) == (2, 0)
+        patch = NodePatch(rollout=StagePatch(workers=40), evaluate=StagePatch(queue=7))
+        after = await client.update_node(patch)
+        assert (after.rollout.workers, after.evaluate.queue, after.init.workers) == (40, 7, 2)
+        grown = 40 - before.rollout.workers + 7 - before.evaluate.queue
+        assert after.sandboxes.ceiling == before.sandboxes.ceiling + grown, "it follows while it is not set"
+        async with httpx.AsyncClient(base_url=client.base_url) as http:
+            for body, path in (
+                ({"rollout": {"workers": 0}}, "body.rollout.workers"),
+                ({"sandboxes": {"ceiling": 1}}, "body.sandboxes.ceiling"),
+                ({"rollout": {"worker": 5}}, "body.rollout.worker"),
+            ):
+                answer = await http.patch("/v1/node", json=body | {"init": {"workers": 9}})
+                assert answer.status_code == 422
+                assert [error["path"] for error in answer.json()["errors"]] == [path]
+            metrics = (await http.get("/metrics")).text
+        assert 'rollout_stage_limit{kind="workers",stage="rollout"} 40.0' in metrics
+        assert 'rollout_stage_limit{kind="workers",stage="init"} 2.0' in metrics, "a refusal changes nothing"
+        command = [*COMMAND, "nodes", "set", "--max-sandboxes", "5", "--json", "--url", client.base_url]
+        shown = json.loads((await anyio.run_process(command)).stdout)
+        assert (shown["sandboxes"]["ceiling"], shown["rollout"]["workers"]) == (5, 40)
+        (node,) = await client.nodes()
+        assert (node.ceiling, node.target) == (5, min(5, node.target))
+
+
+async def test_addresses_of_backends_are_checked_before_anything_is_asked(tmp_path: Path) -> None:
+    async with service(tmp_path) as client, httpx.AsyncClient(base_url=client.base_url) as http:
+        for address in ("http://127.0.0.1:9/?key=1", "http://me:secret@127.0.0.1:9", "http://127.0.0.1:9/#x"):
+            answer = await http.post("/v1/backends", json={"url": address})
+            assert (answer.status_code, answer.json()["errors"][0]["path"]) == (422, "body.url")
+            answer = await http.post("/add_llm_server", json={"address": address})
+            assert (answer.status_code, answer.json()["errors"][0]["path"]) == (422, "body.address")
 
 
 async def test_a_named_environment_that_cannot_be_used_keeps_the_service_from_starting(

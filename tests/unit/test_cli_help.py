@@ -16,6 +16,7 @@ COMMANDS = {
     ("submit",),
     ("watch",),
     ("doctor",),
+    *(("nodes", name) for name in ("show", "set")),
     *(("backends", name) for name in ("list", "add", "remove", "drain")),
     *(("runs", name) for name in ("create", "list", "show", "pause", "resume", "end", "lease")),
     *(("runs", name) for name in ("ack", "nack", "export", "rescore")),

@@ -28,6 +28,7 @@ from rollout_service.errors import EnvironmentFailedError, UnavailableError
 from rollout_service.pipeline.attempt import EnvironmentSource, Services, Stages
 from rollout_service.pipeline.pipeline import Pipeline, take_all
 from rollout_service.pipeline.sandboxing import SandboxSource
+from rollout_service.pipeline.seats import Seats
 from rollout_service.pipeline.stage import Slot, StageLimiter
 from rollout_service.settings import PipelineSettings
 from rollout_service.store.sqlite import SqliteStore
@@ -705,6 +706,75 @@ async def test_a_pool_that_goes_before_an_attempt_begins_takes_no_attempt_and_no
         for i in (1, 2):
             rollout = await b.result(f"r{i}")
             assert (rollout.state, rollout.attempt) == (RolloutState.COMPLETED, 1)
+
+
+async def test_a_stage_grows_and_shrinks_while_it_works() -> None:
+    gate = anyio.Semaphore(0)
+    working = most = 0
+
+    async def run(_: Episode) -> None:
+        nonlocal working, most
+        working += 1
+        most = max(most, working)
+        try:
+            await gate.acquire()
+        finally:
+            working -= 1
+
+    async def until(count: int) -> None:
+        with anyio.fail_after(10):
+            while working != count:
+                await anyio.sleep(0.002)
+
+    async with bench(Played(run=run)) as b:
+        stage = b.services.stages.rollout
+        for i in range(20):
+            await b.submit(f"r{i}")
+        await until(2)
+        stage.resize(places=4, workers=6)
+        await until(6)
+        stage.resize(places=1, workers=1)
+        assert (stage.workers.size, stage.workers.in_use) == (1, 6)
+        for left in (5, 4, 3, 2, 1):
+            gate.release()
+            await until(left)
+        most = 0
+        for _ in range(3):
+            gate.release()
+            await anyio.sleep(0.02)
+        assert most <= 1
+        for _ in range(20):
+            gate.release()
+        for i in range(20):
+            assert (await b.result(f"r{i}")).state is RolloutState.COMPLETED
+        await b.idle()
+
+
+@given(
+    st.lists(
+        st.one_of(st.integers(1, 6).map(lambda n: ("resize", n)), st.just(("take", 0)), st.just(("give", 0)))
+    )
+)
+def test_seats_are_counted_right_through_any_change(steps: list[tuple[str, int]]) -> None:
+    async def main() -> None:
+        seats, held, size = Seats(3), 0, 3
+        for step, number in steps:
+            if step == "resize":
+                seats.resize(number)
+                size = number
+            elif step == "give" and held:
+                seats.release()
+                held -= 1
+            elif step == "take":
+                if held < size:
+                    seats.acquire_nowait()
+                    held += 1
+                else:
+                    with pytest.raises(anyio.WouldBlock):
+                        seats.acquire_nowait()
+            assert (seats.in_use, seats.size) == (held, size)
+
+    anyio.run(main)
 
 
 async def test_stop_begins_nothing_until_start() -> None:

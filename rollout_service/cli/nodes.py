@@ -1,0 +1,87 @@
+"""`rollout-service nodes`: how much a running server does at once, shown and changed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollout_service.cli import common
+from rollout_service.cli.common import DEFAULT_URL, AsJson, Key, Url
+
+if TYPE_CHECKING:
+    from api_schemas.nodes import NodeConcurrency, NodePatch
+
+app = typer.Typer(name="nodes", help="Show and change how much a server does at once.", no_args_is_help=True)
+
+Figure = Annotated[int | None, typer.Option(min=1, show_default=False)]
+
+
+@app.command("show", epilog="Example: rollout-service nodes show --json")
+def show(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
+    """Show the workers and queues of the stages, and the sandboxes."""
+
+    async def main() -> None:
+        async with common.connect(url, key) as client:
+            _print(await client.node(), as_json)
+
+    common.run(main)
+
+
+@app.command("set", epilog="Example: rollout-service nodes set --rollout-workers 64 --max-sandboxes 128")
+def change(
+    init_workers: Figure = None,
+    init_queue: Figure = None,
+    rollout_workers: Figure = None,
+    rollout_queue: Figure = None,
+    evaluate_workers: Figure = None,
+    evaluate_queue: Figure = None,
+    max_sandboxes: Annotated[
+        int | None, typer.Option(min=2, help="Sandboxes alive at once.", show_default=False)
+    ] = None,
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change them until the server's next start; what is under way goes on."""
+    stages = {
+        "init": {"workers": init_workers, "queue": init_queue},
+        "rollout": {"workers": rollout_workers, "queue": rollout_queue},
+        "evaluate": {"workers": evaluate_workers, "queue": evaluate_queue},
+    }
+
+    async def main() -> None:
+        patch = _patch(stages, max_sandboxes)
+        async with common.connect(url, key) as client:
+            _print(await client.update_node(patch), as_json)
+
+    common.run(main)
+
+
+def _patch(stages: dict[str, dict[str, int | None]], ceiling: int | None) -> NodePatch:
+    from api_schemas.nodes import NodePatch
+
+    named = {stage: figures for stage, figures in stages.items() if any(figures.values())}
+    if not named and ceiling is None:
+        raise common.CommandError("There is nothing to change.", hint="Give a figure: see --help.")
+    sandboxes = {} if ceiling is None else {"sandboxes": {"ceiling": ceiling}}
+    return NodePatch.model_validate(named | sandboxes)
+
+
+def _print(node: NodeConcurrency, as_json: bool) -> None:
+    if as_json:
+        common.print_json(node.model_dump(mode="json"))
+        return
+    from rich.table import Table
+
+    table = Table("stage", "workers", "working", "queue", box=None)
+    for stage in ("init", "rollout", "evaluate"):
+        figures = getattr(node, stage)
+        table.add_row(stage, str(figures.workers), str(figures.working), str(figures.queue))
+    common.out().print(table)
+    sandboxes = node.sandboxes
+    common.out().print(
+        f"sandboxes on {node.node}: {sandboxes.in_use} in use, {sandboxes.waiting} waited for, "
+        f"{sandboxes.target} at the present pressure, {sandboxes.ceiling} at most",
+        soft_wrap=True,
+    )
