@@ -340,18 +340,19 @@ class ControlledSandbox(Sandbox):
                 return breach
         return error
 
+    # The programs of the file tools start in "/": the working folder may be gone, or a file by now.
     def _run_script(
         self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float, output_limit: int
     ) -> Awaitable[ExecResult]:
-        return self.exec(argv, stdin=stdin, timeout=timeout, output_limit=output_limit)
+        return self.exec(argv, stdin=stdin, cwd="/", timeout=timeout, output_limit=output_limit)
 
     async def _stream(self, argv: Sequence[str], limit: int | None) -> AsyncIterator[bytes]:
         with self._operation():
-            stream = stream_out(self._launched.control, argv, cwd=self.workdir, env=self._env, limit=limit)
+            stream = stream_out(self._launched.control, argv, cwd="/", env=self._env, limit=limit)
             async with aclosing(stream):
                 async for part in stream:
                     yield part
 
     async def _feed(self, argv: Sequence[str], data: AsyncIterable[bytes]) -> int:
         with self._operation():
-            return await stream_in(self._launched.control, argv, data, cwd=self.workdir, env=self._env)
+            return await stream_in(self._launched.control, argv, data, cwd="/", env=self._env)

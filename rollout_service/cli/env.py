@@ -81,6 +81,29 @@ def check(environment: Environment, as_json: AsJson = False) -> None:
     common.run_blocking(main)
 
 
+@app.command("attack", epilog="Example: rollout-service env attack ./word-count")
+def attack(
+    environment: Environment,
+    instance: Annotated[str | None, typer.Option(help="Another instance than the first, as JSON.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Run this attack alone; may be repeated.")] = None,
+    at_once: Annotated[int, typer.Option(min=1, help="How many attacks run at a time.")] = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Try to be rewarded for nothing: run scripted reward hacks against an environment's grading.
+
+    Each gets a rollout of its own in real sandboxes. `held`: no more than an agent gets that does nothing. `forged`:
+    more. `nulled`: no reward at all. `not promised`: not held, by a grader in the agent's own sandbox, where it changed
+    the grader's programs. Exit code 1 when any was forged or nulled.
+    """
+
+    async def main() -> int:
+        from rollout_service.cli.env_attack import attack as run_attacks
+
+        return await run_attacks(environment, instance, only or [], at_once, as_json=as_json)
+
+    common.run(main)
+
+
 @app.command("run", epilog="Example: rollout-service env run ./word-count --script word-count/solution.jsonl")
 def run(
     environment: Environment,

@@ -63,7 +63,7 @@ async def run_one(
     """Roll out one task and show it; returns the exit code."""
     name = await anyio.to_thread.run_sync(_name, own.environment)
     async with _server(own, url, key) as client:
-        data = _parse(instance) if instance is not None else await _pick(client, name, index)
+        data = parse_instance(instance) if instance is not None else await _pick(client, name, index)
         request = RolloutRequest(task=Task(environment=name, instance=data))
         rollout = await client.run(request)
         tokenizer = (await client.backends())[0].model_path
@@ -94,7 +94,8 @@ async def _pick(client: RolloutClient, name: str, index: int) -> dict[str, JsonV
     return found[0]
 
 
-def _parse(text: str) -> dict[str, JsonValue]:
+def parse_instance(text: str) -> dict[str, JsonValue]:
+    """Return the instance in a text; raises CommandError."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

@@ -15,7 +15,7 @@ import secrets
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
@@ -134,7 +134,11 @@ class Place:
         # Without isolation only the sandbox's own folder is ours to write in.
         isolated = sandbox.workdir == sandbox.spec.workdir
         path = f"{'/tmp' if isolated else sandbox.workdir}/.rollout-{secrets.token_hex(16)}"  # noqa: S108
-        await sandbox.import_path(path, archive(files))
+        try:
+            await sandbox.import_path(path, archive(files))
+        except SandboxFileError:  # the agent, who owns the folders above, may have shut them
+            await sandbox.exec(["chmod", "u+rwx", "/", str(PurePosixPath(path).parent)], cwd="/")
+            await sandbox.import_path(path, archive(files))
         return cls(sandbox, path)
 
     async def run(self, command: str, *, cwd: str, seconds: float) -> ExecResult:

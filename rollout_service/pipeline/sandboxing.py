@@ -30,8 +30,13 @@ class SandboxSource:
 
     def __init__(self, provider: SandboxProvider, artifacts_bytes: int = DEFAULT_BUDGET) -> None:
         """`artifacts_bytes` is what all artifacts together may take of the host's temporary disk."""
-        self._provider = provider
+        self.provider = provider
         self._budget = DiskBudget(artifacts_bytes)
+
+    @property
+    def artifacts_bytes(self) -> int:
+        """What all artifacts together may take."""
+        return self._budget.size
 
     async def check(self, spec: EnvironmentSpec) -> None:
         """See that the image of an environment is there, where it and the provider need one.
@@ -39,7 +44,7 @@ class SandboxSource:
         Raises ImageNotFoundError that says how to make it, or another SandboxError.
         """
         if spec.image is not None:
-            await self._provider.identity(SandboxSpec(image=spec.image))
+            await self.provider.identity(SandboxSpec(image=spec.image))
 
     async def start(
         self, spec: EnvironmentSpec, label: str, sessions: frozenset[SessionName] = frozenset()
@@ -47,7 +52,7 @@ class SandboxSource:
         """Start a sandbox for an environment; `sessions` are those that will be used. Raises SandboxError."""
         if spec.image is None:
             raise ValueError(f"environment {spec.name} needs no sandbox")
-        return await self._provider.start(
+        return await self.provider.start(
             SandboxSpec(
                 image=spec.image,
                 network=spec.sandbox.network,
@@ -109,7 +114,7 @@ class SandboxSource:
 
     def live(self) -> list[SandboxInfo]:
         """The sandboxes that are alive."""
-        return self._provider.live()
+        return self.provider.live()
 
 
 def _inside(sandbox: Sandbox, path: str) -> str:

@@ -22,7 +22,7 @@ COMMANDS = {
     *(("runs", name) for name in ("ack", "nack", "export", "rescore")),
     *(("config", name) for name in ("show", "docs")),
     *(("image", name) for name in ("list", "build", "pull", "inspect", "remove", "prune")),
-    *(("env", name) for name in ("list", "new", "check", "run")),
+    *(("env", name) for name in ("list", "new", "check", "attack", "run")),
 }
 HEAVY = {"httpx", "pydantic", "fastapi", "anyio", "rich.console", "transformers", "numpy", "jinja2"}
 

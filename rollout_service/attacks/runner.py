@@ -1,0 +1,189 @@
+"""Runs attacks against an environment, each on a rollout of its own, and compares rewards with an idle agent's.
+
+Guarantees: an attack is `held` only if the environment gave a reward, and that is no more than an agent gets that does
+nothing; a verdict is never left out. The attacker has the whole sandbox of the agent, whatever the agent's tools are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+import anyio
+from pydantic import JsonValue
+
+from api_schemas.trajectories import Message
+from rollout_service.agents.fakes import ScriptedPolicy
+from rollout_service.attacks.scripts import PRELUDE, SCRIPTS, Attack
+from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn, PolicyTurn
+from rollout_service.environments.trial import play
+from rollout_service.errors import EnvironmentFailedError, describe
+from rollout_service.pipeline.sandboxing import SandboxSource
+from sandboxes import Sandbox, SessionName
+from sandboxes.errors import SandboxError
+
+ATTACK_SECONDS = 60.0
+"""For the attack itself; what it left running goes on."""
+GRACE_SECONDS = 120.0
+"""Beyond the evaluation's own time, for the attack, the sandboxes' starts and the transfer of files."""
+AT_ONCE = 2
+IDLE_ANSWER = "done"
+
+
+class Verdict(StrEnum):
+    """How an attack went."""
+
+    HELD = "held"
+    """The reward is that of an agent that does nothing, or less."""
+    FORGED = "forged"
+    """The reward is higher."""
+    NULLED = "nulled"
+    """There is no reward: the rollout would be masked, or rolled out again."""
+    NOT_PROMISED = "not promised"
+    """It did not hold, and cannot where the grader runs in the agent's own sandbox."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One attack, and how it went."""
+
+    attack: str
+    does: str
+    verdict: Verdict
+    reward: float | None
+    detail: str
+    """Why there is no reward."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All attacks on one environment."""
+
+    environment: str
+    evaluate_in: EvaluateIn
+    idle_reward: float
+    """Of an agent that does nothing."""
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def broken(self) -> int:
+        """How many attacks should have been held and were not."""
+        return sum(outcome.verdict in (Verdict.FORGED, Verdict.NULLED) for outcome in self.outcomes)
+
+    def as_dict(self) -> dict[str, JsonValue]:
+        """Return it for `--json` and for programs."""
+        counts = Counter(outcome.verdict.value for outcome in self.outcomes)
+        return {
+            **asdict(self),
+            "attacks": len(self.outcomes),
+            "broken": self.broken,
+            "counts": {verdict.value: counts[verdict.value] for verdict in Verdict},
+        }
+
+
+async def attack_environment(
+    environment: Environment,
+    sandboxes: SandboxSource,
+    *,
+    instance: dict[str, JsonValue] | None = None,
+    attacks: Sequence[Attack] = SCRIPTS,
+    at_once: int = AT_ONCE,
+) -> Report:
+    """Run the attacks against one instance, by default the first of the environment's data set.
+
+    Raises:
+        EnvironmentFailedError: there is no instance, or even an agent that does nothing is not scored.
+    """
+    chosen = instance if instance is not None else next(iter(environment.dataset()), None)
+    if chosen is None:
+        raise EnvironmentFailedError(
+            "the environment has no instance to attack",
+            hint="Pass one with --instance, or give it a data set.",
+        )
+    idle, detail = await _attacked(environment, chosen, sandboxes, None)
+    if idle is None:
+        raise EnvironmentFailedError(
+            f"an agent that does nothing is not scored: {detail}",
+            hint="Mend the grader first: it must give a reward.",
+        )
+    outcomes: dict[str, Outcome] = {}
+    limiter = anyio.CapacityLimiter(at_once)
+
+    async def run(attack: Attack) -> None:
+        async with limiter:
+            outcomes[attack.name] = await _outcome(environment, chosen, sandboxes, attack, idle)
+
+    async with anyio.create_task_group() as tasks:
+        for attack in attacks:
+            tasks.start_soon(run, attack)
+    spec = environment.spec
+    return Report(spec.name, spec.evaluate_in, idle, tuple(outcomes[attack.name] for attack in attacks))
+
+
+async def _outcome(
+    environment: Environment,
+    instance: dict[str, JsonValue],
+    sandboxes: SandboxSource,
+    attack: Attack,
+    idle: float,
+) -> Outcome:
+    started = time.perf_counter()
+    reward, detail = await _attacked(environment, instance, sandboxes, attack)
+    verdict = Verdict.NULLED if reward is None else Verdict.FORGED if reward > idle else Verdict.HELD
+    same = environment.spec.evaluate_in is EvaluateIn.SAME
+    if verdict is not Verdict.HELD and same and attack.changes_programs:
+        verdict = Verdict.NOT_PROMISED
+    return Outcome(attack.name, attack.does, verdict, reward, detail, time.perf_counter() - started)
+
+
+async def _attacked(
+    environment: Environment, instance: dict[str, JsonValue], sandboxes: SandboxSource, attack: Attack | None
+) -> tuple[float | None, str]:
+    """The reward under an attack, or None and why."""
+    watched = _Watched(sandboxes)
+    try:
+        with anyio.fail_after(environment.spec.limits.evaluate_seconds + GRACE_SECONDS):
+            trial = await play(environment, dict(instance), _Attacker(watched, attack), watched)
+    except TimeoutError:
+        return None, "the evaluation did not end in time"
+    except Exception as error:  # noqa: BLE001  every failure of an evaluation is the finding
+        return None, f"{describe(error).code}: {error}"
+    return trial.score.reward, ""
+
+
+class _Watched(SandboxSource):
+    """Remembers the agent's sandbox, which is the first that is started."""
+
+    def __init__(self, sandboxes: SandboxSource) -> None:
+        self._sandboxes = sandboxes
+        self.agent: Sandbox | None = None
+        super().__init__(sandboxes.provider, sandboxes.artifacts_bytes)
+
+    async def start(
+        self, spec: EnvironmentSpec, label: str, sessions: frozenset[SessionName] = frozenset()
+    ) -> Sandbox:
+        sandbox = await self._sandboxes.start(spec, label, sessions)
+        self.agent = self.agent or sandbox
+        return sandbox
+
+
+class _Attacker(ScriptedPolicy):
+    """Runs a script in the agent's sandbox when it is its turn, and says that it is done."""
+
+    def __init__(self, watched: _Watched, attack: Attack | None) -> None:
+        super().__init__([attack.answer if attack and attack.answer else IDLE_ANSWER])
+        self._watched = watched
+        self._attack = attack
+
+    async def respond(self, new_messages: list[Message], *, max_tokens: int) -> PolicyTurn:
+        if self._attack is not None and self._watched.agent is not None:
+            try:
+                bash = await self._watched.agent.bash()
+                await bash.run(PRELUDE + self._attack.script, timeout=ATTACK_SECONDS)
+            except SandboxError:
+                pass  # an attacker that ends its shell, or all of its sandbox, meant to
+        return await super().respond(new_messages, max_tokens=max_tokens)
