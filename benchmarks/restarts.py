@@ -45,6 +45,8 @@ LONGEST_SECONDS = 2.0
 """The moment of a stop is drawn from so many seconds after the last progress was seen."""
 PROGRESS_SECONDS = 120.0
 END_SECONDS = 600.0
+SHOWN = 4_000
+"""Of the log of a client that failed."""
 CONFIG = f"""
 [pipeline]
 init_workers = 16
@@ -120,7 +122,10 @@ class Attached:
     async def failures(self) -> int:
         """Wait until the clients have ended; how many of them failed."""
         with anyio.fail_after(END_SECONDS):
-            return sum([await self.processes[name].wait() != 0 for name in ("submit", "trainer")])
+            failed = [name for name in ("submit", "trainer") if await self.processes[name].wait() != 0]
+        for name in failed:
+            sys.stderr.write(f"{name}: {self.path(f'{name}.log').read_text()[-SHOWN:]}\n")
+        return len(failed)
 
     async def close(self) -> None:
         """End what runs."""

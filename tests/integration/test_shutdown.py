@@ -1,5 +1,6 @@
 """A planned stop: waiters are answered at once, nothing new begins, and the process ends in time, whatever hangs."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -98,6 +99,21 @@ def test_whoever_waits_is_answered_at_once(server: Running) -> None:
     assert "Traceback" not in server.log
     assert "reason=SIGTERM" in server.log
     assert "handed_back=5" in server.log
+
+
+def test_the_log_says_where_it_listens_and_why_it_ended(tmp_path: Path) -> None:
+    with service(tmp_path, None, 'log_format = "json"\n') as server:
+        server.stop()
+        assert server.ended(30) == -signal.SIGTERM
+    entries = [json.loads(line) for line in server.log.splitlines()]
+    (started,) = [entry for entry in entries if entry["event"] == "listening"]
+    assert started["address"] == server.url
+    assert started["settings_file"] == str(tmp_path / "service.toml")
+    assert started["state_dir"] == str(tmp_path / "state")
+    assert started["engine"] == "none"
+    assert entries[-1]["event"] == "stopped"
+    assert entries[-1]["reason"] == "SIGTERM"
+    assert "uvicorn.error" not in {entry["logger"] for entry in entries}
 
 
 def assert_refused(answer: httpx.Response) -> None:

@@ -95,7 +95,7 @@ def service(
     with running("service", arguments, folder) as server:
         # The log is kept through restarts: each start adds a line.
         eventually(
-            lambda: f" address={server.url} " in server.log or server.process.poll() is not None,
+            lambda: server.url in server.log or server.process.poll() is not None,
             server.log_file,
         )
         yield server
