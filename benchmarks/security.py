@@ -10,6 +10,7 @@ are as many as a few seconds allow, and the resource attacks have two short roun
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -26,11 +27,14 @@ sys.path.insert(0, str(HERE.parent))  # the attacks are the tests' own
 from neighbours import ATTACK_SECONDS, SHELL, probes, ratios
 
 from sandboxes import ApptainerConfig, Sandbox, make_provider
+from tests.support import api_attacks as api
 from tests.support import hostile_kernel
+from tests.support.api_server import api_server
 from tests.support.as_user import OrdinaryUser, ordinary_user
 from tests.support.hostile import CHECKS
 
 RATIO_AIM = 1.5
+QUICK_API = 9
 CHECK_SECONDS = 170.0
 QUICK = ("process_1", "other_socket_families", "users_of_the_host", "kill_everything")
 
@@ -87,9 +91,23 @@ def names(quick: bool) -> Iterable[str]:
     return QUICK if quick else CHECKS
 
 
+async def api_attacks(quick: bool) -> AsyncIterator[Outcome]:
+    """Peers without a key, keys without a role and web pages against a server with few descriptors."""
+    keys = {role: f"{role}-key-of-enough-characters" for role in ("admin", "read", "submit")}
+    tables = json.dumps([{"name": role, "role": role, "key": key} for role, key in keys.items()])
+    names = [*api.CHECKS][:QUICK_API] if quick else [*api.CHECKS]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        api_server(Path(folder), before=["prlimit", "--nofile=900:900"], ROLLOUT_KEYS=tables) as server,
+    ):
+        async for outcome in api.attack(api.Target(server.url, **keys), names):
+            yield Outcome(outcome.name, outcome.why)
+
+
 AREAS: dict[str, Area] = {
     "sandboxes": sandbox_attacks,
     "sandboxes_as_a_user": sandbox_attacks_as_a_user,
+    "api": api_attacks,
 }
 """Another suite is another entry here: an asynchronous generator of outcomes."""
 
