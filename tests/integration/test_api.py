@@ -377,7 +377,7 @@ def test_environments_health_and_metrics(api: httpx.Client) -> None:
     names = {spec["name"] for spec in api.get("/v1/environments").json()}
     assert {"calc", "math", "code"} <= names
     assert api.get("/health").json()["status"] == "ok"
-    assert api.get("/ready").json() == {"ready": True, "reasons": []}
+    assert api.get("/ready").json() == {"ready": True, "reasons": [], "warnings": []}
     rollout_id = order(api, wait=60).json()["rollout_id"]
     api.get(f"/v1/rollouts/{rollout_id}")
     metrics = api.get("/metrics").text
