@@ -11,6 +11,14 @@ fail() {
     exit 1
 }
 
+# Sandboxes are made of what the Linux kernel has; macOS also lacks programs that these scripts call.
+require_linux() {
+    [[ $(uname -s) == Linux ]] ||
+        fail "this needs Linux, and this is $(uname -s). Use a Linux machine, or a virtual one (on Windows: WSL 2)." \
+            "The client alone runs anywhere: point it at a server"
+}
+require_linux
+
 # step TEXT COMMAND...: runs a command with its output in the log; prints one line with its seconds, and the end
 # of the log when it fails.
 step() {

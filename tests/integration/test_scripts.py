@@ -1,0 +1,49 @@
+"""The scripts say what they need before they begin."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.mark.parametrize("script", ["demo", "test"])
+def test_another_system_than_linux_is_named(tmp_path: Path, script: str) -> None:
+    uname = tmp_path / "uname"
+    uname.write_text("#!/bin/sh\necho Darwin\n")
+    uname.chmod(0o755)
+    done = subprocess.run(
+        [SCRIPTS / script],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "needs Linux, and this is Darwin" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+PLUGIN = """
+[project]
+name = "my-plugin"
+version = "0.1"
+dependencies = ["httpx{version}"]
+
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+"""
+
+
+@pytest.mark.parametrize(("version", "fits"), [("", True), ("==0.27.0", False)])
+def test_a_plug_in_goes_beside_the_locked_packages(tmp_path: Path, version: str, fits: bool) -> None:
+    (tmp_path / "my_plugin").mkdir()
+    (tmp_path / "my_plugin" / "__init__.py").touch()
+    (tmp_path / "pyproject.toml").write_text(PLUGIN.format(version=version))
+    done = subprocess.run(
+        [SCRIPTS / "install-plugin", tmp_path, "--dry-run"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode == 0) is fits, done.stderr
+    assert "my-plugin" in done.stderr
