@@ -22,8 +22,8 @@ pytestmark = pytest.mark.xdist_group("openapi")
 
 KEY = "a-key-of-enough-characters-for-anyone"
 START_SECONDS = 90
-FUZZ_SECONDS = int(os.environ.get("ROLLOUT_FUZZ_SECONDS", "60"))
-SEED = os.environ.get("ROLLOUT_FUZZ_SEED", "1")
+FUZZ_SECONDS = int(os.environ.get("FUZZ_SECONDS", "60"))
+SEED = os.environ.get("FUZZ_SEED", "1")
 CHECKS = [
     "not_a_server_error",
     "status_code_conformance",
@@ -215,7 +215,7 @@ def test_the_other_routes_answer_as_documented(documented: Documented, server: S
 
 @pytest.mark.timeout(FUZZ_SECONDS + 120)
 def test_generated_requests_find_nothing(tmp_path: Path) -> None:
-    """Use ROLLOUT_FUZZ_SECONDS and ROLLOUT_FUZZ_SEED to look further."""
+    """Use FUZZ_SECONDS and FUZZ_SEED to look further."""
     with serving(tmp_path) as server:  # its own, since it clears engines away and stops the work
         generate(server, tmp_path)
 
