@@ -26,6 +26,9 @@ from common import HERE, Options, report, run
 sys.path.insert(0, str(HERE.parent))  # the attacks are the tests' own
 from neighbours import ATTACK_SECONDS, SHELL, probes, ratios
 
+from rollout_service.attacks import SCRIPTS, Verdict, attack_environment
+from rollout_service.cli.env_check import load_environment
+from rollout_service.pipeline.sandboxing import SandboxSource
 from sandboxes import ApptainerConfig, Sandbox, make_provider
 from tests.support import api_attacks as api
 from tests.support import hostile_kernel
@@ -37,6 +40,10 @@ RATIO_AIM = 1.5
 QUICK_API = 9
 CHECK_SECONDS = 170.0
 QUICK = ("process_1", "other_socket_families", "users_of_the_host", "kill_everything")
+
+QUICK_HACKS = 3
+ENVIRONMENTS = ("calc", "code")
+BROKEN = (Verdict.FORGED, Verdict.NULLED)
 
 
 class Outcome(NamedTuple):
@@ -104,10 +111,27 @@ async def api_attacks(quick: bool) -> AsyncIterator[Outcome]:
             yield Outcome(outcome.name, outcome.why)
 
 
+async def reward_hacks(quick: bool) -> AsyncIterator[Outcome]:
+    """Agents that forge or void their reward, in the environments that come along."""
+    for environment in ENVIRONMENTS[:1] if quick else ENVIRONMENTS:
+        with tempfile.TemporaryDirectory() as state:
+            provider = make_provider(ApptainerConfig(), Path(state))
+            try:
+                chosen = SCRIPTS[:QUICK_HACKS] if quick else SCRIPTS
+                attacked = load_environment(environment)
+                found = await attack_environment(attacked, SandboxSource(provider), attacks=chosen)
+            finally:
+                await provider.close()
+        for hack in found.outcomes:
+            failure = f"{hack.verdict}: {hack.detail}" if hack.verdict in BROKEN else ""
+            yield Outcome(f"{environment}: {hack.attack}", failure)
+
+
 AREAS: dict[str, Area] = {
     "sandboxes": sandbox_attacks,
     "sandboxes_as_a_user": sandbox_attacks_as_a_user,
     "api": api_attacks,
+    "rewards": reward_hacks,
 }
 """Another suite is another entry here: an asynchronous generator of outcomes."""
 
