@@ -1,7 +1,7 @@
 """A typed, asynchronous client of the service, for trainers and for the command line.
 
-Guarantees: every call may be sent twice without harm (a rollout without an id gets one here), so each is
-repeated with back-off while the server cannot be reached or cannot take it, for at most `patience_seconds`;
+Guarantees: every call may be sent twice without harm (a rollout without an id gets one here), so each is repeated with
+back-off while the server cannot be reached or cannot take it, for at most `patience_seconds` from when that began;
 `run_all` gives each rollout exactly once, through restarts of the server, planned ones and crashes alike.
 
 The errors are those of `client_errors`, and can be imported from here.
@@ -97,9 +97,9 @@ SILENCE_SECONDS = 60.0
 class RolloutClient:
     """The service at one address. Use it as `async with RolloutClient(url, key) as client`.
 
-    `patience_seconds` is how long a call is repeated while the server cannot be reached, or says that it cannot take
-    it now (429, 502, 503, 504), as when it is restarted; 0 asks once. `ca_file` holds certificates to trust, in PEM,
-    beside the usual ones: for a server whose certificate is your own.
+    `patience_seconds` is how long a call is repeated once the server cannot be reached, or says that it cannot take
+    it now (408, 429, 502, 503, 504), as when it is restarted; 0 asks once. `ca_file` holds certificates to trust, in
+    PEM, beside the usual ones: for a server whose certificate is your own.
     """
 
     def __init__(
@@ -422,13 +422,16 @@ class RolloutClient:
         last, patience = after, self._patience()
         while True:
             try:
-                async for event in self._event_stream(last):
-                    last, patience = event.event_id, self._patience()
-                    yield event
+                async for events in self._event_stream(last):
+                    patience = self._patience()
+                    for event in events:
+                        last = event.event_id
+                        yield event
             except (httpx.TransportError, UnavailableError) as error:
                 await patience.wait(error)
 
-    async def _event_stream(self, after: int | None) -> AsyncGenerator[Event]:
+    async def _event_stream(self, after: int | None) -> AsyncGenerator[list[Event]]:
+        """Give the events of each piece that arrives: none for a comment, which says that the server is there."""
         headers = {"accept": "text/event-stream"} | ({} if after is None else {"last-event-id": str(after)})
         timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
         async with self._http.stream("GET", "/v1/events", headers=headers, timeout=timeout) as response:
@@ -437,8 +440,7 @@ class RolloutClient:
                 raise problem_of(response)
             parser = SSEParser()
             async for chunk in response.aiter_bytes():
-                for item in parser.feed(chunk):
-                    yield parse(TypeAdapter(Event), item.data.encode())
+                yield [parse(TypeAdapter(Event), item.data.encode()) for item in parser.feed(chunk)]
         raise httpx.RemoteProtocolError("the server ended the stream")
 
     # -- calls -----------------------------------------------------------------
@@ -503,16 +505,23 @@ class RolloutClient:
 
 
 class _Patience:
-    """How long one call is repeated, with pauses that double up to a limit and are drawn at random."""
+    """How long one call is repeated, with pauses that double up to a limit and are drawn at random.
+
+    It is counted from the first failure: a call may have waited long, and well, before the server went away.
+    """
 
     def __init__(self, address: str, seconds: float) -> None:
         self._address = address
-        self._deadline = anyio.current_time() + seconds
+        self._seconds = seconds
+        self._deadline: float | None = None
         self._pause = FIRST_BACKOFF_SECONDS
 
     async def wait(self, error: httpx.TransportError | UnavailableError) -> None:
         """Pause before the next try, or raise what is to be raised when the time is up."""
-        left = self._deadline - anyio.current_time()
+        now = anyio.current_time()
+        if self._deadline is None:
+            self._deadline = now + self._seconds
+        left = self._deadline - now
         if left <= 0:
             if isinstance(error, UnavailableError):
                 raise error

@@ -11,7 +11,7 @@ ClientError
      |- GoneError              410
      |- OrderError             engines did not carry out an order; `.outcome` has what each answered
      |   `- WeightsError           ... to load weights
-     `- UnavailableError       429, 502, 503, 504
+     `- UnavailableError       408, 429, 502, 503, 504
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ PROBLEMS: dict[int, type[ProblemError]] = {
     401: UnauthorizedError,
     403: UnauthorizedError,
     404: NotFoundError,
+    408: UnavailableError,
     409: ConflictError,
     410: GoneError,
     413: InvalidRequestError,
@@ -113,7 +114,7 @@ ORDERS: dict[str, type[OrderError]] = {
     "weights_partly_loaded": WeightsError,
 }
 """Problems that hold the answers of engines, by their code."""
-PASSING = frozenset({429, 502, 503, 504})
+PASSING = frozenset({408, 429, 502, 503, 504})
 """Statuses that a proxy, or a server that is not ready, also sends without a problem's body."""
 
 

@@ -152,6 +152,7 @@ class RequestTimeoutError(RequestError):
 
     code = "request_timeout"
     status = 408
+    retryable = True
 
 
 class EnvironmentFailedError(ServiceError):

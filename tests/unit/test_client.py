@@ -129,6 +129,28 @@ async def test_patience_ends():
             await client.backends()
 
 
+async def test_patience_begins_with_the_failure_and_not_with_the_call():
+    answers = iter([httpx.ReadError("cut off"), ok(rollout("r-1"))])
+
+    async def handle(_):
+        await anyio.sleep(0.1)  # a long poll, which lasts longer than the patience
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    client = RolloutClient(URL, transport=httpx.MockTransport(handle), patience_seconds=0.05)
+    async with client:
+        assert (await client.submit(request(), wait_seconds=1.0)).state is RolloutState.COMPLETED
+
+
+async def test_a_request_that_came_too_slowly_is_sent_again():
+    client, seen = answering(problem(408), httpx.Response(408), ok(rollout("r-1")))
+    async with client:
+        await client.submit(request())
+    assert len(seen) == 3
+
+
 async def test_an_answer_of_another_program_is_a_protocol_error():
     client, _ = answering(httpx.Response(200, html="<p>hello</p>"), httpx.Response(418, text="teapot"))
     async with client:
@@ -319,6 +341,29 @@ async def test_events_resume_after_the_last_one_seen():
                 break
     assert found == [4, 5, 6, 7]
     assert [sent.headers.get("last-event-id") for sent in seen] == ["3", "5", "5"]
+
+
+class Quiet(Cut):
+    """A stream with long pauses, which breaks off."""
+
+    async def __aiter__(self):
+        for piece in self.data.splitlines(keepends=True):
+            await anyio.sleep(0.06)
+            yield piece
+        await anyio.sleep(0.06)
+        raise httpx.ReadError("cut")
+
+
+async def test_a_stream_without_events_that_breaks_off_is_taken_up_again():
+    client, seen = answering(
+        httpx.Response(200, stream=Quiet(b": ping\n: ping\n")),
+        httpx.Response(200, stream=Quiet(b": ping\n: ping\n")),
+        httpx.Response(200, content=event(4)),
+    )
+    client.patience_seconds = 0.1
+    async with client, aclosing(client.events(after=3)) as events:
+        assert (await anext(events)).event_id == 4
+    assert len(seen) == 3
 
 
 async def test_pages_are_followed_to_the_last():
