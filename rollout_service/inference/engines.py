@@ -28,7 +28,7 @@ async def ask_kind(url: str) -> EngineKind:
         async with aiohttp.ClientSession(timeout=limit) as session:
             if await _has(session, f"{url}/model_info") or not await _has(session, f"{url}/version"):
                 return EngineKind.SGLANG
-    except (aiohttp.ClientError, TimeoutError, OSError):
+    except (aiohttp.ClientError, OSError, UnicodeError):
         return EngineKind.SGLANG
     return EngineKind.VLLM
 

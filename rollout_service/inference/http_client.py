@@ -108,6 +108,9 @@ class HttpClient:
         try:
             with anyio.fail_after(CONNECT_SECONDS):
                 await loop.create_connection(lambda: connection, self._host, port, ssl=context)
+        except UnicodeError as error:  # a name that no host can have, such as one with an empty label
+            connection.discard()
+            raise OSError(f"{self._host!r} is not the name of a host") from error
         except BaseException:
             connection.discard()
             raise

@@ -133,7 +133,7 @@ async def wait_for_master(group: WeightsGroupRequest) -> None:
         while True:
             try:
                 stream = await anyio.connect_tcp(group.master_address, group.master_port)
-            except OSError:
+            except (OSError, UnicodeError):  # nobody listens yet, or a name that no domain can have
                 await anyio.sleep(_RETRY_SECONDS)
                 continue
             await stream.aclose()

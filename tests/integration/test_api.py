@@ -177,6 +177,12 @@ def test_a_value_out_of_bounds_is_named(api: httpx.Client, path: str, body: Any,
     assert any(error.path.endswith(field) for error in refused.errors), refused.errors
 
 
+def test_an_engine_whose_name_no_host_can_have_is_not_reached(api: httpx.Client) -> None:
+    assert (
+        problem(api.post("/add_llm_server", json={"address": ".engine"}), 502).code == "backend_unreachable"
+    )
+
+
 def test_values_at_the_bounds_are_taken(api: httpx.Client) -> None:
     instance = api.get("/v1/environments/calc/dataset", params={"limit": 1}).json()[0]
     bound, tasks = 2**62, [{"environment": "calc", "instance": instance}]

@@ -223,6 +223,14 @@ async def test_a_call_that_is_open_fails_when_the_client_is_closed() -> None:
             await client.exchange("GET", "/", None)
 
 
+@pytest.mark.parametrize("host", [".l8", "a..b", "x" * 64])
+async def test_a_name_that_no_host_can_have_is_an_error(host: str) -> None:
+    client = HttpClient(f"http://{host}")
+    with pytest.raises(OSError, match=r"name|known|resolution|service"):
+        await client.exchange("GET", "/", None)
+    await client.close()
+
+
 async def test_where_nobody_listens_is_an_error() -> None:
     async with serving(Server(OK)) as client:
         pass
