@@ -12,9 +12,10 @@ from starlette.middleware import Middleware
 
 from rollout_service import __version__, problems
 from rollout_service.errors import describe, root_cause
+from rollout_service.host_check import HostCheck
 from rollout_service.hosts import AllowedHosts
 from rollout_service.keyring import Keyring
-from rollout_service.middleware import BearerKeys, BodyLimit, CountRequests, HostCheck, JsonBodies
+from rollout_service.middleware import BearerKeys, BodyLimit, CountRequests, JsonBodies
 from rollout_service.openapi import pages
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.requests_in_flight import EndRequests, LogRequests

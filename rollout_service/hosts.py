@@ -15,11 +15,14 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Iterable
+from functools import lru_cache
 from urllib.parse import SplitResult, urlsplit
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 OTHER_SITES = frozenset({"cross-site", "same-site"})
 """What browsers call pages that are not from here; `same-site` is another port or a sibling domain."""
+REMEMBERED = 64
+"""Hosts whose answer is kept: clients name the same few with every request."""
 
 
 class AllowedHosts:
@@ -30,11 +33,13 @@ class AllowedHosts:
         self._listed = frozenset(name.lower().rstrip(".") for name in listed)
         self._own = frozenset({"localhost", bound.lower(), socket.gethostname().lower()})
         self._any = keyed and not self._listed
+        self._remembered = lru_cache(REMEMBERED)(self._answers)
 
     def answers(self, host: str | None) -> bool:
         """Whether a request may name this host, with or without a port; HTTP/1.0 need not name one."""
-        if host is None or self._any:
-            return True
+        return host is None or self._any or self._remembered(host)
+
+    def _answers(self, host: str) -> bool:
         name = _hostname(f"//{host}")
         if name is None:
             return False

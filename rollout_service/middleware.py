@@ -1,8 +1,8 @@
-"""What stands before every route: whom it is for, who asks, what a body may be, and the count of requests.
+"""What stands before every route, after `host_check`: who asks, what a body may be, and the count of requests.
 
-Guarantees: a web page of another site changes nothing here, with or without keys; with keys configured, nothing but
-the probes and the API's description answers without one; keys are compared in constant time; no more of a body is read
-than the limit allows; all are plain ASGI, so that a streamed answer is never buffered.
+Guarantees: with keys configured, nothing but the probes and the API's description answers without one; keys are
+compared in constant time; no more of a body is read than the limit allows; all are plain ASGI, so that a streamed
+answer is never buffered.
 """
 
 from __future__ import annotations
@@ -16,13 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rollout_service.errors import (
     ForbiddenError,
     MediaTypeError,
-    MisdirectedError,
-    RequestError,
     TooLargeError,
     UnauthorizedError,
     UnavailableError,
 )
-from rollout_service.hosts import SAFE_METHODS, AllowedHosts
 from rollout_service.http_connections import seat_of
 from rollout_service.keyring import Keyring
 from rollout_service.keys import ApiKey, needed_role
@@ -85,35 +82,6 @@ class BearerKeys:
 
 def _is_open(path: str) -> bool:
     return path in PROBES or path in DESCRIPTION or path.startswith("/docs/")
-
-
-class HostCheck:
-    """Refuses requests for another host, and orders from web pages of other sites."""
-
-    def __init__(self, app: ASGIApp, hosts: AllowedHosts) -> None:
-        self._app = app
-        self._hosts = hosts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._refuses(scope) if scope["type"] == "http" else None
-        if error is None:
-            await self._app(scope, receive, send)
-            return
-        await respond(problem_of(error))(scope, receive, send)
-
-    def _refuses(self, scope: Scope) -> RequestError | None:
-        headers = Headers(scope=scope)
-        host, origin, site = (headers.get(name) for name in ("host", "origin", "sec-fetch-site"))
-        if not self._hosts.answers(host):
-            return MisdirectedError(
-                "this server does not answer for the host that the request names",
-                hint="Use its address or `localhost`, or add the name to `allowed_hosts`.",
-            )
-        if scope["method"] in SAFE_METHODS or self._hosts.takes_orders(host=host, origin=origin, site=site):
-            return None
-        return ForbiddenError(
-            "a web page of another site may not send this", hint="Add the site's name to `allowed_hosts`."
-        )
 
 
 class JsonBodies:

@@ -1,4 +1,7 @@
-"""Serving an ASGI application from a child process: a port of the kernel's choice, and an end with the parent's."""
+"""Serving an ASGI application from a child process: a port of the kernel's choice, and an end with the parent's.
+
+Guarantees: web pages that a browser on this machine shows have no part in it; see `hosts`.
+"""
 
 import os
 import socket
@@ -9,6 +12,9 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import uvicorn
+
+from rollout_service.host_check import HostCheck
+from rollout_service.hosts import AllowedHosts
 
 _GRACE_SECONDS = 2
 
@@ -23,8 +29,9 @@ def serve(
     listener = bind(host, port)
     if port_file is not None:
         announce_port(listener, port_file)
+    checked = HostCheck(app, AllowedHosts((), bound=host, keyed=False))
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_SECONDS
+        checked, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_SECONDS
     )
     server = uvicorn.Server(config)
     anyio.run(_serve, server, listener, exit_with_parent, backend_options={"use_uvloop": True})

@@ -6,6 +6,7 @@ import sys
 
 import aiohttp
 import anyio
+import httpx
 import orjson
 import psutil
 import pytest
@@ -60,6 +61,15 @@ async def test_the_engine_ends_when_its_context_fails(checkpoint):
         async with EmbeddedEngine(checkpoint) as engine:
             raise KeyError
     await until_gone(engine.pid)
+
+
+async def test_a_web_page_has_no_part_in_an_engine(checkpoint):
+    async with EmbeddedEngine(checkpoint) as engine, httpx.AsyncClient(base_url=engine.url) as http:
+        rebound = await http.get("/model_info", headers={"host": "page.example"})
+        foreign = await http.post("/continue_generation", headers={"origin": "https://page.example"})
+        assert (rebound.status_code, foreign.status_code) == (421, 403)
+        assert (await http.get("/model_info")).is_success
+        assert (await http.post("/continue_generation")).is_success
 
 
 async def test_a_stopped_engine_is_ended_too(checkpoint):
