@@ -33,6 +33,7 @@ from api_schemas.runs import (
 from rollout_service.errors import ConflictError, NotFoundError
 from rollout_service.inference.errors import NoBackendError
 from rollout_service.openapi.answers import also, answers, raises
+from rollout_service.routes.ahead import AheadResponse
 from rollout_service.routes.dependencies import ServiceDep, as_json
 from rollout_service.routes.strict import StrictRoute
 from rollout_service.runs.delivery import RunOverError
@@ -126,9 +127,8 @@ async def lease_batch(
         return Response(status_code=HTTPStatus.NO_CONTENT)
     if BINARY_MEDIA_TYPE not in accept:
         return StreamingResponse(service.delivery.as_json(leased), media_type="application/json")
-    length, pieces = await service.delivery.as_arrays(leased)
-    headers = {"Content-Length": str(length)}
-    return StreamingResponse(pieces, media_type=BINARY_MEDIA_TYPE, headers=headers)
+    file = await service.delivery.as_arrays(leased)
+    return AheadResponse(file.pieces, length=file.length, media_type=BINARY_MEDIA_TYPE)
 
 
 @router.get(

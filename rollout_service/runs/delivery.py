@@ -7,7 +7,7 @@ runs out; the answer to a lost request is had again with the same key.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import datetime
 from http import HTTPStatus
 
@@ -15,11 +15,14 @@ import anyio
 import anyio.to_thread
 
 from api_schemas.runs import Batch, Group
-from rollout_service.errors import NotFoundError, RequestError
-from rollout_service.runs.encoding import encode_batch, group_json
+from rollout_service.errors import NotFoundError, RequestError, root_cause
+from rollout_service.runs.encoding import EncodedBatch, encode_batch, group_json
 from rollout_service.runs.manager import RunManager
 from rollout_service.store.run_contract import LeasedBatch, LeaseOrder, RunStore
 from rollout_service.store.trajectory_codec import Columns
+
+GROUPS_AT_ONCE = 2
+"""Groups that are on their way from the store at once: one in its thread, one in another that decodes it."""
 
 
 class RunOverError(RequestError):
@@ -83,16 +86,29 @@ class Delivery:
             before = b","
         yield b"]," + _batch(leased, seen).model_dump_json(exclude={"groups"}).encode()[1:]
 
-    async def as_arrays(self, leased: LeasedBatch) -> tuple[int, AsyncIterator[bytes]]:
-        """A leased batch as a safetensors file: its length, and its pieces, each unpacked while another is sent."""
-        groups: list[Group] = []
-        samples: list[Sequence[Columns]] = []
-        for number in leased.groups:
-            group, columns = await self._runs.group_columns(leased.run_id, number)
-            groups.append(group)
-            samples += columns
-        file = await anyio.to_thread.run_sync(encode_batch, _batch(leased, groups), samples)
-        return file.length, _in_threads(file.pieces)
+    async def as_arrays(self, leased: LeasedBatch) -> EncodedBatch:
+        """A leased batch as a safetensors file, whose columns are unpacked piece by piece."""
+        found = await self._columns(leased)
+        samples = [columns for _, group in found for columns in group]
+        batch = _batch(leased, [group for group, _ in found])
+        return await anyio.to_thread.run_sync(encode_batch, batch, samples)
+
+    async def _columns(self, leased: LeasedBatch) -> list[tuple[Group, Sequence[Sequence[Columns]]]]:
+        """Return the groups with their packed columns, in order; one is read while another is decoded."""
+        found: dict[int, tuple[Group, Sequence[Sequence[Columns]]]] = {}
+        limit = anyio.Semaphore(GROUPS_AT_ONCE)
+
+        async def read(number: int) -> None:
+            async with limit:
+                found[number] = await self._runs.group_columns(leased.run_id, number)
+
+        try:
+            async with anyio.create_task_group() as readers:
+                for number in leased.groups:
+                    readers.start_soon(read, number)
+        except ExceptionGroup as failures:
+            raise root_cause(failures) from failures
+        return [found[number] for number in leased.groups]
 
     async def renew(self, run_id: str, batch_id: str, *, key: str | None, seconds: float) -> datetime:
         """Keep a batch for longer; returns until when. Raises NotFoundError, ConflictError."""
@@ -106,12 +122,6 @@ class Delivery:
     async def give_back(self, run_id: str, batch_id: str) -> None:
         """Let a batch be leased again at once. Raises NotFoundError, ConflictError."""
         await self._runs.give_back(run_id, batch_number(run_id, batch_id))
-
-
-async def _in_threads(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Take each from a thread."""
-    while piece := await anyio.to_thread.run_sync(next, pieces, b""):
-        yield piece
 
 
 def _batch(leased: LeasedBatch, groups: list[Group]) -> Batch:

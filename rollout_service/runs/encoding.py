@@ -29,15 +29,15 @@ class EncodedBatch:
     """A safetensors file whose length is known before its columns are unpacked."""
 
     length: int
-    pieces: Iterator[bytes]
-    """The file in order, once; to get one takes a few milliseconds of a thread."""
+    pieces: Iterator[memoryview]
+    """The file in order, once, none of them empty; to get one takes a few milliseconds of a thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
     dtype: np.dtype[Any]
     count: int
-    arrays: Iterable[NDArray[Any]]
+    pieces: Iterable[memoryview]
 
 
 def encode_batch(batch: Batch, samples: Sequence[SampleColumns]) -> EncodedBatch:
@@ -53,8 +53,8 @@ def encode_batch(batch: Batch, samples: Sequence[SampleColumns]) -> EncodedBatch
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": [tensor.count], "data_offsets": [at, end]}
         at = end
     first = _packed(header)
-    arrays = chain.from_iterable(tensor.arrays for tensor in tensors.values())
-    return EncodedBatch(len(first) + at, _pieces(first, arrays))
+    pieces = chain.from_iterable(tensor.pieces for tensor in tensors.values())
+    return EncodedBatch(len(first) + at, filter(len, chain([memoryview(first)], pieces)))
 
 
 def _tensors(batch: Batch, samples: Sequence[SampleColumns]) -> dict[str, _Tensor]:
@@ -72,23 +72,10 @@ def _tensors(batch: Batch, samples: Sequence[SampleColumns]) -> dict[str, _Tenso
     }
     tokens = int(offsets["segment_offsets"][-1])
     whole = offsets | of_samples
-    tensors = {name: _Tensor(array.dtype, len(array), [array]) for name, array in whole.items()}
+    tensors = {name: _Tensor(array.dtype, len(array), [_bytes(array)]) for name, array in whole.items()}
     for name, dtype in COLUMNS.items():
         tensors[name] = _Tensor(dtype, tokens, _column(segments, name, dtype))
     return dict(sorted(tensors.items(), key=lambda one: -one[1].dtype.itemsize))
-
-
-def _pieces(first: bytes, arrays: Iterable[NDArray[Any]]) -> Iterator[bytes]:
-    """Few large pieces, since each costs a turn of the event loop."""
-    parts: list[bytes | memoryview] = [first]
-    size = len(first)
-    for array in arrays:
-        parts.append(array.data.cast("B") if len(array) else b"")
-        size += array.nbytes
-        if size >= _PIECE_BYTES:
-            yield b"".join(parts)
-            parts, size = [], 0
-    yield b"".join(parts)
 
 
 def group_json(group: Group) -> bytes:
@@ -109,11 +96,33 @@ def _offsets(lengths: Iterable[int]) -> NDArray[Any]:
     return np.fromiter(accumulate(lengths, initial=0), "<i8")
 
 
-def _column(segments: Sequence[Columns], name: str, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
-    for one in segments:
-        with np.errstate(over="ignore"):
-            array = np.ascontiguousarray(one.array(name), dtype)
-        yield array
+def _column(segments: Sequence[Columns], name: str, dtype: np.dtype[Any]) -> Iterator[memoryview]:
+    """Unpack a column of all segments into few large pieces, since each costs a turn of the event loop."""
+    for part in _parts(segments, _PIECE_BYTES // dtype.itemsize):
+        piece = np.empty(sum(map(len, part)), dtype)
+        at = 0
+        for segment in part:
+            segment.fill(name, piece[at : at + len(segment)])
+            at += len(segment)
+        yield _bytes(piece)
+
+
+def _parts(segments: Iterable[Columns], tokens: int) -> Iterator[list[Columns]]:
+    """Segments in parts of at most so many tokens, or of one segment that has more."""
+    part: list[Columns] = []
+    size = 0
+    for segment in filter(len, segments):
+        if part and size + len(segment) > tokens:
+            yield part
+            part, size = [], 0
+        part.append(segment)
+        size += len(segment)
+    if part:
+        yield part
+
+
+def _bytes(array: NDArray[Any]) -> memoryview:
+    return array.data.cast("B") if len(array) else memoryview(b"")
 
 
 def _floats(values: Iterable[float | None]) -> NDArray[Any]:

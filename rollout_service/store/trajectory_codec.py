@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,13 @@ class Packed:
         """The numbers; takes long for many, so call it in a thread."""
         return np.frombuffer(self.unpack(self.data), self.dtype)
 
+    def fill(self, target: NDArray[Any]) -> None:
+        """Unpack into an array of as many numbers, without a copy where its type is the column's own."""
+        if self.unpack is _unpack and target.dtype == self.dtype and len(target):
+            _unpack_into(self.data, target.data.cast("B"))
+        else:
+            _cast(self.array(), target)
+
 
 @dataclass(frozen=True, slots=True)
 class Columns:
@@ -69,6 +77,14 @@ class Columns:
         """One column; unpacks it anew each time."""
         column = self.columns[name]
         return column.array() if isinstance(column, Packed) else column
+
+    def fill(self, name: str, target: NDArray[Any]) -> None:
+        """Unpack one column into an array of this length, whose type may be narrower."""
+        column = self.columns[name]
+        if isinstance(column, Packed):
+            column.fill(target)
+        else:
+            _cast(column, target)
 
 
 def encode(trajectory: Trajectory) -> bytes:
@@ -136,9 +152,31 @@ def _counted(tokens: int | None, columns: dict[str, Packed | NDArray[Any]]) -> C
     return Columns(tokens, columns)
 
 
+class _Decompressors(threading.local):
+    """A decompressor for each thread, which costs as much to make as a small column to unpack."""
+
+    def __init__(self) -> None:
+        self.own = zstandard.ZstdDecompressor()
+
+
+_decompressors = _Decompressors()
+
+
 def _unpack(data: memoryview) -> bytes:
-    """Unpack; a decompressor belongs to one thread, so each call has its own."""
-    return zstandard.ZstdDecompressor().decompress(data)
+    return _decompressors.own.decompress(data)
+
+
+def _unpack_into(data: memoryview, target: memoryview) -> None:
+    """Unpack into memory of the right size; raises ValueError when the size is another."""
+    with _decompressors.own.stream_reader(data) as reader:
+        if reader.readinto(target) != len(target) or reader.read(1):
+            raise ValueError(f"a column does not have the {len(target)} bytes that are expected of it")
+
+
+def _cast(values: NDArray[Any], target: NDArray[Any]) -> None:
+    """Copy numbers, rounded to the target's type."""
+    with np.errstate(over="ignore"):
+        target[:] = values
 
 
 def _is_columnar(data: bytes) -> bool:

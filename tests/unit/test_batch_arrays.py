@@ -205,6 +205,13 @@ def test_a_failure_is_not_a_zero_and_a_file_is_mapped(tmp_path: Path) -> None:
     assert not read.tensors["token_ids"].flags.writeable
 
 
+def test_a_column_of_another_size_is_refused() -> None:
+    _, [columns] = trajectory_codec.split(trajectory_codec.encode(sample_trajectory([7, 8])))
+    for tokens in (1, 3):
+        with pytest.raises(ValueError, match="bytes that are expected"):
+            columns.fill("token_ids", np.empty(tokens, "<i4"))
+
+
 def test_torch_gets_the_same_memory() -> None:
     _, columns = trajectory_codec.split(trajectory_codec.encode(sample_trajectory([7, 8])))
     batch = batch_of([[sample(0, None, None), sample(1, None, 0.5)]])
