@@ -7,7 +7,8 @@ Guarantees:
 - no program, library or setting of the sandbox is used: the tree is walked through descriptors below its root, and
   no link of it leads to the host's files, to /proc's links or out of the path;
 - an entry is a folder, a regular file, a hard link to a file before it, or a symbolic link that stays within the path,
-  wherever the archive is unpacked; all else is left out;
+  wherever the archive is unpacked; all else is left out, and so are /proc and /sys;
+- no path is longer than programs can open, and no folder nested deeper than `MAX_DEPTH`;
 - modes keep their nine bits, with those that let the owner read; owners and attributes are dropped;
 - what is read is no more than LIMIT, where each entry counts as the pages that it would take unpacked, so that sparse
   files count in full; the archive is no longer than twice that.
@@ -16,20 +17,18 @@ A sandbox belongs to another user namespace. It is entered, with the ids of the 
 of it is opened: files that their modes forbid to read can be read there, and nothing of the host can.
 """
 
-# pathlib takes longer to import than all of this to run.
+# pathlib and tarfile take longer to import than all of this to run.
 # ruff: noqa: PTH116, PTH123
 
 import ctypes
 import os
 import stat
 import sys
-import tarfile
 import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import BinaryIO, NoReturn
+    from typing import NoReturn
 
 MISSING, TOO_LARGE, ENDED = 44, 45, 46
 """Exit codes for these findings; `export` knows them."""
@@ -37,7 +36,12 @@ MISSING, TOO_LARGE, ENDED = 44, 45, 46
 SYS_OPENAT2, RESOLVE_NO_MAGICLINKS, RESOLVE_IN_ROOT = 437, 0x02, 0x10
 PR_SET_DUMPABLE, PR_SET_KEEPCAPS, CLONE_NEWUSER = 4, 8, 0x10000000
 CAPABILITY_VERSION_3, ALL_CAPABILITIES = 0x20080522, 0xFFFFFFFF
+# Of entries of archives, from the manual of GNU tar.
+FILE, LINK, SYMLINK, FOLDER, LONG_NAME, LONG_LINK = b"0", b"1", b"2", b"5", b"L", b"K"
+BLOCK, NAME_SIZE, END_BLOCKS = 512, 100, 2
 PAGE = 4096
+MAX_PATH = 4095
+"""No program can open a path that is longer, and tar cannot make it."""
 CHUNK = 1 << 18
 MAX_DEPTH = 256
 """Each takes a descriptor."""
@@ -128,76 +132,100 @@ def stays_within(target: str, below: "list[str]", top: str) -> bool:
     return ".." not in parts[ups:] and ups < len(below)
 
 
-class Content:
-    """A file that gives as many bytes as it is said to have: zeros where it holds fewer."""
+def padded(data: bytes) -> bytes:
+    """The data, up to the end of its last block."""
+    return data + bytes(-len(data) % BLOCK)
 
-    def __init__(self, file: "BinaryIO") -> None:
-        self._file = file
 
-    def read(self, size: int = -1, /) -> bytes:
-        """The next bytes, exactly so many."""
-        return self._file.read(size).ljust(size, b"\0")
+def field(value: int, width: int) -> bytes:
+    """A number: octal digits, or the bytes themselves where there are too few digits."""
+    if value < 8 ** (width - 1):
+        return b"%0*o\0" % (width - 1, value)
+    return b"\x80" + value.to_bytes(width - 1, "big")
+
+
+def block(name: bytes, kind: bytes, mode: int, size: int, mtime: int, link: bytes) -> bytes:
+    """The block of an entry, whose names are cut."""
+    start = name[:NAME_SIZE].ljust(NAME_SIZE, b"\0") + field(mode, 8) + field(0, 8) * 2
+    start += field(size, 12) + field(mtime, 12)
+    end = (kind + link[:NAME_SIZE].ljust(NAME_SIZE, b"\0") + b"ustar  ").ljust(BLOCK - len(start) - 8, b"\0")
+    checksum = sum(start) + sum(end) + 8 * ord(" ")
+    return start + b"%06o\0 " % checksum + end
+
+
+class Entry:
+    """A member of the archive, before its content."""
+
+    def __init__(self, name: str, found: os.stat_result, now: int) -> None:
+        self.name = os.fsencode(name)
+        self.kind = FILE
+        self.mode = stat.S_IMODE(found.st_mode) & 0o777 | OWNER_READS.get(stat.S_IFMT(found.st_mode), 0)
+        self.mtime = min(max(0, int(found.st_mtime)), now)
+        self.size = 0
+        self.link = b""
+
+    def header(self) -> bytes:
+        """All that comes before the content: long names are members of their own."""
+        found = b""
+        name = self.name + b"/" if self.kind == FOLDER else self.name
+        for kind, text in ((LONG_LINK, self.link), (LONG_NAME, name)):
+            if len(text) > NAME_SIZE:
+                found += block(b"././@LongLink", kind, 0, len(text) + 1, 0, b"") + padded(text + b"\0")
+        return found + block(name, self.kind, self.mode, self.size, self.mtime, self.link)
 
 
 class Archive:
     """Writes entries as they are found, and counts what they would take."""
 
-    def __init__(self, limit: int, top: str) -> None:
+    def __init__(self, limit: int, top: str, kernel: "set[int]") -> None:
+        """`kernel` are file systems that are left out."""
         self._left = limit
         self._top = top
         """The path itself, as links name it."""
-        self._files: dict[tuple[int, int], str] = {}
-        self._tar = tarfile.open(  # noqa: SIM115  closed by `close`
-            fileobj=sys.stdout.buffer,
-            mode="w|",
-            format=tarfile.GNU_FORMAT,
-            encoding="utf-8",
-            errors="surrogateescape",
-            bufsize=CHUNK,
-        )
+        self._above = len(os.fsencode(top.rpartition("/")[0])) + 1
+        self._kernel = kernel
+        self._files: dict[tuple[int, int], bytes] = {}
+        self._out = open(1, "wb", buffering=CHUNK, closefd=False)  # noqa: SIM115  closed by `close`
         self._now = int(time.time())
 
     def close(self) -> None:
         """End the archive."""
-        self._tar.close()
-        sys.stdout.buffer.flush()
+        self._out.write(bytes(END_BLOCKS * BLOCK))
+        self._out.close()
 
     def add(self, parent: int, name: str, below: "list[str]") -> None:
         """Add an entry of a folder, with all below it; `below` are the names that lead to the folder."""
         found = os.lstat(name, dir_fd=parent)
-        entry = self._entry("/".join([*below, name]), found)
+        if found.st_dev in self._kernel:
+            return
+        entry = Entry("/".join([*below, name]), found, self._now)
         if stat.S_ISDIR(found.st_mode):
             self._add_folder(entry, parent, name, below)
         elif stat.S_ISREG(found.st_mode):
             self._add_file(entry, parent, name, found)
         elif stat.S_ISLNK(found.st_mode):
-            entry.linkname = os.readlink(name, dir_fd=parent)
-            if below and stays_within(entry.linkname, below, self._top):
-                entry.type = tarfile.SYMTYPE
-                self._count(entry)
-                self._tar.addfile(entry)
+            target = os.readlink(name, dir_fd=parent)
+            if below and stays_within(target, below, self._top):
+                entry.kind, entry.link = SYMLINK, os.fsencode(target)
+                self._begin(entry)
 
-    def _entry(self, name: str, found: os.stat_result) -> tarfile.TarInfo:
-        entry = tarfile.TarInfo(name)
-        entry.mode = stat.S_IMODE(found.st_mode) & 0o777 | OWNER_READS.get(stat.S_IFMT(found.st_mode), 0)
-        entry.mtime = min(max(0, int(found.st_mtime)), self._now)
-        return entry
-
-    def _count(self, entry: tarfile.TarInfo) -> None:
+    def _begin(self, entry: Entry) -> None:
         """Count pages, also for what has no content: it takes memory of the kernel too. Names may be long."""
-        self._left -= max(PAGE, -(-entry.size // PAGE) * PAGE) + len(entry.name) + len(entry.linkname)
+        if self._above + len(entry.name) > MAX_PATH:
+            stop(TOO_LARGE, f"a path in it has more than {MAX_PATH} bytes")
+        self._left -= max(PAGE, -(-entry.size // PAGE) * PAGE) + len(entry.name) + len(entry.link)
         if self._left < 0:
             stop(TOO_LARGE, "it has more than the limit")
+        self._out.write(entry.header())
 
-    def _add_folder(self, entry: tarfile.TarInfo, parent: int, name: str, below: "list[str]") -> None:
+    def _add_folder(self, entry: Entry, parent: int, name: str, below: "list[str]") -> None:
         try:
             folder = os.open(name, ENTER, dir_fd=parent)
         except OSError:
             return  # the user that reads has no right over it
         try:
-            self._count(entry)
-            entry.type = tarfile.DIRTYPE
-            self._tar.addfile(entry)
+            entry.kind = FOLDER
+            self._begin(entry)
             if len(below) >= MAX_DEPTH:
                 stop(TOO_LARGE, f"its folders are nested more than {MAX_DEPTH} deep")
             for inner in self._names(folder):
@@ -205,34 +233,55 @@ class Archive:
         finally:
             os.close(folder)
 
-    def _names(self, folder: int) -> "Iterator[str]":
+    def _names(self, folder: int) -> "list[str]":
         with os.scandir(folder) as entries:
             names = []
             for entry in entries:
                 names.append(entry.name)
                 if len(names) * PAGE > self._left:
                     stop(TOO_LARGE, "it has more entries than the limit allows")
-        return iter(sorted(names))
+        return sorted(names)
 
-    def _add_file(self, entry: tarfile.TarInfo, parent: int, name: str, found: os.stat_result) -> None:
+    def _add_file(self, entry: Entry, parent: int, name: str, found: os.stat_result) -> None:
         if (first := self._files.get((found.st_dev, found.st_ino))) is not None:
-            entry.type, entry.linkname = tarfile.LNKTYPE, first
-            self._count(entry)
-            self._tar.addfile(entry)
+            entry.kind, entry.link = LINK, first
+            self._begin(entry)
             return
         try:
-            file = open(os.open(name, READ, dir_fd=parent), "rb", buffering=CHUNK)  # noqa: SIM115
+            file = os.open(name, READ, dir_fd=parent)
         except OSError:
             return  # the user that reads has no right over it
-        with file:
-            opened = os.fstat(file.fileno())
-            if not stat.S_ISREG(opened.st_mode):
-                return
-            entry.size = opened.st_size
-            self._count(entry)
-            if found.st_nlink > 1:
-                self._files[found.st_dev, found.st_ino] = entry.name
-            self._tar.addfile(entry, Content(file))
+        try:
+            opened = os.fstat(file)
+            if stat.S_ISREG(opened.st_mode):
+                entry.size = opened.st_size
+                self._begin(entry)
+                if found.st_nlink > 1:
+                    self._files[found.st_dev, found.st_ino] = entry.name
+                self._copy(file, entry.size)
+        finally:
+            os.close(file)
+
+    def _copy(self, file: int, size: int) -> None:
+        """Write as many bytes as were announced: zeros where the file holds fewer by now."""
+        left = size
+        while left:
+            asked = min(left, CHUNK)
+            part = os.read(file, asked) or bytes(asked)
+            self._out.write(part)
+            left -= len(part)
+        self._out.write(bytes(-size % BLOCK))
+
+
+def kernel_devices(root: int) -> "set[int]":
+    """The file systems whose files are questions to the kernel: some cannot be read, and none is anybody's work."""
+    devices = set()
+    for name in ("proc", "sys"):
+        try:
+            devices.add(os.lstat(name, dir_fd=root).st_dev)
+        except OSError:
+            continue
+    return devices - {os.fstat(root).st_dev}
 
 
 def main(path: str, limit: int, pid: int, launcher: int) -> None:
@@ -249,7 +298,7 @@ def main(path: str, limit: int, pid: int, launcher: int) -> None:
         os.lstat(name, dir_fd=folder)
     except OSError:
         stop(MISSING)  # also where links go in a ring, or lead to where nobody may go
-    archive = Archive(limit, path.rstrip("/"))
+    archive = Archive(limit, path.rstrip("/"), kernel_devices(root))
     archive.add(folder, name, [])
     archive.close()
 

@@ -324,6 +324,16 @@ echo "$FORGE" >forge.sh
         "folders deeper than a path may be long",
         "for ((i = 0; i < 300; i++)); do mkdir d && cd d || break; done",
     ),
+    Attack(
+        "long-paths",
+        "a path that is longer than any program can open, or tar can make",
+        "n=$(printf 'n%.0s' {1..240}); for ((i = 0; i < 40; i++)); do mkdir $n && cd $n || break; done; echo x >f",
+    ),
+    Attack(
+        "kernel-files",
+        "files of the kernel in the place of the working folder",
+        'cd /; rm -rf "$W"; ln -s /sys "$W"; ln -s /proc/1 /tmp/work',
+    ),
     Attack("unreadable", "work that nobody may read", 'chmod -R 000 "$W"; chmod 000 "$W" /tmp'),
     Attack("removed", "no working folder any more", 'cd /; rm -rf "$W"'),
     Attack("file-as-workdir", "a file in the place of the working folder", 'cd /; rm -rf "$W"; echo x >"$W"'),

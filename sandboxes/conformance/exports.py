@@ -81,15 +81,20 @@ async def exported_within_limits(sandbox: Sandbox, _: SandboxProvider) -> None:
     await expect_error(FileTooLargeError, exported(sandbox, "many", 2 * MIB))
     await sandbox.exec(["bash", "-c", "for ((i = 0; i < 400; i++)); do mkdir d; cd d; done"], timeout=120)
     await expect_error(FileTooLargeError, exported(sandbox, "d"))
+    # One that could be written, and not be unpacked anywhere.
+    long = "mkdir long; cd long; n=$(printf 'n%.0s' {1..240}); for ((i = 0; i < 40; i++)); do mkdir $n; cd $n; done"
+    await sandbox.exec(["bash", "-c", long])
+    await expect_error(FileTooLargeError, exported(sandbox, "long"))
 
 
 async def exported_out_of_reach(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """No link leads to what only the host can see, and rings of links end."""
+    """No link leads to what only the host can see, nor to the kernel's own files, and rings of links end."""
     commands = (
-        "ln -s /proc/1/root/etc proc; ln -s ring ring; ln -s /proc/self/root self; mkdir real; touch real/f"
+        "ln -s /proc/1/root/etc proc; ln -s ring ring; ln -s /proc/self/root self; mkdir real; touch real/f; "
+        "ln -s /sys sys; ln -s /proc kernel"
     )
     await sandbox.exec(["bash", "-c", commands])
-    for path in ("self/etc/passwd", "ring/file", "proc", "ring"):
+    for path in ("self/etc/passwd", "ring/file", "proc", "ring", "sys/kernel", "kernel/sys"):
         with anyio.fail_after(30), suppress(FileMissingError):
             entries = await exported(sandbox, path)
             expect(entries == [], (path, entries))
