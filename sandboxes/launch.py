@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWNET = 0x00020000, 0x10000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
 AT_FDCWD, AT_EMPTY_PATH, AT_RECURSIVE = -100, 0x1000, 0x8000
-OPEN_TREE_CLONE, MOVE_MOUNT_F_EMPTY_PATH, MOUNT_ATTR_IDMAP = 1, 4, 0x00100000
+OPEN_TREE_CLONE, MOVE_MOUNT_F_EMPTY_PATH, MOUNT_ATTR_RDONLY, MOUNT_ATTR_IDMAP = 1, 4, 1, 0x00100000
 OPEN_TREE, MOVE_MOUNT, MOUNT_SETATTR = 428, 429, 442
 ALL_IDS = (1 << 32) - 1
 PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 4, 38
@@ -235,10 +235,10 @@ class MountAttributes(ctypes.Structure):
 
 
 def show_as(source: str, target: str, namespace: int) -> None:
-    """A folder where the sandbox's user can reach it, and owns what the namespace says."""
+    """Show a folder where the sandbox's user can reach it and owns what the namespace says, and nobody can write."""
     os.mkdir(target)
     tree = call("syscall", OPEN_TREE, AT_FDCWD, os.fsencode(source), OPEN_TREE_CLONE | AT_RECURSIVE)
-    told = MountAttributes(MOUNT_ATTR_IDMAP, 0, 0, namespace)
+    told = MountAttributes(MOUNT_ATTR_RDONLY | MOUNT_ATTR_IDMAP, 0, 0, namespace)
     size = ctypes.sizeof(told)
     call("syscall", MOUNT_SETATTR, tree, b"", AT_EMPTY_PATH | AT_RECURSIVE, ctypes.byref(told), size)
     call("syscall", MOVE_MOUNT, tree, b"", AT_FDCWD, os.fsencode(target), MOVE_MOUNT_F_EMPTY_PATH)

@@ -3,6 +3,7 @@
 import os
 import signal
 
+import anyio
 import pytest
 
 from api_schemas.rollouts import StopReason
@@ -115,3 +116,12 @@ async def test_a_program_that_leaves_no_room_for_the_next_test_fails_its_tests(s
     submit = turn("", call("write", path="solution.py", content=program))
     trial = await play(code.environment, task, ScriptedPolicy([submit, "Done."]), sandboxes)
     assert trial.score.parts["submitted"] == 1.0
+
+
+async def test_the_unpacked_image_that_sandboxes_share_is_mounted_read_only(sandboxes):
+    sandbox = await sandboxes.start(code.environment.spec, "shared")
+    mounts = await anyio.Path(f"/proc/{sandbox.info.pid}/mountinfo").read_text()
+    await sandbox.close()
+    shown = [fields for line in mounts.splitlines() if "idmapped" in (fields := line.split())[5]]
+    assert "users" not in sandboxes.provider.enforced or shown
+    assert all("ro" in fields[5].split(",") for fields in shown), shown
