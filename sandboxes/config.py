@@ -103,8 +103,12 @@ def numbers_of(user_range: str) -> range | None:
     if not (dash and first.isdigit() and last.isdigit()):
         raise ValueError('give "FIRST-LAST" or "none"')
     found = range(int(first), int(last) + 1)
-    if found.start < FIRST_FREE_USER or found.stop > LAST_USER or len(found) < LEAST_USERS:
-        raise ValueError(f"give {LEAST_USERS} numbers or more, between {FIRST_FREE_USER} and {LAST_USER - 1}")
+    whole = found.stop // LEAST_USERS - -(-found.start // LEAST_USERS)
+    if found.start < FIRST_FREE_USER or found.stop > LAST_USER or whole < 1:
+        raise ValueError(
+            f"give {LEAST_USERS} numbers or more from a multiple of {LEAST_USERS} on, "
+            f"between {FIRST_FREE_USER} and {LAST_USER - 1}"
+        )
     return found
 
 

@@ -122,8 +122,12 @@ class HostUsers:
                     os.close(handle)
 
     def _choices(self) -> Iterator[int]:
-        """Starts of blocks, at random: services in containers that share nothing but the kernel seldom meet."""
-        blocks = range(self._range.start, self._range.stop - BLOCK + 1, BLOCK)
+        """Starts of blocks, at random: services in containers that share nothing but the kernel seldom meet.
+
+        They are multiples of its size, so that no two blocks overlap, whatever the ranges of two services are.
+        """
+        first = -(-self._range.start // BLOCK) * BLOCK
+        blocks = range(first, self._range.stop - BLOCK + 1, BLOCK)
         yield from random.sample(blocks, min(ATTEMPTS, len(blocks)))
 
     def _take(self, first: int) -> bool:

@@ -11,7 +11,7 @@ from sandboxes import ApptainerConfig
 from sandboxes.host_users import BLOCK, HostUsers, UserLease, is_taken, subordinate_ranges
 from sandboxes.launch import exchange
 
-NUMBERS = range(1_900_000_000, 1_900_000_000 + 4 * BLOCK)
+NUMBERS = range(464_000 * BLOCK, 464_004 * BLOCK)
 
 
 def leased(users: HostUsers, count: int = 1) -> list[UserLease]:
@@ -34,6 +34,20 @@ def test_no_two_services_have_a_number_at_the_same_time(tmp_path: Path) -> None:
     after = HostUsers(NUMBERS, folder)
     leased(after)
     after.close()
+
+
+def test_services_whose_ranges_overlap_never_have_the_same_number(tmp_path: Path) -> None:
+    start = NUMBERS.start
+    ranges = range(start, start + BLOCK), range(start + 1, start + 2 * BLOCK)
+    services = [HostUsers(numbers, tmp_path / "users") for numbers in ranges]
+    numbers = [lease.number for users in services for lease in all_leases(users)]
+    assert len(numbers) == len(set(numbers)) == 2 * BLOCK
+    for users in services:
+        users.close()
+
+
+def all_leases(users: HostUsers) -> list[UserLease]:
+    return list(iter(users.lease, None))
 
 
 def test_a_number_is_used_again_after_all_others(tmp_path: Path) -> None:
