@@ -7,7 +7,7 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Query
+from fastapi import APIRouter, Body, Query, Request
 from fastapi.responses import Response
 
 from api_schemas.base import RolloutId
@@ -26,6 +26,7 @@ from rollout_service.inference.errors import NoBackendError
 from rollout_service.openapi.answers import also, raises
 from rollout_service.routes.dependencies import ServiceDep, as_json
 from rollout_service.routes.strict import StrictRoute
+from rollout_service.routes.waiting import while_connected
 from rollout_service.shutdown import ShuttingDownError
 
 router = APIRouter(prefix="/v1", tags=["rollouts"], route_class=StrictRoute)
@@ -43,6 +44,7 @@ CURSOR = r"^[0-9]{1,18}$"
 )
 async def submit_rollout(
     service: ServiceDep,
+    http: Request,
     request: RolloutRequest,
     wait: Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="seconds to wait for its end")] = 0.0,
 ) -> Response:
@@ -54,7 +56,7 @@ async def submit_rollout(
     rollout = await service.submit(request.model_copy(update={"rollout_id": rollout_id}))
     if wait:
         with suppress(ShuttingDownError):  # the order stands
-            if ended := await service.wait(rollout_id, wait):
+            if ended := await while_connected(http, lambda: service.wait(rollout_id, wait)):
                 return as_json(ended)
     return as_json(rollout, HTTPStatus.ACCEPTED)
 
@@ -75,14 +77,17 @@ async def list_rollouts(
 @router.get("/rollouts/{rollout_id}", response_model=Rollout, responses=raises(NotFoundError))
 async def get_rollout(
     service: ServiceDep,
+    http: Request,
     rollout_id: RolloutId,
     trajectory: bool = False,
     wait: Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="seconds to wait for its end")] = 0.0,
 ) -> Response:
     """A rollout as it stands; with `trajectory=true` with all its tokens."""
     rollout = await service.get(rollout_id, trajectory=trajectory)
-    if wait and not rollout.state.terminal and (ended := await service.wait(rollout_id, wait)):
-        return as_json(ended if trajectory else ended.model_copy(update={"trajectory": None}))
+    if wait and not rollout.state.terminal:
+        ended = await while_connected(http, lambda: service.wait(rollout_id, wait))
+        if ended is not None:
+            return as_json(ended if trajectory else ended.model_copy(update={"trajectory": None}))
     return as_json(rollout)
 
 

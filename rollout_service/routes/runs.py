@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from http import HTTPStatus
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Header, Query
+from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import Response, StreamingResponse
 
 from api_schemas.base import MAX_INT
@@ -36,8 +36,9 @@ from rollout_service.openapi.answers import also, answers, raises
 from rollout_service.routes.ahead import AheadResponse
 from rollout_service.routes.dependencies import ServiceDep, as_json
 from rollout_service.routes.strict import StrictRoute
+from rollout_service.routes.waiting import while_connected
 from rollout_service.runs.delivery import RunOverError
-from rollout_service.store.run_contract import LeaseOrder
+from rollout_service.store.run_contract import LeasedBatch, LeaseOrder
 
 router = APIRouter(prefix="/v1", tags=["runs"], route_class=StrictRoute)
 
@@ -103,6 +104,7 @@ async def append_tasks(service: ServiceDep, run_id: RunId, order: AppendTasks) -
 )
 async def lease_batch(
     service: ServiceDep,
+    http: Request,
     run_id: RunId,
     timeout: Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="seconds to wait")] = 0.0,
     seconds: Annotated[
@@ -120,9 +122,11 @@ async def lease_batch(
     With `Accept: application/vnd.rollout.batch+safetensors` it comes as arrays.
     """
     order = LeaseOrder(run_id, key or uuid.uuid4().hex, seconds, allow_stale)
-    leased = await service.shutdown.until_begun(
-        lambda: service.delivery.lease(order, version=version, timeout=timeout)
-    )
+
+    def lease() -> Awaitable[LeasedBatch | None]:
+        return service.delivery.lease(order, version=version, timeout=timeout)
+
+    leased = await while_connected(http, lambda: service.shutdown.until_begun(lease))
     if leased is None:
         return Response(status_code=HTTPStatus.NO_CONTENT)
     if BINARY_MEDIA_TYPE not in accept:

@@ -75,3 +75,47 @@ def test_hanging_up_is_no_error(server: Running, request_line: str) -> None:
     assert "Traceback" not in said
     assert "[error" not in said
     assert "[warning" not in said
+
+
+@pytest.mark.parametrize("end", ["reset", "closed"])
+def test_nothing_is_leased_to_a_caller_that_is_gone(server: Running, end: str) -> None:
+    run = f"/v1/runs/alone-{end}"
+    httpx.post(
+        f"{server.url}/v1/runs",
+        json=RUN
+        | {
+            "run_id": f"alone-{end}",
+            "source": {"kind": "inline", "tasks": [{"environment": "echo", "instance": {"number": 1}}]},
+        },
+    ).raise_for_status()
+    held = httpx.post(f"{server.url}{run}/lease", params={"timeout": 60, "seconds": 600}, timeout=90).json()
+    address = urlsplit(server.url)
+    before = len(server.log)
+    with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
+        query = f"POST {run}/lease?timeout=3600&seconds=600 HTTP/1.1\r\nHost: {address.netloc}\r\n\r\n"
+        connection.sendall(query.encode())
+        waiting = httpx.get(f"{server.url}{run}")  # answered after the server has read what came before it
+        assert waiting.is_success
+        if end == "reset":
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    eventually(lambda: f" path={run}/lease " in server.log[before:], server.log_file, seconds=30)
+    httpx.post(f"{server.url}{run}/batches/{held['batch_id']}/nack").raise_for_status()
+    again = httpx.post(f"{server.url}{run}/lease", params={"timeout": 60}, timeout=90)
+    assert again.json()["batch_id"] == held["batch_id"]
+    assert "Traceback" not in server.log[before:]
+
+
+def test_a_wait_for_a_rollout_ends_with_its_caller(server: Running) -> None:
+    httpx.post(f"{server.url}/v1/pause", json={}).raise_for_status()
+    address = urlsplit(server.url)
+    order = {"rollout_id": "left-alone", "task": {"environment": "echo", "instance": {"number": 1}}}
+    try:
+        httpx.post(f"{server.url}/v1/rollouts", json=order).raise_for_status()
+        before = len(server.log)
+        with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
+            query = f"GET /v1/rollouts/left-alone?wait=3600 HTTP/1.1\r\nHost: {address.netloc}\r\n\r\n"
+            connection.sendall(query.encode())
+        line = "path=/v1/rollouts/left-alone "
+        eventually(lambda: line in server.log[before:], server.log_file, seconds=30)
+    finally:
+        httpx.post(f"{server.url}/v1/resume", json={}).raise_for_status()
