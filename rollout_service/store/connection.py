@@ -12,7 +12,7 @@ import os
 import sqlite3
 from pathlib import Path
 
-from rollout_service.errors import StoreError
+from rollout_service.errors import DefectError, ServiceError, StoreError
 from rollout_service.private_files import make_private
 from rollout_service.store.schema import migrate
 
@@ -31,11 +31,40 @@ _HINTS = {
 }
 
 
+_REPORT = "Report it with the log's traceback; the database was not changed."
+
+_PASSING = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_INTERRUPT,
+    sqlite3.SQLITE_PROTOCOL,
+}
+"""What may go away while the service runs, by itself or by what its hint says."""
+
+
+def _code(error: sqlite3.Error) -> int:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
 def explain(error: sqlite3.Error) -> StoreError:
-    """The StoreError for an error of SQLite, with what to do about it."""
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    """Return the StoreError for an error of SQLite, with what to do about it."""
+    code = _code(error)
     hint = _HINTS.get(code, "The log of the service has the details; the database was not changed.")
-    return StoreError(f"the store failed: {error}", hint=hint)
+    return StoreError(f"the store failed: {error}", hint=hint, retryable=code in _PASSING)
+
+
+def explain_job(error: sqlite3.Error) -> ServiceError:
+    """Return the error of a job on an open store: a defect, unless the file or its disk is at fault."""
+    failure: ServiceError = explain(error)
+    if _code(error) not in _PASSING | _HINTS.keys():
+        failure = DefectError(f"a statement on the store is wrong: {error}", hint=_REPORT)
+    failure.__cause__ = error  # the log shows where it was raised
+    return failure
 
 
 class FileClaim:

@@ -23,7 +23,7 @@ import anyio
 import structlog
 
 from rollout_service.errors import StoreError
-from rollout_service.store.connection import Database, explain
+from rollout_service.store.connection import Database, explain_job
 
 log = structlog.get_logger(__name__)
 
@@ -109,6 +109,7 @@ class DatabaseThread:
 
         Raises:
             StoreError: the database failed, or it is closed.
+            DefectError: the job's own statement is wrong.
             Exception: whatever the job raised.
         """
         if self._died.is_set():
@@ -175,7 +176,7 @@ class DatabaseThread:
         except sqlite3.Error as error:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
-            outcomes = [_Outcome(job, error=explain(error)) for job in batch]
+            outcomes = [_Outcome(job, error=explain_job(error)) for job in batch]
             writes = False
         self._call(self._deliver, outcomes, newest if writes else None)
 
@@ -227,7 +228,7 @@ def _attempt(connection: sqlite3.Connection, job: _Job) -> _Outcome:
     except sqlite3.Error as error:
         if job.writes and not connection.in_transaction:
             raise
-        outcome = _Outcome(job, error=explain(error))
+        outcome = _Outcome(job, error=explain_job(error))
     except Exception as error:  # noqa: BLE001 - it is the caller's, who gets it
         outcome = _Outcome(job, error=error)
     if job.writes:

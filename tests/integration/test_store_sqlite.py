@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -12,7 +13,8 @@ from structlog.testing import capture_logs
 
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.tasks import Task
-from rollout_service.errors import StoreError
+from rollout_service.errors import DefectError, StoreError
+from rollout_service.pipeline.pipeline import insist
 from rollout_service.store import SqliteStore
 from rollout_service.store.schema import APPLICATION_ID, MIGRATIONS
 
@@ -148,6 +150,36 @@ async def test_damage_is_reported_with_a_hint(path: Path) -> None:
     assert "damaged" in caught.value.hint
 
 
+async def test_a_wrong_statement_is_a_defect_and_is_not_tried_again(path: Path) -> None:
+    async with await SqliteStore.open(path) as store:
+        wrong = partial(store._read, lambda db: db.execute("SELECT name FROM nowhere"))
+        with anyio.fail_after(10), pytest.raises(DefectError, match="no such table: nowhere") as caught:
+            await insist("read", wrong)
+        assert isinstance(caught.value.__cause__, sqlite3.Error)
+        assert store.problem is None
+
+
+async def test_damage_is_not_tried_again(path: Path) -> None:
+    async with await SqliteStore.open(path) as store:
+        await submit_many(store, range(300))
+    spoil(path)
+    with anyio.fail_after(10), pytest.raises(StoreError, match="malformed"):
+        async with await SqliteStore.open(path) as store:
+            await insist("list", partial(store.list, limit=300))
+
+
+async def test_a_full_disk_is_waited_for(path: Path) -> None:
+    async with await SqliteStore.open(path) as store:
+        await store._read(lambda db: db.execute("PRAGMA max_page_count = 1").fetchone())
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as group:
+                group.start_soon(insist, "submit", partial(store.submit, order(1, padding="x" * 100_000)))
+                while not store.errors:
+                    await anyio.sleep(0.01)
+                await store._read(lambda db: db.execute("PRAGMA max_page_count = 1000000").fetchone())
+        assert await store.get("r1") is not None
+
+
 async def test_a_full_disk_fails_that_write_alone_and_later_writes_go_on(path: Path) -> None:
     async with await SqliteStore.open(path) as store:
         await store.submit(order(0))
@@ -212,7 +244,7 @@ async def test_the_database_itself_refuses_to_change_a_terminal_rollout(path: Pa
     async with await SqliteStore.open(path) as store:
         await store.submit(order(0))
         await store.cancel("r0")
-        with pytest.raises(StoreError, match="never changes"):
+        with pytest.raises(DefectError, match="never changes"):
             await store._write(lambda db: db.execute("UPDATE rollouts SET state = 'queued'").rowcount)
         assert await store.counts() == {RolloutState.CANCELLED: 1}
 
