@@ -1,5 +1,6 @@
 """The scripts say what they need before they begin."""
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -47,3 +48,34 @@ def test_a_plug_in_goes_beside_the_locked_packages(tmp_path: Path, version: str,
     )
     assert (done.returncode == 0) is fits, done.stderr
     assert "my-plugin" in done.stderr
+
+
+ALWAYS = ["trainer", "systemd"]
+REAL = ["apptainer", "base_image", "docker", "sglang", "vllm", "trl"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "marked", "parts"),
+    [
+        (["tests/unit"], [], ALWAYS),
+        (["tests/some"], ["apptainer"], [*ALWAYS, "apptainer", "base_image"]),
+        (["tests/some"], ["sglang", "trl"], [*ALWAYS, "sglang", "trl"]),
+        ([], [], [*ALWAYS, *REAL]),
+        (["--fast"], ["apptainer"], []),
+        (["--fast", "tests/some"], ["apptainer"], []),
+    ],
+)
+def test_only_what_the_chosen_tests_need_is_installed(
+    tmp_path: Path, arguments: list[str], marked: list[str], parts: list[str]
+) -> None:
+    """A pytest that finds tests of some markers alone, and none of others, stands beside a copy of the scripts."""
+    shutil.copytree(SCRIPTS, tmp_path / "scripts")
+    pytest_program = tmp_path / ".venv" / "bin" / "pytest"
+    pytest_program.parent.mkdir(parents=True)
+    found = " | ".join(f'*" -m {marker} tests/"*' for marker in [*marked, "no-such"])
+    pytest_program.write_text(f'#!/bin/sh\ncase "$*" in {found}) exit 0 ;; esac\nexit 5\n')
+    pytest_program.chmod(0o755)
+    done = subprocess.run(
+        [tmp_path / "scripts" / "test", "--dry-run", *arguments], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == parts
