@@ -102,7 +102,7 @@ configure_uv() {
 ensure_uv() {
     python=$(find_python) || exit 1
     uv=$cache/bootstrap/bin/uv
-    if [[ ! -x $uv ]]; then
+    if ! bootstrap_is_ready; then
         "$python" -c 'import ensurepip, venv' 2>/dev/null || install_venv_module
         step "install uv" bootstrap_uv
     fi
@@ -117,9 +117,15 @@ install_venv_module() {
     step "install Python's venv module" apt_install python3-venv
 }
 
+bootstrap_is_ready() {
+    [[ -x $uv ]] && cmp -s "$root/scripts/bootstrap.lock" "$cache/bootstrap/installed.lock"
+}
+
 bootstrap_uv() {
     "$python" -m venv --clear "$cache/bootstrap" &&
-        "$cache/bootstrap/bin/python" -m pip install --quiet --disable-pip-version-check 'uv>=0.9'
+        "$cache/bootstrap/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes \
+            --requirement "$root/scripts/bootstrap.lock" &&
+        cp "$root/scripts/bootstrap.lock" "$cache/bootstrap/installed.lock"
 }
 
 # --- the project --------------------------------------------------------------------------------------------
@@ -139,11 +145,13 @@ ensure_venv() {
     rm -f "$venv/.installed"
     step "install the locked packages" "$uv" pip install --quiet --python "$venv/bin/python" --require-hashes \
         --requirement "$root/requirements.lock"
-    step "install the project" "$uv" pip install --quiet --python "$venv/bin/python" --no-deps --editable "$root"
+    # It is built in an environment of its own, from the build backend of the lock.
+    step "install the project" "$uv" pip install --quiet --python "$venv/bin/python" --no-deps --editable "$root" \
+        --build-constraints "$root/scripts/bootstrap.lock" --require-build-hashes
     venv_fingerprint >"$venv/.installed"
 }
 
-# torch is not in the lock: its builds for CPUs and for GPUs are different files, and the second pull gigabytes.
+# deploy/torch/torch.txt says why torch is in no lock; what it requires comes first, so that it comes alone.
 trainer_is_ready() {
     "$venv/bin/python" -c 'import importlib.util as find, sys; sys.exit(find.find_spec("torch") is None)'
 }
@@ -151,8 +159,10 @@ trainer_is_ready() {
 ensure_trainer() {
     trainer_is_ready && return
     ensure_uv
+    step "install what torch requires" "$uv" pip install --quiet --python "$venv/bin/python" --require-hashes \
+        --requirement "$root/deploy/torch/requirements.lock"
     step "install torch" "$uv" pip install --quiet --python "$venv/bin/python" \
-        ${ROLLOUT_TORCH_INDEX:+--index-url "$ROLLOUT_TORCH_INDEX"} "$(grep '^torch==' "$root/examples/requirements.txt")"
+        ${ROLLOUT_TORCH_INDEX:+--index-url "$ROLLOUT_TORCH_INDEX"} --requirement "$root/deploy/torch/torch.txt"
 }
 
 # --- sandboxes and engines ----------------------------------------------------------------------------------
