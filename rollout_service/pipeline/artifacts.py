@@ -7,6 +7,7 @@ temporary disk than the budget.
 
 from __future__ import annotations
 
+import hashlib
 import posixpath
 import tarfile
 from collections.abc import AsyncIterable, AsyncIterator
@@ -133,23 +134,30 @@ def require_safe(file: IO[bytes], parent: str) -> None:
     Raises:
         SandboxFileError: it does, or it is no archive.
     """
-    folders: set[str] = set()
-    files: set[str] = set()
+    # Digests, and no member is kept: what is in an archive takes no more memory than its number of entries asks for.
+    folders: set[bytes] = set()
+    files: set[bytes] = set()
     try:
         with tarfile.open(fileobj=file, mode="r:", encoding="utf-8", errors="surrogateescape") as archive:
-            for entry in archive:
+            while (entry := archive.next()) is not None:
+                archive.members.clear()  # type: ignore[attr-defined]
                 above, _, last = entry.name.rpartition("/")
                 names = above.split("/") if above else []
                 safe = entry.type in KINDS and last not in ("", ".", "..") and not entry.mode & ~0o777
-                safe &= above in folders if above else not (folders or files)
-                safe &= not entry.islnk() or entry.linkname in files
+                safe &= _digest(above) in folders if above else not (folders or files)
+                safe &= not entry.islnk() or _digest(entry.linkname) in files
                 top = posixpath.join(parent, (names or [last])[0])
                 safe &= not entry.issym() or stays_within(entry.linkname, names, top)
                 if not safe:
                     raise SandboxFileError(f"what the agent left cannot be unpacked safely: {entry.name!r}")
-                (folders if entry.isdir() else files).add(entry.name)
+                (folders if entry.isdir() else files).add(_digest(entry.name))
     except tarfile.TarError as error:
         raise SandboxFileError(f"what the agent left is not an archive: {error}") from error
+
+
+def _digest(name: str) -> bytes:
+    """What stands for a name, which may be as long as a path."""
+    return hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=16).digest()
 
 
 async def _chunks(file: SpooledTemporaryFile[bytes]) -> AsyncIterator[bytes]:

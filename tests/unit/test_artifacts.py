@@ -2,6 +2,7 @@
 
 import io
 import tarfile
+import tracemalloc
 
 import anyio
 import pytest
@@ -168,3 +169,17 @@ def test_artifacts_leave_room_for_the_grader():
     assert spec(sandbox=SandboxSettings(disk="64M")).artifacts_bytes == 32 * MIB
     assert spec(sandbox=SandboxSettings(memory="128M")).artifacts_bytes == 64 * MIB
     assert spec(artifacts_size="1M").artifacts_bytes == MIB
+
+
+def test_an_archive_of_long_names_takes_little_memory():
+    inner = "/".join(["w", *["n" * 200] * 18])
+    chain = ["/".join(inner.split("/")[: depth + 1]) for depth in range(19)]
+    folders = [(name, tarfile.DIRTYPE, "", 0o755) for name in chain]
+    archive = packed(*folders, *((f"{inner}/{at}", tarfile.REGTYPE, "", 0o644) for at in range(2_000)))
+    tracemalloc.start()
+    try:
+        require_safe(archive, "/")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * MIB  # the names alone are 7 MiB
