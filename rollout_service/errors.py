@@ -163,16 +163,12 @@ class EnvironmentFailedError(ServiceError):
 
 
 class StoreError(ServiceError):
-    """The durable store cannot be read or written; without `retryable`, only a person can mend that."""
+    """The durable store cannot be read or written."""
 
     code = "store_unavailable"
     boundary = Boundary.STORE
     status = 503
     retryable = True
-
-    def __init__(self, message: str, *, hint: str = "", retryable: bool = True) -> None:
-        super().__init__(message, hint=hint)
-        self.retryable = retryable
 
 
 class UnavailableError(ServiceError):

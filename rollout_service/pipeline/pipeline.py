@@ -314,14 +314,12 @@ class Pipeline:
 async def insist(what: str, call: Callable[[], Awaitable[T]]) -> T:
     """Make an idempotent call to the store until it succeeds, and log each failure.
 
-    Raises StoreError when the failure cannot go away by itself, as damage to the file.
+    Raises DefectError when the call itself is wrong.
     """
     while True:
         try:
             return await call()
         except StoreError as error:
-            if not error.retryable:
-                raise
             log.error("the store failed; trying again", doing=what, error=str(error), hint=error.hint)
         await anyio.sleep(STORE_RETRY_SECONDS)
 

@@ -33,18 +33,8 @@ _HINTS = {
 
 _REPORT = "Report it with the log's traceback; the database was not changed."
 
-_PASSING = {
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_LOCKED,
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_READONLY,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_NOMEM,
-    sqlite3.SQLITE_INTERRUPT,
-    sqlite3.SQLITE_PROTOCOL,
-}
-"""What may go away while the service runs, by itself or by what its hint says."""
+_PASSING = _HINTS.keys() | {sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_PROTOCOL}
+"""What may go away while the service runs, by itself or by what its hint says; a damaged file by a copy put back."""
 
 
 def _code(error: sqlite3.Error) -> int:
@@ -55,13 +45,13 @@ def explain(error: sqlite3.Error) -> StoreError:
     """Return the StoreError for an error of SQLite, with what to do about it."""
     code = _code(error)
     hint = _HINTS.get(code, "The log of the service has the details; the database was not changed.")
-    return StoreError(f"the store failed: {error}", hint=hint, retryable=code in _PASSING)
+    return StoreError(f"the store failed: {error}", hint=hint)
 
 
 def explain_job(error: sqlite3.Error) -> ServiceError:
     """Return the error of a job on an open store: a defect, unless the file or its disk is at fault."""
     failure: ServiceError = explain(error)
-    if _code(error) not in _PASSING | _HINTS.keys():
+    if _code(error) not in _PASSING:
         failure = DefectError(f"a statement on the store is wrong: {error}", hint=_REPORT)
     failure.__cause__ = error  # the log shows where it was raised
     return failure

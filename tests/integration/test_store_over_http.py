@@ -31,7 +31,7 @@ async def served(state: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Service]
             service: Service = app.state.service
             await service.store._read(lambda db: db.execute("PRAGMA busy_timeout = 20").fetchone())
             transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 yield client, service
 
 

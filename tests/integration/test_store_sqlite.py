@@ -159,15 +159,6 @@ async def test_a_wrong_statement_is_a_defect_and_is_not_tried_again(path: Path) 
         assert store.problem is None
 
 
-async def test_damage_is_not_tried_again(path: Path) -> None:
-    async with await SqliteStore.open(path) as store:
-        await submit_many(store, range(300))
-    spoil(path)
-    with anyio.fail_after(10), pytest.raises(StoreError, match="malformed"):
-        async with await SqliteStore.open(path) as store:
-            await insist("list", partial(store.list, limit=300))
-
-
 async def test_a_full_disk_is_waited_for(path: Path) -> None:
     async with await SqliteStore.open(path) as store:
         await store._read(lambda db: db.execute("PRAGMA max_page_count = 1").fetchone())
