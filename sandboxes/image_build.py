@@ -44,7 +44,13 @@ HINTS = (
         "the registry cannot be reached from here; pull the image elsewhere, and use its file or an archive of it",
     ),
     (
-        ("authentication required", "401 Unauthorized", "403 Forbidden", "access to the resource is denied"),
+        (
+            "authentication required",
+            "UNAUTHORIZED",
+            "401 Unauthorized",
+            "403 Forbidden",
+            "access to the resource is denied",
+        ),
         "log in with `apptainer registry login`, or set APPTAINER_DOCKER_USERNAME and APPTAINER_DOCKER_PASSWORD",
     ),
     (("MANIFEST_UNKNOWN", "NAME_UNKNOWN", "404 Not Found"), "the registry has no such image or tag"),
