@@ -317,8 +317,9 @@ async def uses_up(provider: SandboxProvider, attack: str, one: str) -> None:
     if "users" not in provider.enforced:  # the host counts all sandboxes together: `doctor` says so
         return
     async with attacked(provider) as sandbox, await provider.start(SandboxSpec()) as other:
-        python = await sandbox.python()
-        result = await python.execute(LIBRARY + attack, timeout=PATIENCE)
+        await sandbox.write_file("/tmp/attack.py", f"{LIBRARY}{attack}sys.stdout.flush()\nsignal.pause()\n")
+        holds = "(python3 /tmp/attack.py >/tmp/held &); until [ -s /tmp/held ]; do sleep 0.05; done; cat /tmp/held"
+        result = await (await sandbox.bash()).run(holds, timeout=PATIENCE)
         assert int(result.output) > 0, result
         done = await other.exec(["python3", "-c", one], timeout=PATIENCE)
         assert done.stdout == b"True\n", done
