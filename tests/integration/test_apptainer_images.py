@@ -223,7 +223,7 @@ def test_the_base_image_has_what_the_sessions_need(unpacked: UnpackedImages) -> 
     found = unpacked.facts(store.resolve("base"))
     assert (found.missing, found.needs_toolkit) == ((), False)
     assert tuple(int(part) for part in (found.python_version or "").split(".")) >= (3, 11)
-    assert f"ipykernel=={found.ipykernel}\n" in packaged_definition("base").read_text()
+    assert f"ipykernel=={found.ipykernel} " in packaged_definition("base").read_text()
     assert store.resolve("base").stat().st_size < 120e6
 
 

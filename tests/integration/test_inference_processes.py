@@ -161,7 +161,8 @@ async def test_a_client_that_hangs_up_frees_its_place(engine):
     body = orjson.dumps({"rid": "gone", "input_ids": [1, 2], "sampling_params": params})
     reader_writer = await anyio.connect_tcp("127.0.0.1", int(engine.url.rpartition(":")[2]))
     async with reader_writer as stream:
-        head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += b"Content-Length: %d\r\n\r\n"
         await stream.send(head % len(body) + body)
         while not (await backend.load()).running:
             await anyio.sleep(0.01)
