@@ -159,7 +159,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count_head(len(name) + len(value) + SEPARATORS)
+        self._silent_bytes = 0  # as `_count_head` does; a call for every header is worth saving
+        self._head_bytes += len(name) + len(value) + SEPARATORS
+        if self._head_bytes > self._limits.max_head_bytes:
+            self._check_head_size()
         if self._part is _Part.BODY:
             return  # a trailer, which uvicorn would put among the headers while the app reads them
         super().on_header(name, value)
@@ -303,13 +306,10 @@ def _refusal_of(error: httptools.HttpParserError) -> RequestError:
 
 def _check_framing(headers: list[tuple[bytes, bytes]], url: bytes, version: str) -> None:
     """Raise MalformedRequestError where two readers of this head could disagree about what it asks for."""
-    seen: set[bytes] = set()
-    host = None
-    for name, value in headers:
-        if name in ONCE and name in seen:
-            raise MalformedRequestError(f"the header {name.decode()} came twice")
-        seen.add(name)
-        host = value if name == b"host" else host
+    names = [name for name, _ in headers if name in ONCE]
+    if len(names) > len(set(names)):
+        raise MalformedRequestError(f"the header {max(names, key=names.count).decode()} came twice")
+    host = dict(headers).get(b"host")
     if host is None and version == "1.1":
         raise MalformedRequestError("the header host is missing")
     if not url.startswith(b"/") and httptools.parse_url(url).host is not None:
