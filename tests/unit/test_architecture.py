@@ -1,6 +1,7 @@
 """Imports go one way, and the house rules that a linter does not know."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,3 +65,11 @@ def test_no_package_index_is_named() -> None:
     for path in [ROOT / "requirements.lock", ROOT / "pyproject.toml", *(ROOT / "scripts").iterdir()]:
         if path.is_file():
             assert not [host for host in hosts if host in path.read_text()], path
+
+
+@pytest.mark.parametrize("package", ["sandboxes", "rollout_service"])
+def test_the_page_on_architecture_names_every_module(package: str) -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    files = {path.name.removesuffix(".py") for path in (ROOT / package).iterdir()}
+    names = {name for name in files if name[0] not in "_."} - {"py.typed"}
+    assert not {name for name in names if not re.search(rf"\b{re.escape(name)}\b", page)}
