@@ -51,7 +51,7 @@ class InlineTasks(WireModel):
     """Whether more may be appended; such a run goes on until an append closes it, or it is ended."""
     seed: Signed = 0
     epochs: Count | None = 1
-    """How often the tasks are gone through; null is without end."""
+    """How often the tasks are gone through; null means endless."""
     shuffle: Flag = False
     """Whether each epoch has an order of its own, drawn from the seed and the epoch's number."""
 
@@ -73,7 +73,7 @@ class FileTasks(WireModel):
     environment: Name
     seed: Signed = 0
     epochs: Count | None = 1
-    """How often the file is gone through; null is without end."""
+    """How often the file is gone through; null means endless."""
     shuffle: Flag = False
     """Whether each epoch has an order of its own, drawn from the seed and the epoch's number."""
 
@@ -89,7 +89,7 @@ class DatasetTasks(WireModel):
     """Which part of the data set, such as `train`; needed exactly where the data set has splits."""
     seed: Signed = 0
     epochs: Count | None = 1
-    """How often the instances are gone through; null is without end."""
+    """How often the instances are gone through; null means endless."""
     shuffle: Flag = False
     """Whether each epoch has an order of its own, drawn from the seed and the epoch's number."""
 

@@ -178,7 +178,7 @@ class RolloutClient:
                     return rollout
 
     async def run(self, request: RolloutRequest) -> Rollout:
-        """Order a rollout and wait for its end, through restarts of the server."""
+        """Request a rollout and wait for the result, through restarts of the server."""
         request = identified(request)
         while True:
             rollout = await self.submit(request, wait_seconds=LONG_POLL_SECONDS)

@@ -154,7 +154,7 @@ class Orders:
         )
 
     async def run(self, request: RolloutRequest) -> Rollout:
-        """Order a rollout and wait for its end. The connections are kept for the next one of this event loop."""
+        """Request a rollout and wait for the result. The connections are kept for the next one of this event loop."""
         loop = asyncio.get_running_loop()
         if (client := self._clients.get(loop)) is None:
             client = RolloutClient(self.url, self.key, patience_seconds=self.patience_seconds)

@@ -44,7 +44,7 @@ class Check:
     state: Literal["ok", "missing", "limited"]
     found: str
     fix: str = ""
-    """The command that mends it; empty when there is nothing to mend."""
+    """The command that fixes it; empty when there is nothing to fix."""
 
     def as_dict(self) -> dict[str, str]:
         """For `--json`."""

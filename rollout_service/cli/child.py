@@ -1,4 +1,4 @@
-"""A server of one's own, as a child process, for the commands that need one.
+"""A server as a child process, for the commands that need one to themselves.
 
 Guarantee: the child has ended when the block is left, however it is left: SIGTERM, a while to drain, then
 SIGKILL, always by its own pid. If this process is killed, the kernel sends the child SIGTERM.

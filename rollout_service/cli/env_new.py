@@ -20,7 +20,7 @@ def make_environment(name: str, folder: Path) -> Path:
         TypeAdapter(Name).validate_python(name)
     except ValidationError as error:
         hint = "1-64 letters, digits, '.', '_' or '-', of which the first is a letter or digit."
-        raise CommandError(f"{name!r} is no name for an environment", hint=hint) from error
+        raise CommandError(f"{name!r} is not a valid name for an environment", hint=hint) from error
     target = folder / name
     try:
         shutil.copytree(TEMPLATE, target, ignore=shutil.ignore_patterns("__pycache__"))

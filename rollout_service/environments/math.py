@@ -1,7 +1,7 @@
 r"""`math`: a question with one exact answer; right when the last `\boxed{...}` is mathematically equal to it.
 
-An answer without a box, one that is no mathematics, and one that is too costly to compare (see
-`math_worker`) are wrong answers. A gold answer that cannot be read, or a check that fails, is an error.
+An answer is wrong if it has no box, doesn't parse, or is too costly to compare (see `math_worker`). If the gold
+answer can't be checked, that is an error.
 """
 
 from __future__ import annotations

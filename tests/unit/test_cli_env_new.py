@@ -21,7 +21,7 @@ def test_the_new_environment_loads_and_its_instances_pass(tmp_path):
 
 @pytest.mark.parametrize("name", ["", "a/b", "../x", "-x", "x" * 65])
 def test_a_name_that_is_none_is_refused_and_nothing_is_made(tmp_path, name):
-    with pytest.raises(CommandError, match="no name"):
+    with pytest.raises(CommandError, match="not a valid name"):
         make_environment(name, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
