@@ -285,7 +285,7 @@ async def _sweep(provider: SandboxProvider) -> None:
         log.error(
             "something that a crash left could not be removed",
             what=failure,
-            hint="the next start tries again; see docs/sandboxes.md, Reclaim",
+            hint="The next start tries again. Until then, end or remove it by hand if it is in the way.",
         )
 
 

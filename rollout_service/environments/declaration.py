@@ -7,6 +7,7 @@ consistent with the folder that the file is in.
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
@@ -137,10 +138,9 @@ def read_declaration(text: str, *, where: str, image: str | None = None) -> Decl
     try:
         return Declaration.model_validate(table)
     except ValidationError as error:
-        lines = [_explain(item) for item in error.errors(include_url=False)]
-        raise ConfigurationError(
-            "\n".join(f"{where}: {line}" for line in lines), hint="docs/environments.md lists the keys."
-        ) from error
+        items = error.errors(include_url=False)
+        lines = [f"{where}: {_explain(item)}" for item in items]
+        raise ConfigurationError("\n".join(lines), hint=_keys_there_are(items)) from error
 
 
 def _explain(item: Any) -> str:
@@ -151,6 +151,19 @@ def _explain(item: Any) -> str:
     if item["type"] == "missing":
         return f"the key {path} is missing"
     return f"{path}: {item['msg']}"
+
+
+def _keys_there_are(items: Sequence[Any]) -> str:
+    """Return the keys of each table that has one too many or too few; nothing when only values are wrong."""
+    places = [item["loc"][:-1] for item in items if item["type"] in ("extra_forbidden", "missing")]
+    tables = dict.fromkeys(tuple(map(str, place)) for place in places)
+    return " ".join(
+        f"{_name_of(table)} takes {', '.join(sorted(_known_keys([*table])))}." for table in tables
+    )
+
+
+def _name_of(table: tuple[str, ...]) -> str:
+    return f"[{'.'.join(table)}]" if table else "The file"
 
 
 def _known_keys(parents: list[str]) -> set[str]:

@@ -59,6 +59,22 @@ def test_mistakes_are_named_with_their_place(text, messages):
 
 
 @pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        (MINIMAL + "[init]\nfile = []\n", "[init] takes command, files."),
+        ("", "The file takes dataset, description, "),
+        (MINIMAL.replace("command", "comand"), "[evaluate] takes artifacts, "),
+        (MINIMAL + "[limits]\nmax_turns = 0\n", ""),
+    ],
+)
+def test_the_hint_lists_the_keys_that_there_are(text, hint):
+    with pytest.raises(ConfigurationError) as caught:
+        read_declaration(text, where="here")
+    assert caught.value.hint.startswith(hint)
+    assert bool(caught.value.hint) is bool(hint)
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         (
