@@ -33,6 +33,7 @@ RUN_HINT = (
 
 RunId = Annotated[str, typer.Argument(help="As `runs list` shows it.")]
 BatchId = Annotated[str, typer.Argument(help="As `runs lease` printed it.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite the file if it is there.")]
 
 
 @app.command("create", epilog="Example: rollout-service runs create run.json --json")
@@ -110,7 +111,7 @@ def lease(
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for a batch.")] = 3_600.0,
     seconds: Annotated[float, typer.Option(min=1, help="How long the batch is leased.")] = 600.0,
     ack: Annotated[bool, typer.Option(help="Acknowledge it once it is in the file.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it is there.")] = False,
+    force: Force = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
@@ -159,12 +160,14 @@ def export(
         Path,
         typer.Option("--output", "-o", help="JSON Lines, compressed when the name ends in .gz."),
     ],
+    force: Force = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
     """Write all rollouts of a run's closed groups to a file, with requests, trajectories and rewards."""
 
     async def main() -> None:
+        _refuse_to_overwrite(output, force=force)
         async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
             try:
                 size = await client.open_run(run_id).export(output)
@@ -255,7 +258,7 @@ def _say_how_to_settle(run_id: str, batch_id: str, seconds: float) -> None:
 
 
 def _refuse_to_overwrite(path: Path, *, force: bool) -> None:
-    """Raise CommandError when a file is there: it may hold a batch that was not trained on yet."""
+    """Raise CommandError when a file is there: it may hold what the server has no more."""
     if path.exists() and not force:
         hint = "Name another file with --output, or pass --force."
         raise common.CommandError(f"{path} is there already.", hint=hint)
