@@ -107,7 +107,7 @@ def attack(
 @app.command("run", epilog="Example: rollout-service env run ./word-count --script word-count/solution.jsonl")
 def run(
     environment: Environment,
-    index: Annotated[int, typer.Option(min=0, help="Which instance of the data set.")] = 0,
+    index: Annotated[int, typer.Option(min=0, help="Which instance of the data set, from 0.")] = 0,
     instance: Annotated[str | None, typer.Option(help="An instance of your own, as JSON.")] = None,
     backend: Annotated[
         str | None, typer.Option(help="URL of an engine; default: the embedded one with a small policy.")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import anyio.to_thread
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from rollout_service.attacks import SCRIPTS, Report, Verdict, attack_environment
 from rollout_service.cli import common
 from rollout_service.cli.common import CommandError
+from rollout_service.cli.console import identity, table
 from rollout_service.cli.env_check import load_environment
 from rollout_service.cli.env_run import parse_instance
 from rollout_service.errors import nearest
@@ -38,7 +38,7 @@ async def attack(
     with tempfile.TemporaryDirectory(prefix="rollout-attack-") as state:
         provider = make_provider(settings.sandbox, Path(state), settings.images_dir)
         try:
-            common.err().print(f"Running {len(chosen)} attacks")
+            common.err().print(f"Running {common.count(len(chosen), 'attack')}")
             report = await attack_environment(
                 loaded, SandboxSource(provider), instance=data, attacks=chosen, at_once=at_once
             )
@@ -53,14 +53,15 @@ async def attack(
 
 def show(report: Report, console: Console) -> None:
     """Print a line for each attack, and how many did not hold."""
-    table = Table("attack", "verdict", "reward", "what it does", box=None)
+    rows = table(identity("attack"), "verdict", "reward", "description")
     for outcome in report.outcomes:
         reward = "none" if outcome.reward is None else f"{outcome.reward:g}"
         verdict = Text(outcome.verdict, style=STYLES[outcome.verdict])
-        table.add_row(outcome.attack, verdict, reward, Text(f"{outcome.does} {outcome.detail}".strip()))
-    console.print(table)
+        rows.add_row(outcome.attack, verdict, reward, f"{outcome.does} {outcome.detail}".strip())
+    console.print(rows)
     left = sum(outcome.verdict is Verdict.NOT_PROMISED for outcome in report.outcomes)
+    attacks = common.count(len(report.outcomes), "attack")
     console.print(
-        f"{report.environment}: {len(report.outcomes)} attacks, {report.broken} broken, {left} not promised; "
+        f"{report.environment}: {attacks}, {report.broken} broken, {left} not promised; "
         f"an agent that does nothing gets {report.idle_reward:g}"
     )

@@ -89,7 +89,8 @@ async def _pick(client: RolloutClient, name: str, index: int) -> dict[str, JsonV
     found = await client.dataset(name, limit=1, offset=index)
     if not found:
         raise CommandError(
-            f"{name} has no instance {index}", hint="pass another --index, or --instance JSON."
+            f"{name} has no instance {index}: they count from 0.",
+            hint="Pass another --index, or --instance JSON.",
         )
     return found[0]
 

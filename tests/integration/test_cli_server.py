@@ -219,6 +219,7 @@ def test_a_leased_batch_is_given_back_and_acknowledged_by_its_id(server, tmp_pat
     assert acknowledged.exit_code == 0
     assert f"{batch_id}: acknowledged" in acknowledged.stderr
     assert invoke("runs", "show", "settled", "--json", url=server.url).exit_code == 0
+    assert invoke("runs", "show", "settled", url=server.url).stdout.splitlines()[1].endswith("%")
     over = invoke("runs", "lease", "settled", "-o", str(tmp_path / "next.json"), url=server.url)
     assert over.exit_code == 1
 
@@ -229,6 +230,8 @@ def test_rescore_reads_a_pipe_and_says_when_there_is_nothing(server, tmp_path):
         app, ["runs", "create", "-", "--run-id", "bare", "--url", server.url], input=json.dumps(order)
     )
     assert created.exit_code == 0, created.stderr
+    shown = invoke("runs", "show", "bare", url=server.url).stdout.splitlines()[1]
+    assert shown.endswith(" -"), "no group, so no share of groups that were kept"
     export = tmp_path / "bare.jsonl"
     assert invoke("runs", "export", "bare", "-o", str(export), url=server.url).exit_code == 0
     for what in ("bare", str(export), "-"):

@@ -127,7 +127,8 @@ open(os.environ["ROLLOUT_RESULT"], "w").write(json.dumps({"reward": 0.0}))'"""
     ("evaluate", "message"),
     [
         ("echo broken >&2; exit 2", "exit code 2: broken"),
-        ("true", "left no result"),
+        ("true", "left no result.*it printed nothing"),
+        ('echo "{\\"reward\\": 1.0}"', 'left no result.*it printed: {"reward": 1.0}'),
         (
             "echo nonsense; touch $ROLLOUT_RESULT",
             "no usable result: the file: Invalid JSON.*it printed: nonsense",
@@ -138,8 +139,10 @@ open(os.environ["ROLLOUT_RESULT"], "w").write(json.dumps({"reward": 0.0}))'"""
     ],
 )
 async def test_a_grader_that_fails_is_no_zero(tmp_path, sandboxes, evaluate, message):
-    with pytest.raises(EnvironmentFailedError, match=message):
+    with pytest.raises(EnvironmentFailedError, match=message) as caught:
         await run(environment(tmp_path / "e", evaluate), sandboxes)
+    assert caught.value.hint
+    assert "env run" not in caught.value.hint, "which may be what failed"
 
 
 async def test_sessions_are_in_the_working_folder_that_init_made(tmp_path, sandboxes):
