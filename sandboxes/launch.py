@@ -65,8 +65,14 @@ LIMITS = {
     resource.RLIMIT_SIGPENDING: 4096,
     resource.RLIMIT_MSGQUEUE: 1 << 20,
     resource.RLIMIT_MEMLOCK: 8 << 20,
+    resource.RLIMIT_CORE: 0,
+    resource.RLIMIT_RTPRIO: 0,
+    resource.RLIMIT_NICE: 0,
 }
-"""Of each process, for what the kernel counts by user or lets a process multiply; the host's own where it is lower."""
+"""Of each process, for what the kernel counts by user or lets a process multiply; the host's own where it is lower.
+
+None dumps core, which the host's handler could keep on the host's disk, or gains priority over others.
+"""
 HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
 
 libc = ctypes.CDLL(None, use_errno=True)

@@ -3,7 +3,8 @@
 The kernel asks the program about each call of every process inside, and none can take it off again. What is refused:
 
 - sockets but for Unix, IPv4, IPv6 and netlink: VSOCK knows no network namespaces and reaches the host;
-- what is shared with neighbours by user or by host: keys, `userfaultfd`, io_uring, BPF, performance counters, fanotify;
+- what is shared with neighbours by user or by host: keys, `userfaultfd`, io_uring and the asynchronous I/O before it,
+  of whose requests the host has 65,536 for all, BPF, performance counters, fanotify;
 - what would change process 1, the control shell: its limits, priority, processors;
 - calls of other architectures, whose numbers mean something else.
 
@@ -75,7 +76,9 @@ RULES: tuple[Rule, ...] = (
     Rule("setpriority", errno.EPERM, (Condition(0, (PRIO_USER,)),)),
     Rule("ioprio_set", errno.EPERM, (Condition(1, (FIRST_PROCESS,)),)),
     Rule("ioprio_set", errno.EPERM, (Condition(0, (IOPRIO_WHO_USER,)),)),
-    *_refused(errno.ENOSYS, "io_uring_setup", "io_uring_enter", "io_uring_register", "memfd_secret"),
+    *_refused(
+        errno.ENOSYS, "io_uring_setup", "io_uring_enter", "io_uring_register", "io_setup", "memfd_secret"
+    ),
     *_refused(errno.EPERM, "add_key", "request_key", "keyctl", "userfaultfd", "bpf", "perf_event_open"),
     *_refused(errno.EPERM, "fanotify_init", "open_by_handle_at", "lookup_dcookie", "quotactl", "quotactl_fd"),
     *_refused(errno.EPERM, "move_pages", "migrate_pages", "syslog", "acct", "vhangup", "reboot"),
@@ -108,7 +111,13 @@ _X86_64 = Architecture(
     | {"socket": 41, "socketpair": 53, "syslog": 103, "setpriority": 141, "sched_setparam": 142}
     | {"sched_setscheduler": 144, "vhangup": 153, "sync": 162, "acct": 163, "settimeofday": 164}
     | {"swapon": 167, "swapoff": 168, "reboot": 169, "iopl": 172, "ioperm": 173, "init_module": 175}
-    | {"delete_module": 176, "quotactl": 179, "sched_setaffinity": 203, "lookup_dcookie": 212}
+    | {
+        "delete_module": 176,
+        "quotactl": 179,
+        "sched_setaffinity": 203,
+        "io_setup": 206,
+        "lookup_dcookie": 212,
+    }
     | {"clock_settime": 227, "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250}
     | {"ioprio_set": 251, "migrate_pages": 256, "move_pages": 279, "perf_event_open": 298}
     | {"fanotify_init": 300, "prlimit64": 302, "open_by_handle_at": 304, "syncfs": 306, "finit_module": 313}
@@ -118,7 +127,15 @@ _X86_64 = Architecture(
 _AARCH64 = Architecture(
     0xC00000B7,
     _COMMON
-    | {"lookup_dcookie": 18, "ioprio_set": 30, "vhangup": 58, "quotactl": 60, "sync": 81, "acct": 89}
+    | {
+        "io_setup": 0,
+        "lookup_dcookie": 18,
+        "ioprio_set": 30,
+        "vhangup": 58,
+        "quotactl": 60,
+        "sync": 81,
+        "acct": 89,
+    }
     | {"kexec_load": 104, "init_module": 105, "delete_module": 106, "clock_settime": 112, "syslog": 116}
     | {"sched_setparam": 118, "sched_setscheduler": 119, "sched_setaffinity": 122, "setpriority": 140}
     | {"reboot": 142, "settimeofday": 170, "socket": 198, "socketpair": 199, "add_key": 217}

@@ -44,9 +44,9 @@ print(sorted(family for family in range(64) if opens(family)))
 
 CALLS = {
     "x86_64": {"keyctl": 250, "add_key": 248, "request_key": 249, "userfaultfd": 323, "bpf": 321}
-    | {"perf_event_open": 298, "fanotify_init": 300, "syslog": 103},
+    | {"perf_event_open": 298, "fanotify_init": 300, "syslog": 103, "io_setup": 206},
     "aarch64": {"keyctl": 219, "add_key": 217, "request_key": 218, "userfaultfd": 282, "bpf": 280}
-    | {"perf_event_open": 241, "fanotify_init": 262, "syslog": 116},
+    | {"perf_event_open": 241, "fanotify_init": 262, "syslog": 116, "io_setup": 0},
 }[os.uname().machine]
 RINGS = {"io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427}
 
@@ -82,7 +82,7 @@ async def other_socket_families(provider: SandboxProvider) -> None:
 
 @check
 async def system_calls_that_nobody_needs(provider: SandboxProvider) -> None:
-    """Keys, io_uring and others are refused before the kernel looks at their arguments."""
+    """Keys, asynchronous I/O and others are refused before the kernel looks at their arguments."""
     code = f"print([name for name, number in {CALLS | RINGS}.items() if call(number, 0, 0, 0, 0, 0) not in "
     async with attacked(provider) as sandbox:
         assert await said_by(sandbox, code + "{errno.EPERM, errno.ENOSYS}])") == "[]"
@@ -207,6 +207,18 @@ except OSError:
     pass
 print(len(held))
 """
+
+
+FORBIDDEN = """
+print([what for what in ("CORE", "RTPRIO", "NICE") if resource.getrlimit(getattr(resource, f"RLIMIT_{what}"))[1]])
+"""
+
+
+@check
+async def core_dumps_and_priorities(provider: SandboxProvider) -> None:
+    """A crash gives nothing to the host's handler of core dumps, and nothing inside runs before others."""
+    async with attacked(provider) as sandbox:
+        assert await said_by(sandbox, FORBIDDEN) == "[]"
 
 
 @check
