@@ -290,6 +290,7 @@ class Sandbox(ABC):
         Raises:
             SandboxStartError: the kernel did not come up, for example as the image has no ipykernel.
             SandboxClosedError: the sandbox is closed or has ended.
+            SessionDiedError: there was a kernel before, and another did not come up.
         """
 
     @abstractmethod

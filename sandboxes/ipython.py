@@ -51,6 +51,8 @@ class KernelSession(PythonSession):
         self._lock = anyio.Lock()
         self._restarts = Restarts()
         self._kernel: Kernel | None = None
+        self._has_run = False
+        """Whether there has been a kernel, which code inside may have kept from coming up again."""
         self._running = False
 
     async def open(self) -> None:
@@ -59,7 +61,7 @@ class KernelSession(PythonSession):
         Raises:
             SandboxStartError: it did not come up, or not in time.
             SandboxClosedError: the sandbox has ended.
-            SessionDiedError: the one that there was ended since its last cell.
+            SessionDiedError: the one that there was ended since its last cell, or another did not come up after it.
         """
         if self._kernel is not None:
             if not self._kernel.child.done:
@@ -71,20 +73,32 @@ class KernelSession(PythonSession):
         inside = self._write_connection(token)
         try:
             child = await self._control.spawn("run", (*self._argv, inside), cwd=self._cwd, env=self._env)
-            kernel = Kernel(child, self._context, self._paths, token)
-            try:
-                with anyio.fail_after(self._start_timeout):
-                    await kernel.connect()
-            except TimeoutError as error:
-                raise SandboxStartError(
-                    f"the Python kernel was not ready within {self._start_timeout:.0f} s; {kernel.said()}"
-                ) from error
-            finally:
-                if not kernel.ready:
-                    kernel.close()
-            self._kernel = kernel
+            self._kernel = await self._ready(Kernel(child, self._context, self._paths, token))
         finally:
             (self._paths.files / f"{token}.json").unlink()
+
+    async def _ready(self, kernel: Kernel) -> Kernel:
+        """Wait until a kernel is ready. Once one was, code inside is to blame where the next one is not."""
+        try:
+            await self._connect(kernel)
+        except SandboxStartError as error:
+            if not self._has_run:
+                raise
+            raise await self._explain(SessionDiedError(str(error))) from error
+        self._has_run = True
+        return kernel
+
+    async def _connect(self, kernel: Kernel) -> None:
+        try:
+            with anyio.fail_after(self._start_timeout):
+                await kernel.connect()
+        except TimeoutError as error:
+            raise SandboxStartError(
+                f"the Python kernel was not ready within {self._start_timeout:.0f} s; {kernel.said()}"
+            ) from error
+        finally:
+            if not kernel.ready:
+                kernel.close()
 
     def _write_connection(self, token: str) -> str:
         """Write the program and its connection file; the latter's path inside."""
@@ -144,7 +158,7 @@ class KernelSession(PythonSession):
             await self._kernel.child.signal("INT")
 
     async def ensure(self) -> None:
-        """Start the kernel at the first call; `execute` says where it has ended since, and starts others."""
+        """Start the kernel if there is none; `execute` says where it has ended since, and starts others."""
         async with self._lock:
             if self._kernel is None:
                 await self.open()

@@ -241,10 +241,10 @@ class Kernel:
 
 
 def _open_socket(path: Path) -> int | None:
-    """A handle on a socket's name, not on what a link of that name leads to; None where there is none yet."""
+    """A handle on a socket's name, not on what a link of that name leads to; None where none can be reached yet."""
     try:
         fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):  # code inside may have shut the folder
         return None
     if stat.S_ISSOCK(os.fstat(fd).st_mode):
         return fd

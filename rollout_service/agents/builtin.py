@@ -53,8 +53,8 @@ class _Finish(Arguments):
 
 async def _bash(arguments: _Bash, context: ToolContext) -> str:
     _refuse_nul(arguments.command, "command")
-    session = await _sandbox(context).bash()
     try:
+        session = await _sandbox(context).bash()
         result = await session.run(arguments.command, timeout=context.seconds)
     except (SessionDiedError, LimitExceededError) as error:
         return _died("shell", error, context)
@@ -66,8 +66,8 @@ async def _bash(arguments: _Bash, context: ToolContext) -> str:
 
 
 async def _python(arguments: _Python, context: ToolContext) -> str:
-    session = await _sandbox(context).python()
     try:
+        session = await _sandbox(context).python()
         result = await session.execute(arguments.code, timeout=context.seconds)
     except (SessionDiedError, LimitExceededError) as error:
         return _died("Python", error, context)
@@ -151,7 +151,7 @@ def _refuse_nul(text: str, name: str) -> None:
 
 
 def _died(what: str, error: SessionDiedError | LimitExceededError, context: ToolContext) -> str:
-    """A session that the policy's own code ended: what it printed, and why its state is gone."""
+    """A session that the policy's own code ended, or keeps from starting: what it printed, and what happened."""
     if isinstance(error, LimitExceededError):
         if error.limit == "lifetime":
             raise error  # the whole sandbox is over, and no call can work any more

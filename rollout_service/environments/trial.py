@@ -24,6 +24,7 @@ from rollout_service.environments.contract import (
 from rollout_service.pipeline.artifacts import Artifacts
 from rollout_service.pipeline.sandboxing import SandboxSource
 from sandboxes import Sandbox
+from sandboxes.sessions import open_sessions
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,9 @@ async def play(
     spec = environment.spec
     request = RolloutRequest(rollout_id="trial", task=Task(environment=spec.name, instance=instance))
     episode = Episode(request=request, attempt=1, spec=spec, limits=spec.limits, policy=policy)
-    async with _sandbox(episode, sandboxes):
+    async with _sandbox(episode, sandboxes) as sandbox:
+        if sandbox is not None:
+            await open_sessions(sandbox, spec.sessions)
         await environment.init(episode)
         stop_reason = await environment.run(episode)
         if spec.evaluate_in is EvaluateIn.SAME:

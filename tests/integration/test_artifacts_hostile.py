@@ -9,7 +9,7 @@ import pytest
 from api_schemas.rollouts import StopReason
 from rollout_service.agents.fakes import ScriptedPolicy, call, turn
 from rollout_service.cli.env_new import make_environment
-from rollout_service.environments import code
+from rollout_service.environments import calc, code
 from rollout_service.environments.declarative import load_folder
 from rollout_service.environments.trial import play
 from rollout_service.pipeline.sandboxing import SandboxSource
@@ -97,6 +97,20 @@ async def test_an_agent_whose_sandbox_has_ended_is_scored(environment, sandboxes
     assert "sandbox ended" in trial.episode.notes[-1]
     expected = StopReason.FINISHED if end == "at once" else StopReason.SANDBOX_ENDED
     assert trial.stop_reason is expected
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    ["import os, sys; os.remove(sys.executable)", "import os; os.chmod('/run/rollout/sockets', 0)"],
+)
+async def test_an_agent_that_keeps_its_python_from_starting_again_is_scored(sandboxes, spoil):
+    again = [turn("", call("python", code="1")) for _ in range(2)]
+    script = [turn("", call("python", code=f"{spoil}; os._exit(1)")), *again, r"\boxed{0}"]
+    policy = ScriptedPolicy(script)
+    trial = await play(calc.environment, calc.environment.dataset()[0], policy, sandboxes)
+    assert (trial.score.reward, trial.stop_reason) == (0.0, StopReason.ANSWERED)
+    said = [message.content for message in policy.messages if message.role == "tool"]
+    assert ["Python was restarted" in text for text in said] == [True] * 3
 
 
 async def test_a_program_that_leaves_no_room_for_the_next_test_fails_its_tests(sandboxes):
