@@ -17,9 +17,13 @@ from rollout_service.problems import problem_of, respond
 class HostCheck:
     """Refuses requests for another host, and orders from web pages of other sites."""
 
-    def __init__(self, app: ASGIApp, hosts: AllowedHosts) -> None:
+    def __init__(
+        self, app: ASGIApp, hosts: AllowedHosts, *, orders_by_get: frozenset[str] = frozenset()
+    ) -> None:
+        """`orders_by_get` are the paths that change something even by a method that should not."""
         self._app = app
         self._hosts = hosts
+        self._orders_by_get = orders_by_get
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refuses(scope) if scope["type"] == "http" else None
@@ -36,7 +40,7 @@ class HostCheck:
                 "this server does not answer for the host that the request names",
                 hint="Use its address or `localhost`, or add the name to `allowed_hosts`.",
             )
-        if scope["method"] in SAFE_METHODS:
+        if scope["method"] in SAFE_METHODS and scope["path"] not in self._orders_by_get:
             return None
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
         if self._hosts.takes_orders(host=host, origin=origin, site=site):

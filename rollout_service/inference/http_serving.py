@@ -20,16 +20,24 @@ _GRACE_SECONDS = 2
 
 
 def serve(
-    app: Any, host: str, port: int, *, port_file: Path | None = None, exit_with_parent: bool = False
+    app: Any,
+    host: str,
+    port: int,
+    *,
+    orders_by_get: frozenset[str] = frozenset(),
+    port_file: Path | None = None,
+    exit_with_parent: bool = False,
 ) -> None:
     """Serve `app` until SIGTERM or, with `exit_with_parent`, until standard input closes.
 
-    The port is bound, and written to `port_file`, before the application starts.
+    The port is bound, and written to `port_file`, before the application starts. `orders_by_get` are the paths that
+    change something even by GET, so that web pages are kept from them too.
     """
     listener = bind(host, port)
     if port_file is not None:
         announce_port(listener, port_file)
-    checked = HostCheck(app, AllowedHosts((), bound=host, keyed=False))
+    hosts = AllowedHosts((), bound=host, keyed=False)
+    checked = HostCheck(app, hosts, orders_by_get=orders_by_get)
     config = uvicorn.Config(
         checked, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_SECONDS
     )

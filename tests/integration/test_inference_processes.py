@@ -72,6 +72,25 @@ async def test_a_web_page_has_no_part_in_an_engine(checkpoint):
         assert (await http.post("/continue_generation")).is_success
 
 
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_a_web_page_flushes_no_cache_and_a_trainer_does_by_either_method(checkpoint, method):
+    prompt = {"input_ids": list(range(1, 65)), "sampling_params": {"max_new_tokens": 1}}
+    async with EmbeddedEngine(checkpoint) as engine, httpx.AsyncClient(base_url=engine.url) as http:
+
+        async def cached() -> int:
+            answer = await http.post("/generate", json=prompt)
+            return answer.json()["meta_info"]["cached_tokens"]
+
+        assert await cached() == 0
+        kept = await cached()
+        assert kept > 0
+        for headers in ({"sec-fetch-site": "cross-site"}, {"origin": "https://page.example"}):
+            assert (await http.request(method, "/flush_cache", headers=headers)).status_code == 403
+        assert await cached() == kept
+        assert (await http.request(method, "/flush_cache")).is_success
+        assert await cached() == 0
+
+
 async def test_a_stopped_engine_is_ended_too(checkpoint):
     async with EmbeddedEngine(checkpoint) as engine:
         os.kill(engine.pid, signal.SIGSTOP)

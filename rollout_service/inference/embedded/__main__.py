@@ -27,7 +27,7 @@ def main(
     for variable in _BLAS_THREADS:  # read when numpy is imported, so before anything that does
         os.environ[variable] = str(threads)
     from rollout_service.inference.embedded.scheduler import EngineOptions
-    from rollout_service.inference.embedded.server import create_app
+    from rollout_service.inference.embedded.server import ORDERS_BY_GET, create_app
     from rollout_service.inference.embedded.weights import ModelError
     from rollout_service.inference.http_serving import serve
 
@@ -39,7 +39,14 @@ def main(
         )
     except ModelError as error:
         raise SystemExit(f"{model} cannot be served: {error}") from error
-    serve(app, host, port, port_file=port_file, exit_with_parent=exit_with_parent)
+    serve(
+        app,
+        host,
+        port,
+        orders_by_get=ORDERS_BY_GET,
+        port_file=port_file,
+        exit_with_parent=exit_with_parent,
+    )
 
 
 if __name__ == "__main__":

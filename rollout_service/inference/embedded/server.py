@@ -34,6 +34,9 @@ from rollout_service.inference.embedded.sampler import SamplerSettings
 from rollout_service.inference.embedded.scheduler import Engine, EngineBusyError, EngineOptions
 from rollout_service.inference.embedded.weights import ModelError
 
+FLUSH_CACHE = "/flush_cache"
+ORDERS_BY_GET = frozenset({FLUSH_CACHE})
+"""Routes that change something by GET as well, since SGLang has them so and trainers use them."""
 _BAD_REQUEST = 400
 _UNAVAILABLE = 503
 
@@ -221,7 +224,7 @@ async def continue_generation(served: Context) -> Response:
     return _json({"message": "Generation continued successfully.", "status": "ok"})
 
 
-@router.api_route("/flush_cache", methods=["GET", "POST"])
+@router.api_route(FLUSH_CACHE, methods=["GET", "POST"])
 async def flush_cache(served: Context) -> Response:
     """Empty the prefix cache."""
     await _carried_out(served.engine.flush_cache())
