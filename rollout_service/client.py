@@ -415,23 +415,28 @@ class RolloutClient:
         return parse(TypeAdapter(Readiness), response.content)
 
     async def events(self, *, after: int | None = None) -> AsyncGenerator[Event]:
-        """Events as they happen, without end; from `after` on when it is given, each once and in order.
+        """Yield events as they happen, without end; from `after` on when it is given, each once and in order.
 
-        A lost connection is taken up again after the last event seen. Close it with `contextlib.aclosing`.
+        A lost connection is resumed after the last event seen or, before the first, where the server began.
+        Close it with `contextlib.aclosing`.
         """
         last, patience = after, self._patience()
         while True:
             try:
-                async for events in self._event_stream(last):
+                async for reached, events in self._event_stream(last):
                     patience = self._patience()
                     for event in events:
                         last = event.event_id
                         yield event
+                    last = reached if last is None else last
             except (httpx.TransportError, UnavailableError) as error:
                 await patience.wait(error)
 
-    async def _event_stream(self, after: int | None) -> AsyncGenerator[list[Event]]:
-        """Give the events of each piece that arrives: none for a comment, which says that the server is there."""
+    async def _event_stream(self, after: int | None) -> AsyncGenerator[tuple[int | None, list[Event]]]:
+        """Yield, for each piece that arrives, the last id that the stream has named and the events in the piece.
+
+        A piece may hold no event: a comment, which shows that the server is there, or the id that the stream starts at.
+        """
         headers = {"accept": "text/event-stream"} | ({} if after is None else {"last-event-id": str(after)})
         timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
         async with self._http.stream("GET", "/v1/events", headers=headers, timeout=timeout) as response:
@@ -440,7 +445,8 @@ class RolloutClient:
                 raise problem_of(response)
             parser = SSEParser()
             async for chunk in response.aiter_bytes():
-                yield [parse(TypeAdapter(Event), item.data.encode()) for item in parser.feed(chunk)]
+                events = [parse(TypeAdapter(Event), item.data.encode()) for item in parser.feed(chunk)]
+                yield int(parser.last_id) if parser.last_id.isdecimal() else None, events
         raise httpx.RemoteProtocolError("the server ended the stream")
 
     # -- calls -----------------------------------------------------------------

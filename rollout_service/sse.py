@@ -27,6 +27,8 @@ class ServerSentEvent:
 class SSEParser:
     """Turns chunks of bytes, cut anywhere, into events."""
 
+    last_id: str = ""
+    """Where to resume: the last id that the stream has named and closed with an empty line, with or without data."""
     _rest: bytes = b""
     _event: str = ""
     _id: str = ""
@@ -63,6 +65,7 @@ class SSEParser:
     def _dispatch(self) -> ServerSentEvent | None:
         event, data = self._event, self._data
         self._event, self._data = "", []
+        self.last_id = self._id
         if not data:
             return None
         return ServerSentEvent(event=event or "message", data="\n".join(data), id=self._id)

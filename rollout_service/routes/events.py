@@ -1,7 +1,8 @@
 """Events: a stream that a reader can leave and take up again without missing anything.
 
-Guarantees: each event is sent once and in order; a reader that hangs up is nothing unusual; the stream ends, whole,
-when the service shuts down.
+Guarantees: each event is sent once and in order; the stream begins with the id that it starts after, so that a reader
+that asked for no position knows where to resume even if it has seen no event; a reader that hangs up is nothing
+unusual; the stream ends, whole, when the service shuts down.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ async def stream_events(
         int | None, Query(ge=0, le=MAX_INT, description="start after this id; the header wins")
     ] = None,
 ) -> StreamingResponse:
-    """Server-sent events: after `Last-Event-ID`, or from now on when neither it nor `after` is given."""
+    """Server-sent events: after `Last-Event-ID`, or from now on when neither it nor `after` is given.
+
+    The first line is the `id` that the stream starts after.
+    """
     service.shutdown.refuse()
     start = last_event_id if last_event_id is not None else after
     seen = await service.store.last_event() if start is None else start
@@ -50,7 +54,8 @@ async def stream_events(
 
 
 async def _events(service: Service, seen: int) -> AsyncIterator[bytes]:
-    """The events after this id; ends when the service does."""
+    """Yield this id, then the events after it; end when the service does."""
+    yield b"id: %d\n\n" % seen  # without data it is no event, and yet what a reader sends as Last-Event-ID
     with suppress(ShuttingDownError):
         while True:
             for event in await service.store.events(after=seen):

@@ -7,11 +7,12 @@ whose assistant turns carry `input_ids`, `output_ids` and `logprobs` as they wer
 
 from __future__ import annotations
 
+import math
 import uuid
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, HttpUrl, JsonValue, ValidationError
 
 from api_schemas.base import MAX_INT32, Count, Name, Number, RolloutId
@@ -30,12 +31,11 @@ from rollout_service.inference.errors import (
 from rollout_service.openapi.answers import raises
 from rollout_service.routes.dependencies import ServiceDep
 from rollout_service.routes.strict import StrictRoute
+from rollout_service.routes.waiting import HUNG_UP, while_connected
 from rollout_service.shutdown import ShuttingDownError
 from rollout_service.tokens.errors import RendererMismatchError
 
 router = APIRouter(tags=["ProRL Agent"], route_class=StrictRoute)
-
-DAY_SECONDS = 86_400.0
 
 
 class ProcessSampling(BaseModel):
@@ -155,8 +155,8 @@ class StatusAnswer(BaseModel):
 
 
 @router.post("/process", response_model=ProcessAnswer, responses=raises(ConflictError, NoBackendError))
-async def process(service: ServiceDep, request: ProcessRequest) -> JSONResponse:
-    """Run one instance to its end."""
+async def process(service: ServiceDep, http: Request, request: ProcessRequest) -> Response:
+    """Run one instance to its end. It goes on if the caller hangs up; the same `job_id` waits for it again."""
     instance = request.instance.model_extra or {}
     rollout_id = request.job_id or uuid.uuid4().hex
     await service.submit(
@@ -168,11 +168,12 @@ async def process(service: ServiceDep, request: ProcessRequest) -> JSONResponse:
         )
     )
     try:
-        while (ended := await service.wait(rollout_id, DAY_SECONDS)) is None:
-            pass
+        ended = await while_connected(http, lambda: service.wait(rollout_id, math.inf))
     except ShuttingDownError as error:
         # Whoever named no job asks for this one, or gets a second one.
         raise ShuttingDownError(context={"job_id": rollout_id}) from error
+    if ended is None:
+        return Response(status_code=HUNG_UP)
     return JSONResponse(_result(ended))  # as it is: validating every token again would take long
 
 

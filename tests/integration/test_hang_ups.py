@@ -1,13 +1,22 @@
 """Callers that hang up in the middle of an answer are nothing unusual: nothing is logged above the level debug."""
 
+import json
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import aclosing
 from urllib.parse import urlsplit
 
+import anyio
 import httpx
 import pytest
+from support.relay import relay_to
 from support.service_process import Running, eventually, scripted_engine, service
+
+from api_schemas.events import Event
+from api_schemas.rollouts import RolloutRequest
+from api_schemas.tasks import Task
+from rollout_service.client import RolloutClient
 
 HANG_UPS = 20
 CONFIG = "[sandboxes.pressure]\nenabled = false\n"
@@ -119,3 +128,52 @@ def test_a_wait_for_a_rollout_ends_with_its_caller(server: Running) -> None:
         eventually(lambda: line in server.log[before:], server.log_file, seconds=30)
     finally:
         httpx.post(f"{server.url}/v1/resume", json={}).raise_for_status()
+
+
+@pytest.mark.parametrize("end", ["reset", "closed"])
+def test_a_prorl_trainer_that_hangs_up_leaves_its_job_to_be_asked_for_again(
+    server: Running, end: str
+) -> None:
+    job = f"prorl-{end}"
+    body = json.dumps({"job_id": job, "instance": {"data_source": "echo", "number": 1}}).encode()
+    address = urlsplit(server.url)
+    head = f"POST /process HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+    httpx.post(f"{server.url}/v1/pause", json={}).raise_for_status()
+    try:
+        before = len(server.log)
+        with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            eventually(lambda: httpx.get(f"{server.url}/v1/rollouts/{job}").is_success, server.log_file)
+            if end == "reset":
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        eventually(lambda: " path=/process " in server.log[before:], server.log_file, seconds=30)
+    finally:
+        httpx.post(f"{server.url}/v1/resume", json={}).raise_for_status()
+    headers = {"content-type": "application/json"}
+    again = httpx.post(f"{server.url}/process", content=body, headers=headers, timeout=90)
+    assert again.json()["resolved"], again.text
+    assert "Traceback" not in server.log[before:]
+
+
+@pytest.mark.anyio
+async def test_a_reader_of_events_that_is_cut_off_before_the_first_misses_none(server: Running) -> None:
+    order = RolloutRequest(rollout_id="cut-off", task=Task(environment="echo", instance={"number": 1}))
+    first: list[Event] = []
+
+    async def read(client: RolloutClient) -> None:
+        async with aclosing(client.events()) as events:
+            first.append(await anext(events))
+
+    with anyio.fail_after(90):
+        async with (
+            relay_to(server.url) as relay,
+            RolloutClient(relay.url) as reader,
+            RolloutClient(server.url) as client,
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(read, reader)
+            await relay.body_began.wait()
+            relay.cut()
+            await client.run(order)
+            relay.mend()
+    assert (first[0].subject, first[0].data["state"]) == ("cut-off", "queued")

@@ -343,6 +343,17 @@ async def test_events_resume_after_the_last_one_seen():
     assert [sent.headers.get("last-event-id") for sent in seen] == ["3", "5", "5"]
 
 
+async def test_events_resume_where_the_stream_began_before_the_first_one():
+    client, seen = answering(
+        httpx.Response(200, stream=Cut(b"id: 41\n\n")),
+        httpx.Response(200, stream=Cut(b"id: 41\n\n: ping\n\n" + event(42)[:10])),
+        httpx.Response(200, content=b"id: 41\n\n" + event(42)),
+    )
+    async with client, aclosing(client.events()) as events:
+        assert (await anext(events)).event_id == 42
+    assert [sent.headers.get("last-event-id") for sent in seen] == [None, "41", "41"]
+
+
 class Quiet(Cut):
     """A stream with long pauses, which breaks off."""
 

@@ -49,3 +49,9 @@ def test_an_event_without_its_empty_line_is_not_given():
 
 def test_the_id_stays_until_another_comes():
     assert [event.id for event in events(b"id: 7\ndata: a\n\ndata: b\n\n")] == ["7", "7"]
+
+
+def test_an_id_without_data_is_no_event_but_where_to_resume():
+    parser = SSEParser()
+    assert list(parser.feed(b"id: 7\n\nid: 8\n")) == []
+    assert parser.last_id == "7", "what follows the line may be cut off"
