@@ -55,6 +55,7 @@ from rollout_service.client_errors import (
     UnreachableError,
     parse,
     problem_of,
+    readiness_of,
 )
 from rollout_service.client_fetch import LargeBody, is_direct
 from rollout_service.client_runs import ClientRun, LeasedBatch, Receive, rescored
@@ -405,14 +406,16 @@ class RolloutClient:
         await self._call(None, "GET", "/ready")
 
     async def readiness(self) -> Readiness:
-        """Whether the service can take work now, and if not, why. Asks once, and raises UnreachableError."""
+        """Return whether the service can take work now, and if not, why. Asks once.
+
+        What answers in the service's place, such as a proxy or a service that shuts down, counts as a reason too.
+        Raises UnreachableError, and the other errors of an answer that says nothing of readiness.
+        """
         try:
             response = await self._http.get("/ready")
         except httpx.TransportError as error:
             raise UnreachableError(f"{self.base_url} does not answer: {error}") from error
-        if response.status_code not in (httpx.codes.OK, httpx.codes.SERVICE_UNAVAILABLE):
-            raise problem_of(response)
-        return parse(TypeAdapter(Readiness), response.content)
+        return readiness_of(response)
 
     async def events(self, *, after: int | None = None) -> AsyncGenerator[Event]:
         """Yield events as they happen, without end; from `after` on when it is given, each once and in order.

@@ -16,6 +16,7 @@ ClientError
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TypeVar
 
 import httpx
@@ -23,6 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from api_schemas.errors import Problem
 from api_schemas.inference import PoolOutcome
+from api_schemas.nodes import Readiness
 
 T = TypeVar("T")
 
@@ -137,6 +139,21 @@ def problem_of(response: httpx.Response) -> ClientError:
     if isinstance(error, UnavailableError):
         error.retry_after = _seconds(response.headers.get("retry-after", ""))
     return error
+
+
+def readiness_of(response: httpx.Response) -> Readiness:
+    """Return what an answer to the question of readiness says; raises the error that it stands for otherwise.
+
+    A refusal that passes by itself, as of a service that shuts down or a proxy before it, is a reason not to be ready.
+    """
+    if response.is_success:
+        return parse(TypeAdapter(Readiness), response.content)
+    with suppress(ValidationError):
+        return Readiness.model_validate_json(response.content)
+    error = problem_of(response)
+    if not isinstance(error, UnavailableError):
+        raise error
+    return Readiness(ready=False, reasons=[error.problem.detail])
 
 
 def _seconds(retry_after: str) -> float:

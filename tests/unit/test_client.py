@@ -174,6 +174,44 @@ async def test_a_server_that_shuts_down_is_left_alone_for_as_long_as_it_asks():
     assert len(seen) == 3
 
 
+READY = {"ready": True, "reasons": []}
+UNREADY = {"ready": False, "reasons": ["no backend is in service"]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (httpx.Response(200, json=READY), []),
+        (httpx.Response(503, json=UNREADY), ["no backend is in service"]),
+        (problem(503, "shutting_down"), ["because of shutting_down"]),
+        (httpx.Response(502, text="bad gateway"), [f"{URL}/ready answered 502: bad gateway"]),
+    ],
+)
+async def test_readiness_tells_what_is_known_whoever_answers(answer, said):
+    client, seen = answering(answer)
+    async with client:
+        readiness = await client.readiness()
+    assert (readiness.ready, readiness.reasons, len(seen)) == (not said, said, 1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (problem(401), UnauthorizedError),
+        (problem(500), ProblemError),
+        (httpx.Response(200, text="hello"), ProtocolError),
+        (httpx.Response(404, text="no such page"), ProtocolError),
+        (httpx.ConnectError("down"), UnreachableError),
+    ],
+)
+async def test_an_answer_that_says_nothing_of_readiness_is_an_error(answer, kind):
+    client, seen = answering(answer)
+    async with client:
+        with pytest.raises(kind):
+            await client.readiness()
+    assert len(seen) == 1
+
+
 async def test_a_defect_of_the_server_is_not_asked_again():
     client, seen = answering(httpx.Response(500, text="Internal Server Error"))
     async with client:
