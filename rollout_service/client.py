@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
+from urllib.parse import quote
 
 import anyio
 import httpx
@@ -321,11 +322,11 @@ class RolloutClient:
 
     async def remove_backend(self, backend_id: str) -> None:
         """Take an engine out at once; its requests go on elsewhere. Raises NotFoundError."""
-        await self._call(None, "DELETE", f"/v1/backends/{backend_id}")
+        await self._call(None, "DELETE", _backend(backend_id))
 
     async def drain_backend(self, backend_id: str) -> BackendView:
         """Give an engine nothing new; it finishes what it has. Raises NotFoundError."""
-        return await self._call(BackendView, "POST", f"/v1/backends/{backend_id}/drain")
+        return await self._call(BackendView, "POST", f"{_backend(backend_id)}/drain")
 
     async def update_weights(
         self,
@@ -541,6 +542,11 @@ class _Patience:
             pause = max(pause, random.uniform(1.0, 1.5) * error.retry_after)  # noqa: S311 - the same
         self._pause = min(2.0 * self._pause, LAST_BACKOFF_SECONDS)
         await anyio.sleep(min(pause, left))
+
+
+def _backend(backend_id: str) -> str:
+    """Return the path of a backend, whose id holds the path of its engine's address."""
+    return f"/v1/backends/{quote(backend_id, safe='/:@')}"
 
 
 def identified(request: RolloutRequest) -> RolloutRequest:

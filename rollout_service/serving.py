@@ -32,7 +32,7 @@ from rollout_service.environments.contract import Environment
 from rollout_service.errors import describe
 from rollout_service.inference.errors import InferenceError, NoBackendError, WeightsPartlyLoaded
 from rollout_service.inference.order_outcomes import judge, judge_weights
-from rollout_service.inference.pools import Pools
+from rollout_service.inference.pools import Pools, backend_id_of
 from rollout_service.private_files import write_private
 from rollout_service.tokens import ChatRenderer, Conversation
 
@@ -71,18 +71,18 @@ class Serving:
         self._attempts: dict[str, _Attempt] = {}
         self._saving = anyio.Lock()
         self.waiting: dict[str, str] = {}
-        """Addresses of backends that are to be registered and cannot be yet, with the reason."""
+        """The ids of backends that are to be registered and cannot be yet, with the reason."""
 
     @asynccontextmanager
     async def reconnecting(self, specs: list[BackendSpec]) -> AsyncIterator[None]:
         """Register these and the remembered backends, in the background for as long as it takes."""
         async with anyio.create_task_group() as tasks:
-            known = {str(spec.url): spec for spec in [*self._load(), *specs]}
-            for spec in known.values():
-                self.waiting[str(spec.url)] = "not tried yet"
-                self._awaited[str(spec.url)] = spec
-                self._attempts[str(spec.url)] = _Attempt(anyio.CancelScope(), anyio.Event())
-                tasks.start_soon(self._reconnect, spec)
+            known = {_id(spec): spec for spec in [*self._load(), *specs]}
+            for backend_id, spec in known.items():
+                self.waiting[backend_id] = "not tried yet"
+                self._awaited[backend_id] = spec
+                self._attempts[backend_id] = _Attempt(anyio.CancelScope(), anyio.Event())
+                tasks.start_soon(self._reconnect, backend_id, spec)
             yield
             tasks.cancel_scope.cancel()
 
@@ -102,7 +102,7 @@ class Serving:
             raise
         self._served[spec.pool] = Served(renderer, view.context_length)
         self._pools.note_change()
-        self._stop_waiting(str(spec.url))
+        self._stop_waiting(view.backend_id)
         if remember:
             self._specs[view.backend_id] = spec
             await self._save()
@@ -118,14 +118,16 @@ class Serving:
 
     async def clear(self, pool: str) -> int:
         """Take all engines of a pool out for good, those that are still waited for too; how many these were."""
-        attempts = {url: self._attempts[url] for url, spec in self._awaited.items() if spec.pool == pool}
+        attempts = {one: self._attempts[one] for one, spec in self._awaited.items() if spec.pool == pool}
         for attempt in attempts.values():
             attempt.scope.cancel()
         for attempt in attempts.values():
             await attempt.ended.wait()
-        given_up = [url for url in attempts if url in self._awaited]
-        for url in given_up:
-            self._stop_waiting(url)
+        given_up = [backend_id for backend_id in attempts if backend_id in self._awaited]
+        for backend_id in given_up:
+            self._stop_waiting(backend_id)
+        if given_up:
+            await self._save()
         served = [view.backend_id for view in self._pools.views() if view.pool == pool]
         for backend_id in served:
             await self.remove(backend_id)
@@ -143,7 +145,7 @@ class Serving:
 
     def absences(self) -> list[str]:
         """A sentence for each backend that does not serve, saying why."""
-        awaited = [f"Waiting for {url}: {why.rstrip('.')}." for url, why in self.waiting.items()]
+        awaited = [f"Waiting for {one}: {why.rstrip('.')}." for one, why in self.waiting.items()]
         views = [view for view in self.views() if view.state is not BackendState.READY]
         return awaited + [
             f"{view.backend_id} is {view.state}"
@@ -227,37 +229,37 @@ class Serving:
         if request.pool in self._served:
             self._pools[request.pool].release(request.rollout_id or "")
 
-    def _stop_waiting(self, url: str) -> None:
-        self.waiting.pop(url, None)
-        self._awaited.pop(url, None)
+    def _stop_waiting(self, backend_id: str) -> None:
+        self.waiting.pop(backend_id, None)
+        self._awaited.pop(backend_id, None)
 
-    async def _reconnect(self, spec: BackendSpec) -> None:
-        attempt = self._attempts[str(spec.url)]
+    async def _reconnect(self, backend_id: str, spec: BackendSpec) -> None:
+        attempt = self._attempts[backend_id]
         try:
             with attempt.scope:
-                await self._register_in_the_end(spec)
+                await self._register_in_the_end(backend_id, spec)
         finally:
             attempt.ended.set()
 
-    async def _register_in_the_end(self, spec: BackendSpec) -> None:
+    async def _register_in_the_end(self, backend_id: str, spec: BackendSpec) -> None:
         url = str(spec.url)
-        while url in self._awaited:
+        while backend_id in self._awaited:
             try:
                 await self.register(spec)
             except InferenceError as error:
-                self.waiting[url] = str(error)
+                self.waiting[backend_id] = str(error)
                 log.warning(
                     "backend does not answer yet; trying again", url=url, error=str(error), hint=error.hint
                 )
                 await anyio.sleep(RECONNECT_SECONDS)
             except Exception as error:
                 info = describe(error)
-                self.waiting[url] = info.message
+                self.waiting[backend_id] = info.message
                 defect = error if info.code == "internal_error" else None
                 log.error(
                     "backend cannot be used", url=url, error=info.message, hint=info.hint, exc_info=defect
                 )
-                self._awaited.pop(url, None)
+                self._awaited.pop(backend_id, None)
 
     def _load(self) -> list[BackendSpec]:
         try:
@@ -267,7 +269,7 @@ class Serving:
 
     async def _save(self) -> None:
         async with self._saving:  # two that are registered at once share the draft
-            data = _SPECS.dump_json(list(self._specs.values()))
+            data = _SPECS.dump_json(list((self._awaited | self._specs).values()))
             try:
                 await anyio.to_thread.run_sync(write_private, self._remembered, data)
             except OSError as error:
@@ -277,3 +279,7 @@ class Serving:
                     error=str(error),
                     hint="Free the disk or bring the state folder back, then register any of them again.",
                 )
+
+
+def _id(spec: BackendSpec) -> str:
+    return backend_id_of(str(spec.url), spec.pool)

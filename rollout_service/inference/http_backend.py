@@ -40,6 +40,7 @@ _ABORT_SECONDS = 2.0
 _END_SECONDS = 5.0
 _ABORT_AGAIN_SECONDS = 0.1
 _OK = HTTPStatus.OK.value
+_PORTS = {"http": 80, "https": 443}
 _ERROR_KEYS = ("error", "message", "detail")
 QUOTED_CHARACTERS = 500
 """So much of what an engine says about an error is passed on."""
@@ -53,13 +54,13 @@ class HttpBackend(ABC):
 
     Args:
         url: where the server listens, `http://host:port`.
-        backend_id: its name in reports; host and port by default.
+        backend_id: its name in reports; its location by default.
         timeout: seconds that one `generate` may take.
     """
 
     def __init__(self, url: str, *, backend_id: str | None = None, timeout: float = 1800.0) -> None:
         self._url = normalise_url(url)
-        self._id = backend_id or urlsplit(self._url).netloc
+        self._id = backend_id or location_of(url)
         self._timeout = timeout
         self._client = HttpClient(self._url)
         self._is_closed = False
@@ -255,7 +256,7 @@ class HttpBackend(ABC):
 
 
 def normalise_url(url: str) -> str:
-    """`url` as scheme, host and port.
+    """Return `url` as scheme, host, port and path, without a slash at the end.
 
     Raises:
         ValueError: it is not a plain http or https address.
@@ -266,6 +267,17 @@ def normalise_url(url: str) -> str:
     if parts.username or parts.password or parts.query or parts.fragment:
         raise ValueError(f"an engine's address has no user, query or fragment: {parts.hostname}")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+
+
+def location_of(url: str) -> str:
+    """Return where an engine is: host and port and, behind a gateway, the path that leads to it.
+
+    Raises:
+        ValueError: it is not a plain http or https address.
+    """
+    parts = urlsplit(normalise_url(url))
+    port = "" if parts.port else f":{_PORTS[parts.scheme]}"
+    return f"{parts.netloc.lower()}{port}{parts.path}"
 
 
 def kv_key(info: ModelInfo) -> str:

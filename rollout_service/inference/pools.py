@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
-from urllib.parse import urlsplit
 
 import anyio
 from anyio.abc import TaskGroup
@@ -13,12 +12,21 @@ from api_schemas.inference import BackendView, EngineKind
 from rollout_service.inference import engines
 from rollout_service.inference.contract import Backend
 from rollout_service.inference.errors import NoBackendError, UnknownBackend
-from rollout_service.inference.http_backend import normalise_url
+from rollout_service.inference.http_backend import location_of, normalise_url
 from rollout_service.inference.options import PoolOptions
 from rollout_service.inference.pool import BackendPool
 from rollout_service.inference.routing import CostRouter, Observer, Router
 
 DEFAULT_POOL = "policy"
+
+
+def backend_id_of(url: str, pool: str) -> str:
+    """Return the id of the backend at `url` in a pool, which no other engine and no other pool shares.
+
+    Raises:
+        ValueError: the address is malformed.
+    """
+    return f"{pool}@{location_of(url)}"
 
 
 class Pools:
@@ -115,7 +123,7 @@ class Pools:
             BackendUnreachable, BackendProtocolError, BackendRejected: it does not answer, or lacks something.
         """
         address = normalise_url(url)
-        name = backend_id or f"{pool}@{urlsplit(address).netloc}"
+        name = backend_id or backend_id_of(address, pool)
         backend = (
             self._connect(address, name) if self._connect else await engines.connect(address, name, kind)
         )

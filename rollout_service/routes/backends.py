@@ -54,7 +54,7 @@ async def list_backends(service: ServiceDep) -> list[BackendView]:
 
 
 @router.delete(
-    "/backends/{backend_id}",
+    "/backends/{backend_id:path}",
     status_code=HTTPStatus.NO_CONTENT,
     response_class=Response,
     responses=raises(UnknownBackend),
@@ -64,7 +64,7 @@ async def remove_backend(service: ServiceDep, backend_id: str) -> None:
     await service.serving.remove(backend_id)
 
 
-@router.post("/backends/{backend_id}/drain", responses=raises(UnknownBackend))
+@router.post("/backends/{backend_id:path}/drain", responses=raises(UnknownBackend))
 async def drain_backend(service: ServiceDep, backend_id: str) -> BackendView:
     """Let an engine finish what it has and send it nothing new."""
     return service.serving.drain(backend_id)

@@ -30,15 +30,18 @@ async def test_saving_at_once_leaves_a_whole_file_and_no_draft(tmp_path: Path) -
 
 async def test_engines_that_are_waited_for_are_cleared_too(tmp_path: Path) -> None:
     gone = BackendSpec(url=HttpUrl("http://127.0.0.1:9"))
+    remembered = tmp_path / "backends.json"
+    remembered.write_text(f"[{gone.model_dump_json()}]")
     with anyio.fail_after(30):
         async with Pools() as pools:
-            serving = Serving(pools, tmp_path / "backends.json")
-            async with serving.reconnecting([gone]):
+            serving = Serving(pools, remembered)
+            async with serving.reconnecting([]):
                 while "not tried yet" in serving.waiting.values():
                     await anyio.sleep(0.01)
                 assert await serving.clear("judge") == 0
                 assert await serving.clear("policy") == 1
                 assert serving.waiting == {}
+                assert serving._load() == []
                 assert await serving.clear("policy") == 0
 
 
