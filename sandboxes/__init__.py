@@ -24,6 +24,7 @@ from sandboxes.contract import (
 from sandboxes.errors import (
     EditMatchError,
     FileMissingError,
+    FileStalledError,
     FileTooLargeError,
     ImageError,
     ImageNotFoundError,
@@ -46,6 +47,7 @@ __all__ = [
     "ExecResult",
     "FileEntry",
     "FileMissingError",
+    "FileStalledError",
     "FileTooLargeError",
     "ImageError",
     "ImageNotFoundError",

@@ -346,7 +346,8 @@ class Sandbox(ABC):
         Raises:
             FileMissingError: there is no such file.
             FileTooLargeError: it has more than `limit` bytes; None is no limit.
-            SandboxFileError: it cannot be read, is no file, became shorter meanwhile, or gave nothing for minutes.
+            FileStalledError: nothing of it came for half a minute.
+            SandboxFileError: it cannot be read, is no file, or became shorter meanwhile.
             SandboxClosedError: the sandbox is closed or has ended.
         """
 
@@ -370,7 +371,8 @@ class Sandbox(ABC):
 
         Raises:
             DiskFullError: there is no room for it in the sandbox.
-            SandboxFileError: it cannot be written, or took nothing for minutes.
+            FileStalledError: the sandbox took nothing of it for half a minute.
+            SandboxFileError: it cannot be written.
             SandboxClosedError: the sandbox is closed or has ended.
         """
 
@@ -420,6 +422,7 @@ class Sandbox(ABC):
 
         Raises:
             DiskFullError: there is no room for it in the sandbox.
+            FileStalledError: the sandbox took nothing of it for half a minute.
             SandboxFileError: it cannot be unpacked.
             SandboxClosedError: the sandbox is closed or has ended.
         """

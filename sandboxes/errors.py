@@ -14,6 +14,7 @@ SandboxError
  `- SandboxFileError              a file operation inside of the sandbox
      |- FileMissingError          no such file or folder
      |- FileTooLargeError         larger than the caller allows
+     |- FileStalledError          no byte of it moved for as long as one may take
      |- DiskFullError             no room for it; a LimitExceededError too, of the limit "disk"
      `- EditMatchError            the text to replace is not there exactly once
 
@@ -137,6 +138,13 @@ class FileTooLargeError(SandboxFileError):
     """The file, or the tree, is larger than the caller allows."""
 
     code = "file_too_large"
+
+
+class FileStalledError(SandboxFileError):
+    """A program of the sandbox, or its disk, moved no byte of a file for as long as it may."""
+
+    code = "file_stalled"
+    default_hint = "a program inside, such as tar or bash, may have been replaced by one that never ends"
 
 
 class DiskFullError(LimitExceededError, SandboxFileError):

@@ -9,15 +9,15 @@ import anyio.lowlevel
 from sandboxes.breaches import Breaches
 from sandboxes.contract import ExecResult
 from sandboxes.control import Child, ControlShell
-from sandboxes.errors import FileTooLargeError, SandboxFileError
+from sandboxes.errors import FileStalledError, FileTooLargeError
 from sandboxes.output import OutputBuffer
 from sandboxes.pipes import ERROR, INPUT, OUTPUT, READ_SIZE, Reader, read_some, write_all
 
 GRACE = 1.0
 """Between SIGTERM and SIGKILL for a program at its time-out."""
 MESSAGE_LIMIT = 4096
-STALL_SECONDS = 120.0
-"""How long a stream may stand still on the side of the sandbox."""
+STALL_SECONDS = 30.0
+"""How long a stream may stand still on the side of the sandbox, whose programs may be hostile."""
 
 
 async def run_collected(
@@ -100,8 +100,8 @@ async def stream_out(
 
     Raises:
         FileTooLargeError: it is longer than `limit`.
+        FileStalledError: nothing came for `STALL_SECONDS`.
         ProgramFailedError: the program failed.
-        SandboxFileError: nothing came for `STALL_SECONDS`.
     """
     child = await control.spawn("run", argv, cwd=cwd, env=env)
     errors, total = OutputBuffer(MESSAGE_LIMIT), 0
@@ -134,8 +134,8 @@ async def stream_in(
     """Feed a stream to a program's standard input; how many bytes it took.
 
     Raises:
+        FileStalledError: it took nothing for `STALL_SECONDS`.
         ProgramFailedError: the program failed.
-        SandboxFileError: it took nothing for `STALL_SECONDS`.
     """
     child = await control.spawn("run", argv, cwd=cwd, env=env)
     output, total = OutputBuffer(MESSAGE_LIMIT), 0
@@ -190,4 +190,4 @@ def _patience() -> Iterator[None]:
         with anyio.fail_after(STALL_SECONDS):
             yield
     except TimeoutError as error:
-        raise SandboxFileError(f"nothing moved for {STALL_SECONDS:.0f} s") from error
+        raise FileStalledError(f"a program in the sandbox moved nothing for {STALL_SECONDS:.0f} s") from error

@@ -29,7 +29,7 @@ ATTACK_SECONDS = 60.0
 """For the attack itself; what it left running goes on."""
 GRACE_SECONDS = 120.0
 """Beyond the evaluation's own time, for the attack, the sandboxes' starts and the transfer of files."""
-AT_ONCE = 2
+AT_ONCE = 4
 IDLE_ANSWER = "done"
 
 
@@ -118,7 +118,7 @@ async def attack_environment(
             outcomes[attack.name] = await _outcome(environment, chosen, sandboxes, attack, idle)
 
     async with anyio.create_task_group() as tasks:
-        for attack in attacks:
+        for attack in sorted(attacks, key=lambda attack: not attack.waits):
             tasks.start_soon(run, attack)
     spec = environment.spec
     return Report(spec.name, spec.evaluate_in, idle, tuple(outcomes[attack.name] for attack in attacks))

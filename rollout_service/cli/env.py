@@ -86,7 +86,7 @@ def attack(
     environment: Environment,
     instance: Annotated[str | None, typer.Option(help="Another instance than the first, as JSON.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="Run this attack alone; may be repeated.")] = None,
-    at_once: Annotated[int, typer.Option(min=1, help="How many attacks run at a time.")] = 2,
+    at_once: Annotated[int, typer.Option(min=1, help="How many attacks run at a time.")] = 4,
     as_json: AsJson = False,
 ) -> None:
     """Try to be rewarded for nothing: run scripted reward hacks against an environment's grading.

@@ -29,10 +29,12 @@ from rollout_service.environments.images import empty_folder
 from rollout_service.environments.submission import as_json, inputs_of, run_submission
 from rollout_service.errors import ConfigurationError, EnvironmentFailedError
 from sandboxes import ExecResult, Sandbox
-from sandboxes.errors import FileMissingError, SandboxFileError
+from sandboxes.errors import FileMissingError, FileStalledError, SandboxFileError
 from sandboxes.sessions import return_to_workdir
 
 RUNS = "runs.json"
+CHMOD_SECONDS = 10.0
+"""It takes milliseconds, unless the agent has put a program of its own in its place."""
 MAX_RESULT_BYTES = 64 * 1024
 EXIT_TEXT_CHARS = 2_000
 RESULT_HINT = 'Write {"reward": NUMBER, "parts": {"name": NUMBER}} to the file that $ROLLOUT_RESULT names.'
@@ -130,14 +132,20 @@ class Place:
 
     @classmethod
     async def make(cls, sandbox: Sandbox, files: list[PackedFile]) -> Place:
-        """Copy the files to a new place."""
+        """Copy the files to a new place.
+
+        Raises FileStalledError when a program of the sandbox hangs, another SandboxFileError when it fails.
+        """
         # Without isolation only the sandbox's own folder is ours to write in.
         isolated = sandbox.workdir == sandbox.spec.workdir
         path = f"{'/tmp' if isolated else sandbox.workdir}/.rollout-{secrets.token_hex(16)}"  # noqa: S108
         try:
             await sandbox.import_path(path, archive(files))
+        except FileStalledError:
+            raise  # it would hang again
         except SandboxFileError:  # the agent, who owns the folders above, may have shut them
-            await sandbox.exec(["chmod", "u+rwx", "/", str(PurePosixPath(path).parent)], cwd="/")
+            command = ["chmod", "u+rwx", "/", str(PurePosixPath(path).parent)]
+            await sandbox.exec(command, cwd="/", timeout=CHMOD_SECONDS)
             await sandbox.import_path(path, archive(files))
         return cls(sandbox, path)
 

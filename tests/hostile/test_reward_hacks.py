@@ -18,12 +18,17 @@ from rollout_service.environments.trial import play
 from rollout_service.errors import EnvironmentFailedError
 from rollout_service.pipeline.sandboxing import SandboxSource
 from sandboxes import ApptainerConfig, make_provider
+from sandboxes.execution import STALL_SECONDS
 from sandboxes.host import find_apptainer
 from sandboxes.images import ImageStore
 from sandboxes.squashfs import unpack
 
 pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.timeout(900)]
 NAMES = {script.name for script in SCRIPTS}
+PATIENCE_SECONDS = 25.0
+"""A bound for the sandbox's start and the attack, which take a second or two on a host that is not busy."""
+AT_ONCE = 6
+"""Some attacks only wait, so there are more of them than processors."""
 SOLUTION = "wc -w <text.txt >answer.txt"
 
 
@@ -64,8 +69,8 @@ def in_image(folder):
 def program(kind):
     index = next(number for number, task in enumerate(code.environment.dataset()) if task["kind"] == kind)
     task = code.environment.dataset()[index]
-    # A program that never ends takes all the time of each test.
-    return task | {"time_limit": 2.0, "tests": task["tests"][:3]}, problems()[index].program
+    # A program that never ends takes all the time of each test; two tests show whether one meets the next.
+    return task | {"time_limit": 2.0, "tests": task["tests"][:2]}, problems()[index].program
 
 
 def bash(command):
@@ -73,7 +78,7 @@ def bash(command):
 
 
 async def attacked(environment, sandboxes, instance=None):
-    report = await attack_environment(environment, sandboxes, instance=instance, at_once=4)
+    report = await attack_environment(environment, sandboxes, instance=instance, at_once=AT_ONCE)
     broken = [outcome for outcome in report.outcomes if outcome.verdict in (Verdict.FORGED, Verdict.NULLED)]
     assert broken == []
     assert {outcome.attack for outcome in report.outcomes} == NAMES
@@ -115,6 +120,9 @@ async def test_a_declarative_one_in_the_agents_own_sandbox(tmp_path, sandboxes):
     report = await attacked(environment, sandboxes)
     counts = report.as_dict()["counts"]
     assert 0 < counts["not promised"] <= sum(script.changes_programs for script in SCRIPTS)
+    [sleeping] = [outcome for outcome in report.outcomes if outcome.attack == "sleeping-programs"]
+    assert sleeping.detail.startswith("file_stalled: ")
+    assert sleeping.seconds < STALL_SECONDS + PATIENCE_SECONDS
     await solves(environment, sandboxes)
 
 
