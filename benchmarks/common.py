@@ -131,7 +131,8 @@ async def service(
 @asynccontextmanager
 async def child(arguments: Sequence[str], address: Path) -> AsyncIterator[str]:
     """A Python program as a process that writes its URL to a file once it listens; ended with the block."""
-    with address.with_suffix(".log").open("wb") as log:
+    # Shielded, since a start that is cancelled half-way would lose the process.
+    with address.with_suffix(".log").open("wb") as log, anyio.CancelScope(shield=True):
         process = await anyio.open_process(
             [sys.executable, *arguments], stdin=None, stdout=log, stderr=log, start_new_session=True
         )
@@ -143,5 +144,4 @@ async def child(arguments: Sequence[str], address: Path) -> AsyncIterator[str]:
                 await anyio.sleep(0.05)
         yield (await anyio.Path(address).read_text()).strip()
     finally:
-        with anyio.CancelScope(shield=True):
-            await stop(process)
+        await stop(process)

@@ -95,7 +95,7 @@ class Victims:
 
     async def start(self, name: str) -> None:
         """Start one of them."""
-        with (self.folder / f"{name}.log").open("ab") as log:
+        with (self.folder / f"{name}.log").open("ab") as log, anyio.CancelScope(shield=True):
             self.processes[name] = await anyio.open_process(
                 [sys.executable, *self._commands[name]], stdin=None, stdout=log, stderr=log
             )

@@ -138,7 +138,7 @@ class Attached:
         return written, len(Ledger.read(self.path("ledger.jsonl")).acknowledged)
 
     async def _start(self, name: str, arguments: list[str]) -> None:
-        with self.path(f"{name}.log").open("ab") as log:
+        with self.path(f"{name}.log").open("ab") as log, anyio.CancelScope(shield=True):
             self.processes[name] = await anyio.open_process(
                 [sys.executable, *arguments], stdin=None, stdout=log, stderr=log
             )

@@ -182,7 +182,7 @@ class Metrics:
         """Show what is alive: `rollout_sandboxes` with each of these states, asked for when metrics are."""
         gauge = Gauge(
             "rollout_sandboxes",
-            "Sandboxes: in_use, warm, waiting to be started, target at this pressure, ceiling",
+            "Sandboxes: in_use, warm, waiting to be started, target at this pressure, ceiling, lingering when closed",
             ["state"],
             registry=self.registry,
         )

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
+import structlog
 
 from sandboxes import reaper
-from sandboxes.children import end_process
+from sandboxes.children import LingeringChildren, end_process, wait_exit
 from sandboxes.controlled import Backing
 from sandboxes.errors import SandboxClosedError
 from sandboxes.guard import Guard
@@ -23,8 +24,12 @@ from sandboxes.process import FirstProcess, first_process_below, kill_where
 from sandboxes.rundir import RunFolder, ServiceFolder, remember, run_base, run_bases
 from sandboxes.tree import remove_tree
 
+log = structlog.get_logger(__name__)
+
 EXIT_GRACE = 2.0
 KILL_WAIT = 4.0
+COLLECT_SECONDS = 2.0
+"""How long to wait for a launcher once its control groups have been killed as well."""
 GROUP_SECONDS = 2.0
 REMOVE_SECONDS = 30.0
 CLOSE_SECONDS = 5.0
@@ -103,6 +108,12 @@ class ServiceBacking:
         ]
         for folder, _ in held:
             folder.close()
+        for failure in (failure for failures in left for failure in failures):
+            log.error(
+                "something of this service could not be removed",
+                what=failure,
+                hint="its guard goes on, and the next start tries again; see docs/sandboxes.md, Reclaim",
+            )
         for guard in guards:
             guard.dismiss(clean=not any(left))
 
@@ -127,13 +138,17 @@ class Stragglers:
 class HostBacking(Backing):
     """The launcher's process, the folder and the control groups of one sandbox."""
 
-    def __init__(self, folder: RunFolder, group: Group | None, stragglers: Stragglers) -> None:
+    def __init__(
+        self, folder: RunFolder, group: Group | None, stragglers: Stragglers, lingering: LingeringChildren
+    ) -> None:
+        """`lingering` keeps a launcher that outlives its release."""
         self._folder = folder
         self._group = group
         self._stragglers = stragglers
+        self._lingering = lingering
         self.process: subprocess.Popen[bytes] | None = None
         self.lease: UserLease | None = None
-        """Of the user that the sandbox alone runs as."""
+        """The lease of the user that this sandbox alone runs as."""
         self.before_release = AsyncExitStack()
         """What else of the sandbox has to end, before the launcher is waited for."""
 
@@ -149,7 +164,10 @@ class HostBacking(Backing):
         return self._group
 
     async def release(self) -> None:
-        """The folder goes last, and stays for the service's own close where something could not be removed."""
+        """End the processes, then remove the folder; one that cannot be removed is left to the service's close.
+
+        A launcher that still lives keeps the folder and its user's number until it has been collected.
+        """
         try:
             await self.before_release.aclose()
         finally:
@@ -160,10 +178,20 @@ class HostBacking(Backing):
             await end_process(self.process, grace=EXIT_GRACE, kill_wait=KILL_WAIT)
         if self._group is None and self.process is not None:
             await self._stragglers.end(self._folder.id)
-        await anyio.to_thread.run_sync(self._remove)
+        await anyio.to_thread.run_sync(reaper.kill_groups, self._paths)
+        if self.process is None or await wait_exit(self.process, COLLECT_SECONDS):
+            await anyio.to_thread.run_sync(self._remove)
+        else:
+            self._lingering.keep(self.process, self._remove)
+        await self._lingering.collect()
+
+    @property
+    def _paths(self) -> list[Path]:
+        return self._group.paths if self._group else []
 
     def _remove(self) -> None:
-        paths = self._group.paths if self._group else []
+        """Remove what the sandbox had; its launcher has been collected."""
+        paths = self._paths
         reaper.kill_groups(paths)
         if reaper.remove_groups(paths, GROUP_SECONDS):
             if self.lease is not None:

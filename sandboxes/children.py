@@ -1,13 +1,25 @@
-"""Children of this process, and how they end: ask, wait, kill, wait again for a bounded time."""
+"""Children of this process, and how they end: ask, wait, kill, wait again for a bounded time.
+
+A child may outlive that: the kernel can hold a killed process for as long as it needs, and on a busy machine all
+processes end late. Such a child is kept, so that it is collected whenever it ends.
+"""
 
 import os
 import subprocess
+from collections.abc import Callable
+from typing import NamedTuple
 
 import anyio
+import anyio.to_thread
+import structlog
+
+log = structlog.get_logger(__name__)
+
+PAUSE = 0.05
 
 
 async def wait_exit(process: subprocess.Popen[bytes], timeout: float) -> bool:
-    """Wait for a child of this process and collect it; False where it still runs after `timeout` seconds."""
+    """Wait for a child of this process and collect it; return False if it still runs after `timeout` seconds."""
     if process.poll() is not None:
         return True
     fd = os.pidfd_open(process.pid)
@@ -20,10 +32,54 @@ async def wait_exit(process: subprocess.Popen[bytes], timeout: float) -> bool:
 
 
 async def end_process(process: subprocess.Popen[bytes], *, grace: float, kill_wait: float) -> bool:
-    """Wait `grace` seconds for a child that knows it should end, terminate, kill; whether it is gone."""
+    """Wait `grace` seconds for a child that knows it should end, terminate, kill; return whether it has ended."""
     for act in (None, process.terminate, process.kill):
         if act is not None:
             act()
         if await wait_exit(process, grace if act is None else kill_wait / 2):
             return True
     return False
+
+
+class _Kept(NamedTuple):
+    process: subprocess.Popen[bytes]
+    finish: Callable[[], None] | None
+
+
+class LingeringChildren:
+    """Children that were killed and have not ended yet."""
+
+    def __init__(self) -> None:
+        self._kept: list[_Kept] = []
+
+    def __len__(self) -> int:
+        """Return how many there are, counting those that ended since the last `collect`."""
+        return len(self._kept)
+
+    def keep(self, process: subprocess.Popen[bytes], finish: Callable[[], None] | None = None) -> None:
+        """Keep a child until it can be collected; `finish` is then called in a thread."""
+        log.warning("a process was killed and has not ended yet", pid=process.pid)
+        self._kept.append(_Kept(process, finish))
+
+    async def collect(self) -> None:
+        """Collect the children that have ended since."""
+        ended = [kept for kept in self._kept if kept.process.poll() is not None]
+        self._kept = [kept for kept in self._kept if kept not in ended]
+        for kept in ended:
+            log.info("a process that was killed has ended", pid=kept.process.pid)
+            if kept.finish is not None:
+                await anyio.to_thread.run_sync(kept.finish)
+
+    async def wait(self, seconds: float) -> None:
+        """Wait until all have been collected, for `seconds` at most."""
+        with anyio.move_on_after(seconds):
+            await self.collect()
+            while self._kept:
+                await anyio.sleep(PAUSE)
+                await self.collect()
+        for kept in self._kept:
+            log.error(
+                "a process that was killed outlives its service",
+                pid=kept.process.pid,
+                hint=f"the kernel holds it: see /proc/{kept.process.pid}/stack",
+            )

@@ -11,7 +11,7 @@ Times are in seconds, sizes in bytes, unless a name says otherwise.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Self
@@ -337,11 +337,11 @@ class Sandbox(ABC):
         """
 
     @abstractmethod
-    def read_stream(self, path: str, *, limit: int | None = None) -> AsyncIterator[bytes]:
+    def read_stream(self, path: str, *, limit: int | None = None) -> AsyncGenerator[bytes, None]:
         """The contents of a file of any size, in pieces of at most 64 KiB, as fast as they are taken.
 
         They are the bytes that it had when it was opened: what is appended meanwhile is left out. Memory here does
-        not grow with the file. Close the iterator (`contextlib.aclosing`) when leaving it before its end.
+        not grow with the file. Close the generator (`contextlib.aclosing`) when leaving it before its end.
 
         Raises:
             FileMissingError: there is no such file.
@@ -400,13 +400,14 @@ class Sandbox(ABC):
         """
 
     @abstractmethod
-    def export_path(self, path: str, *, limit: int = DEFAULT_TREE_LIMIT) -> AsyncIterator[bytes]:
+    def export_path(self, path: str, *, limit: int = DEFAULT_TREE_LIMIT) -> AsyncGenerator[bytes, None]:
         """Read a file or folder as a tar stream, whose one top entry is named as the last part of the path.
 
         It is read from the host's side: nothing inside is run. Entries are folders, regular files, hard links to files
         of the stream, and symbolic links that stay within the path; anything else is left out, as are owners,
         attributes and modes beyond the nine bits. Files that their modes forbid to read are read. What the files hold
-        is as hostile as the code inside. Call `end_processes` first, or the tree may change meanwhile.
+        is as hostile as the code inside. Call `end_processes` first, or the tree may change meanwhile. Close the
+        generator (`contextlib.aclosing`) when leaving it before its end.
 
         Raises:
             FileMissingError: there is no such path.
@@ -479,6 +480,11 @@ class SandboxProvider(ABC):
     def breaches(self) -> Mapping[str, int]:
         """How often each limit was reached, in all sandboxes together, since the provider was made."""
         return {}
+
+    @property
+    def lingering(self) -> int:
+        """How many processes of closed sandboxes were killed and have not ended yet."""
+        return 0
 
     async def egress_counts(self) -> EgressCounts:
         """What all sandboxes together have done through their lists of hosts since the provider was made."""

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
-    AsyncIterator,
     Awaitable,
     Callable,
     Iterator,
@@ -226,7 +225,7 @@ class ControlledSandbox(Sandbox):
     async def read_file(self, path: str, *, limit: int = DEFAULT_FILE_LIMIT) -> bytes:
         return await self._files.read(path, limit)
 
-    def read_stream(self, path: str, *, limit: int | None = None) -> AsyncIterator[bytes]:
+    def read_stream(self, path: str, *, limit: int | None = None) -> AsyncGenerator[bytes, None]:
         return self._files.read_stream(path, limit)
 
     async def write_file(self, path: str, data: bytes | str) -> None:
@@ -241,7 +240,7 @@ class ControlledSandbox(Sandbox):
     async def list(self, path: str = ".") -> "list[FileEntry]":
         return await self._files.list(path)
 
-    async def export_path(self, path: str, *, limit: int = DEFAULT_TREE_LIMIT) -> AsyncIterator[bytes]:
+    async def export_path(self, path: str, *, limit: int = DEFAULT_TREE_LIMIT) -> AsyncGenerator[bytes, None]:
         with self._operation():
             async with aclosing(self._export(self.resolve(path), limit)) as parts:
                 async for part in parts:
@@ -346,7 +345,7 @@ class ControlledSandbox(Sandbox):
     ) -> Awaitable[ExecResult]:
         return self.exec(argv, stdin=stdin, cwd="/", timeout=timeout, output_limit=output_limit)
 
-    async def _stream(self, argv: Sequence[str], limit: int | None) -> AsyncIterator[bytes]:
+    async def _stream(self, argv: Sequence[str], limit: int | None) -> AsyncGenerator[bytes, None]:
         with self._operation():
             stream = stream_out(self._launched.control, argv, cwd="/", env=self._env, limit=limit)
             async with aclosing(stream):

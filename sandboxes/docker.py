@@ -24,6 +24,7 @@ import anyio.to_thread
 
 from sandboxes.apptainer import HIDE, PIPES, SOCKETS
 from sandboxes.backing import HostBacking, Stragglers
+from sandboxes.children import LingeringChildren
 from sandboxes.config import DockerConfig
 from sandboxes.containers import Containers, container_group
 from sandboxes.contract import Bind, SandboxSpec, SweepReport
@@ -56,9 +57,14 @@ class DockerBacking(HostBacking):
     """Makes sure that the container has gone where its `docker run` did not see it end."""
 
     def __init__(
-        self, folder: RunFolder, group: Group | None, stragglers: Stragglers, containers: Containers
+        self,
+        folder: RunFolder,
+        group: Group | None,
+        stragglers: Stragglers,
+        lingering: LingeringChildren,
+        containers: Containers,
     ) -> None:
-        super().__init__(folder, group, stragglers)
+        super().__init__(folder, group, stragglers, lingering)
         self._containers = containers
         self._id = folder.id
 
@@ -127,7 +133,7 @@ class DockerProvider(HostProvider):
         return frozenset({"disk"}) | self._containers.limits()
 
     def make_backing(self, folder: RunFolder, group: Group | None) -> HostBacking:
-        return DockerBacking(folder, group, self._stragglers, self._containers)
+        return DockerBacking(folder, group, self._stragglers, self._lingering, self._containers)
 
     def make_sandbox(self, launched: Launched, spec: SandboxSpec) -> DockerSandbox:
         reader = self._named(self._config.image)

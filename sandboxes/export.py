@@ -39,11 +39,12 @@ async def export_tree(
         SandboxClosedError: the sandbox has ended.
         SandboxFileError: it cannot be read, or nothing came for `STALL_SECONDS`.
     """
-    process = await anyio.open_process(
-        command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=dict(env), cwd="/"
-    )
+    with anyio.CancelScope(shield=True):  # a start that is cancelled half-way would lose the process
+        process = await anyio.open_process(
+            command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=dict(env), cwd="/"
+        )
     try:
-        async for part in _parts(path, process):
+        while (part := await _next_part(path, process)) is not None:
             yield part
         await _require_success(path, process)
     finally:
@@ -51,23 +52,21 @@ async def export_tree(
             await _end(process)
 
 
-async def _parts(path: str, process: Process) -> AsyncGenerator[bytes, None]:
-    """What the reader writes."""
+async def _next_part(path: str, process: Process) -> bytes | None:
+    """Return the next bytes that the reader writes, or None at their end."""
     if process.stdout is None:
         raise AssertionError("its standard output is a pipe")
-    while True:
-        try:
-            with anyio.fail_after(STALL_SECONDS):
-                part = await process.stdout.receive()
-        except anyio.EndOfStream:
-            return
-        except TimeoutError as error:
-            raise SandboxFileError(f"{path}: nothing came for {STALL_SECONDS:.0f} s") from error
-        yield part
+    try:
+        with anyio.fail_after(STALL_SECONDS):
+            return await process.stdout.receive()
+    except anyio.EndOfStream:
+        return None
+    except TimeoutError as error:
+        raise SandboxFileError(f"{path}: nothing came for {STALL_SECONDS:.0f} s") from error
 
 
 async def _require_success(path: str, process: Process) -> None:
-    """Raise what the reader's exit code means."""
+    """Raise the error that the reader's exit code stands for."""
     said = b""
     if process.stderr is not None:
         async for part in process.stderr:

@@ -9,7 +9,7 @@ place once the sandbox has confirmed that every byte arrived. The image needs ba
 """
 
 import secrets
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Literal, Protocol
 
@@ -110,7 +110,7 @@ class Files:
     def __init__(
         self,
         run: Runner,
-        stream: Callable[[Sequence[str], int | None], AsyncIterator[bytes]],
+        stream: Callable[[Sequence[str], int | None], AsyncGenerator[bytes, None]],
         feed: Callable[[Sequence[str], AsyncIterable[bytes]], Awaitable[int]],
         resolve: Callable[[str], str],
     ) -> None:
@@ -130,16 +130,12 @@ class Files:
         """See `Sandbox.read_file`."""
         return b"".join([part async for part in self.read_stream(path, limit)])
 
-    async def read_stream(self, path: str, limit: int | None) -> AsyncIterator[bytes]:
+    async def read_stream(self, path: str, limit: int | None) -> AsyncGenerator[bytes, None]:
         """See `Sandbox.read_stream`."""
         allowed = "" if limit is None else str(limit)
-        async for part in self._parts(path, script(READ, self._resolve(path), allowed), limit):
-            yield part
-
-    async def _parts(self, path: str, argv: Sequence[str], limit: int | None) -> AsyncIterator[bytes]:
-        stream = self._stream(argv, limit)
+        stream = self._stream(script(READ, self._resolve(path), allowed), limit)
         try:
-            async with aclosing(stream):  # type: ignore[type-var]
+            async with aclosing(stream):
                 async for part in stream:
                     yield part
         except ProgramFailedError as error:

@@ -138,6 +138,10 @@ class WarmPool(SandboxProvider):
     def breaches(self) -> Mapping[str, int]:
         return self._provider.breaches
 
+    @property
+    def lingering(self) -> int:
+        return self._provider.lingering
+
     async def egress_counts(self) -> EgressCounts:
         return await self._provider.egress_counts()
 

@@ -15,6 +15,7 @@ import zmq
 
 from sandboxes.backing import HostBacking, ServiceBacking, Stragglers
 from sandboxes.breaches import LimitWatch
+from sandboxes.children import LingeringChildren
 from sandboxes.contract import SandboxInfo, SandboxProvider, SandboxSpec, SweepReport
 from sandboxes.control import SCRIPT, Answers, ControlShell
 from sandboxes.controlled import ControlledSandbox, Launched
@@ -29,6 +30,9 @@ from sandboxes.limits import Group, Groups, Limits, raise_open_files
 from sandboxes.process import MARKER
 from sandboxes.rundir import RunFolder
 from sandboxes.watchdog import Watchdog
+
+LINGER_SECONDS = 2.0
+"""How long `close` waits for processes that were killed and have not ended yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +87,10 @@ class HostProvider(SandboxProvider):
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._closed = False
         self._stragglers = Stragglers()
+        self._lingering = LingeringChildren()
         self._tally: Counter[str] = Counter()
         self._watchdog = Watchdog()
-        self.egress = EgressHost()
+        self.egress = EgressHost(self._lingering)
         raise_open_files()
 
     @abstractmethod
@@ -115,7 +120,7 @@ class HostProvider(SandboxProvider):
             script.write_text(SCRIPT.read_text())
             script.chmod(0o644)
             with Handover() if plan.egress else nullcontext() as handover:
-                backing.process, control = _launch(plan, folder, group, handover)
+                control = _launch(plan, folder, group, handover, backing)
                 if handover is not None:
                     await self._open_egress(plan, folder, backing, handover)
             await self._until_ready(control, folder)
@@ -200,6 +205,10 @@ class HostProvider(SandboxProvider):
     def breaches(self) -> Mapping[str, int]:
         return dict(self._tally)
 
+    @property
+    def lingering(self) -> int:
+        return len(self._lingering)
+
     def _backing_of(self, plan: Plan, folder: RunFolder, group: Group | None) -> HostBacking:
         backing = self.make_backing(folder, group)
         backing.lease = plan.lease
@@ -207,7 +216,7 @@ class HostProvider(SandboxProvider):
 
     def make_backing(self, folder: RunFolder, group: Group | None) -> HostBacking:
         """What a sandbox that is being started has on this host."""
-        return HostBacking(folder, group, self._stragglers)
+        return HostBacking(folder, group, self._stragglers, self._lingering)
 
     def make_sandbox(self, launched: Launched, spec: SandboxSpec) -> ControlledSandbox:
         """The sandbox of a control shell that is ready."""
@@ -230,6 +239,7 @@ class HostProvider(SandboxProvider):
                 for sandbox in list(self._live.values()):
                     tasks.start_soon(sandbox.close)
             await self.egress.aclose()
+            await self._lingering.wait(LINGER_SECONDS)
             await self._backing.close()
             self._watchdog.close()
             if self._context is not None:
@@ -238,9 +248,9 @@ class HostProvider(SandboxProvider):
 
 
 def _launch(
-    plan: Plan, folder: RunFolder, group: Group | None, handover: Handover | None
-) -> tuple[subprocess.Popen[bytes], ControlShell]:
-    """Start the launcher with one end of a socket pair as its standard input."""
+    plan: Plan, folder: RunFolder, group: Group | None, handover: Handover | None, backing: HostBacking
+) -> ControlShell:
+    """Start the launcher with one end of a socket pair as its standard input; `backing` owns it at once."""
     env = {**plan.env, MARKER: folder.id}
     if plan.egress is not None and handover is not None:
         env |= {"LAUNCH_LISTENER": str(handover.descriptor), "LAUNCH_PORT": str(plan.egress.port)}
@@ -249,7 +259,7 @@ def _launch(
     try:
         with theirs, folder.log.open("wb") as log:
             entries = "\n".join(str(path / "cgroup.procs") for path in (group.paths if group else ()))
-            process = subprocess.Popen(
+            backing.process = subprocess.Popen(
                 plan.argv,
                 stdin=theirs.fileno(),
                 stdout=log,
@@ -261,9 +271,9 @@ def _launch(
             )
         if handover is not None:
             handover.given()
+        return ControlShell(ours, folder.pipes, answers, plan.prefix)
     except BaseException:
         ours.close()
         if answers is not None:
             answers.close()
         raise
-    return process, ControlShell(ours, folder.pipes, answers, plan.prefix)

@@ -37,7 +37,8 @@ async def running_server(
     command = [setpriv, "--pdeathsig", "TERM", "--"] if setpriv else []
     command += [sys.executable, "-m", "rollout_service.cli", "serve", "--host", "127.0.0.1", "--port", "0"]
     command += ["--state-dir", str(state_dir), "--port-file", str(address), *flags]
-    with log.open("wb") as file:
+    # Shielded, since a start that is cancelled half-way would lose the process.
+    with log.open("wb") as file, anyio.CancelScope(shield=True):
         process = await anyio.open_process(
             command, stdin=None, stdout=file, stderr=file, start_new_session=True
         )
@@ -46,20 +47,20 @@ async def running_server(
         async with RolloutClient(url) as client:
             yield client
     finally:
-        with anyio.CancelScope(shield=True):
-            await stop(process)
+        await stop(process)
 
 
 async def stop(process: Process) -> None:
-    """End a process: ask, wait, then kill; idempotent."""
-    if process.returncode is None:
-        process.terminate()
-        with anyio.move_on_after(STOP_SECONDS):
-            await process.wait()
-    if process.returncode is None:
-        process.kill()
-    await process.wait()
-    await process.aclose()
+    """End a process: ask, wait, then kill; shielded and idempotent."""
+    with anyio.CancelScope(shield=True):
+        if process.returncode is None:
+            process.terminate()
+            with anyio.move_on_after(STOP_SECONDS):
+                await process.wait()
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        await process.aclose()
 
 
 async def _ready_address(process: Process, address: Path, log: Path, seconds: float) -> str:

@@ -138,8 +138,9 @@ def _tail(folder: Path) -> str:
 
 
 async def _start(launch: Launch, folder: Path) -> anyio.abc.Process:
-    with _log(folder).open("wb") as output:
-        return await anyio.open_process(
+    # Shielded, since a start that is cancelled half-way would lose the process.
+    with _log(folder).open("wb") as output, anyio.CancelScope(shield=True):
+        process = await anyio.open_process(
             launch.command,
             stdin=subprocess.PIPE,  # it closes when this process ends, however that happens
             stdout=output,
@@ -148,6 +149,7 @@ async def _start(launch: Launch, folder: Path) -> anyio.abc.Process:
             cwd=folder,
             start_new_session=True,
         )
+    return process  # noqa: RET504  to mypy, a cancel scope may swallow what its block returns
 
 
 async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:

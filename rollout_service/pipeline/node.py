@@ -57,6 +57,7 @@ class Node:
                 "waiting": lambda: governor.waiting,
                 "target": lambda: governor.target,
                 "ceiling": lambda: governor.ceiling,
+                "lingering": lambda: pool.lingering,
             }
         )
         egress = EgressMeter(provider)

@@ -9,7 +9,7 @@ never a failure.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import PurePosixPath
 
 import anyio
@@ -92,7 +92,8 @@ class SandboxSource:
             for path in spec.artifacts:
                 with suppress(FileMissingError):
                     archive = sandbox.export_path(_inside(sandbox, path), limit=artifacts.left)
-                    await artifacts.add(path, archive)
+                    async with aclosing(archive):
+                        await artifacts.add(path, archive)
         except FileTooLargeError as error:
             await artifacts.drop(f"the artifacts were left out, as if there were none: {error}")
         except SandboxClosedError:

@@ -167,7 +167,7 @@ async def _repeated(piece: bytes, count: int) -> AsyncIterator[bytes]:
 
 
 async def _first(sandbox: Sandbox, path: str) -> bytes:
-    async with aclosing(sandbox.read_stream(path)) as parts:  # type: ignore[type-var]
+    async with aclosing(sandbox.read_stream(path)) as parts:
         async for part in parts:
             return part
     return b""

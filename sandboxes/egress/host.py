@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 
 import anyio
 
-from sandboxes.children import end_process
+from sandboxes.children import LingeringChildren, end_process
 from sandboxes.egress.counts import EgressCounts
 from sandboxes.egress.messages import PACKET_BYTES, Request, decode_counts
 from sandboxes.egress.rules import AllowList
@@ -67,7 +67,9 @@ class Handover:
 class EgressHost:
     """Gives sandboxes their proxies and takes them back."""
 
-    def __init__(self) -> None:
+    def __init__(self, lingering: LingeringChildren | None = None) -> None:
+        """`lingering` keeps a process that outlives its end."""
+        self._lingering = LingeringChildren() if lingering is None else lingering
         self._lock = anyio.Lock()
         self.process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
@@ -119,8 +121,8 @@ class EgressHost:
         """End the process. Idempotent."""
         self._hang_up()
         process, self.process = self.process, None
-        if process is not None:
-            await end_process(process, grace=GRACE, kill_wait=GRACE)
+        if process is not None and not await end_process(process, grace=GRACE, kill_wait=GRACE):
+            self._lingering.keep(process)
 
     async def _start(self, owner: Owner) -> None:
         await self.aclose()  # one that ended by itself is still to be collected

@@ -5,12 +5,16 @@ import tarfile
 import tracemalloc
 
 import anyio
+import psutil
 import pytest
+from support.children import children
 
 from rollout_service.environments.code import Code
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, SandboxSettings
 from rollout_service.errors import ConfigurationError
 from rollout_service.pipeline.artifacts import IN_MEMORY_BYTES, Artifacts, DiskBudget, require_safe
+from rollout_service.pipeline.sandboxing import SandboxSource
+from sandboxes import LocalConfig, SandboxSpec, make_provider
 from sandboxes.errors import FileTooLargeError, SandboxFileError
 from sandboxes.tree_reader import stays_within
 
@@ -183,3 +187,36 @@ def test_an_archive_of_long_names_takes_little_memory():
     finally:
         tracemalloc.stop()
     assert peak < 2 * MIB  # the names alone are 7 MiB
+
+
+def written_by(pid):
+    """Return how many bytes a process has written."""
+    return psutil.Process(pid).io_counters().write_chars
+
+
+async def test_a_pack_that_is_cancelled_while_it_waits_for_room_ends_its_reader_first(tmp_path):
+    provider = make_provider(LocalConfig(provider="local"), tmp_path / "state")
+    source, wanted = SandboxSource(provider, artifacts_bytes=4 * MIB), spec(artifacts=["/workspace"])
+    left = set()
+    try:
+        sandbox = await provider.start(SandboxSpec())
+        await sandbox.write_file("large", bytes(2 * MIB - 8192))
+        first = await source.pack(sandbox, wanted)
+        others = children()
+
+        async def pack():
+            try:
+                await source.pack(sandbox, wanted)
+            finally:
+                left.update(children() - others)  # while the cancellation is on its way
+
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(pack)
+                while not any(written_by(pid) > MIB for pid in children() - others):
+                    await anyio.sleep(0.01)
+                tasks.cancel_scope.cancel()
+        await first.close()
+    finally:
+        await provider.close()
+    assert left == set()

@@ -140,7 +140,7 @@ async def test_a_file_that_grows_is_read_up_to_its_size_and_one_that_shrinks_is_
     assert total == size
 
     async def shrink() -> None:
-        async with aclosing(local_sandbox.read_stream("f")) as parts:  # type: ignore[type-var]
+        async with aclosing(local_sandbox.read_stream("f")) as parts:
             async for _ in parts:
                 os.truncate(path, 1000)
 
@@ -168,7 +168,7 @@ async def test_a_large_folder_is_listed_at_once(local_sandbox: Sandbox) -> None:
 
 async def test_a_stream_that_is_left_early_ends_its_program(local_sandbox: Sandbox) -> None:
     (Path(local_sandbox.workdir) / "f").write_bytes(bytes(10_000_000))
-    async with aclosing(local_sandbox.read_stream("f")) as parts:  # type: ignore[type-var]
+    async with aclosing(local_sandbox.read_stream("f")) as parts:
         async for part in parts:
             assert 0 < len(part) <= 65536
             break

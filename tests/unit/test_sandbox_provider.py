@@ -6,6 +6,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+from support.children import children, held
 
 from sandboxes import LocalConfig, SandboxError, SandboxSpec
 from sandboxes.local import LocalProvider
@@ -74,6 +75,52 @@ async def test_a_start_under_way_when_the_provider_closes_makes_no_sandbox(
         await provider.close()
         closed.set()
     assert provider.live() == []
+    assert left(run_dir) == []
+
+
+async def test_a_launcher_without_a_control_shell_is_collected(
+    provider: LocalProvider, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no reader can be added")
+
+    await (await provider.start(SandboxSpec())).close()
+    before = children()
+    with monkeypatch.context() as patched:
+        patched.setattr("sandboxes.provider.ControlShell", fail)
+        with pytest.raises(SandboxError, match="no reader"):
+            await provider.start(SandboxSpec())
+    assert children() == before
+    assert left(run_dir) == []
+
+
+async def test_a_launcher_that_outlives_its_kill_is_collected_by_a_later_release(
+    provider: LocalProvider, run_dir: Path
+) -> None:
+    sandbox = await provider.start(SandboxSpec())
+    assert sandbox.info.pid is not None
+    with held(sandbox.info.pid):
+        await sandbox.close()
+        assert provider.lingering == 1
+        assert len(left(run_dir)) == 1, "its folder stays"
+    await (await provider.start(SandboxSpec())).close()
+    assert provider.lingering == 0
+    assert sandbox.info.pid not in children()
+    assert left(run_dir) == []
+
+
+async def test_the_end_of_a_provider_waits_for_a_launcher_that_outlives_its_kill(
+    provider: LocalProvider, run_dir: Path
+) -> None:
+    sandbox = await provider.start(SandboxSpec())
+    assert sandbox.info.pid is not None
+    async with anyio.create_task_group() as tasks:
+        with held(sandbox.info.pid):
+            await sandbox.close()
+            tasks.start_soon(provider.close)
+            await anyio.sleep(0.1)
+    assert provider.lingering == 0
+    assert sandbox.info.pid not in children()
     assert left(run_dir) == []
 
 
