@@ -72,13 +72,13 @@ def _print(node: NodeConcurrency, as_json: bool) -> None:
     if as_json:
         common.print_json(node.model_dump(mode="json"))
         return
-    from rich.table import Table
+    from rollout_service.cli.console import table
 
-    table = Table("stage", "workers", "working", "queue", box=None)
+    rows = table("stage", "workers", "working", "queue")
     for stage in ("init", "rollout", "evaluate"):
         figures = getattr(node, stage)
-        table.add_row(stage, str(figures.workers), str(figures.working), str(figures.queue))
-    common.out().print(table)
+        rows.add_row(stage, str(figures.workers), str(figures.working), str(figures.queue))
+    common.out().print(rows)
     sandboxes = node.sandboxes
     common.out().print(
         f"sandboxes on {node.node}: {sandboxes.in_use} in use, {sandboxes.waiting} waited for, "

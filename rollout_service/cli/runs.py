@@ -321,7 +321,8 @@ def _show(runs: list[Run], as_json: bool) -> None:
 
 
 def _kept(run: Run) -> str:
-    """The share of groups that pass the filters, once there is a group to tell by."""
+    """The share of closed groups that were not dropped; the run's `acceptance_rate` is an estimate."""
     counts = run.counts
-    closed = counts.ready + counts.batched + counts.acknowledged + sum(counts.dropped.values())
-    return f"{run.acceptance_rate:.0%}" if closed else "-"
+    kept = counts.ready + counts.batched + counts.acknowledged
+    closed = kept + sum(counts.dropped.values())
+    return f"{kept / closed:.0%}" if closed else "-"

@@ -219,7 +219,7 @@ def test_a_leased_batch_is_given_back_and_acknowledged_by_its_id(server, tmp_pat
     assert acknowledged.exit_code == 0
     assert f"{batch_id}: acknowledged" in acknowledged.stderr
     assert invoke("runs", "show", "settled", "--json", url=server.url).exit_code == 0
-    assert invoke("runs", "show", "settled", url=server.url).stdout.splitlines()[1].endswith("%")
+    assert invoke("runs", "show", "settled", url=server.url).stdout.splitlines()[1].endswith("100%")
     over = invoke("runs", "lease", "settled", "-o", str(tmp_path / "next.json"), url=server.url)
     assert over.exit_code == 1
 

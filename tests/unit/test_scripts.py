@@ -52,6 +52,12 @@ def test_a_step_that_fails_shows_the_end_of_its_output_and_ends_the_script(tmp_p
     assert "on" not in result.stdout.split()
 
 
+def test_a_base_image_that_is_there_is_not_built_again_by_another_checkout(tmp_path):
+    (tmp_path / "base.sif").touch()
+    result = bash("ensure_base_image; echo ready", tmp_path, ROLLOUT_IMAGES_DIR=str(tmp_path))
+    assert (result.returncode, result.stdout) == (0, "ready\n"), result.stderr
+
+
 def test_a_step_says_how_long_it_took_and_keeps_its_output_to_itself(tmp_path):
     result = bash("step 'do it' echo noise", tmp_path)
     assert result.returncode == 0

@@ -59,6 +59,7 @@ def test_only_one_module_makes_consoles_and_one_writes_lines():
         names = {call.id if isinstance(call, ast.Name) else getattr(call, "attr", "") for call in calls}
         written = {ast.unparse(call) for call in calls}
         assert "Console" not in names, f"{path.name}: print to common.out() or common.err()"
+        assert "Table" not in names, f"{path.name}: make tables with console.table"
         assert path.name == "common.py" or "typer.echo" not in written, f"{path.name}: use common.print_line"
         assert not {"print", "sys.stdout.write", "sys.stderr.write"} & written, path.name
 
