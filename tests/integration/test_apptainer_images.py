@@ -1,6 +1,7 @@
 """Images by the real Apptainer: of definitions, archives, a registry and folders; inspected, refused, killed."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -240,6 +241,9 @@ def test_the_command_line_makes_shows_and_prunes(
 
     (made,) = image("build", "mine", "--tree", str(tree), "--json")
     assert image("list", "--json") == [made]
+    os.utime(made["path"], (0, 0))
+    assert "mine is unchanged; --force makes it anew" in image("build", "mine", "--tree", str(tree))
+    (made,) = image("list", "--json")
     facts = image("inspect", "mine", "--json", code=1)
     assert (facts["needs_toolkit"], facts["python"]) == (True, None)
     assert "tar" in facts["missing"]

@@ -1,5 +1,6 @@
 """The scripts say what they need before they begin."""
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,7 +10,9 @@ import pytest
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
-@pytest.mark.parametrize("script", ["demo", "test"])
+@pytest.mark.parametrize(
+    "script", sorted(path.name for path in SCRIPTS.iterdir() if os.access(path, os.X_OK))
+)
 def test_another_system_than_linux_is_named(tmp_path: Path, script: str) -> None:
     uname = tmp_path / "uname"
     uname.write_text("#!/bin/sh\necho Darwin\n")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from sandboxes.errors import ImageBuildError, ImageError, ImageNotFoundError
 from sandboxes.eviction import Candidate, choose
-from sandboxes.image_build import Progress, hint_for
+from sandboxes.image_build import ApptainerBuilder, Progress, hint_for
 from sandboxes.image_sources import (
     DEFINITIONS,
     Definition,
@@ -511,6 +511,24 @@ def test_as_little_goes_as_keeps_the_budget(ones: list[Candidate], budget: int) 
 )
 def test_failures_have_hints(said: str, hint: str) -> None:
     assert hint in hint_for(said)
+
+
+def test_a_definition_finds_the_programs_of_administrators(
+    definition: Definition, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`chroot` among them, which is in /usr/sbin: on Debian that is not on an ordinary user's PATH."""
+    program = tmp_path / "apptainer"
+    program.write_text(
+        '#!/bin/sh\ncase $1 in --version) echo "apptainer version 1.3.6" ;; *) echo "$PATH"; exit 1 ;; esac\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("ROLLOUT_APPTAINER", str(program))
+    monkeypatch.setenv("PATH", "/usr/local/bin:/usr/bin:/bin")
+    with pytest.raises(ImageBuildError) as caught:
+        ApptainerBuilder().build(definition, tmp_path / "image.sif", lambda _: None)
+    path = str(caught.value).splitlines()[-1].split(":")
+    assert path[:3] == ["/usr/local/bin", "/usr/bin", "/bin"]
+    assert {"/usr/sbin", "/sbin"} <= set(path)
 
 
 def test_the_default_root_follows_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
