@@ -23,10 +23,9 @@ from rollout_service.tokens import check_invariants
 from sandboxes import make_provider
 from sandboxes.config import ApptainerConfig, LocalConfig
 from sandboxes.errors import ImageNotFoundError
+from tests.support.api_server import wait_until_ready
 
 pytestmark = pytest.mark.xdist_group("api")
-
-START_SECONDS = 90
 
 
 @pytest.fixture(scope="module")
@@ -42,25 +41,11 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         subprocess.Popen(command, stdout=output, stderr=output, env=environ) as server,
     ):
         try:
-            with httpx.Client(base_url=wait_for(address, server, log), timeout=60) as client:
+            with httpx.Client(base_url=wait_until_ready(server, address, log), timeout=60) as client:
                 yield client
         finally:
             server.send_signal(signal.SIGTERM)
             server.wait(30)
-
-
-def wait_for(address: Path, server: subprocess.Popen[bytes], log: Path) -> str:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and server.poll() is None:
-        if address.exists():
-            url = address.read_text()
-            try:
-                if httpx.get(f"{url}/ready", timeout=5).is_success:
-                    return url
-            except httpx.TransportError:
-                pass
-        time.sleep(0.05)
-    pytest.fail(f"the server did not become ready:\n{log.read_text()[-4000:]}")
 
 
 def order(api: httpx.Client, *, wait: float = 0, **fields: Any) -> httpx.Response:

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
@@ -23,6 +22,7 @@ from sandboxes.host import find_apptainer, read_host_facts
 from sandboxes.image_sources import Definition, Reference, Tree, packaged_definition, source_of_reference
 from sandboxes.images import ImageStore, packaged
 from sandboxes.unpacked import UnpackedImages
+from tests.support.children import killed
 from tests.support.oci import make_layout, registry
 
 pytestmark = pytest.mark.apptainer
@@ -200,17 +200,16 @@ def test_a_real_build_that_is_killed_leaves_a_store_that_works(
     scratch.mkdir()
     monkeypatch.setenv("APPTAINER_TMPDIR", str(scratch))
     for moment in (0.1, 0.3):
-        builder = subprocess.Popen(
+        started = subprocess.Popen(
             [sys.executable, "-c", PULLER, store.root, tree],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        assert builder.stdout is not None
-        assert builder.stdout.readline() == b"begun\n"
-        time.sleep(moment)  # any moment will do
-        builder.send_signal(signal.SIGKILL)
-        builder.communicate()
+        with killed(started) as builder:
+            assert builder.stdout is not None
+            assert builder.stdout.readline() == b"begun\n"
+            time.sleep(moment)  # any moment will do
     made = store.provide(Tree(tree), force=True)
     assert read(made.path, "/greeting") == "whole"
     assert list((store.root / "drafts").iterdir()) == []

@@ -5,7 +5,6 @@ Run by root, all of it is run once more by an ordinary user.
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +23,7 @@ import pytest
 from sandboxes import ApptainerConfig, Sandbox, SandboxConfigError, SandboxSpec, make_provider
 from sandboxes.apptainer import ApptainerProvider
 from tests.support.as_user import ordinary_user
+from tests.support.children import killed
 
 pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
 MIB = 1024**2
@@ -286,12 +286,10 @@ async def test_the_proxies_end_with_a_service_that_was_killed(tmp_path: Path) ->
     process = subprocess.Popen(  # noqa: ASYNC220  it takes no time
         command, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    assert process.stdout is not None
-    with process.stdout as said:
-        pids = [int(word) for word in (await anyio.to_thread.run_sync(said.readline)).split()]
-    started = [psutil.Process(pid) for pid in pids]
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    with killed(process):
+        assert process.stdout is not None
+        pids = [int(word) for word in (await anyio.to_thread.run_sync(process.stdout.readline)).split()]
+        started = [psutil.Process(pid) for pid in pids]
     with anyio.fail_after(5):
         while any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in started):
             await anyio.sleep(0.05)

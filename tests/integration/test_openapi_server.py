@@ -5,9 +5,8 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ import pytest
 import schemathesis
 
 from api_schemas.runs import BINARY_MEDIA_TYPE
+from tests.support.api_server import wait_until_ready
 
 pytestmark = pytest.mark.xdist_group("openapi")
 
 KEY = "a-key-of-enough-characters-for-anyone"
-START_SECONDS = 90
 FUZZ_SECONDS = int(os.environ.get("FUZZ_SECONDS", "60"))
 SEED = os.environ.get("FUZZ_SEED", "1")
 CHECKS = [
@@ -76,22 +75,10 @@ def serving(state: Path) -> Iterator[Server]:
         subprocess.Popen(command, stdout=output, stderr=output, env=environ) as process,
     ):
         try:
-            yield Server(_ready(address, process, log), log)
+            yield Server(wait_until_ready(process, address, log), log)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(30)
-
-
-def _ready(address: Path, process: subprocess.Popen[bytes], log: Path) -> str:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        if address.exists():
-            url = address.read_text()
-            with suppress(httpx.TransportError):
-                if httpx.get(f"{url}/ready", timeout=5).is_success:
-                    return url
-        time.sleep(0.05)
-    pytest.fail(f"the server did not become ready:\n{log.read_text()[-4000:]}")
 
 
 class Documented:

@@ -5,9 +5,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import httpx
+
+from tests.support.children import killed
 
 START_SECONDS = 90.0
 
@@ -35,21 +39,37 @@ def api_server(
     command = [*before, sys.executable, "-m", "rollout_service.cli", "serve", "--engine", "none"]
     command += ["--sandbox", "local", *fixed, *flags]
     with log.open("wb") as output:
-        process = subprocess.Popen(
+        started = subprocess.Popen(
             command, stdout=output, stderr=output, cwd=folder, env=os.environ | variables
         )
-        try:
-            deadline = time.monotonic() + START_SECONDS
-            while (
-                "Application startup complete" not in log.read_text()
-            ):  # the address is written before it answers
-                assert process.poll() is None, log.read_text()
-                assert time.monotonic() < deadline, log.read_text()
-                time.sleep(0.05)
-            yield ApiServer(address.read_text(), log, process)
-        finally:
-            process.terminate()
-            process.wait(30)
+        with killed(started) as process:
+            try:
+                _wait_until_started(process, log)
+                yield ApiServer(address.read_text(), log, process)
+            finally:
+                process.terminate()
+                process.wait(30)
+
+
+def _wait_until_started(process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while "Application startup complete" not in log.read_text():  # the address is written before it answers
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], address: Path, log: Path) -> str:
+    """Wait until a server can take work, and return its address, which it writes to a file."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        if address.exists():
+            url = address.read_text()
+            with suppress(httpx.TransportError):
+                if httpx.get(f"{url}/ready", timeout=5).is_success:
+                    return url
+        time.sleep(0.05)
+    raise AssertionError(f"the server did not become ready:\n{log.read_text()[-4000:]}")
 
 
 def make_certificate(folder: Path, days: int = 2) -> tuple[Path, Path]:

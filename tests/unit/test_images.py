@@ -2,19 +2,20 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
 import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.children import killed
 
 from sandboxes.errors import ImageBuildError, ImageError, ImageNotFoundError
 from sandboxes.eviction import Candidate, choose
@@ -308,14 +309,12 @@ def test_builders_killed_at_any_moment_leave_a_store_that_works(
     store = ImageStore(root, builder)
     command = [sys.executable, "-c", BUILDER, str(root), str(definition.path)]
     for moment in (0.01, 0.05, 0.1, 0.15, 0.2, 0.25):
-        workers = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
-        for worker in workers:
-            assert worker.stdout is not None
-            assert worker.stdout.readline() == b"begun\n"
-        time.sleep(moment)  # any moment will do: what is killed is in the middle of something
-        for worker in workers:
-            worker.send_signal(signal.SIGKILL)
-            worker.communicate()
+        with ExitStack() as stack:
+            builders = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
+            for worker in [stack.enter_context(killed(started)) for started in builders]:
+                assert worker.stdout is not None
+                assert worker.stdout.readline() == b"begun\n"
+            time.sleep(moment)  # any moment will do: what is killed is in the middle of something
         for stored in store.list():
             assert stored.path.read_text().endswith("end"), "a name never has half of an image"
     made = store.provide(definition, "mine")
@@ -372,9 +371,10 @@ def test_nodes_that_see_no_locks_of_each_other_do_no_harm(
         )
         for number in range(3)
     ]
-    for node in nodes:
-        said = node.communicate(timeout=60)[1]
-        assert node.returncode == 0, said
+    with ExitStack() as stack:
+        for node in [stack.enter_context(killed(started)) for started in nodes]:
+            said = node.communicate(timeout=60)[1]
+            assert node.returncode == 0, said
     names = list(store.root.glob("*.sif"))
     assert names
     assert all(name.read_text().endswith("end") for name in names), "no name leads to nothing, or to half"

@@ -3,6 +3,10 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from support.children import killed
 
 from sandboxes.process import (
     FOLDERS,
@@ -18,47 +22,44 @@ from sandboxes.process import (
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
 
 
-def start(code: str, **env: str) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, env={**os.environ, **env}
-    )
-    assert process.stdout is not None
-    process.stdout.readline()
-    process.stdout.close()
-    return process
+@contextmanager
+def started(code: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a program, and wait for its first line."""
+    command, environ = [sys.executable, "-c", code], {**os.environ, **env}
+    with killed(subprocess.Popen(command, stdout=subprocess.PIPE, env=environ)) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
 
 
 def test_start_time_tells_processes_apart() -> None:
-    process = start(STUBBORN)
-    found = start_time(process.pid)
-    assert found is not None
-    assert found >= (start_time(os.getpid()) or 0)
-    process.kill()
-    process.wait()
+    with started(STUBBORN) as process:
+        found = start_time(process.pid)
+        assert found is not None
+        assert found >= (start_time(os.getpid()) or 0)
     assert start_time(process.pid) is None
 
 
 def test_marks_and_kills_only_what_matches() -> None:
-    process = start(STUBBORN, **{MARKER: "some-id"})
-    assert marked_with(process.pid) == "some-id"
-    assert marked_processes({"some-id"}) == [process.pid]
-    assert not kill_if(process.pid, lambda pid: False)
-    assert process.poll() is None
-    assert kill_if(process.pid, lambda pid: marked_with(pid) == "some-id")
-    assert process.wait() == -9
-    assert not kill_if(process.pid, lambda pid: True)
+    with started(STUBBORN, **{MARKER: "some-id"}) as process:
+        assert marked_with(process.pid) == "some-id"
+        assert marked_processes({"some-id"}) == [process.pid]
+        assert not kill_if(process.pid, lambda pid: False)
+        assert process.poll() is None
+        assert kill_if(process.pid, lambda pid: marked_with(pid) == "some-id")
+        assert process.wait() == -9
+        assert not kill_if(process.pid, lambda pid: True)
 
 
 def test_kills_by_the_service_and_spares_the_neighbour() -> None:
-    mine, neighbour = start(STUBBORN, **{MARKER: "0a0a0a0a-12"}), start(STUBBORN, **{MARKER: "0a0a0a0b-12"})
-    try:
+    with (
+        started(STUBBORN, **{MARKER: "0a0a0a0a-12"}) as mine,
+        started(STUBBORN, **{MARKER: "0a0a0a0b-12"}) as neighbour,
+    ):
         assert processes_where(lambda mark: mark.startswith("0a0a0a0a-")) == [mine.pid]
         assert kill_where(lambda mark: mark.startswith("0a0a0a0a-")) == 1
         assert mine.wait() == -9
         assert neighbour.poll() is None
-    finally:
-        neighbour.kill()
-        neighbour.wait()
 
 
 def test_processes_that_have_gone_are_not_ours() -> None:

@@ -9,11 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.children import killed
 
 from sandboxes.guard import Guard
 from sandboxes.process import MARKER
@@ -33,11 +35,18 @@ def dead_service(base: Path, sandboxes: int = 1) -> Path:
     return service.path
 
 
-def start_marked(mark: str) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(SLEEP, stdout=subprocess.PIPE, env={**os.environ, MARKER: mark})
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Collect the processes of a test, whatever becomes of it."""
+    with ExitStack() as made:
+        yield made
+
+
+def start_marked(stack: ExitStack, mark: str) -> subprocess.Popen[bytes]:
+    started = subprocess.Popen(SLEEP, stdout=subprocess.PIPE, env={**os.environ, MARKER: mark})
+    process = stack.enter_context(killed(started))
     assert process.stdout is not None
     process.stdout.readline()
-    process.stdout.close()
     return process
 
 
@@ -63,26 +72,22 @@ def service(base: Path) -> Iterator[ServiceFolder]:
     folder.close()
 
 
-def test_a_dead_service_is_swept_with_its_processes(base: Path) -> None:
+def test_a_dead_service_is_swept_with_its_processes(base: Path, stack: ExitStack) -> None:
     folder = dead_service(base, 2)
-    process = start_marked(f"{folder.name}-1")
+    process = start_marked(stack, f"{folder.name}-1")
     assert sweep(base) == Swept(2, 1)
     assert process.wait() == -signal.SIGKILL
     assert list(base.iterdir()) == []
     assert sweep(base) == Swept()
 
 
-def test_a_live_service_is_not_swept(base: Path, service: ServiceFolder) -> None:
+def test_a_live_service_is_not_swept(base: Path, service: ServiceFolder, stack: ExitStack) -> None:
     service.new().create(os.geteuid(), os.getegid())
-    process = start_marked(f"{service.name}-1")
-    try:
-        assert sweep(base) == Swept()
-        assert sweep_one(service.path) is None
-        assert process.poll() is None
-        assert (service.path / "1").exists()
-    finally:
-        process.kill()
-        process.wait()
+    process = start_marked(stack, f"{service.name}-1")
+    assert sweep(base) == Swept()
+    assert sweep_one(service.path) is None
+    assert process.poll() is None
+    assert (service.path / "1").exists()
 
 
 def test_strangers_are_not_touched(base: Path) -> None:
@@ -150,8 +155,8 @@ def test_a_service_killed_before_its_owner_file(base: Path) -> None:
     assert list(base.iterdir()) == []
 
 
-def test_processes_go_also_where_the_folder_has_gone(base: Path) -> None:
-    process = start_marked("0c0c0c0c-3")
+def test_processes_go_also_where_the_folder_has_gone(base: Path, stack: ExitStack) -> None:
+    process = start_marked(stack, "0c0c0c0c-3")
     swept = sweep_one(base / "0c0c0c0c")
     assert swept == Swept(0, 1)
     assert process.wait() == -signal.SIGKILL
@@ -197,8 +202,11 @@ def test_services_start_while_others_sweep(base: Path) -> None:
         one.close()
 
 
-def test_the_guard_waits_small_and_leaves_at_a_goodbye(base: Path, service: ServiceFolder) -> None:
+def test_the_guard_waits_small_and_leaves_at_a_goodbye(
+    base: Path, service: ServiceFolder, stack: ExitStack
+) -> None:
     guard = Guard(service.path, [])
+    stack.enter_context(killed(guard.process))
     assert guard.alive
     rollup = Path(f"/proc/{guard.process.pid}/smaps_rollup")
     status = Path(f"/proc/{guard.process.pid}/status")
@@ -214,12 +222,13 @@ def test_the_guard_waits_small_and_leaves_at_a_goodbye(base: Path, service: Serv
     assert service.path.exists()
 
 
-def test_the_guard_sweeps_after_a_death(base: Path) -> None:
+def test_the_guard_sweeps_after_a_death(base: Path, stack: ExitStack) -> None:
     service = ServiceFolder(base)
     service.describe([])
     service.new().create(os.geteuid(), os.getegid())
-    process = start_marked(f"{service.name}-1")
+    process = start_marked(stack, f"{service.name}-1")
     guard = Guard(service.path, [])
+    stack.enter_context(killed(guard.process))
     service.close()
     guard.dismiss(clean=False)
     assert process.wait(20) == -signal.SIGKILL
@@ -227,11 +236,12 @@ def test_the_guard_sweeps_after_a_death(base: Path) -> None:
     assert list(base.iterdir()) == []
 
 
-def test_the_guard_spares_a_service_that_lives_without_its_pipe(base: Path) -> None:
+def test_the_guard_spares_a_service_that_lives_without_its_pipe(base: Path, stack: ExitStack) -> None:
     service = ServiceFolder(base)
     service.describe([])
-    process = start_marked(f"{service.name}-1")
+    process = start_marked(stack, f"{service.name}-1")
     guard = Guard(service.path, [])
+    stack.enter_context(killed(guard.process))
     guard.dismiss(clean=False)
     eventually(lambda: b"guard" not in Path(f"/proc/{guard.process.pid}/cmdline").read_bytes().split(b"\0"))
     assert sweep(base) == Swept()
@@ -247,13 +257,11 @@ def test_a_sweep_that_was_killed_is_finished_by_the_next(base: Path) -> None:
         folder = dead_service(base, 20)
         code = "import sys; from pathlib import Path; from sandboxes.reaper import sweep; print(flush=True); "
         code += "sweep(Path(sys.argv[1]))"
-        sweeper = subprocess.Popen([sys.executable, "-c", code, str(base)], stdout=subprocess.PIPE)
-        assert sweeper.stdout is not None
-        sweeper.stdout.readline()
-        time.sleep(delay)
-        sweeper.kill()
-        sweeper.wait()
-        sweeper.stdout.close()
+        command = [sys.executable, "-c", code, str(base)]
+        with killed(subprocess.Popen(command, stdout=subprocess.PIPE)) as sweeper:
+            assert sweeper.stdout is not None
+            sweeper.stdout.readline()
+            time.sleep(delay)
         assert sweep(base).failures == ()
         assert not folder.exists()
 
