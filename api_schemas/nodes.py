@@ -25,10 +25,10 @@ class PressureView(WireModel):
     load: float | None = None
     """The load average of one minute."""
     cpu_percent: float | None = None
-    """Of the last 10 s, the share in which something waited for a processor."""
+    """The share of the last 10 s in which something waited for a processor."""
     memory_percent: float | None = None
     io_percent: float | None = None
-    """Of the last 10 s, the share in which everything waited for disks."""
+    """The share of the last 10 s in which everything waited for disks."""
     memory_available_bytes: int | None = None
     disk_free_bytes: dict[str, int] = {}
     """By a folder on each file system that sandboxes and the state are kept on."""

@@ -22,7 +22,7 @@ import psutil
 CGROUPS = Path("/sys/fs/cgroup")
 LEAVE_SECONDS = 5.0
 KERNEL_MEMORY = ("Slab", "KernelStack", "PageTables", "Percpu", "Shmem")
-"""Of /proc/meminfo: what sandboxes take beside the memory of their processes. Shmem is memory file systems."""
+"""The fields of /proc/meminfo that sandboxes take on top of their processes' memory; Shmem is memory file systems."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class Memory:
     processes: float
     """Proportional set size of this process and of all below it: shared pages are shared out."""
     kernel: float
-    """Of the whole machine: slabs, stacks, page tables, per-CPU data and memory file systems."""
+    """The whole machine's slabs, stacks, page tables, per-CPU data and memory file systems."""
     available: float
-    """Of the whole machine: what the kernel could still give."""
+    """The memory that the kernel could still give."""
 
     def growth(self, before: Memory) -> tuple[float, float]:
         """What came since: by counting, and by how much less is available."""

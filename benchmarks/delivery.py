@@ -114,7 +114,7 @@ async def timed_lease(run_of: ClientRun, *, arrays: bool) -> tuple[float, bytes 
 
 
 async def timed_file(url: str) -> float:
-    """Seconds until the arrays of a static file are there."""
+    """Return the seconds until the arrays of a static file are there."""
     request = httpx.Request("GET", url)
     context = httpx.create_ssl_context()
     body = LargeBody()
@@ -125,7 +125,7 @@ async def timed_file(url: str) -> float:
 
 
 async def pair(run_of: ClientRun, url: str, *, lease_first: bool) -> tuple[float, float]:
-    """Seconds of a lease and of the file, one after the other."""
+    """Return the seconds that a lease and the file take, one after the other."""
     if lease_first:
         seconds, _ = await timed_lease(run_of, arrays=True)
         return seconds, await timed_file(url)

@@ -46,7 +46,7 @@ LONGEST_SECONDS = 2.0
 PROGRESS_SECONDS = 120.0
 END_SECONDS = 600.0
 SHOWN = 4_000
-"""Of the log of a client that failed."""
+"""The characters shown of the log of a client that failed."""
 CONFIG = f"""
 [pipeline]
 init_workers = 16
@@ -74,7 +74,7 @@ class Attached:
         return f"http://127.0.0.1:{self.port}"
 
     def path(self, name: str) -> Path:
-        """A file of theirs."""
+        """Return the path of a file in the folder."""
         return self.folder / name
 
     async def start_service(self) -> None:
@@ -174,14 +174,14 @@ async def main(given: Options) -> None:
 
 
 def engine(folder: Path) -> AbstractAsyncContextManager[str]:
-    """An engine that takes its time for every turn."""
+    """Start an engine that takes its time for every turn."""
     arguments = ["-m", "rollout_service.inference.fakes", "--delay", f"{TURN_SECONDS:g}"]
     arguments += ["--turn", "No idea.<|im_end|>", "--address", str(folder / "engine.address")]
     return child(arguments, folder / "engine.address")
 
 
 async def count(attached: Attached, failures: int) -> dict[str, float | int | None]:
-    """What all sides say."""
+    """Count what the service, the trainer and the submission report."""
     batches = await compare(
         Ledger.read(attached.path("ledger.jsonl")), attached.path("state") / "rollouts.sqlite3"
     )

@@ -51,7 +51,7 @@ class Plan:
     """How much is measured."""
 
     calls: int
-    """Of bash; a quarter of it of Python."""
+    """The calls of bash; Python gets a quarter as many."""
     starts: int
     """One after the other, of each kind."""
     concurrent_starts: int

@@ -75,7 +75,7 @@ async def sandbox_attacks(quick: bool) -> AsyncIterator[Outcome]:
 
 
 async def sandbox_attacks_as_a_user(quick: bool) -> AsyncIterator[Outcome]:
-    """The same where the service is an ordinary user's; none for a caller who is one already."""
+    """Run the same attacks with an ordinary user's service; none for a caller who is one already."""
     if os.geteuid() != 0:
         return
     with ordinary_user() as user:
@@ -93,13 +93,13 @@ def attack_as(user: OrdinaryUser, name: str) -> str:
 
 
 def names(quick: bool) -> Iterable[str]:
-    """The checks to run; the module of some is imported for its checks alone."""
+    """Return the checks to run; one module is imported for its checks alone."""
     assert hostile_kernel.check
     return QUICK if quick else CHECKS
 
 
 async def api_attacks(quick: bool) -> AsyncIterator[Outcome]:
-    """Peers without a key, keys without a role and web pages against a server with few descriptors."""
+    """Attack a server with few descriptors: without a key, with too small a role, and from web pages."""
     keys = {role: f"{role}-key-of-enough-characters" for role in ("admin", "read", "submit")}
     tables = json.dumps([{"name": role, "role": role, "key": key} for role, key in keys.items()])
     names = [*api.CHECKS][:QUICK_API] if quick else [*api.CHECKS]
@@ -112,7 +112,7 @@ async def api_attacks(quick: bool) -> AsyncIterator[Outcome]:
 
 
 async def reward_hacks(quick: bool) -> AsyncIterator[Outcome]:
-    """Agents that forge or void their reward, in the environments that come along."""
+    """Run agents that forge or void their reward in the packaged environments."""
     for environment in ENVIRONMENTS[:1] if quick else ENVIRONMENTS:
         with tempfile.TemporaryDirectory() as state:
             provider = make_provider(ApptainerConfig(), Path(state))
@@ -244,7 +244,7 @@ async def try_areas(quick: bool) -> dict[str, float | int | None]:
 
 
 async def measure(rounds: int, seconds: float) -> dict[str, float]:
-    """What a neighbour notices of each resource attack."""
+    """Measure what a neighbour notices of each resource attack."""
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as state:
         provider = make_provider(ApptainerConfig(), Path(state))

@@ -35,7 +35,7 @@ class Shape:
     answer: float = 60.0
     """Median of what a turn may sample."""
     longest: int = 1000
-    """Of an observation and of an answer."""
+    """The greatest length of an observation and of an answer."""
     wait: float = 0.5
     """Median of what a tool takes; one in a hundred takes over sixteen times as long."""
     arrival: float = 0.05

@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 
 def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
-    """The service as an ASGI app; it works while its lifespan lasts, and drains once the shutdown begins."""
+    """Return the service as an ASGI app; it works for its lifespan, and drains once the shutdown begins."""
     metrics = Metrics()
     hosts = AllowedHosts(settings.allowed_hosts, bound=settings.host, keyed=settings.is_keyed)
     keyring = Keyring(settings.keys, settings.keys_file, reloaded=metrics.keys_reloaded)

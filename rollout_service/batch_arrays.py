@@ -47,7 +47,7 @@ class BatchArrays:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview | mmap.mmap) -> BatchArrays:
-        """Of the bytes of an answer; keeps them alive. Raises ValueError when they are no batch."""
+        """Read a batch from the bytes of an answer, which it keeps. Raise ValueError for other bytes."""
         import numpy as np
 
         view = memoryview(data)
@@ -65,7 +65,7 @@ class BatchArrays:
 
     @classmethod
     def from_file(cls, path: Path) -> BatchArrays:
-        """Of a file, which is mapped and not read."""
+        """Read a batch from a file, which is mapped into memory."""
         with path.open("rb") as file:
             return cls.from_bytes(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 

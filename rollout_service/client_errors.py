@@ -157,7 +157,7 @@ def readiness_of(response: httpx.Response) -> Readiness:
 
 
 def _seconds(retry_after: str) -> float:
-    """What a header says in seconds; 0 for a date, as proxies may send."""
+    """Return the seconds that a header gives; 0 for a date, which proxies may send."""
     return float(retry_after) if retry_after.isascii() and retry_after.isdigit() else 0.0
 
 

@@ -68,7 +68,7 @@ class DrainingServer(Server):
             self._last_resort.within(0.0, 128 + sig)
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to stop listening: not before the service is drained."""
+        """Return whether to stop listening, which is not before the service is drained."""
         return await super().on_tick(counter) or self._shutdown.drained
 
     def _end_in_time(self, drain_seconds: float, exit_code: int) -> None:

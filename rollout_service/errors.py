@@ -225,7 +225,7 @@ def known_cause(error: BaseException) -> ServiceError | SandboxError | None:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The exception at the bottom of the groups that task groups wrap it in, one of ours before a defect."""
+    """Return the exception inside of nested exception groups; an error of ours goes before a defect."""
     if (known := known_cause(error)) is not None:
         return known
     while isinstance(error, BaseExceptionGroup):

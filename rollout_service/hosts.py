@@ -36,7 +36,7 @@ class AllowedHosts:
         self._remembered = lru_cache(REMEMBERED)(self._answers)
 
     def answers(self, host: str | None) -> bool:
-        """Whether a request may name this host, with or without a port; HTTP/1.0 need not name one."""
+        """Return whether a request may name this host, with or without a port; HTTP/1.0 need not name one."""
         return host is None or self._any or self._remembered(host)
 
     def _answers(self, host: str) -> bool:
@@ -46,7 +46,7 @@ class AllowedHosts:
         return name in self._own or name.endswith(".localhost") or _is_address(name) or self._has(name)
 
     def takes_orders(self, *, host: str | None, origin: str | None, site: str | None) -> bool:
-        """Whether a request that changes something may come from a page of this origin.
+        """Return whether a request that changes something may come from a page of this origin.
 
         `origin` and `site` are the headers Origin and Sec-Fetch-Site; browsers alone send them.
         """
@@ -64,7 +64,7 @@ class AllowedHosts:
 
 
 def _is_same(origin: str, host: str | None) -> bool:
-    """Whether an origin is the host that the request names; the scheme may differ behind a proxy that ends TLS."""
+    """Return whether an origin is the host that the request names; behind a TLS proxy the scheme may differ."""
     parts = _split(origin)
     return parts is not None and bool(host) and parts.netloc.lower() == str(host).lower()
 

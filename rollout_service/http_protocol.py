@@ -285,7 +285,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def _is_answerable(self) -> bool:
-        """Whether nothing that was written, or is still owed, comes before the answer to this request."""
+        """Return whether the answer to this request is the next to be written."""
         if self.transport.is_closing() or self.pipeline:
             return False
         cycle = self._answered()

@@ -103,7 +103,7 @@ class Keyring:
                 await anyio.to_thread.run_sync(self.reload)
 
     def _sign(self) -> Signature | None:
-        """What tells one version of the file from another."""
+        """Return a value that differs between versions of the file."""
         try:
             found = self._file.stat() if self._file is not None else None
         except OSError:

@@ -38,7 +38,7 @@ class Role(StrEnum):
     """Everything: engines, weights, pausing and stopping the service."""
 
     def allows(self, needed: Role) -> bool:
-        """Whether this role may do what needs another."""
+        """Return whether this role may do what `needed` may."""
         roles = list(Role)
         return roles.index(self) >= roles.index(needed)
 

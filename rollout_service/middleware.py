@@ -99,7 +99,7 @@ class JsonBodies:
 
 
 def _is_json(headers: Headers) -> bool:
-    """Whether a request has a body of JSON by its headers, or none."""
+    """Return whether a request, by its headers, has a body of JSON or none."""
     if "transfer-encoding" not in headers and headers.get("content-length", "0") == "0":
         return True
     return headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"

@@ -79,7 +79,7 @@ def serve(settings: Settings, *, port_file: Path | None = None) -> int:
 
 
 def _connections(settings: Settings, metrics: Metrics) -> dict[str, Any]:
-    """How many connections there may be, and what each may take."""
+    """Return how many connections there may be, and the limits of each."""
     http = settings.http
     connections = Connections(ConnectionLimits.within(descriptor_limit(), http.max_connections))
     metrics.watch_connections(connections.counts)

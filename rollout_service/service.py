@@ -101,7 +101,7 @@ class Service:
         return rollout
 
     async def wait(self, rollout_id: str, seconds: float) -> Rollout | None:
-        """The whole result once the rollout has ended, or None if that takes longer; raises ShuttingDownError."""
+        """Return the whole result once the rollout has ended, or None if that takes longer; raise ShuttingDownError."""
 
         async def ended() -> Rollout:
             await self.store.wait_for_result(rollout_id)
@@ -130,7 +130,7 @@ class Service:
                     break
 
     def warnings(self) -> list[str]:
-        """What does not work, and does not keep the service from working."""
+        """Return what does not work without keeping the service from working."""
         problems = self.environments.problems.items()
         return [f"an environment cannot be used: {where}: {problem}" for where, problem in problems]
 
@@ -265,7 +265,7 @@ async def _manager(
 
 
 def _places(stages: PipelineSettings) -> int:
-    """How many rollouts can be under way before their evaluation."""
+    """Return how many rollouts can be under way before their evaluation."""
     return stages.init_queue + stages.init_workers + stages.rollout_queue + stages.rollout_workers
 
 

@@ -144,7 +144,7 @@ class Serving:
         return self._pools.views()
 
     def absences(self) -> list[str]:
-        """A sentence for each backend that does not serve, saying why."""
+        """Return a sentence for each backend that does not serve, with the reason."""
         awaited = [f"Waiting for {one}: {why.rstrip('.')}." for one, why in self.waiting.items()]
         views = [view for view in self.views() if view.state is not BackendState.READY]
         return awaited + [
@@ -203,12 +203,12 @@ class Serving:
             self._pools[pool]
 
     def in_service(self) -> tuple[frozenset[str], anyio.Event]:
-        """The pools with a backend in service, paused ones too, and the event of the next change."""
+        """Return the pools with a backend in service, paused ones too, and the event of the next change."""
         pools, changed = self._pools.in_service()
         return pools & self._served.keys(), changed
 
     async def open(self, request: RolloutRequest, environment: Environment) -> PolicySession:
-        """The conversation of one rollout with its pool; raises NoBackendError when nothing serves that."""
+        """Open the conversation of one rollout with its pool; raise NoBackendError when nothing serves that."""
         served = self._served.get(request.pool)
         if served is None:
             raise NoBackendError(

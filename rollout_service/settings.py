@@ -110,7 +110,7 @@ class PipelineSettings(Section):
     evaluate_workers: int = Field(4, ge=1)
     """Outcomes being scored at once."""
     artifacts_bytes: int = Field(8 * 1024**3, ge=16 * 1024**2)
-    """Of the host's temporary disk, for what agents left until it is scored; an agent waits where it is used up."""
+    """The space on the host's temporary disk for what agents left until it is scored; agents wait for room."""
     max_attempts: int = Field(3, ge=1)
     """Attempts at one rollout, the first included; only infrastructure failures are tried again."""
     retry_seconds: float = Field(0.5, ge=0)
@@ -253,7 +253,7 @@ class Settings(BaseSettings):
     @field_validator("sandbox", mode="before")
     @classmethod
     def _provider_has_a_default(cls, sandbox: Any) -> Any:
-        """A table without `provider` is one of Apptainer."""
+        """Take a table without `provider` for one of Apptainer."""
         return {"provider": "apptainer"} | sandbox if isinstance(sandbox, dict) else sandbox
 
     _file: Path | None = PrivateAttr(None)
@@ -358,7 +358,7 @@ def _explain(error: ValidationError, sources: Sources) -> str:
 
 
 def _without_tags(path: list[str]) -> list[str]:
-    """The path without the tags that pydantic adds where a table is one of several, as `sandbox.apptainer`."""
+    """Return the path without pydantic's tags for one of several tables, such as `sandbox.apptainer`."""
     if path[:1] == ["sandbox"] and len(path) > 2:
         return [path[0], *path[2:]]
     return path

@@ -81,12 +81,12 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def is_table(annotation: Any) -> bool:
-    """Whether a value is a table in TOML, by itself or by names that the user chooses."""
+    """Return whether a value is a table in TOML, by itself or by names that the user chooses."""
     return bool(models_in(annotation)) or (get_origin(annotation) is dict and bool(_values_of(annotation)))
 
 
 def is_json(field: FieldInfo) -> bool:
-    """Whether an environment variable gives the value as JSON."""
+    """Return whether an environment variable gives the value as JSON."""
     if NoDecode in field.metadata:
         return False
     return is_table(field.annotation) or get_origin(_without_none(field.annotation)) in _CONTAINERS
@@ -113,7 +113,7 @@ def _step(annotation: Any, part: str) -> Iterator[FieldInfo]:
 
 
 def _values_of(annotation: Any) -> list[type[BaseModel]]:
-    """The models of a table whose keys are names."""
+    """Return the models of a table whose keys are names."""
     return models_in(get_args(annotation)[1]) if get_origin(annotation) is dict else []
 
 

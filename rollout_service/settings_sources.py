@@ -61,7 +61,7 @@ _ASSIGNMENT = re.compile(r"""^\s*([\w.\-"' ]+?)\s*=""")
 
 
 class Origin(StrEnum):
-    """What a value was set by."""
+    """The kind of source that set a value."""
 
     FLAG = "flag"
     VARIABLE = "variable"
@@ -142,7 +142,7 @@ def variable_of(dotted: str) -> str:
 
 
 def _flag(path: Sequence[str]) -> str:
-    """The flag that sets the value at a path, or the list that it is in."""
+    """Return the flag that sets the value at a path, or the list that it is in."""
     ways = (FLAGS.get(".".join(path[:end])) for end in range(len(path), 0, -1))
     return next(filter(None, ways), "")
 
@@ -162,7 +162,7 @@ def _refuse_what_is_not_json(name: str, text: str) -> None:
 
 
 def _tree(variable: str, text: str) -> Any:
-    """The variable as a tree of tables, whose branch ends in its value."""
+    """Return the variable as a tree of tables with its value as the only leaf."""
     tree: Any = text
     with suppress(ValueError):
         tree = json.loads(text)
@@ -172,7 +172,7 @@ def _tree(variable: str, text: str) -> Any:
 
 
 def _holds(tree: Any, path: Sequence[str]) -> bool:
-    """Whether a tree has a value at a path; a list, or a text that stands for one, holds what is below it."""
+    """Return whether a tree has a value at a path; a list, or a text for one, has all paths below it."""
     for part in path:
         if isinstance(tree, list | str):
             return True
@@ -183,7 +183,7 @@ def _holds(tree: Any, path: Sequence[str]) -> bool:
 
 
 def _lines(text: str) -> dict[tuple[str, ...], int]:
-    """The line of each table and key; a key within an inline table has the line of that table."""
+    """Return the line of each table and key; a key in an inline table has that table's line."""
     table: tuple[str, ...] = ()
     lines: dict[tuple[str, ...], int] = {}
     for number, line in enumerate(text.splitlines(), start=1):

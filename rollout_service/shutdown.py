@@ -92,7 +92,7 @@ class Shutdown:
             raise ShuttingDownError
 
     async def until_begun(self, wait: Callable[[], Awaitable[T]]) -> T:
-        """The result of a wait; raises ShuttingDownError if the shutdown begins first, or has begun."""
+        """Return the result of a wait; raise ShuttingDownError if the shutdown begins first, or has begun."""
         self.refuse()
         with anyio.CancelScope() as scope:
             self._waits.add(scope)

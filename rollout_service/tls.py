@@ -82,7 +82,7 @@ class Certificate:
             ) from None
 
     def _sign(self) -> list[tuple[int, int] | None]:
-        """What tells one version of the files from another."""
+        """Return a value that differs between versions of the files."""
         return [_version(path) for path in (self._certificate, self._key) if path is not None]
 
 

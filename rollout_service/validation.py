@@ -59,7 +59,7 @@ def _holds(sent: object, part: str | int) -> bool:
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The models that an annotation holds, such as those of a list or a union."""
+    """Yield the models that an annotation holds, such as those of a list or a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for inner in get_args(annotation):

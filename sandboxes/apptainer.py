@@ -107,7 +107,7 @@ class ApptainerProvider(HostProvider):
 
     @property
     def enforced(self) -> frozenset[str]:
-        """Of memory, processes, cpus, disk and users: what this host lets the provider enforce for a whole sandbox."""
+        """The limits that hold here for a whole sandbox, of memory, processes, cpus, disk and users."""
         disk = {"disk"} if self.launcher.mounts else set()
         users = {"users"} if self._own_users else set()
         return self._groups.enforced | disk | users | {"processes"}
@@ -188,11 +188,11 @@ class ApptainerProvider(HostProvider):
         return EgressPlan(allowed, PROXY_PORT, self._config.private_addresses, self._user, self._group)
 
     def _lease_user(self, image: Path) -> UserLease | None:
-        """A user of the host that no other sandbox runs as; None where all share one."""
+        """Lease a user of the host that no other sandbox runs as; return None where all share one."""
         return self._users.lease() if self._users is not None and self._has_users(image) else None
 
     def _has_users(self, image: Path) -> bool:
-        """Whether a sandbox of this image can run as a user of its own."""
+        """Return whether sandboxes of this image can each have a separate user."""
         if self._users is None or not self._users.available:
             return False
         return self.launcher.maps(image, self._users.first) if image.is_dir() else self.launcher.namespaces

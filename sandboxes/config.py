@@ -10,7 +10,7 @@ from sandboxes.contract import SandboxProvider
 
 GIB = 1024**3
 FIRST_FREE_USER, LAST_USER, LEAST_USERS = 65_536, 2**32 - 1, 4096
-"""Of numbers of users that no system gives to its own, and how many a service leases at a time."""
+"""The range of user ids that no system gives to its own users, and how many a service leases at a time."""
 
 
 class _Config(BaseModel):
@@ -92,7 +92,7 @@ class ApptainerConfig(_Config):
 
 
 def numbers_of(user_range: str) -> range | None:
-    """The numbers of a range such as "1000000-1999999"; None for "none".
+    """Return the numbers of a range such as "1000000-1999999"; None for "none".
 
     Raises:
         ValueError: it is not a range, is too small, or has numbers of a system's own users.
@@ -182,19 +182,19 @@ class PressureConfig(_Config):
     """Whether pressure holds sandboxes back at all."""
 
     cpu_percent: PositiveFloat = 95.0
-    """Of the last 10 s, the share in which something waited for a processor (PSI "some")."""
+    """The share of the last 10 s in which something waited for a processor (PSI "some")."""
 
     load_per_cpu: PositiveFloat = 8.0
     """The load average per processor; asked only where the kernel has no PSI."""
 
     memory_percent: PositiveFloat = 10.0
-    """Of the last 10 s, the share in which something waited for memory (PSI "some")."""
+    """The share of the last 10 s in which something waited for memory (PSI "some")."""
 
     memory_free_bytes: PositiveInt | None = None
     """Memory that is kept free; None is a tenth of it, at most 4 GiB."""
 
     io_percent: PositiveFloat = 80.0
-    """Of the last 10 s, the share in which everything waited for disks (PSI "full")."""
+    """The share of the last 10 s in which everything waited for disks (PSI "full")."""
 
     disk_free_bytes: PositiveInt = 2 * GIB
     """Kept free where sandboxes and the state are kept."""

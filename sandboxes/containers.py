@@ -50,7 +50,7 @@ class Containers:
         return done.returncode, said.decode("utf-8", errors="replace")
 
     def limits(self) -> frozenset[str]:
-        """Of memory, processes and cpus: what the daemon can hold here; none where it does not answer. It blocks."""
+        """Return the limits that the daemon can hold here; none where it does not answer. It blocks."""
         code, said = self._ask(("info", "--format", "{{json .}}"))
         try:
             info = json.loads(said) if code == 0 else {}

@@ -285,7 +285,7 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def python(self) -> PythonSession:
-        """The agent's IPython kernel, opened at the first call and the same one after.
+        """Return the agent's IPython kernel, which the first call opens.
 
         Raises:
             SandboxStartError: the kernel did not come up, for example as the image has no ipykernel.
@@ -338,7 +338,7 @@ class Sandbox(ABC):
 
     @abstractmethod
     def read_stream(self, path: str, *, limit: int | None = None) -> AsyncGenerator[bytes, None]:
-        """The contents of a file of any size, in pieces of at most 64 KiB, as fast as they are taken.
+        """Read a file of any size in pieces of at most 64 KiB, as fast as they are taken.
 
         They are the bytes that it had when it was opened: what is appended meanwhile is left out. Memory here does
         not grow with the file. Close the generator (`contextlib.aclosing`) when leaving it before its end.
@@ -459,8 +459,8 @@ class SandboxProvider(ABC):
 
     @property
     def enforced(self) -> frozenset[str]:
-        """Of "memory", "processes", "cpus", "disk" and "users" (what the kernel counts by user of the host): the limits
-        that hold for a sandbox as a whole here."""
+        """The limits that hold here for a sandbox as a whole: of "memory", "processes", "cpus", "disk", and "users" for
+        what the kernel counts by user of the host."""
         return frozenset()
 
     async def identity(self, spec: SandboxSpec) -> str:

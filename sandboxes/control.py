@@ -27,7 +27,7 @@ SEND_TIMEOUT = 30.0
 """A shell that takes nothing for so long is lost."""
 KILLED = 128 + 9
 TICKS = 100
-"""Of /proc's start times, per second: USER_HZ of every Linux that Python and Apptainer run on."""
+"""The ticks per second of /proc's start times: USER_HZ of every Linux that Python and Apptainer run on."""
 
 
 def ticks_now() -> int:

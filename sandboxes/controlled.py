@@ -68,7 +68,7 @@ class Backing(ABC):
 
     @abstractmethod
     async def first_process(self) -> FirstProcess | None:
-        """Process 1 inside, which the control shell is; None where it has ended."""
+        """Return process 1 inside, which is the control shell; None where it has ended."""
 
     @abstractmethod
     async def release(self) -> None:
@@ -212,7 +212,7 @@ class ControlledSandbox(Sandbox):
         raise SandboxClosedError(f"the processes of the sandbox {self.id} did not end")
 
     async def _left(self) -> bool:
-        """Whether the host sees any process inside beside the first one, which would be its parent."""
+        """Return whether the host sees any process inside but the first one."""
         first = await self._first_process()
         return bool(children_of(first.pid))
 

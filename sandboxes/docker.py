@@ -45,7 +45,7 @@ NO_IMAGE = ("No such image", "No such object")
 ENDED_BY_ITSELF = (0, 1)
 """The exit codes of a control shell whose input closed, which `docker run` hands on; others may leave a container."""
 OVERHEAD_PROCESSES = 16
-"""Of the control shell itself, beyond the limit of what it starts."""
+"""The control shell's own processes, on top of the limit for what it starts."""
 OWN_IMAGES = "rollout-service"
 """Where `scripts/docker-image` puts the images that this package brings."""
 SHM_BYTES = 64 * 1024 * 1024
@@ -167,7 +167,7 @@ class DockerProvider(HostProvider):
         raise ProviderUnavailableError(f"{self._config.binary} does not answer: {said.strip()}", hint=HINT)
 
     def _named(self, name: str) -> str:
-        """As the daemon calls an image that environments name for every provider."""
+        """Return the daemon's name of an image that environments name for every provider."""
         return f"{OWN_IMAGES}/{name}" if name in packaged_names() else name
 
     async def plan(self, spec: SandboxSpec, folder: RunFolder) -> Plan:

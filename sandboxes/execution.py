@@ -96,7 +96,7 @@ class ProgramFailedError(Exception):
 async def stream_out(
     control: ControlShell, argv: Sequence[str], *, cwd: str, env: Mapping[str, str], limit: int | None
 ) -> AsyncGenerator[bytes, None]:
-    """The standard output of a program, as fast as it is taken.
+    """Yield the standard output of a program, as fast as it is taken.
 
     Raises:
         FileTooLargeError: it is longer than `limit`.

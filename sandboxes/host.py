@@ -51,7 +51,7 @@ class HostFacts:
     """2 (unified), 1 (also the hybrid layout, whose controllers are version 1's), or None (not mounted)."""
 
     cgroup_limits: frozenset[str]
-    """Of "memory", "processes" and "cpus", what control groups made by this process enforce."""
+    """The limits that this process's control groups enforce, of "memory", "processes" and "cpus"."""
 
     subuid_ranges: tuple[str, ...]
     """This user's lines of /etc/subuid; `--fakeroot` for an ordinary user needs one."""

@@ -66,7 +66,7 @@ class HostUsers:
             return self._handle is not None
 
     def lease(self) -> UserLease | None:
-        """A number that nobody else has; None where none is left."""
+        """Lease a number that nobody else has; return None where none is left."""
         if not self.available:
             return None
         with self._lock:
@@ -111,7 +111,7 @@ class HostUsers:
         return None if any(self._take(first) for first in self._choices()) else "no numbers are free"
 
     def _remove_stale(self) -> None:
-        """The files of services that were killed."""
+        """Remove the files of services that were killed."""
         for path in self._folder.iterdir():
             with suppress(OSError):
                 handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -122,7 +122,7 @@ class HostUsers:
                     os.close(handle)
 
     def _choices(self) -> Iterator[int]:
-        """Starts of blocks, at random: services in containers that share nothing but the kernel seldom meet.
+        """Yield starts of blocks at random, so that services in containers that share only the kernel seldom meet.
 
         They are multiples of its size, so that no two blocks overlap, whatever the ranges of two services are.
         """
@@ -144,7 +144,7 @@ class HostUsers:
 
 
 def is_taken(block: range) -> bool:
-    """Whether a user, a range of subordinate ids, or a process of this host has one of the numbers.
+    """Return whether a user, a range of subordinate ids, or a process of this host has one of the numbers.
 
     A directory service is asked for the first alone: it need not list all of its users.
     """
@@ -158,7 +158,7 @@ def is_taken(block: range) -> bool:
 
 
 def users_in_file(path: Path = Path("/etc/passwd")) -> set[int]:
-    """The numbers of this machine's own users."""
+    """Return the numbers of this machine's own users."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -167,7 +167,7 @@ def users_in_file(path: Path = Path("/etc/passwd")) -> set[int]:
 
 
 def subordinate_ranges(path: Path) -> list[range]:
-    """All ranges of a file as subuid(5) describes it; none where it cannot be read."""
+    """Return all ranges of a file as subuid(5) describes it; none where it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -181,7 +181,7 @@ def _overlap(one: range, other: range) -> bool:
 
 
 def users_of_processes() -> set[int]:
-    """The users that any process of this host runs as."""
+    """Return the users that any process of this host runs as."""
     found: set[int] = set()
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -192,7 +192,7 @@ def users_of_processes() -> set[int]:
 
 
 def covered_by_this_namespace(numbers: range) -> bool:
-    """Whether this process's user namespace has all of these numbers; a container's may have fewer than a host's."""
+    """Return whether this process's user namespace has all of these numbers; a container's may have fewer."""
     try:
         lines = Path("/proc/self/uid_map").read_text().split("\n")
     except OSError:
@@ -202,7 +202,7 @@ def covered_by_this_namespace(numbers: range) -> bool:
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Whether the file is still there: who gives a block back removes it."""
+    """Return whether the file is still there: giving a block back removes it."""
     try:
         return os.path.samestat(os.fstat(handle), path.lstat())
     except OSError:

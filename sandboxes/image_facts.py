@@ -39,7 +39,7 @@ class ImageFacts:
     """What /etc/os-release calls it."""
 
     architecture: str | None = None
-    """Of its bash, as `uname -m` says it."""
+    """The architecture of its bash, as `uname -m` says it."""
 
     libc: str | None = None
     bash: str | None = None
@@ -61,7 +61,7 @@ class ImageFacts:
     """What it declares; values whose names speak of secrets are left out."""
 
     size_bytes: int = 0
-    """Of its files, unpacked."""
+    """The size of its files, unpacked."""
 
     @property
     def needs_toolkit(self) -> bool:

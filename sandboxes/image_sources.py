@@ -52,7 +52,7 @@ class Definition:
         return text, *(f"{name}={value}" for name, value in sorted(self.arguments.items()))
 
     def flags(self) -> list[str]:
-        """Of `apptainer build`."""
+        """The flags of `apptainer build`."""
         return [f"--build-arg={name}={value}" for name, value in sorted(self.arguments.items())]
 
 
@@ -107,7 +107,7 @@ class Reference:
         return self.text, f"{found.st_size} {found.st_mtime_ns}"
 
     def flags(self) -> list[str]:
-        """Of `apptainer build`."""
+        """The flags of `apptainer build`."""
         return [] if self.https else ["--no-https"]
 
 
@@ -153,7 +153,7 @@ class Tree:
         return str(self.path), digest.hexdigest()
 
     def flags(self) -> list[str]:
-        """Of `apptainer build`."""
+        """The flags of `apptainer build`."""
         return []
 
 

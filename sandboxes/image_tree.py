@@ -108,7 +108,7 @@ class ImageTree:
         return Program(ELF_MACHINES.get(machine, str(machine)), loader)
 
     def size_bytes(self) -> int:
-        """Of all files, each once."""
+        """The size of all files, each counted once."""
         seen: set[int] = set()
         total = 0
         for folder, _, names in os.walk(self.root):

@@ -241,7 +241,7 @@ class Kernel:
 
 
 def _open_socket(path: Path) -> int | None:
-    """A handle on a socket's name, not on what a link of that name leads to; None where none can be reached yet."""
+    """Open a handle on a socket's name, not on a link's target; return None where it cannot be reached yet."""
     try:
         fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     except (FileNotFoundError, PermissionError):  # code inside may have shut the folder

@@ -69,7 +69,7 @@ LIMITS = {
     resource.RLIMIT_RTPRIO: 0,
     resource.RLIMIT_NICE: 0,
 }
-"""Of each process, for what the kernel counts by user or lets a process multiply; the host's own where it is lower.
+"""The limits of each process, for what the kernel counts by user or lets a process multiply; never above the host's.
 
 None dumps core, which the host's handler could keep on the host's disk, or gains priority over others.
 """
@@ -106,7 +106,7 @@ def write(path: str, text: str) -> None:
 
 
 def new_user_namespace(others: int, user: int, group: int, inside: int) -> None:
-    """A user namespace in which this user, as `inside`, is the only one, with the namespaces `others`."""
+    """Enter a user namespace whose only user is this one, as `inside`, along with the namespaces `others`."""
     call("unshare", CLONE_NEWUSER | others)
     write("/proc/self/setgroups", "deny")
     write("/proc/self/uid_map", f"{inside} {user} 1")
@@ -199,7 +199,7 @@ def mount_terminals() -> None:
 
 
 def exchange(owner: int, user: int) -> str:
-    """The lines of a map in which `owner` is `user`, nobody is `owner`, and all others are themselves."""
+    """Return the lines of a map in which `owner` is `user`, nobody is `owner`, and all others are themselves."""
     low, high = sorted((owner, user))
     spans = ((0, low), (low + 1, high), (high + 1, ALL_IDS))
     lines = [f"{start} {start} {end - start}" for start, end in spans if end > start]
@@ -207,7 +207,7 @@ def exchange(owner: int, user: int) -> str:
 
 
 def mapping(owner: int, user: int) -> int:
-    """A descriptor of a user namespace in which `owner` stands for `user`, and all others for themselves."""
+    """Return a descriptor of a user namespace that maps `owner` to `user`, and all others to themselves."""
     ready, made = os.pipe()
     wait, end = os.pipe()
     child = os.fork()

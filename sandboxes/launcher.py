@@ -88,7 +88,7 @@ class Launcher:
         binds: Sequence[str],
         user: int | None = None,
     ) -> dict[str, str]:
-        """What `launch.py` is told.
+        """Return the variables that tell `launch.py` what to do.
 
         `network`: whether it has one of its own; `binds`: sources on the host; `user`: one that it alone runs as.
         """
@@ -120,7 +120,7 @@ class Launcher:
         return found + (["--net", "--network", "none"] if network and not self.namespaces else [])
 
     def require_enterable(self, folder: Path, *, others: bool) -> None:
-        """Folders of sandboxes lie where their user can go; with `others`, where users of any number can.
+        """Require that the user of sandboxes can enter their folders; with `others`, that every user can.
 
         Raises:
             SandboxConfigError: a folder above shuts it out; the message names it.
@@ -143,7 +143,7 @@ class Launcher:
         return told if user is None else told | {"LAUNCH_OWNER": str(self._user)}
 
     def maps(self, folder: Path, user: int) -> bool:
-        """Whether the files of a folder can be shown as another user's. It tries once for each file system: 30 ms.
+        """Return whether a folder's files can be shown as another user's; it tries once per file system: 30 ms.
 
         That takes root, user namespaces, a kernel whose overlays know such mounts (5.19), and a file system that does.
         """
@@ -162,7 +162,7 @@ class Launcher:
         return self._maps[device]
 
     def _attempt(self, command: Sequence[str], told: dict[str, str]) -> str | None:
-        """What a launch of a plain program says when it fails."""
+        """Launch a plain program; return what it says when it fails."""
         with tempfile.TemporaryDirectory(prefix="rollout-") as space:
             told |= {"LAUNCH_SPACE": space, "LAUNCH_BYTES": str(PROBE_BYTES)} | self._filter()
             path = shutil.which(command[0], path=PATH) or command[0]
@@ -177,7 +177,7 @@ class Launcher:
         return None if done.returncode == 0 else done.stderr.strip()
 
     def _filter(self) -> dict[str, str]:
-        """The filter of system calls, where this machine's are known."""
+        """Return the variable with the filter of system calls, where this machine's are known."""
         if self._profile:
             return {"LAUNCH_PROFILE": seccomp.profile()}
         program = seccomp.program()

@@ -158,7 +158,7 @@ class Groups:
 
     @property
     def enforced(self) -> frozenset[str]:
-        """Of "memory", "processes" and "cpus", what a group made here enforces."""
+        """The limits that a group made here enforces, of "memory", "processes" and "cpus"."""
         names = {"memory": "memory", "pids": "processes", "cpu": "cpus"}
         return frozenset(name for controller, name in names.items() if controller in self._parents)
 

@@ -3,7 +3,7 @@
 from collections import deque
 
 CONTINUATION, FIRST_BYTE, FIRST_OF_THREE, FIRST_OF_FOUR = 0x80, 0xC0, 0xE0, 0xF0
-"""Of UTF-8: the least byte inside of a character, and the least that begins one of 2, 3 and 4 bytes."""
+"""The lowest byte inside a UTF-8 character, and the lowest that begins one of 2, 3 and 4 bytes."""
 
 
 class OutputBuffer:

@@ -107,7 +107,7 @@ def first_process_below(launcher: int) -> FirstProcess | None:
 
 
 def children_of(pid: int) -> list[int]:
-    """The children of a process and of its threads, those that ended and were not collected among them."""
+    """Return the children of a process and of its threads, including those that ended uncollected."""
     found: list[int] = []
     with suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -117,7 +117,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def _number_inside(pid: int) -> int | None:
-    """The number of a process in its own namespace; None where that is the host's, or the process has gone."""
+    """Return the number of a process in its own namespace; None if that is the host's, or it has ended."""
     with suppress(OSError):
         found = re.search(rb"^NSpid:((?:\s+\d+)+)$", _read(f"/proc/{pid}/status"), re.MULTILINE)
         numbers = found[1].split() if found else []

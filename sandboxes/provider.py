@@ -41,7 +41,7 @@ class EgressPlan:
 
     allowed: AllowList
     port: int
-    """Of the loopback inside."""
+    """The port on the loopback inside."""
     private: bool
     """Whether names of the list may be private addresses."""
     user: int
@@ -55,7 +55,7 @@ class Plan:
 
     argv: list[str]
     env: dict[str, str]
-    """Of the launcher alone."""
+    """The launcher's whole environment."""
     image: str
     limits: Limits
     user: int
@@ -72,7 +72,7 @@ class Plan:
     prefix: tuple[str, ...] = ()
     """What every program inside is started by."""
     lease: UserLease | None = None
-    """Of `user`, where no other sandbox has it."""
+    """The lease of `user`, where no other sandbox has it."""
     answers: bool = False
     """Whether the control shell answers on a pipe of its own, since its standard input goes one way."""
 

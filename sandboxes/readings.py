@@ -68,7 +68,7 @@ class HostReader:
         return min(found, default=(None, None))
 
     def _processes_free(self) -> int | None:
-        """Of the kernel's numbers, of its threads, and of our control groups: the least."""
+        """Return how many processes the kernel's limits and our control groups leave, whichever is lowest."""
         running = _text(self._proc / "loadavg").split()
         threads = int(running[3].split("/")[1]) if len(running) > 3 else 0
         limits = [_number(self._proc / "sys/kernel" / name) for name in ("pid_max", "threads-max")]
@@ -113,7 +113,7 @@ def _averages(file: Path, kind: str) -> Iterator[float]:
 
 
 def _space(folder: Path) -> DiskSpace | None:
-    """What the disk of a folder has left, or of the folder above where it was removed; None if the disk fails."""
+    """Read the free space of a folder's disk, or of the folder above if it was removed; None if the disk fails."""
     for place in (folder, *folder.parents):
         try:
             found = os.statvfs(place)

@@ -27,7 +27,7 @@ LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16
 X32_BIT = 0x40000000
-"""Of numbers in x86_64's other table, which some kernels still answer."""
+"""The bit of numbers in x86_64's other table, which some kernels still answer."""
 
 PRIO_USER, IOPRIO_WHO_USER = 2, 3
 ITSELF, FIRST_PROCESS = 0, 1
@@ -149,7 +149,7 @@ ARCHITECTURES = {"x86_64": _X86_64, "aarch64": _AARCH64}
 
 @cache
 def program(machine: str = "") -> bytes | None:
-    """The program for a machine, this one by default, as the kernel takes it; None where its calls are not known."""
+    """Return the kernel's program for a machine, this one by default; None where its calls are not known."""
     architecture = ARCHITECTURES.get(machine or platform.machine())
     return None if architecture is None else b"".join(assemble(architecture))
 
@@ -167,7 +167,7 @@ def profile() -> str:
 
 
 def _combinations(conditions: Sequence[Condition | Given]) -> Iterator[list[dict[str, object]]]:
-    """All of a list must hold, one list must: each argument is compared once in a list, as libseccomp wants it."""
+    """Return the conditions as lists of which one must hold whole; libseccomp compares an argument once in each."""
     yield from map(list, product(*(_comparisons(condition) for condition in conditions)))
 
 
@@ -187,7 +187,7 @@ def _comparisons(condition: Condition | Given) -> list[dict[str, object]]:
 
 
 def assemble(architecture: Architecture, rules: Sequence[Rule] = RULES) -> list[bytes]:
-    """The instructions, each of eight bytes."""
+    """Return the instructions, each of eight bytes."""
     found = [
         _instruction(LOAD, ARCHITECTURE_AT),
         _instruction(EQUAL, architecture.audit, if_true=1),

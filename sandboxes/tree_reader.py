@@ -59,7 +59,7 @@ class OpenHow(ctypes.Structure):
 
 
 def checked(result: int, name: str) -> int:
-    """The result of a function of the C library that answers -1 with errno where it fails."""
+    """Call a function of the C library that answers -1 with errno where it fails."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
@@ -97,7 +97,7 @@ def enter_user_namespace(pid: int) -> None:
 
 
 def open_root(pid: int, launcher: int) -> int:
-    """The root of a sandbox. Raises FileNotFoundError, ProcessLookupError where its first process has gone."""
+    """Open the root of a sandbox. Raise FileNotFoundError or ProcessLookupError if its first process has ended."""
     root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     # The launcher is the service's own child, so its number is not given to another process, and while it is
     # the parent of PID, that number is the sandbox's.
@@ -119,7 +119,7 @@ def open_below(root: int, path: str, flags: int) -> int:
 
 
 def stays_within(target: str, below: "list[str]", top: str) -> bool:
-    """Whether a symbolic link leads to a place within the archive, whatever is made there later.
+    """Return whether a symbolic link leads to a place within the archive, whatever is made there later.
 
     `below` are the names from the top to the link's folder. It may go up at its beginning alone: the folders above a
     link are folders, while a name further on may be another link.
@@ -133,19 +133,19 @@ def stays_within(target: str, below: "list[str]", top: str) -> bool:
 
 
 def padded(data: bytes) -> bytes:
-    """The data, up to the end of its last block."""
+    """Return the data, padded to the end of its last block."""
     return data + bytes(-len(data) % BLOCK)
 
 
 def field(value: int, width: int) -> bytes:
-    """A number: octal digits, or the bytes themselves where there are too few digits."""
+    """Encode a number as octal digits, or as plain bytes where there are too few digits."""
     if value < 8 ** (width - 1):
         return b"%0*o\0" % (width - 1, value)
     return b"\x80" + value.to_bytes(width - 1, "big")
 
 
 def block(name: bytes, kind: bytes, mode: int, size: int, mtime: int, link: bytes) -> bytes:
-    """The block of an entry, whose names are cut."""
+    """Return the header block of an entry, with its names cut to fit."""
     start = name[:NAME_SIZE].ljust(NAME_SIZE, b"\0") + field(mode, 8) + field(0, 8) * 2
     start += field(size, 12) + field(mtime, 12)
     end = (kind + link[:NAME_SIZE].ljust(NAME_SIZE, b"\0") + b"ustar  ").ljust(BLOCK - len(start) - 8, b"\0")
@@ -165,7 +165,7 @@ class Entry:
         self.link = b""
 
     def header(self) -> bytes:
-        """All that comes before the content: long names are members of their own."""
+        """Return all that comes before the content; long names are separate members."""
         found = b""
         name = self.name + b"/" if self.kind == FOLDER else self.name
         for kind, text in ((LONG_LINK, self.link), (LONG_NAME, name)):
@@ -274,7 +274,7 @@ class Archive:
 
 
 def kernel_devices(root: int) -> "set[int]":
-    """The file systems whose files are questions to the kernel: some cannot be read, and none is anybody's work."""
+    """Return the devices of file systems that the kernel makes up: their files are nobody's work."""
     devices = set()
     for name in ("proc", "sys"):
         try:

@@ -54,7 +54,7 @@ def subordinate_ids_command(user: int | None = None, files: tuple[Path, ...] = I
 
 
 def _ends(file: Path) -> Iterator[int]:
-    """Where each range of the file ends."""
+    """Yield the end of each range in the file."""
     for line in _lines(file):
         _, _, numbers = line.partition(":")
         first, _, count = numbers.partition(":")

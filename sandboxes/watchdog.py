@@ -36,9 +36,9 @@ log = structlog.get_logger(__name__)
 INTERVAL = 0.5
 """Seconds between two looks, at least."""
 SHARE = 0.01
-"""Of one processor, what looks may cost."""
+"""The share of one processor that looks may cost."""
 HOG = 0.5
-"""Of one processor: who uses more yields."""
+"""The share of one processor above which a sandbox yields."""
 PATIENCE = 2
 """After so many looks in a row."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -188,13 +188,13 @@ class Ward:
         return self.watch.launcher is not None and (limits or self._shares_user)
 
     def look(self, now: float) -> None:
-        """What groups tell."""
+        """Look at the groups' counters."""
         self.watch.counts()  # what is over at the end of a call is noticed now
         if self._yielding is not None:
             self._yielding.look(now)
 
     def look_inside(self, processes: Processes, watches: int | None) -> None:
-        """What the processes tell. `watches`: how many one sandbox may have."""
+        """Look at the processes; `watches` is how many one sandbox may have."""
         inside = processes.inside(self.watch.launcher or 0)
         if self._processes is not None:
             crowded = sum(process.threads for process in inside) >= self._processes - _slack(self._processes)

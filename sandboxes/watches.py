@@ -18,14 +18,14 @@ FEW = 128
 
 
 def share(sandboxes: int) -> int | None:
-    """Of half of a user's watches; None where the kernel does not say how many there are."""
+    """Return a sandbox's share of half of a user's watches; None where the kernel does not say how many there are."""
     with suppress(OSError, ValueError):
         return int(MOST.read_text()) // 2 // max(1, sandboxes)
     return None
 
 
 def exceed(pids: Iterable[int], limit: int) -> bool:
-    """Whether processes may have more watches than that, together."""
+    """Return whether processes may together have more watches than that."""
     tables = [(pid, _descriptors(pid)) for pid in pids]
     if sum((size // 2) ** 2 for _, size in tables) <= limit:
         return False  # as many instances as there is room for would not do
@@ -38,7 +38,7 @@ def exceed(pids: Iterable[int], limit: int) -> bool:
 
 
 def _descriptors(pid: int) -> int:
-    """How many descriptors a process has, or has room for where it may not be looked into; 0 for few."""
+    """Return how many descriptors a process has, or its limit where they cannot be seen; 0 for few."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:
@@ -56,7 +56,7 @@ def _descriptors(pid: int) -> int:
 
 
 def _most_watches(pid: int, size: int) -> int:
-    """Instances times descriptors."""
+    """Return the product of epoll instances and descriptors."""
     try:
         with os.scandir(f"/proc/{pid}/fd") as entries:
             return size * sum(_is_epoll(pid, entry.name) for entry in entries)

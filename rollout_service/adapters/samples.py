@@ -24,7 +24,7 @@ class Sample:
     response_mask: list[int]
     """1 where the policy sampled the token."""
     logprobs: list[float]
-    """Of the response, as the engine gave them; 0.0 where the mask is 0."""
+    """The response's log-probabilities, as the engine gave them; 0.0 where the mask is 0."""
     versions: list[int]
     """The weights that sampled each token of the response; -1 where the mask is 0."""
     turn_ids: list[int]

@@ -151,7 +151,7 @@ def _refuse_nul(text: str, name: str) -> None:
 
 
 def _died(what: str, error: SessionDiedError | LimitExceededError, context: ToolContext) -> str:
-    """A session that the policy's own code ended, or keeps from starting: what it printed, and what happened."""
+    """Describe a session that the policy's own code ended, or keeps from starting: its output and the cause."""
     if isinstance(error, LimitExceededError):
         if error.limit == "lifetime":
             raise error  # the whole sandbox is over, and no call can work any more

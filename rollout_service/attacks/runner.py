@@ -66,7 +66,7 @@ class Report:
     environment: str
     evaluate_in: EvaluateIn
     idle_reward: float
-    """Of an agent that does nothing."""
+    """The reward of an agent that does nothing."""
     outcomes: tuple[Outcome, ...]
 
     @property
@@ -143,7 +143,7 @@ async def _outcome(
 async def _attacked(
     environment: Environment, instance: dict[str, JsonValue], sandboxes: SandboxSource, attack: Attack | None
 ) -> tuple[float | None, str]:
-    """The reward under an attack, or None and why."""
+    """Return the reward under an attack, or None and the reason."""
     watched = _Watched(sandboxes)
     try:
         with anyio.fail_after(environment.spec.limits.evaluate_seconds + GRACE_SECONDS):

@@ -66,7 +66,7 @@ submit /tmp/program
 
 
 def _program(text: str) -> str:
-    """A program under the names that submissions have."""
+    """Return a script that submits a program under every name that submissions have."""
     return _HOSTILE_PROGRAM.replace("cat >/tmp/program", f"cat >/tmp/program <<'END'\n{text}\nEND")
 
 

@@ -99,7 +99,7 @@ def _show(backends: list[BackendView], as_json: bool) -> None:
 
 
 def backend_view(backends: list[BackendView]) -> RenderableType:
-    """A table of engines, and below it the last error of each that had one."""
+    """Return a table of engines, with the last error of each that had one below it."""
     from rich.console import Group
     from rich.text import Text
 

@@ -64,7 +64,7 @@ class Spread:
 
     @classmethod
     def of(cls, differences: NDArray[np.float64]) -> Spread:
-        """Of at least one token."""
+        """Return the spread of at least one token's difference."""
         p99 = float(np.quantile(differences, 0.99))
         return cls(len(differences), float(differences.mean()), p99, float(differences.max()))
 

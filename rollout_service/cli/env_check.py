@@ -76,7 +76,7 @@ def installed() -> tuple[list[dict[str, JsonValue]], list[str]]:
 
 
 def _spec(environment: Environment) -> dict[str, JsonValue]:
-    """The settings, with the tools of its own beside the built-in ones."""
+    """Return the settings, with the environment's tools added to the built-in ones."""
     return environment.spec.model_dump(mode="json") | {"tools": [*tools_of(environment)]}
 
 

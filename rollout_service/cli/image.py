@@ -174,7 +174,7 @@ def _store(settings: Settings) -> ImageStore:
 
 
 def unpacked_images(settings: Settings) -> UnpackedImages:
-    """Where the provider of the settings unpacks images."""
+    """Return the folder in which the configured provider unpacks images."""
     from sandboxes.apptainer import ApptainerProvider
     from sandboxes.config import ApptainerConfig
 

@@ -20,7 +20,7 @@ STDIN = "-"
 
 
 def is_stream(path: Path) -> bool:
-    """Whether what is read from here is gone afterwards."""
+    """Return whether input from here can be read only once."""
     return str(path) == STDIN or not path.is_file()
 
 

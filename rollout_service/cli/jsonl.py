@@ -39,7 +39,7 @@ class RequestFile:
     """Called with the number of a line (from 1) that is not a request, and why."""
     environment: str | None = None
     stem: str | None = None
-    """What ids that are made up begin with; the file's name when left out."""
+    """The prefix of generated ids; the file's name when left out."""
     lines: dict[str, int] = field(default_factory=dict)
     """The line that each id came from, as far as the file was read."""
 

@@ -222,7 +222,7 @@ async def _rescored(
     *,
     replay: Literal["needed", "always"],
 ) -> AsyncIterator[Rescored]:
-    """The results for an exported file, or for the run of this id."""
+    """Yield the results for an exported file, or for the run of this id."""
     from rollout_service.client_export import BadExportError, RunExport
 
     if isinstance(what, str):
@@ -321,7 +321,7 @@ def _show(runs: list[Run], as_json: bool) -> None:
 
 
 def _kept(run: Run) -> str:
-    """The share of closed groups that were not dropped; the run's `acceptance_rate` is an estimate."""
+    """Return the share of closed groups that were not dropped; the run's `acceptance_rate` is an estimate."""
     counts = run.counts
     kept = counts.ready + counts.batched + counts.acknowledged
     closed = kept + sum(counts.dropped.values())

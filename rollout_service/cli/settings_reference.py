@@ -124,7 +124,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _meaning(key: Key) -> str:
-    """The docstring in one line; `None` is Python's word, and no key of a file can have it."""
+    """Return the description in one line; for `None`, which no file can have, it says "left out"."""
     text = " ".join((key.field.description or "").split())
     text = re.sub(r"(^|[.:] )None\b", r"\1Left out", text)
     return re.sub(r"\bNone\b", "left out", text).replace("|", r"\|")

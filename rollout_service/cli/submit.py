@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: rollout-service submit tasks.jsonl --output results.jsonl --concurrency 64"
 
 STREAM = "tasks"
-"""What ids begin with when the requests come from a stream, whose name changes from one call to the next."""
+"""The prefix of ids for requests from a stream, whose name changes from one call to the next."""
 PATIENCE_SECONDS = 300.0
 """How long a server may be gone, as for a restart, before the command gives up."""
 
@@ -75,7 +75,7 @@ class _Order:
 
     tasks: Path
     stem: str
-    """What the ids of requests without one begin with."""
+    """The prefix of generated ids."""
     output: Path
     environment: str | None
     concurrency: int
@@ -83,7 +83,7 @@ class _Order:
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """What became of the lines."""
+    """The outcome of the lines."""
 
     tally: Tally
     resumed: int
@@ -138,7 +138,7 @@ async def _submit(client: RolloutClient, order: _Order) -> _Counts:
 
 @contextmanager
 def _says_how_to_go_on(output: Path) -> Iterator[None]:
-    """After Ctrl-C or SIGTERM, say that nothing is lost."""
+    """Tell the user after Ctrl-C or SIGTERM that nothing is lost."""
     import anyio
 
     try:

@@ -20,7 +20,7 @@ AGAIN_SECONDS = 30.0
 
 @asynccontextmanager
 async def waiting_explained(client: RolloutClient, view: ProgressView) -> AsyncIterator[None]:
-    """Inside of the block, say why the server takes no work whenever it does not."""
+    """Tell the user, for the length of the block, why the server takes no work whenever it takes none."""
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_explain, client, view)

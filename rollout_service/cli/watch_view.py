@@ -78,7 +78,7 @@ def describe(event: Event) -> str:
 
 
 def node_view(nodes: list[NodeView]) -> RenderableType:
-    """A table of the hosts and their sandboxes, and below it what holds new sandboxes back."""
+    """Return a table of hosts and their sandboxes, with what holds new sandboxes back below it."""
     names = ("provider", "sandboxes", "in use", "target", "ceiling", "warm", "waiting")
     rows = table("node", *names)
     for node in nodes:

@@ -37,7 +37,7 @@ MAX_OUTPUT_BYTES: Final = 1024 * 1024
 HELD_OUT_SHARE: Final = 4
 MEMORY_KILOBYTES: Final = 1024 * 1024
 TESTS_SHARE: Final = 0.8
-"""Of the evaluation's time, after which every test has failed."""
+"""The part of the evaluation's time after which every remaining test has failed."""
 NOT_RUN: Final = ExecResult(None, b"", b"", timed_out=False, truncated=False)
 LIMITED: Final = 'ulimit -v "$1" && ulimit -t "$2" && shift 2 && exec "$@"'
 
@@ -147,7 +147,7 @@ def _assertions(instance: _AssertInstance) -> list[Assertion]:
 
 
 async def _is_submitted(sandbox: Sandbox) -> bool:
-    """Whether the agent left a program that can be read; nothing of it has run in this sandbox yet."""
+    """Return whether the agent left a readable program; nothing of it has run in this sandbox yet."""
     try:
         await sandbox.read_file(PROGRAM, limit=MAX_OUTPUT_BYTES)
     except SandboxFileError:
@@ -166,7 +166,7 @@ async def _refuse_without_python(sandbox: Sandbox) -> None:
 
 
 async def _passed(sandbox: Sandbox, instance: _StdioInstance | _AssertInstance, seconds: float) -> list[bool]:
-    """Which tests hold. Those that there is no time left for do not: it is the program that took it."""
+    """Return which tests pass. Those without time left fail: the program itself used it up."""
     runner = _Runner(sandbox, instance.time_limit, anyio.current_time() + seconds)
     if isinstance(instance, _StdioInstance):
         return [await runner.passes_output(test) for test in instance.tests]
@@ -179,9 +179,9 @@ class _Runner:
 
     sandbox: Sandbox
     cpu_seconds: float
-    """Of one test; the wall clock only ends a program that sleeps."""
+    """The processor time of one test; the wall clock only ends a program that sleeps."""
     deadline: float
-    """Of all tests, on the event loop's clock."""
+    """The deadline of all tests, on the event loop's clock."""
 
     async def passes_output(self, test: _Output) -> bool:
         result = await self._run(["python3", PROGRAM], test.input.encode())

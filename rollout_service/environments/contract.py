@@ -94,7 +94,7 @@ class SandboxSettings(Settings):
 
 
 DEFAULT_DISK_BYTES = 1 << 30
-"""Of providers, unless their settings say otherwise."""
+"""The defaults of providers, unless their settings say otherwise."""
 
 
 def size_in_bytes(size: str) -> int:
@@ -165,7 +165,7 @@ class Score:
 
 
 NOTHING_LEFT = Score(0.0, {"sandbox_ended": 1.0})
-"""Of an agent that ended the sandbox in which it is to be scored."""
+"""The note for an agent that ended the sandbox in which it is to be scored."""
 
 
 @dataclass(frozen=True, slots=True)

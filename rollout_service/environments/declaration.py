@@ -27,7 +27,7 @@ from rollout_service.errors import ConfigurationError, nearest
 
 FILE_NAME = "environment.toml"
 INSIDE = "/environment"
-"""What commands call the environment's folder."""
+"""The path under which commands find the environment's folder."""
 
 
 class InitTable(Settings):
@@ -52,7 +52,7 @@ class RunTable(Settings):
     stdin: str | None = None
     """The field of the instance that has what the program reads: a text, or a list of texts, each for a run."""
     seconds: float = Field(10.0, gt=0)
-    """Of each run; all together get half of the evaluation's."""
+    """The seconds of each run; all runs together get half of the evaluation's."""
     output_size: Size = "64K"
     """How much of standard output, and of standard error, is kept of each run."""
 
@@ -66,7 +66,7 @@ class EvaluateTable(Settings):
     artifacts: list[str] = ["/workspace"]
     """What a fresh sandbox receives of the agent's."""
     artifacts_size: Size = "256M"
-    """What they may hold together; an agent that leaves more has left nothing."""
+    """The limit for all artifacts together; an agent that leaves more has left nothing."""
 
 
 class DatasetTable(Settings):

@@ -15,10 +15,10 @@ from sandboxes import Sandbox
 from sandboxes.errors import FileMissingError, FileTooLargeError
 
 MAX_BYTES = 32 * 1024 * 1024
-"""Of all files of an environment; what is larger belongs into its image."""
+"""The limit for all files of an environment; larger ones belong into its image."""
 CHUNK_BYTES = 256 * 1024
 ENTRY_BYTES = 4096
-"""What an entry counts at least, see `Sandbox.export_path`."""
+"""The size that each entry counts with at least, see `Sandbox.export_path`."""
 
 
 @dataclass(frozen=True, slots=True)

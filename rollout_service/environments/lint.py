@@ -53,7 +53,7 @@ def _not_runnable(where: str, command: str, files: dict[str, PackedFile]) -> Ite
 
 
 def _programs(command: str) -> Iterator[str]:
-    """The first word of each simple command, as far as a shell's words can be told without running it."""
+    """Yield the first word of each simple command, as far as it can be told without running the shell."""
     words = shlex.shlex(command, posix=True, punctuation_chars=True)
     words.whitespace_split = True
     begins = True

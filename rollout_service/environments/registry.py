@@ -58,7 +58,7 @@ class EnvironmentRegistry:
         self._environments[name] = environment
 
     def get(self, name: str) -> Environment:
-        """The environment of that name.
+        """Return the environment of that name.
 
         Raises:
             InvalidFieldError: there is none; at `environment`, with the names that are known.

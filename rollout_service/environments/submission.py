@@ -22,7 +22,7 @@ from sandboxes.errors import LimitExceededError, SandboxClosedError, SandboxStar
 
 MAX_RUNS = 1_000
 MAX_OUTPUT_BYTES = 16 * 1024 * 1024
-"""Of all runs together."""
+"""The limit for the output of all runs together."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ async def _ended(episode: Episode, sandboxes: SandboxSource) -> bool:
 async def _sandbox(
     episode: Episode, sandboxes: SandboxSource, artifacts: Artifacts | None = None
 ) -> AsyncIterator[Sandbox | None]:
-    """The episode's sandbox, if its environment has one, with what the agent left."""
+    """Yield the episode's sandbox with what the agent left, or None if its environment needs none."""
     if episode.spec.image is None:
         yield None
         return

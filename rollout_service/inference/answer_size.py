@@ -17,7 +17,7 @@ _EXPERTS_A_TOKEN = 128 * 16
 
 
 def generation_bytes(request: GenerateRequest, info: ModelInfo | None) -> int:
-    """How many bytes the answer to a request may take."""
+    """Return how many bytes the answer to a request may take."""
     sampled, prompt, exports = request.sampling.max_new_tokens, len(request.input_ids), request.exports
     size = _BASE_BYTES + sampled * (_TOKEN_BYTES + exports.top_logprobs * _CANDIDATE_BYTES)
     if exports.prompt_logprobs_from is not None:

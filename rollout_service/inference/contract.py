@@ -131,8 +131,8 @@ class Exported:
     top_logprobs: list[list[TopLogprob]] | None = None
     """For each sampled token the likeliest ones, best first, of the distribution that `logprobs` is of."""
     prompt_logprobs: list[float | None] | None = None
-    """Of the prompt's tokens from `prompt_logprobs_from` on, at temperature 1, each given all that is before it; None
-    for the very first token of a prompt, which nothing is before. They are of the first sampled token's version."""
+    """The log-probabilities of the prompt's tokens from `prompt_logprobs_from` on, at temperature 1, each given all
+    tokens before it; None for the first token of a prompt. They are of the first sampled token's version."""
     routed_experts: NDArray[np.int32] | None = None
     """`[tokens, layers, experts per token]`: which experts read each token of prompt and output, from
     `routed_experts_from` on. The last sampled token has not been read and has no row."""

@@ -309,7 +309,7 @@ def _read_model_config(model_path: str) -> dict[str, Any]:
 
 
 def _error_message(raw: bytes) -> str:
-    """What an engine says about an error, in the forms that engines have; nothing of any other body."""
+    """Return the error message in an engine's answer, or nothing for a body of unknown form."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError:

@@ -59,7 +59,7 @@ class HttpClient:
         seconds: float | None = None,
         max_bytes: int = ANSWER_BYTES,
     ) -> tuple[int, bytes]:
-        """The status and the body of an answer, that may take so long and so many bytes; redirects are answers too.
+        """Return the status and the body of an answer, within limits of time and size; redirects are answers too.
 
         Raises:
             OSError: there is no connection, it broke, or what came is not HTTP; TimeoutError is one of them, and

@@ -20,12 +20,12 @@ OUT_OF_SERVICE = "out_of_service"
 
 
 def failures(outcome: PoolOutcome) -> list[BackendOutcome]:
-    """The backends that failed to carry out the order; not those that were out of service before it."""
+    """Return the backends that failed the order, without those that were out of service before."""
     return [each for each in outcome.outcomes if not each.ok and each.code != OUT_OF_SERVICE]
 
 
 def judge_weights(outcome: PoolOutcome, version: int) -> PoolOutcome:
-    """The outcome of an update that every backend in service took.
+    """Return the outcome of an update that every backend in service took.
 
     Raises:
         WeightsRefused: all refused the weights, and keep those that they had.
@@ -58,7 +58,7 @@ def judge_weights(outcome: PoolOutcome, version: int) -> PoolOutcome:
 
 
 def judge(outcome: PoolOutcome, order: str) -> PoolOutcome:
-    """The outcome of another order, if every backend in service carried it out; raises OrderFailed."""
+    """Return the outcome of another order; raise OrderFailed unless every backend in service carried it out."""
     if failed := failures(outcome):
         raise OrderFailed(
             f"pool {outcome.pool!r} could not {order} everywhere: {_named(failed)}",

@@ -94,7 +94,7 @@ class Pools:
         return sorted(self._pools)
 
     def in_service(self) -> tuple[frozenset[str], anyio.Event]:
-        """The pools with a backend that serves, or will when a pause ends, and the event of the next change."""
+        """Return the pools with a backend that serves, or will after a pause, and the event of the next change."""
         return frozenset(name for name, pool in self._pools.items() if pool.in_service), self._changed
 
     def note_change(self) -> None:

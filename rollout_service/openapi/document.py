@@ -101,7 +101,7 @@ def _operations(document: Document) -> Iterator[tuple[str, Operation]]:
 
 
 def _complete(operation: Operation, *, is_open: bool) -> None:
-    """Add what the route did not have to say itself."""
+    """Add what follows from the route's kind, such as its errors."""
     if is_open:
         operation["security"] = []
         return

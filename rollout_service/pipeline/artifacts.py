@@ -56,7 +56,7 @@ class Artifacts:
 
     budget: DiskBudget
     limit: int
-    """Of what all archives hold together, in bytes; the archives have at most twice as many."""
+    """The limit, in bytes, of all contents together; the archives may take twice as many."""
     archives: list[tuple[str, SpooledTemporaryFile[bytes]]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What was left out, for people."""
@@ -102,7 +102,7 @@ class Artifacts:
         await self.budget.give_back(spare)
 
     async def checked(self) -> AsyncIterator[tuple[str, AsyncIterator[bytes]]]:
-        """The folders and what to unpack in each; may be asked for again.
+        """Yield each folder with the archive to unpack there; may be called again.
 
         Raises:
             SandboxFileError: an archive names something outside of its path.
@@ -156,7 +156,7 @@ def require_safe(file: IO[bytes], parent: str) -> None:
 
 
 def _digest(name: str) -> bytes:
-    """What stands for a name, which may be as long as a path."""
+    """Return a digest of a name, which may be as long as a path."""
     return hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=16).digest()
 
 

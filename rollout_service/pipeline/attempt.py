@@ -65,7 +65,7 @@ class PolicyFactory(Protocol):
     """Knows which pools are in service, and opens the conversation of one rollout with the engines of its pool."""
 
     def in_service(self) -> tuple[frozenset[str], anyio.Event]:
-        """The pools with a backend in service, paused ones too, and the event of the next change."""
+        """Return the pools with a backend in service, paused ones too, and the event of the next change."""
         ...
 
     async def open(self, request: RolloutRequest, environment: Environment) -> Policy:
@@ -116,7 +116,7 @@ class Attempt:
         self.stage: Stage | None = None
         """The stage that was entered last."""
         self.spans: list[Span] = list(lease.spans)
-        """Of all attempts so far."""
+        """The spans of all attempts so far."""
         self._stop_reason: StopReason | None = None
         self._state = RolloutState.QUEUED
 

@@ -76,7 +76,7 @@ class Node:
         self.pool.resize(ceiling)
 
     def free_bytes(self) -> dict[str, int]:
-        """The free space of the file systems that sandboxes and the state are kept on, as last read."""
+        """Return the free space, as last read, of the file systems with the sandboxes and the state."""
         reading = self.governor.reading
         return {disk.path: disk.free_bytes for disk in reading.disks} if reading else {}
 

@@ -87,7 +87,7 @@ class Delivery:
         yield b"]," + _batch(leased, seen).model_dump_json(exclude={"groups"}).encode()[1:]
 
     async def as_arrays(self, leased: LeasedBatch) -> EncodedBatch:
-        """A leased batch as a safetensors file, whose columns are unpacked piece by piece."""
+        """Return a leased batch as a safetensors file, whose columns are unpacked piece by piece."""
         found = await self._columns(leased)
         samples = [columns for _, group in found for columns in group]
         batch = _batch(leased, [group for group, _ in found])

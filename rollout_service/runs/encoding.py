@@ -108,7 +108,7 @@ def _column(segments: Sequence[Columns], name: str, dtype: np.dtype[Any]) -> Ite
 
 
 def _parts(segments: Iterable[Columns], tokens: int) -> Iterator[list[Columns]]:
-    """Segments in parts of at most so many tokens, or of one segment that has more."""
+    """Yield segments in parts of at most so many tokens; a longer segment is a part by itself."""
     part: list[Columns] = []
     size = 0
     for segment in filter(len, segments):

@@ -18,7 +18,7 @@ _REMEMBERED = 256
 
 @dataclass(slots=True)
 class Learned:
-    """Of one run."""
+    """The figures of one run."""
 
     acceptance: AcceptanceRate = field(default_factory=AcceptanceRate)
     times: CompletionTimes = field(default_factory=CompletionTimes)

@@ -51,7 +51,7 @@ class RecordedPolicy:
 
     @property
     def usage(self) -> Usage:
-        """Of the turns played so far, in the tokens that they once took."""
+        """Return the usage of the turns played so far, in the tokens that they once took."""
         return self._usage
 
     def check(self) -> None:

@@ -247,7 +247,7 @@ def reopen_file(source: FileTasks, digest: str | None) -> Rows:
 
 
 def task_of(source: FileTasks | DatasetTasks, rows: Rows, place: Place) -> Task:
-    """The task at a place of a file or data set."""
+    """Return the task at a position of a file or data set."""
     return Task(environment=source.environment, instance=rows.read(place.position))
 
 

@@ -66,7 +66,7 @@ class Store(Protocol):
         ...
 
     def size_bytes(self) -> int:
-        """How much room its files take."""
+        """Return how much room the store's files take."""
         ...
 
     @property

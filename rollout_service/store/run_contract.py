@@ -40,7 +40,7 @@ class RunRecord:
     total: int | None
     """Tasks over all epochs; None while there is no end to them."""
     digest: str | None
-    """Of the file that the tasks come from."""
+    """The digest of the file that the tasks come from."""
     cursor: int
     tallies: Mapping[str, int]
     """Groups by state, the dropped ones as `dropped:<reason>`; `masked` and `retried` samples; batches as
@@ -118,7 +118,7 @@ class Closing:
     reward_mean: float | None
     reward_std: float | None
     oldest_version: int | None
-    """Of a token of a usable sample."""
+    """The lowest version of a token in a usable sample."""
     newest_version: int | None
 
 

@@ -92,7 +92,7 @@ class DatabaseThread:
         return self._failure if failing else None
 
     def size_bytes(self) -> int:
-        """The size of the database with its write-ahead log; 0 in memory."""
+        """Return the size of the database with its write-ahead log; 0 in memory."""
         total = 0
         for suffix in ("", "-wal", "-shm"):
             with suppress(OSError):
@@ -105,7 +105,7 @@ class DatabaseThread:
         raise self._failure or StoreError("the store failed")
 
     async def run(self, job: Callable[[sqlite3.Connection], T], *, writes: bool) -> T:
-        """The result of a job, after it is durable; cancelling the caller does not stop a job.
+        """Return the result of a job once it is durable; cancelling the caller does not stop a job.
 
         Raises:
             StoreError: the database failed, or it is closed.

@@ -30,7 +30,7 @@ class TurnExports(Protocol):
 
     @property
     def prompt_logprobs(self) -> Sequence[float | None] | None:
-        """Of the prompt's tokens that the segment had not before."""
+        """The log-probabilities of the prompt's tokens that are new to the segment."""
 
     @property
     def routed_experts(self) -> NDArray[np.int32] | None:

@@ -63,7 +63,7 @@ class Target(NamedTuple):
     host: str
     port: int
     path: str | None
-    """Of a plain request; None for a tunnel."""
+    """The path of a plain request; None for a tunnel."""
 
     @classmethod
     def of(cls, request: h11.Request) -> "Target":

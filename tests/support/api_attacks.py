@@ -77,7 +77,7 @@ async def connect(target: Target) -> SocketStream:
 
 
 async def raw(target: Target, data: bytes) -> bytes:
-    """What the server answers to these bytes before it closes the connection, or is silent for a while."""
+    """Return the server's answer to these bytes, up to its close or a while of silence."""
     async with await connect(target) as stream:
         answer = b""
         with suppress(anyio.BrokenResourceError, anyio.EndOfStream):

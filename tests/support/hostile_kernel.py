@@ -64,7 +64,7 @@ print(subprocess.run([sys.executable, "-c", child], capture_output=True).returnc
 
 
 async def said_by(sandbox: Sandbox, code: str) -> str:
-    """What a Python program prints inside; it must end well."""
+    """Return what a Python program prints inside; it must succeed."""
     await sandbox.write_file("/tmp/attack.py", LIBRARY + code)
     done = await sandbox.exec(["python3", "/tmp/attack.py"], timeout=PATIENCE)
     assert done.exit_code == 0, done
@@ -251,7 +251,7 @@ async def users_of_the_host(provider: SandboxProvider) -> None:
 
 
 def users_of(sandbox: Sandbox) -> set[int]:
-    """The host's numbers of the users that processes in a sandbox have."""
+    """Return the host's numbers of the users that processes in a sandbox have."""
     found = set()
     for pid in marked_processes({sandbox.id}):
         with suppress(OSError):

@@ -86,7 +86,7 @@ def new_user() -> Iterator[NewUser]:
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A folder that every user may read."""
+    """Yield a folder that every user may read."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     folder.chmod(0o755)
     try:

@@ -50,7 +50,7 @@ class Running:
 
 @contextmanager
 def running(name: str, arguments: list[str], folder: Path) -> Iterator[Running]:
-    """A module as a process that writes its URL to a file; killed with the block if it still runs."""
+    """Run a module that writes its URL to a file; it is killed with the block if it still runs."""
     address, log = folder / f"{name}.address", folder / f"{name}.log"
     address.unlink(missing_ok=True)
     with log.open("ab") as output:
@@ -66,7 +66,7 @@ def running(name: str, arguments: list[str], folder: Path) -> Iterator[Running]:
 
 
 def scripted_engine(folder: Path, *, delay: float, turn: str = GREETING):
-    """An engine whose turns take so long."""
+    """Run an engine whose turns take so long."""
     arguments = ["rollout_service.inference.fakes", "--delay", f"{delay:g}", "--turn", turn]
     return running("engine", [*arguments, "--address", str(folder / "engine.address")], folder)
 
@@ -75,7 +75,7 @@ def scripted_engine(folder: Path, *, delay: float, turn: str = GREETING):
 def service(
     folder: Path, engine_url: str | None, config: str = "", *flags: str, turns: int = 1
 ) -> Iterator[Running]:
-    """The service with the environment `echo`, whose rollouts have so many turns, once it answers."""
+    """Run the service with the environment `echo`, whose rollouts have so many turns."""
     environment = folder / "echo"
     environment.mkdir(exist_ok=True)
     (environment / "environment.toml").write_text(ENVIRONMENT.format(turns=turns))

@@ -30,7 +30,7 @@ KILLED = "[Python was restarted, its state is lost: it was killed]"
 """What the built-in tool says then. The tiny policy has read it before, as it has the tool's name and description; in
 words that it has not it would never ask a second time, and there would be no reward to learn from."""
 OPERATIONS = 2
-"""Of every task of `steps`."""
+"""The operations of every task of `steps`."""
 TYPICAL_SECONDS, SPREAD, LONGEST_SECONDS = 1.0, 1.2, 30.0
 """A lognormal delay: the median, the standard deviation of its logarithm, and where it is cut."""
 SEED, HELD_OUT, TRAINING = 20_270, 128, 2_048

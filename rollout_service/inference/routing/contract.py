@@ -52,7 +52,7 @@ class Cost:
     wait: float
     """Until it gets to this request."""
     prefill: float
-    """Of the tokens that it does not hold."""
+    """The cost of the tokens that it does not hold."""
     move: float
     """By which another engine than the home has to be better, so that rollouts do not wander: 0 for the home."""
     crowd: float
@@ -75,7 +75,7 @@ class Decision:
     held_tokens: int = 0
     """Prompt tokens that the chosen backend was expected to hold."""
     costs: tuple[Cost, ...] = ()
-    """Of every candidate; empty from a router that does not reckon."""
+    """The cost of every candidate; empty from a router without costs."""
 
 
 class Observer(Protocol):

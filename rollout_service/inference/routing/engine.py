@@ -31,11 +31,11 @@ class Engine:
 
     prefixes: PrefixIndex = field(default_factory=lambda: PrefixIndex(_DEFAULT_CAPACITY // BLOCK_TOKENS))
     common_rates: Rates = field(default_factory=Rates)
-    """Of all engines of the pool, which are mostly alike."""
+    """The rates of all engines of the pool, which are mostly alike."""
     residents: dict[str, float] = field(default_factory=dict)
     """The rollouts that live here, and what each weighs: 1 on average."""
     weight: float = 0.0
-    """Of all residents."""
+    """The weight of all residents."""
     in_flight: int = 0
     """Requests of this pool."""
     last_chosen: int = 0

@@ -21,7 +21,7 @@ class Habits:
     """The averages of a pool."""
 
     turns: float = 8.0
-    """Of a rollout."""
+    """The turns of a rollout."""
     first_prompt: float = 1000.0
     """Tokens of a rollout's first prompt."""
     uncached: float = 200.0

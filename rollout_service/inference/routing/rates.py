@@ -17,7 +17,7 @@ _SCALED = 8
 _STEP = 0.05
 """How much of an error a later answer corrects."""
 _LARGEST_ERROR = 1.0
-"""Of a logarithm: a factor of e."""
+"""The largest error of a logarithm: a factor of e."""
 _SHORTEST = 1e-6
 """Seconds that no answer undercuts."""
 
