@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from sandboxes import LocalConfig, Sandbox, SandboxSpec, make_provider
+from tests.support.order import longest_first
 
 # A busy machine makes the drawing of examples slow, which says nothing about them.
 settings.register_profile("patient", suppress_health_check=[HealthCheck.too_slow], deadline=None)
@@ -14,6 +15,8 @@ settings.register_profile("fast", settings.get_profile("patient"), max_examples=
 settings.load_profile("patient")
 
 REAL_PARTS = frozenset({"apptainer", "docker", "sglang", "vllm", "trl"})
+TORCH_MODULES = frozenset({"test_trainer_learner.py", "test_trainer_loss.py"})
+"""These cannot even be imported without PyTorch."""
 SLOW_MODULES = frozenset(
     f"test_{name}.py"
     for name in (
@@ -44,17 +47,33 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("fast")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import what `--fast` leaves out."""
+    left_out = collection_path.name in SLOW_MODULES | TORCH_MODULES
+    return True if left_out and config.getoption("--fast") else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--fast"):
-        return
-    fast = [item for item in items if _is_fast(item)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(fast)])
-    items[:] = fast
+    if config.getoption("--fast"):
+        fast = [item for item in items if _is_fast(item)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(fast)])
+        items[:] = fast
+    if hasattr(config, "workerinput"):  # of xdist
+        longest_first(items)
+
+
+def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
+    """Name the real parts of the chosen tests, for `scripts/test` to install."""
+    if not config.option.collectonly:
+        return []
+    marked = {mark.name for item in items for mark in item.iter_markers()}
+    return [f"real parts: {' '.join(sorted(marked & REAL_PARTS))}"]
 
 
 def _is_fast(item: pytest.Item) -> bool:
-    real = any(mark.name in REAL_PARTS for mark in item.iter_markers())
-    return FAST_FOLDER in item.path.parents and item.path.name not in SLOW_MODULES and not real
+    marked = {mark.name for mark in item.iter_markers()}
+    quick = item.path.name not in SLOW_MODULES | TORCH_MODULES
+    return FAST_FOLDER in item.path.parents and quick and not marked & (REAL_PARTS | {"torch"})
 
 
 @pytest.fixture

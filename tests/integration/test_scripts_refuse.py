@@ -71,14 +71,28 @@ REAL = ["apptainer", "base_image", "docker", "sglang", "vllm", "trl"]
 def test_only_what_the_chosen_tests_need_is_installed(
     tmp_path: Path, arguments: list[str], marked: list[str], parts: list[str]
 ) -> None:
-    """A pytest that finds tests of some markers alone, and none of others, stands beside a copy of the scripts."""
+    """A pytest that has found tests of these markers stands beside a copy of the scripts; it is asked once."""
     shutil.copytree(SCRIPTS, tmp_path / "scripts")
     pytest_program = tmp_path / ".venv" / "bin" / "pytest"
     pytest_program.parent.mkdir(parents=True)
-    found = " | ".join(f'*" -m {marker} tests/"*' for marker in [*marked, "no-such"])
-    pytest_program.write_text(f'#!/bin/sh\ncase "$*" in {found}) exit 0 ;; esac\nexit 5\n')
+    log = tmp_path / "asked"
+    status = 0 if marked else 5
+    pytest_program.write_text(
+        f'#!/bin/sh\necho "$*" >>{log}\necho "real parts: {" ".join(marked)}"\nexit {status}\n'
+    )
     pytest_program.chmod(0o755)
     done = subprocess.run(
         [tmp_path / "scripts" / "test", "--dry-run", *arguments], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == parts
+    asked = log.read_text().splitlines() if log.exists() else []
+    assert len(asked) == ("tests/" in "".join(arguments) and "--fast" not in arguments)
+    assert all(line.startswith("--collect-only") for line in asked)
+
+
+def test_everything_is_installed_where_the_tests_cannot_be_collected(tmp_path: Path) -> None:
+    shutil.copytree(SCRIPTS, tmp_path / "scripts")
+    done = subprocess.run(
+        [tmp_path / "scripts" / "test", "--dry-run", "tests/some"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [*ALWAYS, *REAL]

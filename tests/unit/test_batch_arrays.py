@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load
@@ -212,7 +211,10 @@ def test_a_column_of_another_size_is_refused() -> None:
             columns.fill("token_ids", np.empty(tokens, "<i4"))
 
 
+@pytest.mark.torch
 def test_torch_gets_the_same_memory() -> None:
+    import torch
+
     _, columns = trajectory_codec.split(trajectory_codec.encode(sample_trajectory([7, 8])))
     batch = batch_of([[sample(0, None, None), sample(1, None, 0.5)]])
     read = BatchArrays.from_bytes(bytearray(b"".join(encode_batch(batch, [[], columns]).pieces)))

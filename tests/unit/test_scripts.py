@@ -20,11 +20,28 @@ def bash(code: str, folder: Path, **environ: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.parametrize(
-    "name", ["demo", "test", "train", "lock", "install-apptainer", "install-sglang", "install-sglang-router"]
+    "name",
+    [
+        "demo",
+        "test",
+        pytest.param("train", marks=pytest.mark.torch),  # every flag of the trainer, which imports it
+        "lock",
+        "install-apptainer",
+        "install-sglang",
+        "install-sglang-router",
+    ],
 )
 def test_every_script_has_help(name):
     result = subprocess.run([SCRIPTS / name, "--help"], capture_output=True, text=True, check=True)
     assert f"scripts/{name}" in result.stdout
+
+
+def test_what_the_chosen_tests_are_marked_with_is_installed():
+    chosen = ["tests/conformance/test_engine_kv.py", "-k", "embedded or vllm"]
+    done = subprocess.run(
+        [SCRIPTS / "test", "--dry-run", *chosen], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["trainer", "systemd", "vllm"]
 
 
 def test_an_ordinary_user_is_told_what_an_administrator_must_run(tmp_path):

@@ -1,0 +1,34 @@
+"""The order in which workers of pytest-xdist get the tests: the longest first, so that all end at about the same time.
+
+It needs `--dist loadgroup --no-loadscope-reorder`. Without workers, and among tests of one rank, the order is random.
+"""
+
+import pytest
+
+LONGEST = (
+    "sglang",
+    "test_adapter_trl.py",
+    "vllm",
+    "conformance of an ordinary user",
+    "a new user",
+    "test_trainer_run.py",
+    "test_kill9.py",
+    "test_reward_hacks.py",
+    "test_runs_crash.py",
+    "docker",
+    "openapi",
+    "test_restarts.py",
+    "cli",
+)
+"""Groups, and modules without one, that take about a minute or more; the longest first."""
+
+
+def longest_first(items: list[pytest.Item]) -> None:
+    """Sort tests in place."""
+    items.sort(key=_rank)
+
+
+def _rank(item: pytest.Item) -> int:
+    groups = {str(name) for mark in item.iter_markers("xdist_group") for name in mark.args}
+    names = {item.path.name, *groups}
+    return next((rank for rank, name in enumerate(LONGEST) if name in names), len(LONGEST))
