@@ -1,5 +1,6 @@
 """The connections to engines: whole answers or errors, and connections that are used again only where that is safe."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -255,3 +256,13 @@ async def test_a_connection_that_comes_too_late_holds_up_no_close(
             with anyio.fail_after(http_client.CLOSE_SECONDS / 2):
                 await client.close()
     assert late
+
+
+async def test_closing_waits_for_no_connection_for_ever() -> None:
+    client = HttpClient("http://127.0.0.1:1")
+    client._open.add(
+        http_client._Connection(asyncio.get_running_loop(), client._open)
+    )  # never made, never lost
+    with anyio.fail_after(3 * http_client.CLOSE_SECONDS):
+        await client.close()
+    assert not client._open
