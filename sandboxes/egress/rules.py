@@ -28,7 +28,9 @@ NEVER = tuple(
         "168.63.129.16/32",  # Azure's platform
         "64:ff9b:1::/48",  # translated by local rules that are not known here
         "fd00:ec2::/32",  # Amazon's metadata service
-        "fd20:ce::/32",  # Google's metadata service
+        "fd00:c1::/32",  # Oracle's
+        "fd00:42::/32",  # Scaleway's
+        "fd20:ce::/32",  # Google's
         "fec0::/10",  # site-local, which no longer exists
     )
 )

@@ -152,6 +152,8 @@ def test_a_list_has_an_end() -> None:
         ("::127.0.0.1", True, False),
         ("::ffff:0:8.8.8.8", True, False),
         ("fd00:ec2::254", True, False),
+        ("fd00:c1::a9fe:a9fe", True, False),
+        ("fd00:42::42", True, False),
         ("fd20:ce::254", True, False),
         ("0.0.0.1", True, False),
         ("2606:2800:220:1:0:5efe:7f00:1", True, False),
