@@ -2,10 +2,11 @@
 
     python benchmarks/security.py [--json FILE] [--quick]
 
-An area is a suite of attacks, each of which raises where it succeeded; `AREAS` lists them. A resource attack takes
-all that it can get of one thing, again and again, in one sandbox: its figure is the round trip of `true` in a
-neighbour's shell meanwhile against before, as `neighbours.py` measures it. With --quick the attacks of an area
-are as many as a few seconds allow, and the resource attacks have two short rounds.
+An area is a suite of attacks, each of which raises where it succeeded; `AREAS` lists them. One that has nothing to
+attack here counts neither as held nor as broken. A resource attack takes all that it can get of one thing, again and
+again, in one sandbox: its figure is the round trip of `true` in a neighbour's shell meanwhile against before, as
+`neighbours.py` measures it, and `taken` is how many one process got. With --quick the attacks of an area are as many
+as a few seconds allow, and the resource attacks have two short rounds.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ import anyio.to_thread
 from common import HERE, Options, report, run
 
 sys.path.insert(0, str(HERE.parent))  # the attacks are the tests' own
-from neighbours import ATTACK_SECONDS, SHELL, probes, ratios
+from neighbours import ATTACK_SECONDS, LIMITS, SHELL, probes, ratios
 
 from rollout_service.attacks import SCRIPTS, Verdict, attack_environment
 from rollout_service.cli.env_check import load_environment
 from rollout_service.pipeline.sandboxing import SandboxSource
-from sandboxes import ApptainerConfig, Sandbox, make_provider
+from sandboxes import ApptainerConfig, Sandbox, SandboxProvider, SandboxSpec, make_provider
 from tests.support import api_attacks as api
 from tests.support import hostile_kernel
 from tests.support.api_server import api_server
 from tests.support.as_user import OrdinaryUser, ordinary_user
-from tests.support.hostile import CHECKS
+from tests.support.hostile import CHECKS, NOTHING, NothingToAttackError
 
 RATIO_AIM = 1.5
 QUICK_API = 9
@@ -52,6 +53,8 @@ class Outcome(NamedTuple):
     attack: str
     failure: str
     """Why it counts as broken; "" where everything held."""
+    applies: bool = True
+    """Whether there was anything to attack; it could not have failed otherwise."""
 
 
 Area = Callable[[bool], AsyncIterator[Outcome]]
@@ -63,15 +66,17 @@ async def sandbox_attacks(quick: bool) -> AsyncIterator[Outcome]:
     for name in names(quick):
         with tempfile.TemporaryDirectory() as state:
             provider = make_provider(ApptainerConfig(), Path(state))
+            failure, applies = "", True
             try:
                 with anyio.fail_after(CHECK_SECONDS):
                     await CHECKS[name](provider)
-                failure = ""
+            except NothingToAttackError:
+                applies = False
             except Exception:  # noqa: BLE001  whatever it is, the sandbox did not hold
                 failure = traceback.format_exc()
             finally:
                 await provider.close()
-        yield Outcome(name, failure)
+        yield Outcome(name, failure, applies)
 
 
 async def sandbox_attacks_as_a_user(quick: bool) -> AsyncIterator[Outcome]:
@@ -80,16 +85,15 @@ async def sandbox_attacks_as_a_user(quick: bool) -> AsyncIterator[Outcome]:
         return
     with ordinary_user() as user:
         for name in names(quick):
-            yield Outcome(name, await anyio.to_thread.run_sync(attack_as, user, name))
+            yield await anyio.to_thread.run_sync(attack_as, user, name)
 
 
-def attack_as(user: OrdinaryUser, name: str) -> str:
-    """Run one check as an ordinary user; what it said where it failed."""
+def attack_as(user: OrdinaryUser, name: str) -> Outcome:
+    """Run one check as an ordinary user."""
     done = user.run(["python", "-m", "tests.support.hostile", name], timeout=CHECK_SECONDS)
-    if done.returncode != 0:
-        return done.stdout
     left = user.processes()
-    return f"processes are left: {left}" if left else ""
+    failure = done.stdout if done.returncode != 0 else f"processes are left: {left}" if left else ""
+    return Outcome(name, failure, applies=NOTHING not in done.stdout)
 
 
 def names(quick: bool) -> Iterable[str]:
@@ -135,74 +139,105 @@ AREAS: dict[str, Area] = {
 }
 """Another suite is another entry here: an asynchronous generator of outcomes."""
 
+AGAIN = """
+import ctypes, os
+out = os.open(f"/tmp/taken-{os.getpid()}", os.O_WRONLY | os.O_CREAT)
+
+def again(take, free):
+    "Take as many as there are, let go of all of them, and so on; write down how many it was at most."
+    most, held = 0, []
+    while True:
+        try:
+            while True:
+                take(held)
+                if len(held) > most and len(held) % 32 == 1:
+                    most = note(len(held))
+        except OSError:
+            most = note(max(most, len(held)))
+        while held:
+            free(held.pop())
+
+def note(count):
+    os.pwrite(out, b"%d" % count, 0)
+    return count
+"""
 EPOLL = """
-import os, select
-while True:
-    targets = [os.dup(os.pipe()[0]) for _ in range(1500)]
-    held = []
-    try:
-        while True:
-            held.append(select.epoll())
-            for target in targets:
-                held[-1].register(target, select.EPOLLIN)
-    except OSError:
-        for fd in range(3, os.sysconf("SC_OPEN_MAX")):
-            try:
-                os.close(fd)
-            except OSError:
-                pass
+import select
+pipe, _ = os.pipe()
+targets = [os.dup(pipe) for _ in range(1500)]
+
+def take(held):
+    held.append(select.epoll())
+    for target in targets:
+        held[-1].register(target, select.EPOLLIN)
+
+again(take, lambda one: one.close())
 """
 INOTIFY = """
-import ctypes, os
 libc = ctypes.CDLL(None)
-while True:
-    held = []
-    while (made := libc.inotify_init()) >= 0:
-        held.append(made)
-        for folder, _, _ in os.walk("/usr/share"):
-            libc.inotify_add_watch(made, folder.encode(), 0xFFF)
-    for made in held:
-        os.close(made)
+folders = [folder.encode() for folder, _, _ in os.walk("/usr/share")]
+
+def take(held):
+    made = libc.inotify_init()
+    if made < 0:
+        raise OSError("none is left")
+    held.append(made)
+    for folder in folders:
+        libc.inotify_add_watch(made, folder, 0xFFF)
+
+again(take, os.close)
 """
 PTYS = """
-import os
-while True:
-    held = []
-    try:
-        while True:
-            held += os.openpty()
-    except OSError:
-        for fd in held:
-            os.close(fd)
+def take(held):
+    held.append(os.openpty())
+
+def free(pair):
+    os.close(pair[0])
+    os.close(pair[1])
+
+again(take, free)
 """
 DESCRIPTORS = """
-import array, os, socket
+import array, socket
 packet = array.array("i", [os.open("/dev/null", os.O_RDONLY)] * 250)
-while True:
-    held = []
+pairs = []
+
+def send():
+    pairs[-1][0].sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packet)])
+
+def take(held):
     try:
-        while True:
-            held.append(socket.socketpair())
-            held[-1][0].setblocking(False)
-            try:
-                while True:
-                    held[-1][0].sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packet)])
-            except BlockingIOError:
-                pass
-    except OSError:
-        for pair in held:
-            pair[0].close()
-            pair[1].close()
+        send()
+    except (IndexError, BlockingIOError):
+        pairs.append(socket.socketpair())
+        pairs[-1][0].setblocking(False)
+        send()
+    held.append(None)
+
+def free(_):
+    while pairs:
+        for end in pairs.pop():
+            end.close()
+
+again(take, free)
 """
 KEYS = f"""
-import ctypes
 libc, number = ctypes.CDLL(None), 0
-while True:
+
+def take(held):
+    global number
     number += 1
-    libc.syscall({hostile_kernel.CALLS["add_key"]}, b"user", b"%d" % number, b"x" * 100, 100, -3)
+    if libc.syscall({hostile_kernel.CALLS["add_key"]}, b"user", b"%d" % number, b"x" * 100, 100, -3) < 0:
+        raise OSError("refused")
+    held.append(number)
+
+again(take, lambda one: None)
 """
 PROGRAMS = {"epoll": EPOLL, "inotify": INOTIFY, "ptys": PTYS, "descriptors": DESCRIPTORS, "keys": KEYS}
+REFUSED = {"keys"}
+"""Of what a sandbox gets none at all: the attack is to ask for it again and again."""
 COMMANDS = {"disk": "full_disk", "memory": "memory_hog", "processes": "fork_bomb", "cpu": "spin"}
+TAKE_SECONDS = 3
 
 
 def resource_attacks() -> dict[str, Callable[[Sandbox], Awaitable[object]]]:
@@ -210,7 +245,7 @@ def resource_attacks() -> dict[str, Callable[[Sandbox], Awaitable[object]]]:
 
     def of_program(code: str) -> Callable[[Sandbox], Awaitable[object]]:
         async def attack(sandbox: Sandbox) -> object:
-            await sandbox.write_file("/tmp/attack.py", code)
+            await sandbox.write_file("/tmp/attack.py", AGAIN + code)
             again = "for i in 1 2 3 4; do python3 /tmp/attack.py & done; wait"
             return await (await sandbox.bash()).run(again, timeout=ATTACK_SECONDS)
 
@@ -227,17 +262,34 @@ def resource_attacks() -> dict[str, Callable[[Sandbox], Awaitable[object]]]:
     }
 
 
+async def taken(provider: SandboxProvider, name: str) -> int:
+    """How many of a thing one process of the attack takes at most.
+
+    Raises RuntimeError where it takes none and should: what neighbours notice of it would say nothing.
+    """
+    async with await provider.start(SandboxSpec(**LIMITS)) as sandbox:  # type: ignore[arg-type]
+        await sandbox.write_file("/tmp/attack.py", AGAIN + PROGRAMS[name])
+        done = await sandbox.exec(["timeout", str(TAKE_SECONDS), "python3", "/tmp/attack.py"])
+        found = await sandbox.exec(["sh", "-c", "cat /tmp/taken-*"])
+    most = int(found.stdout or 0)
+    if (most == 0) != (name in REFUSED):
+        raise RuntimeError(f"the attack {name} took {most}: {done.stderr.decode(errors='replace')}")
+    return most
+
+
 async def try_areas(quick: bool) -> dict[str, float | int | None]:
     """Count what held; what did not is said on standard error."""
     figures: dict[str, float | int | None] = {}
     for area, attacks in AREAS.items():
-        outcomes = [outcome async for outcome in attacks(quick)]
+        tried = [outcome async for outcome in attacks(quick)]
+        outcomes = [outcome for outcome in tried if outcome.applies]
         broken = [outcome for outcome in outcomes if outcome.failure]
         for outcome in broken:
             sys.stderr.write(f"{area}: {outcome.attack}: {outcome.failure}\n")
         figures[f"{area}_attacks"] = len(outcomes)
         figures[f"{area}_held"] = len(outcomes) - len(broken)
         figures[f"{area}_broken"] = len(broken)
+        figures[f"{area}_without_target"] = len(tried) - len(outcomes)
     figures["attacks"] = sum(figures[f"{area}_attacks"] or 0 for area in AREAS)
     figures["broken"] = sum(figures[f"{area}_broken"] or 0 for area in AREAS)
     return figures
@@ -246,16 +298,19 @@ async def try_areas(quick: bool) -> dict[str, float | int | None]:
 async def measure(rounds: int, seconds: float) -> dict[str, float]:
     """Measure what a neighbour notices of each resource attack."""
     found: dict[str, float] = {}
+    counts: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as state:
         provider = make_provider(ApptainerConfig(), Path(state))
         try:
+            for name in PROGRAMS:
+                counts[f"{name}_taken"] = await taken(provider, name)
             async with probes(provider) as neighbour:
                 for name, attack in resource_attacks().items():
                     figures = await ratios(provider, neighbour, name, attack, rounds, seconds)
                     found[f"neighbour_{name}_p50_ratio"] = figures[f"{name}_neighbour_p50_ratio"]
         finally:
             await provider.close()
-    return found | {"neighbour_p50_ratio_max": max(found.values())}
+    return counts | found | {"neighbour_p50_ratio_max": max(found.values())}
 
 
 async def main(given: Options) -> None:

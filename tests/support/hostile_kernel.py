@@ -12,7 +12,15 @@ from pwd import getpwnam
 
 from sandboxes import Sandbox, SandboxProvider, SandboxSpec
 from sandboxes.process import marked_processes
-from tests.support.hostile import PATIENCE, attacked, check, limits_of, recovers, works
+from tests.support.hostile import (
+    PATIENCE,
+    NothingToAttackError,
+    attacked,
+    check,
+    limits_of,
+    recovers,
+    works,
+)
 
 LIBRARY = """
 import ctypes, errno, os, resource, signal, socket, struct, sys
@@ -96,8 +104,8 @@ async def system_calls_that_nobody_needs(provider: SandboxProvider) -> None:
 async def keys_of_the_service(provider: SandboxProvider) -> None:
     """A key in the service's session keyring is out of reach; its name is seen by its own user at most."""
     name = f"rollout-{secrets.token_hex(4)}"
-    if add_key(name) < 0:  # a host without keys has none to lose
-        return
+    if add_key(name) < 0:
+        raise NothingToAttackError("a host without keys has none to lose")
     async with attacked(provider) as sandbox:
         if os.geteuid() == 0:
             assert name not in (await sandbox.exec(["cat", "/proc/keys"])).stdout.decode()
@@ -188,8 +196,8 @@ TERMINAL = "import os; os.write(os.openpty()[0], b'x'); print('up')"
 @check
 async def every_terminal(provider: SandboxProvider) -> None:
     """A sandbox that opens all the pseudo-terminals it can leaves its neighbours theirs."""
-    if "disk" not in provider.enforced:  # the host lets the service mount nothing
-        return
+    if "disk" not in provider.enforced:
+        raise NothingToAttackError("the host lets the service mount nothing")
     async with attacked(provider) as sandbox, await provider.start(SandboxSpec()) as other:
         python = await sandbox.python()
         held = await python.execute(LIBRARY + PTYS, timeout=PATIENCE)
@@ -326,8 +334,8 @@ ONE_EPOLL = "import os, select; select.epoll().register(os.pipe()[0]); print(Tru
 
 async def uses_up(provider: SandboxProvider, attack: str, one: str) -> None:
     """While a process of one sandbox holds all it can get, another one gets its share."""
-    if "users" not in provider.enforced:  # the host counts all sandboxes together: `doctor` says so
-        return
+    if "users" not in provider.enforced:
+        raise NothingToAttackError("the host counts all sandboxes together, as `doctor` says")
     async with attacked(provider) as sandbox, await provider.start(SandboxSpec()) as other:
         await sandbox.write_file("/tmp/attack.py", f"{LIBRARY}{attack}sys.stdout.flush()\nsignal.pause()\n")
         holds = "(python3 /tmp/attack.py >/tmp/held &); until [ -s /tmp/held ]; do sleep 0.05; done; cat /tmp/held"
@@ -368,7 +376,7 @@ ALL_EPOLL = EPOLL.replace("monotonic() + 2", "monotonic() + 60") + "time.sleep(6
 async def every_epoll_watch(provider: SandboxProvider) -> None:
     """Where a user is shared, a sandbox is ended long before it has taken all: the service needs some to live."""
     if "users" in provider.enforced:
-        return
+        raise NothingToAttackError("no user is shared")
     async with attacked(provider) as sandbox:
         await sandbox.write_file("/tmp/attack.py", LIBRARY + ALL_EPOLL)
         run = "for i in 1 2 3; do python3 /tmp/attack.py & done; wait"
