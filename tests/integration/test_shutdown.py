@@ -94,6 +94,8 @@ def test_whoever_waits_is_answered_at_once(server: Running) -> None:
             assert_refused(httpx.get(f"{server.url}/v1/rollouts/a", params={"wait": 60}))
             assert httpx.get(f"{server.url}/v1/rollouts/a").status_code == 200
             assert "shutting down" in httpx.get(f"{server.url}/ready").text
+            assert httpx.get(f"{server.url}/health").status_code == 200
+            assert httpx.post(f"{server.url}/v1/abort", json={"rollout_ids": ["c"]}).status_code == 202
         assert server.ended(30) == -signal.SIGTERM
         assert time.monotonic() - stopped < DRAIN_SECONDS + LAST_SECONDS + SLACK_SECONDS
     assert "Traceback" not in server.log
