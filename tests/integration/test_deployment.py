@@ -1,4 +1,4 @@
-"""What docs/deployment.md promises: the unit, a backup that is restored, and a store that 0.1 wrote."""
+"""What docs/deployment.md promises: the unit, a proxy's limits, probes, a backup, and a store that 0.1 wrote."""
 
 import getpass
 import gzip
@@ -8,8 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
+from support.api_server import api_server
 
+from rollout_service.routes import rollouts, runs
 from rollout_service.settings import Settings
 from rollout_service.store import SqliteStore
 from rollout_service.store.run_contract import LeasedBatch, LeaseOrder
@@ -22,6 +25,8 @@ OLD_STORE = ROOT / "tests" / "data" / "store-0.1.sqlite3.gz"
 """Of the first release: a run of four groups of two, a batch of them acknowledged, and a rollout that waits."""
 RUN = "delivery"
 CONNECTIONS_SECONDS = 3
+PAGE = (ROOT / "docs" / "deployment.md").read_text()
+KEY = "a-key-of-enough-characters-for-anyone"
 
 
 @pytest.fixture
@@ -50,6 +55,27 @@ def test_the_unit_waits_longer_than_a_shutdown_takes() -> None:
     found = re.search(r"(?m)^TimeoutStopSec=(\d+)$", UNIT.read_text())
     assert found
     assert int(found[1]) > Settings().pipeline.drain_seconds + CONNECTIONS_SECONDS
+
+
+def test_a_proxy_outlasts_every_wait_and_takes_every_body() -> None:
+    """Where both times are the same, nginx answers with a 504 first."""
+    found = re.search(r"proxy_read_timeout (\d+)s;", PAGE)
+    assert found
+    assert int(found[1]) > max(rollouts.MAX_WAIT_SECONDS, runs.MAX_WAIT_SECONDS)
+    found = re.search(r"client_max_body_size (\d+)m;", PAGE)
+    assert found
+    assert int(found[1]) << 20 >= Settings().max_body_bytes
+
+
+def test_probes_answer_without_a_key_to_an_address_and_to_listed_names(tmp_path: Path) -> None:
+    hosts = '["rollouts.example.com"]'
+    with api_server(tmp_path, ROLLOUT_KEYS=KEY, ROLLOUT_ALLOWED_HOSTS=hosts) as server:
+        for path, status in [("/health", 200), ("/ready", 503)]:
+            assert httpx.get(server.url + path).status_code == status
+            for host, named in [("rollouts.example.com", status), ("other.example.com", 421)]:
+                assert httpx.get(server.url + path, headers={"host": host}).status_code == named
+        assert httpx.get(f"{server.url}/metrics").status_code == 401
+        assert httpx.get(f"{server.url}/metrics", headers={"authorization": f"Bearer {KEY}"}).is_success
 
 
 async def delivered(path: Path) -> tuple[str, list[float | None], int]:
