@@ -16,6 +16,7 @@ ServiceError
  |   `- RequestTimeoutError       408
  |- EnvironmentFailedError        an environment's own code, or its grader, failed
  |- StoreError                    the durable store cannot be read or written           503
+ |- RecordLostError               a single record of the store is gone or damaged       500
  |- UnavailableError              the service cannot take this now                      503
  |- StageTimeoutError             a stage's deadline passed
  |- AttemptsExhaustedError        the service died under this rollout too often
@@ -169,6 +170,13 @@ class StoreError(ServiceError):
     boundary = Boundary.STORE
     status = 503
     retryable = True
+
+
+class RecordLostError(ServiceError):
+    """A single record of the store is gone or cannot be read; all others can."""
+
+    code = "record_lost"
+    boundary = Boundary.STORE
 
 
 class UnavailableError(ServiceError):

@@ -109,6 +109,12 @@ class Metrics:
             ["run"],
             registry=self.registry,
         )
+        self._run_problems = Counter(
+            "rollout_run_problems_total",
+            "Runs that were stopped since they could not go on, by the code of the error",
+            ["code"],
+            registry=self.registry,
+        )
         self._tokens = Counter("rollout_tokens_total", "Tokens, by kind", ["kind"], registry=self.registry)
         self._turns = Counter("rollout_turns_total", "Turns of the policy", registry=self.registry)
         self._refused = Counter(
@@ -214,6 +220,10 @@ class Metrics:
         for state, count in groups.items():
             self._run_groups.labels(run, state).set(count)
         self._run_acceptance.labels(run).set(acceptance_rate)
+
+    def run_stopped(self, error: ErrorInfo) -> None:
+        """Count a run that could not go on."""
+        self._run_problems.labels(error.code).inc()
 
     def run_over(self, run: str) -> None:
         """Show a run no longer."""

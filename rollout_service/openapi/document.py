@@ -22,6 +22,7 @@ from rollout_service.errors import (
     MalformedRequestError,
     MediaTypeError,
     MisdirectedError,
+    RecordLostError,
     RequestTimeoutError,
     ServiceError,
     StoreError,
@@ -49,6 +50,7 @@ EVERYWHERE: tuple[type[ServiceError], ...] = (
     StoreError,
     UnavailableError,
     DefectError,
+    RecordLostError,
 )
 """Errors of every route but the probes."""
 WITH_BODY: tuple[type[ServiceError], ...] = (MalformedBodyError, TooLargeError, MediaTypeError)

@@ -1,44 +1,42 @@
 """The manager of all runs: begins groups as they are needed, repeats what failed, closes groups that have ended.
 
 Guarantees: what it decides by is in the store, so that a crash at any moment neither repeats nor skips a task, and a
-step that was cut short is simply made again. A run that cannot go on is paused with its problem; it stops no other.
+step that was cut short is simply made again. A run that cannot go on, also since the store lost a part of it, is paused
+with its problem and let be until its state is changed; it stops no other.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, nullcontext, suppress
 
 import anyio
 import anyio.lowlevel
 import structlog
 
 from api_schemas.errors import Boundary
-from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
-from api_schemas.runs import RunRequest, RunState, Surplus
+from api_schemas.rollouts import Rollout, RolloutState
+from api_schemas.runs import RunRequest, RunState
 from api_schemas.tasks import Task
-from rollout_service.errors import StoreError, describe
+from rollout_service.errors import RecordLostError, StoreError, describe
 from rollout_service.groups import (
     CANCELLED,
     SURPLUS,
-    Claim,
     FairScheduler,
     FilterChain,
     FilterRegistry,
-    Standing,
     StragglerRule,
-    wanted,
 )
 from rollout_service.pipeline.pipeline import insist
+from rollout_service.runs.demand import Active, claim, has_enough, new_group, retry_of, rollout_request
 from rollout_service.runs.learned import Learned
 from rollout_service.runs.outcomes import closing
-from rollout_service.runs.source import Place, Reopen, RunTasks
+from rollout_service.runs.source import Reopen, RunTasks
 from rollout_service.store.batch_statements import oldest_allowed
+from rollout_service.store.codec import RESTORE
 from rollout_service.store.contract import Store
-from rollout_service.store.run_contract import Ages, Member, NewGroup, OpenGroup, RunRecord
+from rollout_service.store.run_contract import Ages, Member, OpenGroup, RunRecord
 from rollout_service.telemetry import Metrics
 
 log = structlog.get_logger(__name__)
@@ -50,16 +48,6 @@ GATHER_SECONDS = 0.01
 PRUNE_SECONDS = 60.0
 _HOPELESS = frozenset({Boundary.ENVIRONMENT, Boundary.REQUEST})
 """Failures beyond these boundaries come again whenever the rollout is repeated."""
-
-
-@dataclass(slots=True)
-class Active:
-    """A run that is being worked on."""
-
-    run: RunRecord
-    chain: FilterChain
-    learned: Learned
-    groups: Sequence[OpenGroup] = ()
 
 
 class RunManager:
@@ -90,6 +78,8 @@ class RunManager:
         self._scheduler = FairScheduler()
         self._learned: dict[str, Learned] = {}
         self._tasks: dict[str, tuple[int, RunTasks]] = {}
+        self._stuck: dict[str, RunState] = {}
+        """The state in which a run could not be settled; tried again only in another one."""
         self._strict: set[str] = set()
         """Runs whose last lease was not to have stale tokens; what nobody leased yet may be wanted as it is."""
 
@@ -140,7 +130,7 @@ class RunManager:
         if bound is None:
             return
         for group in await self._runs.stale_groups(run.run_id, bound):
-            samples = [(member, await self._rollout(member)) for member in group.members]
+            samples = await self._samples(group)
             revised = closing(run.request, chain, group.number, samples, bound=bound)
             await self._runs.revise(run.run_id, revised)
 
@@ -157,36 +147,61 @@ class RunManager:
             active = await insist("work on runs", self.step)
 
     async def step(self) -> bool:
-        """Do for every run what there is to do; returns whether any run is active. Raises StoreError."""
+        """Do for every run what there is to do; return whether any run is active.
+
+        Raises StoreError, where the store failed for one run alone after the others have had their turn.
+        """
         active: list[Active] = []
-        for run in await self._runs.active():
-            found = await self._guarded(run)
+        failure: StoreError | None = None
+        runs = await self._runs.active()
+        for gone in self._stuck.keys() - {run.run_id for run in runs}:
+            del self._stuck[gone]
+        for run in runs:
+            try:
+                found = await self._guarded(run)
+            except StoreError as error:
+                failure = failure or error
+                continue
             if found is not None:
                 active.append(found)
                 rate = found.learned.acceptance.rate
                 self._metrics.run_stands(run.run_id, found.run.tallies, rate)
         await self._begin(active)
-        for gone in self._learned.keys() - {one.run.run_id for one in active}:
+        if failure is not None:
+            raise failure
+        self._forget_all_but({one.run.run_id for one in active} | self._stuck.keys())
+        return bool(active)
+
+    def _forget_all_but(self, kept: set[str]) -> None:
+        for gone in self._learned.keys() - kept:
             del self._learned[gone]
             self._tasks.pop(gone, None)
             self._strict.discard(gone)
             self._scheduler.forget(gone)
             self._metrics.run_over(gone)
             log.info("run has no more to do", run=gone)
-        return bool(active)
 
     async def _guarded(self, run: RunRecord) -> Active | None:
-        """Settle one run; whatever is wrong with it pauses it."""
+        """Settle one run; whatever is wrong with it pauses it. Raises StoreError."""
+        if self._stuck.get(run.run_id) is run.state:
+            return None
         try:
-            return await self._settle(run)
+            settled = await self._settle(run)
         except StoreError:
             raise
         except Exception as error:  # noqa: BLE001 - it is shown in the run, and must not stop the others
-            await self._pause(run, error)
+            self._stuck[run.run_id] = (await self._pause(run, error)).state
             return None
+        self._stuck.pop(run.run_id, None)
+        return settled
 
-    async def _pause(self, run: RunRecord, error: Exception) -> None:
+    async def _pause(self, run: RunRecord, error: Exception) -> RunRecord:
+        """Stop a run, and show its problem."""
         info = describe(error)
+        state = RunState.PAUSED if run.state is RunState.RUNNING else None
+        stopped = await self._runs.update(run.run_id, state=state, problem=info)
+        self._tasks.pop(run.run_id, None)
+        self._metrics.run_stopped(info)
         log.error(
             "a run cannot go on",
             run=run.run_id,
@@ -195,9 +210,7 @@ class RunManager:
             hint=info.hint,
             exc_info=error if info.code == "internal_error" else None,
         )
-        self._tasks.pop(run.run_id, None)
-        if run.state is RunState.RUNNING:
-            await self._runs.update(run.run_id, state=RunState.PAUSED, problem=info)
+        return stopped
 
     # -- groups under way ------------------------------------------------------
 
@@ -212,7 +225,7 @@ class RunManager:
             await self._settle_group(active, group, gave_up)
         await self._mask_stale(run, active.chain)
         active.run = await self._runs.get(run.run_id)
-        if _has_enough(active.run):
+        if has_enough(active.run):
             await self._runs.give_up(run.run_id, SURPLUS)
         active.groups = await self._runs.open_groups(run.run_id)
         await self._cut_stragglers(active)
@@ -220,6 +233,8 @@ class RunManager:
 
     async def _settle_group(self, active: Active, group: OpenGroup, gave_up: str | None) -> None:
         """Repeat what failed, and close the group if all has ended."""
+        if gave_up is None:
+            _refuse_lost(group)
         repeated = False
         if gave_up is None:
             for member in group.members:
@@ -227,23 +242,39 @@ class RunManager:
                     repeated |= await self._repeat(active.run, group.number, member)
         if repeated or not all(member.state.terminal for member in group.members):
             return
-        rollouts = [await self._rollout(member) for member in group.members]
+        samples = await self._samples(group, whole=gave_up is None)
+        whole = len(samples) == active.run.request.group_size
         cancelled = any(member.state is RolloutState.CANCELLED for member in group.members)
         ended = closing(
             active.run.request,
             active.chain,
             group.number,
-            list(zip(group.members, rollouts, strict=True)),
-            gave_up=gave_up if cancelled else None,
+            samples,
+            gave_up=gave_up if cancelled or not whole else None,
             bound=self._bound(active.run),
         )
         await self._runs.close_group(active.run.run_id, ended)
-        active.learned.closed(ended, rollouts, [member.cut for member in group.members])
+        active.learned.closed(
+            ended, [rollout for _, rollout in samples], [member.cut for member, _ in samples]
+        )
+
+    async def _samples(self, group: OpenGroup, *, whole: bool = True) -> list[tuple[Member, Rollout]]:
+        """Return the rollouts of a group that has ended.
+
+        Raises RecordLostError if one is gone or damaged; it is left out unless the group is wanted whole.
+        """
+        if whole:
+            _refuse_lost(group)
+        samples: list[tuple[Member, Rollout]] = []
+        for member in group.members:
+            with nullcontext() if whole else suppress(RecordLostError):
+                samples.append((member, await self._rollout(member)))
+        return samples
 
     async def _rollout(self, member: Member) -> Rollout:
         rollout = await self._store.get(member.rollout_id)
         if rollout is None:
-            raise StoreError(f"the rollout {member.rollout_id} of a group is gone", hint="Restore a copy.")
+            raise RecordLostError(f"the rollout {member.rollout_id} of a group is gone", hint=RESTORE)
         return rollout
 
     async def _repeat(self, run: RunRecord, number: int, member: Member) -> bool:
@@ -290,7 +321,7 @@ class RunManager:
         under_way = sum(
             not member.state.terminal for one in active for group in one.groups for member in group.members
         )
-        claims = {one.run.run_id: _claim(one) for one in active}
+        claims = {one.run.run_id: claim(one) for one in active}
         wanting = [one for one in active if claims[one.run.run_id].groups > 0]
         if not wanting:
             return
@@ -306,7 +337,7 @@ class RunManager:
             taken = await (await self._tasks_of(run)).take(run.cursor, count)
             if taken:
                 self._learned[run.run_id].reached(taken[-1][0].epoch)
-            await self._runs.begin(run.run_id, [_new_group(run, place, task) for place, task in taken])
+            await self._runs.begin(run.run_id, [new_group(run, place, task) for place, task in taken])
         except StoreError:
             raise
         except Exception as error:  # noqa: BLE001 - it is shown in the run, and must not stop the others
@@ -336,68 +367,7 @@ class RunManager:
             await anyio.sleep(PRUNE_SECONDS)
 
 
-def _has_enough(run: RunRecord) -> bool:
-    """Whether what is under way is surplus, which the run does not want."""
-    return run.request.surplus is Surplus.CANCEL and run.count("ready") >= run.request.batch_size
-
-
-def _claim(active: Active) -> Claim:
-    """How many groups a run would begin now."""
-    run, request = active.run, active.run.request
-    under_way = active.learned.look(active.groups)
-    if run.state is not RunState.RUNNING or run.exhausted or run.tasks == 0:
-        return Claim(0)
-    count = min(wanted(_standing(run), under_way, active.learned.acceptance), _left(run))
-    return Claim(int(count), request.priority, request.weight)
-
-
-def _left(run: RunRecord) -> float:
-    """Tasks that can be taken now."""
-    if run.total is not None:
-        return run.total - run.cursor
-    source = run.request.source
-    return run.tasks - run.cursor if source.kind == "inline" and source.open else math.inf
-
-
-def _standing(run: RunRecord) -> Standing:
-    """What a run asks for and has; versions count from the one that it began with."""
-    asked = run.request
-    return Standing(
-        batch_size=asked.batch_size,
-        max_concurrent=asked.max_concurrent,
-        eta=asked.max_staleness,
-        prefetch_batches=asked.prefetch_batches if asked.surplus is Surplus.CARRY_OVER else 0,
-        version=run.version - run.first_version,
-        running=run.count("open"),
-        ready=run.count("ready"),
-        batched=run.count("batched"),
-        acknowledged=run.count("acknowledged"),
-    )
-
-
-def _new_group(run: RunRecord, place: Place, task: Task) -> NewGroup:
-    size = run.request.group_size
-    requests = [rollout_request(run, place.number, sample, task, 0) for sample in range(size)]
-    return NewGroup(place.number, place.epoch, requests)
-
-
-def rollout_request(run: RunRecord, number: int, sample: int, task: Task, retry: int) -> RolloutRequest:
-    """The order for one sample of a group."""
-    asked, sampling = run.request, run.request.sampling
-    if sampling.seed is not None:
-        sampling = sampling.model_copy(update={"seed": sampling.seed + sample})
-    suffix = f".{retry}" if retry else ""
-    return RolloutRequest(
-        rollout_id=f"{run.run_id}.{number}.{sample}{suffix}",
-        task=task,
-        pool=asked.pool,
-        sampling=sampling,
-        limits=asked.limits,
-        metadata=asked.metadata,
-    )
-
-
-def retry_of(rollout_id: str) -> int:
-    """How often a sample was repeated before this rollout of it; run ids hold no dots."""
-    parts = rollout_id.split(".")
-    return int(parts[3]) if len(parts) > 3 else 0
+def _refuse_lost(group: OpenGroup) -> None:
+    if group.lost:
+        gone = ", ".join(group.lost)
+        raise RecordLostError(f"rollouts of group {group.number} are gone: {gone}", hint=RESTORE)

@@ -9,27 +9,45 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
-from collections.abc import Sequence
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import compress
 from typing import Any
 
+import zstandard
 from pydantic import TypeAdapter
 
 from api_schemas.errors import ErrorInfo
 from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span, StopReason
 from api_schemas.trajectories import Trajectory
+from rollout_service.errors import RecordLostError
 from rollout_service.store.contract import Lease
 
 _RETRIES = TypeAdapter(list[ErrorInfo])
 _SPANS = TypeAdapter(list[Span])
+_UNREADABLE = (ValueError, KeyError, TypeError, zlib.error, zstandard.ZstdError, struct.error)
+"""What decoding raises for a record that is not what was written."""
+RESTORE = "Restore a copy of the store and resume the run, or end the run."
 _RESULT_FIELDS = {"reward", "reward_parts", "notes", "stop_reason", "error", "usage", "spans"}
 
 
 def when(seconds: float) -> datetime:
     """A time of the database (Unix seconds) as a time of the wire."""
     return datetime.fromtimestamp(seconds, UTC)
+
+
+@contextmanager
+def reading(rollout_id: str) -> Iterator[None]:
+    """Raise RecordLostError for a record of this rollout that cannot be decoded inside of the block."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        why = f"the record of the rollout {rollout_id} cannot be read: {type(error).__name__}"
+        raise RecordLostError(why, hint=RESTORE) from error
 
 
 def fingerprint(request: RolloutRequest) -> bytes:
@@ -56,7 +74,15 @@ def trajectory_tokens(trajectory: Trajectory) -> int:
 
 
 def decode_rollout(row: sqlite3.Row) -> Rollout:
-    """A rollout from its row joined with its request and, when it has one, its result."""
+    """Return a rollout from its row joined with its request and, when it has one, its result.
+
+    Raises RecordLostError.
+    """
+    with reading(row["rollout_id"]):
+        return _decode_rollout(row)
+
+
+def _decode_rollout(row: sqlite3.Row) -> Rollout:
     request = RolloutRequest.model_validate_json(row["request"])
     state = RolloutState(row["state"])
     result: dict[str, Any] = json.loads(row["result"] or "{}")

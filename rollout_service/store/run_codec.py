@@ -14,6 +14,7 @@ from api_schemas.errors import ErrorInfo
 from api_schemas.exports import ExportedSample
 from api_schemas.rollouts import Rollout, RolloutRequest
 from api_schemas.runs import Group, GroupSample, InlineTasks, RunRequest, RunState
+from rollout_service.errors import RecordLostError
 from rollout_service.store import codec
 from rollout_service.store.run_contract import ClosedSample, Closing, LeasedBatch, RunRecord
 
@@ -74,7 +75,10 @@ def encode_summary(closing: Closing) -> str:
 
 
 def decode_group(row: sqlite3.Row, rollouts: Mapping[str, Rollout]) -> Group:
-    """A closed group from its row and its rollouts by id."""
+    """Return a closed group from its row and its rollouts by id; raises RecordLostError if one is missing."""
+    closed = decode_samples(row["samples"])
+    for gone in (sample.rollout_id for sample in closed if sample.rollout_id not in rollouts):
+        raise RecordLostError(f"the rollout {gone} of a group is gone", hint=codec.RESTORE)
     samples = [
         GroupSample(
             sample=sample.sample,
@@ -84,7 +88,7 @@ def decode_group(row: sqlite3.Row, rollouts: Mapping[str, Rollout]) -> Group:
             reward=sample.reward,
             advantage=sample.advantage,
         )
-        for sample in decode_samples(row["samples"])
+        for sample in closed
     ]
     return Group(
         group_id=f"{row['run_id']}.{row['number']}",

@@ -93,6 +93,8 @@ class OpenGroup:
     members: Sequence[Member]
     gave_up: str | None
     """Why it is cancelled, if it is."""
+    lost: Sequence[str] = ()
+    """The ids of rollouts of it that the store no longer has."""
 
 
 @dataclass(frozen=True, slots=True)

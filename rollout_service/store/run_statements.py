@@ -47,10 +47,10 @@ _MOVE_CURSOR = "UPDATE runs SET cursor = :cursor, changed_at = :now WHERE seq = 
 _BEGIN = "INSERT INTO groups (run, number, epoch, members, opened_at, changed_at) VALUES (?, ?, ?, ?, ?, ?)"
 _MEMBERS = """
 SELECT groups.number, groups.cut, groups.reason, member.key AS sample,
-    rollouts.rollout_id, rollouts.state, rollouts.reward, rollouts.changed_at,
+    member.value AS rollout_id, rollouts.state, rollouts.reward, rollouts.changed_at,
     results.oldest_version, results.newest_version
 FROM groups, json_each(groups.members) AS member
-    JOIN rollouts ON rollouts.rollout_id = member.value LEFT JOIN results ON results.seq = rollouts.seq
+    LEFT JOIN rollouts ON rollouts.rollout_id = member.value LEFT JOIN results ON results.seq = rollouts.seq
 """
 _OPEN = _MEMBERS + "WHERE groups.run = ? AND groups.state = 'open' ORDER BY groups.number, sample"
 _STALE = (
@@ -267,7 +267,12 @@ def stale_groups(db: sqlite3.Connection, run: int, bound: int) -> list[OpenGroup
 
 def _groups(rows: Sequence[sqlite3.Row]) -> list[OpenGroup]:
     by_number = groupby(rows, key=itemgetter("number", "reason"))
-    return [OpenGroup(number, [_member(row) for row in of], reason) for (number, reason), of in by_number]
+    return [_group(number, reason, list(of)) for (number, reason), of in by_number]
+
+
+def _group(number: int, reason: str | None, rows: Sequence[sqlite3.Row]) -> OpenGroup:
+    there = [_member(row) for row in rows if row["state"] is not None]
+    return OpenGroup(number, there, reason, [row["rollout_id"] for row in rows if row["state"] is None])
 
 
 def _member(row: sqlite3.Row) -> Member:

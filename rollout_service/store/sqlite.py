@@ -206,9 +206,10 @@ class SqliteStore(Store):
         if row is None or row["trajectory"] is None:
             return None
         data: bytes = row["trajectory"]
-        if len(data) <= _INLINE_BYTES:
-            return trajectory_codec.decode(data)
-        return await anyio.to_thread.run_sync(trajectory_codec.decode, data)
+        with codec.reading(rollout_id):
+            if len(data) <= _INLINE_BYTES:
+                return trajectory_codec.decode(data)
+            return await anyio.to_thread.run_sync(trajectory_codec.decode, data)
 
     async def counts(self) -> dict[RolloutState, int]:
         return await self._read(statements.counts)

@@ -255,6 +255,8 @@ def _not_stale(row: sqlite3.Row) -> set[str]:
 
 
 def _decode_exported(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> list[ExportedSample]:
+    if not members:
+        return []  # all were gone when the group was given up
     by_id = {member["rollout_id"]: member for member in members}
     group = run_codec.decode_group(row, {name: _whole(member) for name, member in by_id.items()})
     return run_codec.decode_exported(row, group, by_id)
@@ -272,7 +274,8 @@ def _whole(row: sqlite3.Row) -> Rollout:
     rollout = codec.decode_rollout(row)
     if row["trajectory"] is None:
         return rollout
-    return rollout.model_copy(update={"trajectory": trajectory_codec.decode(row["trajectory"])})
+    with codec.reading(rollout.rollout_id):
+        return rollout.model_copy(update={"trajectory": trajectory_codec.decode(row["trajectory"])})
 
 
 def _decode_columns(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> tuple[Group, list[list[Columns]]]:
@@ -283,7 +286,8 @@ def _decode_columns(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> tuple[G
         rollout = codec.decode_rollout(member)
         columns[rollout.rollout_id] = []
         if member["trajectory"] is not None and rollout.rollout_id in kept:
-            trajectory, columns[rollout.rollout_id] = trajectory_codec.split(member["trajectory"])
+            with codec.reading(rollout.rollout_id):
+                trajectory, columns[rollout.rollout_id] = trajectory_codec.split(member["trajectory"])
             rollout = rollout.model_copy(update={"trajectory": trajectory})
         rollouts[rollout.rollout_id] = rollout
     group = run_codec.decode_group(row, rollouts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 import anyio
 import pytest
 from pydantic import JsonValue
+from structlog.testing import capture_logs
 
 from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutState, Usage
@@ -31,7 +33,7 @@ from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Segment, Trajectory
 from rollout_service.environments.base import AgentEnvironment
 from rollout_service.environments.contract import Environment, EnvironmentSpec, Episode, Score
-from rollout_service.errors import InvalidFieldError, StoreError
+from rollout_service.errors import InvalidFieldError, RecordLostError, StoreError
 from rollout_service.groups import FilterRegistry
 from rollout_service.runs import Delivery, RunManager, RunOverError
 from rollout_service.runs.dataset import open_dataset, reopening
@@ -509,6 +511,120 @@ async def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
         while it.store.problem is not None:
             await anyio.sleep(0.1)
         assert (await it.store.runs.get("a")).count("acknowledged") == 30
+
+
+ROW = "SELECT seq, request FROM rollouts JOIN requests USING (seq) WHERE rollout_id = 'a.0.1'"
+
+
+@asynccontextmanager
+async def two_runs(tmp_path: Path, **fields: object) -> AsyncIterator[tuple[Bench, anyio.Event]]:
+    """Runs `a` and `b`, whose first rollouts have begun and end only after the event."""
+    may_end = anyio.Event()
+
+    def play(lease: Lease) -> float | None:
+        return float(place(lease)[1] % 2) if may_end.is_set() else None
+
+    async with bench(play, path=tmp_path / "store.sqlite3") as it:
+        await it.create("a", tasks=2, **fields)
+        await it.create("b", tasks=8)
+        while sum(rollout_id.startswith("a.") for rollout_id in it.begun) < 8:
+            await anyio.sleep(0.01)
+        yield it, may_end
+
+
+async def stopped(it: Bench, code: str) -> None:
+    """Wait until run `a` is paused; `b` is carried to its end all the same, and nothing is tried in vain."""
+    while (run := await it.store.runs.get("a")).problem is None:
+        await anyio.sleep(0.01)
+    assert (run.state, run.problem.code) == (RunState.PAUSED, code)
+    assert "restore a copy" in run.problem.hint.lower()
+    assert sum(len(batch.groups) for batch in await it.all("b")) == 8
+    assert f'rollout_run_problems_total{{code="{code}"}} 1.0' in it.metrics.render().decode()
+
+
+@pytest.mark.parametrize(
+    ("harm", "mend"),
+    [
+        (
+            "DELETE FROM requests WHERE seq = :seq",
+            "INSERT INTO requests (seq, request) VALUES (:seq, :request)",
+        ),
+        (
+            "UPDATE requests SET request = '{' WHERE seq = :seq",
+            "UPDATE requests SET request = :request WHERE seq = :seq",
+        ),
+    ],
+    ids=["gone", "damaged"],
+)
+async def test_a_lost_record_pauses_its_run_alone_until_it_is_restored(
+    tmp_path: Path, harm: str, mend: str
+) -> None:
+    async with two_runs(tmp_path) as (it, may_end):
+        row = dict(await it.store._read(lambda db: db.execute(ROW).fetchone()))
+        await it.store._write(lambda db: db.execute(harm, row).rowcount)
+        may_end.set()
+        with capture_logs() as logs:
+            await stopped(it, "record_lost")
+        assert [line["run"] for line in logs if line["event"] == "a run cannot go on"] == ["a"]
+        await it.store._write(lambda db: db.execute(mend, row).rowcount)
+        await it.store.runs.update("a", state=RunState.RUNNING)
+        assert sum(len(batch.groups) for batch in await it.all("a")) == 2
+        assert (await it.store.runs.get("a")).state is RunState.FINISHED
+
+
+@pytest.mark.parametrize("lost", ["= 'a.0.1'", "LIKE 'a.0.%'"], ids=["one", "all of a group"])
+async def test_a_run_that_lost_rollouts_can_be_ended(tmp_path: Path, lost: str) -> None:
+    async with two_runs(tmp_path) as (it, may_end):
+        await it.store._write(lambda db: db.execute(f"DELETE FROM rollouts WHERE rollout_id {lost}").rowcount)
+        may_end.set()
+        await stopped(it, "record_lost")
+        await it.store.runs.update("a", state=RunState.ENDED)
+        groups = [group.number for batch in await it.all("a") for group in batch.groups]
+        assert groups in ([], [1]), "what is whole may have been finished"
+        run = await it.store.runs.get("a")
+        assert (run.count("open"), run.count("dropped:cancelled")) == (0, 2 - len(groups))
+        for number in await it.store.runs.closed_groups("a"):
+            left = {sample.sample.rollout.rollout_id for sample in await it.store.runs.exported("a", number)}
+            assert "a.0.1" not in left
+
+
+def damage_padding(path: Path) -> int:
+    """Break the chain of the pages that hold nothing but padding; returns how many there were."""
+    found = 0
+    with path.open("r+b") as file:
+        for page, content in enumerate(iter(lambda: file.read(4_096), b"")):
+            if not content[4:].strip(b"x"):
+                found += 1
+                os.pwrite(file.fileno(), b"\xff" * 4, page * 4_096)
+    return found
+
+
+async def test_a_damaged_part_of_the_file_holds_up_no_run_that_does_not_need_it(tmp_path: Path) -> None:
+    tasks = [Task(environment="calc", instance={"n": n, "pad": "x" * 20_000}) for n in range(2)]
+    async with two_runs(tmp_path, source=InlineTasks(tasks=tasks)) as (it, may_end):
+        while not damage_padding(tmp_path / "store.sqlite3"):
+            with suppress(StoreError):  # that shares a transaction with a write
+                await it.store._read(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
+        await it.store._read(lambda db: db.execute("PRAGMA shrink_memory").fetchall())
+        may_end.set()
+        while it.store.problem is None:
+            await anyio.sleep(0.01)
+        assert sum(len(batch.groups) for batch in await it.all("b")) == 8
+        run = await it.store.runs.get("a")
+        assert (run.state, run.count("ready")) == (RunState.RUNNING, 0), "it waits for a copy to be put back"
+
+
+async def test_a_batch_with_a_lost_rollout_says_so(tmp_path: Path) -> None:
+    async with bench(lambda lease: float(place(lease)[1] % 2), path=tmp_path / "store.sqlite3") as it:
+        await it.create(tasks=2)
+        while (await it.store.runs.get("a")).count("ready") < 2:
+            await anyio.sleep(0.01)
+        await it.store._write(
+            lambda db: db.execute("DELETE FROM rollouts WHERE rollout_id = 'a.0.1'").rowcount
+        )
+        with pytest.raises(RecordLostError, match=r"a\.0\.1") as caught:
+            await it.lease()
+        assert "Restore a copy" in caught.value.hint
 
 
 def test_a_bad_row_is_named(tmp_path: Path) -> None:
