@@ -132,7 +132,7 @@ async def lease_batch(
     if BINARY_MEDIA_TYPE not in accept:
         return StreamingResponse(service.delivery.as_json(leased), media_type="application/json")
     file = await service.delivery.as_arrays(leased)
-    return AheadResponse(file.pieces, length=file.length, media_type=BINARY_MEDIA_TYPE)
+    return AheadResponse(file.write, length=file.length, media_type=BINARY_MEDIA_TYPE)
 
 
 @router.get(

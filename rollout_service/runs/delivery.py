@@ -9,20 +9,18 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import datetime
+from functools import partial
 from http import HTTPStatus
 
 import anyio
 import anyio.to_thread
 
 from api_schemas.runs import Batch, Group
-from rollout_service.errors import NotFoundError, RequestError, root_cause
-from rollout_service.runs.encoding import EncodedBatch, encode_batch, group_json
+from rollout_service.errors import NotFoundError, RequestError
+from rollout_service.runs.encoding import BatchFile
 from rollout_service.runs.manager import RunManager
-from rollout_service.store.run_contract import LeasedBatch, LeaseOrder, RunStore
-from rollout_service.store.trajectory_codec import Columns
-
-GROUPS_AT_ONCE = 2
-"""Groups that are on their way from the store at once: one in its thread, one in another that decodes it."""
+from rollout_service.store.head_codec import group_json
+from rollout_service.store.run_contract import GroupHead, LeasedBatch, LeaseOrder, RunStore
 
 
 class RunOverError(RequestError):
@@ -86,29 +84,11 @@ class Delivery:
             before = b","
         yield b"]," + _batch(leased, seen).model_dump_json(exclude={"groups"}).encode()[1:]
 
-    async def as_arrays(self, leased: LeasedBatch) -> EncodedBatch:
-        """Return a leased batch as a safetensors file, whose columns are unpacked piece by piece."""
-        found = await self._columns(leased)
-        samples = [columns for _, group in found for columns in group]
-        batch = _batch(leased, [group for group, _ in found])
-        return await anyio.to_thread.run_sync(encode_batch, batch, samples)
-
-    async def _columns(self, leased: LeasedBatch) -> list[tuple[Group, Sequence[Sequence[Columns]]]]:
-        """Return the groups with their packed columns, in order; one is read while another is decoded."""
-        found: dict[int, tuple[Group, Sequence[Sequence[Columns]]]] = {}
-        limit = anyio.Semaphore(GROUPS_AT_ONCE)
-
-        async def read(number: int) -> None:
-            async with limit:
-                found[number] = await self._runs.group_columns(leased.run_id, number)
-
-        try:
-            async with anyio.create_task_group() as readers:
-                for number in leased.groups:
-                    readers.start_soon(read, number)
-        except ExceptionGroup as failures:
-            raise root_cause(failures) from failures
-        return [found[number] for number in leased.groups]
+    async def as_arrays(self, leased: LeasedBatch) -> BatchFile:
+        """Return a leased batch as a safetensors file, whose columns are read while it is sent."""
+        heads = await self._runs.heads(leased.run_id, leased.groups)
+        read = partial(self._runs.columns, leased.run_id)
+        return await anyio.to_thread.run_sync(BatchFile, _batch(leased, heads), heads, read)
 
     async def renew(self, run_id: str, batch_id: str, *, key: str | None, seconds: float) -> datetime:
         """Keep a batch for longer; returns until when. Raises NotFoundError, ConflictError."""
@@ -124,12 +104,13 @@ class Delivery:
         await self._runs.give_back(run_id, batch_number(run_id, batch_id))
 
 
-def _batch(leased: LeasedBatch, groups: list[Group]) -> Batch:
+def _batch(leased: LeasedBatch, groups: Sequence[Group | GroupHead]) -> Batch:
+    """Return what is said of a batch beside its groups."""
     return Batch(
         batch_id=leased.batch_id,
         run_id=leased.run_id,
         number=leased.number,
-        groups=groups,
+        groups=[],
         delivery=leased.delivery,
         lease_until=leased.lease_until,
         version=leased.version,
@@ -139,7 +120,7 @@ def _batch(leased: LeasedBatch, groups: list[Group]) -> Batch:
     )
 
 
-def _known(groups: Sequence[Group], field: str) -> list[int]:
+def _known(groups: Sequence[Group | GroupHead], field: str) -> list[int]:
     return [version for group in groups if (version := getattr(group, field)) is not None]
 
 

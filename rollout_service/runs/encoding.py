@@ -1,92 +1,139 @@
-"""A batch on the wire: as a safetensors file, which `batch_arrays` describes and reads, or piece by piece as JSON."""
+"""A batch on the wire as a safetensors file, which `batch_arrays` describes and reads.
+
+Guarantees: the file's length is known before a trajectory is read, since the heads of the groups hold every number of
+tokens; columns are read and unpacked while others are sent, and what was sent is no longer in memory.
+"""
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
 
+import anyio
+import anyio.to_thread
 import numpy as np
 from numpy.typing import NDArray
 
-from api_schemas.runs import Batch, Group
+from api_schemas.runs import Batch
 from rollout_service.batch_arrays import TYPES
+from rollout_service.errors import StoreError, root_cause
+from rollout_service.store.run_contract import GroupHead
 from rollout_service.store.trajectory_codec import COLUMNS, Columns
 
-SampleColumns = Sequence[Columns]
-"""The columns of a sample's segments."""
+ReadColumns = Callable[[int], Awaitable[Sequence[Columns]]]
+"""Reads the columns of a group's segments."""
+Send = Callable[[memoryview], Awaitable[None]]
+
 _NAMES = {np.dtype(code): name for name, code in TYPES.items()}
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
-_PIECE_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedBatch:
-    """A safetensors file whose length is known before its columns are unpacked."""
-
-    length: int
-    pieces: Iterator[memoryview]
-    """The file in order, once, none of them empty; to get one takes a few milliseconds of a thread."""
+PIECE_BYTES = 2 << 20
+"""Fewer, larger pieces take less of the event loop, and more memory."""
+_GROUPS_AHEAD = 1
+"""Groups that were read and wait for their turn, beside the one that is being read."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
+    name: str
     dtype: np.dtype[Any]
     count: int
-    pieces: Iterable[memoryview]
+    content: memoryview | None
+    """None for a column of the tokens, which is read later."""
 
 
-def encode_batch(batch: Batch, samples: Sequence[SampleColumns]) -> EncodedBatch:
-    """The file; `samples` are those of all groups in their order, `batch` has no tokens.
+class BatchFile:
+    """A batch as a file; `write` it once."""
 
-    Wide types come first, so that every array is aligned as its type wants.
-    """
-    tensors = _tensors(batch, samples)
-    header: dict[str, Any] = {"__metadata__": {"batch": batch.model_dump_json()}}
+    def __init__(self, batch: Batch, heads: Sequence[GroupHead], read: ReadColumns) -> None:
+        """`batch` has no groups: the heads have theirs."""
+        self._heads = heads
+        self._read = read
+        self._lengths = [tokens for head in heads for sample in head.tokens for tokens in sample]
+        self._tensors = _tensors(heads, self._lengths)
+        self._first = _header(batch_json(batch, [head.json for head in heads]), self._tensors)
+        data = sum(tensor.count * tensor.dtype.itemsize for tensor in self._tensors)
+        self.length = len(self._first) + data
+
+    async def write(self, send: Send) -> None:
+        """Send the file in order, in pieces that take a few milliseconds of a thread each.
+
+        Raises StoreError, also when what it was to hold is gone meanwhile; the file is cut off then.
+        """
+        sender, receiver = anyio.create_memory_object_stream[Sequence[Columns]](_GROUPS_AHEAD)
+        try:
+            with sender, receiver:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._read_groups, sender.send)
+                    await self._write(send, receiver.receive)
+                    tasks.cancel_scope.cancel()  # groups without tokens may be left
+        except ExceptionGroup as failures:
+            raise root_cause(failures) from failures
+
+    async def _write(self, send: Send, receive: Callable[[], Awaitable[Sequence[Columns]]]) -> None:
+        await send(memoryview(self._first))
+        segments: list[Columns] = []
+        for tensor in self._tensors:
+            if tensor.content is not None:
+                await send(tensor.content)
+                continue
+            for begin, end in _parts(self._lengths, PIECE_BYTES // tensor.dtype.itemsize):
+                while len(segments) < end:
+                    segments += await receive()
+                part = segments[begin:end]
+                piece, segments[begin:end] = await anyio.to_thread.run_sync(
+                    _unpacked, part, tensor.name, tensor.dtype
+                )
+                await send(piece)
+
+    async def _read_groups(self, send: Callable[[Sequence[Columns]], Awaitable[None]]) -> None:
+        for head in self._heads:
+            columns = await self._read(head.number)
+            if [len(one) for one in columns] != list(chain.from_iterable(head.tokens)):
+                raise StoreError(f"the group {head.number} changed while it was sent", hint="Lease again.")
+            await send(columns)
+
+
+def batch_json(batch: Batch, groups: Iterable[bytes]) -> bytes:
+    """Return a batch as JSON, with groups that are JSON already."""
+    rest = batch.model_dump_json(exclude={"groups"}).encode()
+    return b'{"groups":[' + b",".join(groups) + b"]," + rest[1:]
+
+
+def _tensors(heads: Sequence[GroupHead], lengths: Sequence[int]) -> list[_Tensor]:
+    """Return the tensors, wide types first, so that every array is aligned as its type wants."""
+    samples = [sample for head in heads for sample in head.samples]
+    segments = [len(sample) for head in heads for sample in head.tokens]
+    arrays = {
+        "group_offsets": _offsets(len(head.samples) for head in heads),
+        "sample_offsets": _offsets(segments),
+        "segment_offsets": _offsets(lengths),
+        "rewards": _floats(sample.reward for sample in samples),
+        "advantages": _floats(sample.advantage for sample in samples),
+        "usable": np.array([sample.usable for sample in samples], np.uint8),
+    }
+    known = [_Tensor(name, array.dtype, len(array), _bytes(array)) for name, array in arrays.items()]
+    columns = [_Tensor(name, dtype, sum(lengths), None) for name, dtype in COLUMNS.items()]
+    return sorted(known + columns, key=lambda tensor: -tensor.dtype.itemsize)
+
+
+def _header(batch: bytes, tensors: Iterable[_Tensor]) -> bytes:
+    """Return the header behind its length, filled up with spaces so that the data is aligned."""
+    header: dict[str, Any] = {"__metadata__": {"batch": batch.decode()}}
     at = 0
-    for name, tensor in tensors.items():
+    for tensor in tensors:
         end = at + tensor.count * tensor.dtype.itemsize
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": [tensor.count], "data_offsets": [at, end]}
+        offsets = [at, end]
+        header[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": [tensor.count],
+            "data_offsets": offsets,
+        }
         at = end
-    first = _packed(header)
-    pieces = chain.from_iterable(tensor.pieces for tensor in tensors.values())
-    return EncodedBatch(len(first) + at, filter(len, chain([memoryview(first)], pieces)))
-
-
-def _tensors(batch: Batch, samples: Sequence[SampleColumns]) -> dict[str, _Tensor]:
-    segments = list(chain.from_iterable(samples))
-    rows = [sample for group in batch.groups for sample in group.samples]
-    of_samples = {
-        "rewards": _floats(sample.reward for sample in rows),
-        "advantages": _floats(sample.advantage for sample in rows),
-        "usable": np.array([sample.usable for sample in rows], np.uint8),
-    }
-    offsets = {
-        "group_offsets": _offsets(len(group.samples) for group in batch.groups),
-        "sample_offsets": _offsets(map(len, samples)),
-        "segment_offsets": _offsets(map(len, segments)),
-    }
-    tokens = int(offsets["segment_offsets"][-1])
-    whole = offsets | of_samples
-    tensors = {name: _Tensor(array.dtype, len(array), [_bytes(array)]) for name, array in whole.items()}
-    for name, dtype in COLUMNS.items():
-        tensors[name] = _Tensor(dtype, tokens, _column(segments, name, dtype))
-    return dict(sorted(tensors.items(), key=lambda one: -one[1].dtype.itemsize))
-
-
-def group_json(group: Group) -> bytes:
-    """A group as JSON, sample by sample: other threads get their turn between two."""
-    samples = b",".join(sample.model_dump_json().encode() for sample in group.samples)
-    rest = group.model_dump_json(exclude={"samples"}).encode()
-    return b'{"samples":[' + samples + b"]," + rest[1:]
-
-
-def _packed(header: dict[str, Any]) -> bytes:
-    """The header behind its length, filled up with spaces so that the data is aligned."""
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + _LENGTH.size) % _ALIGNMENT)
     return _LENGTH.pack(len(text)) + text
@@ -96,29 +143,31 @@ def _offsets(lengths: Iterable[int]) -> NDArray[Any]:
     return np.fromiter(accumulate(lengths, initial=0), "<i8")
 
 
-def _column(segments: Sequence[Columns], name: str, dtype: np.dtype[Any]) -> Iterator[memoryview]:
-    """Unpack a column of all segments into few large pieces, since each costs a turn of the event loop."""
-    for part in _parts(segments, _PIECE_BYTES // dtype.itemsize):
-        piece = np.empty(sum(map(len, part)), dtype)
-        at = 0
-        for segment in part:
-            segment.fill(name, piece[at : at + len(segment)])
-            at += len(segment)
-        yield _bytes(piece)
+def _parts(lengths: Sequence[int], tokens: int) -> Iterator[tuple[int, int]]:
+    """Yield where segments are cut into parts of at most so many tokens; a longer segment is a part by itself.
+
+    Large pieces are few, since each costs a turn of the event loop.
+    """
+    begin = size = 0
+    for number, length in enumerate(lengths):
+        if size and size + length > tokens:
+            yield begin, number
+            begin, size = number, 0
+        size += length
+    if size:
+        yield begin, len(lengths)
 
 
-def _parts(segments: Iterable[Columns], tokens: int) -> Iterator[list[Columns]]:
-    """Yield segments in parts of at most so many tokens; a longer segment is a part by itself."""
-    part: list[Columns] = []
-    size = 0
+def _unpacked(
+    segments: Sequence[Columns], name: str, dtype: np.dtype[Any]
+) -> tuple[memoryview, list[Columns]]:
+    """Return one column of these segments, and the segments without it."""
+    piece = np.empty(sum(map(len, segments)), dtype)
+    at = 0
     for segment in filter(len, segments):
-        if part and size + len(segment) > tokens:
-            yield part
-            part, size = [], 0
-        part.append(segment)
-        size += len(segment)
-    if part:
-        yield part
+        segment.fill(name, piece[at : at + len(segment)])
+        at += len(segment)
+    return _bytes(piece), [segment.without(name) for segment in segments]
 
 
 def _bytes(array: NDArray[Any]) -> memoryview:

@@ -9,8 +9,16 @@ from collections.abc import Mapping, Sequence
 
 from api_schemas.runs import RunState, Surplus
 from rollout_service.errors import ConflictError, NotFoundError
+from rollout_service.groups import STALE
 from rollout_service.store import run_codec, run_statements
-from rollout_service.store.run_contract import LeasedBatch, LeaseOrder, NoBatch, OpenGroup, RunRecord
+from rollout_service.store.run_contract import (
+    Closing,
+    LeasedBatch,
+    LeaseOrder,
+    NoBatch,
+    OpenGroup,
+    RunRecord,
+)
 from rollout_service.store.run_statements import finish_if_done, give_up, record_of, row_of, tally
 
 _HELD = (
@@ -60,6 +68,20 @@ WHERE run = ? AND state <> 'open' ORDER BY number, sample.key
 _GROUP_ROLLOUTS = """
 SELECT rollouts.*, request, result, trajectory, oldest_version, newest_version
 FROM rollouts JOIN requests USING (seq) LEFT JOIN results USING (seq)
+WHERE rollout_id IN (SELECT value FROM json_each(?))
+"""
+_CLOSING = """
+SELECT run_id, number, epoch, :samples AS samples, :summary AS summary
+FROM groups JOIN runs ON runs.seq = groups.run
+WHERE run_id = :run AND number = :number AND groups.state IN ('open', 'ready')
+"""
+_HEADS = """
+SELECT number, samples, summary, form, tokens, json
+FROM groups JOIN runs ON runs.seq = groups.run LEFT JOIN group_heads ON group_heads.seq = groups.seq
+WHERE run_id = ? AND number IN (SELECT value FROM json_each(?)) AND groups.state <> 'open' AND pruned < 2
+"""
+_TRAJECTORIES = """
+SELECT rollout_id, trajectory FROM rollouts JOIN results USING (seq)
 WHERE rollout_id IN (SELECT value FROM json_each(?))
 """
 _BATCH = "SELECT * FROM batches WHERE run = ? AND number = ?"
@@ -208,11 +230,47 @@ def _row(db: sqlite3.Connection, run_id: str, number: int) -> sqlite3.Row:
 
 def read_group(db: sqlite3.Connection, run_id: str, number: int) -> tuple[sqlite3.Row, list[sqlite3.Row]]:
     """The row of a closed group and those of its rollouts with results; decoding is for another thread."""
-    row = db.execute(_CLOSED_GROUP, (run_id, number)).fetchone()
-    if row is None:
-        raise NotFoundError(f"the run {run_id} has no finished group {number}")
+    row = _closed_group(db, run_id, number)
     samples = run_codec.decode_samples(row["samples"])
     return row, read_rollouts(db, [sample.rollout_id for sample in samples])
+
+
+def _closed_group(db: sqlite3.Connection, run_id: str, number: int) -> sqlite3.Row:
+    row: sqlite3.Row | None = db.execute(_CLOSED_GROUP, (run_id, number)).fetchone()
+    if row is None:
+        raise NotFoundError(f"the run {run_id} has no finished group {number}")
+    return row
+
+
+def read_closing(
+    db: sqlite3.Connection, run_id: str, closing: Closing
+) -> tuple[sqlite3.Row | None, list[sqlite3.Row]]:
+    """Return the row that a group will have once it is closed, if it can be, and the rows of its rollouts."""
+    values = {
+        "run": run_id,
+        "number": closing.number,
+        "samples": run_codec.encode_samples(closing.samples),
+        "summary": run_codec.encode_summary(closing),
+    }
+    row = db.execute(_CLOSING, values).fetchone()
+    return row, read_rollouts(db, [sample.rollout_id for sample in closing.samples])
+
+
+def read_heads(db: sqlite3.Connection, run_id: str, numbers: Sequence[int]) -> list[sqlite3.Row]:
+    """Return the rows of closed groups joined with their heads, in this order."""
+    rows = {row["number"]: row for row in db.execute(_HEADS, (run_id, json.dumps(list(numbers))))}
+    for number in numbers:
+        if number not in rows:
+            raise NotFoundError(f"the run {run_id} has no finished group {number}")
+    return [rows[number] for number in numbers]
+
+
+def read_trajectories(db: sqlite3.Connection, run_id: str, number: int) -> list[bytes]:
+    """Return the packed trajectories of a closed group, in its order, without those that are too old."""
+    samples = run_codec.decode_samples(_closed_group(db, run_id, number)["samples"])
+    kept = [sample.rollout_id for sample in samples if sample.masked_because != STALE]
+    found = {row["rollout_id"]: row["trajectory"] for row in db.execute(_TRAJECTORIES, (json.dumps(kept),))}
+    return [found[one] for one in kept if found.get(one) is not None]
 
 
 def read_rollouts(db: sqlite3.Connection, rollout_ids: Sequence[str]) -> list[sqlite3.Row]:

@@ -125,6 +125,20 @@ class Closing:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupHead:
+    """A closed group without its tokens."""
+
+    number: int
+    json: bytes
+    """The `Group` as JSON; its segments hold no tokens."""
+    samples: Sequence[ClosedSample]
+    tokens: Sequence[Sequence[int]]
+    """For each sample, how many tokens each of its segments has; none for a sample without a trajectory."""
+    oldest_version: int | None
+    newest_version: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Ages:
     """Seconds after which rows are deleted; None keeps them for ever."""
 
@@ -288,8 +302,12 @@ class RunStore(Protocol):
         """A closed group with its rollouts and their trajectories."""
         ...
 
-    async def group_columns(self, run_id: str, number: int) -> tuple[Group, Sequence[Sequence[Columns]]]:
-        """A closed group whose segments are empty, and for each sample the columns of its segments."""
+    async def heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead]:
+        """Closed groups without their tokens, in this order; those that were kept are there ready-made."""
+        ...
+
+    async def columns(self, run_id: str, number: int) -> Sequence[Columns]:
+        """The packed columns of all segments of a closed group, sample by sample."""
         ...
 
     async def closed_groups(self, run_id: str) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""Version 2 of the schema: runs, their groups and their batches.
+"""Version 2 of the schema: runs, their groups and their batches; version 4: the heads of groups.
 
 The database holds the invariants itself: what was acknowledged never changes, a dropped group never comes back,
 and counts and events are written in the transaction of the change they tell of. Groups refer to their rollouts
@@ -130,3 +130,18 @@ CREATE TRIGGER batch_moved AFTER UPDATE OF state, deliveries ON batches BEGIN
     );
 END;
 """
+
+VERSION_4 = """
+CREATE TABLE group_heads (
+    seq INTEGER PRIMARY KEY, form BLOB NOT NULL, tokens TEXT NOT NULL, json BLOB NOT NULL
+) STRICT;
+CREATE TRIGGER group_revised AFTER UPDATE OF samples ON groups BEGIN
+    DELETE FROM group_heads WHERE seq = NEW.seq;
+END;
+CREATE TRIGGER group_needs_no_head AFTER UPDATE OF state ON groups
+WHEN NEW.state IN ('acknowledged', 'dropped') BEGIN
+    DELETE FROM group_heads WHERE seq = NEW.seq;
+END;
+"""
+"""What a batch says of a group, ready to be sent, from when the group is kept until it is settled. A group that an
+earlier release kept has none, and its head is made when it is delivered."""

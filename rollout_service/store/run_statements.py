@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -81,6 +81,10 @@ _REVISE = """
 UPDATE groups SET state = :state, reason = :reason, samples = :samples, summary = :summary,
     oldest_version = :oldest, changed_at = :now
 WHERE run = :run AND number = :number AND state = 'ready'
+"""
+_KEEP_HEAD = """
+INSERT OR REPLACE INTO group_heads (seq, form, tokens, json)
+SELECT seq, :form, :tokens, :json FROM groups WHERE run = :run AND number = :number AND state = 'ready'
 """
 _READY_SAMPLES = "SELECT samples FROM groups WHERE run = ? AND number = ? AND state = 'ready'"
 _FINISH = """
@@ -317,18 +321,23 @@ def give_up(db: sqlite3.Connection, run: int, reason: str) -> None:
     db.execute(_GIVE_UP, {"run": run, "reason": reason})
 
 
-def close_group(db: sqlite3.Connection, run_id: str, closing: Closing, now: float) -> None:
+def close_group(
+    db: sqlite3.Connection, run_id: str, closing: Closing, head: Mapping[str, Any] | None, now: float
+) -> None:
     """Keep or drop a group that is open."""
     run = row_of(db, run_id)["seq"]
     values = _closed(run, closing, now) | {
         "ids": json.dumps([sample.rollout_id for sample in closing.samples])
     }
     if db.execute(_CLOSE, values).rowcount:
+        _keep_head(db, run, closing.number, head)
         _tally_masked(db, run, closing.samples)
         finish_if_done(db, run, now)
 
 
-def revise(db: sqlite3.Connection, run_id: str, closing: Closing, now: float) -> None:
+def revise(
+    db: sqlite3.Connection, run_id: str, closing: Closing, head: Mapping[str, Any] | None, now: float
+) -> None:
     """Close a group anew that waits for a batch."""
     run = row_of(db, run_id)["seq"]
     row = db.execute(_READY_SAMPLES, (run, closing.number)).fetchone()
@@ -336,8 +345,14 @@ def revise(db: sqlite3.Connection, run_id: str, closing: Closing, now: float) ->
         return
     masked = {sample.sample for sample in run_codec.decode_samples(row["samples"]) if not sample.usable}
     db.execute(_REVISE, _closed(run, closing, now))
+    _keep_head(db, run, closing.number, head)
     _tally_masked(db, run, [sample for sample in closing.samples if sample.sample not in masked])
     finish_if_done(db, run, now)
+
+
+def _keep_head(db: sqlite3.Connection, run: int, number: int, head: Mapping[str, Any] | None) -> None:
+    if head is not None:
+        db.execute(_KEEP_HEAD, {**head, "run": run, "number": number})
 
 
 def _closed(run: int, closing: Closing, now: float) -> dict[str, Any]:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio.to_thread
 
 from api_schemas.errors import ErrorInfo
 from api_schemas.exports import ExportedSample, RecordedRollout, without_tokens
-from api_schemas.rollouts import Rollout, RolloutRequest
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.runs import Group, InlineTasks, RunRequest, RunState, TaskSource
 from api_schemas.tasks import Task
 from rollout_service.groups import STALE
 from rollout_service.store import (
     batch_statements,
     codec,
+    head_codec,
     retention_statements,
     run_codec,
     run_statements,
@@ -26,6 +27,7 @@ from rollout_service.store import (
 from rollout_service.store.run_contract import (
     Ages,
     Closing,
+    GroupHead,
     LeasedBatch,
     LeaseOrder,
     NewGroup,
@@ -39,6 +41,9 @@ from rollout_service.store.trajectory_codec import Columns
 from rollout_service.store.worker import DatabaseThread
 
 T = TypeVar("T")
+
+HEADS_AT_ONCE = 16
+"""Heads that are read in one job of the database's thread; with long conversations they take megabytes."""
 
 
 class SqliteRuns(RunStore):
@@ -137,8 +142,9 @@ class SqliteRuns(RunStore):
         await self._write(job)
 
     async def close_group(self, run_id: str, closing: Closing) -> None:
+        head = await self._head_at_close(run_id, closing)
         now = self._clock()
-        await self._write(lambda db: run_statements.close_group(db, run_id, closing, now))
+        await self._write(lambda db: run_statements.close_group(db, run_id, closing, head, now))
         self._changed()
 
     async def stale_groups(self, run_id: str, bound: int) -> Sequence[OpenGroup]:
@@ -146,9 +152,20 @@ class SqliteRuns(RunStore):
         return await self._write(lambda db: batch_statements.stale_groups(db, run_id, bound, now))
 
     async def revise(self, run_id: str, closing: Closing) -> None:
+        head = await self._head_at_close(run_id, closing)
         now = self._clock()
-        await self._write(lambda db: run_statements.revise(db, run_id, closing, now))
+        await self._write(lambda db: run_statements.revise(db, run_id, closing, head, now))
         self._changed()
+
+    async def _head_at_close(self, run_id: str, closing: Closing) -> Mapping[str, Any] | None:
+        """Return the head, as it is stored, of a group that is about to be kept: what has ended changes no more."""
+        if closing.reason is not None:
+            return None
+        row, members = await self._read(lambda db: batch_statements.read_closing(db, run_id, closing))
+        ended = all(RolloutState(member["state"]).terminal for member in members)
+        if row is None or not ended or len(members) < len(closing.samples):
+            return None
+        return await anyio.to_thread.run_sync(_encode_head, row, members)
 
     async def lease(self, order: LeaseOrder) -> LeasedBatch | NoBatch:
         now = self._clock()
@@ -179,9 +196,26 @@ class SqliteRuns(RunStore):
         row, members = await self._read(lambda db: batch_statements.read_group(db, run_id, number))
         return await anyio.to_thread.run_sync(_decode_group, row, members)
 
-    async def group_columns(self, run_id: str, number: int) -> tuple[Group, Sequence[Sequence[Columns]]]:
+    async def heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead]:
+        firsts = range(0, len(numbers), HEADS_AT_ONCE)
+        parts = [await self._heads(run_id, numbers[first : first + HEADS_AT_ONCE]) for first in firsts]
+        return [head for part in parts for head in part]
+
+    async def _heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead]:
+        rows = await self._read(lambda db: batch_statements.read_heads(db, run_id, numbers))
+        stored = await anyio.to_thread.run_sync(lambda: [head_codec.decode(row) for row in rows])
+        return [
+            await self._missing_head(run_id, number) if head is None else head
+            for number, head in zip(numbers, stored, strict=True)
+        ]
+
+    async def _missing_head(self, run_id: str, number: int) -> GroupHead:
         row, members = await self._read(lambda db: batch_statements.read_group(db, run_id, number))
-        return await anyio.to_thread.run_sync(_decode_columns, row, members)
+        return await anyio.to_thread.run_sync(_make_head, row, members)
+
+    async def columns(self, run_id: str, number: int) -> Sequence[Columns]:
+        packed = await self._read(lambda db: batch_statements.read_trajectories(db, run_id, number))
+        return await anyio.to_thread.run_sync(_locate_columns, packed)
 
     async def closed_groups(self, run_id: str) -> Sequence[int]:
         return await self._read(lambda db: batch_statements.closed_groups(db, run_id))
@@ -278,7 +312,7 @@ def _whole(row: sqlite3.Row) -> Rollout:
         return rollout.model_copy(update={"trajectory": trajectory_codec.decode(row["trajectory"])})
 
 
-def _decode_columns(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> tuple[Group, list[list[Columns]]]:
+def _make_head(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> GroupHead:
     rollouts: dict[str, Rollout] = {}
     columns: dict[str, list[Columns]] = {}
     kept = _not_stale(row)
@@ -291,4 +325,16 @@ def _decode_columns(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> tuple[G
             rollout = rollout.model_copy(update={"trajectory": trajectory})
         rollouts[rollout.rollout_id] = rollout
     group = run_codec.decode_group(row, rollouts)
-    return group, [columns[sample.rollout.rollout_id] for sample in group.samples]
+    return head_codec.made(row, group, [columns[sample.rollout.rollout_id] for sample in group.samples])
+
+
+def _encode_head(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> Mapping[str, Any] | None:
+    """Return None for a group that has none, as one with token ids beyond 32 bits, which comes as JSON alone."""
+    try:
+        return head_codec.encode(_make_head(row, members))
+    except Exception:  # noqa: BLE001 - it does not keep the group from closing, and is raised when it is leased as arrays
+        return None
+
+
+def _locate_columns(packed: Sequence[bytes]) -> list[Columns]:
+    return [segment for data in packed for segment in trajectory_codec.columns_of(data)]

@@ -17,7 +17,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,11 @@ class Packed:
         else:
             _cast(self.array(), target)
 
+    def own(self) -> Packed:
+        """Return the same in memory of its own, if it shares that of its trajectory."""
+        shared = self.data.nbytes < memoryview(self.data.obj).nbytes
+        return replace(self, data=memoryview(bytes(self.data))) if shared else self
+
 
 @dataclass(frozen=True, slots=True)
 class Columns:
@@ -85,6 +90,14 @@ class Columns:
             column.fill(target)
         else:
             _cast(column, target)
+
+    def without(self, name: str) -> Columns:
+        """Return the other columns, so that the memory of this one is freed."""
+        others = {other: column for other, column in self.columns.items() if other != name}
+        kept = {
+            other: column.own() if isinstance(column, Packed) else column for other, column in others.items()
+        }
+        return Columns(self.tokens, kept)
 
 
 def encode(trajectory: Trajectory) -> bytes:
@@ -127,6 +140,17 @@ def split(data: bytes) -> tuple[Trajectory, list[Columns]]:
         whole = Trajectory.model_validate_json(zlib.decompress(data))
         columns = [Columns(len(s.token_ids), _arrays(s, strict=False)) for s in whole.segments]
         return _without_columns(whole), columns
+    rest, columns = _located(data)
+    return Trajectory.model_validate(rest), columns
+
+
+def columns_of(data: bytes) -> list[Columns]:
+    """Return the columns of each segment alone. Raises OverflowError as `split` does."""
+    return _located(data)[1] if _is_columnar(data) else split(data)[1]
+
+
+def _located(data: bytes) -> tuple[Any, list[Columns]]:
+    """Return the JSON beside the columns, and where the columns of each segment are."""
     view = memoryview(data)
     unpack = _unpack if data.startswith(_COLUMNAR) else zlib.decompress
     (length,) = _LENGTH.unpack_from(view, 1)
@@ -140,7 +164,7 @@ def split(data: bytes) -> tuple[Trajectory, list[Columns]]:
             columns_of[name] = Packed(np.dtype(dtype), view[at : at + size], unpack)
             at += size
         segments.append(_counted(layout.get("tokens"), columns_of))
-    return Trajectory.model_validate(header["rest"]), segments
+    return header["rest"], segments
 
 
 def _counted(tokens: int | None, columns: dict[str, Packed | NDArray[Any]]) -> Columns:

@@ -19,7 +19,16 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from api_schemas.errors import Problem
-from api_schemas.runs import Batch, DatasetTasks, FileTasks, FilterSpec, InlineTasks, RunRequest, RunState
+from api_schemas.runs import (
+    Batch,
+    DatasetTasks,
+    FileTasks,
+    FilterSpec,
+    Group,
+    InlineTasks,
+    RunRequest,
+    RunState,
+)
 from api_schemas.tasks import Task
 from rollout_service.batch_arrays import BatchArrays
 from rollout_service.cli import app
@@ -33,6 +42,7 @@ from rollout_service.client import (
 )
 from rollout_service.client_export import RunExport
 from rollout_service.client_sync import SyncRolloutClient
+from rollout_service.store.trajectory_codec import COLUMNS
 
 pytestmark = pytest.mark.anyio
 
@@ -154,6 +164,14 @@ def test_the_blocking_client_keeps_its_batch_too(url: str, monkeypatch: pytest.M
         assert run.view().counts.batches_acknowledged == 1
 
 
+def without_tokens(group: Group) -> Group:
+    told = group.model_dump(mode="json")
+    for sample in told["samples"]:
+        for segment in sample["rollout"]["trajectory"]["segments"]:
+            segment |= {name: [] for name in COLUMNS}
+    return Group.model_validate(told)
+
+
 async def test_a_batch_comes_as_arrays_when_asked(url: str) -> None:
     async with RolloutClient(url) as client:
         run = await client.create_run(order("arrays", tasks=2))
@@ -169,6 +187,7 @@ async def test_a_batch_comes_as_arrays_when_asked(url: str) -> None:
             columns = as_arrays.arrays.segment(number)
             assert columns["token_ids"].tolist() == segment.token_ids
             assert columns["logprobs"].tolist() == segment.logprobs
+        assert as_arrays.batch.groups == [without_tokens(group) for group in as_json.groups]
         assert as_arrays.arrays.tensors["rewards"].tolist() == [sample.reward for sample in samples]
         await as_json.ack()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sqlite3
 from collections.abc import AsyncIterator
@@ -12,11 +13,12 @@ import pytest
 
 from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
-from api_schemas.runs import FileTasks, InlineTasks, RunRequest, RunState
+from api_schemas.runs import FileTasks, Group, InlineTasks, RunRequest, RunState
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Segment, Trajectory
 from rollout_service.errors import ConflictError, NotFoundError, StoreError
 from rollout_service.store import SqliteStore, schema
+from rollout_service.store.head_codec import group_json
 from rollout_service.store.retention_statements import tries
 from rollout_service.store.run_contract import (
     Ages,
@@ -27,6 +29,7 @@ from rollout_service.store.run_contract import (
     NewGroup,
     NoBatch,
 )
+from rollout_service.store.trajectory_codec import COLUMNS
 
 pytestmark = pytest.mark.anyio
 
@@ -304,11 +307,13 @@ async def test_a_returned_batch_that_grew_too_old_is_dissolved_before_a_lease(st
     run = await store.runs.get("a")
     assert (run.count("ready"), run.count("masked:stale")) == (2, 1)
     assert (await leased(store)).groups == [0, 1]
-    group, columns = await store.runs.group_columns("a", 0)
-    assert [len(one) for one in columns] == [1, 0], "stale tokens are left out"
-    for read in (group, await store.runs.group("a", 0)):
+    (head,) = await store.runs.heads("a", [0])
+    assert [len(one) for one in head.tokens] == [1, 0], "stale tokens are left out"
+    assert [len(one) for one in await store.runs.columns("a", 0)] == head.tokens[0]
+    for read in (Group.model_validate_json(head.json), await store.runs.group("a", 0)):
         assert [sample.rollout.trajectory is None for sample in read.samples] == [False, True]
         assert read.samples[1].rollout.reward == 1.0
+    assert [sample.usable for sample in head.samples] == [True, False]
     exported = await store.runs.exported("a", 0)
     assert all(one.sample.rollout.trajectory is not None for one in exported)
     await store.runs.revise("a", Closing(0, "stale", [], None, None, None, None))
@@ -415,8 +420,105 @@ async def test_a_file_of_version_1_is_upgraded(tmp_path: Path) -> None:
         assert (await store.runs.get("a")).cursor == 1
 
 
+def without_tokens(group: Group) -> bytes:
+    """A group's JSON as in the JSON answer, but for the tokens."""
+    told = json.loads(group_json(group))
+    for sample in told["samples"]:
+        for segment in (sample["rollout"]["trajectory"] or {"segments": []})["segments"]:
+            segment |= {name: [] for name in COLUMNS}
+    return json.dumps(told, separators=(",", ":")).encode()
+
+
+async def stored_heads(store: SqliteStore) -> int:
+    return await store._read(lambda db: db.execute("SELECT count(*) FROM group_heads").fetchone()[0])
+
+
+async def test_the_head_of_a_group_is_what_its_json_says_while_it_is_needed(store: SqliteStore) -> None:
+    await create(store)
+    await make_ready(store, 0, 1)
+    assert await stored_heads(store) == 2
+    heads = await store.runs.heads("a", [1, 0])
+    assert [head.number for head in heads] == [1, 0]
+    for head in heads:
+        assert head.json == without_tokens(await store.runs.group("a", head.number))
+        assert head.tokens == [[3], [3]]
+    with pytest.raises(NotFoundError):
+        await store.runs.heads("a", [0, 7])
+    await store._write(lambda db: db.execute("UPDATE group_heads SET form = x'00', json = x'' WHERE seq = 1"))
+    assert await store.runs.heads("a", [1, 0]) == heads, "one of another release is made anew"
+    await store._write(lambda db: db.execute("UPDATE group_heads SET tokens = '[[9]]' WHERE seq = 2"))
+    assert [head.tokens for head in await store.runs.heads("a", [1, 0])] == [[[9]], [[3], [3]]]
+    await leased(store)
+    await store.runs.acknowledge("a", 0)
+    assert await stored_heads(store) == 0
+
+
+async def test_a_dropped_group_has_no_head(store: SqliteStore) -> None:
+    await create(store)
+    await store.runs.begin("a", [new_group(0), new_group(1)])
+    await end_all(store)
+    await close(store, 0, reason="zero_variance")
+    await close(store, 1)
+    assert await stored_heads(store) == 1
+    await store.runs.revise("a", Closing(1, "stale", [], None, None, None, None))
+    assert await stored_heads(store) == 0
+
+
+async def test_what_fits_no_column_is_closed_and_comes_as_json(store: SqliteStore) -> None:
+    await create(store)
+    await store.runs.begin("a", [new_group(0)])
+    large = trajectory(0).segments[0].model_copy(update={"token_ids": [5, 6, 2**31]})
+    for lease in await store.claim("w", limit=2, lease_seconds=60):
+        result = Rollout(
+            rollout_id=lease.rollout_id,
+            state=RolloutState.COMPLETED,
+            task=lease.request.task,
+            pool="policy",
+            reward=0.0,
+            created_at=lease.created_at,
+            trajectory=trajectory(0).model_copy(update={"segments": [large]}),
+        )
+        assert await store.finish(lease, "w", result)
+    await close(store, 0)
+    found = (await store.runs.group("a", 0)).samples[0].rollout.trajectory
+    assert found is not None
+    assert found.segments == [large]
+    with pytest.raises(OverflowError):
+        await store.runs.heads("a", [0])
+
+
+async def test_groups_of_a_file_of_version_3_are_delivered_as_before(tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "store.sqlite3"
+    async with await SqliteStore.open(path, clock=clock) as store:
+        await create(store)
+        await make_ready(store, 0, 1)
+        heads = await store.runs.heads("a", [0, 1])
+    old = sqlite3.connect(path, isolation_level=None)
+    for name in ("TRIGGER group_revised", "TRIGGER group_needs_no_head", "TABLE group_heads"):
+        old.execute(f"DROP {name}")
+    old.execute("PRAGMA user_version = 3")
+    old.close()
+    async with await SqliteStore.open(path, clock=clock) as store:
+        assert await stored_heads(store) == 0
+        assert await store.runs.heads("a", [0, 1]) == heads
+        assert (await leased(store)).groups == [0, 1]
+        await store.runs.acknowledge("a", 0)
+        await make_ready(store, 2)
+        assert await stored_heads(store) == 1
+
+
 async def all_rows(store: SqliteStore) -> dict[str, int]:
-    tables = ("rollouts", "requests", "results", "runs", "groups", "batches", "tallies", "run_tasks")
+    tables = (
+        "rollouts",
+        "requests",
+        "results",
+        "runs",
+        "groups",
+        "batches",
+        "tallies",
+        "run_tasks",
+        "group_heads",
+    )
 
     def count(db: sqlite3.Connection) -> dict[str, int]:
         return {name: db.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in tables}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable
 
 import anyio
 import pytest
@@ -19,19 +19,19 @@ pytestmark = pytest.mark.anyio
 
 
 class Made:
-    """Pieces, and how many of them were asked for."""
+    """Pieces, and how many of them were made."""
 
     def __init__(self) -> None:
         self.count = 0
 
-    def __iter__(self) -> Iterator[memoryview]:
+    async def make(self, send: Callable[[memoryview], Awaitable[None]]) -> None:
         for piece in PIECES:
             self.count += 1
-            yield memoryview(piece)
+            await send(memoryview(piece))
 
 
 def response_of(made: Made) -> AheadResponse:
-    return AheadResponse(iter(made), length=sum(map(len, PIECES)), media_type="a/b")
+    return AheadResponse(made.make, length=sum(map(len, PIECES)), media_type="a/b")
 
 
 async def test_pieces_are_made_while_one_is_sent_and_no_more_than_wait() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+import anyio
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,8 +20,12 @@ from api_schemas.runs import Batch, Group, GroupSample
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
 from rollout_service.batch_arrays import BatchArrays
-from rollout_service.runs.encoding import encode_batch
+from rollout_service.errors import StoreError
+from rollout_service.runs.encoding import BatchFile
 from rollout_service.store import trajectory_codec
+from rollout_service.store.head_codec import group_json
+from rollout_service.store.run_contract import ClosedSample, GroupHead
+from rollout_service.store.trajectory_codec import Columns
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
@@ -163,6 +169,35 @@ def batch_of(samples: list[list[GroupSample]]) -> Batch:
     )
 
 
+def head_of(group: Group, columns: Sequence[Sequence[Columns]]) -> GroupHead:
+    samples = [
+        ClosedSample(s.sample, s.rollout.rollout_id, s.usable, s.masked_because, s.reward, s.advantage)
+        for s in group.samples
+    ]
+    tokens = [[len(segment) for segment in segments] for segments in columns]
+    return GroupHead(group.number, group_json(group), samples, tokens, None, None)
+
+
+def file_of(batch: Batch, groups: Sequence[Sequence[Sequence[Columns]]]) -> BatchFile:
+    """The file of a batch without tokens, with the columns of each group's samples."""
+
+    async def read(number: int) -> list[Columns]:
+        return [segment for sample in groups[number] for segment in sample]
+
+    heads = [head_of(group, columns) for group, columns in zip(batch.groups, groups, strict=True)]
+    return BatchFile(batch.model_copy(update={"groups": []}), heads, read)
+
+
+def written(file: BatchFile) -> bytes:
+    pieces: list[bytes] = []
+
+    async def send(piece: memoryview) -> None:
+        pieces.append(bytes(piece))
+
+    anyio.run(file.write, send)
+    return b"".join(pieces)
+
+
 @settings(deadline=None)
 @given(st.lists(st.lists(st.none() | trajectories(), min_size=1, max_size=3), max_size=3))
 def test_a_batch_as_arrays(shape: list[list[Trajectory | None]]) -> None:
@@ -171,9 +206,9 @@ def test_a_batch_as_arrays(shape: list[list[Trajectory | None]]) -> None:
         for g in shape
     ]
     batch = batch_of([[sample(n, bare, 1.0) for n, (bare, _) in enumerate(group)] for group in split])
-    encoded = encode_batch(batch, [columns for group in split for _, columns in group])
-    data = b"".join(encoded.pieces)
-    assert len(data) == encoded.length
+    file = file_of(batch, [[columns for _, columns in group] for group in split])
+    data = written(file)
+    assert len(data) == file.length
     read = BatchArrays.from_bytes(data)
     assert read.batch == batch
     by_library = load(data)
@@ -193,7 +228,7 @@ def test_a_failure_is_not_a_zero_and_a_file_is_mapped(tmp_path: Path) -> None:
     _, columns = trajectory_codec.split(trajectory_codec.encode(sample_trajectory([7, 8])))
     batch = batch_of([[sample(0, None, None), sample(1, None, 0.5)]])
     path = tmp_path / "batch.safetensors"
-    path.write_bytes(b"".join(encode_batch(batch, [[], columns]).pieces))
+    path.write_bytes(written(file_of(batch, [[[], columns]])))
     read = BatchArrays.from_file(path)
     assert np.isnan(read.tensors["rewards"][0])
     assert read.tensors["rewards"][1] == 0.5
@@ -211,13 +246,36 @@ def test_a_column_of_another_size_is_refused() -> None:
             columns.fill("token_ids", np.empty(tokens, "<i4"))
 
 
+def test_a_group_that_changed_is_not_sent_as_what_it_was() -> None:
+    _, columns = trajectory_codec.split(trajectory_codec.encode(sample_trajectory([7, 8])))
+    batch = batch_of([[sample(0, None, 0.5)]])
+
+    async def pruned(_: int) -> list[Columns]:
+        return []
+
+    file = BatchFile(batch.model_copy(update={"groups": []}), [head_of(batch.groups[0], [columns])], pruned)
+    with pytest.raises(StoreError, match="changed while it was sent"):
+        written(file)
+
+
+def test_a_column_that_was_sent_is_let_go() -> None:
+    packed = trajectory_codec.encode(sample_trajectory(list(range(10_000))))
+    (columns,) = trajectory_codec.columns_of(packed)
+    rest = columns.without("token_ids")
+    assert len(rest) == 10_000
+    held = {name: memoryview(column.data.obj).nbytes for name, column in rest.columns.items()}
+    assert set(held) == set(columns.columns) - {"token_ids"}
+    assert sum(held.values()) < len(packed) / 2
+    assert rest.array("turn_ids").tolist() == columns.array("turn_ids").tolist()
+
+
 @pytest.mark.torch
 def test_torch_gets_the_same_memory() -> None:
     import torch
 
     _, columns = trajectory_codec.split(trajectory_codec.encode(sample_trajectory([7, 8])))
     batch = batch_of([[sample(0, None, None), sample(1, None, 0.5)]])
-    read = BatchArrays.from_bytes(bytearray(b"".join(encode_batch(batch, [[], columns]).pieces)))
+    read = BatchArrays.from_bytes(bytearray(written(file_of(batch, [[[], columns]]))))
     tensors = read.torch()
     assert set(tensors) == set(read.tensors)
     assert tensors["token_ids"].tolist() == [7, 8]
