@@ -18,13 +18,14 @@ from starlette.routing import Route
 from rollout_service.http_connections import ConnectionLimits, Connections, descriptor_limit
 from rollout_service.http_protocol import RequestLimits
 from rollout_service.http_server import Server
+from rollout_service.runs.encoding import PIECE_BYTES
 from rollout_service.settings import Settings
 
 
 class LargeFile(FileResponse):
     """A file in pieces as large as those of a batch; in starlette's own of 64 KiB it takes longer than a batch."""
 
-    chunk_size = 1 << 20
+    chunk_size = PIECE_BYTES
 
 
 def main() -> None:
