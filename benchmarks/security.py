@@ -48,7 +48,7 @@ BROKEN = (Verdict.FORGED, Verdict.NULLED)
 
 
 class Outcome(NamedTuple):
-    """What one attack came to."""
+    """The outcome of one attack."""
 
     attack: str
     failure: str

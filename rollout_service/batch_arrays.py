@@ -89,10 +89,10 @@ class BatchArrays:
 def _header(view: memoryview) -> tuple[dict[str, Any], int]:
     """The header of a safetensors file, and where its data begins."""
     if len(view) < _LENGTH.size:
-        raise ValueError("these bytes are no safetensors file: they are too short")
+        raise ValueError("these bytes are not a safetensors file: they are too short")
     (length,) = _LENGTH.unpack_from(view)
     start = _LENGTH.size + length
     if start > len(view):
-        raise ValueError("these bytes are no safetensors file: they end within the header")
+        raise ValueError("these bytes are not a safetensors file: they end within the header")
     header: dict[str, Any] = json.loads(bytes(view[_LENGTH.size : start]))
     return header, start

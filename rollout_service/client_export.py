@@ -22,7 +22,7 @@ _GZIP = b"\x1f\x8b"
 
 
 class BadExportError(ValueError):
-    """The file is no whole export."""
+    """The file is not a whole export."""
 
 
 class RunExport:

@@ -40,7 +40,7 @@ class LargeBody:
     async def fetch(
         self, request: httpx.Request, *, connect_seconds: float, seconds: float, context: ssl.SSLContext
     ) -> httpx.Response:
-        """Send a request without a body; the answer has the body itself only when it is no success.
+        """Send a request without a body; the answer has the body itself only when it is not a success.
 
         Raises TransportError.
         """

@@ -20,7 +20,7 @@ from urllib.parse import SplitResult, urlsplit
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 OTHER_SITES = frozenset({"cross-site", "same-site"})
-"""What browsers call pages that are not from here; `same-site` is another port or a sibling domain."""
+"""The values of Sec-Fetch-Site for pages of other sites; `same-site` is another port or a sibling domain."""
 REMEMBERED = 64
 """Hosts whose answer is kept: clients name the same few with every request."""
 

@@ -47,7 +47,7 @@ Observe = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What one request may take."""
+    """The limits of one request."""
 
     max_head_bytes: int = 32 * 1024
     max_headers: int = 100
@@ -57,7 +57,7 @@ class RequestLimits:
 
 
 class _Part(Enum):
-    """What is awaited from the peer."""
+    """The part of a request that the peer is to send next."""
 
     NOTHING = auto()
     HEAD = auto()

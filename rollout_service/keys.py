@@ -1,4 +1,4 @@
-"""What a key of the API is, and what its role allows.
+"""Keys of the API, and what their roles allow.
 
 Guarantees: a key is long enough that nobody finds it by trying; its value is in no message and no representation; a
 route that is not named here needs the role `admin`, so that a new one is never open by mistake.
@@ -28,7 +28,7 @@ SUBMITTING = ("/v1/rollouts", "/v1/runs", "/v1/rescore", "/process", "/cancel")
 
 
 class Role(StrEnum):
-    """What the holder of a key may do; each role may do what the ones before it may."""
+    """The role of a key; each role may do what the ones before it may."""
 
     READ = "read"
     """Look at everything: rollouts and their trajectories, runs, engines, events, metrics."""

@@ -1,4 +1,4 @@
-"""What stands before every route, after `host_check`: who asks, what a body may be, and the count of requests.
+"""Middleware of every route, after `host_check`: authentication, the limits of bodies, and the count of requests.
 
 Guarantees: with keys configured, nothing but the probes and the API's description answers without one; keys are
 compared in constant time; no more of a body is read than the limit allows; all are plain ASGI, so that a streamed

@@ -1,4 +1,4 @@
-"""What becomes of requests while the service ends, and what is written about each at the level debug.
+"""Requests that are open while the service ends, and the line about each in the log at the level debug.
 
 Guarantees: once the shutdown has begun, what would begin new work is refused with a 503 that may be repeated, and a
 connection is closed with its answer; what settles work that was given out (`ack`, `nack`, `renew`, cancellations) and

@@ -96,7 +96,7 @@ def _run(server: DrainingServer, shutdown: Shutdown) -> int:
     try:
         server.run()
     except SystemExit:
-        if server.signal is None:  # else it was stopped while it started, which is no failure
+        if server.signal is None:  # else it was stopped while it started, as it should be
             raise
     log.info("stopped", reason=shutdown.reason, seconds=round(shutdown.seconds, 2))
     if shutdown.failed:

@@ -278,7 +278,7 @@ async def _check_environment(
 
 
 async def _sweep(provider: SandboxProvider) -> None:
-    """End and remove what a crash left; what cannot be removed is said, and is no reason not to start."""
+    """End and remove what a crash left; log what cannot be removed, and start all the same."""
     swept = await provider.sweep()
     log.info("swept what was left", sandboxes=swept.sandboxes, processes=swept.processes)
     for failure in swept.failures:

@@ -151,7 +151,7 @@ class PoolSettings(Section):
 
 
 class HttpSettings(Section):
-    """What a connection to the API may take before it is refused."""
+    """The limits of connections to the API."""
 
     max_head_bytes: int = Field(32 * 1024, ge=1_024)
     """The request line and the headers."""

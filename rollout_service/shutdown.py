@@ -18,7 +18,7 @@ from rollout_service.errors import UnavailableError
 T = TypeVar("T")
 
 RETRY_SECONDS = 1
-"""What `Retry-After` tells clients; they back off further by themselves."""
+"""The seconds that `Retry-After` tells clients; they back off further by themselves."""
 
 
 class ShuttingDownError(UnavailableError):

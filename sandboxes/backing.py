@@ -1,4 +1,4 @@
-"""What a service and its sandboxes have on this host, and how all of it goes.
+"""Processes, folders and control groups of a service and its sandboxes on this host, and their end.
 
 A service has a folder that it holds a lock on, and a guard. A sandbox has a launcher, a folder in the service's,
 and control groups. The folder is made first and goes last, so whatever is left on the host has one; see `reaper`.
@@ -150,7 +150,7 @@ class HostBacking(Backing):
         self.lease: UserLease | None = None
         """The lease of the user that this sandbox alone runs as."""
         self.before_release = AsyncExitStack()
-        """What else of the sandbox has to end, before the launcher is waited for."""
+        """The parts of the sandbox that have to end before the launcher is waited for."""
 
     @property
     def pid(self) -> int | None:

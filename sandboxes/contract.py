@@ -347,7 +347,7 @@ class Sandbox(ABC):
             FileMissingError: there is no such file.
             FileTooLargeError: it has more than `limit` bytes; None is no limit.
             FileStalledError: nothing of it came for half a minute.
-            SandboxFileError: it cannot be read, is no file, or became shorter meanwhile.
+            SandboxFileError: it cannot be read, is not a file, or became shorter meanwhile.
             SandboxClosedError: the sandbox is closed or has ended.
         """
 

@@ -148,11 +148,11 @@ class DockerProvider(HostProvider):
         Raises:
             ImageNotFoundError: the daemon has no such image; none is pulled here.
             ProviderUnavailableError: no daemon answers.
-            SandboxConfigError: it is no reference.
+            SandboxConfigError: it is not a reference.
         """
         if not REFERENCE.fullmatch(name):
             raise SandboxConfigError(
-                f"{name!r} is no reference of an image that {self._config.binary} has",
+                f"{name!r} is not a reference of an image that {self._config.binary} has",
                 hint="name it as `docker images` does; scripts/docker-image imports one of the service's own",
             )
         name = self._named(name)

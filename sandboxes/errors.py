@@ -19,7 +19,7 @@ SandboxError
      `- EditMatchError            the text to replace is not there exactly once
 
 The message says what happened, `hint` what to do next, `retryable` whether the same call may work later.
-A command that fails is no error: it is a result with an exit code.
+A command that fails is not an error but a result with an exit code.
 """
 
 from typing import ClassVar

@@ -167,7 +167,7 @@ def _python_version(tree: ImageTree, python: str) -> str | None:
 def _problem(tree: ImageTree, python: str) -> str:
     program = tree.program(python)
     if program is None:
-        return f"{python} is no program of this kind of machine, but perhaps a script"
+        return f"{python} is not a program of this kind of machine, but perhaps a script"
     if program.machine != platform.machine():
         return f"{python} is for {program.machine}"
     if program.loader is not None and tree.executable(program.loader) is None:

@@ -82,12 +82,12 @@ class Reference:
         """The reference; for a file its state, too. What a registry has by a tag may change: that is not seen.
 
         Raises:
-            ImageError: it is no reference, or has a password in it.
+            ImageError: it is not a reference, or has a password in it.
             ImageNotFoundError: there is no such file.
         """
         if not REFERENCE.fullmatch(self.text):
             raise ImageError(
-                f"{self.text!r} is no reference", hint="write it as docker://NAME:TAG, or oci-archive:FILE"
+                f"{self.text!r} is not a reference", hint="write it as docker://NAME:TAG, or oci-archive:FILE"
             )
         if CREDENTIALS.match(self.text):
             raise ImageError(
@@ -129,11 +129,11 @@ class Tree:
         """The names, sizes, modes and times of all files, as a hash: not what is in them.
 
         Raises:
-            ImageNotFoundError: it is no folder.
+            ImageNotFoundError: it is not a folder.
             ImageError: it has no bash, so that it is hardly a root file system.
         """
         if not self.path.is_dir():
-            raise ImageNotFoundError(f"{self.path} is no folder", hint="name the root of a file system")
+            raise ImageNotFoundError(f"{self.path} is not a folder", hint="name the root of a file system")
         if not any(os.path.lexists(self.path / place) for place in ("bin/bash", "usr/bin/bash")):
             raise ImageError(
                 f"{self.path} has no /bin/bash", hint="name the root of a file system that has bash"

@@ -129,7 +129,7 @@ class ImageStore:
             progress: called with each line of the builder, in this thread.
 
         Raises:
-            ImageNotFoundError: the source is not there, or this is no name.
+            ImageNotFoundError: the source is not there, or this is not a name.
             ImageError: the source cannot be one.
             ImageBuildError: the builder failed; the hint says what to do about the commonest causes.
             ProviderUnavailableError: Apptainer is not installed.
@@ -343,7 +343,7 @@ class ImageStore:
     def _link(self, name: str) -> Path:
         if not NAME.fullmatch(name):
             raise ImageNotFoundError(
-                f"{name!r} is no name of an image",
+                f"{name!r} is not a name of an image",
                 hint="a name has small letters, digits, dots, dashes and underscores",
             )
         return self.root / f"{name}{SUFFIX}"

@@ -70,7 +70,7 @@ class Plan:
     egress: EgressPlan | None = None
     """The way out that the launcher opens, if there is one."""
     prefix: tuple[str, ...] = ()
-    """What every program inside is started by."""
+    """The command that every program inside is started through."""
     lease: UserLease | None = None
     """The lease of `user`, where no other sandbox has it."""
     answers: bool = False
@@ -215,7 +215,7 @@ class HostProvider(SandboxProvider):
         return backing
 
     def make_backing(self, folder: RunFolder, group: Group | None) -> HostBacking:
-        """What a sandbox that is being started has on this host."""
+        """Return what a sandbox that is being started has on this host."""
         return HostBacking(folder, group, self._stragglers, self._lingering)
 
     def make_sandbox(self, launched: Launched, spec: SandboxSpec) -> ControlledSandbox:

@@ -299,7 +299,7 @@ python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind("socket")'
     ),
     Attack(
         "odd-names",
-        "names with new lines, options of tar, and bytes that are no text",
+        "names with new lines, options of tar, and bytes that are not text",
         r"""
 for n in $'a\nb' $'\n' $'x\n/usr/local/sbin/bash' -- '--checkpoint=1' '--checkpoint-action=exec=sh forge.sh' \
   '--to-command=sh forge.sh' '-C' '*' $'\xff\xfe' $'\e]0;x\a' "$(printf 'n%.0s' {1..250})"; do : >"./$n"; done 2>/dev/null

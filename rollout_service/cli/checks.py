@@ -109,7 +109,7 @@ def check_limits(facts: HostFacts) -> Iterator[Check]:
 
 
 def check_sharing(settings: Settings) -> Iterator[Check]:
-    """What one sandbox can use up or reach that its neighbours need."""
+    """Check what one sandbox can use up or reach that its neighbours need."""
     if not isinstance(settings.sandbox, ApptainerConfig):
         return
     try:

@@ -37,9 +37,9 @@ class Report:
     splits: dict[str, int]
     """Instances of each split of the data set."""
     findings: list[str]
-    """What is wrong, each with where it is."""
+    """The problems, each with its place."""
     warnings: list[str]
-    """What has no effect."""
+    """The settings that have no effect."""
 
     def as_dict(self) -> dict[str, JsonValue]:
         """For `--json`."""

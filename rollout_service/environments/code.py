@@ -55,7 +55,7 @@ SPEC = EnvironmentSpec(
 
 
 class _Instance(BaseModel):
-    """What the tests need of an instance; a prompt may use other fields."""
+    """The fields of an instance that the tests need; a prompt may use others."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 

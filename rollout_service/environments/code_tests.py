@@ -77,7 +77,7 @@ class Question:
         try:
             return _value(json.loads(line))
         except (TypeError, KeyError, RecursionError) as error:
-            raise ValueError("what came back is no value") from error
+            raise ValueError("what came back is not a value") from error
 
 
 def parse_assertion(source: str) -> Assertion:

@@ -137,7 +137,7 @@ class EnvironmentSpec(Settings):
     artifacts: list[str] = []
     """Absolute paths that a fresh evaluation sandbox receives from the agent's."""
     artifacts_size: Size = "256M"
-    """What these may hold together, as `memory`, and no more than half of the sandbox's memory and disk. Above it the
+    """The limit for all artifacts, as `memory`, and no more than half of the sandbox's memory and disk. Above it the
     agent counts as having left nothing."""
     runs_submission: bool = False
     """Whether `Environment.execute` is called before `evaluate`, where nothing of the grader is."""
@@ -239,7 +239,7 @@ class Episode:
     breaches: list[LimitExceededError] = field(default_factory=list)
     """Limits of the sandbox that the agent's calls reached."""
     notes: list[str] = field(default_factory=list)
-    """What a person should know of the result, such as files of the agent that were left out."""
+    """Notes for people on the result, such as files of the agent that were left out."""
     state: dict[str, Any] = field(default_factory=dict)
     """Whatever the environment wants to carry from one stage to the next."""
 

@@ -39,7 +39,7 @@ class Verdict(StrEnum):
     EQUAL = "equal"
     DIFFERENT = "different"
     UNREADABLE = "unreadable"
-    """The answer is no mathematics, or too long."""
+    """The answer is not mathematics, or too long."""
     TOO_COSTLY = "too_costly"
     """Comparing it ran out of CPU time or memory."""
 

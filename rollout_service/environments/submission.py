@@ -27,7 +27,7 @@ MAX_OUTPUT_BYTES = 16 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came out of one run."""
+    """The outcome of one run."""
 
     stdout: str = ""
     stderr: str = ""

@@ -62,7 +62,7 @@ def refuse_missing_exports(exports: Exports, info: ModelInfo, backend_id: str) -
 
 
 async def _sample(backend: Backend, info: ModelInfo) -> frozenset[str]:
-    """Let it sample a token with everything that it may give beside; gives what came."""
+    """Sample a token with everything else that an engine may give; return what came."""
     kinds = {Export.TOP_LOGPROBS, Export.PROMPT_LOGPROBS}
     if info.routing_shape is not None:
         kinds.add(Export.ROUTED_EXPERTS)

@@ -1,4 +1,4 @@
-"""What the backends of a pool made of an order, judged: an order that failed anywhere is an error.
+"""Outcomes of orders to all backends of a pool: an order that failed anywhere is an error.
 
 Guarantees: an outcome that is returned means that every backend in service carried the order out; one that is raised
 names the failed backends and carries all answers in its context.

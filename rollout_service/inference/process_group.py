@@ -65,15 +65,15 @@ class Groups:
         return name in self._members
 
     def add(self, name: str, backend_ids: Iterable[str]) -> None:
-        """These backends, and no others, are in the group."""
+        """Record that these backends, and no others, are in the group."""
         self._members[name] = frozenset(backend_ids)
 
     def remove(self, name: str) -> None:
-        """The group is no more."""
+        """Record that the group has been torn down."""
         self._members.pop(name, None)
 
     def forget(self, backend_id: str) -> None:
-        """The backend was away: it may have restarted, and is in no group for sure."""
+        """Drop a backend that was away from all groups: it may have restarted."""
         for name, members in list(self._members.items()):
             if backend_id in members:
                 del self._members[name]

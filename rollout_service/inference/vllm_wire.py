@@ -130,7 +130,7 @@ def mode_of(entry: object) -> LogprobsMode:
     if second != _NO_LOGPROB and first <= 0.0 and second < 0.0:
         return LogprobsMode.RAW
     raise BackendProtocolError(
-        f"gives {first} and {second} for the two likeliest tokens, which are no logprobs",
+        f"gives {first} and {second} for the two likeliest tokens, which are not logprobs",
         hint="Start vLLM with --logprobs-mode processed_logprobs",
     )
 

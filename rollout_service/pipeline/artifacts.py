@@ -59,7 +59,7 @@ class Artifacts:
     """The limit, in bytes, of all contents together; the archives may take twice as many."""
     archives: list[tuple[str, SpooledTemporaryFile[bytes]]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What was left out, for people."""
+    """Notes for people on what was left out."""
     _reserved: int = 0
     _used: int = 0
 
@@ -132,7 +132,7 @@ def require_safe(file: IO[bytes], parent: str) -> None:
     """See that an archive for a folder has one top entry, and that nothing in it is a device or leads out of that.
 
     Raises:
-        SandboxFileError: it does, or it is no archive.
+        SandboxFileError: it does, or it is not an archive.
     """
     # Digests, and no member is kept: what is in an archive takes no more memory than its number of entries asks for.
     folders: set[bytes] = set()

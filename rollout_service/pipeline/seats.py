@@ -12,7 +12,7 @@ import anyio
 
 
 class Seating(Protocol):
-    """What can be acquired and released: `Seats`, or a plain semaphore."""
+    """A semaphore to acquire and release: `Seats`, or a plain one."""
 
     async def acquire(self) -> None:
         """Wait for a seat."""

@@ -112,7 +112,7 @@ class StageLimiter:
     ) -> float:
         """Queue up, leave the stage before, and get a worker; returns the seconds waited since `since`.
 
-        `since` is a reading of `time.perf_counter`; `then` is what the worker has to wait for beside.
+        `since` is a reading of `time.perf_counter`; `then` is what the worker has to wait for as well.
         """
         with self._metrics.waiting(self.stage):
             await slot.take_place(self.places)

@@ -22,7 +22,7 @@ _EDITED = (ForkReason.HISTORY_EDITED, ForkReason.COMPACTION)
 
 
 class NotReplayableError(ServiceError):
-    """What was recorded of a rollout is not enough to evaluate it again."""
+    """The record of a rollout is not enough to evaluate it again."""
 
     code = "not_replayable"
     boundary = Boundary.REQUEST

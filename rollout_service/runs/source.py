@@ -154,7 +154,7 @@ class Parquet(Rows):
         try:
             self._table: Any = parquet.read_table(path, memory_map=True)
         except ArrowException as error:
-            problem = FieldError(path=f"{FIELD}.path", message=f"{path} is no whole Parquet file: {error}")
+            problem = FieldError(path=f"{FIELD}.path", message=f"{path} is not a whole Parquet file: {error}")
             raise InvalidFieldError([problem], hint="Write it again.") from error
         number = 0
         for batch in self._table.to_batches(max_chunksize=_ROWS_AT_ONCE):
@@ -211,7 +211,7 @@ def open_file(source: FileTasks, check: Callable[[dict[str, JsonValue]], None]) 
     """The instances of a file, each checked; call it in a thread.
 
     Raises:
-        InvalidFieldError: the file cannot be read, is empty, or holds something that is no instance, with the row;
+        InvalidFieldError: the file cannot be read, is empty, or holds something that is not an instance, with the row;
             or it is a Parquet file, and pyarrow is not installed.
     """
     path = Path(source.path)

@@ -34,7 +34,7 @@ _HINTS = {
 _REPORT = "Report it with the log's traceback; the database was not changed."
 
 _PASSING = _HINTS.keys() | {sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_PROTOCOL}
-"""What may go away while the service runs, by itself or by what its hint says; a damaged file by a copy put back."""
+"""The errors that may pass while the service runs, alone or by their hint: a damaged file by a copy put back."""
 
 
 def _code(error: sqlite3.Error) -> int:

@@ -169,7 +169,7 @@ class SqliteStore(Store):
     async def finish(self, lease: Lease, owner: str, result: Rollout) -> bool:
         if not result.state.terminal or result.rollout_id != lease.rollout_id:
             raise ValueError(
-                f"{result.rollout_id} in state {result.state} is no result of {lease.rollout_id}"
+                f"{result.rollout_id} in state {result.state} is not a result of {lease.rollout_id}"
             )
         values = self._held(lease, owner) | {
             "state": result.state,

@@ -139,7 +139,7 @@ class ChatRenderer:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, control tokens included; bytes that are no valid UTF-8 become U+FFFD."""
+        """The text of ids, control tokens included; bytes that are not valid UTF-8 become U+FFFD."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:

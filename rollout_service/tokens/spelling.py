@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 MARK = "\ufdd0"
-"""A code point that Unicode keeps for internal use and that is no character."""
+"""A code point that Unicode keeps for internal use and that is not a character."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 

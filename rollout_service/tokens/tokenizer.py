@@ -34,7 +34,7 @@ class ChatTokenizer(Protocol):
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of ids; bytes that are no valid UTF-8 become U+FFFD."""
+        """The text of ids; bytes that are not valid UTF-8 become U+FFFD."""
         ...
 
     def spelling(self, *, special_only: bool = False) -> Spelling:
@@ -137,7 +137,7 @@ class TransformersTokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
-        """The text of ids; bytes that are no valid UTF-8 become U+FFFD. Raises as the class above does."""
+        """The text of ids; bytes that are not valid UTF-8 become U+FFFD. Raises as the class above does."""
         if clean_up_tokenization_spaces is not None:
             raise ValueError("character offsets are not recovered from decoded texts")
         return str(self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens))

@@ -123,7 +123,7 @@ async def files_odd_names(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def files_no_files(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """Pipes, devices and folders are no files, at once and not when somebody writes to them."""
+    """Pipes, devices and folders are not files, at once and not when somebody writes to them."""
     await sandbox.exec(["bash", "-c", "mkfifo pipe; mkdir folder; ln -s /dev/zero zero; ln -s loop loop"])
     for name in ("pipe", "folder", "zero", "loop"):
         with anyio.fail_after(30):

@@ -65,10 +65,10 @@ def normal_host(text: str) -> str:
     try:
         name = text.lower() if text.isascii() else idna.encode(text, uts46=True).decode().lower()
     except idna.IDNAError as error:
-        raise ValueError(f"{text!r} is no host name: {error}") from error
+        raise ValueError(f"{text!r} is not a host name: {error}") from error
     labels = name.removesuffix(".").split(".")
     if len(name) > NAME_LIMIT or not all(LABEL.fullmatch(label) for label in labels):
-        raise ValueError(f"{text!r} is no host name")
+        raise ValueError(f"{text!r} is not a host name")
     if NUMBER.fullmatch(labels[-1]):
         raise ValueError(f"{text!r} is neither a host name nor an address in its usual form")
     return ".".join(labels)
@@ -86,7 +86,7 @@ def split_port(text: str) -> tuple[str, int | None]:
     if not colon or text.endswith("]"):
         return text, None
     if not (port.isascii() and port.isdigit() and 0 < int(port[:6]) <= MAX_PORT):
-        raise ValueError(f"{port!r} is no port")
+        raise ValueError(f"{port!r} is not a port")
     return host, int(port)
 
 
@@ -104,7 +104,7 @@ class Rule:
     def parse(cls, entry: str) -> "Rule":
         """
         Raises:
-            SandboxConfigError: it is no entry; the message names it.
+            SandboxConfigError: it is not an entry; the message names it.
         """
         try:
             host, port = split_port(entry)

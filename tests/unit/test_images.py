@@ -229,11 +229,11 @@ def test_errors_are_typed(store: ImageStore, tmp_path: Path) -> None:
         packaged("calc")
     with pytest.raises(ImageNotFoundError, match="cannot be read"):
         store.provide(Definition(tmp_path / "missing.def"), "calc")
-    with pytest.raises(ImageError, match="no reference"):
+    with pytest.raises(ImageError, match="not a reference"):
         store.provide(Reference("debian:12"))
     with pytest.raises(ImageNotFoundError, match="cannot be read"):
         store.provide(source_of_reference(f"docker-archive:{tmp_path}/missing.tar"))
-    with pytest.raises(ImageNotFoundError, match="no folder"):
+    with pytest.raises(ImageNotFoundError, match="not a folder"):
         store.provide(Tree(tmp_path / "missing"))
     with pytest.raises(ImageError, match="no /bin/bash"):
         store.provide(Tree(tmp_path))

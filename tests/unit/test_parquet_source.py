@@ -100,7 +100,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     path = tmp_path / "cut.parquet"
     for data in (b"", b"PAR1", write(tmp_path / "whole.parquet", n=[1]).read_bytes()[:-9]):
         path.write_bytes(data)
-        with pytest.raises(InvalidFieldError, match="no whole Parquet file"):
+        with pytest.raises(InvalidFieldError, match="not a whole Parquet file"):
             opened(path)
     with pytest.raises(InvalidFieldError, match="holds no instance"):
         opened(write(tmp_path / "empty.parquet", n=pyarrow.array([], pyarrow.int64())))

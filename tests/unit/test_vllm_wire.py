@@ -133,7 +133,7 @@ def test_a_servers_mode_is_read_from_what_top_k_leaves():
     assert mode_of(probe(0.0, -9999.0)) is LogprobsMode.PROCESSED
     assert mode_of(probe(-0.5, -1.5)) is LogprobsMode.RAW
     for first, second in ((12.5, 7.25), (3.0, -9999.0), (-0.5, 0.25)):
-        with pytest.raises(BackendProtocolError, match="no logprobs"):
+        with pytest.raises(BackendProtocolError, match="not logprobs"):
             mode_of(probe(first, second))
     for entry in (None, {}, {"top_logprobs": [{"logprob": 0.0}]}):
         with pytest.raises(BackendProtocolError):
