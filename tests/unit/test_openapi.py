@@ -76,6 +76,35 @@ def test_operations_have_names_for_a_generated_client(document: dict[str, Any]) 
     assert all(re.fullmatch(r"[a-z]+(_[a-z]+)*", name) for name in names)
 
 
+def test_answers_and_bodies_have_names_for_a_generated_client(document: dict[str, Any]) -> None:
+    """A generator names a class after each; of several media types it takes the first that it knows."""
+    for path, operation in operations(document):
+        answers = [answer for status, answer in operation["responses"].items() if status.startswith("2")]
+        for said in [operation.get("requestBody", {}), *answers]:
+            content = said.get("content", {})
+            assert "application/json" in list(content)[:1] or "application/json" not in content, path
+            schema = content.get("application/json", {}).get("schema")
+            if schema is not None and path != "/v1/environments/{name}/dataset":  # instances have any fields
+                assert "$ref" in schema.get("items", schema), path
+    assert all(re.fullmatch(r"[A-Z][A-Za-z]+", name) for name in document["components"]["schemas"])
+
+
+def test_unions_of_schemas_say_by_what_they_differ(document: dict[str, Any]) -> None:
+    def unions(part: Any) -> Iterator[dict[str, Any]]:
+        inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else []
+        for each in inner:
+            yield from unions(each)
+        members = part.get("oneOf", part.get("anyOf", [])) if isinstance(part, dict) else []
+        if sum("$ref" in member for member in members) > 1:
+            yield part
+
+    found = list(unions(document["components"]["schemas"]))
+    assert found
+    for union in found:
+        named = union["discriminator"]["mapping"].values()
+        assert set(named) == {one["$ref"] for one in union.get("oneOf", [])}
+
+
 def test_every_body_has_an_example_that_its_schema_takes(document: dict[str, Any]) -> None:
     for path, operation in operations(document):
         for body in [operation.get("requestBody", {}), *operation["responses"].values()]:
