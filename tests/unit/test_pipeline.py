@@ -1,7 +1,7 @@
 """The pipeline's promises, with scripted environments and policies and a store in memory."""
 
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Container
 from contextlib import asynccontextmanager, closing
 from itertools import cycle
 from pathlib import Path
@@ -35,7 +35,7 @@ from rollout_service.store.sqlite import SqliteStore
 from rollout_service.telemetry import Metrics
 from sandboxes import Sandbox, SandboxInfo, SandboxProvider, SandboxSpec, SweepReport
 from sandboxes.config import PressureConfig
-from sandboxes.errors import LimitExceededError, SandboxStartError
+from sandboxes.errors import LimitExceededError, SandboxClosedError, SandboxStartError
 from sandboxes.governor import Governor
 from sandboxes.pressure import Controller
 from sandboxes.readings import HostReader
@@ -46,18 +46,19 @@ Step = Callable[[Episode], Awaitable[Any]]
 
 
 class Played(Environment):
-    """An environment whose three stages are functions of the test."""
+    """An environment whose steps are functions of the test."""
 
     def __init__(
         self,
         *,
         init: Step | None = None,
         run: Step | None = None,
+        execute: Step | None = None,
         evaluate: Step | None = None,
         **spec: Any,
     ) -> None:
         self.spec = EnvironmentSpec(name="played", **spec)
-        self._steps = {"init": init, "run": run, "evaluate": evaluate}
+        self._steps = {"init": init, "run": run, "execute": execute, "evaluate": evaluate}
 
     async def init(self, episode: Episode) -> None:
         if step := self._steps["init"]:
@@ -67,6 +68,10 @@ class Played(Environment):
         if step := self._steps["run"]:
             return await step(episode) or StopReason.FINISHED
         return StopReason.FINISHED
+
+    async def execute(self, episode: Episode) -> None:
+        if step := self._steps["execute"]:
+            await step(episode)
 
     async def evaluate(self, episode: Episode) -> Score:
         if step := self._steps["evaluate"]:
@@ -131,6 +136,9 @@ class FakeSandbox(Sandbox):
 
     async def end_processes(self) -> None:
         await anyio.lowlevel.checkpoint()
+        self._provider.endings += 1
+        if self._provider.endings in self._provider.ended_at:
+            raise SandboxClosedError("it has ended by itself")
 
     def _unused(self, *args: Any, **kwargs: Any) -> Any:
         pytest.fail("the pipeline itself runs nothing in a sandbox")
@@ -145,7 +153,9 @@ class CountingProvider(SandboxProvider):
     name = "counting"
     isolates = False
 
-    def __init__(self, failures: int = 0) -> None:
+    def __init__(self, failures: int = 0, ended_at: Container[int] = ()) -> None:
+        """`ended_at`: which of the calls to end processes find that the sandbox itself has ended."""
+        self.endings, self.ended_at = 0, ended_at
         self.alive: set[FakeSandbox] = set()
         self.started = 0
         self.most = 0
@@ -319,6 +329,31 @@ async def test_a_fresh_evaluation_gets_a_sandbox_of_its_own() -> None:
         await b.run()
         await b.idle()
         assert b.provider.started == 2
+
+
+async def test_a_program_of_the_agent_runs_where_the_grader_never_is() -> None:
+    seen: list[Sandbox | None] = []
+
+    async def look(episode: Episode) -> None:
+        seen.append(episode.sandbox)
+
+    steps = {"run": look, "execute": look, "evaluate": look}
+    async with bench(Played(image="any", evaluate_in=EvaluateIn.FRESH, runs_submission=True, **steps)) as b:
+        await b.run()
+        await b.idle()
+        assert len(set(seen)) == b.provider.started == 3
+        assert b.provider.most == 1
+
+
+@pytest.mark.parametrize("ended_at", [1, 2])
+async def test_an_agent_that_ended_the_sandbox_it_is_scored_in_gets_nothing(ended_at: int) -> None:
+    provider = CountingProvider(ended_at=[ended_at])
+    environment = Played(image="any", evaluate_in=EvaluateIn.SAME, runs_submission=True)
+    async with bench(environment, provider=provider) as b:
+        rollout = await b.run()
+        await b.idle()
+        assert (rollout.state, rollout.reward) == (RolloutState.COMPLETED, 0.0)
+        assert "sandbox ended" in rollout.notes[-1]
 
 
 @pytest.mark.parametrize("stage", list(Stage))

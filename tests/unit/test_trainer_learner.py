@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.trainer_batches import PROMPT, write_batch
-from trainer.checkpoint import Checkpoints, load_state, weights_of
+from trainer.checkpoint import STATE, Checkpoints, load_state, weights_of
 from trainer.learner import Learner, Recipe
 from trainer.policy import Sample, sampled_logprobs, samples_of
 
@@ -154,6 +156,25 @@ def test_a_checkpoint_that_was_not_finished_is_none_and_old_ones_go(base, tmp_pa
     again = Checkpoints(tmp_path, base)
     assert again.latest().steps == 5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-4", "step-5"]
+
+
+def test_a_checkpoint_that_would_run_code_is_not_read(base, tmp_path):
+    learner = Learner(base, RECIPE)
+    saved = Checkpoints(tmp_path, base).save(learner.model, learner.state())
+    torch.save(Orders(str(tmp_path / "done")), saved.folder / STATE)
+    with pytest.raises(pickle.UnpicklingError):
+        load_state(saved)
+    assert not (tmp_path / "done").exists()
+
+
+class Orders:
+    """What a pickle may have its reader call."""
+
+    def __init__(self, path):
+        self._path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self._path,)
 
 
 def test_the_batch_in_hand_is_known_to_the_next_process(base, tmp_path):
