@@ -13,7 +13,7 @@ from typing import Self
 
 from api_schemas.errors import FieldError
 from rollout_service.environments.contract import Environment
-from rollout_service.environments.declaration import FILE_NAME
+from rollout_service.environments.declaration import FILE_NAME, INSIDE
 from rollout_service.environments.declarative import load_folder
 from rollout_service.environments.images import extract_environment
 from rollout_service.errors import ConfigurationError, InvalidFieldError, nearest
@@ -94,11 +94,26 @@ def load_path(path: Path) -> Environment:
     if path.is_dir() and (path / FILE_NAME).is_file():
         return load_folder(path)
     if path.is_file():
-        return load_folder(extract_environment(path), image=path.resolve())
+        return _load_image(path.resolve())
     raise ConfigurationError(
         f"there is no environment at {path}",
         hint=f"Name a folder with an {FILE_NAME}, or an image that holds one.",
     )
+
+
+def _load_image(image: Path) -> Environment:
+    """The environment in an image; mistakes are named where they are in it, not in the folder that it is copied to."""
+    folder = extract_environment(image)
+    if not (folder / FILE_NAME).is_file():
+        raise ConfigurationError(
+            f"the image {image} has no {INSIDE}/{FILE_NAME}",
+            hint="Put one there, or name the folder that has it instead of the image.",
+        )
+    try:
+        return load_folder(folder, image=image)
+    except ConfigurationError as error:
+        message = str(error).replace(str(folder), f"{image}:{INSIDE}")
+        raise ConfigurationError(message, hint=error.hint) from error
 
 
 def _from_plugin(plugin: EntryPoint) -> Environment:

@@ -14,6 +14,7 @@ from rollout_service.environments import calc, code
 from rollout_service.environments.code_problems import problems
 from rollout_service.environments.declarative import load_folder
 from rollout_service.environments.images import extract_environment
+from rollout_service.environments.registry import load_path
 from rollout_service.environments.trial import play
 from rollout_service.errors import ConfigurationError
 from rollout_service.pipeline.sandboxing import SandboxSource
@@ -129,6 +130,25 @@ def test_an_environment_is_taken_out_of_its_image(tmp_path):
 def test_an_image_without_an_environment_is_named(tmp_path):
     with pytest.raises(ConfigurationError, match="has no /environment"):
         extract_environment(tiny_image(tmp_path), tmp_path / "cache")
+
+
+def test_what_is_wrong_in_an_image_is_named_as_it_is_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "environment.toml").write_text(
+        'name = "e"\n[evaluate]\ncommand = "true"\n[dataset]\npath = "none.jsonl"\n'
+    )
+    image = tiny_image(tmp_path, broken)
+    with pytest.raises(ConfigurationError) as caught:
+        load_path(image)
+    assert f"{image}:/environment/none.jsonl cannot be read" in str(caught.value)
+    assert str(tmp_path / "cache") not in str(caught.value)
+    monkeypatch.undo()
+    base = ImageStore().resolve("base").resolve()
+    with pytest.raises(ConfigurationError, match=f"the image {base} has no /environment") as caught:
+        load_path(base)
+    assert caught.value.hint
 
 
 def test_an_environment_of_an_unpacked_image_is_copied_without_what_is_no_file(tmp_path):
