@@ -71,7 +71,8 @@ def test_a_step_that_fails_shows_the_end_of_its_output_and_ends_the_script(tmp_p
 
 def test_a_base_image_that_is_there_is_not_built_again_by_another_checkout(tmp_path):
     (tmp_path / "base.sif").touch()
-    result = bash("ensure_base_image; echo ready", tmp_path, ROLLOUT_IMAGES_DIR=str(tmp_path))
+    code = "ensure_uv() { fail 'it would be built'; }; ensure_base_image; echo ready"
+    result = bash(code, tmp_path, ROLLOUT_IMAGES_DIR=str(tmp_path))
     assert (result.returncode, result.stdout) == (0, "ready\n"), result.stderr
 
 
