@@ -7,6 +7,7 @@ ends the call that waits. Nothing is left when the block ends.
 
 from __future__ import annotations
 
+import concurrent.futures
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial, update_wrapper
@@ -25,6 +26,9 @@ from rollout_service.client_runs import LEASE_SECONDS, ClientRun, LeasedBatch
 P = ParamSpec("P")
 T = TypeVar("T")
 A = TypeVar("A")
+
+LOOK_SECONDS = 0.2
+"""How often a call that waits looks for an interrupt: one that comes just before a thread blocks does not wake it."""
 
 
 class Blocking(Generic[A]):
@@ -65,6 +69,8 @@ def iterating(
 def _wait(portal: BlockingPortal, call: Callable[[], Coroutine[object, object, T]]) -> T:
     future = portal.start_task_soon(call)
     try:
+        while not concurrent.futures.wait([future], LOOK_SECONDS).done:
+            pass
         return future.result()
     except BaseException:
         future.cancel()  # an interrupt of the one who waits; without effect on a call that has failed
