@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -114,7 +115,13 @@ def _allowed(request: Request) -> set[str]:
     """Return the methods that a path has over all its routes; Starlette knows those of the first alone."""
     routes: list[APIRoute] = request.app.state.routes
     here = [route for route in routes if route.path_regex.match(request.url.path)]
-    return {method for route in here for method in route.methods or ()}
+    # An id may have slashes, so that what follows it may be taken for a part of it: the most literal path is meant.
+    meant = max((route.path for route in here), key=_literal_length, default="")
+    return {method for route in here if route.path == meant for method in route.methods or ()}
+
+
+def _literal_length(path: str) -> int:
+    return len(re.sub(r"\{[^}]*\}", "", path))
 
 
 def _http_detail(request: Request, error: HTTPException) -> str:

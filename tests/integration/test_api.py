@@ -296,6 +296,8 @@ def test_an_unknown_path_and_method(api: httpx.Client) -> None:
     refused = api.put("/v1/rollouts")
     problem(refused, 405)
     assert refused.headers["allow"] == "GET, POST"
+    assert api.put("/v1/backends/http://engine/drain").headers["allow"] == "POST", "an id may have slashes"
+    assert api.put("/v1/backends/http://engine").headers["allow"] == "DELETE"
     problem(api.get("/v1/rollouts/nobody"), 404)
     problem(api.get("/v1/rollouts/nobody/trajectory"), 404)
     problem(api.delete("/v1/backends/nobody"), 404)
