@@ -166,6 +166,16 @@ def test_this_host_can_be_read_in_well_under_a_millisecond_of_a_second(tmp_path:
     assert (time.process_time() - began) / 20 < 0.005  # 0.5 ms on a quiet machine
 
 
+def test_a_folder_that_was_removed_is_on_the_disk_that_it_was_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    reader = HostReader([folder])
+    [before] = reader.read().disks
+    folder.rmdir()
+    [after] = reader.read().disks
+    assert (after.path, after.total_bytes) == (before.path, before.total_bytes)
+
+
 def test_open_files_are_counted(tmp_path: Path) -> None:
     reader = HostReader()
     before = reader.read().descriptors_free
