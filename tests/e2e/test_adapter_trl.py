@@ -14,7 +14,7 @@ from tests.support.adapter_service import service
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-trl" / "bin" / "python"
-STEPS, TASKS, GROUP_SIZE, HELD_OUT = 12, 6, 8, 24
+STEPS, TASKS, GROUP_SIZE, HELD_OUT = 8, 6, 8, 24
 QUIET = {
     "OMP_NUM_THREADS": "1",  # the service and its sandboxes have the other core
     "MALLOC_MMAP_MAX_": "0",
@@ -31,7 +31,7 @@ def test_grpo_raises_the_reward_from_trls_documented_hook(tmp_path):
     figures = train(tmp_path)
     rewards = figures["training_rewards"]
     assert len(rewards) == STEPS
-    # Every step has the same tasks, so only sampling is left to chance: 0.08 of this difference, which was 0.6.
+    # Every step has the same tasks, so only sampling is left to chance: 0.08 of this difference, which was 0.5.
     assert mean(rewards[-4:]) > rewards[0] + 0.2, figures
     assert figures["weight_version"] == STEPS + 1
     assert figures["failed"] == 0
