@@ -72,8 +72,13 @@ class Server(uvicorn.Server):
                     opening.start_soon(self._open, connection, str(address[0]))
 
     async def _open(self, connection: socket.socket, address: str) -> None:
-        """Hand a connection to a protocol of its own, after its TLS handshake where there is one."""
-        scope = anyio.CancelScope(deadline=anyio.current_time() + self._limits.head_seconds)
+        """Hand a connection to a protocol of its own, after its TLS handshake where there is one.
+
+        The handshake alone has a deadline: without one the peer owes nothing yet, and what takes time is this process.
+        """
+        scope = anyio.CancelScope()
+        if self.config.ssl is not None:
+            scope.deadline = anyio.current_time() + self._limits.head_seconds
 
         def evict(reason: Eviction) -> None:
             self._observe(reason.value)

@@ -186,6 +186,12 @@ async def test_five_hundred_half_heads_are_closed_in_time() -> None:
         assert bench.connections.counts() == {"pending": 0, "idle": 0, "busy": 0}
 
 
+async def test_a_server_too_busy_to_open_a_connection_in_time_blames_no_handshake() -> None:
+    async with serving(replace(QUICK, head_seconds=0.0)) as bench:
+        await bench.send(b"")
+        assert bench.noted == ["request_timeout"]
+
+
 @pytest.mark.parametrize("drip", [b"\r\n", b"x", b"a: b\r\n"])
 async def test_a_head_that_drips_has_one_deadline(drip: bytes) -> None:
     async with serving() as bench, await bench.connect() as stream:
