@@ -25,7 +25,7 @@ class SafeConsole(Console):
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
-        if not self.is_terminal:
+        if not (self.is_terminal and self.file.isatty()):  # FORCE_COLOR makes a pipe count as a terminal
             self.width = PIPE_WIDTH
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -52,7 +52,7 @@ class Heading:
         self.text = text
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if console.is_terminal:
+        if console.is_terminal and console.width < PIPE_WIDTH:
             yield Rule(Text(self.text), align="left")
         else:
             yield Text(f"--- {self.text}".rstrip())

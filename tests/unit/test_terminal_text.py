@@ -4,7 +4,10 @@ import ast
 import io
 import json
 import logging
+import os
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import redirect_stderr
@@ -140,6 +143,16 @@ def test_no_command_lets_a_server_write_to_the_terminal(hostile, command, termin
     shown = result.stdout + result.stderr
     assert_safe(shown)
     assert terminal or "\x1b" not in shown
+
+
+@pytest.mark.parametrize("variables", [{}, {"FORCE_COLOR": "1"}], ids=["plain", "coloured"])
+def test_a_table_in_a_pipe_has_a_line_for_each_row(variables):
+    command = [sys.executable, "-m", "rollout_service.cli", "env", "list"]
+    environ = {**os.environ, "COLUMNS": "40", **variables}
+    shown = subprocess.run([*command, "--json"], capture_output=True, check=True, env=environ, text=True)
+    names = [spec["name"] for spec in json.loads(shown.stdout)]
+    shown = subprocess.run(command, capture_output=True, check=True, env=environ, text=True)
+    assert [line.split()[0] for line in shown.stdout.splitlines()[1:]] == names
 
 
 def test_a_mistake_in_a_file_is_shown_as_text(tmp_path):
