@@ -212,7 +212,7 @@ def test_a_leased_batch_is_given_back_and_acknowledged_by_its_id(server, tmp_pat
     assert output.read_bytes() == first
 
     assert invoke("runs", "nack", "settled", batch_id, url=server.url).exit_code == 0
-    again = invoke(*lease, "--force", url=server.url)
+    again = invoke(*lease, "--force", "--timeout", "0", url=server.url)
     assert again.stdout.strip() == batch_id
     assert json.loads(output.read_text())["delivery"] == 2
     acknowledged = invoke("runs", "ack", "settled", batch_id, url=server.url)
