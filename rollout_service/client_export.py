@@ -46,7 +46,8 @@ class RunExport:
             elif isinstance(line, ExportEnd):
                 ended = line.samples == count
         if not ended:
-            raise BadExportError(f"{self.path} was cut off after {count} rollout{'' if count == 1 else 's'}: export it again")
+            plural = "" if count == 1 else "s"
+            raise BadExportError(f"{self.path} was cut off after {count} rollout{plural}: export it again")
 
     def _lines(self) -> Iterator[ExportLine]:
         done = 0
