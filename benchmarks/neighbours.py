@@ -13,15 +13,24 @@ import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 from common import Options, report, run
 
-from sandboxes import ApptainerConfig, Sandbox, SandboxError, SandboxProvider, SandboxSpec, make_provider
+from sandboxes import (
+    ApptainerConfig,
+    Sandbox,
+    SandboxClosedError,
+    SandboxError,
+    SandboxProvider,
+    SandboxSpec,
+    make_provider,
+)
 
 MIB = 1024**2
 LIMITS = {"max_processes": 128, "memory_bytes": 512 * MIB, "disk_bytes": 128 * MIB}
@@ -121,23 +130,49 @@ def attacks() -> dict[str, Callable[[Sandbox], Awaitable[object]]]:
     }
 
 
-@asynccontextmanager
-async def under(attack: Callable[[Sandbox], Awaitable[object]], sandbox: Sandbox) -> AsyncIterator[None]:
-    """The attack goes on, again and again, for as long as the block."""
+class Attacker:
+    """A sandbox that attacks, and another where that one has ended."""
 
-    async def go_on() -> None:
+    def __init__(self, provider: SandboxProvider, attack: Callable[[Sandbox], Awaitable[object]]) -> None:
+        self._provider = provider
+        self._attack = attack
+        self._sandbox: Sandbox | None = None
+
+    async def start(self) -> Sandbox:
+        """Return the sandbox with its shell open."""
+        if self._sandbox is None:
+            self._sandbox = await self._provider.start(SandboxSpec(**LIMITS))  # type: ignore[arg-type]
+            await self._sandbox.bash()
+        return self._sandbox
+
+    @asynccontextmanager
+    async def attacking(self) -> AsyncIterator[None]:
+        """Attack again and again, for as long as the block."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._go_on)
+            await anyio.sleep(SETTLE)
+            yield
+            tasks.cancel_scope.cancel()
+        try:
+            await (await self.start()).end_processes()
+        except SandboxClosedError:
+            await self.aclose()
+
+    async def _go_on(self) -> None:
         while True:
+            await anyio.lowlevel.checkpoint()
             try:
-                await attack(sandbox)
+                await self._attack(await self.start())
+            except SandboxClosedError:
+                await self.aclose()
             except SandboxError:
                 continue  # it has ended its own session, or is at a limit: the next attempt
 
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(go_on)
-        await anyio.sleep(SETTLE)
-        yield
-        tasks.cancel_scope.cancel()
-    await sandbox.end_processes()
+    async def aclose(self) -> None:
+        """Close the sandbox, if there is one."""
+        sandbox, self._sandbox = self._sandbox, None
+        if sandbox is not None:
+            await sandbox.close()
 
 
 async def main(given: Options) -> None:
@@ -169,11 +204,11 @@ async def ratios(
 ) -> dict[str, float]:
     """The figures of one attack."""
     pairs: list[tuple[Times, Times]] = []
-    async with await provider.start(SandboxSpec(**LIMITS)) as attacker:  # type: ignore[arg-type]
-        await attacker.bash()
+    async with aclosing(Attacker(provider, attack)) as attacker:
         for _ in range(rounds):
+            await attacker.start()
             quiet = await found.measure(seconds)
-            async with under(attack, attacker):
+            async with attacker.attacking():
                 pairs.append((quiet, await found.measure(seconds)))
     figures = {}
     for side in ("neighbour", "service"):
