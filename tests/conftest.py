@@ -1,5 +1,6 @@
 """Fixtures that every test may use."""
 
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,6 +14,10 @@ from tests.support.order import longest_first
 settings.register_profile("patient", suppress_health_check=[HealthCheck.too_slow], deadline=None)
 settings.register_profile("fast", settings.get_profile("patient"), max_examples=10)
 settings.load_profile("patient")
+
+# Jobs in the background ignore both, and so would every child of a test that is to be interrupted.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 REAL_PARTS = frozenset({"apptainer", "docker", "sglang", "vllm", "trl"})
 TORCH_MODULES = frozenset({"test_trainer_learner.py", "test_trainer_loss.py"})

@@ -14,7 +14,7 @@ from rollout_service.inference.sglang_wire import generate_body
 pytestmark = pytest.mark.anyio
 
 PROMPT = [(7 * i + 11) % 256 for i in range(40)]
-LONG = 800  # tokens: long enough to be interrupted
+LONG = 1_200  # tokens: long enough to be interrupted
 PAUSES = 5
 SPEAK_SGLANG = [
     "embedded",

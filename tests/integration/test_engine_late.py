@@ -92,7 +92,7 @@ async def test_orders_wait_for_their_engine_and_lose_nothing_by_it(tmp_path: Pat
         submitting(tmp_path, client.base_url, 12) as (submit, log),
     ):
         await said(log, "Waiting: no backend is in service")
-        assert address in log.read_text()
+        assert f"Waiting for policy@127.0.0.1:{port}" in log.read_text()
         await anyio.sleep(2)
         assert (await client.page()).counts == {RolloutState.QUEUED: 12}
         assert not (await client.readiness()).ready
