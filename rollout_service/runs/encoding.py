@@ -31,7 +31,7 @@ Send = Callable[[memoryview], Awaitable[None]]
 _NAMES = {np.dtype(code): name for name, code in TYPES.items()}
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 2 << 20
 """Fewer, larger pieces take less of the event loop, and more memory."""
 _GROUPS_AHEAD = 1
 """Groups that were read and wait for their turn, beside the one that is being read."""
