@@ -237,7 +237,7 @@ again(take, lambda one: None)
 """
 PROGRAMS = {"epoll": EPOLL, "inotify": INOTIFY, "ptys": PTYS, "descriptors": DESCRIPTORS, "keys": KEYS}
 REFUSED = {"keys"}
-"""Of what a sandbox gets none at all: the attack is to ask for it again and again."""
+"""Resources that a sandbox is refused altogether: the attack asks for them again and again."""
 COMMANDS = {"disk": "full_disk", "memory": "memory_hog", "processes": "fork_bomb", "cpu": "spin"}
 TAKE_SECONDS = 3
 

@@ -233,10 +233,9 @@ class RunManager:
 
     async def _settle_group(self, active: Active, group: OpenGroup, gave_up: str | None) -> None:
         """Repeat what failed, and close the group if all has ended."""
-        if gave_up is None:
-            _refuse_lost(group)
         repeated = False
         if gave_up is None:
+            _refuse_lost(group)
             for member in group.members:
                 if member.state is RolloutState.FAILED:
                     repeated |= await self._repeat(active.run, group.number, member)

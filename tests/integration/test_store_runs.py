@@ -88,7 +88,7 @@ def trajectory(version: int) -> Trajectory:
     )
 
 
-async def end_all(store: SqliteStore, version: int = 0) -> None:
+async def end_all(store: SqliteStore, version: int = 0, *, made: Trajectory | None = None) -> None:
     for lease in await store.claim("w", limit=1_000, lease_seconds=1e6):
         result = Rollout(
             rollout_id=lease.rollout_id,
@@ -97,7 +97,7 @@ async def end_all(store: SqliteStore, version: int = 0) -> None:
             pool="policy",
             reward=float(lease.rollout_id.endswith("1")),
             created_at=lease.created_at,
-            trajectory=trajectory(version),
+            trajectory=made or trajectory(version),
         )
         assert await store.finish(lease, "w", result)
 
@@ -468,17 +468,7 @@ async def test_what_fits_no_column_is_closed_and_comes_as_json(store: SqliteStor
     await create(store)
     await store.runs.begin("a", [new_group(0)])
     large = trajectory(0).segments[0].model_copy(update={"token_ids": [5, 6, 2**31]})
-    for lease in await store.claim("w", limit=2, lease_seconds=60):
-        result = Rollout(
-            rollout_id=lease.rollout_id,
-            state=RolloutState.COMPLETED,
-            task=lease.request.task,
-            pool="policy",
-            reward=0.0,
-            created_at=lease.created_at,
-            trajectory=trajectory(0).model_copy(update={"segments": [large]}),
-        )
-        assert await store.finish(lease, "w", result)
+    await end_all(store, made=trajectory(0).model_copy(update={"segments": [large]}))
     await close(store, 0)
     found = (await store.runs.group("a", 0)).samples[0].rollout.trajectory
     assert found is not None
