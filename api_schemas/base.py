@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, StringConstraints
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, Strict, StringConstraints
 
 MAX_INT = 2**62
 """The largest integer on the wire: fits 64 bits with room for sums, and is exact where JSON numbers are floats."""
@@ -19,11 +20,23 @@ def _no_text_or_switch(value: object) -> object:
     return value
 
 
+def _no_number_or_day(value: object) -> object:
+    if isinstance(value, datetime) or (isinstance(value, str) and "T" in value.upper()):
+        return value
+    raise ValueError("must be a date and time, such as 2026-01-31T12:00:00Z")
+
+
 Number = BeforeValidator(_no_text_or_switch)
 """Refuses `true` and `"1"`, which pydantic would take for numbers."""
 
 Flag = Annotated[bool, Strict()]
 """`true` or `false`, and not `1`, `"yes"` or `"off"`."""
+
+Integer = Annotated[int, Strict()]
+"""Any integer, and not `true`, `"1"` or `1.0`."""
+
+Real = Annotated[float, Strict()]
+"""Any number, and not `true` or `"1"`."""
 
 Count = Annotated[int, Number, Field(ge=1, le=MAX_INT)]
 """A number of things, at least one."""
@@ -39,6 +52,9 @@ Seconds = Annotated[float, Number, Field(gt=0, le=MAX_SECONDS)]
 
 SecondsOrZero = Annotated[float, Number, Field(ge=0, le=MAX_SECONDS)]
 """The same, which may be 0."""
+
+Timestamp = Annotated[AwareDatetime, BeforeValidator(_no_number_or_day)]
+"""A date and time with its offset, as RFC 3339 writes it: pydantic would take `0` and `"2026-01-31"` as well."""
 
 RolloutId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")]
 """An identifier that a caller may choose: 1-128 letters, digits, `.`, `_`, `:` or `-`."""

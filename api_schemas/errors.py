@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from api_schemas.base import WireModel
+from api_schemas.base import Flag, Integer, WireModel
 
 
 class Boundary(StrEnum):
@@ -39,11 +39,11 @@ class ErrorInfo(WireModel):
     """What happened, for a person."""
     hint: str = ""
     """What to do next."""
-    retryable: bool = False
+    retryable: Flag = False
     """Whether the same rollout may succeed when it is tried again."""
     stage: str | None = None
     """The stage in which it happened: `init`, `rollout` or `evaluate`."""
-    attempt: int | None = None
+    attempt: Integer | None = None
     """The attempt, counted from 1."""
 
 
@@ -64,7 +64,7 @@ class Problem(WireModel):
     detail: str
     """What happened and what to do next."""
     code: str
-    retryable: bool = False
+    retryable: Flag = False
     errors: list[FieldError] = []
     """The fields at fault, when there are any."""
     context: dict[str, Any] = {}

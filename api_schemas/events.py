@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from datetime import datetime
-
 from pydantic import JsonValue
 
-from api_schemas.base import WireModel
+from api_schemas.base import Timestamp, WireModel
 
 
 class Event(WireModel):
     """Something that happened. Ids grow by one and survive a restart, so that a reader can resume."""
 
     event_id: int
-    time: datetime
+    time: Timestamp
     kind: str
     """As in `rollout.state` or `backend.failed`."""
     subject: str

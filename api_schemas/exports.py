@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from api_schemas.base import Name, RolloutId, WireModel
+from api_schemas.base import CountOrZero, Name, RolloutId, WireModel
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutRequest, StopReason
 from api_schemas.runs import BatchId, GroupSample, Run
@@ -86,7 +86,7 @@ class RecordedRollout(WireModel):
 
     request: RolloutRequest
     rollout: Rollout
-    sampled_tokens: list[int] | None = None
+    sampled_tokens: list[CountOrZero] | None = None
     """How many tokens each turn sampled, instead of the trajectory's segments: no evaluation needs these."""
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from api_schemas.base import WireModel
+from api_schemas.base import Number, WireModel
 
 
 class HoldView(WireModel):
@@ -106,7 +106,7 @@ class NodeConcurrency(WireModel):
 
 
 MAX_AT_ONCE = 100_000
-AtOnce = Annotated[int, Field(ge=1, le=MAX_AT_ONCE)]
+AtOnce = Annotated[int, Number, Field(ge=1, le=MAX_AT_ONCE)]
 
 
 class StagePatch(WireModel):
@@ -119,7 +119,7 @@ class StagePatch(WireModel):
 class SandboxesPatch(WireModel):
     """Figures of the sandboxes to change."""
 
-    ceiling: Annotated[int, Field(ge=2, le=MAX_AT_ONCE)] | None = None
+    ceiling: Annotated[int, Number, Field(ge=2, le=MAX_AT_ONCE)] | None = None
     """One place is for graders."""
 
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field, JsonValue
 
-from api_schemas.base import MAX_INT32, Flag, Name, Number, RolloutId, Signed, WireModel
+from api_schemas.base import (
+    MAX_INT32,
+    Flag,
+    Integer,
+    Name,
+    Number,
+    Real,
+    RolloutId,
+    Signed,
+    Timestamp,
+    WireModel,
+)
 from api_schemas.errors import ErrorInfo
 from api_schemas.tasks import Limits, Task
 from api_schemas.trajectories import Trajectory
@@ -96,17 +106,17 @@ class Span(WireModel):
     """One stage of one attempt. Time in the queue is told apart and counts against no limit."""
 
     stage: Stage
-    attempt: int
-    started_at: datetime
-    queued_seconds: float
+    attempt: Integer
+    started_at: Timestamp
+    queued_seconds: Real
     """How long the rollout waited for a worker of this stage."""
-    seconds: float
+    seconds: Real
     """How long the stage worked on it."""
-    sandbox_seconds: float = 0.0
+    sandbox_seconds: Real = 0.0
     """How much of it went into starting a sandbox and opening its sessions, part of it while the task was set up."""
-    engine_seconds: float = 0.0
+    engine_seconds: Real = 0.0
     """How much of it was spent waiting for an engine's answer."""
-    tool_seconds: float = 0.0
+    tool_seconds: Real = 0.0
     """How much of it was spent in the agent's tools."""
     error: str | None = None
     """The code of the error that ended it, if one did."""
@@ -115,14 +125,14 @@ class Span(WireModel):
 class Usage(WireModel):
     """What a rollout cost."""
 
-    turns: int = 0
-    prompt_tokens: int = 0
+    turns: Integer = 0
+    prompt_tokens: Integer = 0
     """Prompt tokens sent to the engine, summed over the turns."""
-    cached_tokens: int = 0
+    cached_tokens: Integer = 0
     """How many of them the engine served from its prefix cache, by its own count."""
-    sampled_tokens: int = 0
-    tool_calls: int = 0
-    malformed_calls: int = 0
+    sampled_tokens: Integer = 0
+    tool_calls: Integer = 0
+    malformed_calls: Integer = 0
 
 
 class RolloutRequest(WireModel):
@@ -147,11 +157,11 @@ class Rollout(WireModel):
     state: RolloutState
     task: Task
     pool: Name
-    attempt: int = 0
+    attempt: Integer = 0
     """Attempts begun; 0 while the first has not."""
-    reward: float | None = None
+    reward: Real | None = None
     """The score, or null when there is none: a failure is never a zero."""
-    reward_parts: dict[str, float] = {}
+    reward_parts: dict[str, Real] = {}
     notes: list[str] = []
     """What a person should know of the result, such as files of the agent that were left out."""
     stop_reason: StopReason | None = None
@@ -162,8 +172,8 @@ class Rollout(WireModel):
     usage: Usage = Usage()
     spans: list[Span] = []
     metadata: dict[str, JsonValue] = {}
-    created_at: datetime
-    finished_at: datetime | None = None
+    created_at: Timestamp
+    finished_at: Timestamp | None = None
     trajectory: Trajectory | None = None
 
 

@@ -7,7 +7,6 @@ Counting is in groups unless a name says otherwise. The rollouts of a group are 
 
 from __future__ import annotations
 
-from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Literal, Self
 
@@ -23,6 +22,7 @@ from api_schemas.base import (
     RolloutId,
     SecondsOrZero,
     Signed,
+    Timestamp,
     WireModel,
     tagged,
 )
@@ -275,8 +275,8 @@ class Run(WireModel):
     counts: RunCounts
     problem: ErrorInfo | None = None
     """Why the run cannot go on, and what to do; it goes on when it is resumed."""
-    created_at: datetime
-    ended_at: datetime | None = None
+    created_at: Timestamp
+    ended_at: Timestamp | None = None
 
 
 class RunPage(WireModel):
@@ -332,7 +332,7 @@ class Batch(WireModel):
     groups: list[Group]
     delivery: int
     """How often it was leased, this time included; from 2 on it may have been seen before."""
-    lease_until: datetime
+    lease_until: Timestamp
     version: int
     """The trainer's version when it was leased."""
     oldest_version: int | None
@@ -347,5 +347,5 @@ class BatchAnswer(WireModel):
 
     batch_id: BatchId
     state: Literal["acknowledged", "returned", "leased"]
-    lease_until: datetime | None = None
+    lease_until: Timestamp | None = None
     """Set if and only if it is leased."""

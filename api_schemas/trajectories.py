@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any, Literal
 
-from api_schemas.base import WireModel
+from api_schemas.base import Integer, Real, WireModel
 
 
 class ForkReason(StrEnum):
@@ -71,7 +71,7 @@ class RoutedExperts(WireModel):
     Row i is of the segment's token i. The last token of the last turn was never read, so it has no row.
     """
 
-    shape: list[int]
+    shape: list[Integer]
     """`[tokens - 1, layers, experts per token]`."""
     dtype: Literal["uint8", "uint16", "int32"]
     """Little-endian; the narrowest that holds every expert's number."""
@@ -82,28 +82,28 @@ class RoutedExperts(WireModel):
 class Segment(WireModel):
     """One training sample: lists of equal length, one entry a token."""
 
-    token_ids: list[int]
-    loss_mask: list[int]
+    token_ids: list[Integer]
+    loss_mask: list[Integer]
     """1 exactly where the policy sampled the token in this segment, else 0."""
-    logprobs: list[float]
+    logprobs: list[Real]
     """The engine's natural log-probability of the token; 0.0 where the mask is 0."""
-    versions: list[int]
+    versions: list[Integer]
     """The version of the weights that sampled the token; -1 where the mask is 0."""
-    turn_ids: list[int]
+    turn_ids: list[Integer]
     """The turn of the trajectory, counted from 0; -1 where the mask is 0."""
     fork_reason: ForkReason
-    parent: int | None = None
+    parent: Integer | None = None
     """The segment that this one goes on from, counted from 0; None for the first."""
-    shared_prefix: int = 0
+    shared_prefix: Integer = 0
     """How many ids at its beginning are those of its parent. What the parent sampled there is trained on in the
     parent alone."""
 
-    top_ids: list[list[int]] | None = None
+    top_ids: list[list[Integer]] | None = None
     """For each token the likeliest ids where it was sampled, best first; empty where the mask is 0. None unless
     `exports.top_logprobs` asked for it, as for the next field."""
-    top_logprobs: list[list[float]] | None = None
+    top_logprobs: list[list[Real]] | None = None
     """The log-probabilities of `top_ids`, of the distribution that `logprobs` is of."""
-    prompt_logprobs: list[float | None] | None = None
+    prompt_logprobs: list[Real | None] | None = None
     """The log-probability at temperature 1 of each token that was read and not sampled, given all before it, by the
     weights of the turn's first token; None at the first token and where the mask is 1. None unless asked for."""
     routed_experts: RoutedExperts | None = None
@@ -118,8 +118,8 @@ class Trajectory(WireModel):
     """The conversation as it stands at the end, for reading."""
     finish_reasons: list[FinishReason]
     """Why each turn ended, by turn id."""
-    fork_counts: dict[ForkReason, int]
+    fork_counts: dict[ForkReason, Integer]
     """How many segments were begun for which reason."""
-    kept_kv_versions: list[int] = []
+    kept_kv_versions: list[Integer] = []
     """Versions that were loaded in place while a turn of this rollout was in flight: what they sampled in it attends to
     KV that older weights had computed. All other tokens were sampled on KV of their own version alone."""

@@ -43,6 +43,10 @@ CONFIG = """
 # What an engine or a store is to blame for is documented, and never a 500.
 [checks.not_a_server_error]
 expected-statuses = ["2xx", "3xx", "4xx", 502, 503, 504]
+
+# A list that is too long may be refused for its bytes before anything counts its items.
+[checks.negative_data_rejection]
+expected-statuses = [400, 401, 403, 404, 405, 406, 409, 413, 415, 422, 428, 429, "5xx"]
 """
 WITHOUT_END = ["/v1/events", "/process"]
 """These answer when something has happened, which generated requests do not bring about."""
