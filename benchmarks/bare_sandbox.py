@@ -17,7 +17,7 @@ from accounting import Account
 from common import START_SECONDS
 from jupyter_client.blocking.client import BlockingKernelClient
 
-from sandboxes.kernel import connection_info
+from sandboxes.sessions.kernel import connection_info
 
 QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 

@@ -20,8 +20,8 @@ from pydantic import JsonValue
 from rich.console import Console
 from rich.table import Table
 
-from rollout_service.cli.child import running_server, stop
 from rollout_service.cli.figures import write_figures
+from rollout_service.cli.server_child import running_server, stop
 from rollout_service.client import RolloutClient
 
 HERE = Path(__file__).parent

@@ -29,7 +29,7 @@ from anyio.abc import Process
 from common import HERE, Options, child, report, run
 
 from api_schemas.runs import FileTasks, RunRequest
-from rollout_service.cli.child import stop
+from rollout_service.cli.server_child import stop
 from rollout_service.client import RolloutClient
 from rollout_service.store import SqliteStore
 
@@ -153,7 +153,7 @@ async def main(given: Options) -> None:
         async with AsyncExitStack() as stack:
             engine = [
                 "-m",
-                "rollout_service.inference.fakes",
+                "rollout_service.testing",
                 "--delay",
                 "0.05",
                 "--turn",

@@ -33,7 +33,7 @@ from rollout_service.batch_arrays import BatchArrays
 from rollout_service.client import ClientRun, RolloutClient
 from rollout_service.client_fetch import LargeBody
 from rollout_service.store import SqliteStore
-from rollout_service.store.run_contract import ClosedSample, Closing, NewGroup
+from rollout_service.store.runs_contract import ClosedSample, Closing, NewGroup
 
 RUN_ID = "delivery"
 GROUPS, SAMPLES, TOKENS = 32, 8, 32_000
@@ -156,7 +156,7 @@ async def main(given: Options) -> None:
         folder = Path(name)
         await fill(folder / "rollouts.sqlite3", TOKENS)
         address = folder / "engine.address"
-        engine = ["-m", "rollout_service.inference.fakes", "--address", str(address)]
+        engine = ["-m", "rollout_service.testing", "--address", str(address)]
         async with (
             child(engine, address) as url,
             service(folder, url, workers=1, environment=ENVIRONMENT) as server,

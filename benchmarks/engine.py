@@ -25,11 +25,11 @@ import anyio
 from aiohttp import web
 from tokenizers import Tokenizer
 
-import rollout_service.policies
-from rollout_service.inference.fakes.engine import ScriptedEngine
-from rollout_service.inference.fakes.script import Replies, Reply
+from rollout_service.policies.shipped import policy_folder
+from rollout_service.testing.script import Replies, Reply
+from rollout_service.testing.sglang_engine import ScriptedEngine
 
-MODEL = Path(rollout_service.policies.__file__).parent / "calc-tuned"
+MODEL = policy_folder("calc-tuned")
 COMMAND = "echo hello"
 CALL = {"name": "bash", "arguments": {"command": COMMAND}}
 TURN = f"<tool_call>\n{json.dumps(CALL)}\n</tool_call><|im_end|>"

@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 from aiohttp import web
 
-from rollout_service.inference.fakes import Counting, Hardware, Reply, ScriptedEngine
+from rollout_service.testing import Counting, Hardware, Reply, ScriptedEngine
 
 
 class Counted:

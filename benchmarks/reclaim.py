@@ -30,7 +30,7 @@ from common import HERE, Options, report, run
 from rich.console import Console
 
 from sandboxes import ProviderUnavailableError
-from sandboxes.host import find_apptainer
+from sandboxes.host.facts import find_apptainer
 
 ROUNDS, QUICK_ROUNDS = 50, 12
 ALLOWED_SECONDS = 5.0

@@ -31,7 +31,7 @@ from anyio.abc import Process
 from common import HERE, Options, child, report, run
 from crash import RUN_ID, Ledger, compare, free_port, order
 
-from rollout_service.cli.child import stop
+from rollout_service.cli.server_child import stop
 from rollout_service.client import RolloutClient
 
 ROUNDS, QUICK_ROUNDS = 20, 3
@@ -175,7 +175,7 @@ async def main(given: Options) -> None:
 
 def engine(folder: Path) -> AbstractAsyncContextManager[str]:
     """Start an engine that takes its time for every turn."""
-    arguments = ["-m", "rollout_service.inference.fakes", "--delay", f"{TURN_SECONDS:g}"]
+    arguments = ["-m", "rollout_service.testing", "--delay", f"{TURN_SECONDS:g}"]
     arguments += ["--turn", "No idea.<|im_end|>", "--address", str(folder / "engine.address")]
     return child(arguments, folder / "engine.address")
 

@@ -31,13 +31,13 @@ from common import HERE, Options, child, report, run
 from sglang_router import SGLangRouter
 from traffic import Ask, Shape, draw, drive
 
-import rollout_service.policies
 from rollout_service.inference.contract import GenerateRequest, Generation
-from rollout_service.inference.pools import Pools
-from rollout_service.inference.sglang import SGLangBackend
-from rollout_service.inference.sglang_cpu import SGLangCpuServer
+from rollout_service.inference.engines.sglang.backend import SGLangBackend
+from rollout_service.inference.local_servers.sglang_cpu import SGLangCpuServer
+from rollout_service.inference.pool.pools import Pools
+from rollout_service.policies.shipped import policy_folder
 
-MODEL = Path(rollout_service.policies.__file__).parent / "calc-tuned"
+MODEL = policy_folder("calc-tuned")
 OURS = "service"
 POLICIES = (OURS, "cache_aware", "round_robin")
 AIMS = {"cached_vs_ideal": ">= 0.97", "imbalance": "<= 1.1", "p99_ms": "<= the others'"}

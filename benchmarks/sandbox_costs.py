@@ -19,10 +19,10 @@ from common import HERE, Options, report
 
 from sandboxes.config import ApptainerConfig, WarmPoolConfig, make_provider
 from sandboxes.contract import Sandbox, SandboxProvider, SandboxSpec, SessionName
-from sandboxes.host import find_apptainer
-from sandboxes.images import ImageStore
-from sandboxes.pool import WarmPool
-from sandboxes.sessions import open_sessions
+from sandboxes.host.facts import find_apptainer
+from sandboxes.images.store import ImageStore
+from sandboxes.scheduling.warm_pool import WarmPool
+from sandboxes.sessions.opening import open_sessions
 
 COMMAND, CELL = "echo hello", "1 + 1"
 BOTH: tuple[SessionName, ...] = ("bash", "python")

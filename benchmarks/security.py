@@ -28,8 +28,8 @@ sys.path.insert(0, str(HERE.parent))  # the attacks are the tests' own
 from neighbours import ATTACK_SECONDS, LIMITS, SHELL, probes, ratios
 
 from rollout_service.attacks import SCRIPTS, Verdict, attack_environment
-from rollout_service.cli.env_check import load_environment
-from rollout_service.pipeline.sandboxing import SandboxSource
+from rollout_service.cli.env.check import load_environment
+from rollout_service.pipeline.sandbox_source import SandboxSource
 from sandboxes import ApptainerConfig, Sandbox, SandboxProvider, SandboxSpec, make_provider
 from tests.support import api_attacks as api
 from tests.support import hostile_kernel

@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio
 import httpx
 
-from rollout_service.inference.server_process import EngineStartError, Launch, ServerProcess
+from rollout_service.inference.local_servers.process import EngineStartError, Launch, ServerProcess
 
 _POLL_SECONDS = 0.2
 ENVIRONMENT = Path(__file__).parents[1] / ".venv-sglang-router"

@@ -15,10 +15,10 @@ from starlette.requests import Request
 from starlette.responses import FileResponse
 from starlette.routing import Route
 
-from rollout_service.http_connections import ConnectionLimits, Connections, descriptor_limit
-from rollout_service.http_protocol import RequestLimits
-from rollout_service.http_server import Server
-from rollout_service.runs.encoding import PIECE_BYTES
+from rollout_service.http.connections import ConnectionLimits, Connections, descriptor_limit
+from rollout_service.http.protocol import RequestLimits
+from rollout_service.http.server import Server
+from rollout_service.runs.batch_encoding import PIECE_BYTES
 from rollout_service.settings import Settings
 
 

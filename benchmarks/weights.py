@@ -38,12 +38,12 @@ from common import HERE, Options, report, run
 
 from api_schemas.inference import PauseMode, PoolOutcome
 from rollout_service.inference.contract import GenerateRequest, Generation, Sampling, new_request_id
-from rollout_service.inference.fakes import write_random_checkpoint
-from rollout_service.inference.options import PoolOptions
-from rollout_service.inference.pool import BackendPool
-from rollout_service.inference.pools import Pools
-from rollout_service.inference.sglang import SGLangBackend
-from rollout_service.inference.sglang_cpu import DEFAULT_ENVIRONMENT, SGLangCpuServer
+from rollout_service.inference.engines.sglang.backend import SGLangBackend
+from rollout_service.inference.local_servers.sglang_cpu import DEFAULT_ENVIRONMENT, SGLangCpuServer
+from rollout_service.inference.pool.options import PoolOptions
+from rollout_service.inference.pool.pool import BackendPool
+from rollout_service.inference.pool.pools import Pools
+from rollout_service.testing import write_random_checkpoint
 
 ENGINES, ROLLOUTS = 2, 32
 RECOMPUTE = HERE.parent / "tests" / "support" / "recompute_logprobs.py"

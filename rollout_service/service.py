@@ -21,36 +21,36 @@ from pydantic import HttpUrl
 from api_schemas.errors import FieldError, sentences
 from api_schemas.inference import BackendSpec, BackendState
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage
+from rollout_service.cluster.concurrency import Concurrency
+from rollout_service.cluster.node import Node
 from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.errors import ConfigurationError, InvalidFieldError, NotFoundError, fields_below
 from rollout_service.groups import FilterRegistry
-from rollout_service.health_metrics import HealthMetrics
-from rollout_service.inference.embedded.process import EmbeddedEngine
-from rollout_service.inference.keep_running import kept_running
-from rollout_service.inference.options import PoolOptions
-from rollout_service.inference.pools import Pools
+from rollout_service.inference.engines.embedded.process import EmbeddedEngine
+from rollout_service.inference.local_servers.keep_running import kept_running
+from rollout_service.inference.pool.options import PoolOptions
+from rollout_service.inference.pool.pools import Pools
 from rollout_service.pipeline.attempt import Services, Stages
-from rollout_service.pipeline.concurrency import Concurrency
-from rollout_service.pipeline.node import Node
 from rollout_service.pipeline.pipeline import Pipeline
-from rollout_service.pipeline.sandboxing import SandboxSource
+from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.stage import StageLimiter
-from rollout_service.policies import POLICIES, policy_folder
+from rollout_service.policies.serving import Serving
+from rollout_service.policies.shipped import POLICIES, policy_folder
 from rollout_service.private_files import open_state_folder
-from rollout_service.routing_trace import RoutingTrace
 from rollout_service.runs import Delivery, RunManager
+from rollout_service.runs.api import RunOrders
 from rollout_service.runs.dataset import reopening
-from rollout_service.runs.exports import Exports
-from rollout_service.runs.orders import RunOrders
+from rollout_service.runs.export import Exports
 from rollout_service.runs.rescore import Rescorer
-from rollout_service.serving import Serving
 from rollout_service.settings import Engine, PipelineSettings, Settings
 from rollout_service.shutdown import Shutdown
 from rollout_service.store.contract import Store
-from rollout_service.store.run_contract import Ages
-from rollout_service.store.sqlite import SqliteStore
-from rollout_service.telemetry import Metrics
+from rollout_service.store.runs_contract import Ages
+from rollout_service.store.sqlite.store import SqliteStore
+from rollout_service.telemetry.health import HealthMetrics
+from rollout_service.telemetry.metrics import Metrics
+from rollout_service.telemetry.routing import RoutingTrace
 from sandboxes import SandboxProvider, make_provider
 from sandboxes.errors import ImageError, SandboxConfigError
 

@@ -225,14 +225,14 @@ def make_provider(
     """
     state = state_dir or default_state_dir()
     if isinstance(config, LocalConfig):
-        from sandboxes.local import LocalProvider
+        from sandboxes.providers.local import LocalProvider
 
         return LocalProvider(config, state)
     if isinstance(config, DockerConfig):
-        from sandboxes.docker import DockerProvider
+        from sandboxes.providers.docker.provider import DockerProvider
 
         return DockerProvider(config, state)
-    from sandboxes.apptainer import ApptainerProvider
-    from sandboxes.images import ImageStore
+    from sandboxes.images.store import ImageStore
+    from sandboxes.providers.apptainer.provider import ApptainerProvider
 
     return ApptainerProvider(config, state, ImageStore(images_dir))

@@ -182,7 +182,7 @@ ensure_apptainer() {
 require_ids() {
     local command
     [[ $(id -u) != 0 ]] || return 0
-    command=$("$venv/bin/python" -c 'import os, sandboxes.users as users
+    command=$("$venv/bin/python" -c 'import os, sandboxes.host.users as users
 if not users.has_subordinate_ids(os.getuid()): print(users.subordinate_ids_command())')
     [[ -z $command ]] || fail "to build the base image you need subordinate ids; an administrator gives them with:
     $command

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from api_schemas.trajectories import FinishReason, Message
-from rollout_service.environments.calc_problems import Problem, is_held_out, make_problem
+from rollout_service.environments.builtin.calc.problems import Problem, is_held_out, make_problem
 from rollout_service.tokens import ChatRenderer, Conversation
 from training.prompts import CALC_SETUP, CALL_FAILURES, TOOL_FAILURES, Setup, random_setup
 

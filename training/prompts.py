@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from rollout_service.agents.builtin import builtin_tools
-from rollout_service.environments import calc
+from rollout_service.agents.tool_calling.builtin_tools import builtin_tools
+from rollout_service.environments.builtin.calc import environment as calc
 from rollout_service.tokens import ToolSpec
 
 TOOLS_TEXT = (

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from rollout_service.environments.calc_problems import make_problem
+from rollout_service.environments.builtin.calc.problems import make_problem
 from training.prompts import CALL_FAILURES, TOOL_FAILURES, TOOLS_TEXT, random_setup
 
 CONTROL_TOKENS = (

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from rollout_service.environments.calc_problems import sample_problems
+from rollout_service.environments.builtin.calc.problems import sample_problems
 from rollout_service.tokens import ChatRenderer
 from training.data import Examples
 from training.model import load_model, new_model, sampled_logprobs, save_checkpoint

@@ -26,7 +26,7 @@ from rollout_service.adapters.trl import RolloutHook, rows, service_reward
 
 DATASET_LIMIT = 10_000
 """The most that the service gives at once."""
-POLICY = Path(__file__).parents[2] / "rollout_service" / "policies" / "calc-base"
+POLICY = Path(__file__).parents[2] / "rollout_service" / "policies" / "checkpoints" / "calc-base"
 
 
 def tasks_of(orders: Orders, split: str, limit: int) -> list[Task]:

@@ -11,10 +11,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout_service.cli.child import running_server
+from rollout_service.cli.server_child import running_server
 from rollout_service.client import RolloutClient
-from rollout_service.inference.sglang_cpu import SGLangCpuServer
-from rollout_service.policies import policy_folder
+from rollout_service.inference.local_servers.sglang_cpu import SGLangCpuServer
+from rollout_service.policies.shipped import policy_folder
 
 BASE = policy_folder("calc-base")
 """The policy that training begins with: half of its answers are right."""

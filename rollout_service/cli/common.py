@@ -130,7 +130,7 @@ def _known(error: Exception) -> Exception | None:
     """The error that is to be explained, taken out of the groups that task groups wrap it in."""
     from rollout_service.client import ClientError
     from rollout_service.errors import ServiceError
-    from rollout_service.inference.server_process import EngineStartError
+    from rollout_service.inference.local_servers.process import EngineStartError
     from sandboxes.errors import SandboxError
 
     while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:

@@ -15,11 +15,11 @@ from rollout_service.cli.common import AsJson
 
 if TYPE_CHECKING:
     from rollout_service.settings import Settings
-    from sandboxes.eviction import Candidate
-    from sandboxes.image_facts import ImageFacts
-    from sandboxes.image_sources import Source
-    from sandboxes.images import ImageStore, StoredImage
-    from sandboxes.unpacked import UnpackedImages
+    from sandboxes.images.eviction import Candidate
+    from sandboxes.images.facts import ImageFacts
+    from sandboxes.images.sources import Source
+    from sandboxes.images.store import ImageStore, StoredImage
+    from sandboxes.images.unpacked import UnpackedImages
 
 app = typer.Typer(
     name="image", help="Build, pull, list, inspect, remove and prune sandbox images.", no_args_is_help=True
@@ -55,8 +55,8 @@ def build(
     """Build an image from a definition or a folder; at once when the same was built before."""
 
     def main() -> None:
-        from sandboxes.image_sources import Definition, Tree
-        from sandboxes.images import packaged
+        from sandboxes.images.sources import Definition, Tree
+        from sandboxes.images.store import packaged
 
         if tree is not None and (definition is not None or arg):
             raise common.CommandError("--tree stands alone: it has no definition and no arguments")
@@ -85,7 +85,7 @@ def pull(
     """Fetch an image from a registry, or make one from an archive of it."""
 
     def main() -> None:
-        from sandboxes.image_sources import source_of_reference
+        from sandboxes.images.sources import source_of_reference
 
         _provide(source_of_reference(reference, https=not no_https), name, force=force, as_json=as_json)
 
@@ -168,15 +168,15 @@ def _settings() -> Settings:
 
 def _store(settings: Settings) -> ImageStore:
     """The store of the settings, so that a server on this machine sees the same images."""
-    from sandboxes.images import ImageStore
+    from sandboxes.images.store import ImageStore
 
     return ImageStore(settings.images_dir)
 
 
 def unpacked_images(settings: Settings) -> UnpackedImages:
     """Return the folder in which the configured provider unpacks images."""
-    from sandboxes.apptainer import ApptainerProvider
     from sandboxes.config import ApptainerConfig
+    from sandboxes.providers.apptainer.provider import ApptainerProvider
 
     config = settings.sandbox if isinstance(settings.sandbox, ApptainerConfig) else ApptainerConfig()
     return ApptainerProvider(config, settings.state_dir, _store(settings)).materials.unpacked
@@ -227,7 +227,7 @@ def _made(store: ImageStore, source: Source, name: str | None, *, force: bool) -
 
 
 def _unseen(source: Source) -> str:
-    from sandboxes.image_sources import Definition
+    from sandboxes.images.sources import Definition
 
     return ", files that it copies in not looked at" if isinstance(source, Definition) else ""
 

@@ -195,7 +195,7 @@ def rescore(
     replay: Literal["needed", "always"] = "always" if always else "needed"
 
     def main() -> int | None:
-        from rollout_service.cli.inputs import STDIN, reread
+        from rollout_service.cli.submit.inputs import STDIN, reread
 
         path = Path(what)
         if what != STDIN and (path.is_dir() or not path.exists()):
@@ -278,7 +278,7 @@ def _read(path: Path, run_id: str | None) -> RunRequest:
     from pydantic import ValidationError
 
     from api_schemas.runs import RunRequest
-    from rollout_service.cli.inputs import read_whole
+    from rollout_service.cli.submit.inputs import read_whole
     from rollout_service.validation import problems
 
     try:

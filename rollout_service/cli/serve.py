@@ -70,7 +70,7 @@ def command(
 
 
 def _serve(config: Path | None, flags: dict[str, Any], port_file: Path | None) -> int:
-    from rollout_service.server import serve
+    from rollout_service.api.serve import serve
     from rollout_service.settings import load_settings
 
     return serve(load_settings(config, **flags), port_file=port_file)

@@ -9,8 +9,8 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
-from rollout_service.environments.declaration import INSIDE, Declaration
-from rollout_service.environments.files import PackedFile
+from rollout_service.environments.declarative.declaration import INSIDE, Declaration
+from rollout_service.environments.declarative.files import PackedFile
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _SEPARATORS = {";", "&", "&&", "|", "||", "(", ")"}

@@ -13,9 +13,9 @@ from typing import Self
 
 from api_schemas.errors import FieldError
 from rollout_service.environments.contract import Environment
-from rollout_service.environments.declaration import FILE_NAME, INSIDE
-from rollout_service.environments.declarative import load_folder
-from rollout_service.environments.images import extract_environment
+from rollout_service.environments.declarative.declaration import FILE_NAME, INSIDE
+from rollout_service.environments.declarative.environment import load_folder
+from rollout_service.environments.declarative.from_image import extract_environment
 from rollout_service.errors import ConfigurationError, InvalidFieldError, nearest
 
 GROUP = "rollout_service.environments"

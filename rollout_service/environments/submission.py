@@ -15,7 +15,7 @@ from pydantic import JsonValue
 
 from api_schemas.errors import FieldError
 from rollout_service.environments.contract import size_in_bytes
-from rollout_service.environments.declaration import RunTable
+from rollout_service.environments.declarative.declaration import RunTable
 from rollout_service.errors import InvalidFieldError
 from sandboxes import Sandbox
 from sandboxes.errors import LimitExceededError, SandboxClosedError, SandboxStartError

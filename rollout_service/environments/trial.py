@@ -22,9 +22,9 @@ from rollout_service.environments.contract import (
     Score,
 )
 from rollout_service.pipeline.artifacts import Artifacts
-from rollout_service.pipeline.sandboxing import SandboxSource
+from rollout_service.pipeline.sandbox_source import SandboxSource
 from sandboxes import Sandbox
-from sandboxes.sessions import open_sessions
+from sandboxes.sessions.opening import open_sessions
 
 
 @dataclass(frozen=True, slots=True)

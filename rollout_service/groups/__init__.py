@@ -1,6 +1,7 @@
 """Groups worth training on: filters, statistics, demand, staleness, fair shares. Pure logic, without IO or clock."""
 
-from rollout_service.groups.demand import AcceptanceRate, Progress, groups_to_begin
+from rollout_service.groups.acceptance import AcceptanceRate, Progress, groups_to_begin
+from rollout_service.groups.admission import Standing, admissible, admission_capacity, too_old, wanted
 from rollout_service.groups.filters import FilterChain, GroupFilter, Verdict
 from rollout_service.groups.outcome import (
     CANCELLED,
@@ -12,7 +13,6 @@ from rollout_service.groups.outcome import (
 )
 from rollout_service.groups.registry import FilterRegistry
 from rollout_service.groups.scheduler import Claim, FairScheduler
-from rollout_service.groups.standing import Standing, admissible, admission_capacity, too_old, wanted
 from rollout_service.groups.statistics import (
     GroupStatistics,
     group_normalised,

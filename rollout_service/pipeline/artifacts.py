@@ -20,7 +20,7 @@ import anyio.to_thread
 from anyio import SpooledTemporaryFile
 
 from sandboxes.errors import FileTooLargeError, SandboxFileError
-from sandboxes.tree_reader import stays_within
+from sandboxes.runtime.tree_reader import stays_within
 
 IN_MEMORY_BYTES = 1 << 20
 CHUNK_BYTES = 1 << 18

@@ -30,13 +30,13 @@ from rollout_service.environments.contract import (
 )
 from rollout_service.errors import RequestError, describe
 from rollout_service.pipeline.artifacts import Artifacts
-from rollout_service.pipeline.sandboxing import SandboxSource
+from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.stage import Slot, StageLimiter, Timer
 from rollout_service.store.contract import Lease, Store
-from rollout_service.telemetry import Metrics
+from rollout_service.telemetry.metrics import Metrics
 from sandboxes import Sandbox, SessionName
-from sandboxes.governor import Governor, Purpose, Ticket
-from sandboxes.sessions import open_sessions
+from sandboxes.scheduling.admission import Governor, Purpose, Ticket
+from sandboxes.sessions.opening import open_sessions
 
 
 class LeaseLostError(Exception):

@@ -19,7 +19,7 @@ import anyio
 from api_schemas.rollouts import Span, Stage
 from rollout_service.errors import StageTimeoutError
 from rollout_service.pipeline.seats import Seating, Seats
-from rollout_service.telemetry import Metrics
+from rollout_service.telemetry.metrics import Metrics
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from api_schemas.runs import DatasetTasks, FileTasks
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.splits import in_split
 from rollout_service.errors import InvalidFieldError
-from rollout_service.runs.source import FIELD, Reopen, Rows, SourceChangedError, reopen_file
+from rollout_service.runs.task_source import FIELD, Reopen, Rows, SourceChangedError, reopen_file
 
 EnvironmentOf = Callable[[str], Environment]
 """The environment of a name; raises InvalidFieldError, ConfigurationError."""

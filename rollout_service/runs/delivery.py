@@ -17,10 +17,10 @@ import anyio.to_thread
 
 from api_schemas.runs import Batch, Group
 from rollout_service.errors import NotFoundError, RequestError
-from rollout_service.runs.encoding import BatchFile
+from rollout_service.runs.batch_encoding import BatchFile
 from rollout_service.runs.manager import RunManager
-from rollout_service.store.head_codec import group_json
-from rollout_service.store.run_contract import GroupHead, LeasedBatch, LeaseOrder, RunStore
+from rollout_service.store.codec.heads import group_json
+from rollout_service.store.runs_contract import GroupHead, LeasedBatch, LeaseOrder, RunStore
 
 
 class RunOverError(RequestError):

@@ -14,9 +14,9 @@ from api_schemas.rollouts import RolloutRequest
 from api_schemas.runs import RunState, Surplus
 from api_schemas.tasks import Task
 from rollout_service.groups import Claim, FilterChain, Standing, wanted
-from rollout_service.runs.learned import Learned
-from rollout_service.runs.source import Place
-from rollout_service.store.run_contract import NewGroup, OpenGroup, RunRecord
+from rollout_service.runs.estimates import Learned
+from rollout_service.runs.task_source import Place
+from rollout_service.store.runs_contract import NewGroup, OpenGroup, RunRecord
 
 
 @dataclass(slots=True)

@@ -29,15 +29,15 @@ from rollout_service.groups import (
     StragglerRule,
 )
 from rollout_service.pipeline.pipeline import insist
+from rollout_service.runs.closing import closing
 from rollout_service.runs.demand import Active, claim, has_enough, new_group, retry_of, rollout_request
-from rollout_service.runs.learned import Learned
-from rollout_service.runs.outcomes import closing
-from rollout_service.runs.source import Reopen, RunTasks
-from rollout_service.store.batch_statements import oldest_allowed
-from rollout_service.store.codec import RESTORE
+from rollout_service.runs.estimates import Learned
+from rollout_service.runs.task_source import Reopen, RunTasks
+from rollout_service.store.codec.rollouts import RESTORE
 from rollout_service.store.contract import Store
-from rollout_service.store.run_contract import Ages, Member, OpenGroup, RunRecord
-from rollout_service.telemetry import Metrics
+from rollout_service.store.runs_contract import Ages, Member, OpenGroup, RunRecord
+from rollout_service.store.sqlite.batch_statements import oldest_allowed
+from rollout_service.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)
 

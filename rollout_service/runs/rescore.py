@@ -19,12 +19,12 @@ from api_schemas.errors import ErrorInfo, FieldError
 from api_schemas.exports import RecordedRollout, Rescored, RescoreOptions, RescoreRollouts, RescoreRun
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage
 from api_schemas.trajectories import Trajectory
-from rollout_service.environments.base import AgentEnvironment
+from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.contract import Environment, Episode, EvaluateIn, Policy, Score
 from rollout_service.errors import InvalidFieldError, describe, fields_below
 from rollout_service.pipeline.attempt import Attempt, Services
 from rollout_service.pipeline.stage import Slot
-from rollout_service.runs.replay import NotReplayableError, RecordedPolicy, recorded_answer
+from rollout_service.policies.replay import NotReplayableError, RecordedPolicy, recorded_answer
 from rollout_service.store.contract import Lease
 
 T = TypeVar("T")

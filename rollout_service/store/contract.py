@@ -29,7 +29,7 @@ from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState, Span
 from api_schemas.trajectories import Trajectory
 from rollout_service.errors import StoreError
-from rollout_service.store.run_contract import RunStore
+from rollout_service.store.runs_contract import RunStore
 
 
 @dataclass(frozen=True, slots=True)

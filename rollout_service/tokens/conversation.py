@@ -14,7 +14,7 @@ from math import isfinite
 
 from api_schemas.trajectories import FinishReason, ForkReason, Message, ToolCall, Trajectory
 from rollout_service.tokens.errors import ConversationStateError, RecordError
-from rollout_service.tokens.exports import TurnExports
+from rollout_service.tokens.extras import TurnExports
 from rollout_service.tokens.renderer import ChatRenderer, ParsedTurn, ToolSpec
 from rollout_service.tokens.trajectory import GrowingSegment, shared_length
 

@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 from api_schemas.trajectories import Message, ToolCall
 from rollout_service.tokens import template_bridge
 from rollout_service.tokens.errors import RendererMismatchError, RenderError, UnknownRendererError
-from rollout_service.tokens.spelling import Spelling
+from rollout_service.tokens.escaping import Spelling
 from rollout_service.tokens.tokenizer import (
     ChatTokenizer,
     TransformersTokenizer,

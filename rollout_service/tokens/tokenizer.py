@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import tokenizers
 
 from rollout_service.tokens.errors import TokenizerNotFoundError
-from rollout_service.tokens.spelling import MARK, Spelling, pieces
+from rollout_service.tokens.escaping import MARK, Spelling, pieces
 
 _CACHED_TEXTS = 512
 _CACHED_CHARACTERS = 8192  # with the line above: some 10 MB at most

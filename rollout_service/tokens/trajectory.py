@@ -14,7 +14,7 @@ from math import isfinite
 
 from api_schemas.trajectories import ForkReason, Segment, Trajectory
 from rollout_service.tokens.errors import InvariantError
-from rollout_service.tokens.exports import GrowingExports
+from rollout_service.tokens.extras import GrowingExports
 
 
 @dataclass(slots=True)

@@ -8,12 +8,12 @@ from typing import NamedTuple, Self
 
 import anyio
 
-from sandboxes.children import LingeringChildren, end_process
 from sandboxes.egress.counts import EgressCounts
 from sandboxes.egress.messages import PACKET_BYTES, Request, decode_counts
 from sandboxes.egress.rules import AllowList
 from sandboxes.errors import SandboxStartError
-from sandboxes.process import MARKER
+from sandboxes.host.children import LingeringChildren, end_process
+from sandboxes.host.processes import MARKER
 
 ANSWER_SECONDS = 20.0
 """The first answer waits for the process to load."""

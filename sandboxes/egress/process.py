@@ -16,7 +16,7 @@ from sandboxes.egress.counts import EgressCounts
 from sandboxes.egress.messages import PACKET_BYTES, Request, encode_counts
 from sandboxes.egress.proxy import EgressProxy, resolve
 from sandboxes.egress.rules import AllowList, normal_host
-from sandboxes.limits import raise_open_files
+from sandboxes.limits.cgroups import raise_open_files
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ NEVER = tuple(
 """What no name stands for in good faith, although it is public or private by its registration."""
 ISATAP = frozenset({0x0000_5EFE, 0x0200_5EFE})
 """What comes before the address of version 4 in an address of an ISATAP tunnel."""
-HINT = 'entries are HOST, *.HOST or an address, each also with :PORT: "pypi.org", "*.example.org:8443", "[fd00::1]:80"'
+HINT = 'entries are HOST, *.HOST or an address, each may have :PORT: "example.com", "*.example.org:443", "[fd00::1]:80"'
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 

@@ -18,19 +18,13 @@ from rollout_service.inference.contract import (
     Sampling,
     new_request_id,
 )
-from rollout_service.inference.embedded.process import EmbeddedEngine
-from rollout_service.inference.fakes import (
-    Counting,
-    ScriptedEngine,
-    ScriptedVllm,
-    Shape,
-    write_random_checkpoint,
-)
-from rollout_service.inference.server_process import ServerProcess
-from rollout_service.inference.sglang import SGLangBackend
-from rollout_service.inference.sglang_cpu import SGLangCpuServer
-from rollout_service.inference.vllm import VllmBackend
-from rollout_service.inference.vllm_cpu import CACHE_BLOCK, VllmCpuServer
+from rollout_service.inference.engines.embedded.process import EmbeddedEngine
+from rollout_service.inference.engines.sglang.backend import SGLangBackend
+from rollout_service.inference.engines.vllm.backend import VllmBackend
+from rollout_service.inference.local_servers.process import ServerProcess
+from rollout_service.inference.local_servers.sglang_cpu import SGLangCpuServer
+from rollout_service.inference.local_servers.vllm_cpu import CACHE_BLOCK, VllmCpuServer
+from rollout_service.testing import Counting, ScriptedEngine, ScriptedVllm, Shape, write_random_checkpoint
 
 
 @dataclass(frozen=True)

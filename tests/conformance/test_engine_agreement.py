@@ -11,8 +11,8 @@ import anyio
 import pytest
 
 from rollout_service.inference.contract import GenerateRequest, Sampling, new_request_id
-from rollout_service.inference.sglang import SGLangBackend
-from rollout_service.inference.sglang_cpu import DEFAULT_ENVIRONMENT
+from rollout_service.inference.engines.sglang.backend import SGLangBackend
+from rollout_service.inference.local_servers.sglang_cpu import DEFAULT_ENVIRONMENT
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 

@@ -7,9 +7,9 @@ from tokenizers import Tokenizer
 
 from api_schemas.inference import PauseMode
 from rollout_service.inference.contract import FinishReason
+from rollout_service.inference.engines.sglang.wire import generate_body
 from rollout_service.inference.errors import BackendRejected, PromptTooLong
-from rollout_service.inference.generation import Continuation
-from rollout_service.inference.sglang_wire import generate_body
+from rollout_service.inference.pool.continuation import Continuation
 
 pytestmark = pytest.mark.anyio
 

@@ -10,12 +10,12 @@ import anyio.to_thread
 import numpy as np
 import pytest
 
-from rollout_service.inference.capabilities import check_backend
 from rollout_service.inference.contract import Exports, GenerateRequest, Sampling, new_request_id
-from rollout_service.inference.fakes import Shape, write_random_checkpoint
-from rollout_service.inference.generation import Continuation
-from rollout_service.inference.sglang import SGLangBackend
-from rollout_service.inference.sglang_cpu import DEFAULT_ENVIRONMENT, SGLangCpuServer
+from rollout_service.inference.engines.sglang.backend import SGLangBackend
+from rollout_service.inference.local_servers.sglang_cpu import DEFAULT_ENVIRONMENT, SGLangCpuServer
+from rollout_service.inference.pool.continuation import Continuation
+from rollout_service.inference.pool.probe import check_backend
+from rollout_service.testing import Shape, write_random_checkpoint
 
 pytestmark = [
     pytest.mark.anyio,

@@ -4,9 +4,9 @@ from math import exp
 
 import pytest
 
-from rollout_service.inference.capabilities import check_backend
 from rollout_service.inference.contract import Exports
-from rollout_service.inference.generation import Continuation
+from rollout_service.inference.pool.continuation import Continuation
+from rollout_service.inference.pool.probe import check_backend
 
 pytestmark = pytest.mark.anyio
 

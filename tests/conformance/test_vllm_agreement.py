@@ -11,9 +11,9 @@ import pytest
 
 from api_schemas.inference import PauseMode
 from rollout_service.inference.contract import GenerateRequest, Sampling, new_request_id
+from rollout_service.inference.engines.vllm.backend import VllmBackend
 from rollout_service.inference.errors import BackendRejected
-from rollout_service.inference.vllm import VllmBackend
-from rollout_service.inference.vllm_cpu import DEFAULT_ENVIRONMENT
+from rollout_service.inference.local_servers.vllm_cpu import DEFAULT_ENVIRONMENT
 
 pytestmark = [
     pytest.mark.anyio,

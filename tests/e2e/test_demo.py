@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from api_schemas.rollouts import Rollout
-from rollout_service.inference.sglang_cpu import DEFAULT_ENVIRONMENT
-from rollout_service.policies import policy_folder
+from rollout_service.inference.local_servers.sglang_cpu import DEFAULT_ENVIRONMENT
+from rollout_service.policies.shipped import policy_folder
 from rollout_service.tokens.trajectory import check_invariants
 
 RECOMPUTE = Path(__file__).parents[1] / "support" / "recompute_logprobs.py"

@@ -83,7 +83,7 @@ def eventually(condition, log: Path, seconds: float = START_SECONDS) -> None:
 @contextmanager
 def scripted_engine(folder: Path) -> Iterator[str]:
     address = folder / "engine.address"
-    arguments = ["rollout_service.inference.fakes", "--delay", "0.3", "--turn", GREETING]
+    arguments = ["rollout_service.testing", "--delay", "0.3", "--turn", GREETING]
     arguments += ["--address", str(address)]
     with running(arguments, address, folder / "engine.log") as (_, url):
         yield url

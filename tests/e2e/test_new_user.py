@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sandboxes.conformance import CHECKS
-from sandboxes.images import ImageStore
+from sandboxes.images.store import ImageStore
 from tests.support.new_user import NewUser, new_user, shared_folder
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.timeout(600), pytest.mark.xdist_group("a new user")]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from trainer.curves import read_points
 
-from rollout_service.inference.embedded.weights import read_tensors
+from rollout_service.inference.engines.embedded.weights import read_tensors
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_calc.py"
 FLAGS = [

@@ -7,21 +7,22 @@ import subprocess
 import pytest
 
 from api_schemas.rollouts import StopReason
-from rollout_service.agents.fakes import ScriptedPolicy, call, turn
 from rollout_service.attacks import SCRIPTS, Attack, Verdict, attack_environment
-from rollout_service.cli.env_new import make_environment
-from rollout_service.environments import calc, code
-from rollout_service.environments.code_problems import problems
-from rollout_service.environments.declarative import load_folder
-from rollout_service.environments.images import extract_environment
+from rollout_service.cli.env.new import make_environment
+from rollout_service.environments.builtin.calc import environment as calc
+from rollout_service.environments.builtin.code import environment as code
+from rollout_service.environments.builtin.code.problems import problems
+from rollout_service.environments.declarative.environment import load_folder
+from rollout_service.environments.declarative.from_image import extract_environment
 from rollout_service.environments.trial import play
 from rollout_service.errors import EnvironmentFailedError
-from rollout_service.pipeline.sandboxing import SandboxSource
+from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import ApptainerConfig, make_provider
-from sandboxes.execution import STALL_SECONDS
-from sandboxes.host import find_apptainer
-from sandboxes.images import ImageStore
-from sandboxes.squashfs import unpack
+from sandboxes.host.facts import find_apptainer
+from sandboxes.images.squashfs import unpack
+from sandboxes.images.store import ImageStore
+from sandboxes.runtime.execution import STALL_SECONDS
 
 pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.timeout(900)]
 NAMES = {script.name for script in SCRIPTS}

@@ -15,7 +15,7 @@ START_SECONDS = 120.0
 @contextmanager
 def engine(folder: Path, *turns: str) -> Iterator[str]:
     """The address of an engine that samples these turns."""
-    command = [sys.executable, "-m", "rollout_service.inference.fakes", "--address", str(folder / "engine")]
+    command = [sys.executable, "-m", "rollout_service.testing", "--address", str(folder / "engine")]
     for turn in turns:
         command += ["--turn", turn]
     with _running(command, folder / "engine", folder / "engine.log") as url:

@@ -30,7 +30,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandboxes.images import ImageStore
+from sandboxes.images.store import ImageStore
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FIRST_USER = 1_000_000

@@ -34,9 +34,9 @@ from sandboxes import (
     SessionDiedError,
     make_provider,
 )
-from sandboxes.process import marked_processes
-from sandboxes.provider import HostProvider
-from sandboxes.rundir import run_base
+from sandboxes.host.processes import marked_processes
+from sandboxes.providers.base import HostProvider
+from sandboxes.reclaim.run_folders import run_base
 
 MIB = 1024**2
 PATIENCE = 60.0

@@ -11,7 +11,7 @@ from pathlib import Path
 from pwd import getpwnam
 
 from sandboxes import Sandbox, SandboxProvider, SandboxSpec
-from sandboxes.process import marked_processes
+from sandboxes.host.processes import marked_processes
 from tests.support.hostile import (
     PATIENCE,
     NothingToAttackError,

@@ -67,7 +67,7 @@ def running(name: str, arguments: list[str], folder: Path) -> Iterator[Running]:
 
 def scripted_engine(folder: Path, *, delay: float, turn: str = GREETING):
     """Run an engine whose turns take so long."""
-    arguments = ["rollout_service.inference.fakes", "--delay", f"{delay:g}", "--turn", turn]
+    arguments = ["rollout_service.testing", "--delay", f"{delay:g}", "--turn", turn]
     return running("engine", [*arguments, "--address", str(folder / "engine.address")], folder)
 
 

@@ -20,7 +20,7 @@ from rollout_service.adapters.orders import Orders
 from rollout_service.adapters.trl import RolloutHook, rows, service_reward
 from tests.support.adapter_rollouts import TASK, rollout, segment
 
-POLICY = Path(__file__).parents[2] / "rollout_service" / "policies" / "calc-base"
+POLICY = Path(__file__).parents[2] / "rollout_service" / "policies" / "checkpoints" / "calc-base"
 REWARDS = json.loads(f"[{','.join(sys.argv[1:])}]")
 
 

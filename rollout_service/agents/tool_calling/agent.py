@@ -1,0 +1,158 @@
+"""The built-in agent: the policy answers, its tool calls are carried out, their results go back to it.
+
+Guarantees: results are in the order of the calls; a call that the policy got wrong gets an explanation as its
+result, and so does one for which the agent left no room in its sandbox; a failure of the infrastructure ends the
+rollout as one, with its own type; whatever stops the agent,
+the calls and seconds so far are counted and the conversation ends after a whole turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from itertools import groupby
+
+import anyio
+
+from api_schemas.rollouts import StopReason
+from api_schemas.trajectories import Message, ToolCall
+from rollout_service.agents.errors import ContextFullError, ToolInputError
+from rollout_service.agents.tool_calling.tools import Tool, ToolContext, ToolResult, by_name
+from rollout_service.environments.contract import Episode, PolicyTurn
+from rollout_service.tokens import ToolSpec
+from sandboxes.errors import LimitExceededError
+
+GRACE_SECONDS = 5.0
+"""What a tool has beyond its time limit to end by itself, which leaves a better result than being cut off."""
+
+
+class ToolCallingAgent:
+    """Runs the policy with these tools."""
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        self._tools = by_name(tools)
+
+    @property
+    def definitions(self) -> list[ToolSpec]:
+        """What the policy is told of the tools."""
+        return [tool.definition for tool in self._tools.values()]
+
+    async def run(self, episode: Episode, messages: Sequence[Message]) -> StopReason:
+        """Work on a task that begins with these messages; leaves the final text in `episode.answer`.
+
+        Raises whatever the engine, the renderer or the sandbox fails with.
+        """
+        with anyio.move_on_after(episode.limits.agent_seconds):
+            return await self._turns(episode, list(messages))
+        return StopReason.AGENT_TIMEOUT
+
+    async def _turns(self, episode: Episode, messages: list[Message]) -> StopReason:
+        limits, policy = episode.limits, episode.policy
+        malformed_turns = 0
+        for _ in range(limits.max_turns):
+            tokens_left = limits.max_tokens - policy.usage.sampled_tokens
+            if tokens_left < 1:
+                return StopReason.MAX_TOKENS
+            try:
+                turn = await policy.respond(messages, max_tokens=min(limits.max_turn_tokens, tokens_left))
+            except ContextFullError:
+                return StopReason.CONTEXT_FULL
+            episode.answer = turn.message.content or None
+            well_formed = any(call.error is None for call in turn.message.tool_calls)
+            if not well_formed and (reason := _ended_by(turn, episode)):
+                return reason
+            malformed_turns = 0 if well_formed else malformed_turns + 1
+            if malformed_turns >= limits.max_malformed:
+                return StopReason.MALFORMED
+            messages = await self._results(episode, turn.message.tool_calls)
+            if not messages:
+                return StopReason.FINISHED
+        return StopReason.MAX_TURNS
+
+    async def _results(self, episode: Episode, calls: Sequence[ToolCall]) -> list[Message]:
+        """The results of a turn's calls; nothing when one of them ended the agent."""
+        limits = episode.limits
+        context = ToolContext(
+            episode.sandbox, limits.tool_seconds, limits.tool_output_chars, episode.breaches
+        )
+        messages: list[Message] = []
+        started = time.perf_counter()
+        try:
+            for parallel, batch in groupby(calls, self._is_parallel):
+                together = list(batch)
+                episode.tool_calls += len(together)
+                results = (
+                    await self._at_once(together, context)
+                    if parallel and len(together) > 1
+                    else await self._in_order(together, context)
+                )
+                for call, result in zip(together, results, strict=False):
+                    if result.answer is not None:
+                        episode.answer = result.answer
+                        return []
+                    messages.append(_message(call, result.text))
+        finally:
+            episode.tool_seconds += time.perf_counter() - started
+        return messages
+
+    def _is_parallel(self, call: ToolCall) -> bool:
+        tool = self._tools.get(call.name or "")
+        return call.error is None and tool is not None and tool.parallel
+
+    async def _in_order(self, calls: Sequence[ToolCall], context: ToolContext) -> list[ToolResult]:
+        """Results up to the last call, or to the first one that ends the agent."""
+        results: list[ToolResult] = []
+        for call in calls:
+            results.append(await self._call(call, context))
+            if results[-1].answer is not None:
+                break
+        return results
+
+    async def _at_once(self, calls: Sequence[ToolCall], context: ToolContext) -> list[ToolResult]:
+        results: list[ToolResult] = [ToolResult("")] * len(calls)
+
+        async def one(index: int) -> None:
+            results[index] = await self._call(calls[index], context)
+
+        try:
+            async with anyio.create_task_group() as group:
+                for index in range(len(calls)):
+                    group.start_soon(one, index)
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures  # typed, as from a single call
+        return results
+
+    async def _call(self, call: ToolCall, context: ToolContext) -> ToolResult:
+        if call.error is not None or call.arguments is None:
+            return ToolResult(f"This call is malformed ({call.error}); nothing was run. Write it again.")
+        tool = self._tools.get(call.name or "")
+        if tool is None:
+            return ToolResult(f"There is no tool {call.name!r}. Tools: {', '.join(self._tools) or 'none'}.")
+        try:
+            with anyio.CancelScope(
+                deadline=asyncio.get_running_loop().time() + context.seconds + GRACE_SECONDS
+            ):
+                return await tool(call.arguments, context)
+        except ToolInputError as error:
+            return ToolResult(str(error))
+        except LimitExceededError as error:
+            if error.limit == "lifetime":
+                raise
+            return ToolResult(f"[{error}]")
+        return ToolResult(f"[stopped: it took longer than {context.seconds:g} s]")
+
+
+def _ended_by(turn: PolicyTurn, episode: Episode) -> StopReason | None:
+    """Why a turn without a well-formed call is the last one; None when it holds malformed calls to answer."""
+    if not turn.truncated:
+        return None if turn.message.tool_calls else StopReason.ANSWERED
+    if turn.context_full:
+        return StopReason.CONTEXT_FULL
+    if episode.policy.usage.sampled_tokens >= episode.limits.max_tokens:
+        return StopReason.MAX_TOKENS
+    return StopReason.TRUNCATED
+
+
+def _message(call: ToolCall, text: str) -> Message:
+    return Message(role="tool", content=text, tool_calls=[], tool_call_id=call.id, name=call.name)

@@ -1,0 +1,132 @@
+"""The app factory. Everything with a lifetime is opened in the lifespan; the module holds no state."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import anyio
+import structlog
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+
+from rollout_service import __version__
+from rollout_service.api import problems
+from rollout_service.api.middleware import BearerKeys, BodyLimit, CountRequests, JsonBodies
+from rollout_service.api.openapi import pages
+from rollout_service.api.routes import (
+    backends,
+    environments,
+    events,
+    health,
+    prorl,
+    rollouts,
+    runs,
+    sandboxes,
+)
+from rollout_service.errors import describe, root_cause
+from rollout_service.http.host_check import HostCheck
+from rollout_service.http.hosts import AllowedHosts
+from rollout_service.http.keyring import Keyring
+from rollout_service.http.requests_in_flight import EndRequests, LogRequests
+from rollout_service.pipeline.pipeline import Pipeline
+from rollout_service.service import open_service
+from rollout_service.settings import Settings
+from rollout_service.shutdown import Shutdown
+from rollout_service.telemetry.metrics import Metrics
+
+MODULES = (health, rollouts, runs, backends, environments, sandboxes, events, prorl)
+"""In the order in which their routes are matched. Probes come first: matching is a large part of their cost."""
+
+log = structlog.get_logger(__name__)
+
+
+def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
+    """Return the service as an ASGI app; it works for its lifespan, and drains once the shutdown begins."""
+    metrics = Metrics()
+    hosts = AllowedHosts(settings.allowed_hosts, bound=settings.host, keyed=settings.is_keyed)
+    keyring = Keyring(settings.keys, settings.keys_file, reloaded=metrics.keys_reloaded)
+    ending = shutdown or Shutdown(settings.pipeline.drain_seconds)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        is_started = False
+        try:
+            with anyio.CancelScope() as scope:
+                async with AsyncExitStack() as stack:
+                    with ending.starting(scope):
+                        service = await stack.enter_async_context(open_service(settings, metrics, ending))
+                    app.state.service, is_started = service, True
+                    await stack.enter_async_context(keyring.watching())
+                    async with _draining(ending, service.pipeline):
+                        yield
+            if not is_started:
+                ending.refuse()
+        except Exception as error:
+            app.state.failure = root_cause(error)
+            if is_started:
+                _report_failure(error)
+                ending.begin("a part of the service failed", failed=True)
+            raise
+        finally:
+            ending.end()
+
+    app = FastAPI(
+        title="Rollout service",
+        version=__version__,
+        summary="Agentic rollouts for any RL trainer",
+        lifespan=lifespan,
+        openapi_url=None,  # `pages` serves it, and a page that works offline
+        generate_unique_id_function=lambda route: route.name,
+        middleware=[
+            Middleware(LogRequests),
+            Middleware(CountRequests, metrics=metrics),
+            Middleware(EndRequests, shutdown=ending),
+            Middleware(HostCheck, hosts=hosts),
+            Middleware(BearerKeys, keyring=keyring),
+            Middleware(JsonBodies),
+            Middleware(BodyLimit, max_bytes=settings.max_body_bytes),
+        ],
+    )
+    app.state.failure = None
+    app.state.metrics = metrics
+    app.state.shutdown = ending
+    problems.install(app)
+    for module in MODULES:
+        app.include_router(module.router)
+    app.state.routes = [route for module in MODULES for route in module.router.routes]
+    pages.install(app, keyed=settings.is_keyed)
+    return app
+
+
+@asynccontextmanager
+async def _draining(shutdown: Shutdown, pipeline: Pipeline) -> AsyncIterator[None]:
+    """Drain as soon as the shutdown begins, which a part that fails within the block begins too."""
+
+    async def drain() -> None:
+        await shutdown.wait()
+        log.info("shutting down", reason=shutdown.reason, rollouts=pipeline.live())
+        await shutdown.drain(pipeline.drain)
+        shutdown.end()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(drain)
+        try:
+            yield
+        except anyio.get_cancelled_exc_class():
+            shutdown.begin("a part of the service failed", failed=True)
+            raise
+        finally:
+            tasks.cancel_scope.cancel()
+
+
+def _report_failure(error: Exception) -> None:
+    cause = root_cause(error)
+    info = describe(cause)
+    log.error(
+        "a part of the service failed, which ends it",
+        code=info.code,
+        error=info.message,
+        hint=info.hint,
+        exc_info=cause if info.code == "internal_error" else None,
+    )

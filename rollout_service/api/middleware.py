@@ -1,0 +1,157 @@
+"""Middleware of every route, after `host_check`: authentication, the limits of bodies, and the count of requests.
+
+Guarantees: with keys configured, nothing but the probes and the API's description answers without one; keys are
+compared in constant time; no more of a body is read than the limit allows; all are plain ASGI, so that a streamed
+answer is never buffered.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from fastapi import HTTPException
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rollout_service.api.problems import problem_of, respond
+from rollout_service.errors import (
+    ForbiddenError,
+    MediaTypeError,
+    TooLargeError,
+    UnauthorizedError,
+    UnavailableError,
+)
+from rollout_service.http.connections import seat_of
+from rollout_service.http.keyring import Keyring
+from rollout_service.http.keys import ApiKey, needed_role
+from rollout_service.telemetry.metrics import Metrics
+
+PROBES = frozenset({"/health", "/ready"})
+DESCRIPTION = frozenset({"/openapi.json", "/docs"})
+"""The same for everybody who runs this release, and needed by a browser before a key can be typed into its page."""
+
+
+class BearerKeys:
+    """Refuses requests without one of the keys, or with one whose role does not allow them."""
+
+    def __init__(self, app: ASGIApp, keyring: Keyring) -> None:
+        self._app = app
+        self._keyring = keyring
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or _is_open(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._admit(scope)
+        except UnauthorizedError as error:
+            await respond(problem_of(error), {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+        except ForbiddenError as error:
+            await respond(problem_of(error))(scope, receive, send)
+        except UnavailableError as error:
+            headers = {"Retry-After": "1", "Connection": "close"}
+            await respond(problem_of(error), headers)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _admit(self, scope: Scope) -> None:
+        """Raise what stands in the way of a request; with a valid key its connection has a place of its own."""
+        if self._keyring.is_needed:
+            key = self._key(Headers(scope=scope))
+            needed = needed_role(scope["method"], scope["path"])
+            if not key.role.allows(needed):
+                raise ForbiddenError(
+                    f"the key {key.name!r} has the role {key.role}, and this needs {needed}",
+                    hint="Use a key with that role.",
+                    context={"role": key.role, "needed": needed},
+                )
+        seat = seat_of(scope)
+        if seat is not None and not seat.admit():
+            raise UnavailableError("all connections are at work", hint="Raise `http.max_connections`.")
+
+    def _key(self, headers: Headers) -> ApiKey:
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        key = self._keyring.find(given.strip())
+        if key is None or scheme.lower() != "bearer":
+            raise UnauthorizedError(
+                "the bearer key is missing or wrong",
+                hint="Send `Authorization: Bearer KEY` with a configured key.",
+            )
+        return key
+
+
+def _is_open(path: str) -> bool:
+    return path in PROBES or path in DESCRIPTION or path.startswith("/docs/")
+
+
+class JsonBodies:
+    """Refuses bodies of another media type, which a web page could send without asking first."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or _is_json(Headers(scope=scope)):
+            await self._app(scope, receive, send)
+            return
+        error = MediaTypeError("the body is not JSON", hint="Send it with `Content-Type: application/json`.")
+        await respond(problem_of(error))(scope, receive, send)
+
+
+def _is_json(headers: Headers) -> bool:
+    """Return whether a request, by its headers, has a body of JSON or none."""
+    if "transfer-encoding" not in headers and headers.get("content-length", "0") == "0":
+        return True
+    return headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
+
+
+class BodyLimit:
+    """Refuses bodies over a limit: at once where their length is announced, else while they are read."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        announced = Headers(scope=scope).get("content-length", "") if scope["type"] == "http" else ""
+        if announced.isdecimal() and int(announced) > self._max_bytes:
+            await respond(problem_of(self._error()))(scope, receive, send)
+            return
+        read = 0
+
+        async def count() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self._max_bytes:
+                # FastAPI turns anything but its own exception into "there was an error parsing the body".
+                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(self._error()))
+            return message
+
+        await self._app(scope, count, send)
+
+    def _error(self) -> TooLargeError:
+        return TooLargeError(
+            f"the body is larger than {self._max_bytes} bytes; send less at once or raise `max_body_bytes`"
+        )
+
+
+class CountRequests:
+    """Counts requests by the route's template, never by the raw path, so that ids make no new series."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def count(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = getattr(scope.get("route"), "path", "unknown")
+                self._metrics.request(scope["method"], route, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, count)

@@ -1,0 +1,58 @@
+"""Declares what a route answers, for the OpenAPI document.
+
+A route names the errors that it raises, as in `responses=raises(NotFoundError, ConflictError)`; their classes say the
+status, and their docstrings what it means. Errors that any route can give, such as a missing key, are added to all of
+them by `openapi.document`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from http import HTTPStatus
+from typing import Any
+
+from pydantic import BaseModel
+
+from rollout_service.api.problems import MEDIA_TYPE
+from rollout_service.errors import ServiceError
+
+PROBLEM_SCHEMA = "#/components/schemas/Problem"
+BINARY = {"type": "string", "format": "binary"}
+
+Answers = dict[int | str, dict[str, Any]]
+
+
+def raises(*errors: type[ServiceError]) -> Answers:
+    """Return the `responses` of a route that raises these errors."""
+    declared: Answers = {}
+    for error in errors:
+        add_error(declared.setdefault(int(error.status), {}), error)
+    return declared
+
+
+def also(status: HTTPStatus, model: type[BaseModel] | None, description: str) -> Answers:
+    """Return the `responses` of a route that has this answer beside its usual one; without a model it has no body."""
+    body = {} if model is None else {"model": model}
+    return {int(status): {"description": description, **body}}
+
+
+def answers(
+    media_type: str,
+    description: str,
+    *,
+    status: HTTPStatus = HTTPStatus.OK,
+    schema: dict[str, Any] | None = None,
+) -> Answers:
+    """Return the `responses` of a route that answers with a media type other than JSON; binary without a schema."""
+    content = {media_type: {"schema": BINARY if schema is None else schema}}
+    return {int(status): {"description": description, "content": content}}
+
+
+def add_error(answer: dict[str, Any], error: type[ServiceError]) -> None:
+    """Let an answer of the document also stand for this error."""
+    summary = (inspect.getdoc(error) or "").partition("\n")[0]
+    reason = f"`{error.code}`: {summary}"
+    said = answer.get("description", "")
+    if reason not in said:
+        answer["description"] = f"{said}\n\n{reason}".strip()
+    answer["content"] = {MEDIA_TYPE: {"schema": {"$ref": PROBLEM_SCHEMA}}}

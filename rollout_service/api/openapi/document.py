@@ -1,0 +1,134 @@
+"""Builds the OpenAPI document from the routes.
+
+Guarantees: every error that a route can give is declared, as `application/problem+json` with the schema `Problem`; what
+all routes have in common (keys, limits, a store that cannot be written) is said here once and stands at each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from api_schemas.errors import Problem
+from rollout_service.api.middleware import PROBES
+from rollout_service.api.openapi.answers import add_error
+from rollout_service.api.openapi.examples import ANSWERS, PROBLEM, REQUESTS
+from rollout_service.errors import (
+    DefectError,
+    ForbiddenError,
+    HeadTooLargeError,
+    InvalidFieldError,
+    MalformedBodyError,
+    MalformedRequestError,
+    MediaTypeError,
+    MisdirectedError,
+    RecordLostError,
+    RequestTimeoutError,
+    ServiceError,
+    StoreError,
+    TooLargeError,
+    UnauthorizedError,
+    UnavailableError,
+)
+
+Document = dict[str, Any]
+Operation = dict[str, Any]
+
+JSON = "application/json"
+SCHEME = "bearer"
+WITH_KEY: tuple[type[ServiceError], ...] = (UnauthorizedError, ForbiddenError)
+"""Errors of routes that need a key."""
+EVERYWHERE: tuple[type[ServiceError], ...] = (
+    MalformedRequestError,
+    RequestTimeoutError,
+    MisdirectedError,
+    InvalidFieldError,
+    HeadTooLargeError,
+    StoreError,
+    UnavailableError,
+    DefectError,
+    RecordLostError,
+)
+"""Errors of every route but the probes."""
+WITH_BODY: tuple[type[ServiceError], ...] = (MalformedBodyError, TooLargeError, MediaTypeError)
+"""Errors of routes that read a body."""
+
+DESCRIPTION = """\
+Runs agentic rollouts for any RL trainer: tasks go in, token-exact trajectories with rewards come out.
+
+Every error is a [problem](https://www.rfc-editor.org/rfc/rfc9457): `code` names it for programs, `detail` says what to
+do next, `errors` gives the paths of bad fields, and `retryable` says whether the same request may succeed later."""
+
+TAGS = {
+    "rollouts": "One attempt at one task: order it, wait for it, read its trajectory.",
+    "runs": "A trainer's standing orders, and the batches that they yield by lease and acknowledgement.",
+    "inference": "The engines that serve each pool, and the weights that they serve.",
+    "environments": "What tasks the service can run, and the instances that ship with them.",
+    "sandboxes": "Where code runs: live sandboxes, and what each host bears.",
+    "events": "What happens in the service, in order, as server-sent events.",
+    "health": "Probes and metrics.",
+    "ProRL Agent": "The ProRL Agent server's own routes, for trainers that were written for it.",
+}
+
+
+def build(app: FastAPI, *, keyed: bool) -> Document:
+    """Return the document of an app; `keyed` says whether it asks for a key."""
+    document = get_openapi(
+        title=app.title,
+        version=app.version,
+        summary=app.summary,
+        description=DESCRIPTION,
+        routes=app.routes,
+        tags=[{"name": name, "description": text} for name, text in TAGS.items()],
+    )
+    components = document.setdefault("components", {})
+    components["schemas"] = _without_fastapis_errors(components.get("schemas", {})) | _problem_schemas()
+    components["securitySchemes"] = {
+        SCHEME: {"type": "http", "scheme": "bearer", "description": "One of the service's keys."}
+    }
+    document["security"] = [{SCHEME: []}] if keyed else [{}, {SCHEME: []}]
+    for path, operation in _operations(document):
+        _complete(operation, is_open=path in PROBES)
+        _exemplify(operation)
+    return document
+
+
+def _operations(document: Document) -> Iterator[tuple[str, Operation]]:
+    for path, item in document["paths"].items():
+        for operation in item.values():
+            yield path, operation
+
+
+def _complete(operation: Operation, *, is_open: bool) -> None:
+    """Add what follows from the route's kind, such as its errors."""
+    if is_open:
+        operation["security"] = []
+        return
+    responses = operation["responses"]
+    if JSON in responses.get("422", {}).get("content", {}):
+        del responses["422"]  # FastAPI's own, which this service never sends
+    errors = [*WITH_KEY, *EVERYWHERE, *(WITH_BODY if "requestBody" in operation else ())]
+    for error in errors:
+        add_error(responses.setdefault(str(int(error.status)), {}), error)
+    operation["responses"] = dict(sorted(responses.items()))
+
+
+def _exemplify(operation: Operation) -> None:
+    """Add the examples of an operation's body and of its answers."""
+    name = operation["operationId"]
+    if name in REQUESTS:
+        operation["requestBody"]["content"][JSON]["example"] = REQUESTS[name]
+    for status, value in ANSWERS.get(name, {}).items():
+        operation["responses"][status]["content"][JSON]["example"] = value
+
+
+def _without_fastapis_errors(schemas: dict[str, Any]) -> dict[str, Any]:
+    return {name: schema for name, schema in schemas.items() if not name.endswith("ValidationError")}
+
+
+def _problem_schemas() -> dict[str, Any]:
+    schema = Problem.model_json_schema(ref_template="#/components/schemas/{model}", mode="serialization")
+    return {**schema.pop("$defs"), "Problem": {**schema, "examples": [PROBLEM]}}

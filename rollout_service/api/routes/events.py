@@ -1,0 +1,75 @@
+"""Events: a stream that a reader can leave and take up again without missing anything.
+
+Guarantees: each event is sent once and in order; the stream begins with the id that it starts after, so that a reader
+that asked for no position knows where to resume even if it has seen no event; a reader that hangs up is nothing
+unusual; the stream ends, whole, when the service shuts down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Annotated
+
+import anyio
+from fastapi import APIRouter, Header, Query, Response
+from fastapi.responses import StreamingResponse
+from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
+
+from api_schemas.base import MAX_INT
+from rollout_service.api.openapi.answers import answers
+from rollout_service.api.routes.dependencies import ServiceDep
+from rollout_service.api.routes.strict import StrictRoute
+from rollout_service.service import Service
+from rollout_service.shutdown import ShuttingDownError
+
+router = APIRouter(prefix="/v1", tags=["events"], route_class=StrictRoute)
+
+MEDIA_TYPE = "text/event-stream"
+PING_SECONDS = 15.0
+"""A reader takes a stream for dead that says nothing for much longer, not even a comment."""
+
+
+@router.get(
+    "/events",
+    response_class=Response,
+    responses=answers(MEDIA_TYPE, "Events, each an `Event` in JSON.", schema={"type": "string"}),
+)
+async def stream_events(
+    service: ServiceDep,
+    last_event_id: Annotated[int | None, Header(ge=0, le=MAX_INT)] = None,
+    after: Annotated[
+        int | None, Query(ge=0, le=MAX_INT, description="start after this id; the header wins")
+    ] = None,
+) -> StreamingResponse:
+    """Server-sent events: after `Last-Event-ID`, or from now on when neither it nor `after` is given.
+
+    The first line is the `id` that the stream starts after.
+    """
+    service.shutdown.refuse()
+    start = last_event_id if last_event_id is not None else after
+    seen = await service.store.last_event() if start is None else start
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(_events(service, seen), media_type=MEDIA_TYPE, headers=headers)
+
+
+async def _events(service: Service, seen: int) -> AsyncIterator[bytes]:
+    """Yield this id, then the events after it; end when the service does."""
+    yield b"id: %d\n\n" % seen  # without data it is no event, and yet what a reader sends as Last-Event-ID
+    with suppress(ShuttingDownError):
+        while True:
+            for event in await service.store.events(after=seen):
+                seen = event.event_id
+                yield format_sse_event(
+                    data_str=event.model_dump_json(), event=event.kind, id=str(event.event_id)
+                )
+            if not await _more(service, seen):
+                yield KEEPALIVE_COMMENT
+
+
+async def _more(service: Service, seen: int) -> bool:
+    """Wait for more events, for a while; raises ShuttingDownError."""
+    with anyio.move_on_after(PING_SECONDS):
+        await service.shutdown.until_begun(lambda: service.store.wait_for_events(after=seen))
+        return True
+    return False

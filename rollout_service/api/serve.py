@@ -1,0 +1,173 @@
+"""Serves the app until it is told to stop or a part of it fails; refuses, drains, cancels and closes, in this order.
+
+Guarantees: the log says where the service listens and with which settings, and at the end why it ended; the process
+has ended 3 s after the drain; a part that fails ends it with exit code 1, a signal as that signal does.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import structlog
+import uvicorn
+from fastapi import FastAPI
+from starlette.types import Message, Receive, Scope, Send
+
+from api_schemas.errors import sentences
+from rollout_service import __version__
+from rollout_service.api.app import create_app
+from rollout_service.errors import ConfigurationError, known_cause
+from rollout_service.http.connections import ConnectionLimits, Connections, descriptor_limit
+from rollout_service.http.draining import FAILED, DrainingServer
+from rollout_service.http.protocol import RequestLimits
+from rollout_service.http.tls import Certificate
+from rollout_service.settings import Settings
+from rollout_service.shutdown import Shutdown
+from rollout_service.telemetry.metrics import Metrics, configure_logging
+
+log = structlog.get_logger(__name__)
+
+CONNECTIONS_GRACE_SECONDS = 1
+"""How long connections may take to close once the service is drained and every request was answered."""
+GC_YOUNG_OBJECTS = 50_000
+"""Allocations between collections. The default of 700 collects several times in a turn of an agent. Each one walks
+through the prompts that engines work on at the moment, which stops every rollout for milliseconds."""
+THREAD_SECONDS = 0.0005
+"""For how long a thread that computes, as one that renders a long prompt, may hold up the event loop each time that it
+wakes. The default of 5 ms is several times what all of a turn takes."""
+
+
+def serve(settings: Settings, *, port_file: Path | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; writes `http://HOST:PORT`, or `https`, to `port_file` once it listens.
+
+    Returns the exit code of a service of which a part failed; after a signal the process ends by that signal.
+    Raises ConfigurationError when the address cannot be bound. Where the service itself cannot start, the log
+    says why and the process ends with exit code 3.
+    """
+    configure_logging(settings.log_format, settings.log_level)
+    _settle_garbage_collector()
+    sys.setswitchinterval(THREAD_SECONDS)
+    os.environ.pop("ROLLOUT_KEYS", None)  # no process that the service starts has to know them
+    shutdown = Shutdown(settings.pipeline.drain_seconds)
+    certificate = Certificate.of(settings)
+    app = create_app(settings, shutdown)
+    config = uvicorn.Config(
+        PlainStartup(app),
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=CONNECTIONS_GRACE_SECONDS,
+        timeout_keep_alive=settings.http.keep_alive_seconds,
+        lifespan="on",
+        ws="none",
+        **(certificate.options() if certificate else {}),
+    )
+    with _bind(settings) as listener:
+        address = _address(listener, settings.host, "https" if certificate else "http")
+        if port_file is not None:
+            _announce(address, port_file)
+        options = _connections(settings, app.state.metrics) | {"certificate": certificate}
+        on_start = partial(_log_start, settings, address)
+        server = DrainingServer(config, listener, **options, shutdown=shutdown, on_start=on_start)
+        return _run(server, shutdown)
+
+
+def _connections(settings: Settings, metrics: Metrics) -> dict[str, Any]:
+    """Return how many connections there may be, and the limits of each."""
+    http = settings.http
+    connections = Connections(ConnectionLimits.within(descriptor_limit(), http.max_connections))
+    metrics.watch_connections(connections.counts)
+    limits = RequestLimits(
+        max_head_bytes=http.max_head_bytes,
+        head_seconds=http.head_seconds,
+        body_seconds=http.body_seconds,
+        write_seconds=http.write_seconds,
+    )
+    return {"connections": connections, "limits": limits, "observe": metrics.refused_connection}
+
+
+def _run(server: DrainingServer, shutdown: Shutdown) -> int:
+    try:
+        server.run()
+    except SystemExit:
+        if server.signal is None:  # else it was stopped while it started, as it should be
+            raise
+    log.info("stopped", reason=shutdown.reason, seconds=round(shutdown.seconds, 2))
+    if shutdown.failed:
+        return FAILED
+    if server.signal is not None:
+        signal.raise_signal(server.signal)
+    return 0
+
+
+def _log_start(settings: Settings, address: str) -> None:
+    engines = [str(backend.url) for backend in settings.backends]
+    log.info(
+        "listening",
+        address=address,
+        version=__version__,
+        pid=os.getpid(),
+        settings_file=str(settings.file.absolute()) if settings.file else None,
+        state_dir=str(settings.state_dir.expanduser()),
+        engine=engines or settings.engine.value,
+        sandbox=settings.sandbox.provider,
+        needs_key=settings.is_keyed,
+    )
+
+
+class PlainStartup:
+    """The app, which says why it does not start in a sentence; only a defect is worth a traceback."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def plain(message: Message) -> None:
+            if message["type"] == "lifespan.startup.failed" and (why := _why(self._app)):
+                message["message"] = why
+            if message["type"] == "lifespan.shutdown.failed":
+                message["message"] = ""  # the log has it already
+            await send(message)
+
+        await self._app(scope, receive, plain if scope["type"] == "lifespan" else send)
+
+
+def _why(app: FastAPI) -> str:
+    failure = known_cause(app.state.failure) if app.state.failure else None
+    return sentences(str(failure), failure.hint) if failure else ""
+
+
+def _settle_garbage_collector() -> None:
+    """Leave what the imports made, hundreds of thousands of objects that never die, out of every collection."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_YOUNG_OBJECTS)
+
+
+def _bind(settings: Settings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=2_048)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}",
+            hint="Choose another port with --port, or end what listens there.",
+        ) from error
+
+
+def _address(listener: socket.socket, host: str, scheme: str) -> str:
+    name = f"[{host}]" if ":" in host else host
+    return f"{scheme}://{name}:{listener.getsockname()[1]}"
+
+
+def _announce(address: str, port_file: Path) -> None:
+    """Write the address whole or not at all: a reader may look at any moment."""
+    draft = port_file.with_name(f"{port_file.name}.draft")
+    draft.write_text(address)
+    draft.replace(port_file)

@@ -1,0 +1,181 @@
+"""The demo at work: a server and an engine of its own, a batch of rollouts, and a look at what came back.
+
+Guarantee: the server and the engine that it started have ended when it returns.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+from itertools import cycle, islice
+from pathlib import Path
+
+import anyio
+from pydantic import JsonValue
+
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Sampling
+from api_schemas.tasks import Task
+from rollout_service.cli import common
+from rollout_service.cli.console import Heading, SafeConsole
+from rollout_service.cli.demo import DemoEngine, DemoPolicy, DemoSandbox
+from rollout_service.cli.demo.summary import Summary
+from rollout_service.cli.figures import figures_document, write_figures
+from rollout_service.cli.server_child import running_server
+from rollout_service.cli.show import show_rollout
+from rollout_service.cli.submit.files import ResultFile
+from rollout_service.cli.submit.progress import ProgressView, Tally
+from rollout_service.client import RolloutClient
+from rollout_service.inference.local_servers.sglang_cpu import SGLangCpuServer
+from rollout_service.policies.shipped import policy_folder
+from rollout_service.tokens.errors import InvariantError
+from rollout_service.tokens.tokenizer import load_tokenizer
+from rollout_service.tokens.trajectory import check_invariants
+
+ENVIRONMENT = "calc"
+NEEDED_SUCCESS = 0.9
+"""The share of successes below which a demo of the tuned policy has failed; one more may err, since it samples."""
+LOOK_SECONDS = 0.5
+ORDERED_AT_ONCE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class DemoPlan:
+    """What the demo is to do."""
+
+    rollouts: int
+    sandbox: DemoSandbox
+    engine: DemoEngine
+    policy: DemoPolicy
+    concurrency: int
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """How the demo went."""
+
+    plan: DemoPlan
+    summary: Summary
+    exit_code: int
+
+    def write(self, file: Path | None) -> None:
+        """Write the figures to a file, or print them."""
+        if file is None:
+            common.print_json(figures_document(asdict(self.plan), self.summary.figures()))
+        else:
+            write_figures(file, asdict(self.plan), self.summary.figures())
+
+
+async def run_demo(
+    plan: DemoPlan, state_dir: Path | None, output: Path | None, *, quiet: bool = False
+) -> DemoResult:
+    """Run the plan, show the results and write the batch; with `quiet` nothing is printed to stdout."""
+    folder = state_dir or Path(tempfile.mkdtemp(prefix="rollout-demo-"))
+    batch = output or folder / "batch.jsonl"
+    console = common.err()
+    console.print(f"Starting the server (log: {folder / 'server.log'})", soft_wrap=True)
+    async with _serving(plan, folder) as client:
+        model = (await client.backends())[0].model_path
+        summary = await _roll_out(plan, client, batch)
+    broken = _broken(summary.rollouts)
+    shown = common.err() if quiet else common.out()
+    _show(summary, model, shown)
+    shown.print(f"batch: {batch}", soft_wrap=True)
+    return DemoResult(plan, summary, _verdict(plan, summary, broken))
+
+
+@asynccontextmanager
+async def _serving(plan: DemoPlan, folder: Path) -> AsyncIterator[RolloutClient]:
+    flags = ["--sandbox", plan.sandbox, "--rollout-workers", str(plan.concurrency), "--log-level", "warning"]
+    if plan.engine is DemoEngine.EMBEDDED:
+        async with running_server(folder, [*flags, "--model", plan.policy]) as client:
+            yield client
+        return
+    common.err().print("Starting SGLang on the CPU (half a minute or more)")
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(SGLangCpuServer(policy_folder(plan.policy)))
+        yield await stack.enter_async_context(running_server(folder, [*flags, "--backend", engine.url]))
+
+
+async def _roll_out(plan: DemoPlan, client: RolloutClient, batch: Path) -> Summary:
+    requests = _requests(plan, await client.dataset(ENVIRONMENT, limit=plan.rollouts))
+    rollouts: list[Rollout] = []
+    tally = Tally(plan.rollouts)
+    with ResultFile(batch) as results, ProgressView(common.err(), tally).shown() as view:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_watch_stages, client, view)
+            async for rollout in client.run_all(requests, concurrency=min(plan.rollouts, ORDERED_AT_ONCE)):
+                results.append(rollout)
+                rollouts.append(rollout)
+                tally.add(rollout)
+                view.update()
+            tasks.cancel_scope.cancel()
+    return Summary(rollouts, time.monotonic() - tally.started)
+
+
+def _requests(plan: DemoPlan, dataset: list[dict[str, JsonValue]]) -> Iterator[RolloutRequest]:
+    """As many tasks as were asked for, each with a seed of its own; the data set is begun anew where it is shorter."""
+    for number, instance in enumerate(islice(cycle(dataset), plan.rollouts)):
+        sampling = Sampling(temperature=plan.temperature, seed=plan.seed + number)
+        yield RolloutRequest(task=Task(environment=ENVIRONMENT, instance=instance), sampling=sampling)
+
+
+async def _watch_stages(client: RolloutClient, view: ProgressView) -> None:
+    """Show how many rollouts are in each stage, until cancelled."""
+    while True:
+        counts = (await client.page(limit=1)).counts
+        there = [state for state in RolloutState if counts.get(state) and not state.terminal]
+        view.update(", ".join(f"{state}: {counts[state]}" for state in there))
+        await anyio.sleep(LOOK_SECONDS)
+
+
+def _broken(rollouts: Sequence[Rollout]) -> list[str]:
+    """What is wrong with which trajectory; each is a sentence."""
+    found = []
+    for rollout in rollouts:
+        if rollout.trajectory is None:
+            if rollout.state is RolloutState.COMPLETED:
+                found.append(f"rollout {rollout.rollout_id} completed without a trajectory")
+            continue
+        try:
+            check_invariants(rollout.trajectory)
+        except InvariantError as error:
+            found.append(f"rollout {rollout.rollout_id}: {error}")
+    return found
+
+
+def _show(summary: Summary, model: str, console: SafeConsole) -> None:
+    example = _example(summary.rollouts)
+    if example is not None:
+        console.print(show_rollout(example, load_tokenizer(model, with_template=False)), soft_wrap=False)
+    console.print(Heading())
+    console.print(summary.show())
+
+
+def _example(rollouts: Sequence[Rollout]) -> Rollout | None:
+    """A rollout worth a look: one that succeeded with a tool, else the first that has a trajectory."""
+    seen = [rollout for rollout in rollouts if rollout.trajectory is not None]
+    good = (rollout for rollout in seen if rollout.usage.tool_calls and (rollout.reward or 0.0) >= 1.0)
+    return next(good, seen[0] if seen else None)
+
+
+def needed_successes(rollouts: int) -> int:
+    """How many of so many rollouts of the tuned policy must succeed."""
+    return max(1, int(NEEDED_SUCCESS * rollouts) - 1)
+
+
+def _verdict(plan: DemoPlan, summary: Summary, broken: list[str]) -> int:
+    console = common.err()
+    for sentence in broken:
+        console.print(sentence, style="red", soft_wrap=True)
+    needed = needed_successes(len(summary.rollouts))
+    short = plan.policy is DemoPolicy.TUNED and summary.succeeded < needed
+    if short:
+        console.print(f"only {summary.succeeded} succeeded; {needed} are needed", style="red")
+    if not broken:
+        console.print(f"every trajectory passes the invariants ({len(summary.rollouts)} checked)")
+    return 1 if broken or short else 0

@@ -1,0 +1,96 @@
+"""`rollout-service doctor`: what this machine has, what it lacks, and the command that fixes it.
+
+With a batch and a model: whether the logprobs of the one are those of the other.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollout_service.cli import common
+from rollout_service.cli.common import AsJson, CommandError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rollout_service.cli.doctor.checks import Check
+
+EXAMPLE = "Example: rollout-service doctor --batch batch.safetensors --model /checkpoints/step-10"
+
+STYLES = {"ok": "green", "missing": "bold red", "limited": "yellow"}
+
+
+def command(
+    config: Annotated[Path | None, typer.Option(help="Settings file; default rollout.toml.")] = None,
+    batch: Annotated[
+        Path | None, typer.Option(help="A leased batch, as arrays: compare its log-probabilities.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="The folder of the weights that sampled it; with --batch.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.01, help="That the batch was sampled at.")] = 1.0,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="With --batch: every token, a line of JSON each.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check this machine; exit code 1 when something is missing that the service needs.
+
+    `limited` works, with reduced functionality. With --batch and --model it recomputes, with transformers, the
+    log-probability of every sampled token, and shows the differences by token, version and position.
+    """
+
+    def main() -> int:
+        if batch is not None and model is not None:
+            return _compare(batch, model, temperature, output, as_json=as_json)
+        if batch is not None or model is not None:
+            raise CommandError("--batch and --model belong together", hint="Name both.")
+        return _check(config, as_json=as_json)
+
+    common.run_blocking(main)
+
+
+def _check(config: Path | None, *, as_json: bool) -> int:
+    from rollout_service.cli.doctor.checks import check_machine
+    from rollout_service.settings import load_settings
+
+    checks = check_machine(load_settings(config))
+    if as_json:
+        common.print_json([check.as_dict() for check in checks])
+    else:
+        _show(checks, common.out())
+    return 1 if any(check.state == "missing" for check in checks) else 0
+
+
+def _compare(batch: Path, model: Path, temperature: float, output: Path | None, *, as_json: bool) -> int:
+    from rollout_service.cli.doctor import batch as doctor_batch
+
+    arrays, tokens = doctor_batch.compare(batch, model, temperature)
+    found = doctor_batch.report(arrays, tokens)
+    if output is not None:
+        doctor_batch.write_tokens(tokens, output)
+    if as_json:
+        common.print_json(found)
+    else:
+        doctor_batch.show(found, common.out())
+    return 0
+
+
+def _show(checks: list[Check], console: Console) -> None:
+    from rich.text import Text
+
+    from rollout_service.cli.console import table
+
+    rows = table("what", "state", "found")
+    for check in checks:
+        state = Text(check.state, style=STYLES[check.state])
+        rows.add_row(check.name, state, check.found)
+    console.print(rows)
+    mendable = [check for check in checks if check.fix]
+    if mendable:
+        console.print("\nHow to fix it:")
+    for check in mendable:  # outside of the table: a command must not be broken by the width of the terminal
+        console.print(f"  {check.name}: {check.fix}", soft_wrap=True)

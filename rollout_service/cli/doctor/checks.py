@@ -1,0 +1,222 @@
+"""The checks of `doctor`: each looks at one thing, changes nothing, and knows the command that would.
+
+A thing is `missing` when the service cannot run rollouts in Apptainer without it, and `limited` when it can,
+though less well.
+"""
+
+from __future__ import annotations
+
+import getpass
+import math
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from rollout_service.policies.shipped import POLICIES, policy_folder
+from rollout_service.settings import Engine, Settings
+from sandboxes import ApptainerConfig, SandboxConfigError
+from sandboxes.host.facts import HostFacts, read_host_facts
+from sandboxes.host.users import subordinate_ids_command
+from sandboxes.images.store import ImageStore
+from sandboxes.providers.apptainer.launch import PTYS
+from sandboxes.providers.apptainer.sharing import read_sharing
+from sandboxes.scheduling.host_metrics import HostReader
+from sandboxes.scheduling.pressure import strains_of
+
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+"""Where the installing scripts are in a checkout; an installed package has none."""
+FREE_GIBIBYTES = 2.0
+GIBIBYTE = 2**30
+BASE_IMAGE = "base"
+PTYS_RESERVE = 1024
+"""That the kernel keeps for the host by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    state: Literal["ok", "missing", "limited"]
+    found: str
+    fix: str = ""
+    """The command that fixes it; empty when there is nothing to fix."""
+
+    def as_dict(self) -> dict[str, str]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def check_machine(settings: Settings) -> list[Check]:
+    """All checks, in the order in which they are best mended."""
+    facts = read_host_facts()
+    return [
+        Check("Python", "ok", ".".join(map(str, sys.version_info[:3]))),
+        check_apptainer(facts),
+        *check_mounts(facts),
+        *check_limits(facts),
+        *check_sharing(settings),
+        check_image(settings),
+        check_engine(settings),
+        check_state_dir(settings.state_dir.expanduser()),
+        check_pressure(settings),
+        check_sglang(),
+    ]
+
+
+def check_apptainer(facts: HostFacts) -> Check:
+    """The program that makes sandboxes."""
+    fix = script("install-apptainer", as_root=not facts.is_root)
+    if facts.apptainer is None:
+        return Check("Apptainer", "missing", "not on PATH, not in /opt/apptainer", fix)
+    if facts.apptainer_version is None:
+        return Check("Apptainer", "missing", f"{facts.apptainer} does not run", fix)
+    return Check("Apptainer", "ok", f"{facts.apptainer_version} at {facts.apptainer}")
+
+
+def check_mounts(facts: HostFacts) -> Iterator[Check]:
+    """What an ordinary user needs so that Apptainer can mount images and isolate processes; root needs none."""
+    if facts.is_root:
+        yield Check("mounting images", "ok", "as root")
+        return
+    if facts.fuse:
+        yield Check("mounting images", "ok", "/dev/fuse opens")
+    else:
+        yield Check("mounting images", "missing", "/dev/fuse does not open", "sudo chmod 0666 /dev/fuse")
+    if facts.user_namespaces:
+        yield Check("user namespaces", "ok", "allowed")
+    else:
+        yield Check("user namespaces", "missing", "not allowed by the kernel's settings", _allow_namespaces())
+    if facts.fakeroot:
+        yield Check("root inside of sandboxes", "ok", ", ".join(facts.subuid_ranges))
+    else:
+        found = "no line in /etc/subuid and /etc/subgid"
+        yield Check("root inside of sandboxes", "limited", found, subordinate_ids_command())
+
+
+def check_limits(facts: HostFacts) -> Iterator[Check]:
+    """Whether the kernel can bound a sandbox's memory and processes for us."""
+    if {"memory", "processes"} <= facts.cgroup_limits:
+        found = f"control groups, version {facts.cgroup_version}: {', '.join(sorted(facts.cgroup_limits))}"
+        yield Check("limits of sandboxes", "ok", found)
+        return
+    fix = "systemd-run --user --scope -p Delegate=yes rollout-service serve"
+    yield Check("limits of sandboxes", "limited", "no control group of our own; limits are per process", fix)
+
+
+def check_sharing(settings: Settings) -> Iterator[Check]:
+    """Check what one sandbox can use up or reach that its neighbours need."""
+    if not isinstance(settings.sandbox, ApptainerConfig):
+        return
+    try:
+        found = read_sharing(settings.sandbox)
+    except SandboxConfigError as error:
+        yield Check("users of sandboxes", "missing", str(error), error.hint or "")
+        return
+    if found.own_users:
+        yield Check("users of sandboxes", "ok", "each sandbox runs as a user of its own")
+    else:
+        counts = ", ".join(f"{name} ({most})" for name, most in found.counts.items())
+        shared = f"one for all sandboxes: one of them can use up {counts}"
+        yield Check("users of sandboxes", "limited", shared, _separate_users(settings.sandbox))
+    if found.filtered:
+        yield Check("system calls of sandboxes", "ok", "filtered")
+    else:
+        yield Check("system calls of sandboxes", "limited", "this kernel or processor has no filter of ours")
+    yield _check_terminals(found.own_terminals, settings.sandbox_ceiling)
+
+
+def _separate_users(config: ApptainerConfig) -> str:
+    if os.geteuid() != 0:
+        return "run the service as root: sandboxes never do"
+    if config.fakeroot or config.user_range == "none":
+        return "set sandbox.fakeroot to false and leave sandbox.user_range out"
+    return "use Linux 5.19 or newer, and set sandbox.unpacked_dir to a folder on ext4, XFS or Btrfs"
+
+
+def _check_terminals(sandboxes: int | None, ceiling: int) -> Check:
+    name = "terminals of sandboxes"
+    if sandboxes is None:
+        return Check(
+            name, "limited", "no limit: one sandbox can open all that the host has", _allow_namespaces()
+        )
+    if sandboxes < ceiling:
+        wanted = 2 ** math.ceil(math.log2((ceiling + 1) * PTYS + PTYS_RESERVE))
+        found = f"enough for {sandboxes} of {ceiling} sandboxes if each opens all of its {PTYS}"
+        return Check(name, "limited", found, f"sudo sysctl -w kernel.pty.max={wanted}")
+    return Check(name, "ok", f"{PTYS} each")
+
+
+def check_image(settings: Settings) -> Check:
+    """The image that the built-in environments use."""
+    names = [image.name for image in ImageStore(settings.images_dir).list()]
+    if BASE_IMAGE in names:
+        return Check("image base", "ok", "built")
+    return Check("image base", "missing", "not built", "rollout-service image build base")
+
+
+def check_engine(settings: Settings) -> Check:
+    """Something that serves the policy."""
+    if settings.backends:
+        return Check("engine", "ok", ", ".join(str(backend.url) for backend in settings.backends))
+    if settings.engine is Engine.NONE:
+        return Check("engine", "limited", "none is configured", "rollout-service backends add URL")
+    model = settings.embedded.model
+    folder = policy_folder(model) if model in POLICIES else Path(model).expanduser()
+    if (folder / "config.json").is_file():
+        return Check("engine", "ok", f"embedded, with {model}")
+    return Check("engine", "missing", f"no policy {model}", "rollout-service serve --model calc-tuned")
+
+
+def check_state_dir(folder: Path) -> Check:
+    """Where the store is kept: it must be ours to write, with some room."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not os.access(there, os.W_OK):
+        fix = f"sudo install -d -o {getpass.getuser()} {folder}"
+        return Check("state folder", "missing", f"{folder} cannot be written", fix)
+    free = shutil.disk_usage(there).free / GIBIBYTE
+    if free < FREE_GIBIBYTES:
+        fix = "rollout-service serve --state-dir DIR"
+        return Check("state folder", "limited", f"{free:.1f} GiB free in {there}", fix)
+    return Check("state folder", "ok", f"{folder}, {free:.0f} GiB free")
+
+
+def check_pressure(settings: Settings) -> Check:
+    """Whether this host bears further sandboxes at this moment."""
+    reading = HostReader([settings.state_dir.expanduser().absolute()]).read()
+    strained = [it.hold.text for it in strains_of(reading, settings.sandboxes.pressure) if it.ratio >= 1.0]
+    if strained:
+        return Check("room for sandboxes", "limited", "; ".join(strained))
+    psi = "" if reading.cpu_stall is not None else ", by the load: the kernel has no PSI"
+    return Check("room for sandboxes", "ok", f"up to {settings.sandbox_ceiling}{psi}")
+
+
+def check_sglang() -> Check:
+    """The real engine on the CPU, for trying and for tests."""
+    installed = SCRIPTS.parent / ".venv-sglang" / ".installed"
+    if installed.exists():
+        return Check("SGLang on the CPU", "ok", str(installed.parent))
+    fix = script("install-sglang", as_root=False)
+    return Check("SGLang on the CPU", "limited", "not installed; the embedded engine does without", fix)
+
+
+def script(name: str, *, as_root: bool) -> str:
+    """The command that runs a script of the checkout."""
+    path = SCRIPTS / name
+    shown = f"scripts/{name} of a checkout" if not path.exists() else str(path)
+    return f"sudo {shown}" if as_root else shown
+
+
+def _allow_namespaces() -> str:
+    """The switches differ between distributions; a key that this kernel lacks is left out."""
+    keys = {
+        "user.max_user_namespaces": "15000",
+        "kernel.unprivileged_userns_clone": "1",
+        "kernel.apparmor_restrict_unprivileged_userns": "0",
+    }
+    known = [key for key in keys if Path("/proc/sys", *key.split(".")).exists()]
+    return "sudo sysctl -w " + " ".join(f"{key}={keys[key]}" for key in known)

@@ -1,0 +1,67 @@
+"""Attacks on an environment's grading, in the sandboxes that the settings name."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import anyio.to_thread
+from rich.console import Console
+from rich.text import Text
+
+from rollout_service.attacks import SCRIPTS, Report, Verdict, attack_environment
+from rollout_service.cli import common
+from rollout_service.cli.common import CommandError
+from rollout_service.cli.console import identity, table
+from rollout_service.cli.env.check import load_environment
+from rollout_service.cli.env.run import parse_instance
+from rollout_service.errors import nearest
+from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.settings import load_settings
+from sandboxes import make_provider
+
+STYLES = {Verdict.HELD: "green", Verdict.FORGED: "red", Verdict.NULLED: "red", Verdict.NOT_PROMISED: "yellow"}
+
+
+async def attack(
+    environment: str, instance: str | None, names: list[str], at_once: int, *, as_json: bool
+) -> int:
+    """Run the attacks and show how they went; returns the exit code."""
+    known = {script.name: script for script in SCRIPTS}
+    for name in names:
+        if name not in known:
+            raise CommandError(f"there is no attack {name!r}{nearest(name, known)}")
+    chosen = [known[name] for name in names] or list(SCRIPTS)
+    settings = load_settings()
+    loaded = await anyio.to_thread.run_sync(load_environment, environment)
+    data = parse_instance(instance) if instance is not None else None
+    with tempfile.TemporaryDirectory(prefix="rollout-attack-") as state:
+        provider = make_provider(settings.sandbox, Path(state), settings.images_dir)
+        try:
+            common.err().print(f"Running {common.count(len(chosen), 'attack')}")
+            report = await attack_environment(
+                loaded, SandboxSource(provider), instance=data, attacks=chosen, at_once=at_once
+            )
+        finally:
+            await provider.close()
+    if as_json:
+        common.print_json(report.as_dict())
+    else:
+        show(report, common.out())
+    return 1 if report.broken else 0
+
+
+def show(report: Report, console: Console) -> None:
+    """Print a line for each attack, and how many did not hold."""
+    rows = table(identity("attack"), "verdict", "reward", "description")
+    for outcome in report.outcomes:
+        reward = "none" if outcome.reward is None else f"{outcome.reward:g}"
+        verdict = Text(outcome.verdict, style=STYLES[outcome.verdict])
+        rows.add_row(outcome.attack, verdict, reward, f"{outcome.does} {outcome.detail}".strip())
+    console.print(rows)
+    left = sum(outcome.verdict is Verdict.NOT_PROMISED for outcome in report.outcomes)
+    attacks = common.count(len(report.outcomes), "attack")
+    console.print(
+        f"{report.environment}: {attacks}, {report.broken} broken, {left} not promised; "
+        f"an agent that does nothing gets {report.idle_reward:g}"
+    )

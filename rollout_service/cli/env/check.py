@@ -1,0 +1,162 @@
+"""Looking at environments without running them: which there are, and what is wrong with one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import JsonValue
+from rich.table import Table
+from rich.text import Text
+
+from rollout_service.cli.common import count
+from rollout_service.cli.console import SafeConsole, identity, table
+from rollout_service.cli.image import unpacked_images
+from rollout_service.environments.contract import Environment
+from rollout_service.environments.declarative.declaration import FILE_NAME
+from rollout_service.environments.registry import EnvironmentRegistry, load_path
+from rollout_service.environments.splits import split_of, splits_of
+from rollout_service.errors import InvalidFieldError
+from rollout_service.settings import Settings, load_settings
+from sandboxes.errors import ImageError, ProviderUnavailableError
+from sandboxes.images.store import ImageStore
+
+SHOWN_FINDINGS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was found out about an environment."""
+
+    name: str
+    image: str | None
+    tools: list[str]
+    """The built-in ones and its own, as the policy is told of them."""
+    instances: int
+    splits: dict[str, int]
+    """Instances of each split of the data set."""
+    findings: list[str]
+    """The problems, each with its place."""
+    warnings: list[str]
+    """The settings that have no effect."""
+
+    def as_dict(self) -> dict[str, JsonValue]:
+        """For `--json`."""
+        return asdict(self)
+
+    def show(self, console: SafeConsole) -> None:
+        """For a terminal."""
+        rows = table("", "", header=False)
+        rows.add_row("environment", self.name)
+        rows.add_row("image", self.image or "none: it needs no sandbox")
+        rows.add_row("tools", ", ".join(self.tools) or "none")
+        rows.add_row("data set", self._dataset())
+        console.print(rows)
+        for warning in self.warnings:
+            console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+        for finding in self.findings[:SHOWN_FINDINGS]:
+            console.print(Text(finding, style="red"), soft_wrap=True)
+        if (more := len(self.findings) - SHOWN_FINDINGS) > 0:
+            console.print(f"and {more} more")
+        console.print(count(len(self.findings), "finding") if self.findings else "nothing is wrong")
+
+    def _dataset(self) -> str:
+        if not self.instances:
+            return "none: tasks bring their instances"
+        splits = ", ".join(f"{name} {number}" for name, number in self.splits.items())
+        return count(self.instances, "instance") + (f" ({splits})" if splits else "")
+
+
+def installed() -> tuple[list[dict[str, JsonValue]], list[str]]:
+    """The environments that a server on this machine would have, and what could not be loaded."""
+    registry = EnvironmentRegistry.load(load_settings().environments)
+    specs = [_spec(environment) for environment in registry.list()]
+    return specs, [f"{source}: {error}" for source, error in registry.problems.items()]
+
+
+def _spec(environment: Environment) -> dict[str, JsonValue]:
+    """Return the settings, with the environment's tools added to the built-in ones."""
+    return environment.spec.model_dump(mode="json") | {"tools": [*tools_of(environment)]}
+
+
+def tools_of(environment: Environment) -> list[str]:
+    """Return the names of all tools that the policy is told of."""
+    told = [str(tool["function"]["name"]) for tool in environment.tool_definitions()]
+    return [*environment.spec.tools, *(name for name in told if name not in environment.spec.tools)]
+
+
+def environment_table(specs: Sequence[dict[str, JsonValue]]) -> Table:
+    """A table of environments."""
+    rows = table(identity("name"), "image", "tools", "description")
+    for spec in specs:
+        tools = spec.get("tools")
+        names = ", ".join(map(str, tools)) if isinstance(tools, list) else ""
+        rows.add_row(str(spec["name"]), str(spec.get("image") or ""), names, str(spec.get("description", "")))
+    return rows
+
+
+def place_of(name_or_path: str) -> Path | None:
+    """The path of an environment; None when it is the name of an installed one."""
+    path = Path(name_or_path).expanduser()
+    is_place = "/" in name_or_path or path.is_file() or (path / FILE_NAME).is_file()
+    return path.absolute() if is_place else None
+
+
+def load_environment(name_or_path: str) -> Environment:
+    """An installed environment, or the one at a path. Raises ConfigurationError, InvalidFieldError."""
+    place = place_of(name_or_path)
+    if place is not None:
+        return load_path(place)
+    return EnvironmentRegistry.load(load_settings().environments).get(name_or_path)
+
+
+def check_environment(name_or_path: str) -> Report:
+    """Everything that can be said of an environment without starting a sandbox."""
+    settings = load_settings()
+    environment = load_environment(name_or_path)
+    dataset = environment.dataset()
+    findings = [
+        *environment.findings(),
+        *_image(environment, settings),
+        *_instances(environment, dataset),
+        *_unsplit(dataset),
+    ]
+    spec = environment.spec
+    return Report(
+        spec.name,
+        spec.image,
+        tools_of(environment),
+        len(dataset),
+        splits_of(dataset),
+        findings,
+        environment.warnings(),
+    )
+
+
+def _image(environment: Environment, settings: Settings) -> Iterator[str]:
+    image = environment.spec.image
+    if image is None:
+        return
+    try:
+        path = ImageStore(settings.images_dir).resolve(image)
+        facts = unpacked_images(settings).facts(path)
+    except (ImageError, ProviderUnavailableError) as error:
+        yield f"image: {error} ({error.hint})" if error.hint else f"image: {error}"
+        return
+    for name in facts.missing:
+        yield f"image: it has no {name}, which every sandbox needs"
+
+
+def _unsplit(dataset: Sequence[dict[str, JsonValue]]) -> Iterator[str]:
+    without = sum(1 for instance in dataset if split_of(instance) is None)
+    if without and splits_of(dataset):
+        yield f"data set: {count(without, 'instance')} in no split, so no run can take them"
+
+
+def _instances(environment: Environment, dataset: Sequence[dict[str, JsonValue]]) -> Iterator[str]:
+    for number, instance in enumerate(dataset, start=1):
+        try:
+            environment.check(instance)
+        except InvalidFieldError as error:
+            yield f"data set, instance {number}: {error}"

@@ -1,0 +1,72 @@
+"""A scripted model: fixed turns from a file, so that an environment can be tried without a policy.
+
+A turn is a line of JSON: `{"content": "...", "tool_calls": [{"name": "bash", "arguments": {...}}]}`, both optional.
+It is written in the format of the shipped policies, whose tokenizer spells any text.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+
+from rollout_service.cli.common import CommandError
+from rollout_service.cli.submit.inputs import read_whole
+from rollout_service.policies.shipped import policy_folder
+from rollout_service.testing import Replies, ScriptedEngine
+from rollout_service.validation import problems
+
+POLICY = "calc-tuned"
+END = "<|im_end|>"
+
+
+class ScriptedCall(BaseModel):
+    """A call of a tool."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    arguments: dict[str, JsonValue] = {}
+
+    def text(self) -> str:
+        """As a policy writes it."""
+        return f"<tool_call>\n{json.dumps(self.model_dump(), ensure_ascii=False)}\n</tool_call>"
+
+
+class ScriptedTurn(BaseModel):
+    """One answer of the model."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    content: str = ""
+    tool_calls: list[ScriptedCall] = []
+
+    def text(self) -> str:
+        """As a policy writes it."""
+        parts = [self.content, *(call.text() for call in self.tool_calls)]
+        return "\n".join(part for part in parts if part) + END
+
+
+def read_turns(path: Path) -> list[str]:
+    """The texts of the turns in a file; raises CommandError that names the line at fault."""
+    turns = []
+    for number, line in enumerate(read_whole(path).split(b"\n"), start=1):
+        if line.strip():
+            try:
+                turns.append(ScriptedTurn.model_validate_json(line).text())
+            except ValidationError as error:
+                what = "; ".join(problems(error, ScriptedTurn))
+                raise CommandError(f"{path}, line {number}: {what}") from error
+    if not turns:
+        raise CommandError(
+            f"The script {path} has no turns.", hint='A turn is a line such as {"content": "42"}.'
+        )
+    return turns
+
+
+def scripted_engine(turns: list[str]) -> ScriptedEngine:
+    """An engine that answers with these turns in order; use it as an async context manager."""
+    folder = policy_folder(POLICY)
+    vocab_size = json.loads((folder / "config.json").read_bytes())["vocab_size"]
+    return ScriptedEngine(Replies.from_texts(turns, folder), vocab_size=vocab_size, model_path=folder)

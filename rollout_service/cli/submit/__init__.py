@@ -1,0 +1,200 @@
+"""`rollout-service submit`: requests from a file, results into a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollout_service.cli import common
+from rollout_service.cli.common import DEFAULT_URL, Key, Url
+
+if TYPE_CHECKING:
+    from api_schemas.rollouts import RolloutRequest
+    from rollout_service.cli.submit.files import RequestFile, ResultFile
+    from rollout_service.cli.submit.progress import Tally
+    from rollout_service.client import ProblemError, RolloutClient
+
+EXAMPLE = "Example: rollout-service submit tasks.jsonl --output results.jsonl --concurrency 64"
+
+STREAM = "tasks"
+"""The prefix of ids for requests from a stream, whose name changes from one call to the next."""
+PATIENCE_SECONDS = 300.0
+"""How long a server may be gone, as for a restart, before the command gives up."""
+
+
+def command(
+    tasks: Annotated[
+        Path,
+        typer.Argument(
+            help="JSONL: a RolloutRequest a line; - or a pipe is read to its end first.",
+            dir_okay=False,
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="JSONL: a finished Rollout a line.")],
+    environment: Annotated[
+        str | None, typer.Option(help="The lines are instances of this environment, not requests.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Rollouts ordered at once.")] = 64,
+    fail_on_error: Annotated[
+        bool, typer.Option("--fail-on-error", help="Exit with 1 when a rollout failed or was cancelled.")
+    ] = False,
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the closing counts as JSON.")] = False,
+) -> None:
+    """Roll out every line of a file; run it again after any interruption, and only what is missing is done.
+
+    Lines that are not valid requests are reported by number, and the rest still run; the exit code is then 1. A
+    failed rollout is a result like any other, and its line says why; --fail-on-error makes it the command's failure.
+    """
+
+    def main() -> int | None:
+        from rollout_service.cli.submit.inputs import is_stream, reread
+
+        with reread(tasks) as file:
+            order = _Order(file, STREAM if is_stream(tasks) else tasks.stem, output, environment, concurrency)
+            return common.run_coroutine(lambda: submitted(order))
+
+    async def submitted(order: _Order) -> int:
+        async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
+            counts = await _submit(client, order)
+        counts.report(output, as_json=as_json)
+        return counts.exit_code(fail_on_error=fail_on_error)
+
+    common.run_blocking(main)
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What to roll out, and where the results go."""
+
+    tasks: Path
+    stem: str
+    """The prefix of generated ids."""
+    output: Path
+    environment: str | None
+    concurrency: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """The outcome of the lines."""
+
+    tally: Tally
+    resumed: int
+    refused: int
+
+    @property
+    def unsuccessful(self) -> int:
+        """How many rollouts of this submission failed or were cancelled."""
+        from api_schemas.rollouts import RolloutState
+
+        return self.tally.count - self.tally.ended[RolloutState.COMPLETED]
+
+    def exit_code(self, *, fail_on_error: bool) -> int:
+        """Return 1 when lines gave no result, or, if asked, when rollouts failed."""
+        return 1 if self.refused or (fail_on_error and self.unsuccessful) else 0
+
+    def report(self, output: Path, *, as_json: bool) -> None:
+        """Print the closing line, or the counts as JSON."""
+        if as_json:
+            ended = {str(state): count for state, count in sorted(self.tally.ended.items())}
+            document = {"output": str(output), "resumed": self.resumed, "refused": self.refused}
+            common.print_json(document | {"ended": ended})
+            return
+        parts = [f"{common.count(self.tally.count, 'result')} written to {output}"]
+        if self.resumed:
+            parts.append(f"{self.resumed} were there already")
+        if self.refused:
+            parts.append(f"{common.count(self.refused, 'line')} gave none (see above)")
+        if self.unsuccessful:
+            parts.append(f"{self.unsuccessful} without success: see `error` in their lines")
+        common.err().print("; ".join(parts), soft_wrap=True)
+
+
+async def _submit(client: RolloutClient, order: _Order) -> _Counts:
+    from rollout_service.cli.submit.files import RequestFile, ResultFile
+    from rollout_service.cli.submit.progress import Tally
+
+    refusals = _Refusals()
+    requests = RequestFile(order.tasks, refusals.line, order.environment, order.stem)
+    refusals.lines = requests.lines
+    lines = requests.count()
+    if not lines:
+        raise common.CommandError("The input holds no request: it is empty.", hint="Give a request a line.")
+    tally = Tally(lines)
+    try:
+        with ResultFile(order.output) as results, _says_how_to_go_on(order.output):
+            resumed = await _roll_out(client, requests, results, order.concurrency, refusals, tally)
+    except (OSError, ValueError) as error:
+        raise common.CommandError(str(error), hint="Name another file with --output.") from error
+    return _Counts(tally, resumed, refusals.count)
+
+
+@contextmanager
+def _says_how_to_go_on(output: Path) -> Iterator[None]:
+    """Tell the user after Ctrl-C or SIGTERM that nothing is lost."""
+    import anyio
+
+    try:
+        yield
+    except anyio.get_cancelled_exc_class():
+        text = f"Interrupted; finished results are in {output}. Run the same command again to go on."
+        common.err().print(text, soft_wrap=True)
+        raise
+
+
+class _Refusals:
+    """Says which lines give no result, and counts them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.lines: dict[str, int] = {}
+        self._console = common.err()
+
+    def line(self, number: int, why: str) -> None:
+        """Report a line that is not a request."""
+        self.count += 1
+        self._console.print(f"line {number}: {why}", soft_wrap=True)
+
+    def request(self, request: RolloutRequest, error: ProblemError) -> None:
+        """Report a request that the server refused."""
+        self.line(self.lines[str(request.rollout_id)], error.problem.detail)
+
+
+async def _roll_out(
+    client: RolloutClient,
+    requests: RequestFile,
+    results: ResultFile,
+    concurrency: int,
+    refusals: _Refusals,
+    tally: Tally,
+) -> int:
+    """Roll out what is not in the results yet; returns how many were there already."""
+    from rollout_service.cli.submit.progress import ProgressView
+    from rollout_service.cli.submit.waiting import waiting_explained
+
+    total, resumed = tally.total, 0
+
+    def missing() -> Iterator[RolloutRequest]:
+        nonlocal resumed
+        for request in requests:
+            if request.rollout_id in results.done:
+                resumed += 1
+            else:
+                yield request
+
+    with ProgressView(common.err(), tally).shown() as view:
+        async with waiting_explained(client, view):
+            async for rollout in client.run_all(missing(), concurrency=concurrency, refused=refusals.request):
+                results.append(rollout)
+                tally.add(rollout)
+                tally.total = total - resumed - refusals.count
+                view.update()
+        tally.total = total - resumed - refusals.count
+    return resumed

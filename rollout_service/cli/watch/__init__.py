@@ -1,0 +1,47 @@
+"""`rollout-service watch`: what a running server is doing, as it happens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollout_service.cli import common
+from rollout_service.cli.common import DEFAULT_URL, Key, Url
+
+if TYPE_CHECKING:
+    from rollout_service.client import RolloutClient
+
+EXAMPLE = "Example: rollout-service watch --url http://node-3:8080"
+
+PATIENCE_SECONDS = 3_600.0
+"""Watching goes on while the server restarts."""
+
+
+def command(
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every event as a line of JSON.")] = False,
+    after: Annotated[
+        int | None, typer.Option(min=0, help="With --json: begin after the event with this id.")
+    ] = None,
+) -> None:
+    """Show states, stages, engines and speed until Ctrl-C; off a terminal, a line every few seconds."""
+
+    async def main() -> None:
+        from rollout_service.cli.watch.view import watch
+
+        async with common.connect(url, key, patience_seconds=0.0) as client:
+            await client.ready()
+        async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
+            await (_print_events(client, after) if as_json else watch(client))
+
+    common.run(main)
+
+
+async def _print_events(client: RolloutClient, after: int | None) -> None:
+    from contextlib import aclosing
+
+    async with aclosing(client.events(after=after)) as events:
+        async for event in events:
+            common.print_line(event.model_dump_json())

@@ -1,0 +1,95 @@
+"""An environment whose agent is the built-in one; what is left to write is how an outcome is scored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import JsonValue
+
+from api_schemas.rollouts import StopReason
+from api_schemas.trajectories import Message
+from rollout_service.agents.tool_calling.agent import ToolCallingAgent
+from rollout_service.agents.tool_calling.builtin_tools import NEEDS_SANDBOX, builtin_tools
+from rollout_service.agents.tool_calling.tools import Tool
+from rollout_service.environments.contract import Environment, EnvironmentSpec, Episode, EvaluateIn
+from rollout_service.environments.templates import PromptTemplate
+from rollout_service.errors import ConfigurationError
+from rollout_service.tokens import ToolSpec
+from sandboxes.errors import LimitExceededError, SandboxClosedError
+
+WHOLE_SYSTEM = frozenset({"/", "/etc"})
+PROGRAMS = (
+    *("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/usr", "/proc", "/sys", "/dev", "/run"),
+    *("/environment", "/.singularity.d", "/etc/ld.so.preload", "/etc/ld.so.cache", "/etc/ld.so.conf"),
+    *("/etc/ld.so.conf.d", "/etc/profile", "/etc/profile.d", "/etc/bash.bashrc", "/etc/environment"),
+)
+"""Where a system has its programs, and what changes how they start: never taken over from an agent."""
+
+
+class AgentEnvironment(Environment):
+    """Renders the prompts of its spec over the instance and runs the built-in agent.
+
+    Raises ConfigurationError when the spec contradicts itself, with the environment's name.
+    """
+
+    def __init__(self, spec: EnvironmentSpec, *, extra_tools: Sequence[Tool] = ()) -> None:
+        """`extra_tools` are given to the agent beside the built-in ones that the spec names."""
+        self.spec = spec
+        _check_spec(spec)
+        self._prompt = PromptTemplate(spec.prompt, where=f"the prompt of {spec.name!r}")
+        self._system = (
+            PromptTemplate(spec.system, where=f"the system prompt of {spec.name!r}") if spec.system else None
+        )
+        try:
+            self._agent = ToolCallingAgent([*builtin_tools(spec.tools), *extra_tools])
+        except (ValueError, ConfigurationError) as error:
+            raise ConfigurationError(f"environment {spec.name!r}: {error}") from error
+
+    def check(self, instance: dict[str, JsonValue]) -> None:
+        """Refuse an instance that lacks what the prompts use."""
+        self.messages(instance)
+
+    def messages(self, instance: dict[str, JsonValue]) -> list[Message]:
+        """The messages that a conversation begins with; raises InvalidFieldError."""
+        prompt = Message(role="user", content=self._prompt.render(instance))
+        if self._system is None:
+            return [prompt]
+        return [Message(role="system", content=self._system.render(instance)), prompt]
+
+    def tool_definitions(self) -> list[ToolSpec]:
+        return self._agent.definitions
+
+    async def run(self, episode: Episode) -> StopReason:
+        try:
+            return await self._agent.run(episode, self.messages(episode.instance))
+        except (SandboxClosedError, LimitExceededError) as error:
+            if isinstance(error, LimitExceededError) and error.limit != "lifetime":
+                raise
+            episode.notes.append(f"the agent's sandbox ended under it: {error}")
+            return StopReason.SANDBOX_ENDED
+
+
+def _check_spec(spec: EnvironmentSpec) -> None:
+    needing = sorted(NEEDS_SANDBOX.intersection(spec.tools))
+    if spec.image is None and (needing or spec.evaluate_in is not EvaluateIn.NONE):
+        what = f"the tools {', '.join(needing)}" if needing else f"evaluation in a {spec.evaluate_in} sandbox"
+        raise ConfigurationError(
+            f"environment {spec.name!r} has no image, and {what} would need a sandbox",
+            hint="Name an image, such as image = 'base'.",
+        )
+    for path in spec.artifacts:
+        _check_artifact(spec.name, path)
+
+
+def _check_artifact(name: str, path: str) -> None:
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    if not path.startswith("/") or ".." in parts:
+        raise ConfigurationError(
+            f"environment {name!r}: the artifact {path!r} is not an absolute path without '..'"
+        )
+    place = "/" + "/".join(parts)
+    if place in WHOLE_SYSTEM or any(f"{place}/".startswith(f"{folder}/") for folder in PROGRAMS):
+        raise ConfigurationError(
+            f"environment {name!r}: the artifact {path!r} would bring the agent's programs and settings to the grader",
+            hint="Name the folders that hold the agent's work, such as /workspace.",
+        )

@@ -1,0 +1,1 @@
+"""Arithmetic with a Python tool."""

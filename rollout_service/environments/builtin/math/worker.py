@@ -1,0 +1,146 @@
+"""The process that compares answers: `python -m rollout_service.environments.builtin.math.worker`.
+
+sympy may take forever, or all memory, on what a model writes (`9^{9^{9^{9}}}`), and nothing inside of a process
+can stop it. So each check runs in a process forked for it alone, with limits of CPU time and memory that the
+kernel holds; it forks from this one, since importing sympy takes two seconds.
+
+A verdict is only ever given once the gold answer was parsed, and compared with 0, under the same limits. What
+happens after that is the answer's doing, so running out of CPU time or memory there is a verdict; a process that
+ends in any other way is a failure, and nobody's score.
+
+A request is a line of JSON, `[gold, answer, cpu_seconds]`, and so is its answer: a verdict, or why there is none.
+The process ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+MEMORY_BYTES: Final = 2 * 1024**3
+"""Address space of one check; the imports alone take about a quarter of it."""
+WALL_SECONDS: Final = 60.0
+"""A loaded machine gives a check its CPU time late; this only ends one that hangs without using any."""
+GOLD_READ: Final = "gold read"
+
+
+class Verdict(StrEnum):
+    """What a check found."""
+
+    EQUAL = "equal"
+    DIFFERENT = "different"
+    UNREADABLE = "unreadable"
+    """The answer is not mathematics, or too long."""
+    TOO_COSTLY = "too_costly"
+    """Comparing it ran out of CPU time or memory."""
+
+
+def main() -> None:
+    """Answer requests until the input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints is no answer
+    for line in sys.stdin:
+        answers.write(json.dumps(compare_in_fork(*json.loads(line))) + "\n")
+        answers.flush()
+
+
+def compare_in_fork(gold: str, answer: str, cpu_seconds: int) -> Verdict | str:
+    """The verdict, or why there is none. To be called where there is one thread, which may fork."""
+    import math_verify  # noqa: F401 - imported before the fork, so that each child has it
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that we bound its time ourselves
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_child, args=(sender, gold, answer, cpu_seconds), daemon=True)
+    child.start()
+    sender.close()
+    try:
+        return _await_verdict(receiver, child)
+    finally:
+        child.kill()
+        child.join()
+        receiver.close()
+
+
+def _await_verdict(receiver: Connection, child: Any) -> Verdict | str:
+    gold_read = False
+    while receiver.poll(WALL_SECONDS):
+        try:
+            message = receiver.recv()
+        except EOFError:
+            child.join()
+            if child.exitcode == -signal.SIGXCPU:
+                return Verdict.TOO_COSTLY if gold_read else "it took too much CPU time"
+            return f"the process ended with {child.exitcode}"
+        if message != GOLD_READ:
+            return Verdict(message) if gold_read else str(message)
+        gold_read = True
+    return f"nothing came of it in {WALL_SECONDS:g} s"
+
+
+def _child(sender: Connection, gold: str, answer: str, cpu_seconds: int) -> None:
+    """Runs in the fork."""
+    _limit_self(cpu_seconds)
+    judge(sender.send, gold, answer)
+
+
+def judge(send: Callable[[str], None], gold: str, answer: str) -> None:
+    """Say `GOLD_READ` and then the verdict; what is said in the place of the first is why there is none."""
+    try:
+        expected = _parse(gold)
+        if expected:
+            _equal(expected, _parse("0"))
+    except (MemoryError, RecursionError):
+        send("it took too much memory")
+        return
+    if not expected:
+        send("it could not be read")
+        return
+    send(GOLD_READ)
+    try:
+        given = _parse(answer)
+        equal = _equal(expected, given)
+    except (MemoryError, RecursionError):
+        send(Verdict.TOO_COSTLY)
+    else:
+        send(Verdict.EQUAL if equal else Verdict.DIFFERENT if given else Verdict.UNREADABLE)
+
+
+def _limit_self(cpu_seconds: int) -> None:
+    spent = resource.getrusage(resource.RUSAGE_SELF)
+    cpu = int(spent.ru_utime + spent.ru_stime) + cpu_seconds
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    signal.alarm(int(WALL_SECONDS))  # should the worker be killed, nobody else would end this process
+
+
+def _equal(expected: list[Any], given: list[Any]) -> bool:
+    from math_verify import verify
+
+    return bool(verify(expected, given, timeout_seconds=None))
+
+
+def _parse(latex: str) -> list[Any]:
+    """The expressions in LaTeX; none when it cannot be read.
+
+    Only LaTeX is read: math-verify's reader of plain expressions evaluates them as Python.
+    """
+    from math_verify import LatexExtractionConfig, parse
+
+    text = latex.replace("$", " ").replace("\n", " ")
+    return list(parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=None))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Environments declared in an `environment.toml`."""

@@ -1,0 +1,298 @@
+"""An environment without Python: a folder with an `environment.toml` and the commands that it names.
+
+Guarantees: the agent's sandbox holds nothing of the grader while the agent is at work, and nothing of the
+instance but what the prompt and the init command make of it; the grader runs when every process of the agent
+has ended, outside of the agent's folders; its files are copied in for it, and its result has a path that nobody could
+know before and is read from the host's side, when the grader's processes have ended too; a result that is missing or
+is not a finite number is an error and never a zero.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+
+from rollout_service.environments import lint
+from rollout_service.environments.agent_environment import AgentEnvironment
+from rollout_service.environments.contract import EnvironmentSpec, Episode, Score
+from rollout_service.environments.dataset_files import read_instances
+from rollout_service.environments.declarative.declaration import (
+    FILE_NAME,
+    INSIDE,
+    Declaration,
+    read_declaration,
+)
+from rollout_service.environments.declarative.files import PackedFile, archive, exported_file, read_folder
+from rollout_service.environments.declarative.from_image import empty_folder
+from rollout_service.environments.submission import as_json, inputs_of, run_submission
+from rollout_service.errors import ConfigurationError, EnvironmentFailedError
+from sandboxes import ExecResult, Sandbox
+from sandboxes.errors import FileMissingError, FileStalledError, SandboxFileError
+from sandboxes.sessions.opening import return_to_workdir
+
+RUNS = "runs.json"
+CHMOD_SECONDS = 10.0
+"""It takes milliseconds, unless the agent has put a program of its own in its place."""
+MAX_RESULT_BYTES = 64 * 1024
+EXIT_TEXT_CHARS = 2_000
+RESULT_HINT = 'Write {"reward": NUMBER, "parts": {"name": NUMBER}} to the file that $ROLLOUT_RESULT names.'
+_FOLDER = re.compile(rf"(?<![\w./-]){INSIDE}(?![\w.-])")
+
+
+class _Result(BaseModel):
+    """What a grader writes; truth values, texts and numbers that are not finite are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    reward: float
+    parts: dict[str, float] = {}
+
+
+class DeclarativeEnvironment(AgentEnvironment):
+    """Runs what a declaration says; `load_folder` makes one."""
+
+    def __init__(
+        self, declaration: Declaration, folder: Path, *, in_image: bool = False, warnings: Sequence[str] = ()
+    ) -> None:
+        """`in_image` says that the image holds the folder too; every sandbox then shows an empty one there.
+
+        Raises ConfigurationError when the declaration contradicts itself or the folder.
+        """
+        if (run := declaration.evaluate.run) and _FOLDER.search(run.command):
+            raise ConfigurationError(
+                f"environment {declaration.name!r}: [evaluate.run] names {INSIDE}, which is not there when it runs",
+                hint="It runs the agent's program; what is the grader's belongs into [evaluate] command.",
+            )
+        spec = declaration.spec(folder)
+        if in_image:
+            spec = spec.model_copy(update={"binds": {INSIDE: str(empty_folder())}})
+        super().__init__(spec)
+        self._declaration = declaration
+        files = declaration.dataset.files(folder) if declaration.dataset else []
+        self._dataset = [one for path, split in files for one in read_instances(path, split)]
+        self._files = read_folder(folder, without=[path for path, _ in files])
+        self._init_files = _init_files(declaration, self._files)
+        self._warnings = list(warnings)
+
+    async def init(self, episode: Episode) -> None:
+        sandbox = _sandbox(episode)
+        if init := self._declaration.init:
+            place = await Place.make(sandbox, [_instance_file(episode.instance), *self._init_files])
+            result = await place.run(init.command, cwd=sandbox.workdir, seconds=episode.limits.init_seconds)
+            _require_success("init", init.command, result)
+            await _enter_again(sandbox, self.spec, init.command)
+            await place.remove()
+
+    def check(self, instance: dict[str, JsonValue]) -> None:
+        """Refuse an instance that lacks what the prompts or the runs of the agent's program use."""
+        super().check(instance)
+        if run := self._declaration.evaluate.run:
+            inputs_of(run, instance)
+
+    async def execute(self, episode: Episode) -> None:
+        if run := self._declaration.evaluate.run:
+            inputs, seconds = inputs_of(run, episode.instance), episode.limits.evaluate_seconds / 2
+            episode.state[RUNS] = await run_submission(_sandbox(episode), run, inputs, seconds)
+
+    async def evaluate(self, episode: Episode) -> Score:
+        sandbox = _sandbox(episode)
+        inputs = [
+            _instance_file(episode.instance),
+            PackedFile("answer.txt", (episode.answer or "").encode(errors="replace")),
+            PackedFile(RUNS, as_json(episode.state.get(RUNS, []))),
+        ]
+        place = await Place.make(sandbox, [*inputs, *_below(self._files)])
+        command, seconds = self._declaration.evaluate.command, episode.limits.evaluate_seconds
+        # Not in the working folder: a module there could shadow one that the grader imports.
+        result = await place.run(command, cwd=place.path, seconds=seconds)
+        _require_success("evaluate", command, result)
+        return parse_score(await place.result(result), result)
+
+    def findings(self) -> list[str]:
+        found = list(lint.findings(self._declaration, self._files))
+        if self._declaration.dataset is not None and not self._dataset:
+            found.append("[dataset]: there is no instance in it")
+        return found
+
+    def warnings(self) -> list[str]:
+        return self._warnings
+
+    def dataset(self) -> list[dict[str, JsonValue]]:
+        return [dict(instance) for instance in self._dataset]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A folder in a sandbox whose path nobody could know before, with what one command needs."""
+
+    sandbox: Sandbox
+    path: str
+
+    @classmethod
+    async def make(cls, sandbox: Sandbox, files: list[PackedFile]) -> Place:
+        """Copy the files to a new place.
+
+        Raises FileStalledError when a program of the sandbox hangs, another SandboxFileError when it fails.
+        """
+        # Without isolation only the sandbox's own folder is ours to write in.
+        isolated = sandbox.workdir == sandbox.spec.workdir
+        path = f"{'/tmp' if isolated else sandbox.workdir}/.rollout-{secrets.token_hex(16)}"  # noqa: S108
+        try:
+            await sandbox.import_path(path, archive(files))
+        except FileStalledError:
+            raise  # it would hang again
+        except SandboxFileError:  # the agent, who owns the folders above, may have shut them
+            command = ["chmod", "u+rwx", "/", str(PurePosixPath(path).parent)]
+            await sandbox.exec(command, cwd="/", timeout=CHMOD_SECONDS)
+            await sandbox.import_path(path, archive(files))
+        return cls(sandbox, path)
+
+    async def run(self, command: str, *, cwd: str, seconds: float) -> ExecResult:
+        """Run a command of the environment with what it needs to know in its variables."""
+        folder = f"{self.path}/environment"
+        return await self.sandbox.exec(
+            ["bash", "-c", _FOLDER.sub(folder, command)],
+            cwd=cwd,
+            env={
+                # What programs read from a home folder, as ~/.gitconfig or ~/.local, is never the agent's.
+                "HOME": self.path,
+                "ROLLOUT_ENVIRONMENT": folder,
+                "ROLLOUT_INSTANCE": f"{self.path}/instance.json",
+                "ROLLOUT_ANSWER": f"{self.path}/answer.txt",
+                "ROLLOUT_RUNS": f"{self.path}/{RUNS}",
+                "ROLLOUT_RESULT": f"{self.path}/result.json",
+                "ROLLOUT_WORKDIR": self.sandbox.workdir,
+            },
+            timeout=seconds,
+        )
+
+    async def result(self, run: ExecResult) -> bytes:
+        """Return what the command wrote; raises EnvironmentFailedError, with what it printed, when there is nothing."""
+        await self.sandbox.end_processes()
+        try:
+            return await exported_file(self.sandbox, f"{self.path}/result.json", MAX_RESULT_BYTES)
+        except SandboxFileError as error:
+            raise EnvironmentFailedError(
+                f"the evaluate command left no result: {error}; {_it_printed(run)}",
+                hint=RESULT_HINT,
+            ) from error
+
+    async def remove(self) -> None:
+        """Remove it; raises EnvironmentFailedError when that is not possible."""
+        result = await self.sandbox.exec(["rm", "-rf", "--", self.path])
+        if result.exit_code != 0:
+            raise EnvironmentFailedError(
+                f"{self.path} cannot be removed, so the agent could read the task's data: {_printed(result)}"
+            )
+
+
+def load_folder(folder: Path, *, image: Path | None = None) -> DeclarativeEnvironment:
+    """The environment in a folder; `image` is the image that the folder was taken out of, if it was.
+
+    Raises ConfigurationError that says what is wrong with it.
+    """
+    path = folder / FILE_NAME
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}") from error
+    if image is None:
+        return DeclarativeEnvironment(read_declaration(text, where=str(path)), folder)
+    declaration = read_declaration(text, where=f"{image}:{INSIDE}/{FILE_NAME}", image=str(image))
+    named = tomllib.loads(text).get("image")
+    ignored = f"image: the key is ignored ({named!r}): the environment is in the image {image} itself"
+    return DeclarativeEnvironment(
+        declaration, folder, in_image=True, warnings=[] if named is None else [ignored]
+    )
+
+
+def parse_score(data: bytes, run: ExecResult | None = None) -> Score:
+    """The score that a grader wrote: `{"reward": NUMBER, "parts": {NAME: NUMBER, ...}}`.
+
+    Raises EnvironmentFailedError for anything else; `run` adds what the grader printed.
+    """
+    try:
+        result = _Result.model_validate_json(data)
+    except ValidationError as error:
+        reasons = "; ".join(
+            f"{'.'.join(map(str, item['loc'])) or 'the file'}: {item['msg']}"
+            for item in error.errors(include_url=False, include_input=False)
+        )
+        printed = f"; {_it_printed(run)}" if run else ""
+        raise EnvironmentFailedError(
+            f"the evaluate command wrote no usable result: {reasons}{printed}", hint=RESULT_HINT
+        ) from error
+    return Score(result.reward, result.parts)
+
+
+def _sandbox(episode: Episode) -> Sandbox:
+    if episode.sandbox is None:
+        raise EnvironmentFailedError("this environment was given no sandbox")
+    return episode.sandbox
+
+
+async def _enter_again(sandbox: Sandbox, spec: EnvironmentSpec, command: str) -> None:
+    """The command may have put another folder in the working folder's place, with sessions open in the old one."""
+    try:
+        await return_to_workdir(sandbox, spec.sessions)
+    except FileMissingError as error:
+        raise EnvironmentFailedError(
+            f"the init command {command!r} left no working folder: {error}",
+            hint="Have it make the folder that $ROLLOUT_WORKDIR names again.",
+        ) from error
+
+
+def _require_success(stage: str, command: str, result: ExecResult) -> None:
+    if result.exit_code == 0:
+        return
+    how = "did not end in time" if result.timed_out else f"ended with exit code {result.exit_code}"
+    raise EnvironmentFailedError(
+        f"the {stage} command {command!r} {how}: {_printed(result) or 'it printed nothing'}",
+        hint="Run the command by hand in a copy of the folder, with a file at $ROLLOUT_INSTANCE, to see it fail.",
+    )
+
+
+def _it_printed(result: ExecResult) -> str:
+    return f"it printed: {_printed(result)}" if _printed(result) else "it printed nothing"
+
+
+def _printed(result: ExecResult) -> str:
+    text = (result.stderr + result.stdout).decode(errors="replace").strip()
+    return text[-EXIT_TEXT_CHARS:]
+
+
+def _instance_file(instance: dict[str, JsonValue]) -> PackedFile:
+    return PackedFile("instance.json", json.dumps(instance).encode())
+
+
+def _below(files: tuple[PackedFile, ...]) -> list[PackedFile]:
+    return [PackedFile(f"environment/{file.path}", file.data, file.executable) for file in files]
+
+
+def _init_files(declaration: Declaration, files: tuple[PackedFile, ...]) -> list[PackedFile]:
+    """The files that the init command names, and those that the declaration gives it beside them."""
+    if declaration.init is None:
+        return []
+    named = re.findall(rf"(?<![\w./-]){INSIDE}/([^\s;|&<>'\"]+)", declaration.init.command)
+    wanted = [*named, *declaration.init.files]
+    chosen = {
+        file.path: file
+        for name in wanted
+        for file in files
+        if file.path == name.strip("/") or file.path.startswith(f"{name.strip('/')}/")
+    }
+    missing = [
+        name for name in wanted if not any((path + "/").startswith(f"{name.strip('/')}/") for path in chosen)
+    ]
+    if missing:
+        raise ConfigurationError(
+            f"environment {declaration.name!r}: the init command needs {', '.join(missing)}, which the folder lacks"
+        )
+    return _below(tuple(chosen.values()))

@@ -1,0 +1,1 @@
+"""The HTTP server: connections, heads, hosts, keys, and TLS."""

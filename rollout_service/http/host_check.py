@@ -1,0 +1,50 @@
+"""Whom a request is for: the first check of every server here, the embedded engine's too.
+
+Guarantees: a web page of another site changes nothing here, and by a name of its own that it points at this server it
+reads nothing either; plain ASGI, so that a streamed answer is never buffered.
+"""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rollout_service.api.problems import problem_of, respond
+from rollout_service.errors import ForbiddenError, MisdirectedError, RequestError
+from rollout_service.http.hosts import SAFE_METHODS, AllowedHosts
+
+
+class HostCheck:
+    """Refuses requests for another host, and orders from web pages of other sites."""
+
+    def __init__(
+        self, app: ASGIApp, hosts: AllowedHosts, *, orders_by_get: frozenset[str] = frozenset()
+    ) -> None:
+        """`orders_by_get` are the paths that change something even by a method that should not."""
+        self._app = app
+        self._hosts = hosts
+        self._orders_by_get = orders_by_get
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._refuses(scope) if scope["type"] == "http" else None
+        if error is None:
+            await self._app(scope, receive, send)
+            return
+        await respond(problem_of(error))(scope, receive, send)
+
+    def _refuses(self, scope: Scope) -> RequestError | None:
+        headers = Headers(scope=scope)
+        host = headers.get("host")
+        if not self._hosts.answers(host):
+            return MisdirectedError(
+                "this server does not answer for the host that the request names",
+                hint="Use its address or `localhost`, or add the name to `allowed_hosts`.",
+            )
+        if scope["method"] in SAFE_METHODS and scope["path"] not in self._orders_by_get:
+            return None
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+        if self._hosts.takes_orders(host=host, origin=origin, site=site):
+            return None
+        return ForbiddenError(
+            "a web page of another site may not send this", hint="Add the site's name to `allowed_hosts`."
+        )

@@ -1,0 +1,119 @@
+"""The keys that open the API now: those of the settings, and those of a file that may change while the service runs.
+
+Guarantees: a key is compared with every other one in the same time, whether it is right or not; a changed file is in
+force within seconds, or at once after SIGHUP; a file that is wrong changes nothing, and is told in the log and counted.
+"""
+
+from __future__ import annotations
+
+import hmac
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from hashlib import sha256
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import structlog
+from anyio.abc import TaskStatus
+
+from rollout_service.errors import ConfigurationError
+from rollout_service.http.keys import ApiKey, check_unique, read_keys
+
+log = structlog.get_logger(__name__)
+
+POLL_SECONDS = 2.0
+READABLE_BY_OTHERS = 0o077
+
+Signature = tuple[int, int, int]
+
+
+class Keyring:
+    """The keys of one server."""
+
+    def __init__(
+        self,
+        fixed: Sequence[ApiKey],
+        file: Path | None = None,
+        *,
+        reloaded: Callable[[bool], None] = lambda _: None,
+    ) -> None:
+        """Read the file; `reloaded` is told whether each later reading succeeded.
+
+        Raises ConfigurationError.
+        """
+        self._fixed = list(fixed)
+        self._file = file.expanduser() if file is not None else None
+        self._reloaded = reloaded
+        self._signature = self._sign()
+        self._keys = self._read()
+        if self._file is not None and self._file.stat().st_mode & READABLE_BY_OTHERS:
+            log.warning("others on this machine may read the keys", file=str(self._file), hint="chmod 600")
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the API asks for a key."""
+        return bool(self._keys)
+
+    def find(self, value: str) -> ApiKey | None:
+        """Return the key of this value, if there is one."""
+        digest = sha256(value.encode()).digest()
+        found = None
+        for known, key in self._keys:
+            if hmac.compare_digest(digest, known):
+                found = key
+        return found
+
+    def reload(self) -> None:
+        """Read the file again; a file that is wrong leaves the keys as they are."""
+        try:
+            self._keys = self._read()
+        except ConfigurationError as error:
+            log.error("the keys stay as they were", error=str(error), hint=error.hint)
+            self._reloaded(False)
+        else:
+            log.info("keys read again", file=str(self._file), names=[key.name for _, key in self._keys])
+            self._reloaded(True)
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Follow the file while the block runs."""
+        if self._file is None:
+            yield
+            return
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._poll)
+            await tasks.start(self._listen)
+            yield
+            tasks.cancel_scope.cancel()
+
+    async def _poll(self) -> None:
+        while True:
+            await anyio.sleep(POLL_SECONDS)
+            signature = await anyio.to_thread.run_sync(self._sign)
+            if signature != self._signature:
+                self._signature = signature
+                await anyio.to_thread.run_sync(self.reload)
+
+    async def _listen(self, *, task_status: TaskStatus[None]) -> None:
+        with anyio.open_signal_receiver(signal.SIGHUP) as signals:
+            task_status.started()
+            async for _ in signals:
+                await anyio.to_thread.run_sync(self.reload)
+
+    def _sign(self) -> Signature | None:
+        """Return a value that differs between versions of the file."""
+        try:
+            found = self._file.stat() if self._file is not None else None
+        except OSError:
+            return None
+        return (found.st_mtime_ns, found.st_ino, found.st_size) if found else None
+
+    def _read(self) -> list[tuple[bytes, ApiKey]]:
+        keys = [*self._fixed, *(read_keys(self._file) if self._file is not None else [])]
+        try:
+            check_unique(keys)
+        except ValueError as error:
+            raise ConfigurationError(f"{error} in the settings and in {self._file}") from None
+        return [(sha256(key.key.get_secret_value().encode()).digest(), key) for key in keys]

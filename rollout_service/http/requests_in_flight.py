@@ -1,0 +1,95 @@
+"""Requests that are open while the service ends, and the line about each in the log at the level debug.
+
+Guarantees: once the shutdown has begun, what would begin new work is refused with a 503 that may be repeated, and a
+connection is closed with its answer; what settles work that was given out (`ack`, `nack`, `renew`, cancellations) and
+what only reads is answered until the drain is over. Then every request that is still open ends: with the same 503, or
+by losing its connection if its answer has begun, so that no cut answer looks whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import structlog
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rollout_service.api.problems import problem_of, respond
+from rollout_service.shutdown import RETRY_SECONDS, Shutdown, ShuttingDownError
+
+log = structlog.get_logger(__name__)
+
+BEGINNING_METHODS = frozenset({"POST", "PUT"})
+SETTLING = ("/ack", "/nack", "/renew", "/cancel", "/stop", "/v1/abort")
+"""How the paths end that settle what is there, rather than begin something."""
+
+
+class EndRequests:
+    """Ends the requests of a service that ends."""
+
+    def __init__(self, app: ASGIApp, shutdown: Shutdown) -> None:
+        self._app = app
+        self._shutdown = shutdown
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun = False
+
+        async def watched(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                if self._shutdown.begun:
+                    MutableHeaders(scope=message)["Connection"] = "close"
+            await send(message)
+
+        if self._shutdown.begun and _begins_work(scope):
+            await _refusal()(scope, receive, watched)
+            return
+        with self._shutdown.request() as request:
+            await self._app(scope, receive, watched)
+        if request.cancelled_caught and not begun:
+            await _refusal()(scope, receive, watched)
+
+
+class LogRequests:
+    """Writes a line for every answer at the level debug."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._logger = logging.getLogger(__name__)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self._logger.isEnabledFor(logging.DEBUG):
+            await self._app(scope, receive, send)
+            return
+        started, status = time.perf_counter(), 0
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = int(message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            log.debug(
+                "request",
+                method=scope["method"],
+                path=scope["path"],
+                status=status or None,
+                seconds=round(time.perf_counter() - started, 4),
+                client=(scope.get("client") or ("",))[0],
+            )
+
+
+def _begins_work(scope: Scope) -> bool:
+    return scope["method"] in BEGINNING_METHODS and not scope["path"].endswith(SETTLING)
+
+
+def _refusal() -> ASGIApp:
+    return respond(problem_of(ShuttingDownError()), {"Retry-After": str(RETRY_SECONDS)})

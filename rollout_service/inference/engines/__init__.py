@@ -1,0 +1,1 @@
+"""Engine protocols: SGLang, vLLM, and the embedded engine."""

@@ -1,0 +1,97 @@
+"""One request inside the embedded engine: its prompt, what was sampled, and why it ended."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout_service.inference.engines.embedded.sampler import SamplerSettings
+
+_ID_BITS = 32
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Job:
+    """A request. Written by the engine's thread alone; others may read it once `notify` was called."""
+
+    rid: str
+    prompt: list[int]
+    sampler: SamplerSettings
+    max_new_tokens: int
+    stop_ids: frozenset[int]
+    stop_texts: tuple[str, ...] = ()
+    notify: Callable[[], object]
+    """Called on the engine's thread when the job has ended, and after each token if `streams`."""
+    streams: bool = False
+    namespace: int = 0
+    """Jobs of different namespaces share no KV."""
+    output: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: dict[str, Any] | None = None
+    """SGLang's finish_reason, once the job has ended."""
+    cached_tokens: int = 0
+    stored_tokens: int = 0
+    """How many leading positions were given to the prefix cache."""
+    retractions: int = 0
+    _version_starts: list[tuple[str, int]] = field(default_factory=list)
+    _created: float = field(default_factory=time.monotonic)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output."""
+        return self.prompt + self.output
+
+    @property
+    def cache_ids(self) -> list[int]:
+        """Prompt and output as the prefix cache knows them: in another namespace they begin with another id."""
+        first, *rest = self.tokens
+        return [first + (self.namespace << _ID_BITS), *rest]
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of prompt and output."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def largest_length(self) -> int:
+        """Number of tokens that it may come to."""
+        return len(self.prompt) + self.max_new_tokens
+
+    def append(self, token: int, logprob: float, version: str) -> None:
+        """Take a sampled token."""
+        if not self._version_starts or self._version_starts[-1][0] != version:
+            self._version_starts.append((version, len(self.output)))
+        self.output.append(token)
+        self.logprobs.append(logprob)
+
+    def end(self, finish: dict[str, Any]) -> None:
+        """Record why the job has ended, and say so."""
+        self.finish = finish
+        self.notify()
+
+    def meta_info(self, engine_version: str) -> dict[str, Any]:
+        """SGLang's `meta_info` for the tokens so far."""
+        count = len(self.output)
+        starts = self._version_starts
+        meta: dict[str, Any] = {
+            "id": self.rid,
+            "finish_reason": self.finish,
+            "prompt_tokens": len(self.prompt),
+            "completion_tokens": count,
+            "cached_tokens": self.cached_tokens,
+            "reasoning_tokens": 0,
+            "num_retractions": self.retractions,
+            "weight_version": starts[-1][0] if starts else engine_version,
+            "output_token_logprobs": [
+                [logprob, token, None] for logprob, token in zip(self.logprobs, self.output, strict=False)
+            ],
+            "output_token_logprobs_length": count,
+            "e2e_latency": time.monotonic() - self._created,
+        }
+        if len(starts) > 1:
+            ends = [start for _, start in starts[1:]] + [count]
+            meta["weight_versions"] = [
+                {"version": version, "start": start, "end": end}
+                for (version, start), end in zip(starts, ends, strict=True)
+            ]
+        return meta

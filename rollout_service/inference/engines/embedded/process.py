@@ -1,0 +1,49 @@
+"""The embedded engine as a child process of the service."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rollout_service.inference.local_servers.process import Launch, ServerProcess
+
+
+class EmbeddedEngine(ServerProcess):
+    """Serves the model in `model_path` while the context lasts; `.url` is where.
+
+    The process ends with the context, and also when this process is killed.
+
+    Raises:
+        EngineStartError: on entering, if the model cannot be served; the message has the engine's own.
+    """
+
+    def __init__(
+        self,
+        model_path: Path | str,
+        *,
+        port: int = 0,
+        max_running: int = 64,
+        kv_tokens: int = 131_072,
+        threads: int = 1,
+        weight_version: str = "default",
+        on_wait: Callable[[float], None] | None = None,
+    ) -> None:
+        """`port` 0 takes a free one; see the engine's `--help` for the rest."""
+        super().__init__(on_wait=on_wait)
+        self._arguments = [
+            *("--model", str(Path(model_path).resolve())),
+            *("--port", str(port)),
+            *("--max-running", str(max_running), "--kv-tokens", str(kv_tokens)),
+            *("--threads", str(threads), "--weight-version", weight_version),
+            "--exit-with-parent",
+        ]
+
+    def _launch(self, folder: Path) -> Launch:
+        port_file = folder / "port"
+
+        def read_port() -> int | None:
+            return int(port_file.read_text()) if port_file.exists() else None
+
+        module = "rollout_service.inference.engines.embedded"
+        command = [sys.executable, "-m", module, *self._arguments, "--port-file", str(port_file)]
+        return Launch(command, os.environ, read_port)

@@ -1,0 +1,373 @@
+"""The embedded engine over HTTP, with SGLang's routes, bodies and answers.
+
+It is stricter than SGLang in one way: token ids outside the vocabulary are a 400. It does not take text prompts,
+batches of prompts, or the logprobs of prompt tokens; asking for them is a 400 that says so.
+"""
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import anyio
+import anyio.to_thread
+import orjson
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import StreamingResponse
+from tokenizers import Tokenizer
+
+from rollout_service.inference.engines.embedded.bodies import (
+    AbortBody,
+    GenerateBody,
+    PauseBody,
+    UpdateBody,
+    VersionBody,
+)
+from rollout_service.inference.engines.embedded.job import Job
+from rollout_service.inference.engines.embedded.sampler import SamplerSettings
+from rollout_service.inference.engines.embedded.scheduler import Engine, EngineBusyError, EngineOptions
+from rollout_service.inference.engines.embedded.weights import ModelError
+
+FLUSH_CACHE = "/flush_cache"
+ORDERS_BY_GET = frozenset({FLUSH_CACHE})
+"""Routes that change something by GET as well, since SGLang has them so and trainers use them."""
+_BAD_REQUEST = 400
+_UNAVAILABLE = 503
+
+
+class BadRequestError(Exception):
+    """A request that the engine refuses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the routes work with."""
+
+    engine: Engine
+    tokenizer: Tokenizer | None
+
+    def text(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        """The text of sampled ids; nothing for a model that came without a tokenizer."""
+        return _text(self.tokenizer, ids, skip_special_tokens=skip_special_tokens) if self.tokenizer else ""
+
+
+def create_app(
+    model_path: str, options: EngineOptions | None = None, *, weight_version: str = "default"
+) -> FastAPI:
+    """An application that serves the model in `model_path`; the engine runs while the application does.
+
+    Raises:
+        ModelError: the folder holds no model that this engine can run.
+    """
+    tokenizer = _read_tokenizer(Path(model_path))
+    served_text = partial(_text, tokenizer, skip_special_tokens=False) if tokenizer else None
+    engine = Engine(model_path, options, decode=served_text, weight_version=weight_version)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        engine.start()
+        try:
+            yield
+        finally:
+            await anyio.to_thread.run_sync(engine.stop)
+
+    app = FastAPI(title="Embedded engine", lifespan=lifespan)
+    app.state.served = Served(engine, tokenizer)
+    app.include_router(router)
+    app.add_exception_handler(RequestValidationError, _refuse_body)
+    app.add_exception_handler(BadRequestError, _refuse)
+    app.add_exception_handler(ModelError, _fail_update)
+    app.add_exception_handler(EngineBusyError, _fail_update)
+    return app
+
+
+async def _served(request: Request) -> Served:  # a coroutine, or it would run on another thread
+    served: Served = request.app.state.served
+    return served
+
+
+def _json(content: object, status: int = 200) -> Response:
+    return Response(orjson.dumps(content), status, media_type="application/json")
+
+
+Context = Annotated[Served, Depends(_served)]
+router = APIRouter()
+
+
+# ---- generation
+
+
+@router.post("/generate")
+async def generate(body: GenerateBody, request: Request, served: Context) -> Response:
+    """Sample a continuation."""
+    changed = anyio.Event()
+    loop = asyncio.get_running_loop()
+    job = _make_job(body, served.engine, lambda: loop.call_soon_threadsafe(changed.set))
+    if job.stop_texts and served.tokenizer is None:
+        raise BadRequestError("stop texts need a tokenizer.json beside the model; use stop_token_ids")
+    if body.stream:
+        return StreamingResponse(_stream(body, served), media_type="text/event-stream")
+    served.engine.submit(job)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_abort_on_disconnect, request, job, served.engine)
+        await changed.wait()
+        tasks.cancel_scope.cancel()
+    return _json(_answer(job, body, served))
+
+
+async def _abort_on_disconnect(request: Request, job: Job, engine: Engine) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    engine.abort(job.rid)
+
+
+async def _stream(body: GenerateBody, served: Served) -> AsyncIterator[bytes]:
+    """Events with everything sampled so far, as SGLang sends them."""
+    changed = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    job = _make_job(body, served.engine, lambda: loop.call_soon_threadsafe(changed.set))
+    served.engine.submit(job)
+    try:
+        while job.finish is None:
+            await changed.wait()
+            changed.clear()
+            yield b"data: " + orjson.dumps(_answer(job, body, served)) + b"\n\n"
+        yield b"data: [DONE]\n\n"
+    finally:
+        served.engine.abort(job.rid)
+
+
+def _make_job(body: GenerateBody, engine: Engine, notify: Callable[[], object]) -> Job:
+    params = body.sampling_params
+    _check_ids(body.input_ids, engine.vocab_size)
+    _check_length(len(body.input_ids), params.max_new_tokens, engine.context_length)
+    if params.top_k == 0:
+        raise BadRequestError("top_k must be -1 (disable) or at least 1, got 0.")
+    stop_ids = set(params.stop_token_ids or ())
+    seed = params.sampling_seed
+    return Job(
+        rid=body.rid or uuid.uuid4().hex,
+        prompt=body.input_ids,
+        sampler=SamplerSettings(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            seed=secrets.randbits(63) if seed is None else seed,
+        ),
+        max_new_tokens=params.max_new_tokens,
+        stop_ids=frozenset(stop_ids if params.ignore_eos else stop_ids | engine.eos_token_ids),
+        stop_texts=tuple([params.stop] if isinstance(params.stop, str) else params.stop or ()),
+        notify=notify,
+        streams=body.stream,
+        namespace=int.from_bytes((body.extra_key or "").encode()),
+    )
+
+
+def _check_ids(ids: list[int], vocab_size: int) -> None:
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        raise BadRequestError(f"input id {wrong} is outside the vocabulary of {vocab_size}.")
+
+
+def _check_length(prompt: int, budget: int, context: int) -> None:
+    if prompt >= context:
+        raise BadRequestError(
+            f"The input ({prompt} tokens) is longer than the model's context length ({context} tokens)."
+        )
+    if prompt + budget > context:
+        raise BadRequestError(
+            f"Requested token count exceeds the model's maximum context length of {context} tokens: "
+            f"{prompt} of the prompt and {budget} to sample."
+        )
+
+
+def _answer(job: Job, body: GenerateBody, served: Served) -> dict[str, Any]:
+    # A stream reads while the engine writes: the logprobs are written last, so they say what is complete.
+    meta = job.meta_info(served.engine.weight_version)
+    count = meta["output_token_logprobs_length"]
+    if not body.return_logprob:
+        del meta["output_token_logprobs"], meta["output_token_logprobs_length"]
+    output = job.output[:count]
+    text = served.text(output, skip_special_tokens=body.sampling_params.skip_special_tokens)
+    return {"text": text, "output_ids": output, "meta_info": meta}
+
+
+# ---- control
+
+
+@router.post("/abort_request")
+async def abort_request(body: AbortBody, served: Context) -> Response:
+    """End requests by the beginning of their id, or all."""
+    if body.rid or body.abort_all:
+        await _carried_out(served.engine.abort(None if body.abort_all else body.rid))
+    return Response()
+
+
+@router.post("/pause_generation")
+async def pause_generation(body: PauseBody, served: Context) -> Response:
+    """Stop sampling."""
+    await _carried_out(served.engine.pause(body.mode))
+    return _json({"message": "Generation paused successfully.", "status": "ok"})
+
+
+@router.post("/continue_generation")
+async def continue_generation(served: Context) -> Response:
+    """Sample again."""
+    await _carried_out(served.engine.resume())
+    return _json({"message": "Generation continued successfully.", "status": "ok"})
+
+
+@router.api_route(FLUSH_CACHE, methods=["GET", "POST"])
+async def flush_cache(served: Context) -> Response:
+    """Empty the prefix cache."""
+    await _carried_out(served.engine.flush_cache())
+    return Response("Cache flushed.\n")
+
+
+@router.post("/update_weights_from_disk")
+async def update_weights_from_disk(body: UpdateBody, served: Context) -> Response:
+    """Load other weights of the same shape."""
+    engine = served.engine
+    if body.abort_all_requests:
+        await _carried_out(engine.abort(None))
+    done = await anyio.to_thread.run_sync(
+        lambda: engine.update_weights(body.model_path, body.weight_version, flush_cache=body.flush_cache)
+    )
+    await _carried_out(done)
+    message = f"Succeeded to update model weights. Weight version is {engine.weight_version}."
+    return _json({"success": True, "message": message, "num_paused_requests": 0})
+
+
+@router.post("/update_weight_version")
+async def update_weight_version(body: VersionBody, served: Context) -> Response:
+    """Give the present weights another version."""
+    if body.abort_all_requests:
+        await _carried_out(served.engine.abort(None))
+    await _carried_out(served.engine.set_version(body.new_version))
+    message = f"Weight version updated to {body.new_version}"
+    return _json({"success": True, "message": message, "new_version": body.new_version})
+
+
+def _carried_out(order: "asyncio.Future[None] | Any") -> Awaitable[None]:
+    return asyncio.wrap_future(order)
+
+
+# ---- information
+
+
+@router.get("/health")
+@router.get("/health_generate")
+async def health(served: Context) -> Response:
+    """Whether the engine's thread runs."""
+    return Response(status_code=200 if served.engine.is_alive else _UNAVAILABLE)
+
+
+@router.get("/ready")
+async def ready(served: Context) -> Response:
+    """Whether a request would be served now."""
+    is_ready = served.engine.is_alive and not served.engine.paused
+    return Response(status_code=200 if is_ready else _UNAVAILABLE)
+
+
+@router.get("/model_info")
+async def model_info(served: Context) -> Response:
+    """The model and its weight version."""
+    engine = served.engine
+    return _json(
+        {
+            "model_path": engine.model_path,
+            "served_model_name": engine.model_path,
+            "tokenizer_path": engine.model_path,
+            "is_generation": True,
+            "weight_version": engine.weight_version,
+            "vocab_size": engine.vocab_size,
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+        }
+    )
+
+
+@router.get("/v1/models")
+async def models(served: Context) -> Response:
+    """The model and its context, in OpenAI's form."""
+    engine = served.engine
+    model = {"id": engine.model_path, "object": "model", "max_model_len": engine.context_length}
+    return _json({"object": "list", "data": [model]})
+
+
+@router.get("/server_info")
+async def server_info(served: Context) -> Response:
+    """The limits and counters."""
+    engine = served.engine
+    stats = engine.stats
+    return _json(
+        {
+            "engine": "embedded",
+            "model_path": engine.model_path,
+            "context_length": engine.context_length,
+            "max_running_requests": engine.options.max_running,
+            "max_total_num_tokens": engine.options.kv_tokens,
+            "prompt_tokens_total": stats.prompt_tokens,
+            "cached_tokens_total": stats.cached_tokens,
+            "generation_tokens_total": stats.generated_tokens,
+        }
+    )
+
+
+@router.get("/v1/loads")
+async def loads(served: Context) -> Response:
+    """How busy the engine is."""
+    stats = served.engine.stats
+    throughput = stats.generated_tokens / stats.busy_seconds if stats.busy_seconds else 0.0
+    load = {
+        "dp_rank": 0,
+        "num_running_reqs": stats.running,
+        "num_waiting_reqs": stats.waiting,
+        "num_used_tokens": stats.reserved_tokens,
+        "max_total_num_tokens": served.engine.options.kv_tokens,
+        "token_usage": stats.reserved_tokens / served.engine.options.kv_tokens,
+        "gen_throughput": throughput,
+        "cache_hit_rate": stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,
+    }
+    return _json({"loads": [load]})
+
+
+# ---- refusals
+
+
+def _error(message: str) -> Response:
+    return _json(
+        {"error": {"message": message, "type": "invalid_request_error", "code": _BAD_REQUEST}}, _BAD_REQUEST
+    )
+
+
+async def _refuse_body(_: Request, error: Exception) -> Response:
+    if not isinstance(error, RequestValidationError):
+        raise error
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"] if part != "body")
+    return _error(f"{where}: {first['msg']}")
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    return _error(str(error))
+
+
+async def _fail_update(_: Request, error: Exception) -> Response:
+    return _json({"success": False, "message": str(error), "num_paused_requests": 0}, _BAD_REQUEST)
+
+
+def _text(tokenizer: Tokenizer, ids: list[int], *, skip_special_tokens: bool) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+
+def _read_tokenizer(folder: Path) -> Tokenizer | None:
+    file = folder / "tokenizer.json"
+    return Tokenizer.from_file(str(file)) if file.exists() else None

@@ -1,0 +1,321 @@
+"""What every backend over HTTP has in common: connections, one call at a time or many, and the end of a call.
+
+Guarantees: a call that is cancelled or runs out of time aborts its request in the engine before it returns; an
+answer is JSON or an error that names engine, route and status; a prompt without room for its budget is never sent.
+"""
+
+import asyncio
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import anyio
+import anyio.to_thread
+import orjson
+
+from rollout_service.inference.contract import GenerateRequest, Generation, ModelInfo
+from rollout_service.inference.engines.http_client import (
+    ANSWER_BYTES,
+    AnswerTimeoutError,
+    AnswerTooLargeError,
+    HttpClient,
+)
+from rollout_service.inference.errors import (
+    BackendProtocolError,
+    BackendRejected,
+    BackendUnreachable,
+    GenerationTimeout,
+    InferenceError,
+    PromptTooLong,
+)
+
+CONTROL_SECONDS = 30.0
+_ABORT_SECONDS = 2.0
+_END_SECONDS = 5.0
+_ABORT_AGAIN_SECONDS = 0.1
+_OK = HTTPStatus.OK.value
+_PORTS = {"http": 80, "https": 443}
+_ERROR_KEYS = ("error", "message", "detail")
+QUOTED_CHARACTERS = 500
+"""So much of what an engine says about an error is passed on."""
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+
+
+class HttpBackend(ABC):
+    """The part of a `Backend` that all engines behind an HTTP server share.
+
+    Use it from one event loop; `close` releases its connections.
+
+    Args:
+        url: where the server listens, `http://host:port`.
+        backend_id: its name in reports; its location by default.
+        timeout: seconds that one `generate` may take.
+    """
+
+    def __init__(self, url: str, *, backend_id: str | None = None, timeout: float = 1800.0) -> None:
+        self._url = normalise_url(url)
+        self._id = backend_id or location_of(url)
+        self._timeout = timeout
+        self._client = HttpClient(self._url)
+        self._is_closed = False
+        self._info: ModelInfo | None = None
+        self._open_calls = 0
+        self._call_ended: anyio.Event | None = None
+        """Set at the end of the next call, where somebody waits for it."""
+
+    @property
+    def id(self) -> str:
+        """Unique among the backends of the service."""
+        return self._id
+
+    @property
+    def url(self) -> str:
+        """Where the engine listens."""
+        return self._url
+
+    @property
+    def keeps_kv_apart(self) -> bool:
+        """Whether a request finds no KV of weights before those that the engine has when it is sent."""
+        return False
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample one continuation; see `Backend.generate`."""
+        if self._info is not None:
+            self._check_room(request, self._info)
+        self._open_calls += 1
+        try:
+            return await self._sample(request, time.perf_counter())
+        except asyncio.CancelledError:
+            with anyio.CancelScope(shield=True):
+                await self._abort_quietly(request.request_id)
+            raise
+        except AnswerTimeoutError as error:
+            await self._abort_quietly(request.request_id)
+            raise GenerationTimeout(
+                str(error),
+                hint="Lower max_new_tokens, or raise the generation time-out",
+                backend_id=self._id,
+            ) from error
+        finally:
+            self._open_calls -= 1
+            if self._call_ended is not None:
+                self._call_ended.set()
+
+    async def close(self) -> None:
+        """Release the connections; the engine itself runs on."""
+        self._is_closed = True
+        await self._client.close()
+
+    @abstractmethod
+    async def abort(self, request_id: str | None = None) -> None:
+        """End one request, or with None all of them."""
+
+    @abstractmethod
+    async def _sample(self, request: GenerateRequest, started: float) -> Generation:
+        """Ask the engine, and check its answer; `started` is of `time.perf_counter`."""
+
+    # ---- for the engines' own classes
+
+    async def _end_calls(self) -> None:
+        """Abort until no call is open: one that is on its way to the engine is not hit by the first abort."""
+        await self.abort()
+        with anyio.move_on_after(_END_SECONDS):
+            while self._open_calls:
+                self._call_ended = anyio.Event()
+                with anyio.move_on_after(_ABORT_AGAIN_SECONDS) as waiting:
+                    await self._call_ended.wait()
+                if waiting.cancelled_caught:
+                    await self.abort()
+
+    async def _get(self, path: str) -> Any:
+        return await self._call("GET", path, seconds=CONTROL_SECONDS)
+
+    async def _post(self, path: str, body: Mapping[str, Any], seconds: float = CONTROL_SECONDS) -> Any:
+        return await self._call("POST", path, content=orjson.dumps(body), seconds=seconds, is_json=None)
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        content: bytes | None = None,
+        seconds: float | None = None,
+        is_json: bool | None = True,
+        max_bytes: int = ANSWER_BYTES,
+    ) -> Any:
+        """One HTTP exchange. `is_json=None` takes what is not JSON as None; False does not look at all.
+
+        Without `seconds` it may take as long as a generation, and raises AnswerTimeoutError, which `generate` explains.
+        """
+        raw = await self._exchange_bytes(method, path, content, seconds, max_bytes)
+        return self._decode(raw, path, is_json) if is_json is not False else None
+
+    async def _exchange_bytes(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        seconds: float | None,
+        max_bytes: int = ANSWER_BYTES,
+    ) -> bytes:
+        if self._is_closed:
+            raise BackendUnreachable("was removed", backend_id=self._id)
+        try:
+            if seconds is None:
+                status, raw = await self._client.exchange(
+                    method, path, content, seconds=self._timeout, max_bytes=max_bytes
+                )
+            else:
+                with anyio.fail_after(seconds):
+                    status, raw = await self._client.exchange(method, path, content, max_bytes=max_bytes)
+        except AnswerTimeoutError:
+            raise
+        except AnswerTooLargeError as error:
+            raise BackendProtocolError(
+                f"{path} answered more than {max_bytes} bytes",
+                hint="Register an engine's own address",
+                backend_id=self._id,
+            ) from error
+        except OSError as error:
+            raise BackendUnreachable(
+                f"{method} {path} failed: {str(error) or type(error).__name__}",
+                hint=f"Check that an engine listens at {self._url}",
+                backend_id=self._id,
+            ) from error
+        if status != _OK:
+            raise self._refusal(status, path, raw if method == "POST" else b"")
+        return raw
+
+    def _object(self, answer: Any, path: str) -> Mapping[str, Any]:
+        if not isinstance(answer, dict):
+            raise BackendProtocolError(f"{path} answered no JSON object", backend_id=self._id)
+        return answer
+
+    async def _context_length(self) -> tuple[str, int]:
+        """The model's name and longest sequence, as `/v1/models` has them."""
+        models = self._object(await self._get("/v1/models"), "/v1/models").get("data")
+        first = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
+        length = first.get("max_model_len")
+        if not isinstance(length, int):
+            raise BackendProtocolError("/v1/models names no max_model_len", backend_id=self._id)
+        return str(first.get("root") or first.get("id") or ""), length
+
+    def _has_version(self, version: int) -> None:
+        if self._info is not None:
+            self._info = replace(self._info, weight_version=version)
+
+    # ---- own
+
+    def _check_room(self, request: GenerateRequest, info: ModelInfo) -> None:
+        length, budget = len(request.input_ids), request.sampling.max_new_tokens
+        if length + budget > info.context_length:
+            raise PromptTooLong(
+                f"{length} prompt tokens and {budget} to sample exceed the context length {info.context_length}",
+                hint="Shorten the prompt or lower max_new_tokens",
+                backend_id=self._id,
+            )
+
+    async def _abort_quietly(self, request_id: str) -> None:
+        """Abort within a bound; an engine that cannot be told will see the closed connection."""
+        with anyio.move_on_after(_ABORT_SECONDS):
+            try:
+                await self.abort(request_id)
+            except InferenceError:
+                return
+
+    def _decode(self, raw: bytes, path: str, is_json: bool | None) -> Any:
+        try:
+            return orjson.loads(raw)
+        except orjson.JSONDecodeError as error:
+            if is_json is None:
+                return None
+            raise BackendProtocolError(
+                f"{path} answered no JSON", hint="Register an engine's own address", backend_id=self._id
+            ) from error
+
+    def _refusal(self, status: int, path: str, raw: bytes) -> InferenceError:
+        said = _error_message(raw)
+        message = f"{path} answered {status}" + (f": {said}" if said else "")
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status == HTTPStatus.TOO_MANY_REQUESTS:
+            return BackendUnreachable(message, hint="See the engine's log", backend_id=self._id)
+        if "context length" in message:
+            return PromptTooLong(
+                message, hint="Shorten the prompt or lower max_new_tokens", backend_id=self._id
+            )
+        if status < HTTPStatus.BAD_REQUEST:
+            return BackendProtocolError(
+                message, hint="Register the engine's own address", backend_id=self._id
+            )
+        return BackendRejected(message, backend_id=self._id)
+
+
+def normalise_url(url: str) -> str:
+    """Return `url` as scheme, host, port and path, without a slash at the end.
+
+    Raises:
+        ValueError: it is not a plain http or https address.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ValueError(f"{url!r} is not an engine's address; it looks like http://host:30000")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ValueError(f"an engine's address has no user, query or fragment: {parts.hostname}")
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+
+
+def location_of(url: str) -> str:
+    """Return where an engine is: host and port and, behind a gateway, the path that leads to it.
+
+    Raises:
+        ValueError: it is not a plain http or https address.
+    """
+    parts = urlsplit(normalise_url(url))
+    port = "" if parts.port else f":{_PORTS[parts.scheme]}"
+    return f"{parts.netloc.lower()}{port}{parts.path}"
+
+
+def kv_key(info: ModelInfo) -> str:
+    """What engines are to tell KV of these weights from that of others by, beside the tokens."""
+    return f"weights-{info.weight_version}"
+
+
+async def read_model_config(model_path: str) -> dict[str, Any]:
+    """The text model's part of the `config.json` in a model folder; empty where it cannot be read from here."""
+    return await anyio.to_thread.run_sync(_read_model_config, model_path)
+
+
+def routing_shape(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Layers and experts per token of a mixture of experts, from its `config.json`; None for other models."""
+    layers = config.get("num_hidden_layers")
+    experts = next((config[name] for name in _EXPERTS_PER_TOKEN if isinstance(config.get(name), int)), None)
+    return (layers, experts) if isinstance(layers, int) and isinstance(experts, int) and experts else None
+
+
+def _read_model_config(model_path: str) -> dict[str, Any]:
+    try:
+        config = json.loads(Path(model_path, "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(config, dict):
+        return {}
+    text = config.get("text_config")
+    return config | text if isinstance(text, dict) else config
+
+
+def _error_message(raw: bytes) -> str:
+    """Return the error message in an engine's answer, or nothing for a body of unknown form."""
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return ""
+    said = next((body[key] for key in _ERROR_KEYS if key in body), "") if isinstance(body, dict) else ""
+    if isinstance(said, dict):
+        said = said.get("message", "")
+    text = said if isinstance(said, str) else str(said)
+    return "".join(each if each.isprintable() else " " for each in text[:QUOTED_CHARACTERS])

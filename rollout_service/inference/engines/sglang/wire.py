@@ -1,0 +1,259 @@
+"""SGLang's `/generate` as JSON: how a request is written, and how an answer is checked before it is believed.
+
+An answer passes only if every sampled id has its own logprob and a version, ids are in the vocabulary,
+the counts that the engine states agree with the lists that it sent, the prompt that it counted is the one it was
+given, and everything is there that was asked for.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout_service.inference.contract import (
+    NO_EXPORTS,
+    NOTHING_EXPORTED,
+    Exported,
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    ModelInfo,
+    TopLogprob,
+)
+from rollout_service.inference.engines import checks as check
+from rollout_service.inference.engines.checks import mapping, parse_version
+from rollout_service.inference.engines.token_extras import Export, flat_experts, routed_rows, unsupported
+from rollout_service.inference.errors import BackendProtocolError
+
+_REASONS: Mapping[object, FinishReason] = {reason.value: reason for reason in FinishReason}
+_START_ROUTED = "Start SGLang with --enable-return-routed-experts, and serve a mixture of experts"
+
+
+def generate_body(request: GenerateRequest) -> dict[str, Any]:
+    """The body of `/generate`; it leaves nothing that shapes the distribution to the engine's defaults."""
+    sampling = request.sampling
+    parameters: dict[str, Any] = {
+        "max_new_tokens": sampling.max_new_tokens,
+        # With top_k 1 SGLang scales logprobs by the temperature or does not, by what else is in the batch; greedily it
+        # never does, and the tokens are the same.
+        "temperature": 0.0 if sampling.top_k == 1 else sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": False,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    if sampling.seed is not None:
+        parameters["sampling_seed"] = sampling.seed
+    return {
+        "rid": request.request_id,
+        "input_ids": request.input_ids if isinstance(request.input_ids, list) else list(request.input_ids),
+        "sampling_params": parameters,
+        "return_logprob": True,
+        "logprob_start_len": _logprob_start(request),
+        "stream": False,
+    } | _export_fields(request)
+
+
+def parse_generation(
+    answer: object,
+    request: GenerateRequest,
+    *,
+    backend_id: str,
+    info: ModelInfo | None,
+    engine_seconds: float,
+) -> Generation:
+    """Check an answer to `generate_body(request)` and take what was sampled from it.
+
+    Raises:
+        BackendProtocolError: anything is missing or contradicts the rest.
+        ExportUnsupported: the engine left out what was asked for beside ids and logprobs.
+    """
+    try:
+        return _parse(answer, request, backend_id, info, engine_seconds)
+    except BackendProtocolError:
+        with check.answer_of(backend_id):
+            raise
+
+
+def _parse(
+    answer: object, request: GenerateRequest, backend_id: str, info: ModelInfo | None, engine_seconds: float
+) -> Generation:
+    body = mapping(answer, "the answer", "Is this an SGLang server?")
+    meta = mapping(body.get("meta_info"), "meta_info", "Is this an SGLang server?")
+    reason, matched = _finish(meta)
+    output_ids = check.sampled_ids(
+        body.get("output_ids"),
+        name="output_ids",
+        budget=request.sampling.max_new_tokens,
+        vocab_size=info.vocab_size if info else None,
+    )
+    aborted, prompt_tokens = reason is FinishReason.ABORT, len(request.input_ids)
+    for name, expected in (("completion_tokens", len(output_ids)), ("prompt_tokens", prompt_tokens)):
+        check.expect_count(meta.get(name), f"meta_info.{name}", expected, required=not aborted)
+    if not output_ids and not aborted:
+        raise BackendProtocolError(f"finished with {reason.value!r} but sampled nothing")
+    return Generation(
+        output_ids=output_ids,
+        logprobs=_logprobs(meta, output_ids),
+        versions=_versions(meta, len(output_ids)),
+        finish_reason=reason,
+        matched=matched,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=check.cached_count(
+            meta.get("cached_tokens"), "meta_info.cached_tokens", prompt_tokens, required=not aborted
+        ),
+        backend_id=backend_id,
+        engine_seconds=engine_seconds,
+        exported=_exported(meta, request, output_ids, info, backend_id) if output_ids else NOTHING_EXPORTED,
+    )
+
+
+def _finish(meta: Mapping[str, Any]) -> tuple[FinishReason, int | str | None]:
+    finish = mapping(meta.get("finish_reason"), "meta_info.finish_reason")
+    kind = finish.get("type")
+    reason = _REASONS.get(kind) if isinstance(kind, str) else None
+    if reason is None:
+        raise BackendProtocolError(f"finish_reason.type is {kind!r}, not stop, length or abort")
+    matched = finish.get("matched")
+    return reason, matched if isinstance(matched, int | str) else None
+
+
+def _logprobs(meta: Mapping[str, Any], output_ids: list[int]) -> list[float]:
+    entries = meta.get("output_token_logprobs")
+    if entries is None and not output_ids:
+        return []
+    if not isinstance(entries, list):
+        raise BackendProtocolError(
+            "output_token_logprobs is missing", hint="The engine must return the logprobs of what it samples"
+        )
+    if len(entries) != len(output_ids):
+        raise BackendProtocolError(f"{len(entries)} logprobs came with {len(output_ids)} tokens")
+    if set(map(type, entries)) == {list} and min(map(len, entries)) > 1:
+        values = [entry[0] for entry in entries]
+        if [entry[1] for entry in entries] == output_ids and check.are_logprobs(values):
+            return values
+    return [
+        check.logprob(_of_token(entry, token, f"logprob {i}"), f"logprob {i}")
+        for i, (entry, token) in enumerate(zip(entries, output_ids, strict=True))
+    ]
+
+
+def _of_token(entry: object, token: int, where: str) -> object:
+    """The value of a triple of logprob, id and text."""
+    if not isinstance(entry, list) or len(entry) < 2 or entry[1] != token:
+        raise BackendProtocolError(f"{where} is {entry!r}, which is not of the id {token}")
+    return entry[0]
+
+
+def _versions(meta: Mapping[str, Any], count: int) -> list[int]:
+    spans = meta.get("weight_versions")
+    if spans is None:
+        return [parse_version(meta.get("weight_version"))] * count
+    return check.versions_of_spans(spans, count)
+
+
+# ---- exports
+
+
+def _logprob_start(request: GenerateRequest) -> int:
+    """The prompt token before the first whose logprob is wanted: SGLang gives the first one none; -1 for no token."""
+    first = request.exports.prompt_logprobs_from
+    return -1 if first is None or first == len(request.input_ids) else max(first - 1, 0)
+
+
+def _export_fields(request: GenerateRequest) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if request.exports.top_logprobs:
+        fields["top_logprobs_num"] = request.exports.top_logprobs
+    if request.exports.routed_experts_from is not None:
+        fields |= {
+            "return_routed_experts": True,
+            "routed_experts_start_len": request.exports.routed_experts_from,
+        }
+    return fields
+
+
+def _exported(
+    meta: Mapping[str, Any],
+    request: GenerateRequest,
+    output_ids: Sequence[int],
+    info: ModelInfo | None,
+    backend_id: str,
+) -> Exported:
+    exports = request.exports
+    if exports is NO_EXPORTS:
+        return NOTHING_EXPORTED
+    return Exported(
+        top_logprobs=_top_logprobs(meta, request, len(output_ids), info, backend_id)
+        if exports.top_logprobs
+        else None,
+        prompt_logprobs=_prompt_logprobs(meta, request, backend_id)
+        if exports.prompt_logprobs_from is not None
+        else None,
+        routed_experts=_routed_experts(meta, request, len(output_ids), info, backend_id)
+        if exports.routed_experts_from is not None
+        else None,
+    )
+
+
+def _top_logprobs(
+    meta: Mapping[str, Any], request: GenerateRequest, count: int, info: ModelInfo | None, backend_id: str
+) -> list[list[TopLogprob]]:
+    rows = meta.get("output_top_logprobs")
+    if not isinstance(rows, list):
+        raise unsupported(Export.TOP_LOGPROBS, hint="Use SGLang itself", backend_id=backend_id)
+    return check.top_logprobs(
+        [[_top_logprob(entry) for entry in row] if isinstance(row, list) else [] for row in rows],
+        wanted=request.exports.top_logprobs,
+        tokens=count,
+        vocab_size=info.vocab_size if info else None,
+    )
+
+
+def _top_logprob(entry: object) -> TopLogprob:
+    if not isinstance(entry, list) or len(entry) < 2:
+        raise BackendProtocolError(f"{entry!r} is not a likeliest token with its logprob")
+    return TopLogprob(entry[1], entry[0])
+
+
+def _prompt_logprobs(
+    meta: Mapping[str, Any], request: GenerateRequest, backend_id: str
+) -> list[float | None]:
+    start = _logprob_start(request)
+    if start < 0:
+        return []
+    tokens, entries = request.input_ids[start:], meta.get("input_token_logprobs")
+    if not isinstance(entries, list):
+        raise unsupported(Export.PROMPT_LOGPROBS, hint="Use SGLang itself", backend_id=backend_id)
+    if len(entries) != len(tokens):
+        raise BackendProtocolError(f"{len(entries)} logprobs came for {len(tokens)} prompt tokens")
+    values = [
+        _of_token(each, id_, f"prompt logprob {i}")
+        for i, (each, id_) in enumerate(zip(entries, tokens, strict=True))
+    ]
+    known: list[float | None] = [check.logprob(value, "a prompt's logprob") for value in values[1:]]
+    return known if request.exports.prompt_logprobs_from else [None, *known]
+
+
+def _routed_experts(
+    meta: Mapping[str, Any], request: GenerateRequest, count: int, info: ModelInfo | None, backend_id: str
+) -> NDArray[np.int32]:
+    encoded = meta.get("routed_experts")
+    if encoded is None:
+        raise unsupported(Export.ROUTED_EXPERTS, hint=_START_ROUTED, backend_id=backend_id)
+    if info is None or info.routing_shape is None:
+        raise unsupported(
+            Export.ROUTED_EXPERTS,
+            hint="Let this service read the engine's model folder, whose config.json tells layers and experts",
+            backend_id=backend_id,
+        )
+    return flat_experts(encoded, routed_rows(request, count), info.routing_shape)

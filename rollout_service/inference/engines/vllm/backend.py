@@ -1,0 +1,251 @@
+"""The backend for vLLM, through its token-in, token-out route (`--enable-scale-out`).
+
+Guarantees beyond those of every backend: logprobs are of the distribution that the contract names, or the sampling is
+refused, since vLLM's are not in every mode; versions are the server's own, token by token, and weights change only
+while it is paused, so no generation spans an update without saying where. Weights and pauses need the server's
+development routes (`VLLM_SERVER_DEV_MODE=1`); without them it serves and refuses those.
+"""
+
+import time
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import anyio
+import orjson
+
+from api_schemas.inference import EngineKind, PauseMode
+from rollout_service.inference.contract import (
+    BackendLoad,
+    GenerateRequest,
+    Generation,
+    ModelInfo,
+    Sampling,
+    new_request_id,
+)
+from rollout_service.inference.engines.answer_size import generation_bytes
+from rollout_service.inference.engines.checks import answer_of, parse_version
+from rollout_service.inference.engines.http_backend import (
+    CONTROL_SECONDS,
+    HttpBackend,
+    kv_key,
+    read_model_config,
+    routing_shape,
+)
+from rollout_service.inference.engines.vllm import wire
+from rollout_service.inference.engines.vllm.metrics import parse_load
+from rollout_service.inference.errors import BackendProtocolError, BackendRejected, BackendUnreachable
+from rollout_service.inference.pool.locality import is_local
+
+_UPDATE_SECONDS = 900.0
+_FLUSH_SECONDS = 30.0
+_FLUSH_AGAIN_SECONDS = 0.05
+_START_DEV = "Start vLLM with VLLM_SERVER_DEV_MODE=1, on a network where only this service reaches it"
+_NOT_FOUND = f"answered {HTTPStatus.NOT_FOUND.value}"
+_PROBE_PROMPT = (0,)
+
+
+class VllmBackend(HttpBackend):
+    """One vLLM server."""
+
+    def __init__(self, url: str, *, backend_id: str | None = None, timeout: float = 1800.0) -> None:
+        super().__init__(url, backend_id=backend_id, timeout=timeout)
+        self._mode: wire.LogprobsMode | None = None
+        self._open_ids: set[str] = set()
+        self._last_load = self._idle_load = ""
+
+    @property
+    def keeps_kv_apart(self) -> bool:
+        return True
+
+    async def _sample(self, request: GenerateRequest, started: float) -> Generation:
+        self._mode = self._mode or await self._find_mode()
+        wire.refuse_other_distribution(request.sampling, self._mode, self._id)
+        body = wire.generate_body(request)
+        if self._info is not None:
+            body["cache_salt"] = kv_key(self._info)
+        self._open_ids.add(request.request_id)
+        try:
+            answer = await self._ask(body, generation_bytes(request, self._info))
+        finally:
+            self._open_ids.discard(request.request_id)
+        return wire.parse_generation(
+            answer,
+            request,
+            backend_id=self._id,
+            info=self._info,
+            engine_seconds=time.perf_counter() - started,
+        )
+
+    async def abort(self, request_id: str | None = None) -> None:
+        if request_id is not None:
+            await self._abort_ids([request_id])
+            return
+        try:
+            await self._post("/abort_requests", {})
+        except BackendRejected:
+            await self._abort_ids(sorted(self._open_ids))
+
+    async def pause(self, mode: PauseMode = PauseMode.ABORT) -> None:
+        if mode is PauseMode.ABORT:
+            await self._order("/pause?mode=abort&clear_cache=false")
+            await self._end_calls()
+            return
+        await self._order("/pause?mode=keep&clear_cache=false")
+        if mode is PauseMode.RETRACT:
+            await self._flush()
+
+    async def resume(self) -> None:
+        try:
+            await self._post("/resume", {})
+        except BackendRejected as error:
+            if _NOT_FOUND not in str(error):  # a server without the route cannot have been paused
+                raise
+
+    async def update_weights(self, path: str, version: int, *, flush_cache: bool = True) -> None:
+        await self._refuse_missing(path)
+        await self._refuse_tied_on_cpu(path)
+        was_paused = await self._is_paused()
+        if not was_paused:
+            await self._order("/pause?mode=wait&clear_cache=false", seconds=_UPDATE_SECONDS)
+        # What fails from here on leaves it paused: nothing is sampled by weights that nobody knows.
+        load = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        await self._order("/collective_rpc", load, seconds=_UPDATE_SECONDS)
+        if flush_cache:
+            await self._flush()
+        await self._order("/update_weight_version", {"new_version": str(version)})
+        self._has_version(version)
+        if not was_paused:
+            await self.resume()
+
+    async def model_info(self) -> ModelInfo:
+        model_path, context_length = await self._context_length()
+        config = await read_model_config(model_path)
+        vocab_size = config.get("vocab_size")
+        self._info = ModelInfo(
+            model_path=model_path,
+            tokenizer_path=model_path,
+            weight_version=await self._version(),
+            vocab_size=vocab_size if isinstance(vocab_size, int) else None,
+            context_length=context_length,
+            routing_shape=routing_shape(config),
+            kind=EngineKind.VLLM,
+        )
+        return self._info
+
+    async def health(self, *, paused: bool = False) -> None:
+        del paused  # vLLM's /health samples nothing
+        await self._call("GET", "/health", seconds=CONTROL_SECONDS, is_json=False)
+
+    async def load(self) -> BackendLoad:
+        text = (await self._exchange_bytes("GET", "/metrics", None, CONTROL_SECONDS)).decode(errors="replace")
+        with answer_of(self._id):
+            load = parse_load(text)
+        # vLLM writes its gauges in a step of the engine alone: after an abort they tell of requests that are gone,
+        # also while the next one is on its way.
+        if not self._open_calls and load.signature == self._last_load:
+            self._idle_load = load.signature
+        self._last_load = load.signature
+        return load.idle() if load.signature == self._idle_load else load.load
+
+    # ---- generation
+
+    async def _ask(self, body: dict[str, Any], max_bytes: int) -> Any:
+        try:
+            return await self._call("POST", wire.GENERATE, content=orjson.dumps(body), max_bytes=max_bytes)
+        except BackendRejected as error:
+            if _NOT_FOUND not in str(error):
+                raise
+            raise BackendProtocolError(
+                f"has no {wire.GENERATE}",
+                hint="Use vLLM 0.32 or newer with --enable-scale-out; is this a vLLM server?",
+                backend_id=self._id,
+            ) from error
+
+    async def _find_mode(self) -> wire.LogprobsMode:
+        """Which logprobs the server gives, by asking for some that tell the modes apart."""
+        request = GenerateRequest(new_request_id(), _PROBE_PROMPT, Sampling(max_new_tokens=1))
+        body = wire.generate_body(request)
+        body["sampling_params"] |= {"top_k": 1, "logprobs": 2}
+        answer = await self._ask(body, generation_bytes(request, None))
+        with answer_of(self._id):
+            entries = wire.logprob_entries(wire.only_choice(answer))
+            return wire.mode_of(entries[0] if entries else None)
+
+    async def _abort_ids(self, request_ids: list[str]) -> None:
+        names = [wire.engine_request_id(each) for each in request_ids]
+        await self._post("/inference/v1/abort_requests", {"request_ids": names})
+
+    # ---- weights
+
+    async def _order(
+        self, path: str, body: dict[str, Any] | None = None, seconds: float = CONTROL_SECONDS
+    ) -> Any:
+        try:
+            return await self._post(path, body or {}, seconds)
+        except BackendRejected as error:
+            if _NOT_FOUND not in str(error):
+                raise
+            raise BackendRejected(
+                "takes no orders about pauses and weights", hint=_START_DEV, backend_id=self._id
+            ) from error
+
+    async def _is_paused(self) -> bool:
+        try:
+            answer = self._object(await self._get("/is_paused"), "/is_paused")
+        except BackendRejected as error:
+            raise BackendRejected("takes no new weights", hint=_START_DEV, backend_id=self._id) from error
+        return answer.get("is_paused") is True
+
+    async def _version(self) -> int:
+        """The weights' version; of a server without the route, which cannot be given others, that of its start."""
+        try:
+            answer = self._object(await self._get("/weight_info"), "/weight_info")
+        except BackendRejected:
+            return 0
+        with answer_of(self._id):
+            return parse_version(answer.get("weight_version"))
+
+    async def _flush(self) -> None:
+        """Drop all KV, also that of frozen requests, which is computed again when they go on."""
+        with anyio.move_on_after(_FLUSH_SECONDS):
+            while True:
+                answer = await self._order("/reset_prefix_cache?reset_running_requests=true")
+                if isinstance(answer, dict) and answer.get("success") is True:
+                    return
+                await anyio.sleep(_FLUSH_AGAIN_SECONDS)
+        raise BackendUnreachable(
+            f"did not drop its KV in {_FLUSH_SECONDS:g} s", hint="See its log", backend_id=self._id
+        )
+
+    async def _refuse_tied_on_cpu(self, path: str) -> None:
+        """On a CPU vLLM keeps the output layer in a form of its own, which a reload passes over where it is tied to the
+        embeddings: it would sample with the new weights but for the last layer, and say nothing.
+        """
+        config = await read_model_config(path)
+        if config.get("tie_word_embeddings") and await self._is_on_cpu():
+            raise BackendRejected(
+                "runs on a CPU, where vLLM does not reload the output layer of a model with tied embeddings",
+                hint="Serve this model with SGLang, or with vLLM on a GPU; or untie its embeddings",
+                backend_id=self._id,
+            )
+
+    async def _is_on_cpu(self) -> bool:
+        answer = self._object(await self._get("/server_info?config_format=json"), "/server_info")
+        config = answer.get("vllm_config")
+        device = config.get("device_config") if isinstance(config, dict) else None
+        return "cpu" in str(device)
+
+    async def _refuse_missing(self, path: str) -> None:
+        """vLLM does not survive a folder without weights, so one that can be looked into is looked into."""
+        if is_local(self._url) and not await anyio.to_thread.run_sync(_has_weights, path):
+            raise BackendRejected(
+                f"was to load {path}, where there are no weights",
+                hint="Name a folder with a config.json and .safetensors files",
+                backend_id=self._id,
+            )
+
+
+def _has_weights(path: str) -> bool:
+    folder = Path(path)
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))

@@ -1,0 +1,337 @@
+"""vLLM's token-in, token-out route as JSON: how a request is written, and how an answer is checked.
+
+An answer passes only if every sampled id has its own logprob and version, ids are in the vocabulary, the counts
+agree with the lists, and everything is there that was asked for. vLLM writes -9999.0 for a logprob that it does not
+have; that is refused like a missing one.
+"""
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from rollout_service.inference.contract import (
+    Exported,
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    ModelInfo,
+    Sampling,
+    TopLogprob,
+)
+from rollout_service.inference.engines import checks as check
+from rollout_service.inference.engines.checks import mapping
+from rollout_service.inference.engines.token_extras import Export, npy_experts, routed_rows, unsupported
+from rollout_service.inference.errors import BackendProtocolError, BackendRejected
+
+GENERATE = "/inference/v1/generate"
+_ID_PREFIX = "generate-tokens-"  # what the server puts before the id that it was given
+_NO_LOGPROB = -9999.0
+_START_CACHED = "Start vLLM with --enable-prompt-tokens-details"
+_START_ROUTED = "Start vLLM with --enable-return-routed-experts, and serve a mixture of experts"
+
+
+class LogprobsMode(StrEnum):
+    """Which distribution a server's logprobs are of, set by its `--logprobs-mode`."""
+
+    RAW = "raw_logprobs"
+    """The model's own: at temperature 1, of all tokens."""
+    PROCESSED = "processed_logprobs"
+    """That which is sampled from: scaled by the temperature, of what top_k, top_p and min_p leave."""
+
+
+def engine_request_id(request_id: str) -> str:
+    """The name that the server gives a request."""
+    return _ID_PREFIX + request_id
+
+
+def generate_body(request: GenerateRequest) -> dict[str, Any]:
+    """The body of the route; it leaves nothing that shapes the distribution to the server's defaults."""
+    sampling, exports = request.sampling, request.exports
+    parameters: dict[str, Any] = {
+        "n": 1,
+        "max_tokens": sampling.max_new_tokens,
+        "min_tokens": 0,
+        "temperature": 0.0 if is_greedy(sampling) else sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": max(sampling.top_k, 0),
+        "min_p": sampling.min_p,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": False,
+        "detokenize": bool(sampling.stop),
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "include_stop_str_in_output": True,
+        # The sampled token takes one of the places, whatever its rank.
+        "logprobs": exports.top_logprobs + 1 if exports.top_logprobs else 0,
+    }
+    if sampling.seed is not None:
+        parameters["seed"] = sampling.seed
+    if exports.prompt_logprobs_from is not None:
+        parameters["prompt_logprobs"] = 0
+    if exports.routed_experts_from is not None:
+        parameters["routed_experts_prompt_start"] = exports.routed_experts_from
+    return {
+        "request_id": request.request_id,
+        "token_ids": request.input_ids if isinstance(request.input_ids, list) else list(request.input_ids),
+        "sampling_params": parameters,
+        "stream": False,
+    }
+
+
+def is_greedy(sampling: Sampling) -> bool:
+    """Whether the likeliest token is taken."""
+    return sampling.temperature == 0 or sampling.top_k == 1
+
+
+def refuse_other_distribution(sampling: Sampling, mode: LogprobsMode, backend_id: str) -> None:
+    """Refuse a sampling whose logprobs the server does not have: scaled by the temperature, of all tokens.
+
+    Raises:
+        BackendRejected: its mode gives those of another distribution.
+    """
+    if is_greedy(sampling):
+        return
+    is_restricted = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+    is_scaled = sampling.temperature != 1
+    if mode is LogprobsMode.PROCESSED and is_restricted:
+        what = "logprobs of what top_p, top_k and min_p leave"
+        hint = (
+            "Sample without them, or start vLLM with --logprobs-mode raw_logprobs and sample at temperature 1"
+        )
+    elif mode is LogprobsMode.RAW and is_scaled:
+        what = "logprobs at temperature 1 alone"
+        hint = "Sample at temperature 1, or start vLLM with --logprobs-mode processed_logprobs"
+    else:
+        return
+    raise BackendRejected(
+        f"gives {what}, not those of the sampling asked for", hint=hint, backend_id=backend_id
+    )
+
+
+def mode_of(entry: object) -> LogprobsMode:
+    """The mode of a server, from the logprobs of a token sampled with `top_k` 1 and its rival.
+
+    With `top_k` 1 the processed distribution leaves nothing for the second token; the raw one always does.
+
+    Raises:
+        BackendProtocolError: they are logits, or cannot be read.
+    """
+    fields = mapping(entry, "the probe's logprobs")
+    rows = fields.get("top_logprobs")
+    if not isinstance(rows, list) or len(rows) < 2:
+        raise BackendProtocolError("the probe's logprobs lack the likeliest tokens")
+    first, second = (_value(row) for row in rows[:2])
+    if second == _NO_LOGPROB and first == 0.0:
+        return LogprobsMode.PROCESSED
+    if second != _NO_LOGPROB and first <= 0.0 and second < 0.0:
+        return LogprobsMode.RAW
+    raise BackendProtocolError(
+        f"gives {first} and {second} for the two likeliest tokens, which are not logprobs",
+        hint="Start vLLM with --logprobs-mode processed_logprobs",
+    )
+
+
+def only_choice(answer: object) -> Mapping[str, Any]:
+    """The one sequence of an answer."""
+    choices = mapping(answer, "the answer", "Is this a vLLM server?").get("choices")
+    if not isinstance(choices, list) or len(choices) != 1:
+        raise BackendProtocolError("the answer has not one choice", hint="Is this a vLLM server?")
+    return mapping(choices[0], "the choice")
+
+
+def logprob_entries(choice: Mapping[str, Any]) -> list[Any]:
+    """The logprobs of a choice, one entry a token."""
+    entries = mapping(
+        choice.get("logprobs"), "logprobs", "The engine must return the logprobs of what it samples"
+    )
+    content = entries.get("content")
+    if not isinstance(content, list):
+        raise BackendProtocolError("logprobs.content is missing")
+    return content
+
+
+def parse_generation(
+    answer: object,
+    request: GenerateRequest,
+    *,
+    backend_id: str,
+    info: ModelInfo | None,
+    engine_seconds: float,
+) -> Generation:
+    """Check an answer to `generate_body(request)` and take what was sampled from it.
+
+    Raises:
+        BackendProtocolError: anything is missing or contradicts the rest.
+        ExportUnsupported: the engine left out what was asked for beside ids and logprobs.
+    """
+    with check.answer_of(backend_id):
+        return _parse(mapping(answer, "the answer"), request, backend_id, info, engine_seconds)
+
+
+def _parse(
+    body: Mapping[str, Any],
+    request: GenerateRequest,
+    backend_id: str,
+    info: ModelInfo | None,
+    engine_seconds: float,
+) -> Generation:
+    choice = only_choice(body)
+    _expect_request(body, request)
+    reason = _finish(choice)
+    output_ids = check.sampled_ids(
+        choice.get("token_ids"),
+        name="token_ids",
+        budget=request.sampling.max_new_tokens,
+        vocab_size=info.vocab_size if info else None,
+    )
+    usage, prompt_tokens = mapping(body.get("usage"), "usage"), len(request.input_ids)
+    for name, expected in (("completion_tokens", len(output_ids)), ("prompt_tokens", prompt_tokens)):
+        check.expect_count(usage.get(name), f"usage.{name}", expected, required=True)
+    if not output_ids and reason is not FinishReason.ABORT:
+        raise BackendProtocolError(f"finished with {reason.value!r} but sampled nothing")
+    matched = choice.get("stop_reason")
+    return Generation(
+        output_ids=output_ids,
+        logprobs=_logprobs(choice, output_ids),
+        versions=_versions(choice, len(output_ids)),
+        finish_reason=reason,
+        matched=matched if isinstance(matched, int | str) else None,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=_cached_tokens(usage, prompt_tokens),
+        backend_id=backend_id,
+        engine_seconds=engine_seconds,
+        exported=_exported(body, choice, request, output_ids, info, backend_id) if output_ids else Exported(),
+    )
+
+
+def _expect_request(body: Mapping[str, Any], request: GenerateRequest) -> None:
+    stated = body.get("request_id")
+    if stated != engine_request_id(request.request_id):
+        raise BackendProtocolError(f"the answer is of request {stated!r}, not of {request.request_id}")
+
+
+def _finish(choice: Mapping[str, Any]) -> FinishReason:
+    kind = choice.get("finish_reason")
+    if kind not in {reason.value for reason in FinishReason}:
+        raise BackendProtocolError(f"finish_reason is {kind!r}, not stop, length or abort")
+    return FinishReason(kind)
+
+
+def _logprobs(choice: Mapping[str, Any], output_ids: Sequence[int]) -> list[float]:
+    if not output_ids:
+        return []
+    entries = logprob_entries(choice)
+    if len(entries) != len(output_ids):
+        raise BackendProtocolError(f"{len(entries)} logprobs came with {len(output_ids)} tokens")
+    if set(map(type, entries)) == {dict}:
+        values = [entry.get("logprob") for entry in entries]
+        ids = [entry.get("token_id") for entry in entries]
+        if ids == output_ids and _NO_LOGPROB not in values and check.are_logprobs(values):
+            return values
+    return [
+        _own_logprob(entry, token, f"logprob {i}")
+        for i, (entry, token) in enumerate(zip(entries, output_ids, strict=True))
+    ]
+
+
+def _own_logprob(entry: object, token: int, where: str) -> float:
+    if not isinstance(entry, dict) or entry.get("token_id") != token:
+        raise BackendProtocolError(f"{where} is {entry!r}, which is not of the id {token}")
+    return _real(entry.get("logprob"), where)
+
+
+def _real(value: object, where: str) -> float:
+    if value == _NO_LOGPROB:
+        raise BackendProtocolError(f"{where} is {value}, vLLM's word for a logprob that it does not have")
+    return check.logprob(value, where)
+
+
+def _value(row: object) -> float:
+    value = mapping(row, "a likeliest token").get("logprob")
+    if not isinstance(value, int | float):
+        raise BackendProtocolError(f"a likeliest token's logprob is {value!r}")
+    return float(value)
+
+
+def _versions(choice: Mapping[str, Any], count: int) -> list[int]:
+    spans = choice.get("weight_versions")
+    if spans is None and count:
+        raise BackendProtocolError(
+            "weight_versions is missing",
+            hint="Use vLLM 0.32 or newer, which says what version sampled which token",
+        )
+    return check.versions_of_spans(spans or [], count)
+
+
+def _cached_tokens(usage: Mapping[str, Any], prompt_tokens: int) -> int:
+    details = usage.get("prompt_tokens_details")
+    name = "usage.prompt_tokens_details.cached_tokens"
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return check.cached_count(cached, name, prompt_tokens, required=True, hint=_START_CACHED)
+
+
+# ---- exports
+
+
+def _exported(
+    body: Mapping[str, Any],
+    choice: Mapping[str, Any],
+    request: GenerateRequest,
+    output_ids: Sequence[int],
+    info: ModelInfo | None,
+    backend_id: str,
+) -> Exported:
+    exports, count = request.exports, len(output_ids)
+    routed = choice.get("routed_experts")
+    if exports.routed_experts_from is not None and routed is None:
+        raise unsupported(Export.ROUTED_EXPERTS, hint=_START_ROUTED, backend_id=backend_id)
+    return Exported(
+        top_logprobs=_top_logprobs(choice, exports.top_logprobs, count, info)
+        if exports.top_logprobs
+        else None,
+        prompt_logprobs=_prompt_logprobs(body, request, exports.prompt_logprobs_from)
+        if exports.prompt_logprobs_from is not None
+        else None,
+        routed_experts=npy_experts(routed, routed_rows(request, count))
+        if exports.routed_experts_from is not None
+        else None,
+    )
+
+
+def _top_logprobs(
+    choice: Mapping[str, Any], wanted: int, count: int, info: ModelInfo | None
+) -> list[list[TopLogprob]]:
+    rows = [
+        _best(mapping(entry, "a logprob").get("top_logprobs"), wanted) for entry in logprob_entries(choice)
+    ]
+    size = info.vocab_size if info else None
+    return check.top_logprobs(rows, wanted=wanted, tokens=count, vocab_size=size)
+
+
+def _best(row: object, wanted: int) -> list[TopLogprob]:
+    """The first `wanted` by logprob; the sampled token, which comes first whatever its rank, is one of them or not."""
+    if not isinstance(row, list):
+        raise BackendProtocolError("a logprob lacks the likeliest tokens")
+    pairs = [TopLogprob(mapping(each, "a likeliest token").get("token_id", -1), _value(each)) for each in row]
+    return sorted(pairs, key=lambda pair: pair.logprob, reverse=True)[:wanted]
+
+
+def _prompt_logprobs(body: Mapping[str, Any], request: GenerateRequest, first: int) -> list[float | None]:
+    rows = body.get("prompt_logprobs")
+    if not isinstance(rows, list) or len(rows) != len(request.input_ids):
+        raise BackendProtocolError(f"prompt_logprobs does not have one entry a token: {str(rows)[:80]}")
+    return [
+        _of_prompt(row, token, first + i) if first + i else None
+        for i, (row, token) in enumerate(zip(rows[first:], request.input_ids[first:], strict=True))
+    ]
+
+
+def _of_prompt(row: object, token: int, position: int) -> float:
+    entry = mapping(
+        mapping(row, "a prompt's logprob").get(str(token)), f"the logprob of prompt token {position}"
+    )
+    return _real(entry.get("logprob"), f"the logprob of prompt token {position}")

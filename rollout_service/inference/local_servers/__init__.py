@@ -1,0 +1,1 @@
+"""Starts engine servers on this machine."""

@@ -1,0 +1,77 @@
+"""Serving an ASGI application from a child process: a port of the kernel's choice, and an end with the parent's.
+
+Guarantees: web pages that a browser on this machine shows have no part in it; see `hosts`.
+"""
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import uvicorn
+
+from rollout_service.http.host_check import HostCheck
+from rollout_service.http.hosts import AllowedHosts
+
+_GRACE_SECONDS = 2
+
+
+def serve(
+    app: Any,
+    host: str,
+    port: int,
+    *,
+    orders_by_get: frozenset[str] = frozenset(),
+    port_file: Path | None = None,
+    exit_with_parent: bool = False,
+) -> None:
+    """Serve `app` until SIGTERM or, with `exit_with_parent`, until standard input closes.
+
+    The port is bound, and written to `port_file`, before the application starts. `orders_by_get` are the paths that
+    change something even by GET, so that web pages are kept from them too.
+    """
+    listener = bind(host, port)
+    if port_file is not None:
+        announce_port(listener, port_file)
+    hosts = AllowedHosts((), bound=host, keyed=False)
+    checked = HostCheck(app, hosts, orders_by_get=orders_by_get)
+    config = uvicorn.Config(
+        checked, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_SECONDS
+    )
+    server = uvicorn.Server(config)
+    anyio.run(_serve, server, listener, exit_with_parent, backend_options={"use_uvloop": True})
+
+
+async def _serve(server: uvicorn.Server, listener: socket.socket, exit_with_parent: bool) -> None:
+    async with anyio.create_task_group() as tasks:
+        if exit_with_parent:
+            tasks.start_soon(_stop_at_end_of_input, server)
+        await server.serve(sockets=[listener])
+        tasks.cancel_scope.cancel()
+
+
+async def _stop_at_end_of_input(server: uvicorn.Server) -> None:
+    await anyio.to_thread.run_sync(wait_for_end_of_input, abandon_on_cancel=True)
+    server.should_exit = True
+
+
+def wait_for_end_of_input() -> None:
+    """Return when standard input is closed, which the kernel does when the parent ends, however it ends."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=2048)
+
+
+def announce_port(listener: socket.socket, port_file: Path) -> None:
+    """Write the port that was bound, whole or not at all."""
+    partial = port_file.with_name(f"{port_file.name}.partial")
+    partial.write_text(str(listener.getsockname()[1]))
+    partial.replace(port_file)

@@ -1,0 +1,1 @@
+"""Pools of backends: admission, dispatch, health, and weights."""

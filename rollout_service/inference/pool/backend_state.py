@@ -1,0 +1,151 @@
+"""A backend in a pool: whether it is in service, what it is working on, how it has done so far."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import anyio
+
+from api_schemas.inference import BackendState, BackendView
+from rollout_service.inference.contract import Backend, GenerateRequest, Generation, ModelInfo
+from rollout_service.inference.errors import BackendUnreachable
+from rollout_service.inference.pool.locality import is_local
+from rollout_service.inference.pool.probe import refuse_missing_exports
+
+_SMALLEST_SHARE = 0.1
+_CLOSE_SECONDS = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One backend of a pool. `in_flight` goes down again however a call ends."""
+
+    backend: Backend
+    info: ModelInfo
+    slow_start: float
+    """Seconds over which a backend that has come into service takes up its fair share."""
+    clock: Callable[[], float] = time.monotonic
+    max_in_flight: int | None = None
+    """Requests that it is given at once."""
+    is_local: bool = False
+    """Whether it runs on this node."""
+    id: str = field(init=False)
+    """The backend's id."""
+    state: BackendState = BackendState.READY
+    in_flight: int = 0
+    served: int = 0
+    failures: int = 0
+    last_error: str | None = None
+    bad_in_a_row: int = 0
+    good_in_a_row: int = 0
+    being_checked: bool = False
+    watch: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    _since: float = 0.0
+    _calls: dict[anyio.CancelScope, float] = field(default_factory=dict)
+    """The open calls, and since when."""
+    _why_dropped: str = "was taken out of service during the request"
+    _ended: anyio.Event | None = None
+    """Set at the end of the next call, where somebody waits for it."""
+
+    def __post_init__(self) -> None:
+        self._since = self.clock()
+        self.id = self.backend.id
+        self.is_local = is_local(self.backend.url)
+
+    @property
+    def share(self) -> float:
+        """The part of its fair share that it may take now."""
+        if self.slow_start <= 0:
+            return 1.0
+        return min(1.0, max(_SMALLEST_SHARE, (self.clock() - self._since) / self.slow_start))
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it may be given one more request."""
+        return self.max_in_flight is None or self.in_flight < self.max_in_flight
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Call the backend; a call that is open when the backend leaves service ends with
+        BackendUnreachable.
+        """
+        refuse_missing_exports(request.exports, self.info, self.id)
+        self.in_flight += 1
+        scope = anyio.CancelScope()
+        self._calls[scope] = self.clock()
+        try:
+            with scope:
+                part = await self.backend.generate(request)
+                self.served += 1
+                self.bad_in_a_row = 0
+                return part
+        finally:
+            self.in_flight -= 1
+            del self._calls[scope]
+            if self._ended is not None:
+                self._ended.set()
+                self._ended = None
+        raise BackendUnreachable(self._why_dropped, backend_id=self.id)
+
+    def failed(self, error: BaseException) -> None:
+        """Count a failed call or probe."""
+        self.failures += 1
+        self.bad_in_a_row += 1
+        self.good_in_a_row = 0
+        self.last_error = str(error) or type(error).__name__
+
+    def take_out(self) -> None:
+        """Out of service: no new requests, and those that are open go elsewhere."""
+        if self.state is BackendState.READY:
+            self.state = BackendState.FAILED
+        self.good_in_a_row = 0
+        self.drop_calls("was taken out of service during the request")
+
+    def drop_calls(self, why: str, *, older_than: float = 0.0) -> None:
+        """End the calls that have been open for so many seconds; the pool then repeats them elsewhere."""
+        self._why_dropped = why
+        latest = self.clock() - older_than
+        for scope, since in list(self._calls.items()):
+            if since <= latest:
+                scope.cancel()
+
+    async def idle(self) -> None:
+        """Wait until no call is open."""
+        while self.in_flight:
+            self._ended = self._ended or anyio.Event()
+            await self._ended.wait()
+
+    async def close(self) -> None:
+        """End the open calls, which aborts them in the engine, and release the connections."""
+        self.watch.cancel()
+        self.take_out()
+        with anyio.CancelScope(shield=True):
+            with anyio.move_on_after(_CLOSE_SECONDS):
+                await self.idle()
+            await self.backend.close()
+
+    def bring_back(self, info: ModelInfo) -> None:
+        """Into service, with a small share at first."""
+        self.info = info
+        self.state = BackendState.READY
+        self.bad_in_a_row = 0
+        self._since = self.clock()
+
+    def view(self, pool: str, *, paused: bool) -> BackendView:
+        """The backend as the API shows it."""
+        is_paused = paused and self.state is BackendState.READY
+        return BackendView(
+            backend_id=self.id,
+            url=self.backend.url,
+            pool=pool,
+            kind=self.info.kind,
+            state=BackendState.PAUSED if is_paused else self.state,
+            model_path=self.info.model_path,
+            tokenizer_path=self.info.tokenizer_path,
+            weight_version=self.info.weight_version,
+            context_length=self.info.context_length,
+            exports=sorted(self.info.exports),
+            in_flight=self.in_flight,
+            served=self.served,
+            failures=self.failures,
+            last_error=self.last_error,
+        )

@@ -1,0 +1,79 @@
+"""One turn from one or many engine calls: the interruptible generation.
+
+An engine may end a request early, because it was aborted for a weight update or because the machine
+under it died. `Continuation` keeps what was sampled, asks for the rest, and never samples a token twice
+or more than the budget: interrupt a request for N tokens anywhere, any number of times, and the result
+has the tokens of N.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from rollout_service.inference.contract import FinishReason, GenerateRequest, Generation
+from rollout_service.inference.pool.merge_extras import MergedExports
+
+_MAX_ATTEMPTS = 10_000  # what the attempt suffix of a request id can count
+
+
+@dataclass(slots=True)
+class Continuation:
+    """What was sampled for `request` so far."""
+
+    request: GenerateRequest
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    attempts: int = 0
+    engine_seconds: float = 0.0
+    _cached_tokens: int | None = None
+    _exposed: set[int] = field(default_factory=set)
+    _exports: MergedExports = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._exports = MergedExports(self.request.exports)
+
+    def next_request(self) -> GenerateRequest:
+        """The request for what is left, under an id of its own."""
+        request_id = f"{self.request.request_id}-{self.attempts % _MAX_ATTEMPTS:04d}"
+        self.attempts += 1
+        sampling = self.request.sampling
+        prompt = self.request.input_ids
+        if self.output_ids:
+            sampling = replace(sampling, max_new_tokens=sampling.max_new_tokens - len(self.output_ids))
+            prompt = [*prompt, *self.output_ids]
+        return GenerateRequest(request_id, prompt, sampling, self._exports.next(), self.request.known)
+
+    def add(self, part: Generation, read_by: int | None = None) -> Generation | None:
+        """Take an engine's answer; gives the whole generation once there is nothing left to ask for.
+
+        `read_by` is the version of the weights whose KV alone the request could find when it was sent; None where
+        it could find any.
+        """
+        exposed = set(part.versions) - {read_by}
+        if self.attempts <= 1 and not exposed and part.finish_reason is not FinishReason.ABORT:
+            return part  # as most turns: there is nothing to put together
+        self._exposed |= exposed
+        self.output_ids.extend(part.output_ids)
+        self.logprobs.extend(part.logprobs)
+        self.versions.extend(part.versions)
+        self._exports.add(part.exported)
+        self.engine_seconds += part.engine_seconds
+        if self._cached_tokens is None and part.output_ids:
+            self._cached_tokens = part.cached_tokens
+        finish_reason = part.finish_reason
+        if finish_reason is FinishReason.ABORT:
+            if len(self.output_ids) < self.request.sampling.max_new_tokens:
+                return None
+            finish_reason = FinishReason.LENGTH
+        return Generation(
+            output_ids=self.output_ids,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            finish_reason=finish_reason,
+            matched=part.matched,
+            prompt_tokens=len(self.request.input_ids),
+            cached_tokens=self._cached_tokens or 0,
+            backend_id=part.backend_id,
+            engine_seconds=self.engine_seconds,
+            kept_kv_versions=frozenset(self._exposed),
+            exported=self._exports.whole(),
+        )

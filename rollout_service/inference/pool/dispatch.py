@@ -1,0 +1,172 @@
+"""One request of a pool: held, sent, repeated elsewhere.
+
+Guarantees: a request that a backend fails is repeated elsewhere from the tokens that were delivered; none of
+them is lost, none is sampled twice, and the caller sees one answer. While the pool is paused requests wait here,
+up to a limit, and none is refused before it. Of requests beyond the pool's limits that of the oldest rollout is next.
+"""
+
+import asyncio
+from collections import deque
+
+import anyio
+
+from rollout_service.inference.contract import GenerateRequest, Generation
+from rollout_service.inference.errors import (
+    BackendProtocolError,
+    BackendUnreachable,
+    NoBackendError,
+    PoolPaused,
+)
+from rollout_service.inference.pool.backend_state import Member
+from rollout_service.inference.pool.continuation import Continuation
+from rollout_service.inference.pool.health import Health
+from rollout_service.inference.pool.options import PoolOptions
+from rollout_service.inference.pool.registry import Roster
+from rollout_service.inference.pool.wait_queue import Line
+from rollout_service.inference.routing import Candidate, Decision, Observer, Router
+
+_BACKOFF_SECONDS = 0.05
+_LONGEST_BACKOFF_SECONDS = 2.0
+
+
+class Dispatcher:
+    """Sends the requests of a pool to its backends."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        health: Health,
+        router: Router,
+        line: Line,
+        options: PoolOptions,
+        observer: Observer | None = None,
+    ) -> None:
+        self._roster = roster
+        self._health = health
+        self._router = router
+        self._line = line
+        self._options = options
+        self._observer = observer
+        self._decided: deque[Decision] = deque()
+        self._answered: deque[tuple[Decision, GenerateRequest, Generation | None]] = deque()
+        """Decisions of which the observer, and requests that have ended of which the router does not know yet."""
+
+    async def generate(self, request: GenerateRequest, affinity: str | None) -> Generation:
+        """Sample a continuation; raises what `BackendPool.generate` does."""
+        self._roster.refuse_unknown_ids(request.input_ids, request.known)
+        continuation = Continuation(request)
+        avoid: set[str] = set()
+        fruitless = 0
+        while True:
+            free = await self._turn(affinity)
+            attempt = continuation.next_request()
+            decision = self._choose(free, attempt, affinity, avoid)
+            member = self._roster[decision.backend_id]
+            read_by = member.info.weight_version if member.backend.keeps_kv_apart else None
+            try:
+                part = await self._send(member, decision, attempt)
+            except (BackendUnreachable, BackendProtocolError) as error:
+                fruitless += 1
+                avoid.add(member.id)
+                await self._health.suspect(member, error)
+                if fruitless >= self._options.max_failures:
+                    raise
+                await _back_off(fruitless)
+                continue
+            if (whole := continuation.add(part, read_by)) is not None:
+                return whole
+            fruitless = 0 if part.output_ids else fruitless + 1
+            if fruitless >= self._options.max_failures and self._roster.paused is None:
+                raise BackendUnreachable(
+                    "aborts every request before its first token", hint="See its log", backend_id=member.id
+                )
+            await _back_off(fruitless)
+
+    def release(self, affinity: str) -> None:
+        """The rollout has ended."""
+        self._learn()
+        self._router.release(affinity)
+        self._line.release(affinity)
+
+    async def _turn(self, affinity: str | None) -> list[Member]:
+        """Wait for members that may be given a request now. No await may come between this and the sending."""
+        age = self._line.age(affinity)
+        free = self._free(self._roster.ready() or await self._hold())
+        if free and not self._line:
+            return free
+        with self._line.place(age) as place:
+            while not (free and self._line.is_next(place)):
+                await place.rung()
+                free = self._free(self._roster.ready() or await self._hold())
+            return free
+
+    def _free(self, ready: list[Member]) -> list[Member]:
+        limit = self._options.max_in_flight
+        if limit is not None and sum(member.in_flight for member in self._roster) >= limit:
+            return []
+        return [member for member in ready if member.has_room]
+
+    def _choose(
+        self, free: list[Member], request: GenerateRequest, affinity: str | None, avoid: set[str]
+    ) -> Decision:
+        self._learn()
+        fresh = [member for member in free if member.id not in avoid] or free if avoid else free
+        candidates = [
+            Candidate(member.id, member.in_flight, member.share, member.is_local) for member in fresh
+        ]
+        decision = self._router.choose(candidates, request, affinity)
+        self._decided.append(decision)
+        asyncio.get_running_loop().call_soon(self._learn)
+        return decision
+
+    async def _send(self, member: Member, decision: Decision, request: GenerateRequest) -> Generation:
+        answer: Generation | None = None
+        try:
+            answer = await member.generate(request)
+        finally:
+            self._answered.append((decision, request, answer))
+            asyncio.get_running_loop().call_soon(self._learn)
+            self._line.ring()
+        return answer
+
+    def _learn(self) -> None:
+        """Tell the router and the observer what was decided and how requests have ended: before they are asked
+        anything, but after a request has been sent, and after what waits for an answer has gone on.
+        """
+        self._router.settle()
+        while self._decided:
+            decision = self._decided.popleft()
+            if self._observer is not None:
+                self._observer.decided(self._roster.name, decision)
+        while self._answered:
+            decision, request, answer = self._answered.popleft()
+            self._router.ended(decision, request, answer)
+            if self._observer is not None and answer is not None and answer.output_ids:
+                self._observer.served(self._roster.name, decision, answer.cached_tokens)
+
+    async def _hold(self) -> list[Member]:
+        """Wait for a backend that may be used."""
+        name, seconds = self._roster.name, self._options.hold_seconds
+        with anyio.move_on_after(seconds):
+            while not (ready := self._roster.ready()):
+                if not self._roster:
+                    raise NoBackendError(
+                        f"pool {name!r} has no backends",
+                        hint=f'Register one: POST /v1/backends {{"url": "http://host:30000", "pool": "{name}"}}',
+                    )
+                await self._roster.changed()
+            return ready
+        if self._roster.paused is not None:
+            raise PoolPaused(
+                f"pool {name!r} was paused for more than {seconds:g} s", hint="POST /v1/resume ends a pause"
+            )
+        errors = "; ".join(f"{member.id}: {member.last_error}" for member in self._roster)
+        raise NoBackendError(
+            f"no backend of pool {name!r} is in service ({errors})",
+            hint="Bring an engine back or register another with POST /v1/backends",
+        )
+
+
+async def _back_off(fruitless: int) -> None:
+    if fruitless:
+        await anyio.sleep(min(_LONGEST_BACKOFF_SECONDS, _BACKOFF_SECONDS * 2 ** (fruitless - 1)))

@@ -1,0 +1,205 @@
+"""A pool of backends that serve one policy: membership, requests and orders, each kept by a module of its own.
+
+`roster` knows the backends, `health` takes them out of service and brings them back, `progress` asks how busy they
+are, `dispatch` sends the requests where `routing` says, `control` gives the orders that go to all. The guarantees
+are theirs.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import anyio
+from anyio.abc import TaskGroup
+
+from api_schemas.inference import (
+    BackendState,
+    BackendView,
+    PauseMode,
+    PoolOutcome,
+    WeightsGroupRequest,
+    WeightsRequest,
+)
+from rollout_service.inference.contract import Backend, GenerateRequest, Generation
+from rollout_service.inference.pool.backend_state import Member
+from rollout_service.inference.pool.dispatch import Dispatcher
+from rollout_service.inference.pool.health import Health
+from rollout_service.inference.pool.options import PoolOptions
+from rollout_service.inference.pool.probe import check_backend
+from rollout_service.inference.pool.registry import Roster
+from rollout_service.inference.pool.stalls import Progress
+from rollout_service.inference.pool.wait_queue import Line
+from rollout_service.inference.pool.weights.control import Control
+from rollout_service.inference.routing import CostRouter, Observer, Router
+
+
+class BackendPool:
+    """The backends of one policy; made by `Pools`, which owns the tasks that probe them."""
+
+    def __init__(
+        self,
+        name: str,
+        tasks: TaskGroup,
+        *,
+        options: PoolOptions | None = None,
+        router: Router | None = None,
+        observer: Observer | None = None,
+        on_change: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_change` is called at every change of a backend's state and of the pause."""
+        self.name = name
+        self._tasks = tasks
+        self._options = options or PoolOptions()
+        self._clock = clock
+        router = router or CostRouter()
+        self._line = Line()
+        self._on_change = on_change
+        self._roster = Roster(name, router.forget, self._changed)
+        self._control = Control(self._roster)
+        self._health = Health(self._roster, self._control, self._options)
+        self._progress = Progress(self._roster, router, self._options)
+        self._dispatcher = Dispatcher(self._roster, self._health, router, self._line, self._options, observer)
+
+    @property
+    def paused(self) -> bool:
+        """Whether requests are being held."""
+        return self._roster.paused is not None
+
+    @property
+    def in_service(self) -> bool:
+        """Whether a backend serves, or will when a pause ends."""
+        return any(member.state is BackendState.READY for member in self._roster)
+
+    def _changed(self) -> None:
+        self._line.ring_all()
+        if self._on_change is not None:
+            self._on_change()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a place, beyond the pool's limits."""
+        return len(self._line)
+
+    def __contains__(self, backend_id: object) -> bool:
+        return backend_id in self._roster
+
+    def views(self) -> list[BackendView]:
+        """The backends and how they are doing, in the order of their registration."""
+        return self._roster.views()
+
+    # ---- membership
+
+    async def register(self, backend: Backend, *, max_in_flight: int | None = None) -> BackendView:
+        """Check what `backend` can do, give it the pool's weights, and take it into service.
+
+        `max_in_flight` bounds the requests that it is given at once. A backend whose id is known is checked
+        again and brought back, whatever state it was in; `backend` is then closed and the known one stays.
+
+        Raises:
+            BackendUnreachable: it does not answer.
+            BackendProtocolError: it lacks something; the message names it.
+        """
+        async with self._control.lock:
+            known = self._roster.get(backend.id)
+            if known is not None:
+                await backend.close()
+                backend = known.backend
+            info = await check_backend(backend, seconds=self._options.registration_timeout)
+            self._roster.refuse_other_vocabulary(backend.id, info.vocab_size)
+            version = await self._control.synchronise(backend, info.weight_version)
+            info = replace(info, weight_version=version)
+            member = known or Member(backend, info, self._options.slow_start, self._clock)
+            member.bring_back(info)
+            member.max_in_flight = max_in_flight or self._options.max_in_flight_per_backend
+            self._roster.add(member)
+            if known is None:
+                self._tasks.start_soon(self._follow, member)
+        return self._roster.view(member)
+
+    async def remove(self, backend_id: str) -> None:
+        """Take a backend out for good; its open requests go on elsewhere. Raises UnknownBackend."""
+        await self._roster.remove(backend_id).close()
+
+    def drain(self, backend_id: str) -> BackendView:
+        """Give a backend nothing new; `in_flight` tells when it is done. Registering it again ends the
+        drain. Raises UnknownBackend.
+        """
+        return self._roster.view(self._roster.drain(backend_id))
+
+    async def close(self) -> None:
+        """Release every backend's connections."""
+        for member in self._roster.clear():
+            await member.close()
+
+    async def _follow(self, member: Member) -> None:
+        with member.watch:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._health.watch, member)
+                tasks.start_soon(self._progress.watch, member)
+
+    # ---- requests
+
+    async def generate(self, request: GenerateRequest, *, affinity: str | None = None) -> Generation:
+        """Sample a continuation, through pauses, weight updates and the loss of backends.
+
+        `affinity` names the rollout, so that its turns stay on the backend that holds their KV; call
+        `release` when it has ended. Cancelling this call aborts the request in its engine.
+
+        Raises:
+            NoBackendError: none is registered, or none came back into service in time.
+            BackendRejected: the engine refused the request.
+            BackendUnreachable, BackendProtocolError: it failed on every backend that was tried.
+            GenerationTimeout: the engine took longer than allowed.
+            PoolPaused: a pause did.
+        """
+        return self._control.kept_kv(await self._dispatcher.generate(request, affinity))
+
+    def release(self, affinity: str) -> None:
+        """The rollout has ended; its place on a backend is free."""
+        self._dispatcher.release(affinity)
+
+    # ---- orders
+
+    async def pause(self, mode: PauseMode = PauseMode.ABORT, drain_seconds: float = 60.0) -> PoolOutcome:
+        """Hold every request from now on; what is running ends or waits as `mode` says, and nothing is
+        lost.
+        """
+        return await self._control.pause(mode, drain_seconds)
+
+    async def resume(self) -> PoolOutcome:
+        """Let the held requests go on."""
+        return await self._control.resume()
+
+    async def abort(self) -> PoolOutcome:
+        """Make every engine hand back what it has; the requests then go on, unless the pool is paused."""
+        return await self._control.abort()
+
+    async def update_weights(self, path: str, version: int, mode: PauseMode = PauseMode.ABORT) -> PoolOutcome:
+        """Load the weights in `path` into every backend as `version`; see `load_weights`."""
+        return await self.load_weights(WeightsRequest(path=path, version=version, mode=mode))
+
+    async def load_weights(self, request: WeightsRequest) -> PoolOutcome:
+        """Load weights into every backend, pausing by the request's mode unless paused already.
+
+        A backend that fails where others succeed leaves service until it has the new weights; where all refuse
+        them, all keep the old ones. Once begun the order is carried to its end, also if the caller is cancelled.
+
+        Raises:
+            WeightsConflict: the version is older than the pool's, or known as another set of weights; or the backends
+                are not in the process group.
+        """
+        return await self._control.update_weights(request)
+
+    async def join_group(self, group: WeightsGroupRequest) -> PoolOutcome:
+        """Let the backends join a process group, over which weights will come.
+
+        Raises:
+            WeightsConflict: the number of ranks is wrong, or the trainer does not listen.
+            BackendRejected: a backend takes no weights from a process group.
+        """
+        return await self._control.join_group(group)
+
+    async def leave_group(self, name: str) -> PoolOutcome:
+        """Let the backends leave a process group."""
+        return await self._control.leave_group(name)

@@ -1,0 +1,163 @@
+"""The pools of the service by name: `policy`, `judge`, `frozen-1`... Use as an async context manager."""
+
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Self
+
+import anyio
+from anyio.abc import TaskGroup
+from pydantic_core import to_json
+
+from api_schemas.inference import BackendView, EngineKind
+from rollout_service.inference.contract import Backend
+from rollout_service.inference.engines import connect as engines
+from rollout_service.inference.engines.http_backend import location_of, normalise_url
+from rollout_service.inference.errors import NoBackendError, UnknownBackend
+from rollout_service.inference.pool.options import PoolOptions
+from rollout_service.inference.pool.pool import BackendPool
+from rollout_service.inference.routing import CostRouter, Observer, Router
+
+DEFAULT_POOL = "policy"
+
+
+def backend_id_of(url: str, pool: str) -> str:
+    """Return the id of the backend at `url` in a pool, which no other engine and no other pool shares.
+
+    Raises:
+        ValueError: the address is malformed.
+    """
+    return f"{pool}@{location_of(url)}"
+
+
+class Pools:
+    """Named pools, the tasks that probe their backends, and the backends' connections; all end with the
+    context.
+
+    Args:
+        options: of every pool that has none of its own.
+        options_of: of single pools, by name.
+        router: makes the router of each pool.
+        observer: told of every routing decision.
+        connect: makes a backend from its address and id, whatever its kind; by default `engines.connect` does.
+    """
+
+    def __init__(
+        self,
+        options: PoolOptions | None = None,
+        *,
+        options_of: Mapping[str, PoolOptions] | None = None,
+        router: Callable[[], Router] = CostRouter,
+        observer: Observer | None = None,
+        connect: Callable[[str, str], Backend] | None = None,
+    ) -> None:
+        self._options = options or PoolOptions()
+        self._options_of = options_of or {}
+        self._router = router
+        self._observer = observer
+        self._connect = connect
+        self._pools: dict[str, BackendPool] = {}
+        self._changed = anyio.Event()
+        self._tasks: TaskGroup | None = None
+
+    async def __aenter__(self) -> Self:
+        self._tasks = await anyio.create_task_group().__aenter__()
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        tasks, self._tasks = self._tasks, None
+        if tasks is None:
+            return None
+        tasks.cancel_scope.cancel()
+        with anyio.CancelScope(shield=True):
+            for pool in self._pools.values():
+                await pool.close()
+        return await tasks.__aexit__(exc_type, exc, traceback)
+
+    def __getitem__(self, name: str) -> BackendPool:
+        """The pool of that name.
+
+        Raises:
+            NoBackendError: nothing was ever registered under it.
+        """
+        if name not in self._pools:
+            raise NoBackendError(
+                f"there is no pool {name!r}",
+                hint="Register a backend in it: "
+                f"POST /v1/backends {to_json({'url': 'http://host:30000', 'pool': name}).decode()}",
+            )
+        return self._pools[name]
+
+    def names(self) -> list[str]:
+        """The pools that exist."""
+        return sorted(self._pools)
+
+    def in_service(self) -> tuple[frozenset[str], anyio.Event]:
+        """Return the pools with a backend that serves, or will after a pause, and the event of the next change."""
+        return frozenset(name for name, pool in self._pools.items() if pool.in_service), self._changed
+
+    def note_change(self) -> None:
+        """Tell those who wait that what is in service may have changed."""
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    def views(self) -> list[BackendView]:
+        """Every backend of every pool."""
+        return [view for name in self.names() for view in self._pools[name].views()]
+
+    async def register(
+        self,
+        url: str,
+        pool: str = DEFAULT_POOL,
+        *,
+        kind: EngineKind | None = None,
+        backend_id: str | None = None,
+        max_in_flight: int | None = None,
+    ) -> BackendView:
+        """Take the engine at `url` into a pool, with a limit of its own where one is given; the same again changes
+        nothing but the limit and ends a drain. Where no kind is given the engine is asked.
+
+        Raises:
+            ValueError: the address is malformed.
+            BackendUnreachable, BackendProtocolError, BackendRejected: it does not answer, or lacks something.
+        """
+        address = normalise_url(url)
+        name = backend_id or backend_id_of(address, pool)
+        backend = (
+            self._connect(address, name) if self._connect else await engines.connect(address, name, kind)
+        )
+        try:
+            return await self._pool(pool).register(backend, max_in_flight=max_in_flight)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await backend.close()
+            raise
+
+    async def remove(self, backend_id: str) -> None:
+        """Take a backend out for good."""
+        await self._holder(backend_id).remove(backend_id)
+
+    def drain(self, backend_id: str) -> BackendView:
+        """Give a backend nothing new."""
+        return self._holder(backend_id).drain(backend_id)
+
+    def _pool(self, name: str) -> BackendPool:
+        if self._tasks is None:
+            raise RuntimeError("use `async with Pools() as pools`")
+        if name not in self._pools:
+            self._pools[name] = BackendPool(
+                name,
+                self._tasks,
+                options=self._options_of.get(name, self._options),
+                router=self._router(),
+                observer=self._observer,
+                on_change=self.note_change,
+            )
+        return self._pools[name]
+
+    def _holder(self, backend_id: str) -> BackendPool:
+        for pool in self._pools.values():
+            if backend_id in pool:
+                return pool
+        raise UnknownBackend(f"there is no backend {backend_id!r}", hint="GET /v1/backends lists them")

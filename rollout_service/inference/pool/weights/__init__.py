@@ -1,0 +1,1 @@
+"""Weight updates, pauses, and aborts across a pool."""

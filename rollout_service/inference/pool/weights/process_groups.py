@@ -1,0 +1,168 @@
+"""Weights that come over a process group: which backends are in which group, at which ranks.
+
+A trainer broadcasts its tensors from rank 0 of a torch process group; each accelerator of each backend is a rank.
+Guarantees: a group is used only while every backend in service is in it and none has left service since it joined,
+because a broadcast that one of them does not take part in never ends.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol, runtime_checkable
+
+import anyio
+
+from api_schemas.inference import DistributedWeights, WeightsGroupRequest
+from rollout_service.inference.contract import Backend
+from rollout_service.inference.errors import BackendRejected, WeightsConflict
+from rollout_service.inference.pool.backend_state import Member
+
+_RETRY_SECONDS = 0.2
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4}  # all others have one byte
+
+
+@runtime_checkable
+class JoinsGroups(Protocol):
+    """A backend that can take weights from a process group; each method raises what those of `Backend` do."""
+
+    async def ranks(self) -> int:
+        """How many ranks it takes: its accelerators."""
+
+    async def join_group(self, group: WeightsGroupRequest, first_rank: int) -> None:
+        """Join with the ranks from `first_rank` on; waits for all others."""
+
+    async def leave_group(self, name: str) -> None:
+        """Leave a group."""
+
+    async def receive_weights(
+        self, weights: DistributedWeights, version: int, *, flush_cache: bool = True
+    ) -> None:
+        """Take part in the broadcast of these tensors and load them as `version`."""
+
+
+def can_join(backend: Backend) -> JoinsGroups:
+    """The backend, if it takes weights from a process group.
+
+    Raises:
+        BackendRejected: it does not.
+    """
+    if not isinstance(backend, JoinsGroups):
+        raise BackendRejected(
+            "takes no weights from a process group",
+            hint='Load them from a folder: {"source": {"type": "disk", "path": ...}}',
+            backend_id=backend.id,
+        )
+    return backend
+
+
+class Groups:
+    """The process groups of one pool."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, frozenset[str]] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._members
+
+    def add(self, name: str, backend_ids: Iterable[str]) -> None:
+        """Record that these backends, and no others, are in the group."""
+        self._members[name] = frozenset(backend_ids)
+
+    def remove(self, name: str) -> None:
+        """Record that the group has been torn down."""
+        self._members.pop(name, None)
+
+    def forget(self, backend_id: str) -> None:
+        """Drop a backend that was away from all groups: it may have restarted."""
+        for name, members in list(self._members.items()):
+            if backend_id in members:
+                del self._members[name]
+
+    def check(self, name: str, backend_ids: Iterable[str]) -> None:
+        """Whether exactly these backends are in the group; raises WeightsConflict."""
+        wanted, members = frozenset(backend_ids), self._members.get(name)
+        if members == wanted:
+            return
+        what = f"has no group {name!r}"
+        if members is not None:
+            missing, gone = sorted(wanted - members), sorted(members - wanted)
+            what = f"has a group {name!r} that lacks {missing} and counts on {gone}, which are out of service"
+        raise WeightsConflict(
+            f"the pool {what}", hint="POST /v1/weights/group lets the backends in service join a new one"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Which ranks each backend has."""
+
+    first: dict[Member, int]
+    count: dict[Member, int]
+
+    def of(self, member: Member) -> list[int]:
+        """The ranks of a backend."""
+        return list(range(self.first[member], self.first[member] + self.count[member]))
+
+
+async def assign_ranks(members: Sequence[Member], group: WeightsGroupRequest) -> Ranks:
+    """Give every backend its ranks, in order.
+
+    Raises:
+        BackendRejected: one of them takes no weights from a process group.
+        WeightsConflict: the ranks are more or fewer than `world_size`.
+    """
+    counts = [await can_join(member.backend).ranks() for member in members]
+    *firsts, size = accumulate(counts, initial=group.rank_offset)
+    if size != group.world_size:
+        raise WeightsConflict(
+            f"the world has {group.world_size} ranks, but {group.rank_offset} of the trainer and {counts} of the "
+            f"backends are {size}",
+            hint=f"Make it a world of {size}, for the trainer too",
+        )
+    return Ranks(dict(zip(members, firsts, strict=True)), dict(zip(members, counts, strict=True)))
+
+
+async def wait_for_master(group: WeightsGroupRequest) -> None:
+    """Wait until the trainer listens: an engine that joins a group waits for it with all its work standing still.
+
+    Raises:
+        WeightsConflict: it does not in time.
+    """
+    address = f"{group.master_address}:{group.master_port}"
+    with anyio.move_on_after(group.timeout_seconds):
+        while True:
+            try:
+                stream = await anyio.connect_tcp(group.master_address, group.master_port)
+            except (OSError, UnicodeError):  # nobody listens yet, or a name that no domain can have
+                await anyio.sleep(_RETRY_SECONDS)
+                continue
+            await stream.aclose()
+            return
+    raise WeightsConflict(
+        f"nothing listens at {address}",
+        hint="Let the trainer's rank 0 join the group first, or at the same time",
+    )
+
+
+def buckets(weights: DistributedWeights) -> Iterator[DistributedWeights]:
+    """The tensors in order, in portions of about `bucket_bytes`; each has one tensor at least."""
+    start, size = 0, 0
+    for index, (dtype, shape) in enumerate(zip(weights.dtypes, weights.shapes, strict=True)):
+        bytes_ = _ITEM_BYTES.get(dtype, 1)
+        for length in shape:
+            bytes_ *= length
+        if index > start and size + bytes_ > weights.bucket_bytes:
+            yield _part(weights, start, index)
+            start, size = index, 0
+        size += bytes_
+    yield _part(weights, start, len(weights.names))
+
+
+def _part(weights: DistributedWeights, start: int, end: int) -> DistributedWeights:
+    return weights.model_copy(
+        update={
+            "names": weights.names[start:end],
+            "dtypes": weights.dtypes[start:end],
+            "shapes": weights.shapes[start:end],
+        }
+    )

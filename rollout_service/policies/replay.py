@@ -1,0 +1,144 @@
+"""A policy that says again what was recorded: rollouts are replayed without an engine.
+
+Guarantees: the agent gets the recorded turns in their order and nothing else; every message that reaches it otherwise
+than recorded is kept as a difference. A history that was edited in between cannot be replayed, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from api_schemas.errors import Boundary
+from api_schemas.exports import Difference, RecordedRollout, without_tokens
+from api_schemas.rollouts import StopReason, Usage
+from api_schemas.trajectories import FinishReason, ForkReason, Message, Trajectory
+from rollout_service.agents.errors import ContextFullError
+from rollout_service.agents.tool_calling.builtin_tools import FINISH
+from rollout_service.environments.contract import PolicyTurn
+from rollout_service.errors import ServiceError
+
+_EDITED = (ForkReason.HISTORY_EDITED, ForkReason.COMPACTION)
+
+
+class NotReplayableError(ServiceError):
+    """The record of a rollout is not enough to evaluate it again."""
+
+    code = "not_replayable"
+    boundary = Boundary.REQUEST
+
+
+class RecordedPolicy:
+    """Plays the turns of a finished rollout; implements `environments.contract.Policy`."""
+
+    def __init__(self, recorded: RecordedRollout, trajectory: Trajectory) -> None:
+        self.messages: list[Message] = []
+        self.differences: list[Difference] = []
+        self.engine_seconds = 0.0
+        self._trajectory = trajectory
+        self._cut_short = recorded.rollout.stop_reason is StopReason.CONTEXT_FULL
+        self._turns = recorded_turns(trajectory.messages)
+        sampled = recorded.sampled_tokens
+        if sampled is None:
+            sampled = without_tokens(recorded.request, recorded.rollout).sampled_tokens
+        self._sampled = sampled or []
+        self._usage = Usage()
+
+    @property
+    def turns_recorded(self) -> int:
+        """How many there are."""
+        return len(self._turns)
+
+    @property
+    def usage(self) -> Usage:
+        """Return the usage of the turns played so far, in the tokens that they once took."""
+        return self._usage
+
+    def check(self) -> None:
+        """Raise NotReplayableError unless the conversation is whole."""
+        if any(self._trajectory.fork_counts.get(reason) for reason in _EDITED):
+            raise NotReplayableError(
+                "the agent replaced parts of its conversation, which are not recorded",
+                hint="Only an environment that evaluates the answer alone can evaluate it again.",
+            )
+
+    async def respond(self, new_messages: list[Message], *, max_tokens: int) -> PolicyTurn:  # noqa: ARG002
+        """The next recorded turn; ContextFullError after the last one, which ends an agent in an orderly way."""
+        number = self._usage.turns
+        self.messages += new_messages
+        if number >= len(self._turns):
+            raise ContextFullError(f"{number} turns were recorded", hint="The replay ends here.")
+        before, message = self._turns[number]
+        self._compare(number, before, new_messages)
+        self.messages.append(message)
+        reasons = self._trajectory.finish_reasons
+        truncated = number < len(reasons) and reasons[number] is FinishReason.LENGTH
+        malformed = sum(call.error is not None for call in message.tool_calls)
+        self._count(number, message, malformed)
+        last = number + 1 == len(self._turns)
+        return PolicyTurn(message, truncated, malformed, truncated and last and self._cut_short)
+
+    def replace(
+        self,
+        messages: list[Message],  # noqa: ARG002
+        reason: ForkReason = ForkReason.HISTORY_EDITED,
+    ) -> None:
+        """Refuse: what follows a history that was replaced cannot be told from the recording."""
+        raise NotReplayableError(
+            f"the agent replaced its conversation ({reason}), which no recording can follow",
+            hint="Only an environment that evaluates the answer alone can evaluate it again.",
+        )
+
+    def trajectory(self) -> Trajectory:
+        """As recorded."""
+        return self._trajectory
+
+    def _compare(self, turn: int, recorded: Sequence[Message], replayed: Sequence[Message]) -> None:
+        for was, now in zip_longest(recorded, replayed):
+            if was is None or now is None or (was.role, was.content) != (now.role, now.content):
+                some = was or now
+                self.differences.append(
+                    Difference(
+                        turn=turn,
+                        role=some.role,
+                        name=some.name,
+                        recorded=None if was is None else was.content,
+                        replayed=None if now is None else now.content,
+                    )
+                )
+
+    def _count(self, number: int, message: Message, malformed: int) -> None:
+        usage = self._usage
+        self._usage = usage.model_copy(
+            update={
+                "turns": number + 1,
+                "sampled_tokens": usage.sampled_tokens + sum(self._sampled[number : number + 1]),
+                "tool_calls": usage.tool_calls + len(message.tool_calls),
+                "malformed_calls": usage.malformed_calls + malformed,
+            }
+        )
+
+
+def recorded_turns(messages: Sequence[Message]) -> list[tuple[list[Message], Message]]:
+    """Each turn of the policy behind the messages that came since the one before."""
+    turns: list[tuple[list[Message], Message]] = []
+    before: list[Message] = []
+    for message in messages:
+        if message.role == "assistant":
+            turns.append((before, message))
+            before = []
+        else:
+            before.append(message)
+    return turns
+
+
+def recorded_answer(trajectory: Trajectory) -> str | None:
+    """The built-in agent's answer: what it passed to `finish`, or its last message."""
+    turns = recorded_turns(trajectory.messages)
+    if not turns:
+        return None
+    _, last = turns[-1]
+    for call in last.tool_calls:
+        if call.name == FINISH.name and call.error is None and call.arguments is not None:
+            return str(call.arguments.get("answer", ""))
+    return last.content or None

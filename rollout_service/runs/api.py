@@ -1,0 +1,150 @@
+"""Orders on runs as they come from a caller: checked, made durable, and shown."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import anyio.to_thread
+import structlog
+
+from api_schemas.errors import FieldError
+from api_schemas.runs import (
+    AppendTasks,
+    DatasetTasks,
+    FileTasks,
+    InlineTasks,
+    Run,
+    RunCounts,
+    RunPatch,
+    RunRequest,
+    RunState,
+)
+from api_schemas.tasks import Task
+from rollout_service.environments.contract import Environment
+from rollout_service.errors import InvalidFieldError, fields_below
+from rollout_service.runs.dataset import open_dataset
+from rollout_service.runs.manager import RunManager
+from rollout_service.runs.task_source import Rows, open_file
+from rollout_service.store.runs_contract import RunRecord, RunStore
+from rollout_service.store.sqlite.batch_statements import dropped_tallies
+
+CheckEnvironment = Callable[[str], Awaitable[Environment]]
+"""The environment of a name, with an image that can be used; raises InvalidFieldError at `environment`."""
+
+
+log = structlog.get_logger(__name__)
+
+
+class RunOrders:
+    """What callers may ask of runs."""
+
+    def __init__(
+        self,
+        runs: RunStore,
+        manager: RunManager,
+        *,
+        check_environment: CheckEnvironment,
+        check_pool: Callable[[str], None],
+    ) -> None:
+        self._runs = runs
+        self._manager = manager
+        self._check_environment = check_environment
+        self._check_pool = check_pool
+
+    async def create(self, request: RunRequest) -> tuple[Run, bool]:
+        """Check a standing order and make it durable; `run_id` must be set. Returns it and whether it is new.
+
+        Raises InvalidFieldError with the paths at fault, NoBackendError, ConflictError, StoreError.
+        """
+        self._manager.chain(request)
+        self._check_pool(request.pool)
+        source = request.source
+        digest = None
+        if isinstance(source, InlineTasks):
+            await self._check_inline(source)
+            tasks = len(source.tasks)
+        else:
+            rows = await self._open(source)
+            tasks, digest = len(rows), rows.digest
+        record, new = await self._runs.create(request, tasks=tasks, digest=digest, version=request.version)
+        if new:
+            log.info("run created", run=record.run_id, pool=request.pool, tasks=tasks, source=source.kind)
+        return self.view(record), new
+
+    async def _open(self, source: FileTasks | DatasetTasks) -> Rows:
+        with fields_below("body.source"):
+            environment = await self._check_environment(source.environment)
+        if isinstance(source, DatasetTasks):
+            return await anyio.to_thread.run_sync(open_dataset, source, environment)
+        return await anyio.to_thread.run_sync(open_file, source, environment.check)
+
+    async def _check_inline(self, source: InlineTasks) -> None:
+        if not (source.open or source.tasks):
+            problem = FieldError(path="body.source.tasks", message="there are none")
+            raise InvalidFieldError([problem], hint="Give some, or set `open` and append them.")
+        await self._check_tasks(source.tasks, "body.source.tasks")
+
+    async def _check_tasks(self, tasks: list[Task], field: str) -> None:
+        environments: dict[str, Environment] = {}
+        for number, task in enumerate(tasks):
+            with fields_below(f"{field}.{number}"):
+                if task.environment not in environments:
+                    environments[task.environment] = await self._check_environment(task.environment)
+                environments[task.environment].check(task.instance)
+
+    async def append(self, run_id: str, order: AppendTasks) -> Run:
+        """Append tasks to an open run; raises InvalidFieldError, NotFoundError, ConflictError."""
+        await self._check_tasks(order.tasks, "body.tasks")
+        record = await self._runs.append(run_id, order.tasks, offset=order.offset, close=order.close)
+        return self.view(record)
+
+    async def patch(self, run_id: str, patch: RunPatch) -> Run:
+        """Pause, resume or end a run, tell it the trainer's version, change its share."""
+        run = await self._runs.get(run_id)
+        changes = patch.model_dump(include={"priority", "weight", "max_concurrent"}, exclude_none=True)
+        request = run.request.model_copy(update=changes) if changes else None
+        updated = await self._runs.update(run_id, state=patch.state, version=patch.version, request=request)
+        if patch.state is not None:
+            log.info("run changed", run=run_id, state=updated.state)
+        return self.view(updated)
+
+    async def end(self, run_id: str) -> Run:
+        """End a run; what is finished can still be leased."""
+        ended = await self._runs.update(run_id, state=RunState.ENDED)
+        log.info("run ended", run=run_id, state=ended.state)
+        return self.view(ended)
+
+    async def get(self, run_id: str) -> Run:
+        """A run as it stands; raises NotFoundError."""
+        return self.view(await self._runs.get(run_id))
+
+    async def list(self) -> list[Run]:
+        """All runs, oldest first."""
+        return [self.view(run) for run in await self._runs.list()]
+
+    def view(self, run: RunRecord) -> Run:
+        """A run for the wire."""
+        over = run.state in (RunState.ENDED, RunState.FINISHED)
+        return Run(
+            run_id=run.run_id,
+            state=run.state,
+            request=run.request,
+            version=run.version,
+            tasks=run.tasks,
+            cursor=run.cursor,
+            acceptance_rate=self._manager.acceptance_rate(run),
+            counts=RunCounts(
+                open=run.count("open"),
+                ready=run.count("ready"),
+                batched=run.count("batched"),
+                acknowledged=run.count("acknowledged"),
+                dropped=dropped_tallies(run.tallies),
+                samples_masked=run.count("masked"),
+                samples_stale=run.count("masked:stale"),
+                samples_retried=run.count("retried"),
+                batches_acknowledged=run.count("batches:acknowledged"),
+            ),
+            problem=run.problem,
+            created_at=run.created_at,
+            ended_at=run.changed_at if over else None,
+        )

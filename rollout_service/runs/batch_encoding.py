@@ -1,0 +1,178 @@
+"""A batch on the wire as a safetensors file, which `batch_arrays` describes and reads.
+
+Guarantees: the file's length is known before a trajectory is read, since the heads of the groups hold every number of
+tokens; columns are read and unpacked while others are sent, and what was sent is no longer in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import numpy as np
+from numpy.typing import NDArray
+
+from api_schemas.runs import Batch
+from rollout_service.batch_arrays import TYPES
+from rollout_service.errors import StoreError, root_cause
+from rollout_service.store.codec.trajectories import COLUMNS, Columns
+from rollout_service.store.runs_contract import GroupHead
+
+ReadColumns = Callable[[int], Awaitable[Sequence[Columns]]]
+"""Reads the columns of a group's segments."""
+Send = Callable[[memoryview], Awaitable[None]]
+
+_NAMES = {np.dtype(code): name for name, code in TYPES.items()}
+_LENGTH = struct.Struct("<Q")
+_ALIGNMENT = 8
+PIECE_BYTES = 2 << 20
+"""Fewer, larger pieces take less of the event loop, and more memory."""
+_GROUPS_AHEAD = 1
+"""Groups that were read and wait for their turn, beside the one that is being read."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    name: str
+    dtype: np.dtype[Any]
+    count: int
+    content: memoryview | None
+    """None for a column of the tokens, which is read later."""
+
+
+class BatchFile:
+    """A batch as a file; `write` it once."""
+
+    def __init__(self, batch: Batch, heads: Sequence[GroupHead], read: ReadColumns) -> None:
+        """`batch` has no groups: the heads have theirs."""
+        self._heads = heads
+        self._read = read
+        self._lengths = [tokens for head in heads for sample in head.tokens for tokens in sample]
+        self._tensors = _tensors(heads, self._lengths)
+        self._first = _header(batch_json(batch, [head.json for head in heads]), self._tensors)
+        data = sum(tensor.count * tensor.dtype.itemsize for tensor in self._tensors)
+        self.length = len(self._first) + data
+
+    async def write(self, send: Send) -> None:
+        """Send the file in order, in pieces that take a few milliseconds of a thread each.
+
+        Raises StoreError, also when what it was to hold is gone meanwhile; the file is cut off then.
+        """
+        sender, receiver = anyio.create_memory_object_stream[Sequence[Columns]](_GROUPS_AHEAD)
+        try:
+            with sender, receiver:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._read_groups, sender.send)
+                    await self._write(send, receiver.receive)
+                    tasks.cancel_scope.cancel()  # groups without tokens may be left
+        except ExceptionGroup as failures:
+            raise root_cause(failures) from failures
+
+    async def _write(self, send: Send, receive: Callable[[], Awaitable[Sequence[Columns]]]) -> None:
+        await send(memoryview(self._first))
+        segments: list[Columns] = []
+        for tensor in self._tensors:
+            if tensor.content is not None:
+                await send(tensor.content)
+                continue
+            for begin, end in _parts(self._lengths, PIECE_BYTES // tensor.dtype.itemsize):
+                while len(segments) < end:
+                    segments += await receive()
+                part = segments[begin:end]
+                piece, segments[begin:end] = await anyio.to_thread.run_sync(
+                    _unpacked, part, tensor.name, tensor.dtype
+                )
+                await send(piece)
+
+    async def _read_groups(self, send: Callable[[Sequence[Columns]], Awaitable[None]]) -> None:
+        for head in self._heads:
+            columns = await self._read(head.number)
+            if [len(one) for one in columns] != list(chain.from_iterable(head.tokens)):
+                raise StoreError(f"the group {head.number} changed while it was sent", hint="Lease again.")
+            await send(columns)
+
+
+def batch_json(batch: Batch, groups: Iterable[bytes]) -> bytes:
+    """Return a batch as JSON, with groups that are JSON already."""
+    rest = batch.model_dump_json(exclude={"groups"}).encode()
+    return b'{"groups":[' + b",".join(groups) + b"]," + rest[1:]
+
+
+def _tensors(heads: Sequence[GroupHead], lengths: Sequence[int]) -> list[_Tensor]:
+    """Return the tensors, wide types first, so that every array is aligned as its type wants."""
+    samples = [sample for head in heads for sample in head.samples]
+    segments = [len(sample) for head in heads for sample in head.tokens]
+    arrays = {
+        "group_offsets": _offsets(len(head.samples) for head in heads),
+        "sample_offsets": _offsets(segments),
+        "segment_offsets": _offsets(lengths),
+        "rewards": _floats(sample.reward for sample in samples),
+        "advantages": _floats(sample.advantage for sample in samples),
+        "usable": np.array([sample.usable for sample in samples], np.uint8),
+    }
+    known = [_Tensor(name, array.dtype, len(array), _bytes(array)) for name, array in arrays.items()]
+    columns = [_Tensor(name, dtype, sum(lengths), None) for name, dtype in COLUMNS.items()]
+    return sorted(known + columns, key=lambda tensor: -tensor.dtype.itemsize)
+
+
+def _header(batch: bytes, tensors: Iterable[_Tensor]) -> bytes:
+    """Return the header behind its length, filled up with spaces so that the data is aligned."""
+    header: dict[str, Any] = {"__metadata__": {"batch": batch.decode()}}
+    at = 0
+    for tensor in tensors:
+        end = at + tensor.count * tensor.dtype.itemsize
+        offsets = [at, end]
+        header[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": [tensor.count],
+            "data_offsets": offsets,
+        }
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + _LENGTH.size) % _ALIGNMENT)
+    return _LENGTH.pack(len(text)) + text
+
+
+def _offsets(lengths: Iterable[int]) -> NDArray[Any]:
+    return np.fromiter(accumulate(lengths, initial=0), "<i8")
+
+
+def _parts(lengths: Sequence[int], tokens: int) -> Iterator[tuple[int, int]]:
+    """Yield where segments are cut into parts of at most so many tokens; a longer segment is a part by itself.
+
+    Large pieces are few, since each costs a turn of the event loop.
+    """
+    begin = size = 0
+    for number, length in enumerate(lengths):
+        if size and size + length > tokens:
+            yield begin, number
+            begin, size = number, 0
+        size += length
+    if size:
+        yield begin, len(lengths)
+
+
+def _unpacked(
+    segments: Sequence[Columns], name: str, dtype: np.dtype[Any]
+) -> tuple[memoryview, list[Columns]]:
+    """Return one column of these segments, and the segments without it."""
+    piece = np.empty(sum(map(len, segments)), dtype)
+    at = 0
+    for segment in filter(len, segments):
+        segment.fill(name, piece[at : at + len(segment)])
+        at += len(segment)
+    return _bytes(piece), [segment.without(name) for segment in segments]
+
+
+def _bytes(array: NDArray[Any]) -> memoryview:
+    return array.data.cast("B") if len(array) else memoryview(b"")
+
+
+def _floats(values: Iterable[float | None]) -> NDArray[Any]:
+    return np.array([np.nan if value is None else value for value in values], "<f4")

@@ -1,0 +1,282 @@
+"""Where a run's tasks come from, by their number over all epochs.
+
+Guarantees: task n of a source is the same at any time and after any restart, as long as its file is the same; a file
+that changed is refused, for its numbers would mean other tasks. The order of a shuffled epoch is a sort by a keyed
+hash of each position, so it depends on no library's random numbers.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import stat
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Protocol, Self, TypeVar
+
+import anyio.to_thread
+from pydantic import JsonValue, TypeAdapter
+
+from api_schemas.errors import FieldError
+from api_schemas.runs import DatasetTasks, FileTasks, InlineTasks, TaskSource
+from api_schemas.tasks import Task
+from rollout_service import strict_json
+from rollout_service.errors import InvalidFieldError, ServiceError
+from rollout_service.store.runs_contract import RunRecord
+
+FIELD = "body.source"
+R = TypeVar("R")
+_ROWS_AT_ONCE = 1_024
+_INSTANCE = TypeAdapter(dict[str, JsonValue])
+
+
+class SourceChangedError(ServiceError):
+    """The file or data set that a run's tasks come from is no longer what it was."""
+
+    code = "source_changed"
+
+
+Inline = Callable[[int, int], Awaitable[Sequence[Task]]]
+"""Reads so many inline tasks from a position on."""
+
+
+class Rows(Protocol):
+    """The instances of a file or data set, by position."""
+
+    digest: str
+    """SHA-256 of their content."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, position: int) -> dict[str, JsonValue]:
+        """The instance at a position."""
+        ...
+
+
+Reopen = Callable[[FileTasks | DatasetTasks, str | None], Rows]
+"""Opens the same file or data set again, by its digest; raises SourceChangedError. It blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a task number lies."""
+
+    number: int
+    epoch: int
+    position: int
+
+
+class Order:
+    """From task numbers to epochs and positions, for a number of tasks in an epoch."""
+
+    def __init__(self, source: TaskSource, size: int) -> None:
+        self._source = source
+        self._size = size
+        self._epoch = -1
+        self._positions: Sequence[int] = ()
+
+    def places(self, first: int, count: int) -> list[Place]:
+        """The places of these task numbers; fewer at the end of the last epoch. Sorts once an epoch."""
+        return [self._place(number) for number in range(first, min(first + count, self._end(first + count)))]
+
+    def _end(self, wanted: int) -> int:
+        if isinstance(self._source, InlineTasks) and self._source.open:
+            return self._size
+        return wanted if self._source.epochs is None else self._size * self._source.epochs
+
+    def _place(self, number: int) -> Place:
+        epoch, index = divmod(number, self._size)
+        if not self._source.shuffle:
+            return Place(number, epoch, index)
+        if epoch != self._epoch:
+            self._positions = shuffled(self._size, self._source.seed, epoch)
+            self._epoch = epoch
+        return Place(number, epoch, self._positions[index])
+
+
+def shuffled(size: int, seed: int, epoch: int) -> list[int]:
+    """A permutation of 0..size-1 that is the same everywhere and for ever."""
+    key = f"{seed}:{epoch}:".encode()
+    return sorted(range(size), key=lambda position: hashlib.blake2b(key + b"%d" % position).digest())
+
+
+class JsonLines(Rows):
+    """A file with an object a line; empty lines do not count. Holds the lines' offsets, not the lines."""
+
+    def __init__(self, path: Path, check: Callable[[dict[str, JsonValue]], None]) -> None:
+        self._path = path
+        self._offsets: list[int] = []
+        digest, offset = hashlib.sha256(), 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                digest.update(line)
+                if line.strip():
+                    check_row(path, f"line {number}", line, lambda one: check(_instance(one)))
+                    self._offsets.append(offset)
+                offset += len(line)
+        self.digest = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def read(self, position: int) -> dict[str, JsonValue]:
+        with self._path.open("rb") as file:
+            file.seek(self._offsets[position])
+            instance: dict[str, JsonValue] = json.loads(file.readline())
+        return instance
+
+
+def _instance(line: bytes) -> dict[str, JsonValue]:
+    return _INSTANCE.validate_python(strict_json.parse(line))
+
+
+class Parquet(Rows):
+    """A file with an instance a row; needs `pyarrow`.
+
+    Times become their ISO 8601 text, decimals their digits, maps lists of pairs; bytes and numbers that are not finite
+    are refused, since no JSON has them.
+    """
+
+    def __init__(self, path: Path, check: Callable[[dict[str, JsonValue]], None]) -> None:
+        try:
+            from pyarrow import ArrowException, parquet
+        except ImportError as error:
+            message = f"{path} is a Parquet file, and this service has no pyarrow"
+            raise InvalidFieldError(
+                [FieldError(path=f"{FIELD}.path", message=message)],
+                hint="Install it beside the service: pip install 'rollout-service[parquet]'; or write JSONL.",
+            ) from error
+        with path.open("rb") as file:
+            self.digest = hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            self._table: Any = parquet.read_table(path, memory_map=True)
+        except ArrowException as error:
+            problem = FieldError(path=f"{FIELD}.path", message=f"{path} is not a whole Parquet file: {error}")
+            raise InvalidFieldError([problem], hint="Write it again.") from error
+        number = 0
+        for batch in self._table.to_batches(max_chunksize=_ROWS_AT_ONCE):
+            for row in batch.to_pylist():
+                number += 1
+                check_row(path, f"row {number}", row, lambda one: check(_instance(_as_json(one).encode())))
+
+    def __len__(self) -> int:
+        rows: int = self._table.num_rows
+        return rows
+
+    def read(self, position: int) -> dict[str, JsonValue]:
+        row = self._table.slice(position, 1).to_pylist()[0]
+        instance: dict[str, JsonValue] = json.loads(_as_json(row))
+        return instance
+
+
+def _as_json(row: Any) -> str:
+    """A row as JSON; raises ValueError, TypeError for what no JSON has."""
+    return json.dumps(row, default=_plain, allow_nan=False)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        return str(value)
+    raise TypeError(f"an instance cannot hold {type(value).__name__}: write it as text or a number")
+
+
+def check_row(path: Path, where: str, row: R, check: Callable[[R], None]) -> None:
+    """Raise InvalidFieldError that names the row, unless it is an instance that the environment takes."""
+    try:
+        check(row)
+    except (ValueError, TypeError, InvalidFieldError) as error:
+        problem = FieldError(path=f"{FIELD}.path", message=f"{path}, {where}: {error}")
+        raise InvalidFieldError([problem]) from error
+
+
+_KINDS: dict[str, Callable[[Path, Callable[[dict[str, JsonValue]], None]], Rows]] = {
+    ".jsonl": JsonLines,
+    ".parquet": Parquet,
+}
+
+
+def _regular(path: Path) -> Path:
+    """Return the path of a file with an end: opening a FIFO would wait for whoever writes to it."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(f"{path} is not a regular file")
+    return path
+
+
+def open_file(source: FileTasks, check: Callable[[dict[str, JsonValue]], None]) -> Rows:
+    """The instances of a file, each checked; call it in a thread.
+
+    Raises:
+        InvalidFieldError: the file cannot be read, is empty, or holds something that is not an instance, with the row;
+            or it is a Parquet file, and pyarrow is not installed.
+    """
+    path = Path(source.path)
+    kind = _KINDS.get(path.suffix)
+    if kind is None:
+        problem = FieldError(path=f"{FIELD}.path", message=f"{path} is neither .jsonl nor .parquet")
+        raise InvalidFieldError([problem])
+    try:
+        path = _regular(path.expanduser())
+        rows = kind(path, check)
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL in the path; the home of nobody
+        problem = FieldError(path=f"{FIELD}.path", message=str(error))
+        raise InvalidFieldError([problem], hint="The path is one of the service's machine.") from error
+    if not len(rows):
+        raise InvalidFieldError([FieldError(path=f"{FIELD}.path", message=f"{path} holds no instance")])
+    return rows
+
+
+def reopen_file(source: FileTasks, digest: str | None) -> Rows:
+    """The same file as before; raises SourceChangedError. Call it in a thread."""
+    try:
+        rows = open_file(source, lambda _: None)
+    except InvalidFieldError as error:
+        raise SourceChangedError(
+            f"the tasks cannot be read again: {error}", hint="Put the file back, and resume the run."
+        ) from error
+    if rows.digest != digest:
+        raise SourceChangedError(
+            f"{source.path} was changed since the run was created, so its cursor means other tasks",
+            hint="Put the file back and resume the run, or end it and create one for the new file.",
+        )
+    return rows
+
+
+def task_of(source: FileTasks | DatasetTasks, rows: Rows, place: Place) -> Task:
+    """Return the task at a position of a file or data set."""
+    return Task(environment=source.environment, instance=rows.read(place.position))
+
+
+class RunTasks:
+    """The tasks of one run."""
+
+    def __init__(self, source: TaskSource, size: int, rows: Rows | None, inline: Inline) -> None:
+        """`rows` are those of a file or data set; `inline` reads appended and inline tasks from the store."""
+        self._source = source
+        self._order = Order(source, size)
+        self._rows = rows
+        self._inline = inline
+
+    @classmethod
+    async def open(cls, run: RunRecord, inline: Inline, reopen: Reopen) -> Self:
+        """Those of a run; raises SourceChangedError."""
+        source = run.request.source
+        rows = None
+        if not isinstance(source, InlineTasks):
+            rows = await anyio.to_thread.run_sync(reopen, source, run.digest)
+        return cls(source, run.tasks, rows, inline)
+
+    async def take(self, first: int, count: int) -> list[tuple[Place, Task]]:
+        """The tasks of these numbers; fewer at the end."""
+        places = await anyio.to_thread.run_sync(self._order.places, first, count)
+        if not isinstance(self._source, InlineTasks) and self._rows is not None:
+            return await anyio.to_thread.run_sync(_read, self._source, self._rows, places)
+        return [(place, task) for place in places for task in await self._inline(place.position, 1)]
+
+
+def _read(source: FileTasks | DatasetTasks, rows: Rows, places: Sequence[Place]) -> list[tuple[Place, Task]]:
+    return [(place, task_of(source, rows, place)) for place in places]

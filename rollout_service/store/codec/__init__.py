@@ -1,0 +1,1 @@
+"""How records are stored as bytes."""

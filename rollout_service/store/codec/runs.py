@@ -1,0 +1,148 @@
+"""Between the records of runs and what the database keeps of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+from pydantic import TypeAdapter
+
+from api_schemas.errors import ErrorInfo
+from api_schemas.exports import ExportedSample
+from api_schemas.rollouts import Rollout, RolloutRequest
+from api_schemas.runs import Group, GroupSample, InlineTasks, RunRequest, RunState
+from rollout_service.errors import RecordLostError
+from rollout_service.store.codec import rollouts as codec
+from rollout_service.store.runs_contract import ClosedSample, Closing, LeasedBatch, RunRecord
+
+_SAMPLES = TypeAdapter(list[ClosedSample])
+
+
+def fingerprint(request: RunRequest) -> bytes:
+    """SHA-256 of the request's canonical JSON: sorted keys, defaults filled in, no white space."""
+    canonical = json.dumps(request.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).digest()
+
+
+def without_tasks(request: RunRequest) -> RunRequest:
+    """The request without its inline tasks, which have a table of their own and may be many."""
+    if not isinstance(request.source, InlineTasks):
+        return request
+    return request.model_copy(update={"source": request.source.model_copy(update={"tasks": []})})
+
+
+def encode_request(request: RunRequest) -> str:
+    """A request as JSON, without its inline tasks."""
+    return without_tasks(request).model_dump_json()
+
+
+def decode_run(row: sqlite3.Row, tallies: Mapping[str, int]) -> RunRecord:
+    """A run from its row."""
+    return RunRecord(
+        run_id=row["run_id"],
+        request=RunRequest.model_validate_json(row["request"]),
+        state=RunState(row["state"]),
+        version=row["version"],
+        first_version=row["first_version"],
+        tasks=row["tasks"],
+        total=row["total"],
+        digest=row["digest"],
+        cursor=row["cursor"],
+        tallies=dict(tallies),
+        problem=ErrorInfo.model_validate_json(row["problem"]) if row["problem"] else None,
+        created_at=codec.when(row["created_at"]),
+        changed_at=codec.when(row["changed_at"]),
+    )
+
+
+def encode_samples(samples: Sequence[ClosedSample]) -> str:
+    """The samples of a closed group as a JSON list."""
+    return _SAMPLES.dump_json(list(samples)).decode()
+
+
+def decode_samples(text: str) -> list[ClosedSample]:
+    """The inverse of `encode_samples`."""
+    return _SAMPLES.validate_json(text)
+
+
+def encode_summary(closing: Closing) -> str:
+    """What a group came to, beside its samples."""
+    fields = ("reward_mean", "reward_std", "oldest_version", "newest_version")
+    return json.dumps({field: getattr(closing, field) for field in fields})
+
+
+def decode_group(row: sqlite3.Row, rollouts: Mapping[str, Rollout]) -> Group:
+    """Return a closed group from its row and its rollouts by id; raises RecordLostError if one is missing."""
+    closed = decode_samples(row["samples"])
+    for gone in (sample.rollout_id for sample in closed if sample.rollout_id not in rollouts):
+        raise RecordLostError(f"the rollout {gone} of a group is gone", hint=codec.RESTORE)
+    samples = [
+        GroupSample(
+            sample=sample.sample,
+            rollout=rollouts[sample.rollout_id],
+            usable=sample.usable,
+            masked_because=sample.masked_because,
+            reward=sample.reward,
+            advantage=sample.advantage,
+        )
+        for sample in closed
+    ]
+    return Group(
+        group_id=f"{row['run_id']}.{row['number']}",
+        number=row["number"],
+        epoch=row["epoch"],
+        task=samples[0].rollout.task,
+        samples=samples,
+        usable=sum(sample.usable for sample in samples),
+        **json.loads(row["summary"]),
+    )
+
+
+def decode_exported(
+    row: sqlite3.Row, group: Group, members: Mapping[str, sqlite3.Row]
+) -> list[ExportedSample]:
+    """The samples of a closed group, from its row joined with its batch's and those of its rollouts."""
+    in_batch = None if row["batch_number"] is None else batch_id(row["run_id"], row["batch_number"])
+    exported = []
+    for sample in group.samples:
+        member = members[sample.rollout.rollout_id]
+        exported.append(
+            ExportedSample(
+                group_id=group.group_id,
+                number=group.number,
+                epoch=group.epoch,
+                group_state=row["state"],
+                dropped_because=row["reason"] if row["state"] == "dropped" else None,
+                batch_id=in_batch,
+                reward_mean=group.reward_mean,
+                reward_std=group.reward_std,
+                request=RolloutRequest.model_validate_json(member["request"]),
+                sample=sample,
+                oldest_version=member["oldest_version"],
+                newest_version=member["newest_version"],
+            )
+        )
+    return exported
+
+
+def batch_id(run_id: str, number: int) -> str:
+    """The id of a batch."""
+    return f"{run_id}.b{number}"
+
+
+def decode_batch(row: sqlite3.Row, run_id: str, groups: Sequence[int]) -> LeasedBatch:
+    """A leased batch from its row and the numbers of its groups."""
+    until: datetime = codec.when(row["lease_until"])
+    return LeasedBatch(
+        batch_id=batch_id(run_id, row["number"]),
+        run_id=run_id,
+        number=row["number"],
+        groups=groups,
+        delivery=row["deliveries"],
+        lease_until=until,
+        version=row["version"],
+        dropped=json.loads(row["dropped"]),
+    )

@@ -1,0 +1,144 @@
+"""Opening the store's file: it belongs to one process at a time, and its errors say what to do.
+
+The claim on a file is a lock on `<file>.lock`, which the kernel drops with the process however it dies, and
+which holds the pid of its owner for people to read. Every process that this one starts replaces its image
+(`exec`), so none inherits the lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+from pathlib import Path
+
+from rollout_service.errors import DefectError, ServiceError, StoreError
+from rollout_service.private_files import make_private
+from rollout_service.store.sqlite.schema import migrate
+
+IN_MEMORY = ":memory:"
+"""The path of a store that lives and dies with its process, for tests."""
+
+_HINTS = {
+    sqlite3.SQLITE_BUSY: "Another program holds the file, as a `sqlite3` shell does: close it.",
+    sqlite3.SQLITE_LOCKED: "Another program holds the file: close it.",
+    sqlite3.SQLITE_FULL: "The disk is full: free space in the state directory; no restart is needed.",
+    sqlite3.SQLITE_IOERR: "The disk failed: see `dmesg`, and keep the state directory on a local disk.",
+    sqlite3.SQLITE_READONLY: "Make the state directory and its files writable for the service's user.",
+    sqlite3.SQLITE_CANTOPEN: "Make the state directory exist and be writable for the service's user.",
+    sqlite3.SQLITE_CORRUPT: "The file is damaged: restore a copy, or rescue it with `sqlite3 FILE .recover`.",
+    sqlite3.SQLITE_NOTADB: "The file is no SQLite database: restore a copy, or move it away to start afresh.",
+}
+
+
+_REPORT = "Report it with the log's traceback; the database was not changed."
+
+_PASSING = _HINTS.keys() | {sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_PROTOCOL}
+"""The errors that may pass while the service runs, alone or by their hint: a damaged file by a copy put back."""
+
+
+def _code(error: sqlite3.Error) -> int:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def explain(error: sqlite3.Error) -> StoreError:
+    """Return the StoreError for an error of SQLite, with what to do about it."""
+    code = _code(error)
+    hint = _HINTS.get(code, "The log of the service has the details; the database was not changed.")
+    return StoreError(f"the store failed: {error}", hint=hint)
+
+
+def explain_job(error: sqlite3.Error) -> ServiceError:
+    """Return the error of a job on an open store: a defect, unless the file or its disk is at fault."""
+    failure: ServiceError = explain(error)
+    if _code(error) not in _PASSING:
+        failure = DefectError(f"a statement on the store is wrong: {error}", hint=_REPORT)
+    failure.__cause__ = error  # the log shows where it was raised
+    return failure
+
+
+class FileClaim:
+    """This process's claim on a store's file; released by `release` or by the end of the process."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.with_name(path.name + ".lock")
+        make_private(self._path)
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = os.read(self._descriptor, 32).decode(errors="replace").strip() or "unknown"
+            os.close(self._descriptor)
+            raise StoreError(
+                f"{path} is in use by the process with pid {pid}",
+                hint="Stop that service, or give this one a state directory of its own.",
+            ) from None
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Let another process have the file."""
+        os.close(self._descriptor)
+
+
+def _close_to_others(path: Path) -> None:
+    """Make the file its owner's alone before SQLite opens it, which gives its log and index the same mode."""
+    make_private(path)
+    for suffix in ("-wal", "-shm"):
+        if (beside := path.with_name(path.name + suffix)).exists():
+            make_private(beside)
+
+
+class Database:
+    """An open store file: one connection, for use in the thread that made it.
+
+    Durability: write-ahead log with `synchronous=FULL`, so that a commit that returned is on the disk.
+
+    Raises:
+        StoreError: the file is in use, damaged, foreign, or cannot be created.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self._claim: FileClaim | None = None
+        try:
+            if str(path) != IN_MEMORY:
+                Path(path).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                self._claim = FileClaim(Path(path))
+                _close_to_others(Path(path))
+            self.connection = self._connect(path)
+        except OSError as error:
+            self._release()
+            raise StoreError(
+                f"the store cannot be opened: {error}", hint=_HINTS[sqlite3.SQLITE_CANTOPEN]
+            ) from error
+        except sqlite3.Error as error:
+            self._release()
+            raise explain(error) from error
+        except StoreError:
+            self._release()
+            raise
+
+    def close(self) -> None:
+        """Fold the write-ahead log into the file, close it and release the claim."""
+        try:
+            self.connection.close()
+        finally:
+            self._release()
+
+    def _connect(self, path: Path | str) -> sqlite3.Connection:
+        connection = sqlite3.connect(path, isolation_level=None, timeout=5.0, cached_statements=64)
+        try:
+            connection.row_factory = sqlite3.Row
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = FULL")
+            connection.execute("PRAGMA journal_size_limit = 67108864")
+            migrate(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _release(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None

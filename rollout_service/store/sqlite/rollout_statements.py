@@ -1,0 +1,209 @@
+"""The statements of the SQLite store: each function runs inside one transaction, in the database's thread.
+
+Those on a lease act if and only if it is held: the same owner and token as the row. Their parameters are
+`id`, `owner`, `token` and `now` (Unix seconds).
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Any
+
+from api_schemas.rollouts import Rollout, RolloutPage, RolloutState
+from rollout_service.errors import ConflictError
+from rollout_service.store.codec import rollouts as codec
+from rollout_service.store.contract import Lease
+
+_SUBMIT = """
+INSERT INTO rollouts (rollout_id, fingerprint, pool, state, stop_reason, created_at, queued_at, changed_at)
+SELECT :id, :fingerprint, :pool, iif(dead, 'cancelled', 'queued'), iif(dead, 'cancelled', NULL), :now, :now, :now
+FROM (SELECT EXISTS (SELECT 1 FROM tombstones WHERE rollout_id = :id) AS dead)
+WHERE true
+ON CONFLICT (rollout_id) DO NOTHING
+RETURNING seq, state
+"""
+_ADD_REQUEST = "INSERT INTO requests (seq, request) VALUES (?, ?)"
+_DROP_TOMBSTONE = "DELETE FROM tombstones WHERE rollout_id = :id"
+
+_END_CANCELLED = """
+UPDATE rollouts SET state = 'cancelled', stop_reason = 'cancelled', owner = NULL, changed_at = :now
+WHERE owner IS NOT NULL AND owner != :owner AND lease_until <= :now AND cancel
+RETURNING rollout_id
+"""
+_CLAIM = """
+UPDATE rollouts SET
+    state = 'queued', token = token + 1, owner = :owner, code = NULL,
+    queued_at = iif(owner IS NULL, queued_at, lease_until), lease_until = :until, changed_at = :now
+WHERE seq IN (
+    SELECT seq FROM (
+        SELECT * FROM (
+            SELECT seq FROM rollouts WHERE state = 'queued' AND owner IS NULL AND not_before <= :now
+                AND (:pools IS NULL OR pool IN (SELECT value FROM json_each(:pools)))
+            ORDER BY seq LIMIT :limit
+        )
+        UNION ALL
+        SELECT seq FROM rollouts WHERE owner IS NOT NULL AND owner != :owner AND lease_until <= :now
+            AND (:pools IS NULL OR pool IN (SELECT value FROM json_each(:pools)))
+    ) ORDER BY seq LIMIT :limit
+)
+RETURNING *, (SELECT request FROM requests WHERE requests.seq = rollouts.seq) AS request
+"""
+_DUE = """
+SELECT min(
+    coalesce((SELECT min(not_before) FROM rollouts WHERE state = 'queued' AND owner IS NULL
+        AND (:pools IS NULL OR pool IN (SELECT value FROM json_each(:pools)))), 9e99),
+    coalesce((SELECT min(lease_until) FROM rollouts WHERE owner IS NOT NULL AND owner != :owner
+        AND (:pools IS NULL OR pool IN (SELECT value FROM json_each(:pools)))), 9e99)
+)
+"""
+RENEW = """
+UPDATE rollouts SET lease_until = :until
+WHERE owner = :owner AND rollout_id IN (SELECT value FROM json_each(:ids))
+"""
+RECOVER = """
+UPDATE rollouts SET
+    state = iif(cancel, 'cancelled', 'queued'), stop_reason = iif(cancel, 'cancelled', NULL),
+    owner = NULL, queued_at = :now, changed_at = :now
+WHERE owner IS NOT NULL AND owner != :owner
+RETURNING rollout_id, state
+"""
+RELEASE = """
+UPDATE rollouts SET
+    state = iif(cancel, 'cancelled', 'queued'), stop_reason = iif(cancel, 'cancelled', NULL),
+    owner = NULL, attempt = attempt - (state != 'queued'), queued_at = :now, changed_at = :now
+WHERE owner = :owner AND (:ids IS NULL OR rollout_id IN (SELECT value FROM json_each(:ids)))
+RETURNING rollout_id, state
+"""
+_ADVANCE = """
+UPDATE rollouts SET state = :state, attempt = attempt + (state = 'queued'), changed_at = :now
+WHERE rollout_id = :id AND owner = :owner AND token = :token
+    AND state IN (SELECT value FROM json_each(:before))
+"""
+_HELD_STATE = "SELECT state FROM rollouts WHERE rollout_id = :id AND owner = :owner AND token = :token"
+RETRY = """
+UPDATE rollouts SET
+    state = iif(cancel, 'cancelled', 'queued'), stop_reason = iif(cancel, 'cancelled', NULL),
+    code = iif(cancel, NULL, :code), owner = NULL, not_before = :not_before,
+    attempt = attempt + (state = 'queued'), retries = json_insert(retries, '$[#]', json(:error)), spans = :spans,
+    queued_at = :now, changed_at = :now
+WHERE rollout_id = :id AND owner = :owner AND token = :token
+RETURNING rollout_id, state
+"""
+_FINISH = """
+UPDATE rollouts SET
+    state = :state, reward = :reward, stop_reason = :stop_reason, code = :code,
+    owner = NULL, changed_at = :now
+WHERE rollout_id = :id AND owner = :owner AND token = :token
+RETURNING seq
+"""
+_ADD_RESULT = """
+INSERT INTO results (seq, result, trajectory, oldest_version, newest_version)
+VALUES (:seq, :result, :trajectory, :oldest_version, :newest_version)
+"""
+
+_STANDING = "SELECT state, owner FROM rollouts WHERE rollout_id = :id"
+_BURY = "INSERT INTO tombstones (rollout_id) VALUES (:id) ON CONFLICT DO NOTHING"
+_CANCEL_NOW = """
+UPDATE rollouts SET state = 'cancelled', stop_reason = 'cancelled', changed_at = :now WHERE rollout_id = :id
+"""
+_CANCEL_LATER = "UPDATE rollouts SET cancel = 1, changed_at = :now WHERE rollout_id = :id"
+CANCEL_REQUESTED = "SELECT rollout_id FROM rollouts WHERE owner = ? AND cancel"
+
+_ROLLOUT = """
+SELECT rollouts.*, request, result
+FROM rollouts JOIN requests USING (seq) LEFT JOIN results USING (seq)
+"""
+_GET = f"{_ROLLOUT} WHERE rollout_id = ?"
+_PAGE = f"{_ROLLOUT} WHERE seq > :after ORDER BY seq LIMIT :limit + 1"
+_PAGE_IN_STATE = f"{_ROLLOUT} WHERE state = :state AND seq > :after ORDER BY seq LIMIT :limit + 1"
+TRAJECTORY = "SELECT trajectory FROM results JOIN rollouts USING (seq) WHERE rollout_id = ?"
+_COUNTS = "SELECT state, count FROM counts WHERE count > 0"
+
+RECORD = "INSERT INTO events (time, kind, subject, data) VALUES (:now, :kind, :subject, :data)"
+EVENTS = "SELECT * FROM events WHERE event_id > ? ORDER BY event_id LIMIT ?"
+_NEWEST_EVENT = "SELECT seq FROM sqlite_sequence WHERE name = 'events'"
+
+
+def submit(db: sqlite3.Connection, values: dict[str, Any]) -> tuple[Rollout, bool]:
+    """The rollout and whether it is new; ConflictError when the id is taken by another request."""
+    added = db.execute(_SUBMIT, values).fetchall()
+    if added:
+        db.execute(_ADD_REQUEST, (added[0]["seq"], values["request"]))
+        if added[0]["state"] == RolloutState.CANCELLED:
+            db.execute(_DROP_TOMBSTONE, values)
+    row = db.execute(_GET, (values["id"],)).fetchone()
+    if row["fingerprint"] != values["fingerprint"]:
+        raise ConflictError(
+            f"the rollout {values['id']} exists already, with another request",
+            hint="Choose another rollout_id, or send exactly what was sent before.",
+        )
+    return codec.decode_rollout(row), bool(added)
+
+
+def claim(db: sqlite3.Connection, values: dict[str, Any]) -> tuple[list[Lease], list[str], float]:
+    """The leases, the ids that turned out to be cancelled, and when there may be more (Unix seconds)."""
+    ended = [row["rollout_id"] for row in db.execute(_END_CANCELLED, values).fetchall()]
+    rows = sorted(db.execute(_CLAIM, values).fetchall(), key=lambda row: row["seq"])
+    (due,) = db.execute(_DUE, values).fetchone()
+    return [codec.decode_lease(row) for row in rows], ended, due
+
+
+def advance(db: sqlite3.Connection, values: dict[str, Any]) -> bool:
+    """Whether the lease is held and the stage recorded; ValueError when that would be a step back."""
+    if db.execute(_ADVANCE, values).rowcount:
+        return True
+    held = db.execute(_HELD_STATE, values).fetchone()
+    if held is not None:
+        raise ValueError(f"{values['id']} cannot go back from {held['state']} to {values['state']}")
+    return False
+
+
+def finish(db: sqlite3.Connection, values: dict[str, Any]) -> bool:
+    """Whether the lease was held and the result written."""
+    ended = db.execute(_FINISH, values).fetchall()
+    if ended:
+        db.execute(_ADD_RESULT, values | {"seq": ended[0]["seq"]})
+    return bool(ended)
+
+
+def cancel(db: sqlite3.Connection, values: dict[str, Any]) -> tuple[RolloutState | None, bool]:
+    """The state that it was in, None if unknown, and whether this ended it."""
+    row = db.execute(_STANDING, values).fetchone()
+    if row is None:
+        db.execute(_BURY, values)
+        return None, False
+    state = RolloutState(row["state"])
+    if state.terminal:
+        return state, False
+    ends = row["owner"] is None
+    db.execute(_CANCEL_NOW if ends else _CANCEL_LATER, values)
+    return state, ends
+
+
+def get(db: sqlite3.Connection, rollout_id: str) -> Rollout | None:
+    """A rollout as it stands."""
+    row = db.execute(_GET, (rollout_id,)).fetchone()
+    return codec.decode_rollout(row) if row else None
+
+
+def page(db: sqlite3.Connection, values: dict[str, Any]) -> RolloutPage:
+    """Up to `limit` rollouts with numbers above `after`, in `state` if that is set."""
+    rows = db.execute(_PAGE if values["state"] is None else _PAGE_IN_STATE, values).fetchall()
+    more = len(rows) > values["limit"]
+    rows = rows[: values["limit"]]
+    return RolloutPage(
+        rollouts=[codec.decode_rollout(row) for row in rows],
+        next_cursor=str(rows[-1]["seq"]) if more else None,
+        counts=counts(db),
+    )
+
+
+def counts(db: sqlite3.Connection) -> dict[RolloutState, int]:
+    """How many rollouts are in each state that anything is in."""
+    return {RolloutState(row["state"]): row["count"] for row in db.execute(_COUNTS)}
+
+
+def newest_event(db: sqlite3.Connection) -> int:
+    """The id of the newest event, 0 when there was none."""
+    row = db.execute(_NEWEST_EVENT).fetchone()
+    return row["seq"] if row else 0

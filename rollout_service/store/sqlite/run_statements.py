@@ -1,0 +1,401 @@
+"""The statements on runs and groups: each function runs inside one transaction, in the database's thread."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+from api_schemas.errors import ErrorInfo
+from api_schemas.rollouts import RolloutRequest, RolloutState
+from api_schemas.runs import InlineTasks, RunRequest, RunState
+from api_schemas.tasks import Task
+from rollout_service.errors import ConflictError, NotFoundError
+from rollout_service.groups import STALE
+from rollout_service.store.codec import rollouts as codec
+from rollout_service.store.codec import runs as run_codec
+from rollout_service.store.runs_contract import ClosedSample, Closing, Member, NewGroup, OpenGroup, RunRecord
+from rollout_service.store.sqlite import rollout_statements as statements
+
+_OVER = (RunState.ENDED, RunState.FINISHED)
+
+_CREATE = """
+INSERT INTO runs (run_id, fingerprint, request, state, version, first_version, tasks, total, digest,
+    created_at, changed_at)
+VALUES (:id, :fingerprint, :request, 'running', :version, :version, :tasks, :total, :digest, :now, :now)
+ON CONFLICT (run_id) DO NOTHING
+"""
+_BY_ID = "SELECT * FROM runs WHERE run_id = ?"
+_ALL = "SELECT * FROM runs ORDER BY seq"
+_ACTIVE = """
+SELECT * FROM runs WHERE state IN ('running', 'paused')
+    OR EXISTS (SELECT 1 FROM groups WHERE groups.run = runs.seq AND groups.state = 'open')
+ORDER BY seq
+"""
+_TALLIES = "SELECT name, count FROM tallies WHERE run = ? AND count > 0"
+_TALLY = "INSERT INTO tallies VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET count = count + excluded.count"
+_UPDATE = """
+UPDATE runs SET state = :state, version = max(version, :version), request = :request, problem = :problem,
+    changed_at = :now WHERE seq = :seq
+"""
+_TASKS = "SELECT task FROM run_tasks WHERE run = ? AND number >= ? ORDER BY number LIMIT ?"
+_ADD_TASK = "INSERT INTO run_tasks VALUES (?, ?, ?)"
+_APPENDED = "UPDATE runs SET tasks = :tasks, total = :total, changed_at = :now WHERE seq = :seq"
+_MOVE_CURSOR = "UPDATE runs SET cursor = :cursor, changed_at = :now WHERE seq = :seq"
+
+_BEGIN = "INSERT INTO groups (run, number, epoch, members, opened_at, changed_at) VALUES (?, ?, ?, ?, ?, ?)"
+_MEMBERS = """
+SELECT groups.number, groups.cut, groups.reason, member.key AS sample,
+    member.value AS rollout_id, rollouts.state, rollouts.reward, rollouts.changed_at,
+    results.oldest_version, results.newest_version
+FROM groups, json_each(groups.members) AS member
+    LEFT JOIN rollouts ON rollouts.rollout_id = member.value LEFT JOIN results ON results.seq = rollouts.seq
+"""
+_OPEN = _MEMBERS + "WHERE groups.run = ? AND groups.state = 'open' ORDER BY groups.number, sample"
+_STALE = (
+    _MEMBERS
+    + """
+WHERE groups.run = ? AND groups.state = 'ready' AND groups.oldest_version < ? ORDER BY groups.number, sample
+"""
+)
+_STANDING = """
+SELECT number, iif(state = 'dropped', 'dropped:' || reason, state) AS state FROM groups WHERE run = ?
+"""
+_REPLACE_MEMBER = """
+UPDATE groups SET members = json_set(members, '$[' || :sample || ']', :id), changed_at = :now
+WHERE run = :run AND number = :number AND state = 'open'
+"""
+_CUT = "UPDATE groups SET cut = :cut WHERE run = :run AND number = :number AND state = 'open'"
+_GIVE_UP = "UPDATE groups SET reason = :reason WHERE run = :run AND state = 'open' AND reason IS NULL"
+_CLOSE = """
+UPDATE groups SET state = :state, reason = :reason, samples = :samples, summary = :summary,
+    oldest_version = :oldest, changed_at = :now,
+    bytes = (
+        SELECT coalesce(sum(length(trajectory)), 0) FROM rollouts JOIN results USING (seq)
+        WHERE rollout_id IN (SELECT value FROM json_each(:ids))
+    )
+WHERE run = :run AND number = :number AND state = 'open'
+"""
+_REVISE = """
+UPDATE groups SET state = :state, reason = :reason, samples = :samples, summary = :summary,
+    oldest_version = :oldest, changed_at = :now
+WHERE run = :run AND number = :number AND state = 'ready'
+"""
+_KEEP_HEAD = """
+INSERT OR REPLACE INTO group_heads (seq, form, tokens, json)
+SELECT seq, :form, :tokens, :json FROM groups WHERE run = :run AND number = :number AND state = 'ready'
+"""
+_READY_SAMPLES = "SELECT samples FROM groups WHERE run = ? AND number = ? AND state = 'ready'"
+_FINISH = """
+UPDATE runs SET state = 'finished', changed_at = :now
+WHERE seq = :seq AND state IN ('running', 'paused') AND total IS NOT NULL AND cursor >= total AND NOT EXISTS (
+    SELECT 1 FROM tallies WHERE run = :seq AND name IN ('open', 'ready', 'batched') AND count > 0
+)
+"""
+_PRUNABLE = """
+SELECT seq, bytes, changed_at FROM groups
+WHERE run = ? AND state IN ('acknowledged', 'dropped') AND NOT pruned ORDER BY changed_at DESC
+"""
+_PRUNE_RESULTS = """
+UPDATE results SET trajectory = NULL WHERE seq IN (
+    SELECT rollouts.seq FROM rollouts
+    WHERE rollout_id IN (
+        SELECT sample.value ->> 'rollout_id' FROM groups, json_each(groups.samples) AS sample
+        WHERE groups.seq = :seq
+    )
+)
+"""
+_PRUNED = "UPDATE groups SET pruned = 1 WHERE seq = :seq"
+
+
+def row_of(db: sqlite3.Connection, run_id: str) -> sqlite3.Row:
+    """The row of a run; NotFoundError when there is none."""
+    row: sqlite3.Row | None = db.execute(_BY_ID, (run_id,)).fetchone()
+    if row is None:
+        raise NotFoundError(f"there is no run {run_id}", hint="GET /v1/runs lists those there are.")
+    return row
+
+
+def record_of(db: sqlite3.Connection, row: sqlite3.Row) -> RunRecord:
+    """A run with its tallies."""
+    tallies = {row["name"]: row["count"] for row in db.execute(_TALLIES, (row["seq"],))}
+    return run_codec.decode_run(row, tallies)
+
+
+def tally(db: sqlite3.Connection, run: int, name: str, count: int = 1) -> None:
+    """Add to a tally of a run."""
+    db.execute(_TALLY, (run, name, count))
+
+
+def create(db: sqlite3.Connection, values: dict[str, Any], request: RunRequest) -> tuple[RunRecord, bool]:
+    """The run and whether it is new; ConflictError when the id is taken by another request."""
+    new = db.execute(_CREATE, values).rowcount > 0
+    row = row_of(db, values["id"])
+    if row["fingerprint"] != values["fingerprint"]:
+        raise ConflictError(
+            f"the run {values['id']} exists already, with another request",
+            hint="Choose another run_id, or send exactly what was sent before.",
+        )
+    if new and isinstance(request.source, InlineTasks):
+        _add_tasks(db, row["seq"], 0, request.source.tasks)
+    return record_of(db, row), new
+
+
+def _add_tasks(db: sqlite3.Connection, run: int, first: int, tasks: Sequence[Task]) -> None:
+    rows = [(run, number, task.model_dump_json()) for number, task in enumerate(tasks, start=first)]
+    db.executemany(_ADD_TASK, rows)
+
+
+def get(db: sqlite3.Connection, run_id: str) -> RunRecord:
+    """A run as it stands."""
+    return record_of(db, row_of(db, run_id))
+
+
+def listed(db: sqlite3.Connection, *, active: bool) -> list[RunRecord]:
+    """All runs, or those on which there is something to do."""
+    return [record_of(db, row) for row in db.execute(_ACTIVE if active else _ALL).fetchall()]
+
+
+def update(
+    db: sqlite3.Connection,
+    run_id: str,
+    *,
+    now: float,
+    state: RunState | None,
+    version: int | None,
+    request: RunRequest | None,
+    problem: ErrorInfo | None,
+) -> RunRecord:
+    """Change what is given; ConflictError when a run that is over is to go on."""
+    row = row_of(db, run_id)
+    standing = RunState(row["state"])
+    wanted = standing if state is None else state
+    if standing in _OVER and wanted is not standing:
+        if wanted is not RunState.ENDED:
+            raise ConflictError(f"the run {run_id} is {standing}", hint="Create a new run.")
+        wanted = standing
+    kept = None if state is RunState.RUNNING else row["problem"]
+    values = {
+        "seq": row["seq"],
+        "state": wanted,
+        "version": row["version"] if version is None else version,
+        "request": row["request"] if request is None else run_codec.encode_request(request),
+        "problem": kept if problem is None else problem.model_dump_json(),
+        "now": now,
+    }
+    db.execute(_UPDATE, values)
+    return get(db, run_id)
+
+
+def append(
+    db: sqlite3.Connection, run_id: str, tasks: Sequence[Task], *, offset: int | None, close: bool, now: float
+) -> RunRecord:
+    """Append tasks; the same at the same offset again change nothing, anything else there is a conflict."""
+    row = row_of(db, run_id)
+    first = row["tasks"] if offset is None else offset
+    if (
+        offset is not None
+        and _are_there(db, row["seq"], first, tasks)
+        and (row["total"] is not None) == close
+    ):
+        return record_of(db, row)
+    if row["total"] is not None or row["state"] in _OVER or not _is_open(row):
+        raise ConflictError(
+            f"the run {run_id} takes no more tasks",
+            hint="Only a run whose inline source is `open`, and was not closed, can be appended to.",
+        )
+    if first != row["tasks"]:
+        raise ConflictError(
+            f"the run {run_id} has {row['tasks']} tasks, not {first}",
+            hint="Append at the number of tasks that the run has, or leave the offset out.",
+            context={"tasks": row["tasks"]},
+        )
+    _add_tasks(db, row["seq"], first, tasks)
+    count = first + len(tasks)
+    db.execute(_APPENDED, {"seq": row["seq"], "tasks": count, "total": count if close else None, "now": now})
+    finish_if_done(db, row["seq"], now)
+    return get(db, run_id)
+
+
+def _is_open(row: sqlite3.Row) -> bool:
+    source = json.loads(row["request"])["source"]
+    return bool(source.get("open"))
+
+
+def _are_there(db: sqlite3.Connection, run: int, first: int, tasks: Sequence[Task]) -> bool:
+    rows = db.execute(_TASKS, (run, first, len(tasks))).fetchall()
+    there = [Task.model_validate_json(row["task"]) for row in rows]
+    return bool(tasks) and there == list(tasks)
+
+
+def inline_tasks(db: sqlite3.Connection, run_id: str, first: int, limit: int) -> list[Task]:
+    """Tasks by their number in the epoch."""
+    rows = db.execute(_TASKS, (row_of(db, run_id)["seq"], first, limit)).fetchall()
+    return [Task.model_validate_json(row["task"]) for row in rows]
+
+
+def begin(db: sqlite3.Connection, run_id: str, groups: Sequence[NewGroup], now: float) -> int:
+    """Begin groups that follow the cursor; how many were begun."""
+    row = row_of(db, run_id)
+    if row["state"] != RunState.RUNNING or not groups or groups[0].number != row["cursor"]:
+        return 0
+    for group in groups:
+        ids = [_submit(db, request, now) for request in group.requests]
+        db.execute(_BEGIN, (row["seq"], group.number, group.epoch, json.dumps(ids), now, now))
+    db.execute(_MOVE_CURSOR, {"seq": row["seq"], "cursor": groups[-1].number + 1, "now": now})
+    return len(groups)
+
+
+def _submit(db: sqlite3.Connection, request: RolloutRequest, now: float) -> str:
+    values = {
+        "id": request.rollout_id,
+        "fingerprint": codec.fingerprint(request),
+        "pool": request.pool,
+        "request": request.model_dump_json(),
+        "now": now,
+    }
+    rollout, _ = statements.submit(db, values)
+    return rollout.rollout_id
+
+
+def open_groups(db: sqlite3.Connection, run_id: str) -> list[OpenGroup]:
+    """The groups under way with their rollouts."""
+    return _groups(db.execute(_OPEN, (row_of(db, run_id)["seq"],)).fetchall())
+
+
+def stale_groups(db: sqlite3.Connection, run: int, bound: int) -> list[OpenGroup]:
+    """The groups that wait for a batch and have a usable sample older than this version."""
+    return _groups(db.execute(_STALE, (run, bound)).fetchall())
+
+
+def _groups(rows: Sequence[sqlite3.Row]) -> list[OpenGroup]:
+    by_number = groupby(rows, key=itemgetter("number", "reason"))
+    return [_group(number, reason, list(of)) for (number, reason), of in by_number]
+
+
+def _group(number: int, reason: str | None, rows: Sequence[sqlite3.Row]) -> OpenGroup:
+    there = [_member(row) for row in rows if row["state"] is not None]
+    return OpenGroup(number, there, reason, [row["rollout_id"] for row in rows if row["state"] is None])
+
+
+def _member(row: sqlite3.Row) -> Member:
+    state = RolloutState(row["state"])
+    return Member(
+        sample=row["sample"],
+        rollout_id=row["rollout_id"],
+        state=state,
+        reward=row["reward"],
+        rolling_since=row["changed_at"] if state is RolloutState.ROLLOUT else None,
+        oldest_version=row["oldest_version"],
+        newest_version=row["newest_version"],
+        cut=row["sample"] in json.loads(row["cut"]),
+    )
+
+
+def standing(db: sqlite3.Connection, run_id: str) -> dict[int, str]:
+    """The state of every group by its number."""
+    rows = db.execute(_STANDING, (row_of(db, run_id)["seq"],))
+    return {row["number"]: row["state"] for row in rows}
+
+
+def repeat(
+    db: sqlite3.Connection, run_id: str, number: int, sample: int, request: RolloutRequest, now: float
+) -> None:
+    """Put another rollout in the place of one that failed."""
+    run = row_of(db, run_id)["seq"]
+    values = {"run": run, "number": number, "sample": sample, "id": request.rollout_id, "now": now}
+    if db.execute(_REPLACE_MEMBER, values).rowcount:
+        _submit(db, request, now)
+        tally(db, run, "retried")
+
+
+def cut(db: sqlite3.Connection, run_id: str, number: int, samples: Sequence[int]) -> None:
+    """Remember which samples are cut off."""
+    run = row_of(db, run_id)["seq"]
+    db.execute(_CUT, {"run": run, "number": number, "cut": json.dumps(sorted(samples))})
+
+
+def give_up(db: sqlite3.Connection, run: int, reason: str) -> None:
+    """Remember why the groups under way are cancelled."""
+    db.execute(_GIVE_UP, {"run": run, "reason": reason})
+
+
+def close_group(
+    db: sqlite3.Connection, run_id: str, closing: Closing, head: Mapping[str, Any] | None, now: float
+) -> None:
+    """Keep or drop a group that is open."""
+    run = row_of(db, run_id)["seq"]
+    values = _closed(run, closing, now) | {
+        "ids": json.dumps([sample.rollout_id for sample in closing.samples])
+    }
+    if db.execute(_CLOSE, values).rowcount:
+        _keep_head(db, run, closing.number, head)
+        _tally_masked(db, run, closing.samples)
+        finish_if_done(db, run, now)
+
+
+def revise(
+    db: sqlite3.Connection, run_id: str, closing: Closing, head: Mapping[str, Any] | None, now: float
+) -> None:
+    """Close a group anew that waits for a batch."""
+    run = row_of(db, run_id)["seq"]
+    row = db.execute(_READY_SAMPLES, (run, closing.number)).fetchone()
+    if row is None:
+        return
+    masked = {sample.sample for sample in run_codec.decode_samples(row["samples"]) if not sample.usable}
+    db.execute(_REVISE, _closed(run, closing, now))
+    _keep_head(db, run, closing.number, head)
+    _tally_masked(db, run, [sample for sample in closing.samples if sample.sample not in masked])
+    finish_if_done(db, run, now)
+
+
+def _keep_head(db: sqlite3.Connection, run: int, number: int, head: Mapping[str, Any] | None) -> None:
+    if head is not None:
+        db.execute(_KEEP_HEAD, {**head, "run": run, "number": number})
+
+
+def _closed(run: int, closing: Closing, now: float) -> dict[str, Any]:
+    return {
+        "run": run,
+        "number": closing.number,
+        "state": "ready" if closing.reason is None else "dropped",
+        "reason": closing.reason,
+        "samples": run_codec.encode_samples(closing.samples),
+        "summary": run_codec.encode_summary(closing),
+        "oldest": closing.oldest_version,
+        "now": now,
+    }
+
+
+def _tally_masked(db: sqlite3.Connection, run: int, samples: Sequence[ClosedSample]) -> None:
+    """Count what is masked, and apart from that what is stale."""
+    for name, count in (
+        ("masked", sum(not sample.usable for sample in samples)),
+        ("masked:stale", sum(sample.masked_because == STALE for sample in samples)),
+    ):
+        if count:
+            tally(db, run, name, count)
+
+
+def finish_if_done(db: sqlite3.Connection, run: int, now: float) -> None:
+    """Finish a run whose tasks are all taken and whose batches are all acknowledged."""
+    db.execute(_FINISH, {"seq": run, "now": now})
+
+
+def prune(
+    db: sqlite3.Connection, run_id: str, *, seconds: float | None, max_bytes: int | None, now: float
+) -> int:
+    """Delete the trajectories of settled groups beyond these limits, the oldest first."""
+    rows = db.execute(_PRUNABLE, (row_of(db, run_id)["seq"],)).fetchall()
+    held, pruned = 0, 0
+    for row in rows:
+        held += row["bytes"]
+        too_old = seconds is not None and row["changed_at"] <= now - seconds
+        if too_old or (max_bytes is not None and held > max_bytes):
+            db.execute(_PRUNE_RESULTS, {"seq": row["seq"]})
+            db.execute(_PRUNED, {"seq": row["seq"]})
+            pruned += 1
+    return pruned

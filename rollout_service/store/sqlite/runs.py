@@ -1,0 +1,336 @@
+"""Runs, groups and batches in the SQLite store; made and closed with it."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, TypeVar
+
+import anyio.to_thread
+
+from api_schemas.errors import ErrorInfo
+from api_schemas.exports import ExportedSample, RecordedRollout, without_tokens
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
+from api_schemas.runs import Group, InlineTasks, RunRequest, RunState, TaskSource
+from api_schemas.tasks import Task
+from rollout_service.groups import STALE
+from rollout_service.store.codec import heads as head_codec
+from rollout_service.store.codec import rollouts as codec
+from rollout_service.store.codec import runs as run_codec
+from rollout_service.store.codec import trajectories as trajectory_codec
+from rollout_service.store.codec.trajectories import Columns
+from rollout_service.store.runs_contract import (
+    Ages,
+    Closing,
+    GroupHead,
+    LeasedBatch,
+    LeaseOrder,
+    NewGroup,
+    NoBatch,
+    OpenGroup,
+    RunRecord,
+    RunStore,
+)
+from rollout_service.store.signals import Level
+from rollout_service.store.sqlite import batch_statements, retention_statements, run_statements
+from rollout_service.store.sqlite.thread import DatabaseThread
+
+T = TypeVar("T")
+
+HEADS_AT_ONCE = 16
+"""Heads that are read in one job of the database's thread; with long conversations they take megabytes."""
+
+
+class SqliteRuns(RunStore):
+    """The runs of one store."""
+
+    def __init__(
+        self, thread: DatabaseThread, clock: Callable[[], float], work_added: Callable[[], None]
+    ) -> None:
+        """`work_added` is called when rollouts were queued."""
+        self._thread = thread
+        self._clock = clock
+        self._work_added = work_added
+        self._changes = Level(1)
+        self._deliveries = Level(1)
+
+    async def create(
+        self, request: RunRequest, *, tasks: int, digest: str | None, version: int
+    ) -> tuple[RunRecord, bool]:
+        if request.run_id is None:
+            raise ValueError("a request needs its run_id before it is made durable")
+        values = {
+            "id": request.run_id,
+            "fingerprint": run_codec.fingerprint(request),
+            "request": run_codec.encode_request(request),
+            "version": version,
+            "tasks": tasks,
+            "total": total_tasks(request.source, tasks),
+            "digest": digest,
+            "now": self._clock(),
+        }
+        created = await self._write(lambda db: run_statements.create(db, values, request))
+        self._changed()
+        return created
+
+    async def get(self, run_id: str) -> RunRecord:
+        return await self._read(lambda db: run_statements.get(db, run_id))
+
+    async def list(self) -> Sequence[RunRecord]:
+        return await self._read(lambda db: run_statements.listed(db, active=False))
+
+    async def active(self) -> Sequence[RunRecord]:
+        return await self._read(lambda db: run_statements.listed(db, active=True))
+
+    async def update(
+        self,
+        run_id: str,
+        *,
+        state: RunState | None = None,
+        version: int | None = None,
+        request: RunRequest | None = None,
+        problem: ErrorInfo | None = None,
+    ) -> RunRecord:
+        now = self._clock()
+        record = await self._write(
+            lambda db: run_statements.update(
+                db, run_id, now=now, state=state, version=version, request=request, problem=problem
+            )
+        )
+        self._changed()
+        return record
+
+    async def append(
+        self, run_id: str, tasks: Sequence[Task], *, offset: int | None, close: bool
+    ) -> RunRecord:
+        now = self._clock()
+        record = await self._write(
+            lambda db: run_statements.append(db, run_id, tasks, offset=offset, close=close, now=now)
+        )
+        self._changed()
+        return record
+
+    async def inline_tasks(self, run_id: str, *, first: int, limit: int) -> Sequence[Task]:
+        return await self._read(lambda db: run_statements.inline_tasks(db, run_id, first, limit))
+
+    async def begin(self, run_id: str, groups: Sequence[NewGroup]) -> int:
+        now = self._clock()
+        begun = await self._write(lambda db: run_statements.begin(db, run_id, groups, now))
+        self._work_added()
+        return begun
+
+    async def open_groups(self, run_id: str) -> Sequence[OpenGroup]:
+        return await self._read(lambda db: run_statements.open_groups(db, run_id))
+
+    async def repeat(self, run_id: str, number: int, sample: int, request: RolloutRequest) -> None:
+        now = self._clock()
+        await self._write(lambda db: run_statements.repeat(db, run_id, number, sample, request, now))
+        self._work_added()
+
+    async def cut(self, run_id: str, number: int, samples: Sequence[int]) -> None:
+        await self._write(lambda db: run_statements.cut(db, run_id, number, samples))
+
+    async def give_up(self, run_id: str, reason: str) -> None:
+        def job(db: sqlite3.Connection) -> None:
+            run_statements.give_up(db, run_statements.row_of(db, run_id)["seq"], reason)
+
+        await self._write(job)
+
+    async def close_group(self, run_id: str, closing: Closing) -> None:
+        head = await self._head_at_close(run_id, closing)
+        now = self._clock()
+        await self._write(lambda db: run_statements.close_group(db, run_id, closing, head, now))
+        self._changed()
+
+    async def stale_groups(self, run_id: str, bound: int) -> Sequence[OpenGroup]:
+        now = self._clock()
+        return await self._write(lambda db: batch_statements.stale_groups(db, run_id, bound, now))
+
+    async def revise(self, run_id: str, closing: Closing) -> None:
+        head = await self._head_at_close(run_id, closing)
+        now = self._clock()
+        await self._write(lambda db: run_statements.revise(db, run_id, closing, head, now))
+        self._changed()
+
+    async def _head_at_close(self, run_id: str, closing: Closing) -> Mapping[str, Any] | None:
+        """Return the head, as it is stored, of a group that is about to be kept: what has ended changes no more."""
+        if closing.reason is not None:
+            return None
+        row, members = await self._read(lambda db: batch_statements.read_closing(db, run_id, closing))
+        ended = all(RolloutState(member["state"]).terminal for member in members)
+        if row is None or not ended or len(members) < len(closing.samples):
+            return None
+        return await anyio.to_thread.run_sync(_encode_head, row, members)
+
+    async def lease(self, order: LeaseOrder) -> LeasedBatch | NoBatch:
+        now = self._clock()
+        leased = await self._write(lambda db: batch_statements.lease(db, order, now))
+        if isinstance(leased, LeasedBatch):
+            self._changes.rise(self._changes.value + 1)
+        return leased
+
+    async def renew_batch(self, run_id: str, batch: int, *, key: str | None, seconds: float) -> datetime:
+        until = self._clock() + seconds
+        await self._write(lambda db: batch_statements.renew(db, run_id, batch, key, until))
+        return codec.when(until)
+
+    async def acknowledge(self, run_id: str, batch: int) -> None:
+        now = self._clock()
+        await self._write(lambda db: batch_statements.acknowledge(db, run_id, batch, now))
+        self._changed()
+
+    async def give_back(self, run_id: str, batch: int) -> None:
+        now = self._clock()
+        await self._write(lambda db: batch_statements.give_back(db, run_id, batch, now))
+        self._changed()
+
+    async def standing(self, run_id: str) -> Mapping[int, str]:
+        return await self._read(lambda db: run_statements.standing(db, run_id))
+
+    async def group(self, run_id: str, number: int) -> Group:
+        row, members = await self._read(lambda db: batch_statements.read_group(db, run_id, number))
+        return await anyio.to_thread.run_sync(_decode_group, row, members)
+
+    async def heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead]:
+        firsts = range(0, len(numbers), HEADS_AT_ONCE)
+        parts = [await self._heads(run_id, numbers[first : first + HEADS_AT_ONCE]) for first in firsts]
+        return [head for part in parts for head in part]
+
+    async def _heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead]:
+        rows = await self._read(lambda db: batch_statements.read_heads(db, run_id, numbers))
+        stored = await anyio.to_thread.run_sync(lambda: [head_codec.decode(row) for row in rows])
+        return [
+            await self._missing_head(run_id, number) if head is None else head
+            for number, head in zip(numbers, stored, strict=True)
+        ]
+
+    async def _missing_head(self, run_id: str, number: int) -> GroupHead:
+        row, members = await self._read(lambda db: batch_statements.read_group(db, run_id, number))
+        return await anyio.to_thread.run_sync(_make_head, row, members)
+
+    async def columns(self, run_id: str, number: int) -> Sequence[Columns]:
+        packed = await self._read(lambda db: batch_statements.read_trajectories(db, run_id, number))
+        return await anyio.to_thread.run_sync(_locate_columns, packed)
+
+    async def closed_groups(self, run_id: str) -> Sequence[int]:
+        return await self._read(lambda db: batch_statements.closed_groups(db, run_id))
+
+    async def exported(self, run_id: str, number: int) -> Sequence[ExportedSample]:
+        row, members = await self._read(lambda db: batch_statements.read_group(db, run_id, number))
+        return await anyio.to_thread.run_sync(_decode_exported, row, members)
+
+    async def rollout_ids(self, run_id: str) -> Sequence[str]:
+        return await self._read(lambda db: batch_statements.rollout_ids(db, run_id))
+
+    async def recorded(self, rollout_ids: Sequence[str]) -> Sequence[RecordedRollout]:
+        rows = await self._read(lambda db: batch_statements.read_rollouts(db, rollout_ids))
+        found = await anyio.to_thread.run_sync(_decode_recorded, rows)
+        return [found[one] for one in rollout_ids if one in found]
+
+    async def prune(self, run_id: str, *, seconds: float | None, max_bytes: int | None) -> int:
+        now = self._clock()
+        return await self._write(
+            lambda db: run_statements.prune(db, run_id, seconds=seconds, max_bytes=max_bytes, now=now)
+        )
+
+    async def retain(self, ages: Ages) -> int:
+        now = self._clock()
+        return await self._write(lambda db: retention_statements.retain(db, ages, now))
+
+    async def wait_for_change(self, after: int) -> int:
+        return await self._changes.wait_above(after)
+
+    @property
+    def deliveries(self) -> int:
+        return self._deliveries.value
+
+    async def wait_for_delivery(self, after: int) -> int:
+        return await self._deliveries.wait_above(after)
+
+    def rollout_ended(self) -> None:
+        """Tell those who wait for changes that a rollout has ended."""
+        self._changes.rise(self._changes.value + 1)
+
+    def _changed(self) -> None:
+        self._changes.rise(self._changes.value + 1)
+        self._deliveries.rise(self._deliveries.value + 1)
+
+    async def _write(self, job: Callable[[sqlite3.Connection], T]) -> T:
+        return await self._thread.run(job, writes=True)
+
+    async def _read(self, job: Callable[[sqlite3.Connection], T]) -> T:
+        return await self._thread.run(job, writes=False)
+
+
+def total_tasks(source: TaskSource, tasks: int) -> int | None:
+    """Tasks over all epochs; None while there is no end to them."""
+    if isinstance(source, InlineTasks) and source.open:
+        return None
+    return None if source.epochs is None else source.epochs * tasks
+
+
+def _decode_group(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> Group:
+    """As a trainer gets it: without the tokens that are too old for it."""
+    kept = _not_stale(row)
+    rollouts = (
+        _whole(member) if member["rollout_id"] in kept else codec.decode_rollout(member) for member in members
+    )
+    return run_codec.decode_group(row, {rollout.rollout_id: rollout for rollout in rollouts})
+
+
+def _not_stale(row: sqlite3.Row) -> set[str]:
+    samples = run_codec.decode_samples(row["samples"])
+    return {sample.rollout_id for sample in samples if sample.masked_because != STALE}
+
+
+def _decode_exported(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> list[ExportedSample]:
+    if not members:
+        return []  # all were gone when the group was given up
+    by_id = {member["rollout_id"]: member for member in members}
+    group = run_codec.decode_group(row, {name: _whole(member) for name, member in by_id.items()})
+    return run_codec.decode_exported(row, group, by_id)
+
+
+def _decode_recorded(rows: Sequence[sqlite3.Row]) -> dict[str, RecordedRollout]:
+    return {
+        row["rollout_id"]: without_tokens(RolloutRequest.model_validate_json(row["request"]), _whole(row))
+        for row in rows
+    }
+
+
+def _whole(row: sqlite3.Row) -> Rollout:
+    """A rollout with its trajectory, while there is one."""
+    rollout = codec.decode_rollout(row)
+    if row["trajectory"] is None:
+        return rollout
+    with codec.reading(rollout.rollout_id):
+        return rollout.model_copy(update={"trajectory": trajectory_codec.decode(row["trajectory"])})
+
+
+def _make_head(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> GroupHead:
+    rollouts: dict[str, Rollout] = {}
+    columns: dict[str, list[Columns]] = {}
+    kept = _not_stale(row)
+    for member in members:
+        rollout = codec.decode_rollout(member)
+        columns[rollout.rollout_id] = []
+        if member["trajectory"] is not None and rollout.rollout_id in kept:
+            with codec.reading(rollout.rollout_id):
+                trajectory, columns[rollout.rollout_id] = trajectory_codec.split(member["trajectory"])
+            rollout = rollout.model_copy(update={"trajectory": trajectory})
+        rollouts[rollout.rollout_id] = rollout
+    group = run_codec.decode_group(row, rollouts)
+    return head_codec.made(row, group, [columns[sample.rollout.rollout_id] for sample in group.samples])
+
+
+def _encode_head(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> Mapping[str, Any] | None:
+    """Return None for a group that has none, as one with token ids beyond 32 bits, which comes as JSON alone."""
+    try:
+        return head_codec.encode(_make_head(row, members))
+    except Exception:  # noqa: BLE001 - it does not keep the group from closing, and is raised when it is leased as arrays
+        return None
+
+
+def _locate_columns(packed: Sequence[bytes]) -> list[Columns]:
+    return [segment for data in packed for segment in trajectory_codec.columns_of(data)]

@@ -1,0 +1,141 @@
+"""The schema of the SQLite store, and its versions.
+
+The database holds the invariants itself, so that no code path can break them: a trigger refuses every change
+of a terminal rollout, and triggers write the events and the counts in the transaction of the change they tell
+of. What is large lives apart from `rollouts`, whose rows are rewritten several times in a rollout's life.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+from rollout_service.errors import StoreError
+from rollout_service.store.sqlite.schema_runs import VERSION_2, VERSION_4
+
+APPLICATION_ID = 0x526F6C6C
+"""Marks a file as ours: "Roll" in ASCII."""
+
+_VERSION_1 = """
+CREATE TABLE rollouts (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    rollout_id TEXT NOT NULL UNIQUE,
+    fingerprint BLOB NOT NULL,
+    state TEXT NOT NULL,
+    attempt INTEGER NOT NULL DEFAULT 0,
+    token INTEGER NOT NULL DEFAULT 0,
+    owner TEXT,
+    lease_until REAL NOT NULL DEFAULT 0,
+    not_before REAL NOT NULL DEFAULT 0,
+    cancel INTEGER NOT NULL DEFAULT 0,
+    reward REAL,
+    stop_reason TEXT,
+    code TEXT,
+    retries TEXT NOT NULL DEFAULT '[]',
+    spans TEXT NOT NULL DEFAULT '[]',
+    created_at REAL NOT NULL,
+    queued_at REAL NOT NULL,
+    changed_at REAL NOT NULL
+) STRICT;
+CREATE INDEX ready ON rollouts (seq) WHERE state = 'queued' AND owner IS NULL;
+CREATE INDEX leased ON rollouts (lease_until) WHERE owner IS NOT NULL;
+CREATE INDEX by_state ON rollouts (state, seq);
+
+CREATE TABLE requests (seq INTEGER PRIMARY KEY, request TEXT NOT NULL) STRICT;
+CREATE TABLE results (seq INTEGER PRIMARY KEY, result TEXT NOT NULL, trajectory BLOB) STRICT;
+
+CREATE TABLE tombstones (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    rollout_id TEXT NOT NULL UNIQUE
+) STRICT;
+CREATE TRIGGER tombstones_capped AFTER INSERT ON tombstones BEGIN
+    DELETE FROM tombstones WHERE number <= NEW.number - 100000;
+END;
+
+CREATE TABLE events (
+    event_id INTEGER PRIMARY KEY AUTOINCREMENT,
+    time REAL NOT NULL,
+    kind TEXT NOT NULL,
+    subject TEXT NOT NULL,
+    data TEXT NOT NULL
+) STRICT;
+CREATE TRIGGER events_capped AFTER INSERT ON events WHEN NEW.event_id % 1000 = 0 BEGIN
+    DELETE FROM events WHERE event_id <= NEW.event_id - 100000;
+END;
+
+CREATE TABLE counts (state TEXT PRIMARY KEY, count INTEGER NOT NULL) STRICT, WITHOUT ROWID;
+INSERT INTO counts VALUES
+    ('queued', 0), ('init', 0), ('rollout', 0), ('evaluate', 0),
+    ('completed', 0), ('failed', 0), ('cancelled', 0);
+
+CREATE TRIGGER terminal_is_final BEFORE UPDATE ON rollouts
+WHEN OLD.state IN ('completed', 'failed', 'cancelled') BEGIN
+    SELECT RAISE(ABORT, 'a terminal rollout never changes');
+END;
+CREATE TRIGGER submitted AFTER INSERT ON rollouts BEGIN
+    UPDATE counts SET count = count + 1 WHERE state = NEW.state;
+    INSERT INTO events (time, kind, subject, data) VALUES (
+        NEW.changed_at, 'rollout.state', NEW.rollout_id,
+        json_patch('{}', json_object(
+            'state', NEW.state, 'attempt', NEW.attempt, 'stop_reason', NEW.stop_reason
+        ))
+    );
+END;
+CREATE TRIGGER moved AFTER UPDATE OF state ON rollouts WHEN NEW.state IS NOT OLD.state BEGIN
+    UPDATE counts SET count = count - 1 WHERE state = OLD.state;
+    UPDATE counts SET count = count + 1 WHERE state = NEW.state;
+    INSERT INTO events (time, kind, subject, data) VALUES (
+        NEW.changed_at, 'rollout.state', NEW.rollout_id,
+        json_patch('{}', json_object(
+            'state', NEW.state, 'attempt', NEW.attempt,
+            'reward', NEW.reward, 'stop_reason', NEW.stop_reason, 'code', NEW.code
+        ))
+    );
+END;
+CREATE TRIGGER cancel_requested AFTER UPDATE OF cancel ON rollouts
+WHEN NEW.cancel AND NOT OLD.cancel AND NEW.owner IS NOT NULL BEGIN
+    INSERT INTO events (time, kind, subject, data) VALUES (
+        NEW.changed_at, 'rollout.cancel_requested', NEW.rollout_id,
+        json_object('state', NEW.state, 'attempt', NEW.attempt)
+    );
+END;
+"""
+
+_VERSION_3 = """
+UPDATE rollouts SET attempt = attempt - 1 WHERE owner IS NOT NULL AND state = 'queued';
+ALTER TABLE rollouts ADD COLUMN pool TEXT NOT NULL DEFAULT 'policy';
+UPDATE rollouts SET pool = (SELECT json_extract(request, '$.pool') FROM requests WHERE requests.seq = rollouts.seq)
+WHERE state NOT IN ('completed', 'failed', 'cancelled');
+DROP INDEX ready;
+CREATE INDEX ready ON rollouts (seq, pool, not_before) WHERE state = 'queued' AND owner IS NULL;
+"""
+"""An attempt counts when it enters its first stage; before, a lease counted as one. Claims go by the pool."""
+
+MIGRATIONS = (_VERSION_1, VERSION_2, _VERSION_3, VERSION_4)
+"""Script n (from 1) turns version n - 1 into version n."""
+
+
+def migrate(connection: sqlite3.Connection) -> None:
+    """Bring a database to this version, each step in one transaction.
+
+    Raises:
+        StoreError: the file belongs to another program or to a newer version of this one.
+        sqlite3.Error: it cannot be read or written.
+    """
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    if application != APPLICATION_ID and tables:
+        raise StoreError(
+            "the store's file is a database of another program",
+            hint="Point the service at another state directory, or move that file away.",
+        )
+    if version > len(MIGRATIONS):
+        raise StoreError(
+            f"the store's file has schema version {version}, and this release knows up to {len(MIGRATIONS)}",
+            hint="Run the newer release that wrote it, or start with another state directory.",
+        )
+    for number, script in enumerate(MIGRATIONS[version:], start=version + 1):
+        connection.executescript(
+            f"BEGIN IMMEDIATE; {script}"
+            f"PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {number}; COMMIT;"
+        )

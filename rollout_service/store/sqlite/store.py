@@ -1,0 +1,284 @@
+"""The store in one SQLite file on a local disk: the default, for one node.
+
+Beyond the contract: a file belongs to one process at a time; writes that are asked for at the same time share
+a flush to the disk; trajectories are compressed; the newest 100,000 events and tombstones are kept.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import anyio
+import anyio.to_thread
+from pydantic import JsonValue
+from pydantic_core import to_json
+
+from api_schemas.errors import ErrorInfo, FieldError
+from api_schemas.events import Event
+from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState, Span
+from api_schemas.trajectories import Trajectory
+from rollout_service.errors import InvalidFieldError, StoreError
+from rollout_service.store.codec import rollouts as codec
+from rollout_service.store.codec import trajectories as trajectory_codec
+from rollout_service.store.contract import Lease, Store
+from rollout_service.store.signals import Flag, Level, Watches
+from rollout_service.store.sqlite import rollout_statements as statements
+from rollout_service.store.sqlite.runs import SqliteRuns
+from rollout_service.store.sqlite.thread import DatabaseThread
+
+T = TypeVar("T")
+
+_STAGES = (RolloutState.QUEUED, RolloutState.INIT, RolloutState.ROLLOUT, RolloutState.EVALUATE)
+_INLINE_TOKENS = 2_048
+"""A trajectory up to this size is encoded on the event loop (about 1 ms); a larger one in a thread."""
+_INLINE_BYTES = 16_384
+"""The same for decoding, in compressed bytes."""
+
+
+class SqliteStore(Store):
+    """`async with await SqliteStore.open(path) as store:`; the path `:memory:` makes one for tests."""
+
+    def __init__(self, path: Path | str, *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._work = Flag(up=True)
+        self._cancels = Flag(up=True)
+        self._newest_event = Level()
+        self._results = Watches()
+        self._due = math.inf
+        self._thread = DatabaseThread(path, self._newest_event.rise)
+        self._runs = SqliteRuns(self._thread, clock, self._work.put_up)
+
+    @classmethod
+    async def open(cls, path: Path | str, *, clock: Callable[[], float] = time.time) -> Self:
+        """Open or create the store in a file; `clock` tells Unix seconds.
+
+        Raises:
+            StoreError: another process uses the file, it is damaged, it was written by a newer release, or it
+                cannot be created.
+        """
+        store = cls(path, clock=clock)
+        await store._thread.start()
+        store._newest_event.rise(await store.last_event())
+        return store
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def problem(self) -> StoreError | None:
+        return self._thread.problem
+
+    async def failed(self) -> None:
+        """Wait until the store fails for good, which only a defect can bring about; then raises StoreError."""
+        await self._thread.failed()
+
+    @property
+    def errors(self) -> int:
+        return self._thread.errors
+
+    def size_bytes(self) -> int:
+        return self._thread.size_bytes()
+
+    @property
+    def runs(self) -> SqliteRuns:
+        return self._runs
+
+    async def submit(self, request: RolloutRequest) -> tuple[Rollout, bool]:
+        if request.rollout_id is None:
+            raise ValueError("a request needs its rollout_id before it is submitted")
+        values = {
+            "id": request.rollout_id,
+            "fingerprint": codec.fingerprint(request),
+            "pool": request.pool,
+            "request": request.model_dump_json(),
+            "now": self._clock(),
+        }
+        rollout, new = await self._write(lambda db: statements.submit(db, values))
+        if new:
+            self._work.put_up()
+        return rollout, new
+
+    async def claim(
+        self, owner: str, *, limit: int, lease_seconds: float, pools: Collection[str] | None = None
+    ) -> list[Lease]:
+        self._work.put_down()
+        now = self._clock()
+        values = {"owner": owner, "limit": limit, "now": now, "until": now + lease_seconds}
+        values["pools"] = None if pools is None else to_json(sorted(pools)).decode()
+        leases, cancelled, due = await self._write(lambda db: statements.claim(db, values))
+        self._due = due
+        self._announce(cancelled)
+        if len(leases) == limit:
+            self._work.put_up()  # there may be more
+        return leases
+
+    async def renew(self, owner: str, rollout_ids: Sequence[str], *, lease_seconds: float) -> None:
+        ids = to_json(rollout_ids).decode()
+        values = {"owner": owner, "ids": ids, "until": self._clock() + lease_seconds}
+        await self._write(lambda db: db.execute(statements.RENEW, values).rowcount)
+
+    async def recover(self, owner: str) -> int:
+        return await self._queue_again(
+            statements.RECOVER, owner, None
+        )  # the file is ours alone: others are dead
+
+    async def release(self, owner: str, rollout_ids: Sequence[str] | None = None) -> int:
+        return await self._queue_again(statements.RELEASE, owner, rollout_ids)
+
+    async def _queue_again(self, statement: str, owner: str, rollout_ids: Sequence[str] | None) -> int:
+        ids = None if rollout_ids is None else to_json(rollout_ids).decode()
+        values = {"owner": owner, "ids": ids, "now": self._clock()}
+        rows = await self._write(lambda db: db.execute(statement, values).fetchall())
+        self._announce(row["rollout_id"] for row in rows if row["state"] == RolloutState.CANCELLED)
+        self._work.put_up()
+        return len(rows)
+
+    async def advance(self, lease: Lease, owner: str, state: RolloutState) -> bool:
+        if state not in _STAGES[1:]:
+            raise ValueError(f"a leased rollout cannot advance to {state}")
+        before = _STAGES[: _STAGES.index(state) + 1]
+        values = self._held(lease, owner) | {"state": state, "before": to_json(before).decode()}
+        return await self._write(lambda db: statements.advance(db, values))
+
+    async def retry(
+        self,
+        lease: Lease,
+        owner: str,
+        error: ErrorInfo,
+        *,
+        spans: Sequence[Span] = (),
+        delay_seconds: float = 0.0,
+    ) -> bool:
+        values = self._held(lease, owner) | {"error": error.model_dump_json(), "code": error.code}
+        values["spans"] = codec.encode_spans(spans)
+        values["not_before"] = values["now"] + delay_seconds
+        rows = await self._write(lambda db: db.execute(statements.RETRY, values).fetchall())
+        self._announce(row["rollout_id"] for row in rows if row["state"] == RolloutState.CANCELLED)
+        self._work.put_up()
+        return bool(rows)
+
+    async def finish(self, lease: Lease, owner: str, result: Rollout) -> bool:
+        if not result.state.terminal or result.rollout_id != lease.rollout_id:
+            raise ValueError(
+                f"{result.rollout_id} in state {result.state} is not a result of {lease.rollout_id}"
+            )
+        values = self._held(lease, owner) | {
+            "state": result.state,
+            "reward": result.reward,
+            "stop_reason": result.stop_reason,
+            "code": result.error.code if result.error else None,
+            "result": codec.encode_result(result),
+            "trajectory": await _encoded(result.trajectory),
+        }
+        values |= codec.version_range(result.trajectory)
+        done = await self._write(lambda db: statements.finish(db, values))
+        if done:
+            self._announce([lease.rollout_id])
+        return done
+
+    async def cancel(self, rollout_id: str) -> RolloutState | None:
+        values = {"id": rollout_id, "now": self._clock()}
+        state, ended = await self._write(lambda db: statements.cancel(db, values))
+        if ended:
+            self._announce([rollout_id])
+        self._cancels.put_up()
+        return state
+
+    async def cancel_requested(self, owner: str) -> list[str]:
+        self._cancels.put_down()
+        rows = await self._read(lambda db: db.execute(statements.CANCEL_REQUESTED, (owner,)).fetchall())
+        return [row["rollout_id"] for row in rows]
+
+    async def get(self, rollout_id: str) -> Rollout | None:
+        return await self._read(lambda db: statements.get(db, rollout_id))
+
+    async def trajectory(self, rollout_id: str) -> Trajectory | None:
+        row = await self._read(lambda db: db.execute(statements.TRAJECTORY, (rollout_id,)).fetchone())
+        if row is None or row["trajectory"] is None:
+            return None
+        data: bytes = row["trajectory"]
+        with codec.reading(rollout_id):
+            if len(data) <= _INLINE_BYTES:
+                return trajectory_codec.decode(data)
+            return await anyio.to_thread.run_sync(trajectory_codec.decode, data)
+
+    async def counts(self) -> dict[RolloutState, int]:
+        return await self._read(statements.counts)
+
+    async def record(self, kind: str, subject: str, data: dict[str, JsonValue]) -> Event:
+        now = self._clock()
+        values = {"now": now, "kind": kind, "subject": subject, "data": to_json(data).decode()}
+        event_id = await self._write(lambda db: db.execute(statements.RECORD, values).lastrowid)
+        return Event(event_id=event_id or 0, time=codec.when(now), kind=kind, subject=subject, data=data)
+
+    async def events(self, *, after: int, limit: int = 1_000) -> list[Event]:
+        return await self._read(
+            lambda db: [codec.decode_event(row) for row in db.execute(statements.EVENTS, (after, limit))]
+        )
+
+    async def last_event(self) -> int:
+        return await self._read(statements.newest_event)
+
+    async def wait_for_work(self) -> None:
+        with anyio.move_on_after(max(0.0, self._due - self._clock())):
+            await self._work.wait()
+
+    async def wait_for_cancels(self) -> None:
+        await self._cancels.wait()
+
+    async def wait_for_events(self, *, after: int) -> int:
+        return await self._newest_event.wait_above(after)
+
+    async def wait_for_result(self, rollout_id: str) -> Rollout | None:
+        watch = self._results.on(rollout_id)  # before the look, so that nothing falls between
+        rollout = await self.get(rollout_id)
+        if rollout is None or rollout.state.terminal:
+            return rollout
+        await watch.wait()
+        return await self.get(rollout_id)
+
+    async def close(self) -> None:
+        await self._thread.close()
+
+    async def _write(self, job: Callable[[sqlite3.Connection], T]) -> T:
+        return await self._thread.run(job, writes=True)
+
+    async def _read(self, job: Callable[[sqlite3.Connection], T]) -> T:
+        return await self._thread.run(job, writes=False)
+
+    def _held(self, lease: Lease, owner: str) -> dict[str, Any]:
+        """What the statements need that act on a lease, if it is held."""
+        return {"id": lease.rollout_id, "owner": owner, "token": lease.token, "now": self._clock()}
+
+    def _announce(self, ended: Iterable[str]) -> None:
+        for rollout_id in ended:
+            self._results.happened(rollout_id)
+            self._runs.rollout_ended()
+
+    async def list(
+        self, *, state: RolloutState | None = None, cursor: str | None = None, limit: int = 100
+    ) -> RolloutPage:
+        if cursor is not None and not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):
+            problem = FieldError(path="query.cursor", message=f"{cursor!r} is not a cursor")
+            raise InvalidFieldError([problem], hint="Pass `next_cursor` of the page before, or leave it out.")
+        values = {"state": state, "after": int(cursor or 0), "limit": limit}
+        return await self._read(lambda db: statements.page(db, values))
+
+
+async def _encoded(trajectory: Trajectory | None) -> bytes | None:
+    if trajectory is None:
+        return None
+    if codec.trajectory_tokens(trajectory) <= _INLINE_TOKENS:
+        return trajectory_codec.encode(trajectory)
+    return await anyio.to_thread.run_sync(trajectory_codec.encode, trajectory)

@@ -1,0 +1,243 @@
+"""One thread that owns the database, and commits in groups.
+
+Guarantees: jobs run one at a time, in the order in which they were asked for; the writing jobs that are
+waiting at the time share one transaction, and so one flush to the disk; a job that fails undoes what it did
+and nothing else; a result is handed out after its transaction is on the disk; the event loop never waits for
+the disk; if the thread itself fails, every caller is told, and `failed` too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+import anyio
+import structlog
+
+from rollout_service.errors import StoreError
+from rollout_service.store.sqlite.connection import Database, explain_job
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+PROBLEM_SECONDS = 3.0
+"""How long a failure is shown at least."""
+MAX_BATCH = 256
+"""Jobs in one transaction, so that the first of them does not wait for too many others."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    run: Callable[[sqlite3.Connection], Any]
+    future: asyncio.Future[Any]
+    writes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    job: _Job
+    value: Any = None
+    error: BaseException | None = None
+
+    def deliver(self) -> None:
+        """Hand it to the caller, unless the caller is gone."""
+        if self.job.future.done():
+            return
+        if self.error is not None:
+            self.job.future.set_exception(self.error)
+        else:
+            self.job.future.set_result(self.value)
+
+
+class DatabaseThread:
+    """Runs jobs on a store's file; made by `start`, ended by `close`."""
+
+    def __init__(self, path: Path | str, on_commit: Callable[[int], None]) -> None:
+        """`on_commit` is called on the event loop after each commit, with the id of the newest event."""
+        self._path = path
+        self._on_commit = on_commit
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._opened: asyncio.Future[None] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._work, name="store", daemon=True)
+        self._closed = False
+        self._failure: StoreError | None = None
+        self._failed_at = 0.0
+        self._recovered = True
+        self._is_reported = False
+        """Whether the log has said that writing fails, and not yet that it works again."""
+        self.errors = 0
+        """Jobs that the database failed."""
+        self._died = anyio.Event()
+
+    async def start(self) -> None:
+        """Open the file; raises StoreError when that fails."""
+        self._thread.start()
+        with anyio.CancelScope(shield=True):
+            await self._opened
+
+    @property
+    def problem(self) -> StoreError | None:
+        """Why writes fail. On a full disk small ones go through, so a success alone does not end it."""
+        failing = not self._recovered or time.monotonic() - self._failed_at < PROBLEM_SECONDS
+        return self._failure if failing else None
+
+    def size_bytes(self) -> int:
+        """Return the size of the database with its write-ahead log; 0 in memory."""
+        total = 0
+        for suffix in ("", "-wal", "-shm"):
+            with suppress(OSError):
+                total += Path(f"{self._path}{suffix}").stat().st_size
+        return total
+
+    async def failed(self) -> None:
+        """Wait until the thread fails, which it never should; then raises StoreError."""
+        await self._died.wait()
+        raise self._failure or StoreError("the store failed")
+
+    async def run(self, job: Callable[[sqlite3.Connection], T], *, writes: bool) -> T:
+        """Return the result of a job once it is durable; cancelling the caller does not stop a job.
+
+        Raises:
+            StoreError: the database failed, or it is closed.
+            DefectError: the job's own statement is wrong.
+            Exception: whatever the job raised.
+        """
+        if self._died.is_set():
+            raise self._failure or StoreError("the store failed")
+        if self._closed:
+            raise StoreError(
+                "the store is closed", hint="The service is shutting down; ask again after its restart."
+            )
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._jobs.put(_Job(job, future, writes))
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait([future])
+        return future.result()
+
+    async def close(self) -> None:
+        """Run the jobs that were asked for, close the file and end the thread; idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._jobs.put(None)
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._thread.join)
+
+    def _work(self) -> None:
+        try:
+            database = Database(self._path)
+        except StoreError as error:
+            self._call(self._opened.set_exception, error)
+            return
+        self._call(self._opened.set_result, None)
+        batch: list[_Job] = []
+        try:
+            while batch := self._next_batch():
+                self._run_batch(database.connection, batch)
+        except BaseException as error:  # noqa: BLE001 - nobody sees a thread end
+            self._call(self._die, error, batch)
+        finally:
+            database.close()
+
+    def _next_batch(self) -> list[_Job]:
+        """The jobs that are waiting, at least one; empty when the thread is to end."""
+        batch: list[_Job] = []
+        job = self._jobs.get()
+        while job is not None:
+            batch.append(job)
+            if len(batch) == MAX_BATCH:
+                return batch
+            try:
+                job = self._jobs.get_nowait()
+            except Empty:
+                return batch
+        if batch:
+            self._jobs.put(None)  # the end comes after this batch
+        return batch
+
+    def _run_batch(self, connection: sqlite3.Connection, batch: list[_Job]) -> None:
+        writes = any(job.writes for job in batch)
+        try:
+            if writes:
+                connection.execute("BEGIN IMMEDIATE")
+            outcomes = [_attempt(connection, job) for job in batch]
+            newest = _newest_event(connection) if writes else 0
+            if writes:
+                connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            outcomes = [_Outcome(job, error=explain_job(error)) for job in batch]
+            writes = False
+        self._call(self._deliver, outcomes, newest if writes else None)
+
+    def _die(self, error: BaseException, batch: list[_Job]) -> None:
+        """Tell everyone who waits; what the batch did is undone with the connection's end."""
+        self._failure = StoreError(
+            f"the store's thread failed: {type(error).__name__}: {error}", hint="Restart the service."
+        )
+        self._recovered = False
+        self._died.set()
+        while not self._jobs.empty():
+            batch += [job for job in [self._jobs.get_nowait()] if job is not None]
+        for job in batch:
+            _Outcome(job, error=self._failure).deliver()
+
+    def _deliver(self, outcomes: list[_Outcome], newest: int | None) -> None:
+        failed = [outcome.error for outcome in outcomes if isinstance(outcome.error, StoreError)]
+        if failed:
+            self._failure, self._failed_at = failed[0], time.monotonic()
+        self.errors += len(failed)
+        self._recovered = not failed and (self._recovered or newest is not None)
+        self._report()
+        for outcome in outcomes:
+            outcome.deliver()
+        if newest is not None:
+            self._on_commit(newest)
+
+    def _report(self) -> None:
+        """Log that writing fails, and that it works again, once each."""
+        problem = self.problem
+        if problem is not None and not self._is_reported:
+            log.error("the store fails", path=str(self._path), error=str(problem), hint=problem.hint)
+        elif problem is None and self._is_reported:
+            log.info("the store works again", path=str(self._path))
+        self._is_reported = problem is not None
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function on the event loop, if that still runs: else nobody waits for an answer."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def _attempt(connection: sqlite3.Connection, job: _Job) -> _Outcome:
+    """Run one job; its failure is its own, unless it ended the whole transaction (then sqlite3.Error)."""
+    if job.writes:
+        connection.execute("SAVEPOINT job")
+    try:
+        outcome = _Outcome(job, value=job.run(connection))
+    except sqlite3.Error as error:
+        if job.writes and not connection.in_transaction:
+            raise
+        outcome = _Outcome(job, error=explain_job(error))
+    except Exception as error:  # noqa: BLE001 - it is the caller's, who gets it
+        outcome = _Outcome(job, error=error)
+    if job.writes:
+        if outcome.error is not None:
+            connection.execute("ROLLBACK TO job")
+        connection.execute("RELEASE job")
+    return outcome
+
+
+def _newest_event(connection: sqlite3.Connection) -> int:
+    row = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'events'").fetchone()
+    return row[0] if row else 0

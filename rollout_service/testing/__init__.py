@@ -1,0 +1,20 @@
+"""Stand-ins for engines and models, for tests and benchmarks: a scripted engine, a random checkpoint."""
+
+from rollout_service.testing.checkpoint import Shape, write_random_checkpoint
+from rollout_service.testing.hardware import Hardware
+from rollout_service.testing.script import Counting, Replies, Reply, Script
+from rollout_service.testing.sglang_engine import Fault, ScriptedEngine
+from rollout_service.testing.vllm_engine import ScriptedVllm
+
+__all__ = [
+    "Counting",
+    "Fault",
+    "Hardware",
+    "Replies",
+    "Reply",
+    "Script",
+    "ScriptedEngine",
+    "ScriptedVllm",
+    "Shape",
+    "write_random_checkpoint",
+]

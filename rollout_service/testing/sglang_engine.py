@@ -1,0 +1,428 @@
+"""An engine that answers from a script over SGLang's HTTP protocol: for tests, benchmarks and the injection of faults.
+
+It costs little per request, takes a given time per turn however many there are, and keeps the protocol's promises:
+an abort hands back the tokens whose time has passed, a pause stops the clock, a weight update in between shows
+in the versions. With a `hardware` it has a prefix cache and takes time per token, as an engine does; without, its
+`cached_tokens` are 0 because it caches nothing. Its logprobs are made up.
+"""
+
+import asyncio
+import base64
+import time
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+import numpy as np
+import orjson
+from aiohttp import web
+
+from rollout_service.testing.figures import SAMPLED_LOGPROB, Asked, experts, likeliest, prompt_logprob
+from rollout_service.testing.hardware import Accelerator, Hardware
+from rollout_service.testing.script import Reply, Script
+from rollout_service.testing.turn import Turn
+
+_BASE_ID_LENGTH = 32  # the part of a request id that its attempts share
+_DEFAULT_BUDGET = 128
+_SHUTDOWN_SECONDS = 0.01  # 0 would wait for ever
+
+
+class Fault(StrEnum):
+    """What may go wrong with one request."""
+
+    DROP = "drop"
+    """The connection is closed without an answer."""
+    HANG = "hang"
+    """No answer comes."""
+    GARBAGE = "garbage"
+    """The answer is not JSON."""
+    ERROR = "error"
+    """The answer is a 500."""
+    NO_LOGPROBS = "no_logprobs"
+    SHORT_LOGPROBS = "short_logprobs"
+    """One logprob is missing."""
+    BAD_ID = "bad_id"
+    """A sampled id is outside the vocabulary."""
+    BAD_LOGPROB = "bad_logprob"
+    """A logprob is null, as servers write one that is not a number."""
+    NO_EXPORTS = "no_exports"
+    """What was asked for beside ids and logprobs is left out."""
+    SHORT_EXPORTS = "short_exports"
+    """One entry of it is missing."""
+    QUEUE_ABORT = "queue_abort"
+    """The answer is an abort without tokens, logprobs and counts, as SGLang's for a request in its queue."""
+    DIE = "die"
+    """The engine closes every connection and listens no more."""
+
+
+class ScriptedEngine:
+    """Use as an async context manager; `url` is where it listens.
+
+    Args:
+        script: what it answers.
+        latency: seconds per turn, without a `hardware`.
+        hardware: what the turns take and what is cached.
+        vocab_size: as reported; ids from here on do not exist.
+        routing: layers and experts per token, if it is to route as a mixture of experts does.
+        context_length: longer requests are a 400.
+        model_path: as reported, also for the tokenizer.
+        faults: one per request, in order; None is a good answer, as is everything after the last.
+        host: address to listen at.
+        port: port to listen at; 0 takes a free one.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        latency: float = 0.0,
+        hardware: Hardware | None = None,
+        vocab_size: int = 512,
+        routing: tuple[int, int] | None = None,
+        context_length: int = 131_072,
+        model_path: Path | str = "scripted",
+        faults: Iterable[Fault | None] = (),
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        self.latency = latency
+        self.healthy = True
+        """What `/health` says."""
+        self.version = "default"
+        self.paused = False
+        self.requests = 0
+        """Requests to `/generate` so far."""
+        self.aborts: list[str] = []
+        """Ids of `/abort_request` so far; "*" for all."""
+        self.died = anyio.Event()
+        self.accelerator = Accelerator(hardware) if hardware else None
+        self._script = script
+        self._vocab_size = vocab_size
+        self._routing = routing
+        self._context_length = context_length
+        self._model_path = str(model_path)
+        self._faults: deque[Fault | None] = deque(faults)
+        self._address = (host, port)
+        self._turns: dict[str, Turn] = {}
+        self._handed_back: dict[str, int] = {}
+        self._resumed = asyncio.Event()
+        self._runner: web.ServerRunner | None = None
+        self._transports: set[asyncio.BaseTransport] = set()
+        self._generate_path = "/generate"
+        self._routes: dict[str, Callable[[dict[str, Any]], Awaitable[web.Response]]] = {
+            "/abort_request": self._abort,
+            "/pause_generation": self._pause,
+            "/continue_generation": self._continue,
+            "/update_weights_from_disk": self._update,
+            "/update_weight_version": self._set_version,
+            "/inject_fault": self._inject,
+            "/flush_cache": self._flush,
+            "/health": self._health,
+            "/ready": self._ready,
+            "/model_info": self._model_info,
+            "/v1/models": self._models,
+            "/v1/loads": self._loads,
+        }
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        host, port = self._address
+        return f"http://{host}:{port}"
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that are being answered."""
+        return len(self._turns)
+
+    def inject(self, fault: Fault, count: int = 1) -> None:
+        """Let the next `count` requests go wrong."""
+        self._faults.extend([fault] * count)
+
+    async def __aenter__(self) -> Self:
+        self._runner = web.ServerRunner(self._server(), shutdown_timeout=_SHUTDOWN_SECONDS)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, *self._address, backlog=2048)
+        await site.start()
+        self._address = self._runner.addresses[0][:2]
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with anyio.CancelScope(shield=True):
+            await self.die()
+
+    async def die(self) -> None:
+        """Close every connection and listen no more."""
+        runner, self._runner = self._runner, None
+        self.died.set()
+        if runner is not None:
+            for transport in self._transports:
+                if isinstance(transport, asyncio.WriteTransport):
+                    transport.abort()
+            await runner.cleanup()
+
+    def _server(self) -> web.Server:
+        return web.Server(self._handle, handler_cancellation=True)
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        raw = await request.read()
+        body = (orjson.loads(raw) if raw else {}) | dict(request.query)
+        if request.path == self._generate_path:
+            return await self._generate(body, request)
+        route = self._routes.get(request.path)
+        return await route(body) if route else json_answer({"error": {"message": "no such route"}}, 404)
+
+    # ---- generation
+
+    async def _generate(self, body: dict[str, Any], request: web.BaseRequest) -> web.StreamResponse:
+        self.requests += 1
+        asked = self._read(body)
+        if len(asked.ids) + asked.budget > self._context_length:
+            return refusal(f"exceeds the model's context length of {self._context_length} tokens")
+        fault = self._faults.popleft() if self._faults else None
+        if fault in _BREAKING:
+            return await self._break(fault, request)
+        turn = self._make_turn(asked)
+        self._turns[turn.rid] = turn
+        transport = request.transport
+        if transport is not None:
+            self._transports.add(transport)
+        try:
+            await self._run(turn)
+        finally:
+            del self._turns[turn.rid]
+            turn.ended.set()
+            if transport is not None:
+                self._transports.discard(transport)
+        return self._answer(turn, fault)
+
+    def _read(self, body: dict[str, Any]) -> Asked:
+        ids, start = body["input_ids"], body.get("logprob_start_len", -1)
+        return Asked(
+            rid=body.get("rid") or uuid.uuid4().hex,
+            ids=ids,
+            budget=body.get("sampling_params", {}).get("max_new_tokens", _DEFAULT_BUDGET),
+            top_logprobs=body.get("top_logprobs_num", 0),
+            prompt_logprobs_from=start if 0 <= start < len(ids) else None,
+            routed_experts_from=body.get("routed_experts_start_len", 0)
+            if body.get("return_routed_experts")
+            else None,
+        )
+
+    def _make_turn(self, asked: Asked) -> Turn:
+        # A request that goes on after an abort has its own tokens at the end of its prompt.
+        given = self._handed_back.pop(asked.rid[:_BASE_ID_LENGTH], 0)
+        whole = self._script.reply(asked.ids[: len(asked.ids) - given], asked.budget + given)
+        left = whole.ids[given : given + asked.budget]
+        return Turn(asked, Reply(left, whole.stops and given + len(left) == len(whole.ids)))
+
+    async def _run(self, turn: Turn) -> None:
+        ids = turn.asked.ids
+        if self.accelerator is None:
+            turn.seconds = self.latency
+            await self._sample(turn)
+            return
+        async with AsyncExitStack() as stack:
+            with turn.before_sampling:
+                admission = await stack.enter_async_context(self.accelerator.admit(ids))
+            if turn.before_sampling.cancelled_caught:
+                return
+            turn.cached_tokens = admission.cached_tokens
+            turn.seconds = admission.seconds_per_token * len(turn.reply.ids)
+            await self._sample(turn)
+            self.accelerator.keep(admission, [*ids, *turn.reply.ids[: turn.done][:-1]])
+
+    async def _sample(self, turn: Turn) -> None:
+        """Let the turn's time pass."""
+        while not turn.aborted and (self._holds(turn) or turn.elapsed < turn.seconds):
+            if self._holds(turn):
+                await self._wait_for_resume(turn)
+                continue
+            turn.interrupted.clear()  # of a pause that is over
+            started = time.perf_counter()
+            with anyio.move_on_after(turn.seconds - turn.elapsed):
+                await turn.interrupted.wait()
+            turn.elapsed += time.perf_counter() - started
+            turn.done = int(min(1.0, turn.elapsed / turn.seconds) * len(turn.reply.ids))
+        if not turn.aborted:
+            turn.done = len(turn.reply.ids)
+
+    def _holds(self, turn: Turn) -> bool:
+        return self.paused and not turn.ignores_pause
+
+    async def _wait_for_resume(self, turn: Turn) -> None:
+        turn.interrupted.clear()
+        turn.spans.append((self.version, turn.done))
+        resumed = self._resumed
+        async with anyio.create_task_group() as tasks:
+
+            async def first(event: asyncio.Event) -> None:
+                await event.wait()
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(first, resumed)
+            tasks.start_soon(first, turn.interrupted)
+
+    def _answer(self, turn: Turn, fault: Fault | None) -> web.Response:
+        ids = self._hand_over(turn, fault)
+        logprobs: list[list[float | None]] = [
+            [value, id_, None] for value, id_ in self._logprobs(turn, fault)
+        ]
+        meta = {
+            "id": turn.rid,
+            "finish_reason": turn.finish_reason(),
+            "prompt_tokens": turn.prompt_tokens,
+            "completion_tokens": len(ids),
+            "cached_tokens": turn.cached_tokens,
+            "weight_version": self.version,
+            "output_token_logprobs": logprobs,
+        } | self._exports(turn, fault)
+        if fault is Fault.NO_LOGPROBS:
+            del meta["output_token_logprobs"]
+        if turn.spans:
+            meta["weight_versions"] = turn.version_spans(self.version)
+        return json_answer({"text": "", "output_ids": ids, "meta_info": meta})
+
+    def _hand_over(self, turn: Turn, fault: Fault | None) -> list[int]:
+        """The ids of the answer."""
+        ids = turn.sampled
+        if turn.aborted:
+            self._handed_back[turn.rid[:_BASE_ID_LENGTH]] = turn.done
+        if fault is Fault.BAD_ID:
+            ids[-1] = self._vocab_size
+        return ids
+
+    def _logprobs(self, turn: Turn, fault: Fault | None) -> list[tuple[float | None, int]]:
+        """Pairs of a logprob and the id that it is of."""
+        pairs: list[tuple[float | None, int]] = [(SAMPLED_LOGPROB, token) for token in turn.sampled]
+        if fault is Fault.BAD_LOGPROB:
+            pairs[-1] = (None, pairs[-1][1])
+        return pairs[:-1] if fault is Fault.SHORT_LOGPROBS else pairs
+
+    def _exports(self, turn: Turn, fault: Fault | None) -> dict[str, Any]:
+        if fault is Fault.NO_EXPORTS:
+            return {}
+        asked, less = turn.asked, int(fault is Fault.SHORT_EXPORTS)
+        exports: dict[str, Any] = {}
+        if asked.top_logprobs:
+            rows = [likeliest(id_, asked.top_logprobs, self._vocab_size) for id_ in turn.sampled]
+            exports["output_top_logprobs"] = [
+                [[value, id_, None] for id_, value in row] for row in rows[: len(rows) - less]
+            ]
+        if (first := asked.prompt_logprobs_from) is not None:
+            values = [None, *(prompt_logprob(position) for position in range(first + 1, len(asked.ids)))]
+            pairs = [[value, id_, None] for value, id_ in zip(values, asked.ids[first:], strict=True)]
+            exports["input_token_logprobs"] = pairs[: len(pairs) - less]
+        if (first := asked.routed_experts_from) is not None and self._routing:
+            rows_wanted = turn.prompt_tokens + turn.done - 1 - first - less
+            flat = np.array(list(experts(first, rows_wanted, self._routing)), "<i4")
+            exports["routed_experts"] = base64.b64encode(flat.tobytes()).decode()
+        return exports
+
+    async def _break(self, fault: Fault | None, request: web.BaseRequest) -> web.StreamResponse:
+        if fault is Fault.HANG:
+            await anyio.sleep_forever()
+        if fault is Fault.ERROR:
+            return json_answer({"error": {"message": "scripted failure"}}, 500)
+        if fault is Fault.GARBAGE:
+            return web.Response(body=b'{"text": "cut off', content_type="application/json")
+        if fault is Fault.QUEUE_ABORT:
+            reason = {"type": "abort", "message": "Abort in waiting queue"}
+            meta = {"finish_reason": reason, "weight_version": self.version}
+            return json_answer({"text": "", "output_ids": [], "meta_info": meta})
+        if fault is Fault.DIE:
+            await self.die()
+        elif request.transport is not None:
+            request.transport.abort()
+        return web.Response(status=500)
+
+    # ---- control
+
+    async def _abort(self, body: dict[str, Any]) -> web.Response:
+        rid = "" if body.get("abort_all") else body.get("rid", "")
+        self.aborts.append(rid or "*")
+        self._abort_turns(rid)
+        return web.Response()
+
+    def _abort_turns(self, rid_prefix: str) -> None:
+        for turn in self._turns.values():
+            if turn.rid.startswith(rid_prefix):
+                turn.aborted = True
+                turn.before_sampling.cancel()
+                turn.interrupted.set()
+
+    async def _pause(self, body: dict[str, Any]) -> web.Response:
+        if body.get("mode", "abort") == "abort":
+            self._abort_turns("")
+        self.paused = True
+        for turn in self._turns.values():
+            turn.interrupted.set()
+        return json_answer({"status": "ok"})
+
+    async def _continue(self, _: dict[str, Any]) -> web.Response:
+        self.paused = False
+        self._resumed.set()
+        self._resumed = asyncio.Event()
+        return json_answer({"status": "ok"})
+
+    async def _update(self, body: dict[str, Any]) -> web.Response:
+        self._model_path = body["model_path"]
+        self.version = body.get("weight_version") or self.version
+        if body.get("flush_cache", True):
+            await self._flush({})
+        return json_answer({"success": True, "message": "", "num_paused_requests": 0})
+
+    async def _set_version(self, body: dict[str, Any]) -> web.Response:
+        self.version = body["new_version"]
+        return json_answer({"success": True, "message": "", "new_version": self.version})
+
+    async def _inject(self, body: dict[str, Any]) -> web.Response:
+        self.inject(Fault(body["fault"]), body.get("count", 1))
+        return json_answer({"status": "ok"})
+
+    async def _flush(self, _: dict[str, Any]) -> web.Response:
+        if self.accelerator is not None:
+            self.accelerator.cache.flush()
+        return web.Response()
+
+    # ---- information
+
+    async def _health(self, _: dict[str, Any]) -> web.Response:
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def _ready(self, _: dict[str, Any]) -> web.Response:
+        return web.Response(status=503 if self.paused or not self.healthy else 200)
+
+    async def _model_info(self, _: dict[str, Any]) -> web.Response:
+        info = {"model_path": self._model_path, "tokenizer_path": self._model_path}
+        return json_answer(info | {"weight_version": self.version, "vocab_size": self._vocab_size})
+
+    async def _models(self, _: dict[str, Any]) -> web.Response:
+        return json_answer({"data": [{"id": self._model_path, "max_model_len": self._context_length}]})
+
+    async def _loads(self, _: dict[str, Any]) -> web.Response:
+        if self.accelerator is None:
+            load = {"num_running_reqs": self.in_flight, "num_waiting_reqs": 0}
+            return json_answer({"loads": [load | {"num_used_tokens": 0, "token_usage": 0.0}]})
+        return json_answer({"loads": [self.accelerator.load()]})
+
+
+_BREAKING = frozenset({Fault.DROP, Fault.HANG, Fault.GARBAGE, Fault.ERROR, Fault.QUEUE_ABORT, Fault.DIE})
+
+
+def json_answer(content: object, status: int = 200) -> web.Response:
+    """An answer with this content."""
+    return web.Response(body=orjson.dumps(content), status=status, content_type="application/json")
+
+
+def refusal(message: str) -> web.Response:
+    """A 400 as engines write it."""
+    return json_answer({"error": {"message": message}}, 400)

@@ -1,0 +1,1 @@
+"""What this machine offers: users, processes, and facts about the kernel."""

@@ -1,0 +1,169 @@
+"""What this machine offers to sandboxes: where Apptainer is, and what its kernel lets it do.
+
+Everything is read, nothing is changed, and nothing raises but `find_apptainer`: a fact that cannot be read
+is reported as the poorer one (`None`, `False`), so that a caller never relies on what nobody saw.
+"""
+
+import os
+import pwd
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from sandboxes.errors import ProviderUnavailableError
+from sandboxes.limits.cgroups import CGROUPS, find_groups
+
+INSTALL_PREFIX = Path("/opt/apptainer")
+"""Where `scripts/install-apptainer` puts Apptainer when the distribution has no package of it."""
+
+INSTALL_HINT = "run scripts/install-apptainer (as root), or name the binary in ROLLOUT_APPTAINER"
+
+CAP_SYS_RESOURCE = 24
+"""From linux/capability.h. Apptainer as root asks for it and stops where it is not permitted."""
+
+VERSION_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """One reading of the host; `rollout-service doctor` prints it and the provider picks its flags by it."""
+
+    apptainer: Path | None
+    """The binary, or None where it is not installed."""
+
+    apptainer_version: str | None
+    """Such as "1.4.5"; None where there is no binary or it does not run."""
+
+    is_root: bool
+    """Whether the effective user is 0."""
+
+    fuse: bool
+    """Whether /dev/fuse opens for reading and writing: an ordinary user mounts images through it."""
+
+    user_namespaces: bool
+    """Whether an ordinary user may make user namespaces."""
+
+    cgroup_version: int | None
+    """2 (unified), 1 (also the hybrid layout, whose controllers are version 1's), or None (not mounted)."""
+
+    cgroup_limits: frozenset[str]
+    """The limits that this process's control groups enforce, of "memory", "processes" and "cpus"."""
+
+    subuid_ranges: tuple[str, ...]
+    """This user's lines of /etc/subuid; `--fakeroot` for an ordinary user needs one."""
+
+    subgid_ranges: tuple[str, ...]
+    """This user's lines of /etc/subgid."""
+
+    sys_resource: bool
+    """Whether CAP_SYS_RESOURCE is permitted. Where it is not, root passes `--no-privs` to Apptainer."""
+
+    @property
+    def needs_no_privs(self) -> bool:
+        """Whether Apptainer needs `--no-privs`: it runs as root without a capability that root asks for."""
+        return self.is_root and not self.sys_resource
+
+    def require_apptainer(self) -> Path:
+        """The binary.
+
+        Raises:
+            ProviderUnavailableError: it is not installed.
+        """
+        if self.apptainer is None:
+            raise ProviderUnavailableError("Apptainer is not installed", hint=INSTALL_HINT)
+        return self.apptainer
+
+    @property
+    def fakeroot(self) -> bool:
+        """Whether `--fakeroot` maps a range of ids for this user."""
+        return self.is_root or bool(self.user_namespaces and self.subuid_ranges and self.subgid_ranges)
+
+
+def find_apptainer(environ: Mapping[str, str] | None = None) -> Path:
+    """The Apptainer binary: $ROLLOUT_APPTAINER, else the first of PATH, else the installer's prefix.
+
+    Raises:
+        ProviderUnavailableError: it is in none of them, or $ROLLOUT_APPTAINER names no executable file.
+    """
+    environ = os.environ if environ is None else environ
+    named = environ.get("ROLLOUT_APPTAINER")
+    if named:
+        if (path := shutil.which(named)) is not None:
+            return Path(path)
+        message = f"ROLLOUT_APPTAINER names {named!r}, which is not an executable file"
+        raise ProviderUnavailableError(message, hint=INSTALL_HINT)
+    search = environ.get("PATH", os.defpath) + os.pathsep + str(INSTALL_PREFIX / "bin")
+    if (path := shutil.which("apptainer", path=search)) is not None:
+        return Path(path)
+    raise ProviderUnavailableError("Apptainer is not installed", hint=INSTALL_HINT)
+
+
+def read_host_facts(environ: Mapping[str, str] | None = None) -> HostFacts:
+    """Read the facts once. It starts `apptainer --version` (tens of milliseconds): call it in a thread."""
+    try:
+        apptainer = find_apptainer(environ)
+    except ProviderUnavailableError:
+        apptainer = None
+    return HostFacts(
+        apptainer=apptainer,
+        apptainer_version=apptainer_version(apptainer) if apptainer else None,
+        is_root=os.geteuid() == 0,
+        fuse=os.access("/dev/fuse", os.R_OK | os.W_OK),
+        user_namespaces=_user_namespaces(),
+        cgroup_version=_cgroup_version(),
+        cgroup_limits=find_groups().enforced,
+        subuid_ranges=_id_ranges(Path("/etc/subuid")),
+        subgid_ranges=_id_ranges(Path("/etc/subgid")),
+        sys_resource=_permits(CAP_SYS_RESOURCE),
+    )
+
+
+def apptainer_version(apptainer: Path) -> str | None:
+    """The version that the binary says, such as "1.4.5"; None where it does not run."""
+    try:
+        answer = subprocess.run(
+            [str(apptainer), "--version"], capture_output=True, text=True, timeout=VERSION_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.search(r"\d+\.\d+(?:\.\d+)?", answer.stdout)
+    return found.group() if found else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _user_namespaces() -> bool:
+    """Each switch that some kernel or distribution has; one that is not there does not forbid."""
+    allowed = _read(Path("/proc/sys/user/max_user_namespaces")).strip()
+    debian = _read(Path("/proc/sys/kernel/unprivileged_userns_clone")).strip()
+    ubuntu = _read(Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")).strip()
+    return allowed not in {"", "0"} and debian != "0" and ubuntu in {"", "0"}
+
+
+def _cgroup_version() -> int | None:
+    if (CGROUPS / "cgroup.controllers").exists():
+        return 2
+    return 1 if (CGROUPS / "memory").is_dir() else None
+
+
+def _id_ranges(path: Path) -> tuple[str, ...]:
+    """This user's lines, by name or by number (both are allowed by subuid(5))."""
+    owners = {str(os.getuid())}
+    with suppress(KeyError):  # a user id without a name: containers have them
+        owners.add(pwd.getpwuid(os.getuid()).pw_name)
+    lines = (line.strip() for line in _read(path).splitlines())
+    return tuple(line for line in lines if line.count(":") == 2 and line.split(":", 1)[0] in owners)
+
+
+def _permits(capability: int) -> bool:
+    found = re.search(r"^CapPrm:\s*([0-9a-f]+)$", _read(Path("/proc/self/status")), re.MULTILINE)
+    return bool(found and int(found.group(1), 16) >> capability & 1)

@@ -1,0 +1,209 @@
+"""A user of the host for each sandbox: no two that live have the same, whichever service of the host started them.
+
+What the kernel counts by user (descriptors in flight, epoll watches, inotify instances, pipes, keys, signals) is then
+counted for each sandbox alone. A service that is root holds a block of numbers, by a lock on a file that goes with its
+last breath, and takes a block only where no process and no user of the host has one of its numbers. So what a dead
+service left running keeps its numbers for as long as it runs. A number is used again only after all others of the
+block, and when no process has it.
+"""
+
+import os
+import pwd
+import random
+import re
+import stat
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import structlog
+
+from sandboxes.reclaim.reaper import lock
+
+log = structlog.get_logger(__name__)
+
+FOLDER = Path("/run/rollout-service-users")
+BLOCK = 4096
+ATTEMPTS = 64
+"""Blocks to look at before a service gives up; nearly all are free."""
+SUBORDINATES = (Path("/etc/subuid"), Path("/etc/subgid"))
+
+
+@dataclass(frozen=True, slots=True)
+class UserLease:
+    """A number that one sandbox has."""
+
+    number: int
+    release: Callable[[], None]
+    """Give it back, when no process of the sandbox is left."""
+
+
+class HostUsers:
+    """Leases numbers of users, of a range. The first look at it blocks for some milliseconds."""
+
+    def __init__(self, numbers: range, folder: Path = FOLDER) -> None:
+        self._range = numbers
+        self.first = numbers.start
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._tried = False
+        self._handle: int | None = None
+        self._path: Path | None = None
+        self._free: deque[int] = deque()
+        self._used: deque[int] = deque()
+
+    @property
+    def available(self) -> bool:
+        """Whether there are any. The first look takes a block, and says in the log if there is none."""
+        with self._lock:
+            if not self._tried:
+                self._tried = True
+                self._take_block()
+            return self._handle is not None
+
+    def lease(self) -> UserLease | None:
+        """Lease a number that nobody else has; return None where none is left."""
+        if not self.available:
+            return None
+        with self._lock:
+            if not self._free:
+                self._look_again()
+            if not self._free:
+                return None
+            number = self._free.popleft()
+        return UserLease(number, partial(self._used.append, number))
+
+    def _look_again(self) -> None:
+        living = users_of_processes()
+        for _ in range(len(self._used)):
+            number = self._used.popleft()
+            (self._used if number in living else self._free).append(number)
+
+    def close(self) -> None:
+        """Give the block back. Idempotent."""
+        if self._handle is not None and self._path is not None:
+            self._path.unlink(missing_ok=True)
+            os.close(self._handle)
+        self._handle = self._path = None
+        self._free, self._used = deque(), deque()
+
+    def _take_block(self) -> None:
+        try:
+            problem = self._problem()
+        except OSError as error:
+            problem = str(error)
+        if problem is not None:
+            log.warning("sandboxes share one user of the host", reason=problem)
+
+    def _problem(self) -> str | None:
+        """Take a block, or say why there is none."""
+        if not covered_by_this_namespace(self._range):
+            return "this user namespace has not all numbers of sandbox.user_range"
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        found = self._folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            return f"{self._folder} is not a folder of this user alone"
+        self._remove_stale()
+        return None if any(self._take(first) for first in self._choices()) else "no numbers are free"
+
+    def _remove_stale(self) -> None:
+        """Remove the files of services that were killed."""
+        for path in self._folder.iterdir():
+            with suppress(OSError):
+                handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    if lock(handle) and _is_at(handle, path):
+                        path.unlink()
+                finally:
+                    os.close(handle)
+
+    def _choices(self) -> Iterator[int]:
+        """Yield starts of blocks at random, so that services in containers that share only the kernel seldom meet.
+
+        They are multiples of its size, so that no two blocks overlap, whatever the ranges of two services are.
+        """
+        first = -(-self._range.start // BLOCK) * BLOCK
+        blocks = range(first, self._range.stop - BLOCK + 1, BLOCK)
+        yield from random.sample(blocks, min(ATTEMPTS, len(blocks)))
+
+    def _take(self, first: int) -> bool:
+        block = range(first, first + BLOCK)
+        path = self._folder / str(first)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        if not lock(handle) or not _is_at(handle, path):
+            os.close(handle)
+            return False
+        self._handle, self._path, self._free = handle, path, deque(block)
+        if is_taken(block):
+            self.close()
+        return self._handle is not None
+
+
+def is_taken(block: range) -> bool:
+    """Return whether a user, a range of subordinate ids, or a process of this host has one of the numbers.
+
+    A directory service is asked for the first alone: it need not list all of its users.
+    """
+    with suppress(KeyError):
+        pwd.getpwuid(block.start)
+        return True
+    others = users_of_processes() | users_in_file()
+    if any(number in block for number in others):
+        return True
+    return any(_overlap(block, other) for path in SUBORDINATES for other in subordinate_ranges(path))
+
+
+def users_in_file(path: Path = Path("/etc/passwd")) -> set[int]:
+    """Return the numbers of this machine's own users."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return set()
+    return {int(number) for number in re.findall(r"^[^:]*:[^:]*:(\d+):", text, re.MULTILINE)}
+
+
+def subordinate_ranges(path: Path) -> list[range]:
+    """Return all ranges of a file as subuid(5) describes it; none where it cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    found = re.findall(r"^[^:#\s][^:]*:(\d+):(\d+)\s*$", text, re.MULTILINE)
+    return [range(int(first), int(first) + int(count)) for first, count in found]
+
+
+def _overlap(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop
+
+
+def users_of_processes() -> set[int]:
+    """Return the users that any process of this host runs as."""
+    found: set[int] = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            status = (entry / "status").read_text(errors="replace")
+            if said := re.search(r"^Uid:((?:\s+\d+)+)$", status, re.MULTILINE):
+                found |= set(map(int, said[1].split()))
+    return found
+
+
+def covered_by_this_namespace(numbers: range) -> bool:
+    """Return whether this process's user namespace has all of these numbers; a container's may have fewer."""
+    try:
+        lines = Path("/proc/self/uid_map").read_text().split("\n")
+    except OSError:
+        return False
+    maps = [tuple(map(int, line.split())) for line in lines if line]
+    return any(inside <= numbers.start and numbers.stop <= inside + count for inside, _, count in maps)
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """Return whether the file is still there: giving a block back removes it."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.lstat())
+    except OSError:
+        return False

@@ -1,0 +1,1 @@
+"""The image store: sources, builds, facts, and eviction."""

@@ -1,0 +1,231 @@
+"""What an image offers to the service and what it lacks, read from its files: nothing of it is started.
+
+The sessions need bash; files need the core utilities and tar. The Python tool needs a python3 with ipykernel: one
+that the image has is used if its files say that it can run here, and the toolkit takes its place where not.
+"""
+
+import json
+import platform
+import posixpath
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from sandboxes.images.tree import ImageTree
+
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+NEEDED_TOOLS = ("cat", "chmod", "cp", "head", "mkdir", "mv", "realpath", "rm", "stat", "tar")
+"""What the service's own scripts call inside."""
+
+BASH_VERSION = re.compile(rb"Bash version (\d[\w.()-]*)")
+PYTHON_NAME = re.compile(r"python(3\.\d+)")
+GLIBC_VERSION = re.compile(rb"GNU C Library [^\n]* version (\d+\.\d+)")
+MUSL_VERSION = re.compile(rb"\b(1\.\d+\.\d+)\0")
+DEFAULTED = re.compile(r'\s*export (\w+)="\$\{\w+:-"(.*)"\}"\s*')
+"""How Apptainer writes a variable that a Docker image declares."""
+
+SECRET = re.compile(r"(?i)token|secret|passw|credential|(^|_)key($|_)")
+UNKNOWN = "of an unknown version"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFacts:
+    """One reading of an image; None is what it does not have."""
+
+    system: str | None = None
+    """What /etc/os-release calls it."""
+
+    architecture: str | None = None
+    """The architecture of its bash, as `uname -m` says it."""
+
+    libc: str | None = None
+    bash: str | None = None
+    """The version."""
+
+    python: str | None = None
+    """Where python3 is."""
+
+    python_version: str | None = None
+    ipykernel: str | None = None
+    """The version that this python3 finds."""
+
+    python_problem: str = ""
+    """Why its python3 cannot run; empty where its files say that it can."""
+
+    missing_tools: tuple[str, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What it declares; values whose names speak of secrets are left out."""
+
+    size_bytes: int = 0
+    """The size of its files, unpacked."""
+
+    @property
+    def needs_toolkit(self) -> bool:
+        """Whether the Python tool takes its interpreter from the toolkit."""
+        return self.ipykernel is None or bool(self.python_problem)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What no toolkit replaces."""
+        return (("bash",) if self.bash is None else ()) + self.missing_tools
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What to do about what it lacks, a sentence each."""
+        return tuple(_advice(self))
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields, for `from_json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """What `as_json` gave. Raises TypeError for anything else."""
+        return cls(**{**values, "missing_tools": tuple(values.get("missing_tools", ()))})
+
+
+def read_facts(root: Path) -> ImageFacts:
+    """Read an unpacked image. It looks at every file's size: call it in a thread."""
+    tree = ImageTree(root)
+    environment = dict(_environment(tree))
+    folders = environment.get("PATH", PATH).split(":")
+    bash = tree.executable("/bin/bash")
+    program = tree.program("/bin/bash") if bash else None
+    python = _which(tree, "python3", folders)
+    return ImageFacts(
+        system=_system(tree),
+        architecture=program.machine if program else None,
+        libc=_libc(tree),
+        bash=_bash_version(tree) if bash else None,
+        python=python,
+        python_version=_python_version(tree, python) if python else None,
+        ipykernel=_ipykernel(tree, python) if python else None,
+        python_problem=_problem(tree, python) if python else "",
+        missing_tools=tuple(name for name in NEEDED_TOOLS if _which(tree, name, folders) is None),
+        labels=_labels(tree),
+        environment={name: value for name, value in environment.items() if not SECRET.search(name)},
+        size_bytes=tree.size_bytes(),
+    )
+
+
+def _advice(facts: ImageFacts) -> Iterator[str]:
+    if facts.bash is None:
+        yield "Install bash as /bin/bash: without it no session starts."
+    elif facts.architecture not in {None, platform.machine()}:
+        yield f"Build it for {platform.machine()}: its programs are for {facts.architecture}."
+    if facts.missing_tools:
+        yield f"Install {', '.join(facts.missing_tools)} (coreutils, tar): files are read and written with them."
+    if facts.needs_toolkit and facts.python and not facts.python_problem:
+        yield "Install ipykernel in it if the Python tool should see the image's own packages."
+    elif facts.python_problem:
+        yield f"Its python3 is not used: {facts.python_problem}."
+
+
+def _which(tree: ImageTree, name: str, folders: list[str]) -> str | None:
+    paths = (posixpath.join(folder, name) for folder in folders if folder.startswith("/"))
+    return next((path for path in paths if tree.executable(path)), None)
+
+
+def _system(tree: ImageTree) -> str | None:
+    for path in ("/etc/os-release", "/usr/lib/os-release"):
+        for line in (tree.read(path, 64 * 1024) or b"").decode(errors="replace").splitlines():
+            name, _, value = line.partition("=")
+            if name == "PRETTY_NAME":
+                return value.strip().strip("\"'")
+    return None
+
+
+def _libc(tree: ImageTree) -> str | None:
+    folders = ["/lib", "/lib64", "/usr/lib", "/usr/lib64"]
+    folders += [f"{base}/{platform.machine()}-linux-gnu" for base in ("/lib", "/usr/lib")]
+    for folder in folders:
+        for name in tree.names(folder):
+            path = f"{folder}/{name}"
+            if name == "libc.so.6":
+                found = GLIBC_VERSION.search(tree.read(path) or b"")
+                return f"glibc {found[1].decode()}" if found else f"glibc {UNKNOWN}"
+            if name.startswith("ld-musl-"):
+                found = MUSL_VERSION.search(tree.read(path) or b"")
+                return f"musl {found[1].decode()}" if found else f"musl {UNKNOWN}"
+    return None
+
+
+def _bash_version(tree: ImageTree) -> str:
+    found = BASH_VERSION.search(tree.read("/bin/bash") or b"")
+    return found[1].decode() if found else UNKNOWN
+
+
+def _python_version(tree: ImageTree, python: str) -> str | None:
+    found = PYTHON_NAME.search(tree.find(python) or "")
+    return found[1] if found else None
+
+
+def _problem(tree: ImageTree, python: str) -> str:
+    program = tree.program(python)
+    if program is None:
+        return f"{python} is not a program of this kind of machine, but perhaps a script"
+    if program.machine != platform.machine():
+        return f"{python} is for {program.machine}"
+    if program.loader is not None and tree.executable(program.loader) is None:
+        return f"{python} needs {program.loader}, which is not there"
+    version = _python_version(tree, python)
+    if version is not None and not any(tree.names(path) for path in _libraries(tree, python, version)):
+        return f"{python} has no standard library"
+    return ""
+
+
+def _ipykernel(tree: ImageTree, python: str) -> str | None:
+    """The version of the package that this interpreter would import."""
+    version = _python_version(tree, python)
+    if version is None:
+        return None
+    for library in _libraries(tree, python, version):
+        for folder in (f"{library}/site-packages", f"{library}/dist-packages"):
+            for name in tree.names(folder):
+                found = re.fullmatch(r"ipykernel-(\w[\w.]*)\.(dist|egg)-info", name)
+                if found and tree.read(f"{folder}/ipykernel/kernelapp.py", 1):
+                    return found[1]
+    return None
+
+
+def _libraries(tree: ImageTree, python: str, version: str) -> list[str]:
+    """Where an interpreter looks for modules: below its own prefix, as called and as linked, and Debian's places."""
+    called, linked = (
+        posixpath.dirname(posixpath.dirname(path)) for path in (python, tree.find(python) or "")
+    )
+    prefixes = dict.fromkeys((called, linked, f"{linked}/local"))
+    return [f"{prefix}/lib/python{found}" for prefix in prefixes for found in (version, "3")]
+
+
+def _labels(tree: ImageTree) -> dict[str, str]:
+    try:
+        data = json.loads(tree.read("/.singularity.d/labels.json") or b"{}")
+    except ValueError:
+        return {}
+    return {str(name): str(value) for name, value in data.items()} if isinstance(data, dict) else {}
+
+
+def _environment(tree: ImageTree) -> Iterator[tuple[str, str]]:
+    """What the image declares, by the scripts that Apptainer sources: plain assignments are all that is read."""
+    for name in ("10-docker2singularity.sh", "90-environment.sh"):
+        text = (tree.read(f"/.singularity.d/env/{name}", 256 * 1024) or b"").decode(errors="replace")
+        for line in text.splitlines():
+            yield from _exports(line)
+
+
+def _exports(line: str) -> Iterator[tuple[str, str]]:
+    if found := DEFAULTED.fullmatch(line):
+        yield found[1], found[2]
+        return
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError:
+        return
+    for word in words[1:] if words[:1] == ["export"] else []:
+        name, equals, value = word.partition("=")
+        if equals:
+            yield name, value.replace("$PATH", PATH)

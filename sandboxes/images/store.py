@@ -1,0 +1,385 @@
+"""Named images: a folder that maps names to image files, safe for many processes on many nodes at once.
+
+Guarantees:
+- A name's file is complete at every moment: an image appears, and is replaced, by one rename.
+- An image is known by what it is made from (source, arguments, builder): making it again is a look-up.
+- A builder that fails, or is killed at any moment, leaves the names as they were.
+- No file is removed that another node has used within the grace period: it may have it mounted.
+
+In the root, `NAME.sif` is a link to `blobs/KEY.sif`, beside which `KEY.json` says where it is from; `uses/` tells
+which node used what and when. A file that no name links to is removed. Names are given up only by `remove`, or by
+`prune` when all are larger than a budget.
+"""
+
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from sandboxes.errors import ImageBuildError, ImageNotFoundError
+from sandboxes.images.build import ApptainerBuilder, ImageBuilder, Progress
+from sandboxes.images.eviction import Candidate, choose
+from sandboxes.images.shared_folder import SharedFolder, modified
+from sandboxes.images.sources import (
+    REFERENCE,
+    Definition,
+    Source,
+    Tree,
+    name_of_reference,
+    packaged_definition,
+    packaged_names,
+    source_of_reference,
+)
+
+NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+SUFFIX = ".sif"
+GRACE_SECONDS = 24 * 3600.0
+"""How long after its last use an image may still be mounted somewhere: longer than sandboxes live."""
+
+ATTEMPTS = 20
+"""To give a name that another process removes at once; all but the first are quick."""
+KINDS = {Definition: "build", Tree: "tree"}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredImage:
+    """One name of the store."""
+
+    name: str
+    path: Path
+    size_bytes: int
+    built_at: float
+    """Seconds since the epoch."""
+
+    key: str
+    """What it was made from, as a hash: equal keys are equal images. "" for a file that was put there by hand."""
+
+    source: str
+    """The definition, reference or folder; "" where it is not known."""
+
+    pulled: bool
+    """Whether it is a copy of an image that is elsewhere."""
+
+
+def default_cache() -> Path:
+    """`$XDG_CACHE_HOME/rollout-service`, by default below `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollout-service"
+
+
+def default_root() -> Path:
+    """Return `$ROLLOUT_IMAGES_DIR`, by default a folder of the cache."""
+    return Path(os.environ.get("ROLLOUT_IMAGES_DIR") or default_cache() / "images")
+
+
+class ImageStore:
+    """The images of one folder. Its methods block: call them in a thread."""
+
+    def __init__(self, root: Path | None = None, builder: ImageBuilder | None = None) -> None:
+        self.root = (root or default_root()).expanduser().absolute()
+        self._blobs = self.root / "blobs"
+        self._builder: ImageBuilder = builder or ApptainerBuilder()
+        self._shared = SharedFolder(self.root)
+
+    def resolve(self, image: str | os.PathLike[str]) -> Path:
+        """The file (or unpacked folder) of a name, a path, or a reference that has been pulled.
+
+        A path is what has a slash or ends in ".sif". Nothing is built or pulled: that may take minutes. That this
+        node uses the image is noted, at most once a minute.
+
+        Raises:
+            ImageNotFoundError: there is none; the hint says the command that makes it.
+            ImageError: it is a reference that holds a password.
+        """
+        text = os.fspath(image)
+        path, hint = self._find(text)
+        if path is not None and path.exists():
+            if path.is_relative_to(self.root):
+                self._stamp(path)
+            return path
+        names = ", ".join(stored.name for stored in self.list()) or "none"
+        raise ImageNotFoundError(f"there is no image {text!r}; images here: {names}", hint=hint)
+
+    def _find(self, text: str) -> tuple[Path | None, str]:
+        """Where the image would be, and what to do if it is not there."""
+        if REFERENCE.fullmatch(text):
+            return self._pulled(text), f"rollout-service image pull {text}"
+        if "/" in text or text.endswith(SUFFIX):
+            return Path(text).expanduser().absolute(), "name an image file or an unpacked image"
+        return self._link(text), self._how_to_make(text)
+
+    def provide(
+        self,
+        source: Source,
+        name: str | None = None,
+        *,
+        force: bool = False,
+        progress: Progress | None = None,
+    ) -> StoredImage:
+        """Make the image and give it the name; at once where one has been made from the same source before.
+
+        Args:
+            source: what to make it from; `packaged_definition` finds the definitions that this package brings.
+            name: what to call it; left out, it follows from the source.
+            force: make it even if it is here, for example to take in newer packages.
+            progress: called with each line of the builder, in this thread.
+
+        Raises:
+            ImageNotFoundError: the source is not there, or this is not a name.
+            ImageError: the source cannot be one.
+            ImageBuildError: the builder failed; the hint says what to do about the commonest causes.
+            ProviderUnavailableError: Apptainer is not installed.
+        """
+        link = self._link(name or _name_of(source))
+        key, say = self._key(source), progress or _silent
+        if not force and self._has_name(link, key):
+            self._stamp(link)
+            if (stored := self._stored(link)) is not None:
+                return stored
+        self._require_writable()
+        self._shared.remove_dead_drafts()
+        for attempt in range(ATTEMPTS):
+            with self._shared.lock(key, waiting=lambda: say("waiting for another build of the same image")):
+                another = force and attempt == 0
+                blob = None if another else self._blob(key)
+                if blob is None:
+                    blob = self._make(source, key, say, another=another)
+                self._shared.stamp(blob.stem)
+                with self._shared.lock("store"):
+                    self._give_name(link, blob)
+                    self._collect(mine=key)
+            # Another process may have removed the name at once, or, where locks do not hold, the file.
+            if (stored := self._stored(link)) is not None:
+                return stored
+        raise ImageBuildError(
+            f"{source} was removed by another process as soon as it was made",
+            hint="see who removes images from this folder, and try again",
+        )
+
+    def _require_writable(self) -> None:
+        reason = "Permission denied"
+        try:
+            self._blobs.mkdir(parents=True, exist_ok=True)
+            if os.access(self._blobs, os.W_OK):
+                return
+        except OSError as error:
+            reason = error.strerror or str(error)
+        raise ImageBuildError(
+            f"the images' folder {self.root} cannot be written: {reason}",
+            hint="build the image as the folder's owner, or name another folder in ROLLOUT_IMAGES_DIR",
+        )
+
+    def list(self) -> list[StoredImage]:
+        """All names, sorted."""
+        found = (self._stored(link) for link in sorted(self.root.glob(f"*{SUFFIX}")))
+        return [stored for stored in found if stored is not None]
+
+    def remove(self, name: str) -> None:
+        """Forget the name, and its image where no other name has the same and no other node uses it.
+
+        Raises:
+            ImageNotFoundError: there is no such name.
+        """
+        link = self._link(name)
+        with self._shared.lock("store"):
+            if not link.is_symlink() and not link.exists():
+                raise ImageNotFoundError(f"there is no image {name!r}")
+            link.unlink(missing_ok=True)
+            self._collect()
+
+    def prune(
+        self,
+        budget_bytes: int | None,
+        *,
+        keep: Collection[str] = (),
+        grace_seconds: float = GRACE_SECONDS,
+        dry_run: bool = False,
+    ) -> Sequence[Candidate]:
+        """Give up names until all images fit the budget: pulled ones first, each kind by its last use.
+
+        Kept are what `keep` names and what any node used within the grace period. What dead builders left, and
+        files without a name, go in any case.
+
+        Returns:
+            Every name and what was decided about it; with `dry_run` nothing has been done.
+        """
+        if not self.root.is_dir():
+            return ()
+        if not dry_run:
+            self._shared.remove_dead_drafts()
+        with self._shared.lock("store"):
+            decided = choose(self._candidates(keep, grace_seconds), budget_bytes)
+            if not dry_run:
+                for one in decided:
+                    if one.evicted:
+                        self._link(one.name).unlink(missing_ok=True)
+                self._collect()
+        return decided
+
+    def _candidates(self, keep: Iterable[str], grace_seconds: float) -> Iterator[Candidate]:
+        kept = {self._key_or_none(text) for text in keep}
+        now = self._shared.now()
+        seen: set[str] = set()
+        for image in self.list():
+            if (stem := _stem(image.path)) is None:
+                continue
+            used = max(self._shared.last_used(stem), image.built_at)
+            reason = f"used {now - used:.0f} s ago" if now - used < grace_seconds else ""
+            if stem in kept:
+                reason = "an environment uses it"
+            elif not image.key:
+                reason = "it was put there by hand"
+            yield Candidate(
+                kind="image",
+                name=image.name,
+                size_bytes=0 if stem in seen else image.size_bytes,
+                last_used=used,
+                of=image.source,
+                rank=0 if image.pulled else 1,
+                kept=reason,
+            )
+            seen.add(stem)
+
+    def _key_or_none(self, image: str) -> str | None:
+        """The stem of the file that an environment's image is, if it is one of the store's."""
+        try:
+            path, _ = self._find(image)
+        except ImageNotFoundError:
+            return None
+        return _stem(path) if path is not None else None
+
+    def _make(self, source: Source, key: str, say: Progress, *, another: bool) -> Path:
+        """Make the file. No file is ever written over: another node may have it mounted."""
+        blob = self._blobs / (f"{key}-{secrets.token_hex(4)}{SUFFIX}" if another else f"{key}{SUFFIX}")
+        with self._shared.draft(key) as draft:
+            made = draft / blob.name
+            self._builder.build(source, made, say)
+            about = {"source": str(source), "kind": KINDS.get(type(source), "pull")}
+            (draft / "about").write_text(json.dumps(about))
+            # Who finds a new file without a name sees by the stamp that somebody is about to give it one.
+            self._shared.stamp(blob.stem)
+            (draft / "about").replace(blob.with_suffix(".json"))
+            try:
+                os.link(made, blob)
+            except FileExistsError:
+                pass  # of another node that did the same work
+            except OSError:  # a file system without hard links
+                made.replace(blob)
+        return blob
+
+    def _stamp(self, link: Path) -> None:
+        if (stem := _stem(link)) is not None:
+            self._shared.stamp(stem)
+
+    def _give_name(self, link: Path, blob: Path) -> None:
+        with self._shared.draft("name") as draft:
+            (draft / "link").symlink_to(blob.relative_to(self.root))
+            (draft / "link").replace(link)
+
+    def _has_name(self, link: Path, key: str) -> bool:
+        """Whether nothing is left to do: also where this user may not write."""
+        newest = self._blob(key)
+        return newest is not None and link.exists() and _stem(link) == newest.stem
+
+    def _collect(self, mine: str = "") -> None:
+        """Remove the files that no name links to, unless another node uses them or is making them.
+
+        Of `mine` the caller has the lock.
+        """
+        linked = {_stem(path) for path in self.root.glob(f"*{SUFFIX}")}
+        now = self._shared.now()
+        for stem in {path.stem for path in self._blobs.glob("*")} - linked:
+            # Locks tell what this node is making.
+            used = self._shared.last_used(stem, elsewhere=self._shared.locks_hold)
+            if now - used < GRACE_SECONDS:
+                continue
+            key = stem.partition("-")[0]
+            with (
+                suppress(BlockingIOError),
+                nullcontext() if key == mine else self._shared.lock(key, wait=False),
+            ):
+                for suffix in (SUFFIX, ".json"):
+                    (self._blobs / f"{stem}{suffix}").unlink(missing_ok=True)
+                self._shared.forget_uses(stem)
+
+    def _blob(self, key: str) -> Path | None:
+        """The newest file that was made from this."""
+        found = [*self._blobs.glob(f"{key}{SUFFIX}"), *self._blobs.glob(f"{key}-*{SUFFIX}")]
+        return max(found, key=modified, default=None)
+
+    def _pulled(self, text: str) -> Path | None:
+        try:
+            return self._blob(self._key(source_of_reference(text)))
+        except ImageNotFoundError:  # the archive is not there
+            return None
+
+    def _key(self, source: Source) -> str:
+        return _hash(KINDS.get(type(source), "pull"), self._builder.version, *source.identity())
+
+    def _stored(self, link: Path) -> StoredImage | None:
+        """None for a name that has been removed, or that links to nothing."""
+        try:
+            status, blob = link.stat(), link.resolve()
+        except FileNotFoundError:
+            return None
+        try:
+            about = json.loads(blob.with_suffix(".json").read_text())
+        except (OSError, ValueError):
+            about = {}
+        return StoredImage(
+            name=link.name.removesuffix(SUFFIX),
+            path=link,
+            size_bytes=status.st_size,
+            built_at=status.st_mtime,
+            key=blob.stem.partition("-")[0] if link.is_symlink() else "",
+            source=str(about.get("source", "")),
+            pulled=about.get("kind") == "pull",
+        )
+
+    def _link(self, name: str) -> Path:
+        if not NAME.fullmatch(name):
+            raise ImageNotFoundError(
+                f"{name!r} is not a name of an image",
+                hint="a name has small letters, digits, dots, dashes and underscores",
+            )
+        return self.root / f"{name}{SUFFIX}"
+
+    def _how_to_make(self, name: str) -> str:
+        if name in packaged_names():
+            return f"rollout-service image build {name}"
+        return f"rollout-service image build {name} --definition FILE, or name a file or docker://{name}"
+
+
+def packaged(name: str, arguments: dict[str, str] | None = None) -> Definition:
+    """The definition that this package brings for `name`. Raises ImageNotFoundError where it brings none."""
+    return Definition(packaged_definition(name), arguments or {})
+
+
+def _stem(link: Path) -> str | None:
+    """What the file is called that a name leads to; None where the name goes at this moment."""
+    with suppress(FileNotFoundError):
+        return link.resolve().stem
+    return None
+
+
+def _name_of(source: Source) -> str:
+    if isinstance(source, Definition | Tree):
+        return source.path.stem
+    return name_of_reference(source.text)
+
+
+def _silent(_line: str) -> None:
+    """Progress that nobody asked for."""
+
+
+def _hash(*parts: str) -> str:
+    """A hash of the parts that no other parts have: each is preceded by its length."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode(errors="surrogateescape")
+        digest.update(len(data).to_bytes(8, "big") + data)
+    return digest.hexdigest()[:32]

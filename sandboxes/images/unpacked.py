@@ -1,0 +1,232 @@
+"""Images unpacked on disk, each once for all its sandboxes: no FUSE, a shared page cache, faster starts.
+
+A folder is complete or not there. It belongs to the user that sandboxes run as, and only below their overlay, so
+that none can change it. What is in it is read once, when it is made. An image file that is replaced is another
+image. When all folders are larger than the budget, the least recently used go; one that a process of this machine
+has mounted, or that was used a moment ago, does not.
+
+It should be on a disk of this machine, where the image files may be on one that many share.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sandboxes.errors import ImageError
+from sandboxes.images import squashfs, toolkit
+from sandboxes.images.eviction import Candidate, choose
+from sandboxes.images.facts import ImageFacts, read_facts
+from sandboxes.images.shared_folder import SharedFolder
+
+GRACE_SECONDS = 600.0
+"""A start has mounted its image well before this has passed."""
+
+FORMAT = "4"
+"""Changes with what is read from an image."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """An image on disk, and what is in it."""
+
+    folder: Path
+    facts: ImageFacts
+
+
+class UnpackedImages:
+    """A folder of unpacked images, which several services of one user may share. Its methods block."""
+
+    def __init__(
+        self, apptainer: Path, root: Path, user: int, group: int, budget_bytes: int | None = None
+    ) -> None:
+        self._apptainer = apptainer
+        self.root = root.expanduser().absolute()
+        """The folder."""
+        self._owner = (user, group)
+        self._budget_bytes = budget_bytes
+        self._shared = SharedFolder(self.root)
+        self._facts_folder = self.root / "facts"
+        self._seen: dict[str, ImageFacts] = {}
+
+    def provide(self, image: Path) -> Unpacked:
+        """An image file, unpacked now if it has not been: that takes seconds for each 100 MB.
+
+        A folder is taken as it is.
+
+        Raises:
+            ImageError: it cannot be unpacked; the message is Apptainer's.
+        """
+        if image.is_dir():
+            name = self._name("folder", image)
+            return Unpacked(image, self._facts(name, image, str(image)))
+        name = self._name("image", image)
+
+        def unpack(draft: Path) -> None:
+            self._unpack(image, draft)
+
+        folder = self._make(name, str(image), unpack)
+        return Unpacked(folder, self._facts(name, folder, str(image)))
+
+    def facts(self, image: Path) -> ImageFacts:
+        """What is in an image; an image file that is not unpacked is unpacked for this alone.
+
+        Raises:
+            ImageError: it cannot be unpacked.
+        """
+        name = self._name("folder" if image.is_dir() else "image", image)
+        folder = image if image.is_dir() else self.root / name
+        if folder.exists() or name in self._seen or self._facts_file(name).exists():
+            return self._facts(name, folder, str(image))
+        self._private()
+        with self._shared.draft(name) as draft:
+            self._unpack(image, draft / "root")
+            return self._facts(name, draft / "root", str(image))
+
+    def toolkit(self, base: Path) -> Path:
+        """The Python toolkit that is made of this image, made now if it has not been: see `toolkit.py`.
+
+        Raises:
+            ImageError: it cannot be made of this image.
+        """
+        name = self._name(f"toolkit {toolkit.RECIPE}", base)
+        if (self.root / name).exists():
+            self._shared.stamp(name)
+            return self.root / name
+        unpacked = self.provide(base)
+
+        def make(draft: Path) -> None:
+            draft.mkdir()
+            toolkit.assemble(unpacked.folder, unpacked.facts, draft)
+            self._give_away(draft)
+
+        return self._make(name, f"the toolkit of {base}", make)
+
+    def prune(
+        self, budget_bytes: int | None, *, grace_seconds: float = GRACE_SECONDS, dry_run: bool = False
+    ) -> Sequence[Candidate]:
+        """Remove folders until all fit the budget, by their last use; what dead services left goes in any case.
+
+        Returns:
+            Every folder and what was decided about it; with `dry_run` nothing has been done.
+        """
+        if not self.root.is_dir():
+            return ()
+        if not dry_run:
+            self._shared.remove_dead_drafts()
+        with self._shared.lock("store"):
+            decided = choose(self._candidates(grace_seconds), budget_bytes)
+            for one in decided:
+                if one.evicted and not dry_run:
+                    self._remove(one.name)
+        return decided
+
+    def _make(self, name: str, image: str, make: Callable[[Path], None]) -> Path:
+        folder = self.root / name
+        # Who is about to use it says so before it looks: `prune` looks at this before it removes.
+        self._private()
+        self._shared.stamp(name)
+        if folder.exists():
+            return folder
+        self._shared.remove_dead_drafts()
+        with self._shared.lock(name):
+            if folder.exists():
+                return folder
+            with self._shared.draft(name) as draft:
+                made = draft / "root"
+                make(made)
+                self._facts(name, made, image)
+                made.rename(folder)
+        if self._budget_bytes is not None:
+            self.prune(self._budget_bytes)
+        return folder
+
+    def _unpack(self, image: Path, target: Path) -> None:
+        squashfs.unpack(self._apptainer, image, target)
+        self._give_away(target)
+
+    def _give_away(self, folder: Path) -> None:
+        if os.geteuid() == 0:
+            squashfs.run(["chown", "-hR", "{}:{}".format(*self._owner), str(folder)])
+
+    def _facts(self, name: str, folder: Path, image: str) -> ImageFacts:
+        """What was read of it before; read now where nothing was."""
+        if name not in self._seen:
+            file = self._facts_file(name)
+            try:
+                self._seen[name] = ImageFacts.from_json(json.loads(file.read_text())["facts"])
+            except (OSError, ValueError, TypeError, KeyError):
+                self._seen[name] = read_facts(folder)
+                self._write(file, {"image": image, "facts": self._seen[name].as_json()})
+        return self._seen[name]
+
+    def _private(self) -> None:
+        """Make the root, where no other user may enter: the folders in it belong to the user of sandboxes."""
+        self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def _facts_file(self, name: str) -> Path:
+        return self._facts_folder / f"{name}.json"
+
+    def _write(self, file: Path, data: Mapping[str, object]) -> None:
+        self._private()
+        self._facts_folder.mkdir(exist_ok=True)
+        with self._shared.draft("facts") as draft:
+            (draft / file.name).write_text(json.dumps(data))
+            (draft / file.name).replace(file)
+
+    def _candidates(self, grace_seconds: float) -> Iterator[Candidate]:
+        now, mounted = self._shared.now(), _mounted()
+        for folder in self.root.iterdir():
+            if re.fullmatch(r"[0-9a-f]{24}", folder.name) is None:
+                continue
+            used = max(self._shared.last_used(folder.name), folder.stat().st_ctime)
+            reason = "a sandbox has it mounted" if folder.name in mounted else ""
+            if not reason and now - used < grace_seconds:
+                reason = f"used {now - used:.0f} s ago"
+            size = self._facts(folder.name, folder, "").size_bytes
+            yield Candidate("unpacked", folder.name, size, used, self._image_of(folder.name), kept=reason)
+
+    def _image_of(self, name: str) -> str:
+        try:
+            return str(json.loads(self._facts_file(name).read_text())["image"])
+        except (OSError, ValueError, KeyError):
+            return ""
+
+    def _remove(self, name: str) -> None:
+        """Take it away by one rename, so that nobody finds half of it."""
+        with self._shared.draft(name) as draft:
+            (self.root / name).rename(draft / "root")
+        self._facts_file(name).unlink(missing_ok=True)
+        self._shared.forget_uses(name)
+        self._seen.pop(name, None)
+
+    def _name(self, kind: str, image: Path) -> str:
+        """By path, size and time of the file, which tell it from any other, and by whom it is unpacked for."""
+        resolved = image.resolve()
+        try:
+            found = resolved.stat()
+        except OSError as error:
+            raise ImageError(f"{image} cannot be read: {error.strerror}") from error
+        identity = (FORMAT, kind, str(resolved), found.st_size, found.st_mtime_ns, self._owner)
+        return hashlib.sha256(repr(identity).encode()).hexdigest()[:24]
+
+
+def _mounted() -> set[str]:
+    """The names of folders, of 24 hexadecimal digits, that are part of a mount which any process sees."""
+    names: set[str] = set()
+    seen: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            space = str((process / "ns" / "mnt").readlink())
+            if space in seen:
+                continue
+            names.update(
+                re.findall(r"/([0-9a-f]{24})[/ ]", (process / "mountinfo").read_text(errors="replace"))
+            )
+        except OSError:  # it has ended, or is of another user, whose images are elsewhere
+            continue
+        seen.add(space)
+    return names

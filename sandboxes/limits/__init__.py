@@ -1,0 +1,1 @@
+"""Resource limits: control groups, violations, and the watchdog."""

@@ -1,0 +1,1 @@
+"""Where sandboxes run: Apptainer, Docker, or this host without isolation."""

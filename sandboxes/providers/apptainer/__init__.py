@@ -1,0 +1,1 @@
+"""Sandboxes in Apptainer: rootless, without a daemon."""

@@ -1,0 +1,193 @@
+"""How sandboxes are launched on this host: `launch.py`, what it is told, and whether it can do all that it may.
+
+As root, and where plain programs may make user namespaces, a sandbox gets its file systems and its network from
+`launch.py`. Elsewhere (Ubuntu's AppArmor gives user namespaces to programs that it knows) Apptainer makes the
+network, and an ordinary user's sandbox has no file system of a size of its own.
+"""
+
+import os
+import py_compile
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import structlog
+
+from sandboxes.errors import SandboxConfigError
+from sandboxes.providers.apptainer import seccomp
+
+log = structlog.get_logger(__name__)
+
+SCRIPT = Path(__file__).with_name("launch.py")
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+PROBE_SECONDS = 10.0
+PROBE_BYTES = 1024 * 1024
+OVERLAYS_OF_MAPPED = (5, 19)
+"""The kernel from which on an overlay may lie on files that are shown as another user's."""
+NAMESPACES_HINT = (
+    "allow user namespaces: sysctl user.max_user_namespaces and kernel.unprivileged_userns_clone, and on Ubuntu "
+    "kernel.apparmor_restrict_unprivileged_userns=0"
+)
+
+
+class Launcher:
+    """Makes the command, the variables and the flags of a launch."""
+
+    def __init__(self, user: int, group: int, *, fakeroot: bool = False) -> None:
+        """Whom sandboxes run as; with `fakeroot`, Apptainer maps a range of ids and must be in the host's namespace."""
+        self._user, self._group = user, group
+        self._fakeroot = fakeroot
+        self.root = os.geteuid() == 0
+        self._maps: dict[int, bool] = {}
+
+    @cached_property
+    def namespaces(self) -> bool:
+        """Whether it can make namespaces of its own, and Apptainer others in them. It tries once: 20 ms."""
+        if self._fakeroot:
+            return False
+        told = {"LAUNCH_NAMESPACES": "1", "LAUNCH_NETWORK": "1"} | self._whom()
+        failure = self._attempt(["unshare", "--user", "true"], told)
+        if failure is not None:
+            log.warning(
+                "sandboxes cannot be held to a list of hosts, and those of ordinary users not to a limit of the disk",
+                reason=failure,
+                use=NAMESPACES_HINT,
+            )
+        return failure is None
+
+    @property
+    def mounts(self) -> bool:
+        """Whether a sandbox gets a file system of its own, of limited size."""
+        return self.root or self.namespaces
+
+    def command(self, apptainer: Sequence[str]) -> list[str]:
+        """What to run, for what Apptainer is to run."""
+        return [sys.executable, "-I", "-S", self._script, *apptainer]
+
+    @cached_property
+    def _script(self) -> str:
+        """Compiled, where we may write beside it: every launch would compile it otherwise, for 2 ms."""
+        try:
+            return py_compile.compile(str(SCRIPT), doraise=True) or str(SCRIPT)
+        except (OSError, py_compile.PyCompileError):
+            return str(SCRIPT)
+
+    def variables(
+        self,
+        space: Path,
+        disk_bytes: int,
+        *,
+        network: bool,
+        image: Path,
+        binds: Sequence[str],
+        user: int | None = None,
+    ) -> dict[str, str]:
+        """Return the variables that tell `launch.py` what to do.
+
+        `network`: whether it has one of its own; `binds`: sources on the host; `user`: one that it alone runs as.
+        """
+        conf = str(space / "conf")
+        told = {"PATH": PATH, "HOME": conf, "APPTAINER_CONFIGDIR": conf, "APPTAINER_CACHEDIR": conf}
+        told |= (
+            {"LAUNCH_SPACE": str(space), "LAUNCH_BYTES": str(disk_bytes)} | self._whom(user) | self._filter()
+        )
+        if self.namespaces:
+            told["LAUNCH_NAMESPACES"] = "1"
+            if network:
+                told["LAUNCH_NETWORK"] = "1"
+        if self.root:
+            told |= {"LAUNCH_IMAGE": str(image), "LAUNCH_BINDS": "\n".join(binds)}
+        return told
+
+    def flags(self, space: Path, *, network: bool) -> list[str]:
+        """Apptainer's, for what `launch.py` makes in `space` and for what it cannot make."""
+        # Images without /etc/hosts are common. /dev/shm counts as disk, where Apptainer's own has no limit.
+        mounts = ["sys:/sys:ro", "shm:/dev/shm"] if self.mounts else []
+        binds = ["hosts:/etc/hosts", *mounts]
+        found = ["--overlay", str(space / "data")]
+        for bind in binds:
+            found += ["--bind", f"{space}/{bind}"]
+        if self._profile:
+            found += ["--security", f"seccomp:{space}/filter.json"]
+        if self.mounts:
+            found += ["--no-mount", "devpts", "--bind", "/dev/pts", "--bind", "/dev/ptmx"]
+        return found + (["--net", "--network", "none"] if network and not self.namespaces else [])
+
+    def require_enterable(self, folder: Path, *, others: bool) -> None:
+        """Require that the user of sandboxes can enter their folders; with `others`, that every user can.
+
+        Raises:
+            SandboxConfigError: a folder above shuts it out; the message names it.
+        """
+        for parent in (folder, *folder.parents):
+            found = parent.stat()
+            bit = stat.S_IXGRP if found.st_gid == self._group else stat.S_IXOTH
+            if found.st_uid == self._user and not others:
+                bit = stat.S_IXUSR
+            if not found.st_mode & bit:
+                raise SandboxConfigError(
+                    f"the user that sandboxes run as cannot enter {parent}",
+                    hint=f"chmod o+x {parent}, or set sandbox.run_dir to a folder that all may enter",
+                )
+
+    def _whom(self, user: int | None = None) -> dict[str, str]:
+        if not self.root:
+            return {}
+        told = {"LAUNCH_USER": str(self._user if user is None else user), "LAUNCH_GROUP": str(self._group)}
+        return told if user is None else told | {"LAUNCH_OWNER": str(self._user)}
+
+    def maps(self, folder: Path, user: int) -> bool:
+        """Return whether a folder's files can be shown as another user's; it tries once per file system: 30 ms.
+
+        That takes root, user namespaces, a kernel whose overlays know such mounts (5.19), and a file system that does.
+        """
+        if not (self.root and self.namespaces):
+            return False
+        device = folder.stat().st_dev
+        if device not in self._maps:
+            failure = self._attempt(
+                ["true"], {"LAUNCH_NAMESPACES": "1", "LAUNCH_IMAGE": str(folder)} | self._whom(user)
+            )
+            if failure is None and _kernel() < OVERLAYS_OF_MAPPED:
+                failure = f"Linux {os.uname().release}"
+            if failure is not None:
+                log.warning("sandboxes share one user of the host", folder=str(folder), reason=failure)
+            self._maps[device] = failure is None
+        return self._maps[device]
+
+    def _attempt(self, command: Sequence[str], told: dict[str, str]) -> str | None:
+        """Launch a plain program; return what it says when it fails."""
+        with tempfile.TemporaryDirectory(prefix="rollout-") as space:
+            told |= {"LAUNCH_SPACE": space, "LAUNCH_BYTES": str(PROBE_BYTES)} | self._filter()
+            path = shutil.which(command[0], path=PATH) or command[0]
+            done = subprocess.run(
+                self.command([path, *command[1:]]),
+                env={"PATH": PATH, **told},
+                capture_output=True,
+                text=True,
+                timeout=PROBE_SECONDS,
+                check=False,
+            )
+        return None if done.returncode == 0 else done.stderr.strip()
+
+    def _filter(self) -> dict[str, str]:
+        """Return the variable with the filter of system calls, where this machine's are known."""
+        if self._profile:
+            return {"LAUNCH_PROFILE": seccomp.profile()}
+        program = seccomp.program()
+        return {} if program is None else {"LAUNCH_FILTER": program.hex()}
+
+    @property
+    def _profile(self) -> bool:
+        """Whether Apptainer has to set the filter: with it an ordinary user could not start newuidmap."""
+        return self._fakeroot and not self.root
+
+
+def _kernel() -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])

@@ -1,0 +1,70 @@
+"""What an Apptainer sandbox is made from: its image on disk, and the Python of its sessions' kernels.
+
+The image's own python3 is used where its files say that it runs and has ipykernel, else the toolkit's. That is read
+once for each image, when it is unpacked, and costs a start nothing.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio.to_thread
+
+from sandboxes.config import ApptainerConfig
+from sandboxes.contract import Bind
+from sandboxes.errors import ImageNotFoundError
+from sandboxes.images import toolkit
+from sandboxes.images.store import ImageStore, default_cache
+from sandboxes.images.unpacked import UnpackedImages
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What one sandbox gets."""
+
+    image: Path
+    """A file, or a folder that it is unpacked in."""
+
+    python: str = "python3"
+    binds: tuple[Bind, ...] = ()
+
+
+class Materials:
+    """Finds the material of images by name, and makes what is missing."""
+
+    def __init__(
+        self, config: ApptainerConfig, images: ImageStore, apptainer: Path, owner: tuple[int, int]
+    ) -> None:
+        self._config = config
+        self._images = images
+        self.unpacked = UnpackedImages(
+            apptainer,
+            config.unpacked_dir or default_cache() / "unpacked",
+            *owner,
+            budget_bytes=config.unpacked_budget_bytes,
+        )
+        """Where images are unpacked."""
+
+    async def of(self, name: str) -> Material:
+        """The material of an image. The first time it may take seconds: the image is unpacked.
+
+        Raises:
+            ImageNotFoundError: there is no such image, or no image that the toolkit is made of and it is asked for.
+            ImageError: it cannot be unpacked, or the toolkit cannot be made.
+        """
+        return await anyio.to_thread.run_sync(self._of, name)
+
+    def _of(self, name: str) -> Material:
+        image = self._images.resolve(name)
+        facts = None if self._config.unpack or image.is_dir() else self.unpacked.facts(image)
+        if facts is None:
+            unpacked = self.unpacked.provide(image)
+            image, facts = unpacked.folder, unpacked.facts
+        if self._config.python == "image" or (self._config.python == "auto" and not facts.needs_toolkit):
+            return Material(image)
+        try:
+            folder = self.unpacked.toolkit(self._images.resolve(self._config.toolkit_image))
+        except ImageNotFoundError:
+            if self._config.python == "toolkit":
+                raise
+            return Material(image)  # it has a bash all the same; its kernel says what is missing
+        return Material(image, toolkit.PYTHON, (Bind(str(folder), toolkit.INSIDE),))

@@ -1,0 +1,270 @@
+"""Sandboxes in Apptainer: one `apptainer exec` each, whose first process inside is the control shell.
+
+What a sandbox has of its own: user, process, mount, network and IPC namespaces; a clean environment; no capability
+and no way to gain one; the image, read-only, below a writable overlay that vanishes with it. It never runs as the
+host's root: a service that is root gives up root first, since even without capabilities that user could write to
+the host's /proc/sys.
+
+What it shares: the kernel. `enforced` says which limits hold for a sandbox as a whole: memory and processor time
+do only where control groups can be made, and the disk only where plain programs may make user namespaces. Elsewhere
+the memory limit holds for each process, and the disk limit for each file; a list of hosts is refused there, too.
+"""
+
+import os
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import anyio.to_thread
+
+from sandboxes.config import ApptainerConfig, numbers_of
+from sandboxes.contract import SandboxSpec
+from sandboxes.egress.rules import AllowList
+from sandboxes.errors import ProviderUnavailableError, SandboxConfigError
+from sandboxes.host.facts import INSTALL_HINT, find_apptainer
+from sandboxes.host.processes import MARKER
+from sandboxes.host.uid_leases import HostUsers, UserLease
+from sandboxes.host.users import has_subordinate_ids, ids_of, subordinate_ids_command
+from sandboxes.images.store import ImageStore
+from sandboxes.limits.cgroups import Groups, Limits, find_groups
+from sandboxes.providers.apptainer.launcher import NAMESPACES_HINT, Launcher
+from sandboxes.providers.apptainer.prepared import Materials
+from sandboxes.providers.base import EgressPlan, HostProvider, Plan
+from sandboxes.reclaim.run_folders import RunFolder
+from sandboxes.runtime.control import SCRIPT
+
+PROXY_PORT = 3128
+"""In the sandbox's own network, in which nothing else can have taken it."""
+PIPES, SOCKETS = "/run/rollout/pipes", "/run/rollout/sockets"
+
+# The control shell runs from a copy of bash that can be executed but not read: the kernel then lets no process
+# inside look into it, trace it, or take its descriptors.
+HIDE = (
+    'copy=/dev/shm/.control; cp /bin/bash "$copy" 2>/dev/null && chmod 0111 "$copy" || copy=/bin/bash; '
+    'exec "$copy" --norc "$@"'
+)
+
+FLAGS = (
+    "--containall",
+    "--cleanenv",
+    "--no-home",
+    "--no-init",  # the control shell is process 1: nothing inside can kill it, and all ends with it
+    "--no-mount",
+    # /tmp is the image's, in the overlay, within the disk limit; /sys is of the sandbox's network, without the
+    # host's control groups, which an ordinary user's sandbox could change.
+    "tmp,home,cwd,bind-paths,sys",
+)
+
+
+ORDINARY, FAKEROOT = ("--no-privs", "--userns"), ("--fakeroot",)
+
+# What root has in its own user namespace, as elsewhere in containers. The control shell keeps more, so that nothing
+# inside may look into it or trace it, and no file system can be mounted.
+KEPT = "chown,dac_override,fowner,fsetid,kill,setgid,setuid,setpcap,setfcap,net_bind_service,sys_chroot"
+GIVE_UP = (
+    "setpriv",
+    "--inh-caps=-all",
+    "--ambient-caps=-all",
+    "--bounding-set=-all," + ",".join(f"+{name}" for name in KEPT.split(",")),
+    "--no-new-privs",
+    "--",
+)
+
+
+class ApptainerProvider(HostProvider):
+    """Starts sandboxes in Apptainer, as root or as an ordinary user."""
+
+    name = "apptainer"
+    isolates = True
+
+    def __init__(self, config: ApptainerConfig, state_dir: Path, images: ImageStore | None = None) -> None:
+        """
+        Raises:
+            ProviderUnavailableError: Apptainer is not installed.
+            SandboxConfigError: there is no user of the configured name, or it has no ids for fakeroot.
+        """
+        super().__init__(state_dir, config.run_dir, config.start_timeout)
+        self._config = config
+        self._binary = _binary(config.binary)
+        self._images = images or ImageStore()
+        self._user, self._group = ids_of(config.user)
+        numbers = None if config.fakeroot or os.geteuid() != 0 else numbers_of(config.user_range)
+        self._users = None if numbers is None else HostUsers(numbers)
+        self.launcher = Launcher(self._user, self._group, fakeroot=config.fakeroot)
+        if config.fakeroot and not has_subordinate_ids(self._user):
+            raise SandboxConfigError(
+                f"fakeroot needs ids for user {self._user} in /etc/subuid and /etc/subgid, and there are none",
+                hint=subordinate_ids_command(self._user),
+            )
+        self.materials = Materials(config, self._images, self._binary, (self._user, self._group))
+
+    @cached_property
+    def _groups(self) -> Groups:
+        return find_groups()
+
+    def groups(self) -> Groups:
+        return self._groups
+
+    @property
+    def enforced(self) -> frozenset[str]:
+        """The limits that hold here for a whole sandbox, of memory, processes, cpus, disk and users."""
+        disk = {"disk"} if self.launcher.mounts else set()
+        users = {"users"} if self._own_users else set()
+        return self._groups.enforced | disk | users | {"processes"}
+
+    async def identity(self, spec: SandboxSpec) -> str:
+        return await anyio.to_thread.run_sync(self._identity, spec)
+
+    def _identity(self, spec: SandboxSpec) -> str:
+        image = self._images.resolve(spec.image or self._config.image)
+        sources = (image, *(Path(bind.source) for bind in spec.read_only_binds))
+        try:
+            files = [(path, path.stat()) for path in sources]
+        except OSError as error:
+            raise SandboxConfigError(f"what the sandbox is made from cannot be read: {error}") from error
+        return "\n".join(
+            f"{path} {found.st_dev}:{found.st_ino} {found.st_size} {found.st_mtime_ns}"
+            for path, found in files
+        )
+
+    async def plan(self, spec: SandboxSpec, folder: RunFolder) -> Plan:
+        allowed = _allowed(spec)
+        self.launcher.require_enterable(folder.path.parent, others=self._users is not None)
+        namespaces = await anyio.to_thread.run_sync(lambda: self.launcher.namespaces)
+        if allowed is not None and not namespaces:
+            raise SandboxConfigError(
+                "no sandbox can be held to a list of hosts here",
+                hint="set sandbox.fakeroot to false" if self._config.fakeroot else NAMESPACES_HINT,
+            )
+        name = spec.image or self._config.image
+        material = await self.materials.of(name)
+        spec = replace(spec, read_only_binds=(*spec.read_only_binds, *material.binds))
+        defaults = self._config.limits
+        limits = Limits(
+            spec.memory_bytes or defaults.memory_bytes,
+            spec.max_processes or defaults.max_processes,
+            spec.cpus or defaults.cpus,
+            spec.disk_bytes or defaults.disk_bytes,
+        )
+        command = [
+            *self._exec(spec, folder),
+            str(folder.overlay / "image" if self.launcher.root else material.image),
+            *("/bin/bash", "--norc", "-c", HIDE, "hide"),
+            *(f"{PIPES}/{SCRIPT.name}", PIPES, spec.workdir, str(limits.max_processes)),
+            # Without control groups the next best thing: each process alone is limited.
+            "0" if "memory" in self._groups.enforced else str((limits.memory_bytes or 0) // 1024),
+        ]
+        # The last that waits: a cancelled start gives the lease back once there is a plan.
+        lease = await anyio.to_thread.run_sync(self._lease_user, material.image)
+        user = self._user if lease is None else lease.number
+        return Plan(
+            argv=self.launcher.command(command),
+            env=self.launcher.variables(
+                folder.overlay,
+                spec.disk_bytes or defaults.disk_bytes,
+                network=spec.network != "full",
+                image=material.image,
+                binds=[bind.source for bind in spec.read_only_binds],
+                user=None if lease is None else user,
+            ),
+            image=name,
+            limits=limits,
+            user=user,
+            group=self._group,
+            lease=lease,
+            pipes_inside=PIPES,
+            sockets_inside=SOCKETS,
+            workdir=spec.workdir,
+            own_space=True,
+            prefix=GIVE_UP if self._config.fakeroot else (),
+            python=material.python,
+            session_env={"HOME": "/root", "TERM": "dumb", "LANG": "C.UTF-8"} | _proxy_env(allowed),
+            egress=self._egress(allowed),
+        )
+
+    def _egress(self, allowed: AllowList | None) -> EgressPlan | None:
+        if allowed is None:
+            return None
+        return EgressPlan(allowed, PROXY_PORT, self._config.private_addresses, self._user, self._group)
+
+    def _lease_user(self, image: Path) -> UserLease | None:
+        """Lease a user of the host that no other sandbox runs as; return None where all share one."""
+        return self._users.lease() if self._users is not None and self._has_users(image) else None
+
+    def _has_users(self, image: Path) -> bool:
+        """Return whether sandboxes of this image can each have a separate user."""
+        if self._users is None or not self._users.available:
+            return False
+        return self.launcher.maps(image, self._users.first) if image.is_dir() else self.launcher.namespaces
+
+    @cached_property
+    def _own_users(self) -> bool:
+        folder = self.materials.unpacked.root
+        return self._has_users(next(path for path in (folder, *folder.parents) if path.is_dir()))
+
+    async def close(self) -> None:
+        await super().close()
+        if self._users is not None:
+            self._users.close()
+
+    def _exec(self, spec: SandboxSpec, folder: RunFolder) -> list[str]:
+        """The command up to the image."""
+        return [
+            *(
+                str(self._binary),
+                "--silent",
+                "exec",
+                *FLAGS,
+                *(FAKEROOT if self._config.fakeroot else ORDINARY),
+            ),
+            *self.launcher.flags(folder.overlay, network=spec.network != "full"),
+            *("--bind", f"{folder.pipes}:{PIPES}:ro", "--bind", f"{folder.overlay}/sockets:{SOCKETS}"),
+            *(flag for bind in self._binds(spec, folder) for flag in ("--bind", bind)),
+            *("--env", f"{MARKER}={folder.id}"),
+        ]
+
+    def _binds(self, spec: SandboxSpec, folder: RunFolder) -> list[str]:
+        """Apptainer's form of the binds; as root the launcher shows their sources where its user can see them."""
+        found = []
+        for number, bind in enumerate(spec.read_only_binds):
+            for path in (bind.source, bind.target):
+                if not path.startswith("/") or any(character in path for character in ":,\\\n"):
+                    raise SandboxConfigError(
+                        f"{path!r} cannot be bound", hint="give an absolute path without : , \\"
+                    )
+            source = folder.overlay / f"bind{number}" if self.launcher.root else bind.source
+            found.append(f"{source}:{bind.target}:ro")
+        return found
+
+
+def _allowed(spec: SandboxSpec) -> AllowList | None:
+    """The list of hosts, if the network is one."""
+    if spec.network in {"none", "full"}:
+        return None
+    if isinstance(spec.network, str):
+        raise SandboxConfigError(
+            f"there is no network {spec.network!r}", hint='give "none", "full" or a list of hosts'
+        )
+    return AllowList(spec.network)
+
+
+def _proxy_env(allowed: AllowList | None) -> dict[str, str]:
+    """What programs look at for a proxy; some know one spelling, some the other."""
+    if allowed is None:
+        return {}
+    proxy = f"http://127.0.0.1:{PROXY_PORT}"
+    variables = {
+        "HTTP_PROXY": proxy,
+        "HTTPS_PROXY": proxy,
+        "ALL_PROXY": proxy,
+        "NO_PROXY": "localhost,127.0.0.1,::1",
+    }
+    return variables | {name.lower(): value for name, value in variables.items()}
+
+
+def _binary(configured: Path | None) -> Path:
+    if configured is None:
+        return find_apptainer()
+    if not os.access(configured, os.X_OK):
+        raise ProviderUnavailableError(f"{configured} is not an executable file", hint=INSTALL_HINT)
+    return configured

@@ -1,0 +1,77 @@
+"""What sandboxes share on this host, for `doctor`: read and tried, nothing is changed."""
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from sandboxes.config import ApptainerConfig, numbers_of
+from sandboxes.host.uid_leases import HostUsers
+from sandboxes.host.users import ids_of
+from sandboxes.images.store import default_cache
+from sandboxes.providers.apptainer import seccomp
+from sandboxes.providers.apptainer.launch import PTYS
+from sandboxes.providers.apptainer.launcher import Launcher
+
+COUNTED_BY_USER = {
+    "epoll watches": "fs/epoll/max_user_watches",
+    "inotify instances": "fs/inotify/max_user_instances",
+    "keys": "kernel/keys/maxkeys",
+    "pages of pipes": "fs/pipe-user-pages-soft",
+}
+PTYS_OF_HOST, PTYS_RESERVED = "kernel/pty/max", "kernel/pty/reserve"
+FILTERS = "kernel/seccomp/actions_avail"
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What is shared by sandboxes, and what each has for itself."""
+
+    own_users: bool
+    """Whether what is counted by user of the host is counted for each sandbox alone."""
+
+    filtered: bool
+    """Whether system calls are filtered."""
+
+    own_terminals: int | None
+    """How many sandboxes can use all of their own pseudo-terminals at once; None where theirs have no limit."""
+
+    counts: Mapping[str, int]
+    """What is counted by user, and how many of it a user may have."""
+
+
+def read_sharing(config: ApptainerConfig, kernel: Path = Path("/proc/sys")) -> Sharing:
+    """Read and try it. It may take 100 ms: call it in a thread.
+
+    Raises:
+        SandboxConfigError: there is no user of the configured name.
+    """
+    launcher = Launcher(*ids_of(config.user), fakeroot=config.fakeroot)
+    counts = {name: found for name, path in COUNTED_BY_USER.items() if (found := _number(kernel / path))}
+    terminals = (_number(kernel / PTYS_OF_HOST) or 0) - (_number(kernel / PTYS_RESERVED) or 0)
+    return Sharing(
+        own_users=_has_own_users(config, launcher),
+        filtered=seccomp.program() is not None and (kernel / FILTERS).exists(),
+        own_terminals=terminals // PTYS if launcher.mounts else None,
+        counts=counts,
+    )
+
+
+def _has_own_users(config: ApptainerConfig, launcher: Launcher) -> bool:
+    numbers = numbers_of(config.user_range)
+    if numbers is None or config.fakeroot or os.geteuid() != 0:
+        return False
+    folder = (config.unpacked_dir or default_cache() / "unpacked").expanduser().absolute()
+    there = next(path for path in (folder, *folder.parents) if path.is_dir())
+    users = HostUsers(numbers)
+    try:
+        return users.available and launcher.maps(there, numbers.start)
+    finally:
+        users.close()
+
+
+def _number(path: Path) -> int | None:
+    with suppress(OSError, ValueError):
+        return int(path.read_text())
+    return None

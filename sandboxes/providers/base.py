@@ -1,0 +1,279 @@
+"""What the providers of this host share: folder, guard, limits, launch, and the way back when any of it fails."""
+
+import socket
+import subprocess
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import zmq
+
+from sandboxes.contract import SandboxInfo, SandboxProvider, SandboxSpec, SweepReport
+from sandboxes.egress.counts import EgressCounts
+from sandboxes.egress.host import EgressHost, Handover, Owner
+from sandboxes.egress.rules import AllowList
+from sandboxes.errors import SandboxClosedError, SandboxStartError
+from sandboxes.host.children import LingeringChildren
+from sandboxes.host.processes import MARKER
+from sandboxes.host.uid_leases import UserLease
+from sandboxes.limits.cgroups import Group, Groups, Limits, raise_open_files
+from sandboxes.limits.violations import LimitWatch
+from sandboxes.limits.watchdog import Watchdog
+from sandboxes.reclaim.host_resources import HostBacking, ServiceBacking, Stragglers
+from sandboxes.reclaim.run_folders import RunFolder
+from sandboxes.runtime.control import SCRIPT, Answers, ControlShell
+from sandboxes.runtime.sandbox import ControlledSandbox, Launched
+from sandboxes.sessions.kernel import KernelPaths
+from sandboxes.sessions.kernel_wire import make_context
+
+LINGER_SECONDS = 2.0
+"""How long `close` waits for processes that were killed and have not ended yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class EgressPlan:
+    """A way to a list of hosts."""
+
+    allowed: AllowList
+    port: int
+    """The port on the loopback inside."""
+    private: bool
+    """Whether names of the list may be private addresses."""
+    user: int
+    group: int
+    """Whom the proxies run as, those of all sandboxes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to launch the control shell of one sandbox."""
+
+    argv: list[str]
+    env: dict[str, str]
+    """The launcher's whole environment."""
+    image: str
+    limits: Limits
+    user: int
+    group: int
+    pipes_inside: str
+    sockets_inside: str
+    workdir: str
+    own_space: bool = False
+    """Whether the launcher makes the folder of the sockets itself, in a file system that may be its own."""
+    session_env: dict[str, str] = field(default_factory=dict)
+    python: str = "python3"
+    egress: EgressPlan | None = None
+    """The way out that the launcher opens, if there is one."""
+    prefix: tuple[str, ...] = ()
+    """The command that every program inside is started through."""
+    lease: UserLease | None = None
+    """The lease of `user`, where no other sandbox has it."""
+    answers: bool = False
+    """Whether the control shell answers on a pipe of its own, since its standard input goes one way."""
+
+
+class HostProvider(SandboxProvider):
+    """Launches control shells on this host; a subclass says how."""
+
+    def __init__(self, state_dir: Path, run_dir: Path | None, start_timeout: float) -> None:
+        self._backing = ServiceBacking(state_dir, run_dir)
+        self._start_timeout = start_timeout
+        self._live: dict[str, ControlledSandbox] = {}
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._closed = False
+        self._stragglers = Stragglers()
+        self._lingering = LingeringChildren()
+        self._tally: Counter[str] = Counter()
+        self._watchdog = Watchdog()
+        self.egress = EgressHost(self._lingering)
+        raise_open_files()
+
+    @abstractmethod
+    async def plan(self, spec: SandboxSpec, folder: RunFolder) -> Plan:
+        """How to launch the sandbox; nothing has been made yet. The errors of `start`."""
+
+    @abstractmethod
+    def groups(self) -> Groups:
+        """Where control groups are made, if anywhere."""
+
+    async def start(self, spec: SandboxSpec) -> ControlledSandbox:
+        if self._closed:
+            raise SandboxClosedError("the provider has been closed")
+        try:
+            folder = await self._backing.new_folder(self.groups())
+        except OSError as error:
+            raise SandboxStartError(f"no folder for the sandbox could be made: {error}") from error
+        plan = await self.plan(spec, folder)
+        # From here to the sandbox's own `close` nothing may be lost, so cancellation waits at the end.
+        backing = self._backing_of(plan, folder, None)
+        control: ControlShell | None = None
+        try:
+            folder.create(plan.user, plan.group)
+            group = self.groups().create(folder.id, plan.limits)
+            backing = self._backing_of(plan, folder, group)
+            script = folder.pipes / SCRIPT.name
+            script.write_text(SCRIPT.read_text())
+            script.chmod(0o644)
+            with Handover() if plan.egress else nullcontext() as handover:
+                control = _launch(plan, folder, group, handover, backing)
+                if handover is not None:
+                    await self._open_egress(plan, folder, backing, handover)
+            await self._until_ready(control, folder)
+            watched = await backing.watched_group()
+            sandbox = self.make_sandbox(self._launched(plan, folder, control, backing, watched), spec)
+        except BaseException as error:
+            with anyio.CancelScope(shield=True):
+                if control is not None:
+                    control.close()
+                await backing.release()
+            if isinstance(error, OSError):
+                raise SandboxStartError(f"the sandbox could not be launched: {error}") from error
+            raise
+        self._live[folder.id] = sandbox
+        return sandbox
+
+    async def _open_egress(
+        self, plan: Plan, folder: RunFolder, backing: HostBacking, handover: Handover
+    ) -> None:
+        """Where the launcher ends instead of handing a socket over, `_until_ready` says why."""
+        with anyio.move_on_after(self._start_timeout):
+            if plan.egress is not None and (listening := await handover.receive()) is not None:
+                backing.before_release.push_async_callback(self.egress.close, folder.id)
+                way, owner = plan.egress, Owner(folder.path.parent.name, plan.egress.user, plan.egress.group)
+                await self.egress.open(folder.id, way.allowed, way.private, listening, owner)
+
+    async def egress_counts(self) -> EgressCounts:
+        return await self.egress.counts()
+
+    async def _until_ready(self, control: ControlShell, folder: RunFolder) -> None:
+        ready = None
+        with anyio.move_on_after(self._start_timeout):
+            ready = await control.ready()
+        if ready is None:
+            raise SandboxStartError(
+                f"the sandbox was not ready within {self._start_timeout:.0f} s: {folder.said()}",
+                hint="raise sandbox.start_timeout, or see what keeps this host busy",
+            )
+        if not ready:
+            raise SandboxStartError(f"the sandbox ended while it started: {folder.said()}")
+
+    def _launched(
+        self,
+        plan: Plan,
+        folder: RunFolder,
+        control: ControlShell,
+        backing: HostBacking,
+        watched: Group | None,
+    ) -> Launched:
+        if self._closed:  # while this was under way: nobody would close the sandbox any more
+            raise SandboxClosedError("the provider has been closed")
+        if self._context is None:
+            self._context = make_context()
+        paths = KernelPaths(
+            plan.sockets_inside,
+            # The launcher's own root, which nothing inside can change: its mounts are not this process's.
+            Path(f"/proc/{backing.pid}/root{folder.overlay}/sockets") if plan.own_space else folder.sockets,
+            plan.pipes_inside,
+            folder.pipes,
+        )
+        watch = LimitWatch(plan.limits, watched, backing.pid, folder.overlay, self._tally)
+        backing.before_release.callback(watch.close)
+        self._watchdog.add(watch, shares_user=self.isolates and plan.lease is None)
+        if plan.limits.max_processes is not None:
+            control.send_now("processes", str(watch.launcher_tasks + plan.limits.max_processes))
+        return Launched(
+            id=folder.id,
+            provider=self.name,
+            image=plan.image,
+            control=control,
+            backing=backing,
+            watch=watch,
+            kernel_paths=paths,
+            context=self._context,
+            workdir=plan.workdir,
+            env=plan.session_env,
+            python=plan.python,
+            start_timeout=self._start_timeout,
+        )
+
+    @property
+    def breaches(self) -> Mapping[str, int]:
+        return dict(self._tally)
+
+    @property
+    def lingering(self) -> int:
+        return len(self._lingering)
+
+    def _backing_of(self, plan: Plan, folder: RunFolder, group: Group | None) -> HostBacking:
+        backing = self.make_backing(folder, group)
+        backing.lease = plan.lease
+        return backing
+
+    def make_backing(self, folder: RunFolder, group: Group | None) -> HostBacking:
+        """Return what a sandbox that is being started has on this host."""
+        return HostBacking(folder, group, self._stragglers, self._lingering)
+
+    def make_sandbox(self, launched: Launched, spec: SandboxSpec) -> ControlledSandbox:
+        """The sandbox of a control shell that is ready."""
+        return ControlledSandbox(launched, spec, self.forget)
+
+    def forget(self, sandbox_id: str) -> None:
+        """A sandbox has been closed."""
+        self._live.pop(sandbox_id, None)
+
+    async def sweep(self) -> SweepReport:
+        return SweepReport(*await self._backing.sweep(self.groups()))
+
+    def live(self) -> list[SandboxInfo]:
+        return [sandbox.info for sandbox in self._live.values()]
+
+    async def close(self) -> None:
+        self._closed = True
+        with anyio.CancelScope(shield=True):
+            async with anyio.create_task_group() as tasks:
+                for sandbox in list(self._live.values()):
+                    tasks.start_soon(sandbox.close)
+            await self.egress.aclose()
+            await self._lingering.wait(LINGER_SECONDS)
+            await self._backing.close()
+            self._watchdog.close()
+            if self._context is not None:
+                self._context.destroy(linger=0)
+                self._context = None
+
+
+def _launch(
+    plan: Plan, folder: RunFolder, group: Group | None, handover: Handover | None, backing: HostBacking
+) -> ControlShell:
+    """Start the launcher with one end of a socket pair as its standard input; `backing` owns it at once."""
+    env = {**plan.env, MARKER: folder.id}
+    if plan.egress is not None and handover is not None:
+        env |= {"LAUNCH_LISTENER": str(handover.descriptor), "LAUNCH_PORT": str(plan.egress.port)}
+    answers = Answers(folder.pipes) if plan.answers else None
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs, folder.log.open("wb") as log:
+            entries = "\n".join(str(path / "cgroup.procs") for path in (group.paths if group else ()))
+            backing.process = subprocess.Popen(
+                plan.argv,
+                stdin=theirs.fileno(),
+                stdout=log,
+                stderr=log,
+                env={**env, "LAUNCH_GROUPS": entries},
+                cwd="/",
+                start_new_session=True,
+                pass_fds=[handover.descriptor] if handover is not None else [],
+            )
+        if handover is not None:
+            handover.given()
+        return ControlShell(ours, folder.pipes, answers, plan.prefix)
+    except BaseException:
+        ours.close()
+        if answers is not None:
+            answers.close()
+        raise

@@ -1,0 +1,154 @@
+"""What the client of Docker is asked: which limits hold, and which containers are ours; their removal, their groups."""
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from sandboxes.errors import SandboxClosedError
+from sandboxes.host.processes import marked_processes
+from sandboxes.limits.cgroups import CGROUPS, Group
+from sandboxes.reclaim.reaper import claimed
+
+ASK_SECONDS = 30.0
+
+
+class Containers:
+    """One daemon, through its client."""
+
+    SANDBOX = "rollout-service.sandbox"
+    """The label that says to which sandbox a container belongs."""
+    SERVICE = "rollout-service.folder"
+    """The label that names the folder which its service holds a lock on while it lives; see `reaper`."""
+
+    def __init__(self, binary: str, env: Mapping[str, str]) -> None:
+        self._binary = binary
+        self.env = dict(env)
+        """What the client runs with."""
+
+    async def ask(self, *arguments: str) -> tuple[int, str]:
+        """The client's exit code and what it says; a client that hangs is ended."""
+        return await anyio.to_thread.run_sync(self._ask, arguments)
+
+    def _ask(self, arguments: tuple[str, ...]) -> tuple[int, str]:
+        try:
+            done = subprocess.run(
+                [self._binary, *arguments],
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=ASK_SECONDS,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return 1, str(error)
+        said = done.stdout if done.returncode == 0 else done.stderr
+        return done.returncode, said.decode("utf-8", errors="replace")
+
+    def limits(self) -> frozenset[str]:
+        """Return the limits that the daemon can hold here; none where it does not answer. It blocks."""
+        code, said = self._ask(("info", "--format", "{{json .}}"))
+        try:
+            info = json.loads(said) if code == 0 else {}
+        except ValueError:
+            return frozenset()
+        names = {"MemoryLimit": "memory", "PidsLimit": "processes", "CPUCfsQuota": "cpus"}
+        names |= {"CpuCfsQuota": "cpus"}
+        return frozenset(found for name, found in names.items() if info.get(name))
+
+    async def remove_sandbox(self, sandbox_id: str) -> None:
+        """Remove what is left of one sandbox; what cannot be removed now is left to the next sweep."""
+        for container, _ in await self._labelled(f"{self.SANDBOX}={sandbox_id}"):
+            await self.ask("rm", "--force", "--volumes", container)
+
+    async def processes(self, sandbox_id: str) -> int:
+        """Count the processes of a sandbox's container.
+
+        Raises:
+            SandboxClosedError: there is no such container any more.
+        """
+        code, said = await self.ask("top", await self._container(sandbox_id), "-o", "pid")
+        if code != 0:
+            raise SandboxClosedError(
+                f"the daemon does not show the processes of {sandbox_id}: {said.strip()}"
+            )
+        return len(said.split()) - 1  # but for the heading
+
+    async def reader(self, sandbox_id: str, image: str, command: Sequence[str]) -> list[str]:
+        """Return the command that runs the reader of files in a container beside the sandbox's.
+
+        It sees the sandbox's processes, and through them its files, and has nothing else: no network, no rights but to
+        read and look. The script is shown where it is on the host.
+
+        Raises:
+            SandboxClosedError: there is no such container any more.
+        """
+        _, *flags, script, path, limit, pid, parent = command
+        return [
+            *(self._binary, "run", "--rm", "--pull", "never", "--log-driver", "none", "--network", "none"),
+            *("--pid", f"container:{await self._container(sandbox_id)}", "--user", "0:0", "--read-only"),
+            *("--cap-drop", "ALL", "--cap-add", "SYS_PTRACE", "--cap-add", "DAC_READ_SEARCH"),
+            *("--security-opt", "no-new-privileges", "--workdir", "/", "--entrypoint", "python3"),
+            *("--mount", f"type=bind,source={script},target=/tree_reader.py,readonly", image),
+            *(*flags, "/tree_reader.py", path, limit, pid, parent),
+        ]
+
+    async def _container(self, sandbox_id: str) -> str:
+        found = await self._labelled(f"{self.SANDBOX}={sandbox_id}")
+        if not found:
+            raise SandboxClosedError(f"the container of {sandbox_id} has ended")
+        return found[0][0]
+
+    async def sweep(self) -> tuple[int, tuple[str, ...]]:
+        """Remove the containers of dead services: how many, and what could not be removed and why."""
+        removed, failures = 0, []
+        for container, folder in await self._labelled(self.SERVICE):
+            if await anyio.to_thread.run_sync(_is_dead, Path(folder)):
+                code, said = await self.ask("rm", "--force", "--volumes", container)
+                removed += code == 0
+                if code != 0 and "No such container" not in said:
+                    failures.append(f"container {container}: {said.strip()}")
+        return removed, tuple(failures)
+
+    async def _labelled(self, label: str) -> list[tuple[str, str]]:
+        """Containers with the label, and the folders of their services."""
+        shown = '{{.ID}} {{.Label "' + self.SERVICE + '"}}'
+        code, said = await self.ask(
+            "ps", "--all", "--no-trunc", "--filter", f"label={label}", "--format", shown
+        )
+        lines = said.splitlines() if code == 0 else []
+        return [(container, folder) for container, _, folder in (line.partition(" ") for line in lines)]
+
+
+def container_group(sandbox_id: str) -> Group | None:
+    """The group that counts a container's memory, by its process on this host; None where that cannot be seen.
+
+    It reads all of /proc: call it in a thread.
+    """
+    ours = _memory_folder("self")
+    folders = (_memory_folder(str(pid)) for pid in marked_processes({sandbox_id}))
+    # Other than ours: the client that started the container has the mark, too.
+    found = next((folder for folder in folders if folder is not None and folder != ours), None)
+    return Group({"memory": found}) if found is not None else None
+
+
+def _memory_folder(pid: str) -> Path | None:
+    """Where the memory of a process is counted, in either version of control groups."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers or "memory" in controllers.split(","):
+                folder = CGROUPS / ("memory" if controllers else "") / path.lstrip("/")
+                if (folder / ("memory.oom_control" if controllers else "memory.events")).exists():
+                    return folder
+    return None
+
+
+def _is_dead(folder: Path) -> bool:
+    """Whether nobody holds the folder: its service is gone, or never was on this host."""
+    with claimed(folder) as owner:
+        return owner is not None

@@ -1,0 +1,277 @@
+"""Sandboxes in Docker: one container each, whose process 1 is the control shell.
+
+What a container has of its own: processes, mounts, IPC, and a network with a loopback alone; no capability and no
+way to gain one; Docker's filter of system calls; the image, read-only, with memory file systems where code may
+write, within the disk limit each and the memory limit together. It runs as an ordinary user and has no socket of
+the daemon. What it shares: the kernel, and the numbers of users, unless the daemon remaps them.
+
+The container lives as long as its `docker run`, whose standard input is the service's: when that closes, also by the
+service's death, process 1 ends and the daemon removes the container. What is left all the same carries labels with
+the sandbox's id and its service's folder; `sweep` removes those whose service is dead. Names are not looked at.
+
+The working folder is a memory file system too, and hides what the image has there.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from functools import cached_property
+from pathlib import Path
+
+import anyio.to_thread
+
+from sandboxes.config import DockerConfig
+from sandboxes.contract import Bind, SandboxSpec, SweepReport
+from sandboxes.errors import ImageNotFoundError, ProviderUnavailableError, SandboxConfigError
+from sandboxes.host.children import LingeringChildren
+from sandboxes.host.processes import MARKER, FirstProcess
+from sandboxes.host.users import ids_of
+from sandboxes.images.sources import packaged_names
+from sandboxes.limits.cgroups import Group, Groups, Limits
+from sandboxes.providers.apptainer.provider import HIDE, PIPES, SOCKETS
+from sandboxes.providers.base import HostProvider, Plan
+from sandboxes.providers.docker.containers import Containers, container_group
+from sandboxes.reclaim.host_resources import HostBacking, Stragglers
+from sandboxes.reclaim.run_folders import RunFolder
+from sandboxes.runtime.control import ANSWERS, SCRIPT
+from sandboxes.runtime.export import export_tree, reader_command
+from sandboxes.runtime.sandbox import ControlledSandbox, Launched
+
+HINT = "start the daemon, name one in DOCKER_HOST or sandbox.host, or install it with scripts/install-docker"
+REFERENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
+NO_IMAGE = ("No such image", "No such object")
+ENDED_BY_ITSELF = (0, 1)
+"""The exit codes of a control shell whose input closed, which `docker run` hands on; others may leave a container."""
+OVERHEAD_PROCESSES = 16
+"""The control shell's own processes, on top of the limit for what it starts."""
+OWN_IMAGES = "rollout-service"
+"""Where `scripts/docker-image` puts the images that this package brings."""
+SHM_BYTES = 64 * 1024 * 1024
+INSIDE = FirstProcess(1, 0)
+"""As a container that joins the processes of another one numbers them."""
+
+
+class DockerBacking(HostBacking):
+    """Makes sure that the container has gone where its `docker run` did not see it end."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        group: Group | None,
+        stragglers: Stragglers,
+        lingering: LingeringChildren,
+        containers: Containers,
+    ) -> None:
+        super().__init__(folder, group, stragglers, lingering)
+        self._containers = containers
+        self._id = folder.id
+
+    async def watched_group(self) -> Group | None:
+        return await anyio.to_thread.run_sync(container_group, self._id)
+
+    async def release(self) -> None:
+        await super().release()
+        if self.process is not None and self.process.returncode not in ENDED_BY_ITSELF:
+            await self._containers.remove_sandbox(self._id)
+
+
+class DockerSandbox(ControlledSandbox):
+    """Asks the daemon for what only it can see: a service that is not root may not look into containers."""
+
+    def __init__(
+        self,
+        launched: Launched,
+        spec: SandboxSpec,
+        forget: Callable[[str], None],
+        containers: Containers,
+        image: str,
+    ) -> None:
+        """`image` has Python, for the container that reads files out of this one."""
+        super().__init__(launched, spec, forget)
+        self._containers = containers
+        self._image = image
+
+    async def _left(self) -> bool:
+        return await self._containers.processes(self.id) > 1
+
+    async def _export(self, path: str, limit: int) -> AsyncGenerator[bytes, None]:
+        command = await self._containers.reader(self.id, self._image, reader_command(path, limit, INSIDE))
+        async with aclosing(export_tree(path, command, self._containers.env)) as parts:
+            async for part in parts:
+                yield part
+
+
+class DockerProvider(HostProvider):
+    """Starts sandboxes through the command line of Docker."""
+
+    name = "docker"
+    isolates = True
+
+    def __init__(self, config: DockerConfig, state_dir: Path) -> None:
+        """
+        Raises:
+            ProviderUnavailableError: the command is not installed.
+            SandboxConfigError: there is no user of the configured name, or it is root.
+        """
+        super().__init__(state_dir, config.run_dir, config.start_timeout)
+        binary = shutil.which(config.binary)
+        if binary is None:
+            raise ProviderUnavailableError(f"there is no command {config.binary!r}", hint=HINT)
+        self._config = config
+        self._user, self._group = ids_of(config.user)
+        self._binary = binary
+        self._env = _client_env(config.host)
+        self._containers = Containers(binary, self._env)
+
+    def groups(self) -> Groups:
+        return Groups({})  # the daemon makes them
+
+    @cached_property
+    def enforced(self) -> frozenset[str]:
+        return frozenset({"disk"}) | self._containers.limits()
+
+    def make_backing(self, folder: RunFolder, group: Group | None) -> HostBacking:
+        return DockerBacking(folder, group, self._stragglers, self._lingering, self._containers)
+
+    def make_sandbox(self, launched: Launched, spec: SandboxSpec) -> DockerSandbox:
+        reader = self._named(self._config.image)
+        return DockerSandbox(launched, spec, self.forget, self._containers, reader)
+
+    async def identity(self, spec: SandboxSpec) -> str:
+        return await self._image_id(spec.image or self._config.image)
+
+    async def _image_id(self, name: str) -> str:
+        """What the name stands for now.
+
+        Raises:
+            ImageNotFoundError: the daemon has no such image; none is pulled here.
+            ProviderUnavailableError: no daemon answers.
+            SandboxConfigError: it is not a reference.
+        """
+        if not REFERENCE.fullmatch(name):
+            raise SandboxConfigError(
+                f"{name!r} is not a reference of an image that {self._config.binary} has",
+                hint="name it as `docker images` does; scripts/docker-image imports one of the service's own",
+            )
+        name = self._named(name)
+        code, said = await self._containers.ask("image", "inspect", "--format", "{{.Id}}", name)
+        if code == 0:
+            return said.strip()
+        if any(text in said for text in NO_IMAGE):
+            raise ImageNotFoundError(
+                f"{self._config.binary} has no image {name!r}",
+                hint=f"{self._config.binary} pull {name}, or scripts/docker-image for one of the service's own",
+            )
+        raise ProviderUnavailableError(f"{self._config.binary} does not answer: {said.strip()}", hint=HINT)
+
+    def _named(self, name: str) -> str:
+        """Return the daemon's name of an image that environments name for every provider."""
+        return f"{OWN_IMAGES}/{name}" if name in packaged_names() else name
+
+    async def plan(self, spec: SandboxSpec, folder: RunFolder) -> Plan:
+        name = spec.image or self._config.image
+        image = await self._image_id(name)
+        command = [
+            *(self._binary, "run", "--rm", "--interactive", "--pull", "never", "--log-driver", "none"),
+            *self._isolation(spec),
+            *self._limits(spec),
+            *self._mounts(spec, folder),
+            *("--label", f"{Containers.SANDBOX}={folder.id}"),
+            *("--label", f"{Containers.SERVICE}={folder.path.parent}"),
+            *("--env", f"{MARKER}={folder.id}", "--workdir", "/", "--entrypoint", "/bin/bash", image),
+            *("--norc", "-c", HIDE, "hide", f"{PIPES}/{SCRIPT.name}", PIPES, spec.workdir, "0", "0", ANSWERS),
+        ]
+        return Plan(
+            argv=command,
+            env=self._env,
+            image=name,
+            limits=Limits(self._memory(spec), None, None),  # the daemon holds them
+            user=self._user,
+            group=self._group,
+            pipes_inside=PIPES,
+            sockets_inside=SOCKETS,
+            workdir=spec.workdir,
+            session_env={"HOME": "/root", "TERM": "dumb", "LANG": "C.UTF-8"},
+            answers=True,
+        )
+
+    def _isolation(self, spec: SandboxSpec) -> list[str]:
+        if spec.network not in {"none", "full"}:
+            raise SandboxConfigError(
+                "containers cannot be held to a list of hosts yet",
+                hint='use "none", or the apptainer provider',
+            )
+        network = "none" if spec.network == "none" else "host"
+        flags = [
+            "--network",
+            network,
+            "--user",
+            f"{self._user}:{self._group}",
+            "--read-only",
+            "--ipc",
+            "private",
+        ]
+        flags += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--ulimit", "core=0"]
+        return flags
+
+    def _limits(self, spec: SandboxSpec) -> list[str]:
+        defaults, found = self._config.limits, []
+        held = self.enforced
+        if (memory := self._memory(spec)) is not None:
+            found += ["--memory", str(memory), "--memory-swap", str(memory)]
+        if "processes" in held:
+            processes = (spec.max_processes or defaults.max_processes) + OVERHEAD_PROCESSES
+            found += ["--pids-limit", str(processes)]
+        if (cpus := spec.cpus or defaults.cpus) is not None and "cpus" in held:
+            found += ["--cpus", str(cpus)]
+        return found
+
+    def _memory(self, spec: SandboxSpec) -> int | None:
+        """The limit in bytes that the daemon holds; None where it holds none."""
+        held = "memory" in self.enforced
+        return spec.memory_bytes or self._config.limits.memory_bytes if held else None
+
+    def _mounts(self, spec: SandboxSpec, folder: RunFolder) -> list[str]:
+        disk = spec.disk_bytes or self._config.limits.disk_bytes
+        shared = f"rw,exec,nosuid,nodev,size={disk},mode=1777"
+        # Executable, since the control shell runs from a copy there.
+        found = ["--tmpfs", f"/dev/shm:rw,exec,nosuid,nodev,size={SHM_BYTES},mode=1777"]  # noqa: S108  inside
+        for path in ("/tmp", "/var/tmp", "/root", _absolute(spec.workdir)):  # noqa: S108  inside
+            found += ["--tmpfs", f"{path}:{shared}"]
+        for bind in (Bind(str(folder.pipes), PIPES), *spec.read_only_binds):
+            source, target = _absolute(bind.source), _absolute(bind.target)
+            found += ["--mount", f"type=bind,source={source},target={target},readonly"]
+        return [*found, "--mount", f"type=bind,source={folder.sockets},target={SOCKETS}"]
+
+    async def sweep(self) -> SweepReport:
+        swept = await super().sweep()
+        removed, failures = await self._containers.sweep()
+        return SweepReport(swept.sandboxes + removed, swept.processes, (*swept.failures, *failures))
+
+
+def _client_env(host: str | None) -> dict[str, str]:
+    """What the client needs to find its daemon, and nothing else of the service's."""
+    names = (
+        "PATH",
+        "HOME",
+        "XDG_RUNTIME_DIR",
+        "DOCKER_HOST",
+        "DOCKER_CONFIG",
+        "DOCKER_CONTEXT",
+        "CONTAINER_HOST",
+    )
+    found = {name: os.environ[name] for name in names if name in os.environ}
+    return {**found, **({"DOCKER_HOST": host} if host else {})}
+
+
+def _absolute(path: str) -> str:
+    """A path that can be part of a flag.
+
+    Raises:
+        SandboxConfigError: it cannot.
+    """
+    if not path.startswith("/") or any(character in path for character in ':,"\\\n'):
+        raise SandboxConfigError(f"{path!r} cannot be mounted", hint='give an absolute path without : , " \\')
+    return path

@@ -1,0 +1,99 @@
+"""Sandboxes that are plain processes of this user, for tests and for code that is trusted.
+
+It isolates NOTHING: code inside can read and change whatever this user can, reach the network, and end other
+processes. Limits of memory, processes, disk and processor time are not enforced, images are not used, and the
+network can neither be switched off nor held to a list of hosts. What it does keep is the contract's sessions,
+time-outs and output limits, a clean environment, and a working folder of its own that is removed with the sandbox.
+"""
+
+import os
+import posixpath
+import sys
+from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
+
+import anyio.to_thread
+import structlog
+
+from sandboxes.config import LocalConfig
+from sandboxes.contract import SandboxSpec
+from sandboxes.errors import SandboxConfigError
+from sandboxes.host.processes import kill_where
+from sandboxes.limits.cgroups import Groups, Limits
+from sandboxes.providers.base import HostProvider, Plan
+from sandboxes.reclaim.run_folders import RunFolder
+from sandboxes.runtime.control import SCRIPT
+from sandboxes.runtime.export import export_tree, reader_command
+from sandboxes.runtime.sandbox import ControlledSandbox, Launched
+
+KNOWN_FAILURES = {
+    "hidden_host": "code runs as this user, among all of the host's files and processes",
+    "hidden_network": "code has the host's network",
+    "hidden_neighbours": "sandboxes are processes of one user, which may signal each other",
+    "control_out_of_reach": "the control shell is a process of the same user",
+    "no_rights": "code has all rights of this user",
+}
+
+log = structlog.get_logger(__name__)
+
+
+class LocalProvider(HostProvider):
+    """Starts `control.sh` as a child of this process."""
+
+    name = "local"
+    isolates = False
+
+    def __init__(self, config: LocalConfig, state_dir: Path) -> None:
+        super().__init__(state_dir, config.run_dir, config.start_timeout)
+        self._python = str(config.python or sys.executable)
+        log.warning("sandboxes are not isolated", provider=self.name, use="for tests and trusted code alone")
+
+    @property
+    def known_failures(self) -> Mapping[str, str]:
+        return KNOWN_FAILURES
+
+    def groups(self) -> Groups:
+        return Groups({})
+
+    async def plan(self, spec: SandboxSpec, folder: RunFolder) -> Plan:
+        if spec.read_only_binds:
+            raise SandboxConfigError(
+                "the local provider cannot show host paths at other paths", hint="use the apptainer provider"
+            )
+        workdir = str(folder.overlay)
+        return Plan(
+            argv=["bash", "--norc", str(folder.pipes / SCRIPT.name), str(folder.pipes), workdir, "0", "0"],
+            env={name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ},
+            image="",
+            limits=Limits(None, None, None),
+            user=os.geteuid(),
+            group=os.getegid(),
+            pipes_inside=str(folder.pipes),
+            sockets_inside=str(folder.sockets),
+            workdir=workdir,
+            session_env={"HOME": workdir, "TERM": "dumb", "LANG": "C.UTF-8"},
+            python=self._python,
+        )
+
+    def make_sandbox(self, launched: Launched, spec: SandboxSpec) -> ControlledSandbox:
+        return LocalSandbox(launched, spec, self.forget)
+
+
+class LocalSandbox(ControlledSandbox):
+    """File operations take paths below `spec.workdir` for paths in the working folder, as callers write them."""
+
+    def resolve(self, path: str) -> str:
+        given = posixpath.normpath(posixpath.join(self.workdir, path))
+        named = posixpath.normpath(self.spec.workdir)
+        if given == named or given.startswith(f"{named}/"):
+            return posixpath.normpath(posixpath.join(self.workdir, posixpath.relpath(given, named)))
+        return given
+
+    async def _left(self) -> bool:
+        """End what has left the control shell's session, by the mark that it inherited unless it took that off."""
+        control = self.info.pid
+        ended = await anyio.to_thread.run_sync(kill_where, frozenset({self.id}).__contains__, control)
+        return ended > 0
+
+    def _export(self, path: str, limit: int) -> AsyncGenerator[bytes, None]:
+        return export_tree(path, reader_command(path, limit))

@@ -1,0 +1,1 @@
+"""Removes what sandboxes leave behind, even after a crash. Standard library only."""

@@ -1,0 +1,199 @@
+"""Processes, folders and control groups of a service and its sandboxes on this host, and their end.
+
+A service has a folder that it holds a lock on, and a guard. A sandbox has a launcher, a folder in the service's,
+and control groups. The folder is made first and goes last, so whatever is left on the host has one; see `reaper`.
+"""
+
+import subprocess
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from sandboxes.errors import SandboxClosedError
+from sandboxes.host.children import LingeringChildren, end_process, wait_exit
+from sandboxes.host.processes import FirstProcess, first_process_below, kill_where
+from sandboxes.host.uid_leases import UserLease
+from sandboxes.limits.cgroups import Group, Groups
+from sandboxes.reclaim import reaper
+from sandboxes.reclaim.guard import Guard
+from sandboxes.reclaim.rmtree import remove_tree
+from sandboxes.reclaim.run_folders import RunFolder, ServiceFolder, remember, run_base, run_bases
+from sandboxes.runtime.sandbox import Backing
+
+log = structlog.get_logger(__name__)
+
+EXIT_GRACE = 2.0
+KILL_WAIT = 4.0
+COLLECT_SECONDS = 2.0
+"""How long to wait for a launcher once its control groups have been killed as well."""
+GROUP_SECONDS = 2.0
+REMOVE_SECONDS = 30.0
+CLOSE_SECONDS = 5.0
+
+
+class ServiceBacking:
+    """The folder and the guard of one service, made when its first sandbox starts."""
+
+    def __init__(self, state_dir: Path, run_dir: Path | None) -> None:
+        self._state_dir = state_dir
+        self._run_dir = run_dir
+        self._lock = anyio.Lock()
+        self._held: list[tuple[ServiceFolder, list[str]]] = []
+        self._guards: list[Guard] = []
+        self._closed = False
+
+    async def new_folder(self, groups: Groups) -> RunFolder:
+        """A folder for a new sandbox, not made yet; the guard watches.
+
+        Raises:
+            OSError: the folder or the guard cannot be made.
+            SandboxClosedError: the service has closed.
+            SandboxConfigError: the host has no place for the folder.
+        """
+        async with self._lock:
+            if self._closed:  # while this waited
+                raise SandboxClosedError("the provider has been closed")
+            if not (self._held and self._held[-1][0].intact and self._guards[-1].alive):
+                await anyio.to_thread.run_sync(self._watch, groups)
+            return self._held[-1][0].new()
+
+    def _watch(self, groups: Groups) -> None:
+        """Have a folder, a new one where the last was taken away, and a guard that is alive."""
+        if not self._held or not self._held[-1][0].intact:
+            base = run_base(self._run_dir)
+            remember(self._state_dir, base)
+            folder = ServiceFolder(base)
+            prefixes = sorted({str(path) for path in groups.paths_of(folder.name).values()})
+            folder.describe(prefixes)
+            self._held.append((folder, prefixes))
+        folder, prefixes = self._held[-1]
+        guards = [*self._guards, Guard(folder.path, prefixes)]
+        self._guards = [guard for guard in guards if guard.alive]
+        for dead in guards:
+            if dead not in self._guards:
+                dead.dismiss(clean=True)
+
+    @property
+    def guards(self) -> list[int]:
+        """The processes that watch over this service; one, but for a folder that was taken away."""
+        return [guard.process.pid for guard in self._guards if guard.alive]
+
+    async def sweep(self, groups: Groups) -> reaper.Swept:
+        """Reclaim what dead services of this user left."""
+        parents = sorted({str(path.parent) for path in groups.paths_of("").values()})
+
+        def sweep_all() -> reaper.Swept:
+            return sum(
+                (reaper.sweep(base, parents) for base in run_bases(self._run_dir, self._state_dir)),
+                reaper.Swept(),
+            )
+
+        return await anyio.to_thread.run_sync(sweep_all)
+
+    async def close(self) -> None:
+        """Remove what closed sandboxes could not, and the folder; the guard goes on where that fails. Idempotent."""
+        async with self._lock:
+            self._closed = True
+            await anyio.to_thread.run_sync(self._close)
+
+    def _close(self) -> None:
+        held, self._held = self._held, []
+        guards, self._guards = self._guards, []
+        left = [
+            reaper.reclaim(folder.path, groups, CLOSE_SECONDS, rounds=1).failures for folder, groups in held
+        ]
+        for folder, _ in held:
+            folder.close()
+        for failure in (failure for failures in left for failure in failures):
+            log.error(
+                "something of this service could not be removed",
+                what=failure,
+                hint="its guard goes on, and the next start tries again; see docs/sandboxes.md, Reclaim",
+            )
+        for guard in guards:
+            guard.dismiss(clean=not any(left))
+
+
+class Stragglers:
+    """Ends processes of sandboxes by their mark. To find them takes a reading of all of /proc: closes share it."""
+
+    def __init__(self) -> None:
+        self._lock = anyio.Lock()
+        self._waiting: set[str] = set()
+
+    async def end(self, sandbox_id: str) -> None:
+        """End what is left of one sandbox."""
+        batch = self._waiting
+        batch.add(sandbox_id)
+        async with self._lock:
+            if batch is self._waiting:  # else it was done together with another that had to wait
+                self._waiting = set()
+                await anyio.to_thread.run_sync(kill_where, batch.__contains__)
+
+
+class HostBacking(Backing):
+    """The launcher's process, the folder and the control groups of one sandbox."""
+
+    def __init__(
+        self, folder: RunFolder, group: Group | None, stragglers: Stragglers, lingering: LingeringChildren
+    ) -> None:
+        """`lingering` keeps a launcher that outlives its release."""
+        self._folder = folder
+        self._group = group
+        self._stragglers = stragglers
+        self._lingering = lingering
+        self.process: subprocess.Popen[bytes] | None = None
+        self.lease: UserLease | None = None
+        """The lease of the user that this sandbox alone runs as."""
+        self.before_release = AsyncExitStack()
+        """The parts of the sandbox that have to end before the launcher is waited for."""
+
+    @property
+    def pid(self) -> int | None:
+        return self.process.pid if self.process else None
+
+    async def first_process(self) -> FirstProcess | None:
+        return first_process_below(self.process.pid) if self.process and self.process.poll() is None else None
+
+    async def watched_group(self) -> Group | None:
+        """The control groups whose counters tell which limits the sandbox reaches, once it is ready."""
+        return self._group
+
+    async def release(self) -> None:
+        """End the processes, then remove the folder; one that cannot be removed is left to the service's close.
+
+        A launcher that still lives keeps the folder and its user's number until it has been collected.
+        """
+        try:
+            await self.before_release.aclose()
+        finally:
+            await self._release_processes()
+
+    async def _release_processes(self) -> None:
+        if self.process is not None:
+            await end_process(self.process, grace=EXIT_GRACE, kill_wait=KILL_WAIT)
+        if self._group is None and self.process is not None:
+            await self._stragglers.end(self._folder.id)
+        await anyio.to_thread.run_sync(reaper.kill_groups, self._paths)
+        if self.process is None or await wait_exit(self.process, COLLECT_SECONDS):
+            await anyio.to_thread.run_sync(self._remove)
+        else:
+            self._lingering.keep(self.process, self._remove)
+        await self._lingering.collect()
+
+    @property
+    def _paths(self) -> list[Path]:
+        return self._group.paths if self._group else []
+
+    def _remove(self) -> None:
+        """Remove what the sandbox had; its launcher has been collected."""
+        paths = self._paths
+        reaper.kill_groups(paths)
+        if reaper.remove_groups(paths, GROUP_SECONDS):
+            if self.lease is not None:
+                self.lease.release()
+            remove_tree(self._folder.path, time.monotonic() + REMOVE_SECONDS)

@@ -1,0 +1,191 @@
+"""Ends and removes what dead services left on this host.
+
+Everything a service starts is known by one folder of its own (`rundir.ServiceFolder`), made before anything else
+and removed after it: sandboxes' ids, processes' marks and control groups begin with the folder's name. The service
+holds a lock on the folder, which the kernel gives up with its last breath and with nothing else: not when it is
+stopped, not by a number that is used again. Who gets the lock knows that the service is dead, and is alone in
+removing what it left. So any number of services and guards may sweep at once.
+
+Folders of other users, of other hosts and with other names are not touched.
+
+Only the standard library is used here, since the guard starts without anything else.
+"""
+
+import fcntl
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from sandboxes.host.processes import kill_if, kill_where
+from sandboxes.reclaim.rmtree import remove_tree
+
+OWNER = "owner"
+"""The file of a service's folder that says what the folder alone does not; without it there is nothing to say."""
+NAME = re.compile("[0-9a-f]{8}")
+CGROUPS = "/sys/fs/cgroup/"
+RECLAIM_SECONDS = 30.0
+QUIET_ROUNDS = 2
+"""How often nothing must be found: a process may have been too young to be known when all were read."""
+PAUSE = 0.02
+
+
+class Swept(NamedTuple):
+    """What was removed, and what could not be and why."""
+
+    sandboxes: int = 0
+    processes: int = 0
+    failures: tuple[str, ...] = ()
+
+    def __add__(self, other: object) -> "Swept":
+        if not isinstance(other, Swept):
+            return NotImplemented
+        return Swept(
+            self.sandboxes + other.sandboxes,
+            self.processes + other.processes,
+            (*self.failures, *other.failures),
+        )
+
+
+def write_owner(folder: Path, groups: Iterable[str]) -> None:
+    """Say whose folder it is; `groups` are the paths that its control groups' paths begin with."""
+    owner = {"host": socket.gethostname(), "pid": os.getpid(), "groups": list(groups)}
+    (folder / OWNER).write_text(json.dumps(owner))
+
+
+def sweep(base: Path, groups: Iterable[str] = ()) -> Swept:
+    """Reclaim what dead services left below a folder. It blocks for as long as the kernel needs.
+
+    `groups` are the paths of control groups' parents, for folders that do not say where theirs are.
+    """
+    total = Swept()
+    with suppress(OSError):
+        for folder in sorted(base.iterdir()):
+            if NAME.fullmatch(folder.name):
+                guesses = [f"{parent}/rollout-{folder.name}" for parent in groups]
+                total += sweep_one(folder, guesses) or Swept()
+    return total
+
+
+def sweep_one(folder: Path, groups: Iterable[str] = ()) -> Swept | None:
+    """Reclaim what one service left; None where it lives, is not ours, or another is at it."""
+    with claimed(folder) as owner:
+        if owner is None:
+            return None
+        return reclaim(folder, {*_groups_of(owner), *groups})
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[dict[str, object] | None]:
+    """Hold a dead service's folder: what its owner file says, `{}` without one or without a folder; else None."""
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        yield {}
+        return
+    except OSError:
+        yield None
+        return
+    try:
+        yield _read_owner(folder) if os.fstat(handle).st_uid == os.geteuid() and lock(handle) else None
+    finally:
+        os.close(handle)
+
+
+def lock(handle: int) -> bool:
+    """Take the lock of a service's folder, or say that another has it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def reclaim(
+    folder: Path, groups: Iterable[str], seconds: float = RECLAIM_SECONDS, rounds: int = QUIET_ROUNDS
+) -> Swept:
+    """End what a service started and remove what it made; the caller holds its lock.
+
+    It is done when nothing was found `rounds` times; one is enough for a service that starts nothing any more.
+    """
+    deadline = time.monotonic() + seconds
+    prefix = f"{folder.name}-"
+    sandboxes = sum(1 for _ in folder.glob("[0-9]*"))
+    killed = quiet = 0
+    while time.monotonic() < deadline:
+        paths = [path for group in groups for path in _groups_like(group)]
+        found = kill_where(lambda mark: mark.startswith(prefix)) + kill_groups(paths)
+        killed += found
+        quiet = 0 if found or not remove_groups(paths, 0) else quiet + 1
+        if quiet >= rounds:
+            break
+        time.sleep(PAUSE)
+    failures = [] if quiet >= rounds else ["processes or control groups are still in use"]
+    if not failures and (problem := remove_tree(folder, deadline)):
+        failures.append(problem)
+    return Swept(sandboxes if not failures else 0, killed, tuple(f"{folder}: {what}" for what in failures))
+
+
+def kill_groups(paths: Iterable[Path]) -> int:
+    """SIGKILL what is in control groups; how many."""
+    killed = 0
+    for path in paths:
+        killed += sum(kill_if(pid, _is_member(path)) for pid in members(path))
+        with suppress(OSError):  # what forks faster than it is counted; only version 2 can
+            (path / "cgroup.kill").write_text("1")
+    return killed
+
+
+def _is_member(path: Path) -> Callable[[int], bool]:
+    return lambda pid: pid in members(path)
+
+
+def members(path: Path) -> set[int]:
+    """The processes in a control group."""
+    try:
+        return {int(line) for line in (path / "cgroup.procs").read_text().split()}
+    except OSError:
+        return set()
+
+
+def remove_groups(paths: Iterable[Path], seconds: float) -> bool:
+    """Remove control groups, waiting for the kernel to bury the dead; whether all are gone. It blocks."""
+    deadline = time.monotonic() + seconds
+    left = list(paths)
+    while True:
+        for path in left:
+            with suppress(OSError):
+                path.rmdir()
+        left = [path for path in left if path.exists()]
+        if not left or time.monotonic() >= deadline:
+            return not left
+        time.sleep(PAUSE)
+
+
+def _groups_like(group: str) -> list[Path]:
+    """The control groups of one controller whose path begins so; none outside of the control groups."""
+    path = Path(group)
+    if not group.startswith(CGROUPS) or ".." in path.parts or not NAME.search(path.name):
+        return []
+    return list(path.parent.glob(f"{path.name}-*"))
+
+
+def _groups_of(owner: dict[str, object]) -> list[str]:
+    groups = owner.get("groups")
+    return [group for group in groups if isinstance(group, str)] if isinstance(groups, list) else []
+
+
+def _read_owner(folder: Path) -> dict[str, object] | None:
+    """What the owner file says, nothing where it is missing or damaged; None for an owner on another host."""
+    try:
+        found = json.loads((folder / OWNER).read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict) or found.get("host", socket.gethostname()) != socket.gethostname():
+        return None if isinstance(found, dict) else {}
+    return found

@@ -1,0 +1,1 @@
+"""What every sandbox is made of: its control shell, pipes, programs, and files."""

@@ -1,0 +1,309 @@
+"""The host's side of `control.sh`, the first process of every sandbox, and of the processes that it starts.
+
+The control shell reads from one end of a socket pair and the host holds the other. What the agent runs has
+neither: it cannot start, signal or confuse anything through it. When the host's end closes, also by the
+service's death, the shell ends and everything inside with it.
+"""
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import anyio
+
+from sandboxes.errors import NoProcessError, SandboxClosedError, SandboxStartError
+from sandboxes.runtime.pipes import INPUT, OUTPUT, Pipes, StatusLines
+
+SCRIPT = Path(__file__).with_name("control.sh")
+ANSWERS = "answers"
+SPAWN_TIMEOUT = 30.0
+"""A fork that fails is tried again by the shell inside for 15 s."""
+END_TIMEOUT = 20.0
+REST_TIMEOUT = 20.0
+SEND_TIMEOUT = 30.0
+"""A shell that takes nothing for so long is lost."""
+KILLED = 128 + 9
+TICKS = 100
+"""The ticks per second of /proc's start times: USER_HZ of every Linux that Python and Apptainer run on."""
+
+
+def ticks_now() -> int:
+    """The present as /proc/PID/stat writes start times."""
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * TICKS)
+
+
+class ControlShell:
+    """Sends messages to the control shell; one at a time, whole."""
+
+    def __init__(
+        self,
+        channel: socket.socket,
+        pipes: Path,
+        answers: "Answers | None" = None,
+        prefix: Sequence[str] = (),
+    ) -> None:
+        """
+        Args:
+            channel: the host's end.
+            pipes: the folder, as the host sees it, where pipes are made.
+            answers: where the shell answers, if not on the channel.
+            prefix: what every program is started by, such as one that gives up rights.
+        """
+        channel.setblocking(False)
+        self._channel = channel
+        self._pipes = pipes
+        self._lock = anyio.Lock()
+        self._asking = anyio.Lock()
+        self._answers = answers
+        self._prefix = tuple(prefix)
+        self._other_end = StatusLines(channel.fileno())
+        self._replies = StatusLines(answers.fd) if answers else self._other_end
+
+    @property
+    def alive(self) -> bool:
+        """Whether the shell is there to take a message."""
+        return not self._other_end.ended
+
+    async def ready(self) -> bool:
+        """Wait for the shell to come up; False where it ended instead."""
+        ready = await self._reply() == "ready"
+        if self._answers is not None:
+            self._answers.unlink()
+        return ready
+
+    async def _reply(self) -> str | None:
+        """The next answer; None where the shell has ended."""
+        line: str | None = None
+        async with anyio.create_task_group() as tasks:
+            if self._answers is not None:
+                tasks.start_soon(self._end_with_channel)
+            line = await self._replies.next()
+            tasks.cancel_scope.cancel()
+        return line
+
+    async def _end_with_channel(self) -> None:
+        """Nothing is said on a channel beside which there are answers: it only ends."""
+        while await self._other_end.next() is not None:
+            pass
+        self._replies.close()
+
+    async def spawn(self, mode: str, argv: Sequence[str], *, cwd: str, env: Mapping[str, str]) -> "Child":
+        """Start a process inside. Mode "run" reports its exit code, mode "session" leaves it the status pipe.
+
+        Raises:
+            SandboxClosedError: the sandbox has ended.
+            SandboxStartError: the process did not start in time, for example for want of processes.
+        """
+        token = secrets.token_hex(8)
+        if not self.alive:
+            raise SandboxClosedError("the sandbox has ended")
+        try:
+            pipes = Pipes(self._pipes / token)
+        except OSError as error:
+            raise SandboxStartError(
+                f"no pipes for a process: {error}", hint="raise the limit of open files"
+            ) from error
+        child = Child(self, pipes)
+        try:
+            entries = [f"{name}={value}" for name, value in env.items()]
+            await self.send("spawn", token, mode, cwd, str(len(entries)), *entries, *self._prefix, *argv)
+            await child.started()
+        except BaseException:
+            child.discard()
+            raise
+        return child
+
+    async def signal(self, group: int, name: str) -> None:
+        """Send a signal to a process group inside."""
+        await self.send("signal", str(group), name)
+
+    async def stop(self, group: int, name: str, since: int, kept: Sequence[int], tries: int = 1) -> None:
+        """Interrupt a session's shell, and signal its processes that are younger than `since`, in ticks.
+
+        The processes `kept`, and what they started, are spared whatever their age. Where none is found to signal,
+        as between two programs of a loop, that is tried so many times.
+        """
+        await self.send("stop", str(group), name, str(since), str(tries), *map(str, kept))
+
+    async def interrupt(self, leader: int) -> None:
+        """Interrupt a session's shell alone."""
+        await self.send("interrupt", str(leader))
+
+    async def end_all(self) -> None:
+        """End every process inside but the control shell.
+
+        Raises:
+            SandboxClosedError: the sandbox has ended, or does not answer.
+        """
+        if not await self._answered("end", END_TIMEOUT):
+            raise SandboxClosedError("the sandbox did not end its processes")
+
+    async def rest(self) -> None:
+        """Wait until everything that was sent has been done, signals among it.
+
+        Raises:
+            SandboxClosedError: the sandbox has ended, or does not answer.
+        """
+        if not await self._answered("rest", REST_TIMEOUT):
+            raise SandboxClosedError("the sandbox does not answer")
+
+    async def _answered(self, question: str, timeout: float) -> bool:
+        """Whether the shell has done what it is asked. Answers to those who were cancelled are passed over."""
+        token = secrets.token_hex(8)
+        async with self._asking:
+            await self.send(question, token)
+            with anyio.move_on_after(timeout):
+                while (line := await self._reply()) is not None:
+                    if line == token:
+                        return True
+        return False
+
+    async def send(self, *fields: str) -> None:
+        """Send one message. Cancellation before its first byte sends nothing; later it waits for the last.
+
+        Raises:
+            SandboxClosedError: the sandbox has ended, or takes no messages any more, so that it was ended.
+            ValueError: a field has a NUL character.
+        """
+        message = _encoded(fields)
+        async with self._lock:
+            view = memoryview(message)
+            while view:
+                if not self.alive:
+                    raise SandboxClosedError("the sandbox has ended")
+                try:
+                    view = view[self._channel.send(view) :]
+                except BlockingIOError:
+                    await self._room(begun=len(view) < len(message))
+                except OSError as error:
+                    raise SandboxClosedError("the sandbox has ended") from error
+
+    async def _room(self, *, begun: bool) -> None:
+        """Wait for room. The rest of a message that was begun must follow: another one would be read as part of it."""
+        with anyio.move_on_after(SEND_TIMEOUT, shield=begun) as scope:
+            await anyio.wait_writable(self._channel)
+        if scope.cancelled_caught:
+            self.close()
+            raise SandboxClosedError("the sandbox took no messages, and was ended")
+
+    def send_now(self, *fields: str) -> None:
+        """Send a short message without waiting, as from a cancelled task; lost where the sandbox has ended."""
+        message = _encoded(fields)
+        if self.alive and not self._lock.locked():
+            try:
+                self._channel.send(message)
+            except OSError:
+                self.close()
+
+    def close(self) -> None:
+        """Close the host's end, upon which everything inside ends. Idempotent."""
+        self._other_end.close()
+        self._replies.close()
+        if self._answers is not None:
+            self._answers.close()
+        self._channel.close()
+
+
+def _encoded(fields: Sequence[str]) -> bytes:
+    """A message as the shell reads it."""
+    message = "".join(f"{field}\0" for field in (str(len(fields)), *fields)).encode(
+        "utf-8", "surrogateescape"
+    )
+    if message.count(b"\0") != len(fields) + 1:
+        raise ValueError("arguments, variables and folders of a program have no NUL characters")
+    return message
+
+
+class Answers:
+    """A named pipe on which a control shell answers whose standard input goes one way, as a container's does.
+
+    Its name goes as soon as the shell has opened it, before anything else runs inside.
+    """
+
+    def __init__(self, pipes: Path) -> None:
+        """
+        Raises:
+            OSError: it cannot be made.
+        """
+        self._path = pipes / ANSWERS
+        os.mkfifo(self._path)
+        self._path.chmod(0o666)  # its folder, which others cannot enter, is what protects it
+        self.fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def unlink(self) -> None:
+        """Remove the name. Idempotent."""
+        self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the host's end. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Child:
+    """A process inside of the sandbox that the control shell started, and the leader of its process group."""
+
+    def __init__(self, control: ControlShell, pipes: Pipes) -> None:
+        self._control = control
+        self.pipes = pipes
+        self.status = StatusLines(pipes.fds["st"])
+        self.group = 0
+        """Its process id inside, and that of its group."""
+
+    async def started(self) -> None:
+        """Wait until the process has opened its pipes."""
+        line: str | None = None
+        with anyio.move_on_after(SPAWN_TIMEOUT):
+            line = await self.status.next()
+        if line is None and not self._control.alive:
+            raise SandboxClosedError("the sandbox has ended")
+        if line is None or line[:1] != "+" or not line[1:].isdigit():
+            raise NoProcessError("no process could be started in the sandbox")
+        self.group = int(line[1:])
+        self.pipes.opened()
+
+    async def exit_code(self) -> int | None:
+        """Wait for the end of a process of mode "run"; None where it was killed together with its parent."""
+        line = await self.status.next()
+        return int(line) if line is not None and line.isdigit() else None
+
+    def counted(self, code: int | None) -> int:
+        """An exit code as a shell counts, also of a process that was killed with its whole group.
+
+        Raises:
+            SandboxClosedError: the sandbox has ended, and the process with it.
+        """
+        if code is None and not self._control.alive:
+            raise SandboxClosedError("the sandbox has ended")
+        return KILLED if code is None else code
+
+    @property
+    def done(self) -> bool:
+        """Whether it is known to have ended; a process of mode "run" writes nothing else after its start."""
+        return self.status.ended or self.status.waiting
+
+    async def signal(self, name: str) -> None:
+        """Send a signal to its group."""
+        await self._control.signal(self.group, name)
+
+    def discard(self) -> None:
+        """Kill the group and close the pipes, without waiting. Idempotent."""
+        if self.group and not self.status.ended:
+            self._control.send_now("signal", str(self.group), "KILL")
+        self.status.close()
+        self.pipes.unlink()
+        self.pipes.close()
+
+    @property
+    def stdin(self) -> int | None:
+        """The end to write its standard input to; None where it has been closed."""
+        return self.pipes.fds.get(INPUT)
+
+    @property
+    def stdout(self) -> int:
+        """The end to read its standard output from."""
+        return self.pipes.fds[OUTPUT]

@@ -1,0 +1,193 @@
+"""One program in a process of its own inside of a sandbox: collected whole, or as streams."""
+
+from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import anyio
+import anyio.lowlevel
+
+from sandboxes.contract import ExecResult
+from sandboxes.errors import FileStalledError, FileTooLargeError
+from sandboxes.limits.violations import Breaches
+from sandboxes.runtime.control import Child, ControlShell
+from sandboxes.runtime.output import OutputBuffer
+from sandboxes.runtime.pipes import ERROR, INPUT, OUTPUT, READ_SIZE, Reader, read_some, write_all
+
+GRACE = 1.0
+"""Between SIGTERM and SIGKILL for a program at its time-out."""
+MESSAGE_LIMIT = 4096
+STALL_SECONDS = 30.0
+"""How long a stream may stand still on the side of the sandbox, whose programs may be hostile."""
+
+
+async def run_collected(
+    control: ControlShell,
+    argv: Sequence[str],
+    *,
+    stdin: bytes,
+    cwd: str,
+    env: Mapping[str, str],
+    timeout: float,
+    output_limit: int,
+    breaches: Breaches,
+) -> ExecResult:
+    """Run a program to its end, or to its time-out; the same errors as `Sandbox.exec`."""
+    out, err = OutputBuffer(output_limit), OutputBuffer(output_limit)
+    code: int | None = None
+    with anyio.move_on_after(timeout) as scope:
+        child = await control.spawn("run", argv, cwd=cwd, env=env)
+        readers = {OUTPUT: Reader(child.pipes.fds[OUTPUT]), ERROR: Reader(child.pipes.fds[ERROR])}
+        try:
+            readers[OUTPUT].start(out.add)
+            readers[ERROR].start(err.add)
+            code = child.counted(await _feed(child, stdin))
+        finally:
+            if scope.cancel_called:
+                await _terminate(child)
+            for reader in readers.values():
+                reader.stop()
+            child.discard()
+    timed_out, truncated = scope.cancelled_caught, out.truncated or err.truncated
+    return ExecResult(
+        None if timed_out else code,
+        out.bytes(),
+        err.bytes(),
+        timed_out,
+        truncated,
+        breaches.of_call(timeout if timed_out else None, output_limit if truncated else None),
+    )
+
+
+async def _feed(child: Child, stdin: bytes) -> int | None:
+    """Write the input beside waiting for the end: a program may end without reading it."""
+    async with anyio.create_task_group() as tasks:
+
+        async def write() -> None:
+            if stdin and child.stdin is not None:
+                await write_all(child.stdin, stdin)
+            child.pipes.close(INPUT)
+
+        if stdin:
+            tasks.start_soon(write)
+        else:
+            child.pipes.close(INPUT)
+        code = await child.exit_code()
+        tasks.cancel_scope.cancel()
+    return code
+
+
+async def _terminate(child: Child) -> None:
+    """End the group of a program whose time is over; what it prints on its way out is kept."""
+    with anyio.CancelScope(shield=True), anyio.move_on_after(GRACE):
+        await child.signal("TERM")
+        await child.exit_code()
+
+
+class ProgramFailedError(Exception):
+    """A program that streams ended with a failure; for the caller to say what that means."""
+
+    def __init__(self, exit_code: int, said: str) -> None:
+        super().__init__(f"ended with {exit_code}: {said}")
+        self.exit_code = exit_code
+        self.said = said
+        """The end of its standard error."""
+
+
+async def stream_out(
+    control: ControlShell, argv: Sequence[str], *, cwd: str, env: Mapping[str, str], limit: int | None
+) -> AsyncGenerator[bytes, None]:
+    """Yield the standard output of a program, as fast as it is taken.
+
+    Raises:
+        FileTooLargeError: it is longer than `limit`.
+        FileStalledError: nothing came for `STALL_SECONDS`.
+        ProgramFailedError: the program failed.
+    """
+    child = await control.spawn("run", argv, cwd=cwd, env=env)
+    errors, total = OutputBuffer(MESSAGE_LIMIT), 0
+    reader = Reader(child.pipes.fds[ERROR])
+    reader.start(errors.add)
+    try:
+        child.pipes.close(INPUT)
+        while data := await _read_some(child.stdout):
+            total += len(data)
+            if limit is not None and total > limit:
+                raise FileTooLargeError(f"more than {limit} bytes", hint="allow more, or ask for less")
+            yield data
+        code = await _ended(child)
+        reader.stop()
+        if code != 0:
+            raise ProgramFailedError(code, errors.text())
+    finally:
+        reader.stop()
+        child.discard()
+
+
+async def stream_in(
+    control: ControlShell,
+    argv: Sequence[str],
+    data: AsyncIterable[bytes],
+    *,
+    cwd: str,
+    env: Mapping[str, str],
+) -> int:
+    """Feed a stream to a program's standard input; how many bytes it took.
+
+    Raises:
+        FileStalledError: it took nothing for `STALL_SECONDS`.
+        ProgramFailedError: the program failed.
+    """
+    child = await control.spawn("run", argv, cwd=cwd, env=env)
+    output, total = OutputBuffer(MESSAGE_LIMIT), 0
+    readers = [Reader(child.pipes.fds[name]) for name in (OUTPUT, ERROR)]
+    try:
+        for reader in readers:
+            reader.start(output.add)
+        async for part in data:
+            if not await _write_piece(child, part):
+                break
+            total += len(part)
+        child.pipes.close(INPUT)
+        code = await _ended(child)
+        for reader in readers:
+            reader.stop()
+        if code != 0:
+            raise ProgramFailedError(code, output.text())
+    finally:
+        for reader in readers:
+            reader.stop()
+        child.discard()
+    return total
+
+
+async def _read_some(fd: int) -> bytes:
+    """The next bytes, b"" at the end; others have their turn in between, however fast they come."""
+    with _patience():
+        await anyio.lowlevel.checkpoint()
+        while (data := read_some(fd, READ_SIZE)) is None:
+            await anyio.wait_readable(fd)
+    return data
+
+
+async def _write_piece(child: Child, part: bytes) -> bool:
+    """Write all of a piece, a little at a time; False where the program takes no more."""
+    for at in range(0, len(part), READ_SIZE):
+        with _patience():
+            await anyio.lowlevel.checkpoint()
+            if child.stdin is None or not await write_all(child.stdin, part[at : at + READ_SIZE]):
+                return False
+    return True
+
+
+async def _ended(child: Child) -> int:
+    with _patience():
+        return child.counted(await child.exit_code())
+
+
+@contextmanager
+def _patience() -> Iterator[None]:
+    try:
+        with anyio.fail_after(STALL_SECONDS):
+            yield
+    except TimeoutError as error:
+        raise FileStalledError(f"a program in the sandbox moved nothing for {STALL_SECONDS:.0f} s") from error

@@ -1,0 +1,248 @@
+"""Reading, writing, listing and editing files of a sandbox, by programs that run inside it.
+
+They serve the agent, whose own programs they may be: what is to be judged is read by `export` instead.
+
+A path means what it means there: a link that the agent made leads nowhere but inside. What comes back is
+hostile, so it is bounded and checked. Contents go through in pieces, so that memory here does not grow with them.
+Whoever reads a file inside finds the old one or the new one, whole: what is written goes beside it, and takes its
+place once the sandbox has confirmed that every byte arrived. The image needs bash, coreutils and tar.
+"""
+
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Literal, Protocol
+
+import anyio
+
+from sandboxes.contract import DEFAULT_FILE_LIMIT, ExecResult, FileEntry
+from sandboxes.errors import (
+    DiskFullError,
+    EditMatchError,
+    FileMissingError,
+    FileTooLargeError,
+    SandboxError,
+    SandboxFileError,
+)
+from sandboxes.runtime.execution import ProgramFailedError
+
+FILE_TIMEOUT = 120.0
+DROP_SECONDS = 5.0
+LIST_LIMIT = 4 * 1024 * 1024
+MISSING, TOO_LARGE, SHRUNK = 44, 45, 46
+"""Exit codes of the scripts below for these findings."""
+FILE_SIZE_SIGNAL = 128 + 25
+"""SIGXFSZ, as a shell counts: the limit of one file was reached."""
+FULL = ("No space left on device", "Disk quota exceeded", "File too large")
+
+# The file is opened once, and as many bytes are read as it had then: a log that grows does not go on for ever.
+# Files of the kernel's own say 0 and are read to their end.
+READ = """
+export LC_ALL=C
+[[ -e $1 || -L $1 ]] || exit 44
+[[ -f $1 ]] || { echo "not a file" >&2; exit 1; }
+exec 3<"$1" || exit
+size=$(stat -Lc %s /dev/fd/3) || exit
+[[ -z $2 ]] || ((size <= $2)) || { echo "$size bytes" >&2; exit 45; }
+((size > 0)) || exec cat <&3
+head -c "$size" <&3 || exit
+read -r _ position </proc/self/fdinfo/3
+((position >= size)) || exit 46
+"""
+# A link is written through. What is there keeps its mode, and what may not be written stays as it is.
+TARGET = """
+export LC_ALL=C
+target=$(realpath -m -- "$1" && printf x) || exit
+target=${target%$'\\nx'}
+folder=${target%/*}/
+draft=$folder.$2.part
+fail() { echo "$1" >&2; rm -f -- "$draft"; exit 1; }
+"""
+RECEIVE = f"""{TARGET}
+[[ ! -e $target || -f $target ]] || fail "not a file"
+[[ ! -e $target || -w $target ]] || fail "Permission denied"
+mkdir -p -- "$folder" || exit
+(set -C; exec cat >"$draft") || {{ code=$?; rm -f -- "$draft"; exit "$code"; }}
+"""
+PLACE = """
+[[ $(stat -c %s -- "$draft") == "$3" ]] || fail "not all of it arrived"
+if [[ -e $target ]]; then chmod --reference="$target" -- "$draft"; fi || fail "its mode cannot be kept"
+mv -fT -- "$draft" "$target" || fail "it cannot be put in its place"
+"""
+WRITE = RECEIVE + PLACE
+COMMIT = TARGET + PLACE
+DROP = f'{TARGET} rm -f -- "$draft"'
+# Names may hold anything but NUL; one that goes away meanwhile is left out.
+LIST = """
+export LC_ALL=C
+[[ -e $1 || -L $1 ]] || exit 44
+cd -- "$1" || exit
+shopt -s nullglob dotglob
+names=(*)
+for ((at = 0; at < ${#names[@]}; at += 500)); do
+  stat --printf='%f %s %n\\0' -- "${names[@]:at:500}" 2>/dev/null
+done
+exit 0
+"""
+IMPORT = 'mkdir -p -- "$1" && exec tar -C "$1" --no-same-owner -xf -'
+
+Kind = Literal["file", "directory", "symlink", "other"]
+KINDS: dict[int, Kind] = {0o100000: "file", 0o040000: "directory", 0o120000: "symlink"}
+KIND_MASK = 0o170000
+
+
+class Runner(Protocol):
+    """Runs a program inside: `Sandbox.exec` with the working folder as it is."""
+
+    def __call__(
+        self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float, output_limit: int
+    ) -> Awaitable[ExecResult]: ...
+
+
+def script(text: str, *arguments: str) -> list[str]:
+    """The argument list of a bash script with its positional parameters: no quoting is needed."""
+    return ["bash", "--norc", "-c", text, "files", *arguments]
+
+
+class Files:
+    """The files of one sandbox."""
+
+    def __init__(
+        self,
+        run: Runner,
+        stream: Callable[[Sequence[str], int | None], AsyncGenerator[bytes, None]],
+        feed: Callable[[Sequence[str], AsyncIterable[bytes]], Awaitable[int]],
+        resolve: Callable[[str], str],
+    ) -> None:
+        """
+        Args:
+            run: runs a program inside and collects what it prints.
+            stream: gives what a program prints in pieces, at most so many bytes; raises `ProgramFailedError`.
+            feed: hands a stream to a program, and says how many bytes it took; raises `ProgramFailedError`.
+            resolve: makes a path absolute, as the sandbox sees it; it looks at no file.
+        """
+        self._run = run
+        self._stream = stream
+        self._feed = feed
+        self._resolve = resolve
+
+    async def read(self, path: str, limit: int) -> bytes:
+        """See `Sandbox.read_file`."""
+        return b"".join([part async for part in self.read_stream(path, limit)])
+
+    async def read_stream(self, path: str, limit: int | None) -> AsyncGenerator[bytes, None]:
+        """See `Sandbox.read_stream`."""
+        allowed = "" if limit is None else str(limit)
+        stream = self._stream(script(READ, self._resolve(path), allowed), limit)
+        try:
+            async with aclosing(stream):
+                async for part in stream:
+                    yield part
+        except ProgramFailedError as error:
+            raise _failure(path, error.exit_code, error.said) from error
+
+    async def write(self, path: str, data: bytes | str) -> None:
+        """See `Sandbox.write_file`."""
+        content = data.encode() if isinstance(data, str) else data
+        await self._give(path, WRITE, secrets.token_hex(8), _once(content), size=len(content))
+
+    async def write_stream(self, path: str, data: AsyncIterable[bytes]) -> None:
+        """See `Sandbox.write_stream`."""
+        token = secrets.token_hex(8)
+        try:
+            size = await self._give(path, RECEIVE, token, data)
+            await self._give(path, COMMIT, token, _once(b""), size=size)
+        except BaseException:
+            await self._drop(path, token)
+            raise
+
+    async def _give(
+        self, path: str, text: str, token: str, data: AsyncIterable[bytes], *, size: int | None = None
+    ) -> int:
+        """Hand bytes to one of the scripts for writing."""
+        arguments = [self._resolve(path), token, *([] if size is None else [str(size)])]
+        try:
+            return await self._feed(script(text, *arguments), data)
+        except ProgramFailedError as error:
+            raise _failure(path, error.exit_code, error.said) from error
+
+    async def _drop(self, path: str, token: str) -> None:
+        """Remove what a write that failed, or was cancelled, has left; a sandbox that is closed has nothing left."""
+        with anyio.CancelScope(shield=True):
+            try:
+                await self._run(
+                    script(DROP, self._resolve(path), token), timeout=DROP_SECONDS, output_limit=4096
+                )
+            except SandboxError:
+                return
+
+    async def edit(self, path: str, old: str, new: str, *, replace_all: bool) -> int:
+        """See `Sandbox.edit_file`."""
+        try:
+            text = (await self.read(path, DEFAULT_FILE_LIMIT)).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise SandboxFileError(f"{path}: not UTF-8 text") from error
+        count = text.count(old) if old else 0
+        if count == 0:
+            raise EditMatchError(
+                f"{path}: the text to replace is not in the file", count=0, hint="read the file first"
+            )
+        if count > 1 and not replace_all:
+            raise EditMatchError(f"{path}: the text to replace is there {count} times", count=count)
+        await self.write(path, text.replace(old, new))
+        return count
+
+    async def list(self, path: str) -> list[FileEntry]:
+        """See `Sandbox.list`."""
+        result = await self._run(
+            script(LIST, self._resolve(path)), timeout=FILE_TIMEOUT, output_limit=LIST_LIMIT
+        )
+        if result.timed_out:
+            raise SandboxFileError(f"{path}: no answer within {FILE_TIMEOUT:.0f} s")
+        if result.exit_code != 0:
+            raise _failure(path, result.exit_code, result.stderr.decode("utf-8", errors="replace"))
+        if result.truncated:
+            raise FileTooLargeError(f"{path}: the listing has more than {LIST_LIMIT} bytes")
+        entries = [_entry(path, part) for part in result.stdout.split(b"\0")[:-1]]
+        return sorted(entries, key=lambda entry: entry.name)
+
+    async def import_(self, parent: str, tar: AsyncIterable[bytes]) -> None:
+        """See `Sandbox.import_path`."""
+        try:
+            await self._feed(script(IMPORT, self._resolve(parent)), tar)
+        except ProgramFailedError as error:
+            raise _failure(parent, error.exit_code, error.said) from error
+
+
+async def _once(data: bytes) -> AsyncIterator[bytes]:
+    if data:
+        yield data
+
+
+def _failure(path: str, code: int | None, said: str) -> SandboxFileError:
+    """What a script's exit code and its last words mean."""
+    said = said.strip()
+    if code == MISSING:
+        return FileMissingError(f"{path}: no such file or folder")
+    if code == TOO_LARGE:
+        return FileTooLargeError(f"{path}: {said}, which is more than the limit")
+    if code == SHRUNK:
+        return SandboxFileError(f"{path}: it became shorter while it was read", hint="read it again")
+    if code == FILE_SIZE_SIGNAL or any(text in said for text in FULL):
+        return DiskFullError(f"{path}: the disk of the sandbox is full, or the file is larger than it may be")
+    return SandboxFileError(f"{path}: {said or f'failed with {code}'}")
+
+
+def _entry(path: str, part: bytes) -> FileEntry:
+    """One entry of `LIST`.
+
+    Raises:
+        SandboxFileError: it is none, as a program inside took the place of the one that lists.
+    """
+    fields = part.split(b" ", 2)
+    try:
+        mode, size, name = int(fields[0], 16), int(fields[1]), fields[2].decode("utf-8", "surrogateescape")
+    except (ValueError, IndexError) as error:
+        raise SandboxFileError(f"{path}: the listing cannot be read") from error
+    kind = KINDS.get(mode & KIND_MASK, "other")
+    return FileEntry(name=name, kind=kind, size=size if kind == "file" else 0)

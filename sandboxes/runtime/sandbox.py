@@ -1,0 +1,357 @@
+"""A sandbox made of a control shell: sessions, programs and files, whatever started the shell.
+
+A provider launches `control.sh` in its own way and hands over the channel; `Launched` is what it knows about
+that. Everything else is the same for all providers.
+"""
+
+import asyncio
+import posixpath
+import time
+from abc import ABC, abstractmethod
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import anyio
+import zmq
+
+from sandboxes.contract import (
+    DEFAULT_FILE_LIMIT,
+    DEFAULT_OUTPUT_LIMIT,
+    DEFAULT_TIMEOUT,
+    DEFAULT_TREE_LIMIT,
+    ExecResult,
+    FileEntry,
+    Sandbox,
+    SandboxInfo,
+    SandboxSpec,
+)
+from sandboxes.errors import (
+    LimitExceededError,
+    SandboxClosedError,
+    SandboxError,
+    SandboxStartError,
+    SessionDiedError,
+)
+from sandboxes.host.processes import FirstProcess, children_of
+from sandboxes.limits.violations import Breaches, LimitWatch
+from sandboxes.runtime.control import ControlShell
+from sandboxes.runtime.execution import run_collected, stream_in, stream_out
+from sandboxes.runtime.export import export_tree, reader_command
+from sandboxes.runtime.files import Files
+from sandboxes.sessions.bash import ShellSession
+from sandboxes.sessions.kernel import KernelPaths
+from sandboxes.sessions.python import KernelSession
+
+DRAIN_SECONDS = 3.0
+"""How long `close` waits for calls under way to notice that everything inside has ended."""
+END_SECONDS = 25.0
+END_PAUSE = 0.02
+
+
+class Backing(ABC):
+    """What a provider started for one sandbox, and how it ends."""
+
+    @property
+    @abstractmethod
+    def pid(self) -> int | None:
+        """The launcher's process on the host."""
+
+    @abstractmethod
+    async def first_process(self) -> FirstProcess | None:
+        """Return process 1 inside, which is the control shell; None where it has ended."""
+
+    @abstractmethod
+    async def release(self) -> None:
+        """End every process and remove folders and limits. Called once, with the channel closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A running control shell, and what the sessions need to know of its surroundings."""
+
+    id: str
+    provider: str
+    image: str
+    control: ControlShell
+    backing: Backing
+    watch: LimitWatch
+    kernel_paths: KernelPaths
+    context: zmq.Context[zmq.Socket[bytes]]
+    workdir: str
+    env: Mapping[str, str]
+    python: str
+    start_timeout: float
+
+
+class ControlledSandbox(Sandbox):
+    """Implements the contract by messages to a control shell."""
+
+    def __init__(self, launched: Launched, spec: SandboxSpec, forget: Callable[[str], None]) -> None:
+        """`forget` is called once, with the id, when the sandbox has been closed."""
+        self._launched = launched
+        self._spec = spec
+        self._forget = forget
+        self._env = {**launched.env, **spec.env}
+        self._closing = False
+        self._closed = anyio.Event()
+        self._over: LimitExceededError | None = None
+        """The limit that ended the whole sandbox."""
+        seen = Breaches(launched.watch), Breaches(launched.watch)
+        self._shell = ShellSession(
+            launched.control,
+            cwd=launched.workdir,
+            env=self._env,
+            breaches=seen[0],
+            explain=partial(self._explain, seen[0]),
+        )
+        self._kernel = KernelSession(
+            launched.control,
+            launched.kernel_paths,
+            python=launched.python,
+            cwd=launched.workdir,
+            env=self._env,
+            context=launched.context,
+            start_timeout=launched.start_timeout,
+            breaches=seen[1],
+            explain=partial(self._explain, seen[1]),
+        )
+        self._files = Files(self._run_script, self._stream, self._feed, self.resolve)
+        self._under_way = 0
+        self._at_rest = anyio.Event()
+        self._lifetime: asyncio.TimerHandle | None = None
+        self.begin_lifetime()
+        self.info = SandboxInfo(
+            id=launched.id,
+            label=spec.label,
+            image=launched.image,
+            provider=launched.provider,
+            started_at=time.time(),
+            pid=launched.backing.pid,
+        )
+
+    @property
+    def id(self) -> str:
+        return self._launched.id
+
+    @property
+    def spec(self) -> SandboxSpec:
+        return self._spec
+
+    @property
+    def workdir(self) -> str:
+        return self._launched.workdir
+
+    @property
+    def healthy(self) -> bool:
+        running = not self._closing and self._launched.control.alive
+        return running and self._shell.healthy and self._kernel.healthy
+
+    def resolve(self, path: str) -> str:
+        """The path as code inside would write it, absolute; no file is looked at."""
+        return posixpath.normpath(posixpath.join(self.workdir, path))
+
+    async def bash(self) -> ShellSession:
+        self._refuse_if_ended()
+        if not self._shell.is_open:
+            with self._operation():
+                await self._shell.ensure()
+        return self._shell
+
+    async def python(self) -> KernelSession:
+        with self._operation():
+            await self._kernel.ensure()
+        return self._kernel
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        output_limit: int = DEFAULT_OUTPUT_LIMIT,
+    ) -> ExecResult:
+        entries = {**self._env, **(env or {})}
+        if not argv or any("\0" in text for text in (*argv, *entries, *entries.values(), cwd or "")):
+            raise ValueError("a program has a name, and no string of it has NUL characters")
+        if timeout <= 0 or output_limit <= 0:
+            raise ValueError("the limits of a program are positive")
+        with self._operation():
+            return await run_collected(
+                self._launched.control,
+                argv,
+                stdin=stdin,
+                cwd=self.resolve(cwd or "."),
+                env=entries,
+                timeout=timeout,
+                output_limit=output_limit,
+                breaches=Breaches(self._launched.watch),
+            )
+
+    async def end_processes(self) -> None:
+        with self._operation():
+            self._shell.discard()
+            self._kernel.discard()
+            with anyio.move_on_after(END_SECONDS):
+                await self._launched.control.end_all()
+                while await self._left():
+                    await anyio.sleep(END_PAUSE)
+                    await self._launched.control.end_all()
+                return
+        raise SandboxClosedError(f"the processes of the sandbox {self.id} did not end")
+
+    async def _left(self) -> bool:
+        """Return whether the host sees any process inside but the first one."""
+        first = await self._first_process()
+        return bool(children_of(first.pid))
+
+    async def _first_process(self) -> FirstProcess:
+        first = await self._launched.backing.first_process()
+        if first is None:
+            raise self._ended()
+        return first
+
+    async def read_file(self, path: str, *, limit: int = DEFAULT_FILE_LIMIT) -> bytes:
+        return await self._files.read(path, limit)
+
+    def read_stream(self, path: str, *, limit: int | None = None) -> AsyncGenerator[bytes, None]:
+        return self._files.read_stream(path, limit)
+
+    async def write_file(self, path: str, data: bytes | str) -> None:
+        await self._files.write(path, data)
+
+    async def write_stream(self, path: str, data: AsyncIterable[bytes]) -> None:
+        await self._files.write_stream(path, data)
+
+    async def edit_file(self, path: str, old: str, new: str, *, replace_all: bool = False) -> int:
+        return await self._files.edit(path, old, new, replace_all=replace_all)
+
+    async def list(self, path: str = ".") -> "list[FileEntry]":
+        return await self._files.list(path)
+
+    async def export_path(self, path: str, *, limit: int = DEFAULT_TREE_LIMIT) -> AsyncGenerator[bytes, None]:
+        with self._operation():
+            async with aclosing(self._export(self.resolve(path), limit)) as parts:
+                async for part in parts:
+                    yield part
+
+    async def _export(self, path: str, limit: int) -> AsyncGenerator[bytes, None]:
+        command = reader_command(path, limit, await self._first_process())
+        async with aclosing(export_tree(path, command)) as parts:
+            async for part in parts:
+                yield part
+
+    async def import_path(self, parent: str, tar: AsyncIterable[bytes]) -> None:
+        await self._files.import_(parent, tar)
+
+    async def close(self) -> None:
+        with anyio.CancelScope(shield=True):
+            if self._closing:
+                await self._closed.wait()
+                return
+            self._closing = True
+            self._end_lifetime()
+            try:
+                self._launched.control.close()
+                self._launched.watch.close()
+                await self._launched.backing.release()
+                await self._drain()
+            finally:
+                self._forget(self.id)
+                self._closed.set()
+
+    async def _drain(self) -> None:
+        """Let calls under way see that all has ended; then close what they may have left open."""
+        with anyio.move_on_after(DRAIN_SECONDS):
+            await self._shell.idle()
+            await self._kernel.idle()
+            while self._under_way:
+                self._at_rest = anyio.Event()
+                await self._at_rest.wait()
+        self._shell.discard()
+        self._kernel.discard()
+
+    def _refuse_if_ended(self) -> None:
+        if self._closing or not self._launched.control.alive:
+            raise self._ended()
+
+    @contextmanager
+    def _operation(self) -> Iterator[None]:
+        self._refuse_if_ended()
+        self._under_way += 1
+        try:
+            yield
+        except SandboxStartError as error:
+            if self._launched.watch.at_end("processes"):
+                raise self._launched.watch.error("processes") from error
+            raise
+        finally:
+            self._under_way -= 1
+            self._at_rest.set()
+
+    def begin_lifetime(self) -> None:
+        """Let `spec.lifetime_seconds` begin now, again for a sandbox that was started ahead of its use.
+
+        At its end everything inside ends; folders and groups go when the sandbox is closed.
+        """
+        self._end_lifetime()
+        if self._spec.lifetime_seconds is not None and not self._closing:
+            loop = asyncio.get_running_loop()
+            self._lifetime = loop.call_later(self._spec.lifetime_seconds, self._expire)
+
+    def _end_lifetime(self) -> None:
+        if self._lifetime is not None:
+            self._lifetime.cancel()
+            self._lifetime = None
+
+    def _expire(self) -> None:
+        seconds = self._spec.lifetime_seconds or 0.0
+        self._over = LimitExceededError(
+            f"the sandbox {self.id} has ended: its lifetime of {seconds:g} s is over", limit="lifetime"
+        )
+        self._launched.watch.note("lifetime")
+        self._launched.control.close()
+
+    def _ended(self) -> SandboxError:
+        if self._over is not None:
+            return self._over
+        how = "has been closed" if self._closing else "has ended by itself"
+        return SandboxClosedError(f"the sandbox {self.id} {how}")
+
+    async def _explain(self, breaches: Breaches, error: SessionDiedError) -> SandboxError:
+        """Why a session died, as far as the sandbox knows."""
+        if self._closing or not self._launched.control.alive:
+            return self._ended()
+        for breach in breaches.new():
+            if breach.limit in {"memory", "watches"}:
+                breach.output = error.output
+                return breach
+        return error
+
+    # The programs of the file tools start in "/": the working folder may be gone, or a file by now.
+    def _run_script(
+        self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float, output_limit: int
+    ) -> Awaitable[ExecResult]:
+        return self.exec(argv, stdin=stdin, cwd="/", timeout=timeout, output_limit=output_limit)
+
+    async def _stream(self, argv: Sequence[str], limit: int | None) -> AsyncGenerator[bytes, None]:
+        with self._operation():
+            stream = stream_out(self._launched.control, argv, cwd="/", env=self._env, limit=limit)
+            async with aclosing(stream):
+                async for part in stream:
+                    yield part
+
+    async def _feed(self, argv: Sequence[str], data: AsyncIterable[bytes]) -> int:
+        with self._operation():
+            return await stream_in(self._launched.control, argv, data, cwd="/", env=self._env)

@@ -1,0 +1,1 @@
+"""Warm sandboxes, admission, and resource pressure."""

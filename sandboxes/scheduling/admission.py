@@ -1,0 +1,223 @@
+"""Who may start a sandbox, and when: never more than the ceiling, and no more than the host bears.
+
+Guarantees:
+- the sandboxes in use are at most the ceiling; after it was lowered nobody is let in until they are;
+- the last place is for graders, so that finished work can always be scored: whoever holds a sandbox never waits,
+  through this, for one that waits for a grader;
+- graders come before agents, and each in order of arrival;
+- the first agent and the first grader are let in whatever the pressure: work always goes on;
+- whoever leaves the queue, by being let in or cancelled, loses nothing of what others hold;
+- why somebody waits is said in words (`holds`), counted, and logged when it changes.
+"""
+
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol, Self
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from sandboxes.scheduling.pressure import Controller, Hold, Reading
+
+log = structlog.get_logger(__name__)
+
+PERIOD_SECONDS = 1.0
+GRADER_PLACES = 1
+
+
+class Purpose(StrEnum):
+    """What a sandbox is for; the first goes first."""
+
+    GRADER = "grader"
+    AGENT = "agent"
+
+
+class GovernorObserver(Protocol):
+    """Is told what the governor does, for metrics."""
+
+    def held_back(self, resource: str) -> None:
+        """Somebody has to wait for a sandbox, for this reason."""
+        ...
+
+
+class Ticket:
+    """The right to have one sandbox alive. Give it back when the sandbox has ended."""
+
+    def __init__(self, governor: "Governor", purpose: Purpose) -> None:
+        self.purpose = purpose
+        self._governor: Governor | None = governor
+
+    def release(self) -> None:
+        """Let the next one in. Idempotent."""
+        governor, self._governor = self._governor, None
+        if governor is not None:
+            governor.give_back(self.purpose)
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    admitted: anyio.Event = field(default_factory=anyio.Event)
+
+
+class Governor:
+    """Lets sandboxes start. The pressure is looked at within `running`; without it the first target stays."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        read: Callable[[], Reading],
+        *,
+        ceiling: int,
+        observer: GovernorObserver | None = None,
+        period: float = PERIOD_SECONDS,
+    ) -> None:
+        """
+        Args:
+            controller: decides, with the same ceiling.
+            read: reads the host's state; called in a thread.
+            ceiling: how many sandboxes may be alive; at least two.
+            observer: is told of waits.
+            period: seconds between two readings.
+        """
+        if ceiling <= GRADER_PLACES:
+            raise ValueError("the ceiling leaves no place for an agent's sandbox")
+        self._controller = controller
+        self._read = read
+        self.ceiling = ceiling
+        self._observer = observer
+        self._period = period
+        self._used = dict.fromkeys(Purpose, 0)
+        self._queues: dict[Purpose, deque[_Waiter]] = {purpose: deque() for purpose in Purpose}
+        self.reading: Reading | None = None
+        """The last one."""
+
+    @property
+    def target(self) -> int:
+        """How many sandboxes there may be at present."""
+        return self._controller.decision.target
+
+    @property
+    def used(self) -> int:
+        """How many have been let in and have not ended."""
+        return sum(self._used.values())
+
+    @property
+    def waiting(self) -> int:
+        """How many wait to be let in."""
+        return sum(len(queue) for queue in self._queues.values())
+
+    @property
+    def pressure(self) -> tuple[Hold, ...]:
+        """The resources of the host that are under too much pressure."""
+        return self._controller.decision.holds
+
+    @property
+    def holds(self) -> tuple[Hold, ...]:
+        """Why the next agent would wait; empty when it would not."""
+        return () if self._may(Purpose.AGENT) else self._reasons()
+
+    def resize(self, ceiling: int) -> None:
+        """Change the ceiling; sandboxes in use stay."""
+        if ceiling <= GRADER_PLACES:
+            raise ValueError("the ceiling leaves no place for an agent's sandbox")
+        self.ceiling = ceiling
+        self._controller.resize(ceiling)
+        self._admit_waiting()
+
+    def room(self, alive: int) -> int:
+        """For the number of sandboxes alive, warm ones included: how many more may be started ahead.
+
+        Negative where warm ones should give way.
+        """
+        room = self.target - alive
+        return min(room, 0) if self.pressure or self.waiting else room
+
+    async def admit(self, purpose: Purpose) -> Ticket:
+        """Wait until a sandbox may be started."""
+        if not self.waiting and self._may(purpose):
+            self._used[purpose] += 1
+            return Ticket(self, purpose)
+        waiter = _Waiter()
+        self._queues[purpose].append(waiter)
+        self._admit_waiting()
+        if not waiter.admitted.is_set():
+            self._count_hold()
+        try:
+            await waiter.admitted.wait()
+        except BaseException:
+            if waiter.admitted.is_set():
+                self.give_back(purpose)
+            else:
+                self._queues[purpose].remove(waiter)
+            raise
+        return Ticket(self, purpose)
+
+    def give_back(self, purpose: Purpose) -> None:
+        """A sandbox has ended; `Ticket.release` calls it."""
+        self._used[purpose] -= 1
+        self._admit_waiting()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Self]:
+        """Follow the host's pressure until the block is left."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._follow, name="governor")
+            try:
+                yield self
+            finally:
+                tasks.cancel_scope.cancel()
+
+    async def _follow(self) -> None:
+        failing = False
+        while True:
+            try:
+                self.observe(await anyio.to_thread.run_sync(self._read))
+                failing = False
+            except (OSError, RuntimeError) as error:  # no descriptor, or no thread, is left for it
+                if not failing:
+                    log.warning(
+                        "the host's pressure cannot be read; the last reading stays", error=str(error)
+                    )
+                failing = True
+            await anyio.sleep(self._period)
+
+    def observe(self, reading: Reading) -> None:
+        """Take in a reading, and let in whom it allows."""
+        before = {hold.resource for hold in self.pressure}
+        self.reading = reading
+        decision = self._controller.update(reading, used=self.used, waiting=self.waiting)
+        after = {hold.resource for hold in decision.holds}
+        if after - before:
+            texts = [hold.text for hold in decision.holds]
+            log.warning("sandboxes are held back", why=texts, target=decision.target, in_use=self.used)
+        elif before and not after:
+            log.info("sandboxes are no longer held back", target=decision.target, in_use=self.used)
+        self._admit_waiting()
+
+    def _may(self, purpose: Purpose) -> bool:
+        if purpose is Purpose.GRADER:
+            return self.used < self.target or self._used[Purpose.GRADER] < GRADER_PLACES
+        fits = self.used < self.target or self._used[Purpose.AGENT] == 0
+        return fits and self._used[Purpose.AGENT] < self.ceiling - GRADER_PLACES and self.used < self.ceiling
+
+    def _admit_waiting(self) -> None:
+        for purpose, queue in self._queues.items():
+            while queue and self._may(purpose):
+                self._used[purpose] += 1
+                queue.popleft().admitted.set()
+
+    def _reasons(self) -> tuple[Hold, ...]:
+        if self.pressure:
+            return self.pressure
+        if self.target >= self.ceiling - GRADER_PLACES:
+            return (Hold("ceiling", f"ceiling: {self.used} of {self.ceiling} sandboxes are in use"),)
+        return (Hold("growth", f"growth: {self.used} in use, up to {self.target} for now and more soon"),)
+
+    def _count_hold(self) -> None:
+        if self._observer is not None:
+            for hold in self._reasons():
+                self._observer.held_back(hold.resource)

@@ -1,0 +1,147 @@
+"""What this host says of its pressure: PSI where the kernel has it, and what is left of what can run out.
+
+A dozen small files of /proc and of control groups; a reading takes a fraction of a millisecond. What a host does
+not tell is None, never a guess. Inside of a container the control group's limits are the ones that hold.
+"""
+
+import os
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from sandboxes.scheduling.pressure import DiskSpace, Reading
+
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+KIB = 1024
+
+
+class HostReader:
+    """Reads the pressure of this host. Blocks for as long as the disks take to say how full they are."""
+
+    def __init__(self, folders: Sequence[Path] = (), *, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
+        """`folders`, absolute, are where sandboxes and the state are kept; they may be missing yet."""
+        there = [next(path for path in (it, *it.parents) if path.exists()) for it in folders]
+        self._folders = list(
+            {path.stat().st_dev: path for path in there}.values()
+        )  # one for each file system
+        self._proc = proc
+        self._groups = _own_groups(proc, cgroups)
+        self.cpus = len(os.sched_getaffinity(0))
+
+    def read(self) -> Reading:
+        """The present state."""
+        available, total = self._memory()
+        return Reading(
+            cpus=self.cpus,
+            load=self._load(),
+            cpu_stall=self._stall("cpu", "some"),
+            memory_stall=self._stall("memory", "some"),
+            io_stall=self._stall("io", "full"),
+            memory_available=available,
+            memory_total=total,
+            disks=tuple(space for folder in self._folders if (space := _space(folder)) is not None),
+            descriptors_free=_descriptors_free(),
+            processes_free=self._processes_free(),
+        )
+
+    def _load(self) -> float | None:
+        fields = _text(self._proc / "loadavg").split()
+        return float(fields[0]) if fields else None
+
+    def _stall(self, name: str, kind: str) -> float | None:
+        """The worse of the host's and our control group's."""
+        files = [self._proc / "pressure" / name, *(group / f"{name}.pressure" for group in self._groups)]
+        return max((value for file in files for value in _averages(file, kind)), default=None)
+
+    def _memory(self) -> tuple[int | None, int | None]:
+        """What is available, and of how much: of the host or of the control group that has the least left."""
+        entries = dict(
+            line.split(":", 1) for line in _text(self._proc / "meminfo").splitlines() if ":" in line
+        )
+        numbers = {name: int(text.split()[0]) * KIB for name, text in entries.items()}
+        available, total = numbers.get("MemAvailable"), numbers.get("MemTotal")
+        found = [(available, total)] if available is not None and total is not None else []
+        for group in self._groups:
+            found += _group_memory(group, total)
+        return min(found, default=(None, None))
+
+    def _processes_free(self) -> int | None:
+        """Return how many processes the kernel's limits and our control groups leave, whichever is lowest."""
+        running = _text(self._proc / "loadavg").split()
+        threads = int(running[3].split("/")[1]) if len(running) > 3 else 0
+        limits = [_number(self._proc / "sys/kernel" / name) for name in ("pid_max", "threads-max")]
+        left = [limit - threads for limit in limits if limit is not None and running]
+        for group in self._groups:
+            limit, current = _number(group / "pids.max"), _number(group / "pids.current")
+            if limit is not None and current is not None:
+                left.append(limit - current)
+        return min(left, default=None)
+
+
+def _own_groups(proc: Path, cgroups: Path) -> list[Path]:
+    """The control groups that this process is in, and those above them, as far as they can be seen."""
+    found: list[Path] = []
+    for line in _text(proc / "self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        root = cgroups / controllers if controllers else cgroups
+        group = root / path.lstrip("/")
+        found += [it for it in (group, *group.parents) if it.is_relative_to(root) and it.is_dir()]
+    useful = ("memory.pressure", "memory.max", "memory.limit_in_bytes", "pids.max", "cpu.pressure")
+    return [it for it in dict.fromkeys(found) if any((it / name).exists() for name in useful)]
+
+
+def _group_memory(group: Path, total: int | None) -> Iterator[tuple[int, int]]:
+    """What a control group has left of its limit, if it has one: its files in cache count as free."""
+    for most, current, cache in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        limit, used = _number(group / most), _number(group / current)
+        if limit is None or used is None or (total is not None and limit >= total):
+            continue
+        stat = dict(line.split() for line in _text(group / "memory.stat").splitlines())
+        yield max(0, limit - used + int(stat.get(cache, 0))), limit
+
+
+def _averages(file: Path, kind: str) -> Iterator[float]:
+    for line in _text(file).splitlines():
+        name, first, *_ = line.split()
+        if name == kind:
+            yield float(first.removeprefix("avg10="))
+
+
+def _space(folder: Path) -> DiskSpace | None:
+    """Read the free space of a folder's disk, or of the folder above if it was removed; None if the disk fails."""
+    for place in (folder, *folder.parents):
+        try:
+            found = os.statvfs(place)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return None
+        return DiskSpace(str(folder), found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
+    return None
+
+
+def _descriptors_free() -> int:
+    """Descriptors are given from the lowest number on, so the next one tells how many are in use, closely enough."""
+    try:
+        probe = os.open("/", os.O_PATH | os.O_CLOEXEC)
+    except OSError:  # of this process, or of all of the host
+        return 0
+    os.close(probe)
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - probe
+
+
+def _number(file: Path) -> int | None:
+    text = _text(file).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _text(file: Path) -> str:
+    """What a file holds; nothing where the kernel has no such file, or none that it gives us."""
+    with suppress(OSError):
+        return file.read_text()
+    return ""

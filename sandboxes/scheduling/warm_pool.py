@@ -1,0 +1,377 @@
+"""Sandboxes that were started ahead: whoever asks gets one in milliseconds, with its sessions open.
+
+Guarantees:
+- Single use: a sandbox is handed out once, and ends with whoever got it.
+- What is handed out is what a cold start would give at this moment: same specification but for its label, same
+  image and bound files by their identity, alive with all its sessions. Else the start is a cold one.
+- At no time are more sandboxes alive, in use and warm together, than the ceiling; a cold start that needs the
+  place ends a warm one.
+- Cold starts come first: nothing is started ahead while one is under way, or while the gate is shut.
+- A cancelled start takes nothing, and leaving `running` ends every warm sandbox.
+
+The kinds to keep are learned from demand. A failure to start one ahead is counted, logged, and tried again after
+a delay that doubles; demand is then served by cold starts, which say what is wrong.
+"""
+
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence, Set
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Protocol, Self
+
+import anyio
+import structlog
+from anyio.abc import TaskGroup
+
+from sandboxes.config import WarmPoolConfig
+from sandboxes.contract import Sandbox, SandboxInfo, SandboxProvider, SandboxSpec, SweepReport
+from sandboxes.egress.counts import EgressCounts
+from sandboxes.errors import SandboxError, SandboxStartError
+from sandboxes.sessions.opening import open_sessions
+
+log = structlog.get_logger(__name__)
+
+LOOK_SECONDS = 1.0
+"""How often the pool looks whether the gate has opened, and for what is over its time."""
+RETRY_SECONDS = 1.0
+RETRY_LIMIT = 60.0
+
+Kind = Hashable
+"""What two sandboxes must agree in for one to be handed out for the other."""
+
+
+class Observer(Protocol):
+    """Is told what the pool does, for metrics."""
+
+    def acquired(self, *, warm: bool, seconds: float) -> None:
+        """A sandbox was handed out."""
+        ...
+
+    def refill_failed(self) -> None:
+        """A sandbox could not be started ahead."""
+        ...
+
+
+class Silent:
+    """An observer that keeps it to itself."""
+
+    def acquired(self, *, warm: bool, seconds: float) -> None:
+        """See `Observer`."""
+
+    def refill_failed(self) -> None:
+        """See `Observer`."""
+
+
+@dataclass(slots=True)
+class _Demand:
+    """A kind that was asked for, and how starting it ahead goes."""
+
+    spec: SandboxSpec
+    wanted_at: float
+    failures: int = 0
+    retry_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Warm:
+    kind: Kind
+    sandbox: Sandbox
+
+
+class WarmPool(SandboxProvider):
+    """Starts sandboxes of another provider ahead. It refills itself only within `running`."""
+
+    def __init__(
+        self,
+        provider: SandboxProvider,
+        config: WarmPoolConfig | None = None,
+        *,
+        ceiling: int,
+        room: Callable[[int], int] | None = None,
+        promised: Callable[[], int] | None = None,
+        observer: Observer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            provider: starts the sandboxes; all of them count for the ceiling.
+            config: how many are kept for whom; by default one of each kind.
+            ceiling: how many sandboxes may be alive at once.
+            room: for the number that is alive, how many more may be started ahead now; where it is negative, so
+                many warm ones are ended. Without one the ceiling alone decides.
+            promised: how many sandboxes callers may have, where it may be above a ceiling that was lowered.
+            observer: is told what was handed out.
+            clock: seconds that never go back.
+        """
+        self.name, self.isolates = provider.name, provider.isolates
+        self._provider = provider
+        self._config = config or WarmPoolConfig()
+        self._ceiling = ceiling
+        self._room = room or (lambda alive: self._ceiling - alive)
+        self._promised = promised or (lambda: 0)
+        self._observer = observer or Silent()
+        self._clock = clock
+        self._demands: dict[Kind, _Demand] = {}  # the most recently wanted kind last
+        self._warm: list[_Warm] = []
+        self._refills: Counter[Kind] = Counter()
+        self._labels: dict[str, str] = {}
+        self._starting = 0
+        self._cold = 0
+        self._ending = 0
+        self._moved = anyio.Event()
+
+    def resize(self, ceiling: int) -> None:
+        """Change the ceiling; warm sandboxes above it are ended, and those in use stay."""
+        self._ceiling = ceiling
+        self._notify()
+
+    @property
+    def enforced(self) -> frozenset[str]:
+        return self._provider.enforced
+
+    @property
+    def known_failures(self) -> Mapping[str, str]:
+        return self._provider.known_failures
+
+    @property
+    def breaches(self) -> Mapping[str, int]:
+        return self._provider.breaches
+
+    @property
+    def lingering(self) -> int:
+        return self._provider.lingering
+
+    async def egress_counts(self) -> EgressCounts:
+        return await self._provider.egress_counts()
+
+    @property
+    def warm(self) -> int:
+        """How many wait to be handed out."""
+        return len(self._warm)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Self]:
+        """Start sandboxes ahead until the block is left; then end those that are warm."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._keep, tasks, name="warm pool")
+            try:
+                yield self
+            finally:
+                tasks.cancel_scope.cancel()
+        with anyio.CancelScope(shield=True):
+            async with anyio.create_task_group() as ends:
+                while self._warm:
+                    ends.start_soon(self._end, self._warm.pop())
+
+    async def identity(self, spec: SandboxSpec) -> str:
+        return await self._provider.identity(spec)
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        """A warm sandbox of this kind, or a new one.
+
+        Raises:
+            SandboxStartError: also where the ceiling is reached by sandboxes that are in use.
+        """
+        began = self._clock()
+        kind = await self._want(spec)
+        # From here to the return of a warm one nothing is awaited: a cancelled start cannot have taken it.
+        sandbox = self._take(kind, spec)
+        warm = sandbox is not None
+        if sandbox is None:
+            sandbox, warm = await self._start_cold(kind, spec)
+        self._observer.acquired(warm=warm, seconds=self._clock() - began)
+        self._notify()
+        return sandbox
+
+    async def sweep(self) -> SweepReport:
+        return await self._provider.sweep()
+
+    def live(self) -> list[SandboxInfo]:
+        warm = {kept.sandbox.id for kept in self._warm}
+        found = self._provider.live()
+        self._labels = {info.id: self._labels[info.id] for info in found if info.id in self._labels}
+        return [
+            replace(info, state="warm")
+            if info.id in warm
+            else replace(info, label=self._labels.get(info.id, info.label))
+            for info in found
+        ]
+
+    async def close(self) -> None:
+        with anyio.CancelScope(shield=True):
+            self._demands.clear()
+            self._warm.clear()
+            await self._provider.close()
+
+    async def _want(self, spec: SandboxSpec) -> Kind:
+        """Remember that this was asked for; the kind of it."""
+        identity = await self._provider.identity(spec)
+        kept = replace(spec, label="")
+        kind = _kind(kept, identity)
+        if self._config.size and spec.lifetime_seconds is None:  # a lifetime begins with the start
+            demand = self._demands.pop(kind, None) or _Demand(kept, 0.0)
+            demand.wanted_at = self._clock()
+            rebuilt = [
+                old for old, other in self._demands.items() if _kind(other.spec, "") == _kind(kept, "")
+            ]
+            for old in rebuilt:
+                del self._demands[old]
+            self._demands[kind] = demand
+            while len(self._demands) > self._config.max_kinds:
+                del self._demands[next(iter(self._demands))]
+        return kind
+
+    def _take(self, kind: Kind, spec: SandboxSpec) -> Sandbox | None:
+        """Take a warm sandbox that is well; the keeper ends those that are not."""
+        for kept in self._warm:
+            if kept.kind == kind and kept.sandbox.healthy:
+                self._warm.remove(kept)
+                self._labels[kept.sandbox.id] = spec.label
+                return kept.sandbox
+        return None
+
+    async def _start_cold(self, kind: Kind, spec: SandboxSpec) -> tuple[Sandbox, bool]:
+        """Start one, and whether it was warm after all: one may come up while this waits for a place."""
+        self._cold += 1
+        try:
+            while self._alive() >= max(self._ceiling, self._promised()):
+                await self._make_place()
+                if sandbox := self._take(kind, spec):
+                    return sandbox, True
+            return await self._launch(spec), False
+        finally:
+            self._cold -= 1
+
+    async def _launch(self, spec: SandboxSpec) -> Sandbox:
+        self._starting += 1
+        try:
+            return await self._provider.start(spec)
+        finally:
+            self._starting -= 1
+            self._notify()
+
+    def _alive(self) -> int:
+        return len(self._provider.live()) + self._starting
+
+    async def _make_place(self) -> None:
+        """End the warm sandbox of the kind that was wanted least recently, or wait for what moves by itself."""
+        if self._warm:
+            order = list(self._demands)
+            last = min(self._warm, key=lambda kept: order.index(kept.kind) if kept.kind in order else -1)
+            self._warm.remove(last)
+            await self._end(last)
+        elif self._refills.total() or self._ending:
+            await self._moved.wait()
+        else:
+            raise SandboxStartError(
+                f"{self._alive()} sandboxes are alive, which is the ceiling",
+                hint="raise sandboxes.ceiling, or close sandboxes first",
+            )
+
+    async def _end(self, kept: _Warm) -> None:
+        self._ending += 1
+        try:
+            with anyio.CancelScope(shield=True):
+                await kept.sandbox.close()
+        except Exception as error:  # noqa: BLE001 - the provider's own close, or the guard, removes what is left
+            log.warning("a warm sandbox could not be closed", sandbox=kept.sandbox.id, error=str(error))
+        finally:
+            self._ending -= 1
+            self._notify()
+
+    def _notify(self) -> None:
+        self._moved.set()
+        self._moved = anyio.Event()
+
+    async def _keep(self, tasks: TaskGroup) -> None:
+        """Keep what is wanted and end what is not, whenever something moved, and once a second."""
+        while True:
+            moved = self._moved
+            for kept in self._unwanted():
+                self._warm.remove(kept)
+                tasks.start_soon(self._end, kept, name=f"end {kept.sandbox.id}")
+            while (kind := self._next_refill()) is not None:
+                self._refills[kind] += 1
+                self._starting += 1  # from this moment, so that the next look counts it
+                tasks.start_soon(self._refill, kind, self._demands[kind].spec, name="start ahead")
+            with anyio.move_on_after(LOOK_SECONDS if self._demands or self._warm else None):
+                await moved.wait()
+
+    def _unwanted(self) -> list[_Warm]:
+        """Warm sandboxes that nobody will be given: too many, forgotten, or not well."""
+        oldest = self._clock() - self._config.idle_seconds
+        self._demands = {kind: it for kind, it in self._demands.items() if it.wanted_at >= oldest}
+        found = [kept for kept in self._warm if kept.kind not in self._demands or not kept.sandbox.healthy]
+        surplus = -self._room(self._alive()) - len(found)
+        if surplus > 0:
+            found += [kept for kept in self._warm if kept not in found][:surplus]
+        return found
+
+    def _next_refill(self) -> Kind | None:
+        """The kind to start ahead next, the most recently wanted first; None where none may be."""
+        alive = self._alive()
+        if self._cold or alive >= self._ceiling or self._refills.total() >= self._config.starts:
+            return None
+        if self._room(alive) <= 0:
+            return None
+        there = Counter(kept.kind for kept in self._warm) + self._refills
+        now = self._clock()
+        for kind, demand in reversed(self._demands.items()):
+            if there[kind] < self._config.size and demand.retry_at <= now:
+                return kind
+        return None
+
+    async def _refill(self, kind: Kind, spec: SandboxSpec) -> None:
+        """Start one ahead; `_starting` counts it already."""
+        try:
+            sandbox = await self._start_ready(spec)
+        except Exception as error:  # noqa: BLE001 - counted and logged; whoever asks meets it in a cold start
+            self._failed(kind, error)
+        else:
+            if demand := self._demands.get(kind):
+                demand.failures = 0
+            self._warm.append(_Warm(kind, sandbox))
+        finally:
+            self._refills[kind] -= 1
+            self._refills += Counter()  # forgets the kinds of which none is being started
+            self._notify()
+
+    async def _start_ready(self, spec: SandboxSpec) -> Sandbox:
+        try:
+            sandbox = await self._provider.start(spec)
+        finally:
+            self._starting -= 1
+        try:
+            await open_sessions(sandbox, spec.sessions)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await sandbox.close()
+            raise
+        return sandbox
+
+    def _failed(self, kind: Kind, error: Exception) -> None:
+        self._observer.refill_failed()
+        if demand := self._demands.get(kind):
+            delay = min(RETRY_LIMIT, RETRY_SECONDS * 2**demand.failures)
+            demand.failures += 1
+            demand.retry_at = self._clock() + delay
+            defect = None if isinstance(error, SandboxError) else error
+            log.warning(
+                "no sandbox could be started ahead", error=str(error), retry_seconds=delay, exc_info=defect
+            )
+
+
+def _kind(spec: SandboxSpec, identity: str) -> Kind:
+    """Equal for specifications that ask for the same, whatever types their collections are of."""
+    return identity, *(_frozen(getattr(spec, entry.name)) for entry in fields(spec))
+
+
+def _frozen(value: object) -> Hashable:
+    if isinstance(value, Mapping):
+        return frozenset(value.items())
+    if isinstance(value, Set):
+        return frozenset(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(value)
+    return value

@@ -1,0 +1,1 @@
+"""Persistent bash and Python sessions."""

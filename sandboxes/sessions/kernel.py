@@ -1,0 +1,264 @@
+"""One IPython kernel: its process inside, and Unix sockets between it and the host.
+
+The kernel binds its sockets in a folder that the sandbox may write to. The host connects to none of these names,
+since the code inside could put a link to another socket of the host there: it opens each without following links,
+checks that it is a socket, and connects to what it holds. Messages are hostile: their size and number are bounded,
+and every field is checked before it is used.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import zmq
+
+from sandboxes.contract import PythonErrorInfo
+from sandboxes.errors import SandboxStartError, SessionDiedError
+from sandboxes.runtime.control import Child
+from sandboxes.runtime.output import OutputBuffer
+from sandboxes.runtime.pipes import ERROR, INPUT, OUTPUT, Reader
+from sandboxes.sessions.kernel_wire import Wire, mapping
+
+CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
+"""Jupyter's, in the order of our port numbers, from 1."""
+HOST_CHANNELS = ("shell", "iopub")
+"""Those that the host uses: signals do for the rest."""
+
+PROGRAM = Path(__file__).with_name("kernel_program.py")
+READY = b"ready"
+"""What the program prints when its sockets are there."""
+LOG_LIMIT = 4096
+POLL = 0.02
+PROBE = 0.5
+SILENCE = 4.0
+"""How long the output may pause after the reply: only code inside that changes how the kernel sends can lose "idle"."""
+
+ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+
+
+def connection_info(prefix: str) -> dict[str, object]:
+    """Jupyter's connection file for Unix sockets PREFIX-1 to PREFIX-5.
+
+    Without a key: who can reach the sockets could read it too, so it would guard nothing.
+    """
+    ports = {f"{channel}_port": number for number, channel in enumerate(CHANNELS, 1)}
+    return {"transport": "ipc", "ip": prefix, "key": "", "signature_scheme": "hmac-sha256", **ports}
+
+
+@dataclass(frozen=True, slots=True)
+class KernelPaths:
+    """Where the kernel's files are, as seen from inside and from the host."""
+
+    sockets_inside: str
+    sockets: Path
+    """The same folder; code inside may write to it."""
+    files_inside: str
+    files: Path
+    """The same folder; only the host may write to it."""
+
+
+class Cell:
+    """What the messages of one cell add up to."""
+
+    def __init__(self, limit: int) -> None:
+        self.output = OutputBuffer(limit)
+        self.result: str | None = None
+        self.error: PythonErrorInfo | None = None
+        self.truncated = False
+        """Whether the result or the error was cut; the output says so itself."""
+        self.replied = anyio.Event()
+        self.idle = anyio.Event()
+        self.taken = 0
+        """Messages so far."""
+        self._limit = limit
+
+    def take(self, kind: str, content: Mapping[str, Any]) -> None:
+        """Add one message: the reply, or one of the output channel."""
+        self.taken += 1
+        if kind == "execute_reply":
+            self.replied.set()
+        elif kind == "stream":
+            self.output.add(_encoded(content.get("text")))
+        elif kind == "display_data":
+            self.output.add(_encoded(_plain(content)) + b"\n")
+        elif kind == "execute_result":
+            self.result = self._cut(_plain(content))
+        elif kind == "error":
+            self.error = PythonErrorInfo(
+                ename=self._cut(content.get("ename")),
+                evalue=self._cut(content.get("evalue")),
+                traceback=self._cut(_joined(content.get("traceback"))),
+            )
+        elif kind == "status" and content.get("execution_state") == "idle":
+            self.idle.set()
+
+    def _cut(self, text: object) -> str:
+        buffer = OutputBuffer(self._limit)
+        buffer.add(_encoded(text))
+        self.truncated = self.truncated or buffer.truncated
+        return ANSI.sub("", buffer.text())
+
+
+class Kernel:
+    """One kernel process and the sockets that are connected to it."""
+
+    def __init__(
+        self, child: Child, context: zmq.Context[zmq.Socket[bytes]], paths: KernelPaths, token: str
+    ) -> None:
+        self.child = child
+        self.ready = False
+        self._context = context
+        self._paths = paths
+        self._token = token
+        self._log = OutputBuffer(LOG_LIMIT)
+        self._announced = anyio.Event()
+        child.pipes.close(INPUT)
+        self._readers = [Reader(child.pipes.fds[name]) for name in (OUTPUT, ERROR)]
+        for reader in self._readers:
+            reader.start(self._add_log)
+        self._wire: Wire | None = None
+        self._held: list[int] = []
+        """Handles on the sockets that the host uses."""
+
+    def _add_log(self, data: bytes) -> None:
+        self._log.add(data)
+        if READY in data:
+            self._announced.set()
+
+    def said(self) -> str:
+        """For an error message: what the process printed by itself."""
+        return f"it said: {self._log.text().strip() or 'nothing'}"
+
+    async def connect(self) -> None:
+        """Wait for the sockets, connect, and make sure that messages come through both.
+
+        Raises:
+            SandboxStartError: the process ended.
+        """
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._cancel_at_end, tasks.cancel_scope)
+            await self._announced.wait()
+            for channel in HOST_CHANNELS:
+                await self._hold(channel)
+            shell, iopub = (Path(f"/proc/self/fd/{held}") for held in self._held)
+            self._wire = Wire(self._context, shell, iopub)
+            while not self.ready:
+                self.ready = await self._probe(self._wire)
+            tasks.cancel_scope.cancel()
+        if not self.ready:
+            for reader in self._readers:
+                reader.stop()
+            raise SandboxStartError(
+                f"the Python kernel ended while it started; {self.said()}",
+                hint='set sandbox.python to "toolkit", for which `rollout-service image build base` makes the Python '
+                "once, or use an image that has python3 with ipykernel",
+            )
+
+    async def _cancel_at_end(self, scope: anyio.CancelScope) -> None:
+        await self.child.exit_code()
+        scope.cancel()
+
+    async def _hold(self, channel: str) -> None:
+        """Open a socket; waits where something inside claimed too early that it is there."""
+        path = self._paths.sockets / f"{self._token}-{CHANNELS.index(channel) + 1}"
+        while (held := _open_socket(path)) is None:  # noqa: ASYNC110  nobody tells
+            await anyio.sleep(POLL)
+        self._held.append(held)
+
+    async def _probe(self, wire: Wire) -> bool:
+        """Run an empty cell; False where the output channel was not connected in time to see it."""
+        cell = Cell(LOG_LIMIT)
+        wire.listen(wire.execute("", silent=True), cell.take)
+        try:
+            with anyio.move_on_after(PROBE):
+                await cell.replied.wait()
+                await cell.idle.wait()
+            return cell.idle.is_set()
+        finally:
+            wire.rest()
+
+    def request(self, code: str) -> str:
+        """Send a cell; the id of its message.
+
+        Raises:
+            SessionDiedError: it cannot be sent.
+        """
+        try:
+            return self._connected().execute(code)
+        except BlockingIOError as error:
+            raise SessionDiedError(str(error)) from error
+
+    def _connected(self) -> Wire:
+        if self._wire is None:
+            raise SessionDiedError("the Python kernel is not connected")
+        return self._wire
+
+    async def follow(self, request: str, cell: Cell) -> None:
+        """Collect the messages of a request until it is done.
+
+        Raises:
+            SessionDiedError: the kernel ended.
+        """
+        done, wire = False, self._connected()
+        wire.listen(request, cell.take)
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._cancel_at_end, tasks.cancel_scope)
+                await cell.replied.wait()
+                await self._until_idle(cell)
+                done = True
+                tasks.cancel_scope.cancel()
+        finally:
+            wire.rest()
+        if not done:
+            raise SessionDiedError("the Python kernel ended while the cell ran")
+        if not cell.idle.is_set():
+            # ZeroMQ disconnects for good from a peer that sends more than it may.
+            raise SessionDiedError("the kernel's output was lost: it sent too much at once")
+
+    async def _until_idle(self, cell: Cell) -> None:
+        """Wait for the rest of the output, which comes on a channel of its own, for as long as it keeps coming."""
+        seen = -1
+        while not cell.idle.is_set() and cell.taken != seen:
+            seen = cell.taken
+            with anyio.move_on_after(SILENCE):
+                await cell.idle.wait()
+
+    def close(self) -> None:
+        """Kill the process, disconnect and let go of the sockets. Idempotent."""
+        for reader in self._readers:
+            reader.close()
+        if self._wire is not None:
+            self._wire.close()
+        self.child.discard()
+        while self._held:
+            os.close(self._held.pop())
+
+
+def _open_socket(path: Path) -> int | None:
+    """Open a handle on a socket's name, not on a link's target; return None where it cannot be reached yet."""
+    try:
+        fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (FileNotFoundError, PermissionError):  # code inside may have shut the folder
+        return None
+    if stat.S_ISSOCK(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    return None
+
+
+def _plain(content: Mapping[str, Any]) -> object:
+    return mapping(content.get("data")).get("text/plain")
+
+
+def _joined(lines: object) -> str:
+    return "\n".join(line for line in lines if isinstance(line, str)) if isinstance(lines, list) else ""
+
+
+def _encoded(text: object) -> bytes:
+    return text.encode("utf-8", "replace") if isinstance(text, str) else b""

@@ -1,0 +1,196 @@
+"""The persistent Python session: an IPython kernel inside of the sandbox, one cell at a time.
+
+A cell is done when the kernel has replied and its output has come. At its time-out it gets SIGINT, as Ctrl-C
+in a terminal, with whatever it started; what it printed is kept, and so are the session's variables.
+"""
+
+import json
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+
+import anyio
+import zmq
+
+from sandboxes.contract import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, PythonResult, PythonSession
+from sandboxes.errors import SandboxError, SandboxStartError, SessionDiedError
+from sandboxes.limits.violations import Breaches
+from sandboxes.runtime.control import ControlShell
+from sandboxes.sessions.kernel import PROGRAM, Cell, Kernel, KernelPaths, connection_info
+from sandboxes.sessions.restart_limit import Restarts
+
+PROGRAM_INSIDE = "kernel.py"
+INTERRUPT_GRACE = 5.0
+
+
+class KernelSession(PythonSession):
+    """An IPython kernel inside of a sandbox, started at its first cell and again after it has died."""
+
+    def __init__(
+        self,
+        control: ControlShell,
+        paths: KernelPaths,
+        *,
+        python: str,
+        cwd: str,
+        env: Mapping[str, str],
+        context: zmq.Context[zmq.Socket[bytes]],
+        start_timeout: float,
+        breaches: Breaches,
+        explain: Callable[[SessionDiedError], Awaitable[SandboxError]],
+    ) -> None:
+        self._control = control
+        self._paths = paths
+        self._argv = (python, "-Xfrozen_modules=on", f"{paths.files_inside}/{PROGRAM_INSIDE}")
+        self._cwd = cwd
+        self._env = {**env, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+        self._context = context
+        self._start_timeout = start_timeout
+        self._breaches = breaches
+        self._explain = explain
+        self._lock = anyio.Lock()
+        self._restarts = Restarts()
+        self._kernel: Kernel | None = None
+        self._has_run = False
+        """Whether there has been a kernel, which code inside may have kept from coming up again."""
+        self._running = False
+
+    async def open(self) -> None:
+        """Start the kernel if there is none.
+
+        Raises:
+            SandboxStartError: it did not come up, or not in time.
+            SandboxClosedError: the sandbox has ended.
+            SessionDiedError: the one that there was ended since its last cell, or another did not come up after it.
+        """
+        if self._kernel is not None:
+            if not self._kernel.child.done:
+                return
+            self.discard()
+            raise await self._explain(SessionDiedError("the Python kernel ended after its last cell"))
+        await self._restarts.wait()
+        token = secrets.token_hex(4)
+        inside = self._write_connection(token)
+        try:
+            child = await self._control.spawn("run", (*self._argv, inside), cwd=self._cwd, env=self._env)
+            self._kernel = await self._ready(Kernel(child, self._context, self._paths, token))
+        finally:
+            (self._paths.files / f"{token}.json").unlink()
+
+    async def _ready(self, kernel: Kernel) -> Kernel:
+        """Wait until a kernel is ready. Once one was, code inside is to blame where the next one is not."""
+        try:
+            await self._connect(kernel)
+        except SandboxStartError as error:
+            if not self._has_run:
+                raise
+            raise await self._explain(SessionDiedError(str(error))) from error
+        self._has_run = True
+        return kernel
+
+    async def _connect(self, kernel: Kernel) -> None:
+        try:
+            with anyio.fail_after(self._start_timeout):
+                await kernel.connect()
+        except TimeoutError as error:
+            raise SandboxStartError(
+                f"the Python kernel was not ready within {self._start_timeout:.0f} s; {kernel.said()}"
+            ) from error
+        finally:
+            if not kernel.ready:
+                kernel.close()
+
+    def _write_connection(self, token: str) -> str:
+        """Write the program and its connection file; the latter's path inside."""
+        name = f"{token}.json"
+        info = json.dumps(connection_info(f"{self._paths.sockets_inside}/{token}"))
+        for path, text in ((name, info), (PROGRAM_INSIDE, PROGRAM.read_text())):
+            file = self._paths.files / path
+            file.write_text(text)
+            file.chmod(0o644)
+        return f"{self._paths.files_inside}/{name}"
+
+    async def execute(
+        self, code: str, *, timeout: float = DEFAULT_TIMEOUT, output_limit: int = DEFAULT_OUTPUT_LIMIT
+    ) -> PythonResult:
+        if timeout <= 0 or output_limit <= 0:
+            raise ValueError("the limits of a cell are positive")
+        async with self._lock:
+            await self.open()
+            cell = Cell(output_limit)
+            try:
+                self._running = True
+                return await self._execute(code, timeout, cell)
+            except SessionDiedError as error:
+                self.discard()
+                error.output = cell.output.text()
+                raise await self._explain(error) from None
+            except BaseException:
+                self.discard()
+                raise
+            finally:
+                self._running = False
+
+    async def _execute(self, code: str, timeout: float, cell: Cell) -> PythonResult:
+        if (kernel := self._kernel) is None:
+            raise SessionDiedError("the Python kernel ended before the cell ran")
+        begun = time.monotonic()
+        request = kernel.request(code)
+        with anyio.move_on_after(timeout) as scope:
+            await kernel.follow(request, cell)
+        if scope.cancelled_caught:
+            await _stop(kernel, request, cell)
+        timed_out, truncated = scope.cancelled_caught, cell.truncated or cell.output.truncated
+        return PythonResult(
+            output=cell.output.text(),
+            result=cell.result,
+            error=cell.error,
+            timed_out=timed_out,
+            truncated=truncated,
+            seconds=time.monotonic() - begun,
+            breaches=self._breaches.of_call(
+                timeout if timed_out else None, cell.output.limit if truncated else None
+            ),
+        )
+
+    async def interrupt(self) -> None:
+        if self._running and self._kernel is not None:
+            await self._kernel.child.signal("INT")
+
+    async def ensure(self) -> None:
+        """Start the kernel if there is none; `execute` says where it has ended since, and starts others."""
+        async with self._lock:
+            if self._kernel is None:
+                await self.open()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the kernel runs, or has not been opened."""
+        return self._kernel is None or not self._kernel.child.done
+
+    async def idle(self) -> None:
+        """Wait until no cell runs."""
+        async with self._lock:
+            pass
+
+    async def restart(self) -> None:
+        async with self._lock:
+            self.discard()
+            await self.open()
+
+    def discard(self) -> None:
+        """Kill the kernel and its process group, without waiting. Idempotent."""
+        if self._kernel is not None:
+            self._kernel.close()
+            self._kernel = None
+
+
+async def _stop(kernel: Kernel, request: str, cell: Cell) -> None:
+    """Interrupt the cell that runs and keep the kernel, if it can be done."""
+    await kernel.child.signal("INT")
+    with anyio.move_on_after(INTERRUPT_GRACE):
+        await kernel.follow(request, cell)
+        return
+    raise SessionDiedError(
+        "the cell ran into its time-out and nothing less than its kernel's end stopped it", timed_out=True
+    )

@@ -1,0 +1,37 @@
+"""The real TRL does not train on a rollout without a reward, and does not take it for a zero."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+QUIET = {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.trl
+@pytest.mark.parametrize(
+    ("rewards", "mean", "moves"),
+    [
+        (["1.0", "null"], 1.0, False),  # taken for a zero, the mean would be 0.5, and the weights would move
+        (["1.0", "0.0", "null"], 0.5, True),
+    ],
+)
+def test_a_failure_is_neither_trained_on_nor_a_zero(rewards, mean, moves):
+    command = [
+        ROOT / ".venv-trl" / "bin" / "python",
+        ROOT / "tests" / "support" / "trl_failures.py",
+        *rewards,
+    ]
+    done = subprocess.run(
+        command, env=os.environ | QUIET, capture_output=True, text=True, check=False, timeout=170
+    )
+    assert done.returncode == 0, done.stderr
+    got = json.loads(done.stdout.splitlines()[-1])
+    assert got["reward"] == mean
+    assert (got["moved"] > 0) is moves
+    assert got["log"]["rollouts/failed"] == pytest.approx(1 / len(rewards))

@@ -1,0 +1,448 @@
+"""The API of a real server with the embedded engine and local sandboxes: answers, refusals, and what they say."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from api_schemas.errors import Problem
+from api_schemas.events import Event
+from api_schemas.nodes import NodeView
+from api_schemas.rollouts import Rollout, RolloutState
+from api_schemas.trajectories import Trajectory
+from rollout_service.environments.contract import EnvironmentSpec
+from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.tokens import check_invariants
+from sandboxes import make_provider
+from sandboxes.config import ApptainerConfig, LocalConfig
+from sandboxes.errors import ImageNotFoundError
+from tests.support.api_server import wait_until_ready
+
+pytestmark = pytest.mark.xdist_group("api")
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    state = tmp_path_factory.mktemp("service")
+    address, log = state / "address", state / "log"
+    flags = ["--port", "0", "--port-file", str(address), "--state-dir", str(state), "--sandbox", "local"]
+    command = [sys.executable, "-m", "rollout_service.cli", "serve", *flags]
+    environ = os.environ | {"ROLLOUT_MAX_BODY_BYTES": "20000"}
+    environ |= {"ROLLOUT_SANDBOXES__PRESSURE__ENABLED": "false"}  # a busy machine keeps no sandbox warm
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(command, stdout=output, stderr=output, env=environ) as server,
+    ):
+        try:
+            with httpx.Client(base_url=wait_until_ready(server, address, log), timeout=60) as client:
+                yield client
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(30)
+
+
+def order(api: httpx.Client, *, wait: float = 0, **fields: Any) -> httpx.Response:
+    instance = api.get("/v1/environments/calc/dataset", params={"limit": 1}).json()[0]
+    body = {"task": {"environment": "calc", "instance": instance}} | fields
+    return api.post("/v1/rollouts", json=body, params={"wait": wait})
+
+
+def problem(response: httpx.Response, status: int) -> Problem:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    parsed = Problem.model_validate_json(response.content)
+    assert parsed.status == status
+    assert parsed.detail
+    return parsed
+
+
+def test_a_rollout_from_order_to_trajectory(api: httpx.Client) -> None:
+    response = order(api, wait=60, rollout_id="whole", metadata={"mine": 1})
+    assert response.status_code == 200
+    rollout = Rollout.model_validate_json(response.content)
+    assert rollout.state is RolloutState.COMPLETED
+    assert rollout.metadata == {"mine": 1}
+    assert rollout.reward in (0.0, 1.0)
+    assert rollout.usage.turns >= 1
+    assert rollout.trajectory is not None
+    check_invariants(rollout.trajectory)
+    again = Trajectory.model_validate_json(api.get("/v1/rollouts/whole/trajectory").content)
+    assert again == rollout.trajectory
+    light = Rollout.model_validate_json(api.get("/v1/rollouts/whole").content)
+    assert light == rollout.model_copy(update={"trajectory": None})
+
+
+def test_the_same_order_again_changes_nothing(api: httpx.Client) -> None:
+    first = order(api, rollout_id="twice")
+    second = order(api, rollout_id="twice")
+    assert (first.status_code, second.status_code) == (202, 202)
+    assert first.json()["created_at"] == second.json()["created_at"]
+    refused = problem(order(api, rollout_id="twice", pool="policy", metadata={"x": 1}), 409)
+    assert "twice" in refused.detail
+
+
+def test_an_order_without_an_id_gets_one(api: httpx.Client) -> None:
+    assert order(api).json()["rollout_id"] != order(api).json()["rollout_id"]
+
+
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        ({"task": {"environment": "clac"}}, "body.task.environment"),
+        ({"task": {"environment": "calc", "instance": {}}}, "instance"),
+        ({"task": {"environment": "calc"}, "smapling": {}}, "body.smapling"),
+        ({"task": {"environment": "calc"}, "sampling": {"temperature": -1}}, "body.sampling.temperature"),
+        ({"task": {"environment": "calc"}, "limits": {"max_turns": 0}}, "body.limits.max_turns"),
+        ({"task": {"environment": "calc"}, "rollout_id": "../etc/passwd"}, "body.rollout_id"),
+        ({}, "body.task"),
+    ],
+)
+def test_a_bad_field_is_named(api: httpx.Client, body: dict[str, Any], path: str) -> None:
+    before = api.get("/v1/rollouts").json()["counts"]
+    refused = problem(api.post("/v1/rollouts", json=body), 422)
+    assert any(path in field.path for field in refused.errors), refused.errors
+    assert sum(api.get("/v1/rollouts").json()["counts"].values()) == sum(before.values())
+
+
+def test_an_unknown_environment_is_told_the_nearest(api: httpx.Client) -> None:
+    refused = problem(api.post("/v1/rollouts", json={"task": {"environment": "clac"}}), 422)
+    assert "calc" in refused.detail
+
+
+def test_malformed_json_is_a_400(api: httpx.Client) -> None:
+    headers = {"content-type": "application/json"}
+    refused = problem(api.post("/v1/rollouts", content=b'{"task": ', headers=headers), 400)
+    assert refused.code == "malformed_json"
+
+
+def test_what_could_not_be_kept_is_refused(api: httpx.Client) -> None:
+    headers = {"content-type": "application/json"}
+    task = b'{"task": {"environment": "calc", "instance": %s}}'
+    for instance in [
+        b'{"question": "\\ud800", "answer": "1"}',
+        b'{"question": "1", "answer": "1", "x": NaN}',
+        *(b'{"question": "1", "answer": "1", "x": %s%s}' % (b"[" * n, b"]" * n) for n in (120, 230, 5_000)),
+    ]:
+        refused = problem(api.post("/v1/rollouts", content=task % instance, headers=headers), 400)
+        assert refused.code == "malformed_json"
+        assert [field.path for field in refused.errors] == ["body"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/rollouts", {"sampling": {"seed": 2**64}}, "body.sampling.seed"),
+        ("/v1/rollouts", {"sampling": {"top_k": 2**64}}, "body.sampling.top_k"),
+        ("/v1/rollouts", {"limits": {"max_tokens": 2**70}}, "body.limits.max_tokens"),
+        ("/v1/rollouts", {"limits": {"agent_seconds": 1e300}}, "body.limits.agent_seconds"),
+        ("/v1/rollouts", {"sampling": {"temperature": "1"}}, "body.sampling.temperature"),
+        ("/v1/rollouts", {"limits": {"max_turns": True}}, "body.limits.max_turns"),
+        ("/v1/runs", {"version": 2**64}, "body.version"),
+        ("/v1/runs", {"max_staleness": 2**64}, "body.max_staleness"),
+        ("/v1/runs", {"source": {"kind": "inline", "epochs": 2**64}}, "body.source.epochs"),
+        ("/v1/runs", {"source": {"kind": "inline", "tasks": [{}]}}, "body.source.tasks.0.environment"),
+        ("/v1/runs/any/tasks", {"tasks": [], "offset": 2**64}, "body.offset"),
+        ("/v1/weights", {"path": "x", "version": 2**64}, "body.version"),
+        ("/process", {"instance": {"data_source": "calc"}, "sampling_params": {"top_p": 7}}, "top_p"),
+        ("/process", {"instance": {}}, "body.instance.data_source"),
+        ("/add_llm_server", {"address": "http://[::"}, "body.address"),
+    ],
+)
+def test_a_value_out_of_bounds_is_named(api: httpx.Client, path: str, body: Any, field: str) -> None:
+    whole = {"task": {"environment": "calc"}} if path == "/v1/rollouts" else {}
+    whole |= {"batch_size": 1, "source": {"kind": "inline"}} if path == "/v1/runs" else {}
+    refused = problem(api.post(path, json=whole | body), 422)
+    assert any(error.path.endswith(field) for error in refused.errors), refused.errors
+
+
+def test_an_engine_whose_name_no_host_can_have_is_not_reached(api: httpx.Client) -> None:
+    assert (
+        problem(api.post("/add_llm_server", json={"address": ".engine"}), 502).code == "backend_unreachable"
+    )
+
+
+def test_values_at_the_bounds_are_taken(api: httpx.Client) -> None:
+    instance = api.get("/v1/environments/calc/dataset", params={"limit": 1}).json()[0]
+    bound, tasks = 2**62, [{"environment": "calc", "instance": instance}]
+    body = {
+        "run_id": "bounds",
+        "source": {"kind": "inline", "tasks": tasks, "epochs": bound, "seed": -bound, "shuffle": True},
+        "batch_size": 65_536,
+        "group_size": 1,
+        "version": bound,
+        "max_staleness": bound,
+        "prefetch_batches": bound,
+        "priority": bound,
+        "max_concurrent": 1,
+        "retention": {"seconds": 1e9, "max_bytes": bound},
+        "sampling": {"seed": bound, "top_k": 2**31 - 1},
+        "limits": {
+            "max_tokens": bound,
+            "max_turn_tokens": bound,
+            "rollout_seconds": 1e9,
+            "init_seconds": 1e9,
+        },
+    }
+    assert api.post("/v1/runs", json=body).status_code == 201
+    rollout = api.get("/v1/rollouts/bounds.0.0", params={"wait": 30})
+    while rollout.status_code == 404:  # the manager has not begun it yet
+        rollout = api.get("/v1/rollouts/bounds.0.0", params={"wait": 30})
+    assert rollout.json()["state"] == "completed", rollout.text
+    assert api.delete("/v1/runs/bounds").json()["problem"] is None
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "parameter", "near"),
+    [
+        ("GET", "/v1/rollouts", "limitt", "limit"),
+        ("GET", "/v1/rollouts/x", "trajectories", "trajectory"),
+        ("POST", "/v1/rollouts", "waits", "wait"),
+        ("GET", "/v1/backends", "pool", None),
+    ],
+)
+def test_an_unknown_query_parameter_is_refused(
+    api: httpx.Client, method: str, path: str, parameter: str, near: str | None
+) -> None:
+    refused = problem(api.request(method, path, params={parameter: "1"}), 422)
+    assert refused.errors[0].path == f"query.{parameter}"
+    assert refused.errors[0].message == ("unknown" if near is None else f"unknown; did you mean {near}?")
+
+
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        ({"environment": "clac"}, "environment"),
+        ({"environment": "calc", "instance": {"question": "1", "answer": "x"}}, "instance.answer"),
+    ],
+)
+def test_a_wrong_task_of_a_run_is_named_where_it_is(api: httpx.Client, body: Any, path: str) -> None:
+    right = {"environment": "calc", "instance": {"question": "1 + 1", "answer": "2"}}
+    order = {"source": {"kind": "inline", "tasks": [right, body]}, "batch_size": 1}
+    assert problem(api.post("/v1/runs", json=order), 422).errors[0].path == f"body.source.tasks.1.{path}"
+    api.post(
+        "/v1/runs",
+        json={"run_id": "open", "source": {"kind": "inline", "open": True}, "batch_size": 1},
+    )
+    refused = problem(api.post("/v1/runs/open/tasks", json={"tasks": [right, body]}), 422)
+    assert refused.errors[0].path == f"body.tasks.1.{path}"
+    assert problem(api.post("/v1/rollouts", json={"task": body}), 422).errors[0].path == f"body.task.{path}"
+
+
+def test_an_unknown_field_comes_with_the_nearest(api: httpx.Client) -> None:
+    body = {"source": {"kind": "inline", "tsks": []}, "batch_size": 1, "group_sise": 2}
+    errors = problem(api.post("/v1/runs", json=body), 422).errors
+    assert {(error.path, error.message) for error in errors} == {
+        ("body.group_sise", "unknown field; did you mean group_size?"),
+        ("body.source.tsks", "unknown field; did you mean tasks?"),
+    }
+
+
+def test_a_hint_follows_a_question_without_a_full_stop(api: httpx.Client) -> None:
+    body = {"source": {"kind": "inline"}, "batch_size": 1, "filters": [{"name": "zero_varianc"}]}
+    assert "did you mean zero_variance? Known" in problem(api.post("/v1/runs", json=body), 422).detail
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "nul", "home"])
+def test_a_file_of_tasks_that_is_none(api: httpx.Client, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "tasks.jsonl"
+    if kind == "fifo":
+        os.mkfifo(path)
+    if kind == "folder":
+        path.mkdir()
+    named = {"nul": "/tmp/a\0b.jsonl", "home": "~nobody-of-this-name/tasks.jsonl"}.get(kind, str(path))
+    order = {"source": {"kind": "file", "path": named, "environment": "calc"}, "batch_size": 1}
+    assert problem(api.post("/v1/runs", json=order, timeout=10), 422).errors[0].path == "body.source.path"
+
+
+def test_a_body_of_another_type_is_told_the_right_one(api: httpx.Client) -> None:
+    refused = problem(api.post("/v1/rollouts", data={"task": "x"}), 415)
+    assert "application/json" in refused.detail
+
+
+def test_a_body_over_the_limit_is_a_413(api: httpx.Client) -> None:
+    refused = problem(order(api, metadata={"x": "y" * 30_000}), 413)
+    assert "20000" in refused.detail
+
+    def chunks() -> Iterator[bytes]:
+        for _ in range(40):
+            yield b" " * 1_000
+
+    headers = {"content-type": "application/json"}
+    problem(api.post("/v1/rollouts", content=chunks(), headers=headers), 413)
+
+
+def test_an_unknown_pool_says_how_to_register_a_backend(api: httpx.Client) -> None:
+    refused = problem(order(api, pool="judge"), 503)
+    assert "/v1/backends" in refused.detail
+    assert refused.retryable
+
+
+def test_a_backend_that_does_not_answer_is_refused(api: httpx.Client) -> None:
+    before = {backend["backend_id"] for backend in api.get("/v1/backends").json()}
+    refused = problem(api.post("/v1/backends", json={"url": "http://127.0.0.1:9"}), 502)
+    assert "127.0.0.1:9" in refused.detail
+    assert {backend["backend_id"] for backend in api.get("/v1/backends").json()} == before
+
+
+def test_an_unknown_path_and_method(api: httpx.Client) -> None:
+    assert "/v1/rollouts" in problem(api.get("/v1/rollout"), 404).detail
+    refused = api.put("/v1/rollouts")
+    problem(refused, 405)
+    assert refused.headers["allow"] == "GET, POST"
+    assert api.put("/v1/backends/http://engine/drain").headers["allow"] == "POST", "an id may have slashes"
+    assert api.put("/v1/backends/http://engine").headers["allow"] == "DELETE"
+    problem(api.get("/v1/rollouts/nobody"), 404)
+    problem(api.get("/v1/rollouts/nobody/trajectory"), 404)
+    problem(api.delete("/v1/backends/nobody"), 404)
+    problem(api.get("/v1/environments/nobody/dataset"), 404)
+
+
+def test_cancel_before_submit(api: httpx.Client) -> None:
+    assert api.delete("/v1/rollouts/tombstone").status_code == 202
+    assert order(api, rollout_id="tombstone", wait=10).json()["state"] == "cancelled"
+    assert api.delete("/v1/rollouts/tombstone").json()["was"] == "cancelled"
+
+
+def test_cancel_many_in_flight(api: httpx.Client) -> None:
+    ids = [f"many-{i}" for i in range(12)]
+    for rollout_id in ids:
+        order(api, rollout_id=rollout_id)
+    api.post("/v1/abort", json={"rollout_ids": ids})
+    for rollout_id in ids:
+        rollout = api.get(f"/v1/rollouts/{rollout_id}", params={"wait": 30}).json()
+        assert rollout["state"] in ("cancelled", "completed")
+
+
+def test_pages_are_complete_and_in_order(api: httpx.Client) -> None:
+    for i in range(5):
+        order(api, rollout_id=f"page-{i}")
+    seen, cursor = [], None
+    while True:
+        page = api.get("/v1/rollouts", params={"limit": 2} | ({"cursor": cursor} if cursor else {})).json()
+        seen += [rollout["rollout_id"] for rollout in page["rollouts"]]
+        if (cursor := page["next_cursor"]) is None:
+            break
+    assert len(seen) == len(set(seen))
+    assert [name for name in seen if name.startswith("page-")] == [f"page-{i}" for i in range(5)]
+
+
+def read_events(api: httpx.Client, count: int, **headers: str) -> list[Event]:
+    events = []
+    with api.stream("GET", "/v1/events", headers=headers, timeout=30) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                events.append(Event.model_validate_json(line.removeprefix("data: ")))
+            if len(events) == count:
+                return events
+    pytest.fail("the stream ended early")
+
+
+def test_events_resume_after_the_last_id(api: httpx.Client) -> None:
+    order(api, rollout_id="eventful", wait=60)
+    events = read_events(api, 5, **{"Last-Event-ID": "0"})
+    assert [event.event_id for event in events] == sorted({event.event_id for event in events})
+    assert read_events(api, 2, **{"Last-Event-ID": str(events[2].event_id)}) == events[3:5]
+
+
+def test_weights_pause_and_resume(api: httpx.Client) -> None:
+    backend = api.get("/v1/backends").json()[0]
+    assert api.post("/v1/pause").json()["outcomes"][0]["ok"]
+    held = order(api, rollout_id="held").json()["rollout_id"]
+    assert api.get(f"/v1/rollouts/{held}", params={"wait": 0.5}).json()["state"] != "completed"
+    assert api.post("/v1/resume").json()["outcomes"][0]["ok"]
+    assert api.get(f"/v1/rollouts/{held}", params={"wait": 60}).json()["state"] == "completed"
+    update = {"path": backend["model_path"], "version": 7}
+    assert api.post("/v1/weights", json=update).json()["version"] == 7
+    trajectory = order(api, wait=60).json()["trajectory"]
+    versions = {v for segment in trajectory["segments"] for v in segment["versions"]}
+    assert versions == {-1, 7}
+
+
+def test_environments_health_and_metrics(api: httpx.Client) -> None:
+    names = {spec["name"] for spec in api.get("/v1/environments").json()}
+    assert {"calc", "math", "code"} <= names
+    assert api.get("/health").json()["status"] == "ok"
+    assert api.get("/ready").json() == {"ready": True, "reasons": [], "warnings": []}
+    rollout_id = order(api, wait=60).json()["rollout_id"]
+    api.get(f"/v1/rollouts/{rollout_id}")
+    metrics = api.get("/metrics").text
+    assert 'rollout_finished_total{environment="calc",state="completed"' in metrics
+    assert "/v1/rollouts/{rollout_id}" in metrics
+    assert isinstance(api.get("/v1/sandboxes").json(), list)
+    assert api.get("/openapi.json").json()["openapi"].startswith("3.")
+
+
+def test_a_node_says_what_it_has_and_keeps_a_sandbox_warm(api: httpx.Client) -> None:
+    order(api, wait=60)
+    deadline = time.monotonic() + 30
+    while "warm" not in {info["state"] for info in api.get("/v1/sandboxes").json()}:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    node = NodeView.model_validate(api.get("/v1/nodes").json()[0])
+    assert node.warm == 1
+    assert 1 <= node.target <= node.ceiling
+    assert node.pressure is not None
+    assert node.pressure.memory_available_bytes
+    assert (node.breaches, node.egress.connections) == ({}, 0)
+    order(api, wait=60)
+    metrics = api.get("/metrics").text
+    assert "rollout_egress_connections_total 0.0" in metrics
+    assert 'rollout_egress_bytes_total{direction="out"} 0.0' in metrics
+    assert 'rollout_sandboxes{state="ceiling"}' in metrics
+    assert 'rollout_sandbox_acquire_seconds_count{start="warm"}' in metrics
+
+
+def test_a_trainer_written_for_the_prorl_server(api: httpx.Client) -> None:
+    instance = api.get("/v1/environments/calc/dataset", params={"limit": 1}).json()[0]
+    body = {
+        "instance": instance | {"data_source": "calc"},
+        "sampling_params": {"temperature": 1.0, "max_tokens": 64, "repetition_penalty": 1.0},
+        "job_id": "prorl-1",
+    }
+    answer = api.post("/process", json=body).json()
+    assert answer["resolved"] in (True, False)
+    assert set(answer["timing"]) == {"init", "run", "eval", "others", "timeout"}
+    assistant = [message for message in answer["messages"] if message["role"] == "assistant"]
+    assert assistant
+    for message in assistant:
+        assert len(message["output_ids"]) == len(message["logprobs"]) > 0
+        assert message["input_ids"]
+    status = api.get("/status").json()
+    assert {"status", "pending_jobs", "running", "jobs", "init", "run", "eval"} <= set(status)
+    assert api.post("/cancel", json={"job_id": "prorl-2"}).json()["status"] == "success"
+    problem(api.post("/process", json={"instance": {}}), 422)
+
+
+def test_stop_and_start(api: httpx.Client) -> None:
+    api.post("/stop")
+    assert api.get("/status").json()["status"] == "stopped"
+    assert api.get("/ready").status_code == 503
+    rollout_id = order(api).json()["rollout_id"]
+    assert api.get(f"/v1/rollouts/{rollout_id}", params={"wait": 0.3}).json()["state"] == "queued"
+    api.post("/start")
+    assert api.get(f"/v1/rollouts/{rollout_id}", params={"wait": 60}).json()["state"] == "completed"
+
+
+def test_every_error_in_the_log_is_json_safe(api: httpx.Client) -> None:
+    """Hostile strings in a request come back as data, never as structure."""
+    hostile = "\u2028<script>\x1b[31m"
+    refused = problem(api.post("/v1/rollouts", json={"task": {"environment": hostile}}), 422)
+    assert refused.errors
+
+
+@pytest.mark.anyio
+async def test_a_missing_image_is_refused_where_sandboxes_need_one(tmp_path: Path) -> None:
+    spec = EnvironmentSpec(name="lost", image=str(tmp_path / "nowhere.sif"))
+    apptainer = make_provider(ApptainerConfig(), tmp_path)
+    local = make_provider(LocalConfig(provider="local"), tmp_path)
+    with pytest.raises(ImageNotFoundError, match=r"nowhere\.sif"):
+        await SandboxSource(apptainer).check(spec)
+    await SandboxSource(local).check(spec)

@@ -1,0 +1,98 @@
+"""The API over TLS: with the certificate of the settings, for clients that trust it, through its renewal."""
+
+import ssl
+from pathlib import Path
+
+import anyio
+import pytest
+from typer.testing import CliRunner
+
+from rollout_service.cli import app as cli
+from rollout_service.client import RolloutClient, UnreachableError
+from rollout_service.client_sync import SyncRolloutClient
+from rollout_service.errors import ConfigurationError
+from rollout_service.http.tls import Certificate
+from rollout_service.settings import load_settings
+from tests.support.api_server import api_server, make_certificate
+
+KEY = "a-key-of-enough-characters"
+
+
+def test_a_client_reaches_a_server_whose_certificate_it_trusts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate, key = make_certificate(tmp_path)
+    flags = ["--tls-certificate", str(certificate), "--tls-key", str(key)]
+    with api_server(tmp_path, *flags, ROLLOUT_KEYS=KEY) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        with SyncRolloutClient(server.url, KEY, ca_file=certificate) as client:
+            assert client.runs() == []
+        with (
+            pytest.raises(UnreachableError, match="certificate verify failed"),
+            SyncRolloutClient(server.url, KEY, patience_seconds=0) as stranger,
+        ):
+            stranger.runs()
+        monkeypatch.setenv("ROLLOUT_CA_FILE", str(certificate))
+        listed = CliRunner().invoke(cli, ["runs", "list", "--json", "--url", server.url, "--key", KEY])
+        assert (listed.exit_code, listed.stdout.strip()) == (0, "[]")
+
+
+def test_what_tls_cannot_use_is_told_before_the_start(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    (tmp_path / "other").mkdir()
+    _, other_key = make_certificate(tmp_path / "other")
+    for wrong, says in (
+        ({"tls_certificate": certificate, "tls_key": other_key}, "KEY_VALUES_MISMATCH"),
+        ({"tls_certificate": tmp_path / "none.pem", "tls_key": key}, "No such file"),
+        ({"tls_certificate": key}, "TLS cannot use"),
+    ):
+        with pytest.raises(ConfigurationError, match=says):
+            Certificate.of(load_settings(**wrong))
+    with pytest.raises(ConfigurationError, match="tls_certificate is not"):
+        load_settings(tls_key=key)
+
+
+@pytest.mark.anyio
+async def test_a_renewed_certificate_is_used_and_a_broken_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout_service.http.tls.POLL_SECONDS", 0.01)
+    certificate, key = make_certificate(tmp_path)
+    followed = Certificate(certificate, key, None)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(followed.follow, context)
+        old = certificate.read_text()
+        assert served_by(context) == ssl.PEM_cert_to_DER_cert(old)
+        certificate.write_text("broken")
+        await anyio.sleep(0.1)
+        certificate.write_text(old)
+        assert served_by(context) == ssl.PEM_cert_to_DER_cert(old)
+        make_certificate(tmp_path)
+        with anyio.fail_after(20):
+            while served_by(context) == ssl.PEM_cert_to_DER_cert(old):
+                await anyio.sleep(0.01)
+        tasks.cancel_scope.cancel()
+
+
+def served_by(context: ssl.SSLContext) -> bytes | None:
+    """The certificate that a client gets, in a handshake through memory."""
+    trust = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = trust.wrap_bio(to_client, to_server)
+    server = context.wrap_bio(to_server, to_client, server_side=True)
+    for _ in range(4):
+        for end in (client, server):
+            try:
+                end.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+    return client.getpeercert(binary_form=True)
+
+
+@pytest.mark.anyio
+async def test_a_client_names_a_file_that_it_cannot_read() -> None:
+    with pytest.raises(FileNotFoundError):
+        RolloutClient("https://localhost", ca_file="/nowhere.pem")

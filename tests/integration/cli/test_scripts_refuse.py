@@ -1,0 +1,98 @@
+"""The scripts say what they need before they begin."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+
+
+@pytest.mark.parametrize(
+    "script", sorted(path.name for path in SCRIPTS.iterdir() if os.access(path, os.X_OK))
+)
+def test_another_system_than_linux_is_named(tmp_path: Path, script: str) -> None:
+    uname = tmp_path / "uname"
+    uname.write_text("#!/bin/sh\necho Darwin\n")
+    uname.chmod(0o755)
+    done = subprocess.run(
+        [SCRIPTS / script],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "needs Linux, and this is Darwin" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+PLUGIN = """
+[project]
+name = "my-plugin"
+version = "0.1"
+dependencies = ["httpx{version}"]
+
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+"""
+
+
+@pytest.mark.parametrize(("version", "fits"), [("", True), ("==0.27.0", False)])
+def test_a_plug_in_goes_beside_the_locked_packages(tmp_path: Path, version: str, fits: bool) -> None:
+    (tmp_path / "my_plugin").mkdir()
+    (tmp_path / "my_plugin" / "__init__.py").touch()
+    (tmp_path / "pyproject.toml").write_text(PLUGIN.format(version=version))
+    done = subprocess.run(
+        [SCRIPTS / "install-plugin", tmp_path, "--dry-run"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode == 0) is fits, done.stderr
+    assert "my-plugin" in done.stderr
+
+
+ALWAYS = ["trainer", "systemd"]
+REAL = ["apptainer", "base_image", "docker", "sglang", "vllm", "trl"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "marked", "parts"),
+    [
+        (["tests/unit"], [], ALWAYS),
+        (["tests/some"], ["apptainer"], [*ALWAYS, "apptainer", "base_image"]),
+        (["tests/some"], ["sglang", "trl"], [*ALWAYS, "sglang", "trl"]),
+        ([], [], [*ALWAYS, *REAL]),
+        (["--fast"], ["apptainer"], []),
+        (["--fast", "tests/some"], ["apptainer"], []),
+    ],
+)
+def test_only_what_the_chosen_tests_need_is_installed(
+    tmp_path: Path, arguments: list[str], marked: list[str], parts: list[str]
+) -> None:
+    """A pytest that has found tests of these markers stands beside a copy of the scripts; it is asked once."""
+    shutil.copytree(SCRIPTS, tmp_path / "scripts")
+    pytest_program = tmp_path / ".venv" / "bin" / "pytest"
+    pytest_program.parent.mkdir(parents=True)
+    log = tmp_path / "asked"
+    status = 0 if marked else 5
+    pytest_program.write_text(
+        f'#!/bin/sh\necho "$*" >>{log}\necho "real parts: {" ".join(marked)}"\nexit {status}\n'
+    )
+    pytest_program.chmod(0o755)
+    done = subprocess.run(
+        [tmp_path / "scripts" / "test", "--dry-run", *arguments], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == parts
+    asked = log.read_text().splitlines() if log.exists() else []
+    assert len(asked) == ("tests/" in "".join(arguments) and "--fast" not in arguments)
+    assert all(line.startswith("--collect-only") for line in asked)
+
+
+def test_everything_is_installed_where_the_tests_cannot_be_collected(tmp_path: Path) -> None:
+    shutil.copytree(SCRIPTS, tmp_path / "scripts")
+    done = subprocess.run(
+        [tmp_path / "scripts" / "test", "--dry-run", "tests/some"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [*ALWAYS, *REAL]

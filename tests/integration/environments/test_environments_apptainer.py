@@ -1,0 +1,204 @@
+"""The environments in real sandboxes, with hostile agents."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from api_schemas.rollouts import StopReason
+from rollout_service.environments.builtin.calc import environment as calc
+from rollout_service.environments.builtin.code import environment as code
+from rollout_service.environments.builtin.code.problems import problems
+from rollout_service.environments.declarative.environment import load_folder
+from rollout_service.environments.declarative.from_image import extract_environment
+from rollout_service.environments.registry import load_path
+from rollout_service.environments.trial import play
+from rollout_service.errors import ConfigurationError
+from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
+from sandboxes import ApptainerConfig, make_provider
+from sandboxes.images.sources import Definition
+from sandboxes.images.store import ImageStore
+
+pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
+WORDCOUNT = Path(__file__).parents[3] / "examples" / "environments" / "wordcount"
+
+
+@pytest.fixture
+async def sandboxes(tmp_path):
+    provider = make_provider(ApptainerConfig(), tmp_path / "state")
+    yield SandboxSource(provider)
+    assert provider.live() == []
+    await provider.close()
+
+
+def bash(command):
+    return turn("", call("bash", command=command))
+
+
+async def test_calc(sandboxes):
+    task = calc.environment.dataset()[0]
+    script = [
+        turn("", call("python", code=f"print({task['answer']})")),
+        lambda messages: f"\\boxed{{{messages[-1].content}}}",
+    ]
+    trial = await play(calc.environment, task, ScriptedPolicy(script), sandboxes)
+    assert (trial.score.reward, trial.stop_reason) == (1.0, StopReason.ANSWERED)
+
+
+@pytest.mark.parametrize("index", [3, 17])
+async def test_code(sandboxes, index):
+    problem, task = problems()[index], code.environment.dataset()[index]
+    submit = turn("", call("write", path="/workspace/solution.py", content=problem.program))
+    trial = await play(code.environment, task, ScriptedPolicy([submit, "Done."]), sandboxes)
+    assert trial.score.reward == 1.0
+
+
+async def test_code_that_fights_its_limits(sandboxes):
+    program = "\n".join(
+        [
+            "import os, sys",
+            "mode = sys.stdin.read()",
+            "if mode == 'memory': x = bytearray(8 * 2**30)",
+            "if mode == 'cpu':\n while True: pass",
+            "if mode == 'forks':\n while True: os.fork()",
+            "print('ok')",
+        ]
+    )
+    tests = [{"input": mode, "output": "ok"} for mode in ("", "memory", "cpu", "forks", "again")]
+    task = {"question": "?", "kind": "stdio", "tests": tests, "time_limit": 1}
+    submit = turn("", call("write", path="solution.py", content=program))
+    trial = await play(code.environment, task, ScriptedPolicy([submit, "Done."]), sandboxes)
+    assert trial.score.reward == 0.0
+    assert trial.score.parts["tests_passed"] <= 2 / 5
+
+
+async def test_the_example_of_the_documentation(sandboxes):
+    env = load_folder(WORDCOUNT)
+    count = "grep -ow sea text.txt | wc -l > /workspace/count.txt; cat text.txt; ls -A /environment /tmp"
+    policy = ScriptedPolicy([bash(count), turn("", call("finish"))])
+    trial = await play(env, env.dataset()[0], policy, sandboxes)
+    assert (trial.score.reward, trial.score.parts) == (1.0, {"answered": 1.0})
+    assert policy.messages[3].content.endswith("/environment:\n\n/tmp:")  # both empty
+
+
+async def test_no_process_of_the_agent_lives_on_beside_the_grader(tmp_path, sandboxes):
+    (tmp_path / "environment.toml").write_text(
+        'name = "e"\nimage = "base"\nprompt = "Do it."\ntools = ["bash", "python"]\n'
+        '[evaluate]\ncommand = "bash /environment/evaluate"\nsandbox = "same"\n'
+    )
+    (tmp_path / "evaluate").write_text(
+        """
+        sleep 0.5
+        test "$(cat /workspace/made)" = yes || exit 3
+        test -e "$ROLLOUT_RESULT" && exit 4
+        alive=$(grep -l LURKING /proc/[0-9]*/environ 2>/dev/null | wc -l)
+        echo "{\\"reward\\": $alive}" > "$ROLLOUT_RESULT"
+        """
+    )
+    forge = 'while :; do for f in /tmp/.rollout-*/; do echo "{\\"reward\\": 7}" > $f/result.json; done; done'
+    script = [
+        bash(f"export LURKING=1; setsid bash -c '{forge}' >/dev/null 2>&1 & echo yes > made; trap '' TERM"),
+        turn("", call("python", code="import os, time\nif os.fork() == 0:\n os.setsid(); time.sleep(600)")),
+        "Done.",
+    ]
+    env = load_folder(tmp_path)
+    trial = await play(env, {}, ScriptedPolicy(script), sandboxes)
+    assert trial.score.reward == 0.0
+
+
+async def test_an_environment_that_its_image_holds_is_hidden(sandboxes):
+    env = load_folder(WORDCOUNT, image=ImageStore().resolve("base").resolve())
+    count = "grep -ow sea text.txt | wc -l > count.txt; ls -A /environment; touch /environment/evaluate"
+    policy = ScriptedPolicy([bash(count), turn("", call("finish"))])
+    trial = await play(env, env.dataset()[0], policy, sandboxes)
+    assert trial.score.reward == 1.0
+    assert policy.messages[3].content.startswith("touch: ")  # it shows nothing and cannot be written
+
+
+def test_an_environment_is_taken_out_of_its_image(tmp_path):
+    image = tiny_image(tmp_path, WORDCOUNT)
+    folder = extract_environment(image, tmp_path / "cache")
+    env = load_folder(folder, image=image)
+    assert (env.spec.name, env.spec.image) == ("wordcount", str(image))
+    assert os.access(folder / "evaluate", os.X_OK)
+    assert extract_environment(image, tmp_path / "cache") == folder
+
+
+def test_an_image_without_an_environment_is_named(tmp_path):
+    with pytest.raises(ConfigurationError, match="has no /environment"):
+        extract_environment(tiny_image(tmp_path), tmp_path / "cache")
+
+
+def test_what_is_wrong_in_an_image_is_named_as_it_is_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "environment.toml").write_text(
+        'name = "e"\n[evaluate]\ncommand = "true"\n[dataset]\npath = "none.jsonl"\n'
+    )
+    image = tiny_image(tmp_path, broken)
+    with pytest.raises(ConfigurationError) as caught:
+        load_path(image)
+    assert f"{image}:/environment/none.jsonl cannot be read" in str(caught.value)
+    assert str(tmp_path / "cache") not in str(caught.value)
+    monkeypatch.undo()
+    base = ImageStore().resolve("base").resolve()
+    with pytest.raises(ConfigurationError, match=f"the image {base} has no /environment") as caught:
+        load_path(base)
+    assert caught.value.hint
+
+
+def test_an_environment_of_an_unpacked_image_is_copied_without_what_is_no_file(tmp_path):
+    tree = tmp_path / "tree"
+    shutil.copytree(WORDCOUNT, tree / "environment")
+    (tree / "environment" / "again.toml").symlink_to("/environment/environment.toml")
+    os.mkfifo(tree / "environment" / "pipe")
+    folder = extract_environment(tree, tmp_path / "cache")
+    assert (folder / "again.toml").read_bytes() == (WORDCOUNT / "environment.toml").read_bytes()
+    assert not (folder / "pipe").exists()
+
+
+@pytest.mark.parametrize("target", ["/etc/hostname", "../../../etc/hostname", "missing", "."])
+def test_a_link_out_of_an_environment_is_refused(tmp_path, target):
+    tree = tmp_path / "tree"
+    shutil.copytree(WORDCOUNT, tree / "environment")
+    (tree / "environment" / "stolen").symlink_to(target)
+    with pytest.raises(ConfigurationError, match="/environment/stolen is a link"):
+        extract_environment(tree, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_what_is_no_image_is_named(tmp_path):
+    (tmp_path / "fake.sif").write_text("not an image")
+    with pytest.raises(ConfigurationError, match="cannot be read") as caught:
+        extract_environment(tmp_path / "fake.sif", tmp_path / "cache")
+    assert caught.value.hint
+
+
+def tiny_image(folder, environment=None):
+    """An image with bash, tar and perhaps an environment: 5 MB."""
+    root = folder / "tree"
+    programs = [Path(shutil.which(name)).resolve() for name in ("bash", "tar")]
+    linked = subprocess.run(["ldd", *programs], capture_output=True, text=True, check=True).stdout
+    for source in {*map(str, programs), *re.findall(r"(/\S+) \(0x", linked)}:
+        target = root / source.lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, target)
+    (root / "bin").mkdir(exist_ok=True)
+    for name, program in (("sh", programs[0]), ("bash", programs[0]), ("tar", programs[1])):
+        if not (root / "bin" / name).exists():
+            (root / "bin" / name).symlink_to(program)
+    if environment is not None:
+        shutil.copytree(environment, root / "environment")
+    definition = folder / "tiny.def"
+    definition.write_text(
+        'Bootstrap: scratch\n%setup\n    rm -f "$APPTAINER_ROOTFS/environment"\n'
+        f'    cp -a "{root}/." "$APPTAINER_ROOTFS/"\n'
+    )
+    store = ImageStore(folder / "images")
+    store.provide(Definition(definition), "tiny")
+    return store.resolve("tiny").resolve()

@@ -1,0 +1,256 @@
+"""Images by the real Apptainer: of definitions, archives, a registry and folders; inspected, refused, killed."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rollout_service.cli import app
+from sandboxes.config import ApptainerConfig, make_provider
+from sandboxes.errors import ImageBuildError, ImageError
+from sandboxes.host.facts import find_apptainer, read_host_facts
+from sandboxes.images.sources import Definition, Reference, Tree, packaged_definition, source_of_reference
+from sandboxes.images.store import ImageStore, packaged
+from sandboxes.images.unpacked import UnpackedImages
+from sandboxes.providers.apptainer.provider import ApptainerProvider
+from tests.support.children import killed
+from tests.support.oci import make_layout, registry
+
+pytestmark = pytest.mark.apptainer
+
+DEFINITION = """
+Bootstrap: scratch
+
+%arguments
+    WHO=nobody
+
+%setup
+    cp -a "{tree}/." "$APPTAINER_ROOTFS/"
+    echo "hello {{{{ WHO }}}}" >"$APPTAINER_ROOTFS/greeting"
+
+%labels
+    org.opencontainers.image.title tiny
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A root folder with bash, as bash and sh, and what it loads: 5 MB."""
+    root = tmp_path / "tree"
+    bash = Path(shutil.which("bash") or "/bin/bash").resolve()
+    linked = subprocess.run(["ldd", bash], capture_output=True, text=True, check=True).stdout
+    for source in [str(bash), *re.findall(r"(/\S+) \(0x", linked)]:
+        target = root / source.lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, target)
+    (root / "bin").mkdir(exist_ok=True)
+    for name in ("bash", "sh"):
+        if not (root / "bin" / name).exists():
+            (root / "bin" / name).symlink_to(bash)
+    return root
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ImageStore:
+    return ImageStore(tmp_path / "images")
+
+
+@pytest.fixture
+def definition(tmp_path: Path, tree: Path) -> Path:
+    path = tmp_path / "tiny.def"
+    path.write_text(DEFINITION.format(tree=tree))
+    return path
+
+
+def read(image: Path, path: str) -> str:
+    privileges = ["--no-privs"] if read_host_facts().needs_no_privs else []
+    command = [find_apptainer(), "exec", *privileges, "--containall", image, "bash", "-c", f"echo $(<{path})"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture
+def unpacked(tmp_path: Path) -> UnpackedImages:
+    config = ApptainerConfig(unpacked_dir=tmp_path / "unpacked")
+    provider = make_provider(config, tmp_path / "state", tmp_path / "images")
+    assert isinstance(provider, ApptainerProvider)
+    return provider.materials.unpacked
+
+
+def test_build_inspect_and_build_again(store: ImageStore, unpacked: UnpackedImages, definition: Path) -> None:
+    lines: list[str] = []
+    source = Definition(definition, {"WHO": "world"})
+    built = store.provide(source, progress=lines.append)
+    assert any("Build complete" in line for line in lines)
+    assert read(store.resolve("tiny"), "/greeting") == "hello world"
+    again: list[str] = []
+    assert store.provide(source, progress=again.append) == built
+    assert again == []
+
+    found = unpacked.facts(store.resolve("tiny"))
+    assert found.bash
+    assert (found.python, found.ipykernel, found.needs_toolkit) == (None, None, True)
+    assert "tar" in found.missing
+    assert found.labels["org.opencontainers.image.title"] == "tiny"
+
+
+def test_a_failed_build_says_why_and_leaves_nothing(store: ImageStore, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.def"
+    broken.write_text("Bootstrap: scratch\n\n%setup\n    echo reason of the failure; exit 3\n")
+    with pytest.raises(ImageBuildError, match="reason of the failure"):
+        store.provide(Definition(broken))
+    assert store.list() == []
+    assert list((store.root / "blobs").iterdir()) == []
+    assert list((store.root / "drafts").iterdir()) == []
+
+
+def test_a_registry_out_of_reach_is_a_typed_error(store: ImageStore) -> None:
+    with pytest.raises(ImageBuildError) as caught:
+        store.provide(Reference("docker://localhost:9/nothing:here"))
+    assert "registry cannot be reached" in caught.value.hint
+    assert store.list() == []
+
+
+def test_a_file_that_is_no_image_is_refused(unpacked: UnpackedImages, tmp_path: Path) -> None:
+    fake = tmp_path / "fake.sif"
+    fake.write_text("not an image")
+    with pytest.raises(ImageError, match=r"could not be unpacked"):
+        unpacked.facts(fake)
+
+
+def test_an_image_of_a_tree(store: ImageStore, tree: Path) -> None:
+    (tree / "greeting").write_text("from a tree")
+    assert store.provide(Tree(tree)).name == "tree"
+    assert read(store.resolve("tree"), "/greeting") == "from a tree"
+
+
+def test_images_of_archives_and_layouts(
+    store: ImageStore, unpacked: UnpackedImages, tree: Path, tmp_path: Path
+) -> None:
+    (tree / "greeting").write_text("from a layout")
+    layout = make_layout(tree, tmp_path / "layout", {"PATH": "/opt/bin:/bin", "API_TOKEN": "hush"})
+    archive = tmp_path / "archive.tar"
+    with tarfile.open(archive, "w") as tar:
+        for path in layout.iterdir():
+            tar.add(path, path.name)
+    for text in (f"oci:{layout}", f"oci-archive:{archive}"):
+        made = store.provide(source_of_reference(text))
+        assert read(made.path, "/greeting") == "from a layout"
+        assert store.resolve(text).samefile(made.path)
+        assert unpacked.facts(made.path).environment == {"PATH": "/opt/bin:/bin"}
+
+
+def test_a_registry_is_pulled_from(store: ImageStore, tree: Path, tmp_path: Path) -> None:
+    (tree / "greeting").write_text("from a registry")
+    with registry(make_layout(tree, tmp_path / "layout", {})) as address:
+        reference = Reference(f"docker://{address}/team/tiny:1", https=False)
+        made = store.provide(reference, "tiny")
+        assert (made.pulled, made.source) == (True, reference.text)
+        with pytest.raises(ImageBuildError) as caught:
+            store.provide(Reference(f"docker://{address}/team/none:1", https=False))
+        assert "no such image" in caught.value.hint
+    assert store.provide(reference, "again").key == made.key, "without the registry"
+    assert read(store.resolve(reference.text), "/greeting") == "from a registry"
+
+
+def test_a_password_opens_a_registry_and_is_seen_nowhere(
+    store: ImageStore, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    layout = make_layout(tree, tmp_path / "layout", {})
+    with registry(layout, user="me", password="hush-hush") as address:
+        reference = Reference(f"docker://{address}/team/tiny:1", https=False)
+        with pytest.raises(ImageBuildError) as caught:
+            store.provide(reference, "tiny", progress=lines.append)
+        assert "registry login" in caught.value.hint
+        monkeypatch.setenv("APPTAINER_DOCKER_USERNAME", "me")
+        monkeypatch.setenv("APPTAINER_DOCKER_PASSWORD", "hush-hush")
+        made = store.provide(reference, "tiny", progress=lines.append)
+    assert "hush-hush" not in "".join(lines)
+    assert b"hush-hush" not in made.path.read_bytes()
+    found = subprocess.run(["grep", "-rlF", "hush-hush", store.root], capture_output=True, check=False)
+    assert found.stdout == b""
+
+
+PULLER = """
+import sys
+from pathlib import Path
+from typing import Any
+from sandboxes.images.sources import Tree
+from sandboxes.images.store import ImageStore
+print("begun", flush=True)
+while True:
+    ImageStore(Path(sys.argv[1])).provide(Tree(Path(sys.argv[2])), "tree", force=True)
+"""
+
+
+def test_a_real_build_that_is_killed_leaves_a_store_that_works(
+    store: ImageStore, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tree / "greeting").write_text("whole")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("APPTAINER_TMPDIR", str(scratch))
+    for moment in (0.1, 0.3):
+        started = subprocess.Popen(
+            [sys.executable, "-c", PULLER, store.root, tree],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        with killed(started) as builder:
+            assert builder.stdout is not None
+            assert builder.stdout.readline() == b"begun\n"
+            time.sleep(moment)  # any moment will do
+    made = store.provide(Tree(tree), force=True)
+    assert read(made.path, "/greeting") == "whole"
+    assert list((store.root / "drafts").iterdir()) == []
+    assert [path for path in scratch.glob("*/drafts/*") if "build~" in path.name] == []
+
+
+@pytest.mark.timeout(600)  # where it is not built yet
+def test_the_base_image_has_what_the_sessions_need(unpacked: UnpackedImages) -> None:
+    store = ImageStore()
+    store.provide(packaged("base"), "base")
+    found = unpacked.facts(store.resolve("base"))
+    assert (found.missing, found.needs_toolkit) == ((), False)
+    assert tuple(int(part) for part in (found.python_version or "").split(".")) >= (3, 11)
+    assert f"ipykernel=={found.ipykernel} " in packaged_definition("base").read_text()
+    assert store.resolve("base").stat().st_size < 120e6
+
+
+def test_the_command_line_makes_shows_and_prunes(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+    def image(*arguments: str, code: int = 0) -> Any:
+        result = CliRunner().invoke(app, ["image", *arguments])
+        assert result.exit_code == code, result.output
+        return json.loads(result.stdout) if "--json" in arguments else result.stderr
+
+    (made,) = image("build", "mine", "--tree", str(tree), "--json")
+    assert image("list", "--json") == [made]
+    os.utime(made["path"], (0, 0))
+    assert "mine is unchanged; --force makes it anew" in image("build", "mine", "--tree", str(tree))
+    (made,) = image("list", "--json")
+    facts = image("inspect", "mine", "--json", code=1)
+    assert (facts["needs_toolkit"], facts["python"]) == (True, None)
+    assert "tar" in facts["missing"]
+    dry = image("prune", "--budget-gb", "0", "--idle-hours", "0", "--dry-run", "--json")
+    assert [one["evicted"] for one in dry["decided"]] == [True]
+    assert [one["evicted"] for one in image("prune", "--budget-gb", "0", "--json")["decided"]] == [False]
+    assert image("list", "--json") == [made]
+    image("prune", "--budget-gb", "0", "--idle-hours", "0")
+    assert image("list", "--json") == []
+    said = image("build", "mine", "--tree", str(tree), "--arg", "A=1", code=1)
+    assert "--tree stands alone" in said

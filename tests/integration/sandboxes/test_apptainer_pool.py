@@ -1,0 +1,86 @@
+"""The warm pool with real Apptainer: milliseconds, single use, and no kernel that nobody needs."""
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import anyio
+import pytest
+
+from sandboxes import ApptainerConfig, SandboxSpec, make_provider
+from sandboxes.config import WarmPoolConfig
+from sandboxes.scheduling.warm_pool import WarmPool
+
+pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
+
+SPEC = SandboxSpec(sessions=frozenset({"bash", "python"}), memory_bytes=512 * 1024**2, label="r")
+CEILING = 4
+
+
+@pytest.fixture
+async def pool(tmp_path: Path) -> AsyncIterator[WarmPool]:
+    provider = make_provider(ApptainerConfig(), tmp_path)
+    pool = WarmPool(provider, WarmPoolConfig(size=1), ceiling=CEILING)
+    try:
+        async with pool.running():
+            yield pool
+    finally:
+        await pool.close()
+        assert provider.live() == []
+
+
+async def warmed(pool: WarmPool) -> None:
+    with anyio.fail_after(60):
+        while not pool.warm:
+            await anyio.sleep(0.01)
+
+
+async def test_a_warm_sandbox_comes_in_milliseconds_with_live_sessions(pool: WarmPool) -> None:
+    await (await pool.start(SPEC)).close()
+    seconds, seen = [], set()
+    for number in range(5):
+        await warmed(pool)
+        began = time.perf_counter()
+        sandbox = await pool.start(replace(SPEC, label=f"r{number}"))
+        seconds.append(time.perf_counter() - began)
+        async with sandbox:
+            assert sandbox.id not in seen
+            seen.add(sandbox.id)
+            assert f"r{number}" in {info.label for info in pool.live()}
+            assert (await (await sandbox.bash()).run("ls; pwd")).output == "/workspace\n"
+            assert (await (await sandbox.python()).execute("6 * 7")).result == "42"
+            assert len(pool.live()) <= CEILING
+    assert median(seconds) < 0.02
+
+
+async def test_without_the_python_session_no_kernel_is_started(pool: WarmPool) -> None:
+    spec = replace(SPEC, sessions=frozenset({"bash"}))
+    await (await pool.start(spec)).close()
+    await warmed(pool)
+    async with await pool.start(spec) as sandbox:
+        found = await sandbox.exec(["sh", "-c", "cat /proc/[0-9]*/cmdline"])
+        assert b"ipykernel" not in found.stdout
+        assert b"--noediting" in found.stdout
+
+
+async def test_a_warm_sandbox_whose_shell_was_killed_is_not_handed_out(pool: WarmPool) -> None:
+    await (await pool.start(SPEC)).close()
+    await warmed(pool)
+    (kept,) = pool._warm
+    await kept.sandbox.exec(["bash", "-c", "kill -9 -1"])
+    with anyio.fail_after(10):
+        while kept.sandbox.healthy:
+            await anyio.sleep(0.01)
+    async with await pool.start(SPEC) as sandbox:
+        assert sandbox.id != kept.sandbox.id
+        assert (await (await sandbox.bash()).run("echo here")).output == "here\n"
+
+
+async def test_other_limits_are_another_kind(pool: WarmPool) -> None:
+    await (await pool.start(SPEC)).close()
+    await warmed(pool)
+    (kept,) = pool._warm
+    async with await pool.start(replace(SPEC, memory_bytes=256 * 1024**2)) as sandbox:
+        assert sandbox.id != kept.sandbox.id

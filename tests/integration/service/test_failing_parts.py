@@ -1,0 +1,129 @@
+"""What breaks under a running service: it goes on where it can, and ends with the reason where it cannot."""
+
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import httpx
+import pytest
+from support.service_process import Running, scripted_engine, service
+
+from rollout_service.errors import StoreError
+from rollout_service.store.sqlite.thread import DatabaseThread
+
+READING_SECONDS = 2.5
+"""The host's pressure is read every second."""
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with scripted_engine(tmp_path_factory.mktemp("engine"), delay=0) as started:
+        yield started.url
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a short path, since sockets are made below it."""
+    made = Path(tempfile.mkdtemp(prefix="fp-", dir="/tmp"))
+    made.chmod(0o755)
+    yield made
+    shutil.rmtree(made)
+
+
+def completes(server: Running, rollout_id: str) -> bool:
+    order = {"rollout_id": rollout_id, "task": {"environment": "echo", "instance": {"number": 1}}}
+    answer = httpx.post(f"{server.url}/v1/rollouts", params={"wait": 30}, json=order, timeout=60)
+    return answer.json()["state"] == "completed"
+
+
+def test_a_run_folder_that_is_removed(folder: Path, engine: str) -> None:
+    (folder / "run").mkdir(mode=0o711)
+    with service(folder, engine, f'[sandbox]\nprovider = "local"\nrun_dir = "{folder / "run"}"\n') as server:
+        assert completes(server, "before")
+        shutil.rmtree(folder / "run")
+        time.sleep(READING_SECONDS)
+        assert completes(server, "after"), server.log
+        assert server.process.poll() is None
+        assert httpx.get(f"{server.url}/ready").is_success
+
+
+def test_a_state_folder_that_is_renamed(folder: Path, engine: str) -> None:
+    with service(folder, engine) as server:
+        assert completes(server, "before")
+        (folder / "state").rename(folder / "elsewhere")
+        time.sleep(READING_SECONDS)
+        assert completes(server, "after"), server.log
+        httpx.post(f"{server.url}/v1/backends", json={"url": engine}).raise_for_status()
+        assert "the backends cannot be remembered" in server.log
+        assert server.process.poll() is None
+
+
+NO_DESCRIPTORS = """
+import os, resource
+from sandboxes.scheduling.host_metrics import HostReader
+reader = HostReader()
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+try:
+    while True:
+        os.open("/", os.O_PATH)
+except OSError:
+    print(reader.read().descriptors_free)
+"""
+
+
+def test_no_descriptors_are_a_reading(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", NO_DESCRIPTORS], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("0\n", 0), done.stderr
+
+
+def test_a_part_that_fails_ends_the_process_with_its_reason(folder: Path, engine: str) -> None:
+    """A run whose row is damaged is met by the task that works on all runs."""
+    run = {
+        "run_id": "damaged",
+        "source": {
+            "kind": "inline",
+            "tasks": [{"environment": "echo", "instance": {"number": 1}}],
+            "open": True,
+        },
+        "group_size": 1,
+        "batch_size": 1,
+    }
+    with service(folder, engine) as server:
+        httpx.post(f"{server.url}/v1/runs", json=run).raise_for_status()
+        server.stop()
+        server.ended(30)
+    with sqlite3.connect(folder / "state" / "rollouts.sqlite3") as database:
+        assert database.execute("UPDATE runs SET request = '{'").rowcount == 1
+    database.close()
+    with service(folder, engine, "[pipeline]\ndrain_seconds = 1\n") as server:
+        assert server.ended(30) == 1
+        reasons = [
+            line for line in server.log.splitlines() if "a part of the service failed, which ends it" in line
+        ]
+        assert len(reasons) == 1
+        assert "ValidationError" in reasons[0]
+        assert "reason='a part of the service failed'" in server.log
+
+
+@pytest.mark.anyio
+async def test_a_thread_of_the_store_that_fails_is_seen() -> None:
+    thread = DatabaseThread(":memory:", lambda _: None)
+    await thread.start()
+
+    def fail(_: sqlite3.Connection) -> None:
+        raise SystemExit("a defect")
+
+    with anyio.fail_after(10):
+        with pytest.raises(StoreError, match="a defect"):
+            await thread.run(fail, writes=True)
+        with pytest.raises(StoreError, match="a defect"):
+            await thread.failed()
+        with pytest.raises(StoreError, match="a defect"):
+            await thread.run(lambda _: None, writes=False)
+        await thread.close()

@@ -1,0 +1,252 @@
+"""What is particular to the SQLite store: its file, its failures, its group commit, its limits."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import anyio
+import pytest
+from structlog.testing import capture_logs
+
+from api_schemas.rollouts import RolloutRequest, RolloutState
+from api_schemas.tasks import Task
+from rollout_service.errors import DefectError, StoreError
+from rollout_service.pipeline.pipeline import insist
+from rollout_service.store import SqliteStore
+from rollout_service.store.sqlite.schema import APPLICATION_ID, MIGRATIONS
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state" / "store.sqlite3"
+
+
+def order(number: int, padding: str = "") -> RolloutRequest:
+    return RolloutRequest(
+        rollout_id=f"r{number}", task=Task(environment="calc", instance={"padding": padding})
+    )
+
+
+def write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+
+
+def spoil(path: Path) -> None:
+    """Overwrite all but the header and the first page of the schema."""
+    content = path.read_bytes()
+    write(path, content[:8192].ljust(len(content), b"Z"))
+
+
+async def submit_many(store: SqliteStore, numbers: range) -> None:
+    async with anyio.create_task_group() as group:
+        for number in numbers:
+            group.start_soon(store.submit, order(number))
+
+
+async def test_it_is_all_there_after_a_restart(path: Path) -> None:
+    async with await SqliteStore.open(path) as store:
+        await submit_many(store, range(5))
+        await store.cancel("r3")
+        newest = await store.last_event()
+    async with await SqliteStore.open(path) as store:
+        assert await store.counts() == {RolloutState.QUEUED: 4, RolloutState.CANCELLED: 1}
+        assert await store.wait_for_events(after=newest - 1) == newest
+        with anyio.fail_after(5):
+            await store.wait_for_work()
+
+
+async def test_writes_that_wait_share_a_commit(path: Path) -> None:
+    statements: list[str] = []
+    async with await SqliteStore.open(path) as store:
+        await store._read(lambda db: db.set_trace_callback(statements.append))
+        await submit_many(store, range(200))
+        assert 1 <= statements.count("COMMIT") <= 20
+
+
+async def test_the_event_loop_runs_while_the_disk_is_waited_for(path: Path) -> None:
+    async with await SqliteStore.open(path) as store:
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            async with anyio.create_task_group() as group:
+                group.start_soon(store.submit, order(0))
+                await anyio.sleep(0.1)
+                other.execute("ROLLBACK")
+        assert await store.counts() == {RolloutState.QUEUED: 1}
+
+
+async def test_an_open_store_is_not_opened_again(path: Path) -> None:
+    async with await SqliteStore.open(path):
+        with pytest.raises(StoreError, match="in use by the process with pid"):
+            await SqliteStore.open(path)
+    async with await SqliteStore.open(path):
+        pass
+
+
+async def test_a_file_of_a_newer_release_is_refused_and_left_alone(path: Path) -> None:
+    async with await SqliteStore.open(path):
+        pass
+    with closing(sqlite3.connect(path)) as db:
+        db.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
+    for _ in range(2):
+        with pytest.raises(StoreError, match="schema version") as caught:
+            await SqliteStore.open(path)
+        assert "newer release" in caught.value.hint
+
+
+async def test_leases_of_an_earlier_release_give_back_attempts_that_never_began(path: Path) -> None:
+    path.parent.mkdir()
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.executescript("".join(MIGRATIONS[:2]))
+        db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        db.execute("PRAGMA user_version = 2")
+        for number, state in ((1, "queued"), (2, "init")):
+            db.execute(
+                "INSERT INTO rollouts (seq, rollout_id, fingerprint, state, attempt, owner, created_at, queued_at,"
+                " changed_at) VALUES (?, ?, x'', ?, 3, 'host', 0, 0, 0)",
+                (number, f"r{number}", state),
+            )
+            db.execute("INSERT INTO requests VALUES (?, ?)", (number, order(number).model_dump_json()))
+    async with await SqliteStore.open(path) as store:
+        assert await store.recover("here") == 2
+        leases = await store.claim("here", limit=2, lease_seconds=10)
+        assert {lease.rollout_id: lease.attempt for lease in leases} == {"r1": 3, "r2": 4}
+
+
+async def test_a_database_of_another_program_is_refused(path: Path) -> None:
+    path.parent.mkdir()
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("CREATE TABLE theirs (x)")
+    with pytest.raises(StoreError, match="another program"):
+        await SqliteStore.open(path)
+
+
+async def test_a_file_that_is_no_database_is_refused_with_a_hint(path: Path) -> None:
+    write(path, b"not a database, but long enough to have a header" * 100)
+    with pytest.raises(StoreError, match="not a database") as caught:
+        await SqliteStore.open(path)
+    assert "restore a copy" in caught.value.hint
+
+
+async def test_a_path_that_cannot_be_created_is_refused_with_a_hint(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StoreError, match="cannot be opened") as caught:
+        await SqliteStore.open(tmp_path / "file" / "store.sqlite3")
+    assert "writable" in caught.value.hint
+
+
+async def test_damage_is_reported_with_a_hint(path: Path) -> None:
+    async with await SqliteStore.open(path) as store:
+        await submit_many(store, range(300))
+    spoil(path)
+    with pytest.raises(StoreError, match="malformed") as caught:
+        async with await SqliteStore.open(path) as store:
+            await store.list(limit=300)
+    assert "damaged" in caught.value.hint
+
+
+async def test_a_wrong_statement_is_a_defect_and_is_not_tried_again(path: Path) -> None:
+    async with await SqliteStore.open(path) as store:
+        wrong = partial(store._read, lambda db: db.execute("SELECT name FROM nowhere"))
+        with anyio.fail_after(10), pytest.raises(DefectError, match="no such table: nowhere") as caught:
+            await insist("read", wrong)
+        assert isinstance(caught.value.__cause__, sqlite3.Error)
+        assert store.problem is None
+
+
+async def test_a_full_disk_is_waited_for(path: Path) -> None:
+    async with await SqliteStore.open(path) as store:
+        await store._read(lambda db: db.execute("PRAGMA max_page_count = 1").fetchone())
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as group:
+                group.start_soon(insist, "submit", partial(store.submit, order(1, padding="x" * 100_000)))
+                while not store.errors:
+                    await anyio.sleep(0.01)
+                await store._read(lambda db: db.execute("PRAGMA max_page_count = 1000000").fetchone())
+        assert await store.get("r1") is not None
+
+
+async def test_a_full_disk_fails_that_write_alone_and_later_writes_go_on(path: Path) -> None:
+    async with await SqliteStore.open(path) as store:
+        await store.submit(order(0))
+        pages = await store._read(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
+        await store._read(lambda db: db.execute(f"PRAGMA max_page_count = {pages}").fetchone()[0])
+        with capture_logs() as log:
+            for _ in range(2):
+                with pytest.raises(StoreError, match="full") as caught:
+                    await store.submit(order(1, padding="x" * 100_000))
+        assert "free space" in caught.value.hint
+        assert store.errors == 2
+        assert [(line["log_level"], line["event"]) for line in log] == [("error", "the store fails")]
+        assert await store.get("r1") is None
+        await store._read(lambda db: db.execute("PRAGMA max_page_count = 1000000").fetchone()[0])
+        await store.submit(order(1, padding="x" * 100_000))
+        assert await store.counts() == {RolloutState.QUEUED: 2}
+        assert store.size_bytes() > 100_000
+        with anyio.fail_after(30), capture_logs() as log:
+            while not log:
+                await store.counts()
+                await anyio.sleep(0.1)
+        assert [line["event"] for line in log] == ["the store works again"]
+        assert store.problem is None
+
+
+async def test_a_reader_that_holds_the_file_is_waited_for_and_a_writer_is_named(path: Path) -> None:
+    async with await SqliteStore.open(path) as store:
+        await store._read(lambda db: db.execute("PRAGMA busy_timeout = 50").fetchone())
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN")
+            other.execute("SELECT count(*) FROM rollouts").fetchone()
+            await store.submit(order(0))
+            other.execute("COMMIT")
+            other.execute("BEGIN IMMEDIATE")
+            with pytest.raises(StoreError, match="locked") as caught:
+                await store.submit(order(1))
+            assert "close it" in caught.value.hint
+            assert caught.value.retryable
+            other.execute("ROLLBACK")
+        await store.submit(order(1))
+        assert await store.counts() == {RolloutState.QUEUED: 2}
+
+
+async def test_old_events_and_tombstones_are_dropped(path: Path) -> None:
+    fill_events = """
+        INSERT INTO events (time, kind, subject, data)
+        WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 102500)
+        SELECT 0, 'test', '', '{}' FROM n
+    """
+    async with await SqliteStore.open(path) as store:
+        await store._write(lambda db: db.execute(fill_events).rowcount)
+        events = await store.events(after=0, limit=200_000)
+        assert events[0].event_id == 2_001
+        assert events[-1].event_id == await store.last_event() == 102_500
+        await store.cancel("first")
+        await store._write(lambda db: db.execute("INSERT INTO tombstones VALUES (100001, 'newest')").rowcount)
+        rows = await store._read(lambda db: db.execute("SELECT rollout_id FROM tombstones").fetchall())
+        assert [tuple(row) for row in rows] == [("newest",)]
+
+
+async def test_the_database_itself_refuses_to_change_a_terminal_rollout(path: Path) -> None:
+    async with await SqliteStore.open(path) as store:
+        await store.submit(order(0))
+        await store.cancel("r0")
+        with pytest.raises(DefectError, match="never changes"):
+            await store._write(lambda db: db.execute("UPDATE rollouts SET state = 'queued'").rowcount)
+        assert await store.counts() == {RolloutState.CANCELLED: 1}
+
+
+async def test_a_job_that_fails_half_way_leaves_nothing(path: Path) -> None:
+    def half(db: sqlite3.Connection) -> None:
+        db.execute("INSERT INTO tombstones (rollout_id) VALUES ('half')")
+        raise LookupError("on the way")
+
+    async with await SqliteStore.open(path) as store:
+        with pytest.raises(LookupError, match="on the way"):
+            await store._write(half)
+        rows = await store._read(lambda db: db.execute("SELECT * FROM tombstones").fetchall())
+        assert rows == []

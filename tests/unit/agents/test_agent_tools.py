@@ -1,0 +1,133 @@
+"""Tools: what the policy is told, what it may get wrong, and what it reads."""
+
+import json
+
+import pytest
+from pydantic import Field
+
+from rollout_service.agents.errors import ToolInputError
+from rollout_service.agents.tool_calling.builtin_tools import BUILTIN_TOOLS, builtin_tools
+from rollout_service.agents.tool_calling.tools import (
+    Arguments,
+    FunctionTool,
+    ToolContext,
+    ToolResult,
+    by_name,
+)
+from rollout_service.errors import ConfigurationError
+from sandboxes.errors import SandboxClosedError
+
+pytestmark = pytest.mark.anyio
+TOOLS = by_name(BUILTIN_TOOLS)
+
+
+class Search(Arguments):
+    title: str = Field(description="What to look for.")
+    limit: int = 3
+
+
+async def search(arguments: Search, context: ToolContext) -> str:
+    return f"{arguments.title}:{arguments.limit}"
+
+
+SEARCH = FunctionTool("search", "Look it up.", Search, search)
+
+
+async def use(sandbox, name, seconds=10.0, output_chars=1_000, **arguments):
+    result = await TOOLS[name](arguments, ToolContext(sandbox, seconds, output_chars))
+    return result.text
+
+
+def test_a_definition_says_what_is_needed_and_no_more():
+    assert SEARCH.definition == {
+        "type": "function",
+        "function": {
+            "name": "search",
+            "description": "Look it up.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "title": {"description": "What to look for.", "type": "string"},
+                    "limit": {"default": 3, "type": "integer"},
+                },
+                "required": ["title"],
+            },
+        },
+    }
+    assert all(len(json.dumps(tool.definition)) < 300 for tool in BUILTIN_TOOLS)
+
+
+async def test_arguments_are_checked():
+    context = ToolContext(None, 1.0, 1_000)
+    assert await SEARCH({"title": "a"}, context) == ToolResult("a:3")
+    for arguments, message in [
+        ({}, "title is missing"),
+        ({"title": "a", "page": 1}, "there is no argument page"),
+        ({"title": "a", "limit": "many"}, "limit: Input should be a valid integer"),
+    ]:
+        with pytest.raises(ToolInputError, match=message):
+            await SEARCH(arguments, context)
+
+
+def test_unknown_and_doubled_names_are_refused():
+    with pytest.raises(ConfigurationError, match="did you mean bash"):
+        builtin_tools(["bsh"])
+    with pytest.raises(ValueError, match="two tools"):
+        by_name([SEARCH, SEARCH])
+
+
+async def test_bash_keeps_its_state_and_shows_what_went_wrong(local_sandbox):
+    assert await use(local_sandbox, "bash", command="cd /tmp && x=5") == "[no output]"
+    assert await use(local_sandbox, "bash", command="echo $PWD $x") == "/tmp 5"
+    assert await use(local_sandbox, "bash", command="echo out; (exit 3)") == "out\n[exit code 3]"
+    assert "[stopped: it took longer than 0.5 s]" in await use(
+        local_sandbox, "bash", seconds=0.5, command="echo begun; sleep 30"
+    )
+
+
+async def test_a_shell_that_the_policy_ends_is_its_own_to_know(local_sandbox):
+    said = await use(local_sandbox, "bash", command="echo last words; exit 7")
+    assert "shell was restarted, its state is lost" in said
+    assert await use(local_sandbox, "bash", command="echo again") == "again"
+
+
+async def test_python_prints_and_explains(local_sandbox):
+    assert await use(local_sandbox, "python", code="print(12*34)") == "408"
+    assert await use(local_sandbox, "python", code="x = 4") == "[no output]"
+    assert await use(local_sandbox, "python", code="print('a')\nx * 2") == "a\n8"
+    wrong = await use(local_sandbox, "python", code="print('first'); 1/0")
+    assert wrong.startswith("first\nZeroDivisionError")
+    assert wrong.endswith("ZeroDivisionError: division by zero")
+
+
+async def test_long_output_is_cut_and_notes_are_not(local_sandbox):
+    said = await use(local_sandbox, "bash", output_chars=256, command="yes | head -c 100000; false")
+    assert len(said) <= 256
+    assert "characters cut" in said
+    assert said.endswith("[exit code 1]")
+
+
+async def test_files_are_read_written_and_edited(local_sandbox):
+    assert await use(local_sandbox, "write", path="a/b.txt", content="one two\n") == "wrote a/b.txt"
+    assert await use(local_sandbox, "edit", path="a/b.txt", old="two", new="three") == "edited a/b.txt"
+    assert await use(local_sandbox, "read", path="a/b.txt") == "one three"
+    for name, arguments in [
+        ("read", {"path": "missing"}),
+        ("read", {"path": "a"}),
+        ("edit", {"path": "a/b.txt", "old": "e", "new": ""}),
+        ("read", {"path": "a\0b"}),
+        ("bash", {"command": "a\0b"}),
+    ]:
+        with pytest.raises(ToolInputError):
+            await use(local_sandbox, name, **arguments)
+
+
+async def test_a_failed_sandbox_is_no_fault_of_the_policy(local_sandbox):
+    await local_sandbox.close()
+    with pytest.raises(SandboxClosedError):
+        await use(local_sandbox, "bash", command="echo")
+
+
+async def test_finish_takes_numbers_too():
+    result = await TOOLS["finish"]({"answer": 42}, ToolContext(None, 1.0, 1_000))
+    assert result.answer == "42"

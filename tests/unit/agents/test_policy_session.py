@@ -1,0 +1,168 @@
+"""The policy: exact ids whatever happens, and never more tokens than there is room for."""
+
+import threading
+from dataclasses import dataclass, field
+
+import anyio
+import pytest
+
+from api_schemas.rollouts import Sampling
+from api_schemas.trajectories import FinishReason, ForkReason, Message
+from rollout_service.agents.errors import ContextFullError
+from rollout_service.inference import contract as inference
+from rollout_service.inference.errors import BackendUnreachable, PromptTooLong
+from rollout_service.policies.session import INLINE_CHARS, PolicySession
+from rollout_service.tokens import Conversation, ParsedTurn, check_invariants
+
+pytestmark = pytest.mark.anyio
+STOP = 1
+QUESTION = [Message(role="user", content="abc")]
+
+
+@dataclass
+class CharRenderer:
+    """A chat format of one id a character: messages end with 0, the policy's turns with 1."""
+
+    threads: list[int] = field(default_factory=list)
+    refuse: bool = False
+    rereads_history: bool = False
+
+    def render(self, messages, tools=()):
+        self.threads.append(threading.get_ident())
+        return [token for message in messages for token in (*map(ord, message.content), 0)]
+
+    def bridge(self, prompt, output, messages, tools=(), history=()):
+        return None if self.refuse else [*prompt, *output, *self.render(messages)]
+
+    def parse(self, output, prompt, tools, prefix):
+        return ParsedTurn("".join(chr(i) for i in output if i > 1), None, (), closed=STOP in output)
+
+
+@dataclass
+class ScriptedPool:
+    """Answers each request with the next text, an error, or the wait for a cancellation (None)."""
+
+    answers: list
+    requests: list = field(default_factory=list)
+
+    async def generate(self, request, *, affinity=None):
+        self.requests.append((request, affinity))
+        answer = self.answers.pop(0)
+        if answer is None:
+            await anyio.sleep_forever()
+        if isinstance(answer, Exception):
+            raise answer
+        ids = [*map(ord, answer), STOP][: request.sampling.max_new_tokens]
+        reason = inference.FinishReason.STOP if ids[-1] == STOP else inference.FinishReason.LENGTH
+        return inference.Generation(
+            output_ids=ids,
+            logprobs=[-0.5] * len(ids),
+            versions=[3] * len(ids),
+            finish_reason=reason,
+            prompt_tokens=len(request.input_ids),
+            cached_tokens=2,
+            backend_id="b",
+            engine_seconds=0.0,
+        )
+
+
+def session(answers, context_length=1_000, renderer=None, **sampling):
+    pool = ScriptedPool(answers)
+    conversation = Conversation(renderer or CharRenderer(), [])
+    policy = PolicySession(
+        conversation,
+        pool,
+        affinity="rollout-7",
+        sampling=Sampling(**sampling),
+        stop_token_ids=(STOP,),
+        context_length=context_length,
+    )
+    return policy, pool
+
+
+async def test_a_replaced_history_begins_a_segment_that_names_its_parent():
+    policy, pool = session(["hello", "short", "world"])
+    await policy.respond(QUESTION, max_tokens=50)
+    summary = await policy.respond([Message(role="user", content="sum up")], max_tokens=50)
+    kept = [policy.messages[0], Message(role="user", content=summary.message.content)]
+    policy.replace(kept, ForkReason.COMPACTION)
+    await policy.respond([], max_tokens=50)
+    trajectory = policy.trajectory()
+    check_invariants(trajectory)
+    first, second = trajectory.segments
+    assert (second.fork_reason, second.parent, second.shared_prefix) == (ForkReason.COMPACTION, 0, 4)
+    assert list(pool.requests[-1][0].input_ids) == [97, 98, 99, 0, *map(ord, "short"), 0]
+    assert [sum(first.loss_mask), sum(second.loss_mask)] == [12, 6]
+
+
+async def test_a_turn_goes_to_the_pool_and_is_recorded_to_the_id():
+    policy, pool = session(["hello", "world"], temperature=0.5, top_k=0, stop=["\n"], seed=9)
+    turn = await policy.respond(QUESTION, max_tokens=50)
+    assert (turn.message.content, turn.truncated, turn.malformed) == ("hello", False, 0)
+    request, affinity = pool.requests[0]
+    assert affinity == "rollout-7"
+    assert list(request.input_ids) == [97, 98, 99, 0]
+    assert request.sampling == inference.Sampling(
+        max_new_tokens=50, temperature=0.5, top_k=-1, stop=("\n",), stop_token_ids=(STOP,), seed=9
+    )
+    await policy.respond([Message(role="tool", content="ok")], max_tokens=50)
+    trajectory = policy.trajectory()
+    check_invariants(trajectory)
+    [segment] = trajectory.segments
+    assert "".join(chr(i) for i in segment.token_ids if i > 1) == "abchellookworld"
+    assert sum(segment.loss_mask) == policy.usage.sampled_tokens == 12
+    usage = policy.usage
+    assert (usage.turns, usage.prompt_tokens, usage.cached_tokens) == (2, 4 + 13, 4)
+
+
+async def test_it_never_asks_for_more_than_fits():
+    policy, pool = session(["x" * 100], context_length=30)
+    turn = await policy.respond(QUESTION, max_tokens=500)
+    assert pool.requests[0][0].sampling.max_new_tokens == 30 - 1 - 4
+    assert (turn.truncated, turn.context_full) == (True, True)
+    with pytest.raises(ContextFullError):
+        await policy.respond([Message(role="tool", content="more")], max_tokens=500)
+    assert policy.usage.turns == 1
+    assert policy.trajectory().finish_reasons == [FinishReason.LENGTH]
+
+
+async def test_a_turn_that_its_own_limit_cuts_off_leaves_the_context_alone():
+    policy, _ = session(["x" * 100], context_length=500)
+    turn = await policy.respond(QUESTION, max_tokens=20)
+    assert (turn.truncated, turn.context_full) == (True, False)
+
+
+async def test_an_engine_with_a_shorter_context_than_it_said():
+    policy, _ = session([PromptTooLong("too long")])
+    with pytest.raises(ContextFullError):
+        await policy.respond(QUESTION, max_tokens=20)
+
+
+@pytest.mark.parametrize("broken", [None, BackendUnreachable("gone")])
+async def test_what_was_sampled_stays_exact_after_a_cancellation_or_an_error(broken):
+    policy, _ = session(["hello", broken])
+    await policy.respond(QUESTION, max_tokens=50)
+    before = policy.trajectory().segments
+    try:
+        with anyio.move_on_after(0.05):
+            await policy.respond([Message(role="tool", content="ok")], max_tokens=50)
+    except BackendUnreachable:
+        pass
+    check_invariants(policy.trajectory())
+    assert policy.trajectory().segments == before
+    assert policy.usage.turns == 1
+    assert policy.engine_seconds >= (0.04 if broken is None else 0.0)
+
+
+async def test_only_long_prompts_are_rendered_in_a_thread():
+    renderer = CharRenderer()
+    policy, _ = session(["a", "b", "c", "d"], context_length=100_000, renderer=renderer)
+    here = threading.get_ident()
+    await policy.respond([Message(role="user", content="x" * INLINE_CHARS)], max_tokens=5)
+    await policy.respond([Message(role="tool", content="x" * (INLINE_CHARS + 1))], max_tokens=5)
+    await policy.respond([Message(role="tool", content="short")], max_tokens=5)
+    assert [ident == here for ident in renderer.threads] == [True, False, True]
+    renderer.refuse = True
+    await policy.respond([Message(role="tool", content="short")], max_tokens=5)
+    policy_after = [ident == here for ident in renderer.threads[3:]]
+    assert policy_after == [True]  # the first refusal could not be foreseen

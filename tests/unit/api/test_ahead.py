@@ -1,0 +1,68 @@
+"""An answer whose pieces are made while others are sent: in order, bounded, and no longer than anybody waits."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import anyio
+import pytest
+from starlette.types import Message
+
+from rollout_service.api.routes.ahead import PIECES_AHEAD, AheadResponse
+
+PIECES = [bytes([number]) * 10 for number in range(12)]
+SCOPE = {"type": "http", "asgi": {"spec_version": "2.3"}}
+MOST_UNSENT = PIECES_AHEAD + 2
+"""What waits, what is made, and what is sent."""
+
+pytestmark = pytest.mark.anyio
+
+
+class Made:
+    """Pieces, and how many of them were made."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    async def make(self, send: Callable[[memoryview], Awaitable[None]]) -> None:
+        for piece in PIECES:
+            self.count += 1
+            await send(memoryview(piece))
+
+
+def response_of(made: Made) -> AheadResponse:
+    return AheadResponse(made.make, length=sum(map(len, PIECES)), media_type="a/b")
+
+
+async def test_pieces_are_made_while_one_is_sent_and_no_more_than_wait() -> None:
+    made = Made()
+    sent: list[bytes] = []
+
+    async def send(message: Message) -> None:
+        if message.get("body"):
+            sent.append(bytes(message["body"]))
+            while made.count < min(len(sent) + PIECES_AHEAD, len(PIECES)):
+                await anyio.sleep(0.001)
+            assert made.count <= len(sent) + MOST_UNSENT
+
+    with anyio.fail_after(30):
+        await response_of(made)(SCOPE, anyio.sleep_forever, send)
+    assert sent == PIECES
+
+
+async def test_nothing_is_made_once_the_client_has_gone() -> None:
+    made = Made()
+    stuck = anyio.Event()
+
+    async def receive() -> Message:
+        await stuck.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if message.get("body"):
+            stuck.set()
+            await anyio.sleep_forever()
+
+    with anyio.fail_after(30):
+        await response_of(made)(SCOPE, receive, send)
+    assert made.count <= 1 + MOST_UNSENT

@@ -1,0 +1,128 @@
+"""Which hosts a server answers for, and whose pages may send orders."""
+
+import socket
+
+import httpx
+import pytest
+
+from rollout_service.api.app import create_app
+from rollout_service.http.hosts import AllowedHosts
+from rollout_service.settings import load_settings
+
+pytestmark = pytest.mark.anyio
+
+KEY = "a-key-of-enough-characters-for-anyone"
+ORDERS = ["/stop", "/start", "/clear_llm_server", "/v1/abort", "/v1/pause", "/v1/resume"]
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost",
+        "localhost:8080",
+        "127.0.0.1:9",
+        "[::1]:8080",
+        "LOCALHOST.",
+        "a.localhost:1",
+        "10.0.0.7:80",
+        None,
+    ],
+)
+def test_names_of_this_machine_and_addresses(host: str | None) -> None:
+    assert AllowedHosts([], bound="127.0.0.1", keyed=False).answers(host)
+    assert AllowedHosts(["other.example"], bound="127.0.0.1", keyed=True).answers(host)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil.example", "127.0.0.1@evil.example",
+     "localhost:x", "[::1", "", "evil.example#localhost", "127.1.evil", "0x7f.1"],
+)  # fmt: skip
+def test_a_name_that_a_web_site_can_have_is_refused(host: str) -> None:
+    assert not AllowedHosts([], bound="127.0.0.1", keyed=False).answers(host)
+
+
+def test_listed_names_and_those_below_them() -> None:
+    hosts = AllowedHosts(["rollouts.example", "*.lab.example"], bound="0.0.0.0", keyed=True)
+    assert hosts.answers("Rollouts.Example:443")
+    assert hosts.answers("a.b.lab.example")
+    assert not hosts.answers("lab.example")
+    assert not hosts.answers("evil-lab.example")
+    assert hosts.answers(socket.gethostname())
+
+
+def test_a_server_with_keys_answers_to_any_name_unless_some_are_listed() -> None:
+    assert AllowedHosts([], bound="0.0.0.0", keyed=True).answers("node-7.cluster:8080")
+    assert not AllowedHosts(["x.example"], bound="0.0.0.0", keyed=True).answers("node-7.cluster:8080")
+
+
+@pytest.mark.parametrize(
+    ("origin", "site", "taken"),
+    [
+        (None, None, True),
+        (None, "none", True),
+        (None, "cross-site", False),
+        (None, "same-site", False),
+        ("http://localhost:8080", None, True),
+        ("https://localhost:8080", "same-origin", True),
+        ("http://localhost:8080", "cross-site", False),
+        ("http://localhost:3000", "same-site", False),
+        ("http://evil.example", "cross-site", False),
+        ("null", None, False),
+        ("http://[", None, False),
+        ("https://page.example", "cross-site", True),
+        ("https://page.example.evil.example", "cross-site", False),
+    ],
+)
+def test_orders_of_web_pages(origin: str | None, site: str | None, taken: bool) -> None:
+    hosts = AllowedHosts(["page.example"], bound="127.0.0.1", keyed=False)
+    assert hosts.takes_orders(host="localhost:8080", origin=origin, site=site) is taken
+
+
+@pytest.fixture(params=[True, False], ids=["keys", "no keys"])
+def http(request: pytest.FixtureRequest) -> httpx.AsyncClient:
+    app = create_app(load_settings(keys=[KEY] if request.param else []))
+    headers = {"authorization": f"Bearer {KEY}"}
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", headers=headers)
+
+
+@pytest.mark.parametrize("path", ORDERS)
+async def test_no_order_without_a_body_is_taken_from_another_site(http: httpx.AsyncClient, path: str) -> None:
+    async with http:
+        for headers in (
+            {"origin": "http://evil.example"},
+            {"sec-fetch-site": "cross-site"},
+            {"origin": "null"},
+        ):
+            refused = await http.post(path, headers=headers)
+            assert refused.status_code == 403, headers
+            assert refused.headers["content-type"] == "application/problem+json"
+            assert refused.json()["code"] == "forbidden"
+
+
+async def test_a_name_that_points_here_is_misdirected_without_keys() -> None:
+    app = create_app(load_settings())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://evil.example") as http:
+        for path in ("/health", "/docs", "/v1/rollouts", "/nowhere"):
+            refused = await http.get(path)
+            assert refused.status_code == 421
+            assert "allowed_hosts" in refused.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "a/json"],
+)
+async def test_a_body_that_a_form_can_send_is_a_415(http: httpx.AsyncClient, kind: str | None) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    async with http:
+        for path in [*ORDERS, "/v1/rollouts", "/process"]:
+            refused = await http.post(path, content=b"{}", headers=headers)
+            assert refused.status_code == 415
+            assert "application/json" in refused.json()["detail"]
+
+
+def test_names_are_a_list_or_one_value_with_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("a.example, b.example", '["a.example", "b.example"]'):
+        monkeypatch.setenv("ROLLOUT_ALLOWED_HOSTS", value)
+        assert load_settings().allowed_hosts == ["a.example", "b.example"]

@@ -1,0 +1,95 @@
+"""Places of connections: who loses one when they run out, and who never does."""
+
+import pytest
+
+from rollout_service.errors import ConfigurationError
+from rollout_service.http.connections import ConnectionLimits, Connections, Eviction, Seat, site_of
+
+
+class Bench:
+    """Connections whose evictions are noted."""
+
+    def __init__(self, *, admitted: int = 2, pending: int = 3) -> None:
+        self.connections = Connections(ConnectionLimits(admitted=admitted, pending=pending))
+        self.evicted: list[tuple[str, Eviction]] = []
+
+    def enter(self, name: str, address: str = "10.0.0.1") -> Seat:
+        return self.connections.enter(address, lambda why: self.evicted.append((name, why)))
+
+
+def test_a_flood_from_one_address_displaces_itself() -> None:
+    bench = Bench(pending=3)
+    bench.enter("other", "10.0.0.2")
+    for number in range(10):
+        bench.enter(f"flood-{number}")
+    assert [name for name, _ in bench.evicted] == [f"flood-{number}" for number in range(8)]
+    assert {why for _, why in bench.evicted} == {Eviction.PENDING}
+    assert bench.connections.counts() == {"pending": 3, "idle": 0, "busy": 0}
+
+
+def test_admitted_connections_take_no_place_of_pending_ones_and_lose_none_to_them() -> None:
+    bench = Bench(admitted=2, pending=1)
+    assert bench.enter("a").admit()
+    assert bench.enter("b").admit()
+    for number in range(5):
+        bench.enter(f"flood-{number}")
+    assert [name for name, _ in bench.evicted] == [f"flood-{number}" for number in range(4)]
+    assert bench.connections.counts() == {"pending": 1, "idle": 0, "busy": 2}
+
+
+def test_the_longest_idle_connection_makes_room_and_a_busy_one_never_does() -> None:
+    bench = Bench(admitted=2)
+    first, second = bench.enter("first"), bench.enter("second")
+    assert first.admit()
+    assert second.admit()
+    second.rest()
+    first.rest()
+    second.work()
+    assert bench.enter("third").admit()
+    assert bench.evicted == [("first", Eviction.IDLE)]
+    assert not bench.enter("fourth").admit()
+    assert len(bench.evicted) == 1
+
+
+def test_leaving_is_idempotent_in_every_state() -> None:
+    bench = Bench()
+    pending, busy, idle = (bench.enter(name) for name in ("pending", "busy", "idle"))
+    assert busy.admit()
+    assert idle.admit()
+    assert idle.admit()
+    idle.rest()
+    pending.rest()  # it has no key, so no idle place
+    assert bench.connections.counts() == {"pending": 1, "idle": 1, "busy": 1}
+    for seat in (pending, busy, idle, idle, busy, pending):
+        seat.leave()
+        seat.work()
+    assert bench.connections.counts() == {"pending": 0, "idle": 0, "busy": 0}
+
+
+@pytest.mark.parametrize("descriptors", [16, 256, 900, 1_024, 20_000, 1_048_576])
+def test_connections_leave_half_of_the_descriptors(descriptors: int) -> None:
+    limits = ConnectionLimits.within(descriptors)
+    assert 1 <= limits.pending <= 512
+    assert 1 <= limits.admitted <= 10_000
+    assert limits.pending + limits.admitted <= max(2, descriptors / 2)
+
+
+def test_a_limit_that_the_process_cannot_bear_is_refused() -> None:
+    assert ConnectionLimits.within(20_000, 5_000).admitted == 5_000
+    with pytest.raises(ConfigurationError, match=r"http\.max_connections is 5000"):
+        ConnectionLimits.within(1_024, 5_000)
+
+
+@pytest.mark.parametrize(
+    ("address", "site"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+        ("2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2:ffff::9", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("", ""),
+    ],
+)
+def test_who_counts_as_one_peer(address: str, site: str) -> None:
+    assert site_of(address) == site

@@ -1,0 +1,170 @@
+"""Keys and their roles: what each may send, and how they change while the service runs."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import anyio
+import httpx
+import pytest
+import structlog
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+
+from rollout_service.api.app import MODULES, create_app
+from rollout_service.errors import ConfigurationError
+from rollout_service.http.keyring import Keyring
+from rollout_service.http.keys import ApiKey, Role, needed_role
+from rollout_service.settings import load_settings
+
+pytestmark = pytest.mark.anyio
+
+VALUE = "{role}-key-of-enough-characters"
+SUBMIT = {
+    ("POST", "/v1/rollouts"),
+    ("DELETE", "/v1/rollouts/{rollout_id}"),
+    ("POST", "/v1/runs"),
+    ("PATCH", "/v1/runs/{run_id}"),
+    ("DELETE", "/v1/runs/{run_id}"),
+    ("POST", "/v1/runs/{run_id}/tasks"),
+    ("POST", "/v1/runs/{run_id}/lease"),
+    ("POST", "/v1/runs/{run_id}/rescore"),
+    ("POST", "/v1/rescore"),
+    ("POST", "/v1/runs/{run_id}/batches/{batch_id}/ack"),
+    ("POST", "/v1/runs/{run_id}/batches/{batch_id}/renew"),
+    ("POST", "/v1/runs/{run_id}/batches/{batch_id}/nack"),
+    ("POST", "/process"),
+    ("POST", "/cancel"),
+}
+"""All that a trainer without say over engines sends. Everything else that is not a GET is for `admin`."""
+PROBES = {"/health", "/ready"}
+
+
+def routes() -> list[tuple[str, str]]:
+    found = [route for module in MODULES for route in module.router.routes if isinstance(route, APIRoute)]
+    return sorted((method, route.path) for route in found for method in route.methods)
+
+
+def key(role: Role) -> ApiKey:
+    return ApiKey.model_validate({"name": f"the {role} key", "role": role, "key": VALUE.format(role=role)})
+
+
+@pytest.fixture
+def app() -> FastAPI:
+    return create_app(load_settings(keys=[key(role).model_dump() for role in Role]))
+
+
+def test_every_route_has_the_role_that_the_table_gives() -> None:
+    assert set(routes()) >= SUBMIT
+    for method, path in routes():
+        needed = Role.READ if method == "GET" else Role.SUBMIT if (method, path) in SUBMIT else Role.ADMIN
+        assert needed_role(method, path) is needed, (method, path)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/rolloutsx"),
+        ("POST", "/v1/weights"),
+        ("POST", "//v1/rollouts"),
+        ("POST", "/v1/Rollouts"),
+        ("POST", "/processes"),
+        ("OPTIONS", "/v1/rollouts-x"),
+        ("BREW", "/v1/backends"),
+        ("POST", "/new"),
+    ],
+)
+def test_what_is_not_named_needs_admin(method: str, path: str) -> None:
+    assert needed_role(method, path) is Role.ADMIN
+
+
+async def test_no_role_sends_more_than_it_may_on_any_route(app: FastAPI) -> None:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
+        for method, path in routes():
+            for role in Role:
+                concrete = re.sub(r"{\w+}", "x", path)
+                headers = {"authorization": f"Bearer {VALUE.format(role=role)}"}
+                if path in PROBES or role.allows(needed_role(method, path)):
+                    continue
+                answer = await http.request(method, concrete, headers=headers)
+                assert answer.status_code == 403, (method, path, role)
+                problem = answer.json()
+                assert problem["context"] == {"role": role, "needed": needed_role(method, path)}
+                assert "-of-enough-" not in answer.text
+            if path not in PROBES:
+                assert (await http.request(method, concrete)).status_code == 401
+
+
+FILE = """
+[[keys]]
+name = "{name}"
+role = "read"
+key = "{name}-key-of-enough-characters"
+"""
+
+
+def write(path: Path, text: str) -> None:
+    draft = path.with_suffix(".draft")
+    draft.write_text(text)
+    draft.chmod(0o600)
+    draft.replace(path)
+
+
+async def test_a_changed_file_is_in_force_without_a_restart_and_a_wrong_one_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "keys.toml"
+    write(path, FILE.format(name="old"))
+    readings: list[bool] = []
+    ring = Keyring([key(Role.ADMIN)], path, reloaded=readings.append)
+    with structlog.testing.capture_logs() as logs:
+        async with ring.watching():
+            bad_files = ("[[keys]", "keys = []", FILE.format(name="x").replace("read", "root"), "x = 1")
+            for count, bad in enumerate(bad_files, start=1):
+                write(path, bad)
+                os.kill(os.getpid(), signal.SIGHUP)
+                await until(lambda least=count: len(readings) >= least)
+                assert ring.find("old-key-of-enough-characters")
+            assert not any(readings)
+            write(path, FILE.format(name="new"))
+            await until(lambda: ring.find("new-key-of-enough-characters") is not None)  # without a signal
+        assert ring.find("old-key-of-enough-characters") is None
+        assert ring.find(VALUE.format(role="admin"))
+    assert "-of-enough-" not in str(logs)
+    assert [entry["event"] for entry in logs if entry["log_level"] == "error"]
+
+
+async def until(reached: object) -> None:
+    with anyio.fail_after(20):
+        while not reached():  # type: ignore[operator]
+            await anyio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "cannot be read"),
+        ("keys = ", "not valid TOML"),
+        ("", "keys: Field required"),
+        (FILE.format(name="a") * 2, "the same name"),
+        (FILE.format(name="a").replace("-of-enough-characters", ""), "needs 16"),
+    ],
+)
+def test_a_file_that_is_wrong_at_the_start_is_refused(tmp_path: Path, text: str | None, says: str) -> None:
+    path = tmp_path / "keys.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigurationError, match=re.escape(says)) as refused:
+        create_app(load_settings(host="0.0.0.0", keys_file=path))
+    assert "a-key" not in str(refused.value)
+
+
+def test_a_file_that_others_may_read_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(FILE.format(name="old"))
+    path.chmod(0o644)
+    with structlog.testing.capture_logs() as logs:
+        Keyring([], path)
+    assert [entry["event"] for entry in logs] == ["others on this machine may read the keys"]

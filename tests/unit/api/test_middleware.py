@@ -1,0 +1,42 @@
+"""Bearer keys: nothing but the probes and the description of the API answers without one."""
+
+import httpx
+import pytest
+
+from rollout_service.api.app import create_app
+from rollout_service.settings import load_settings
+
+pytestmark = pytest.mark.anyio
+
+FIRST, SECOND = "first-key-of-enough-characters", "second-key-of-enough-characters"
+
+
+@pytest.fixture
+def http() -> httpx.AsyncClient:
+    app = create_app(load_settings(keys=[FIRST, SECOND]))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service")
+
+
+@pytest.mark.parametrize(
+    "value", [None, "", "Bearer", "Bearer wrong", f"Basic {FIRST}", FIRST, f"Bearer {FIRST} x", "Bearer \xe9"]
+)
+async def test_without_a_right_key(http: httpx.AsyncClient, value: str | None) -> None:
+    async with http:
+        headers = {"authorization": value.encode("latin-1")} if value is not None else {}
+        response = await http.get("/nowhere", headers=headers)
+        assert response.status_code == 401
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert response.json()["code"] == "unauthorized"
+        assert FIRST not in response.text
+
+
+@pytest.mark.parametrize("value", [f"Bearer {FIRST}", f"bearer {SECOND}"])
+async def test_with_a_right_key(http: httpx.AsyncClient, value: str) -> None:
+    async with http:
+        response = await http.get("/nowhere", headers={"authorization": value})
+        assert response.status_code == 404
+
+
+async def test_the_probe_needs_none(http: httpx.AsyncClient) -> None:
+    async with http:
+        assert (await http.get("/health")).status_code == 200

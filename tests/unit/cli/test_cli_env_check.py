@@ -1,0 +1,80 @@
+"""`env check` and `env list` say what there is: tools of its own, splits, and what is wrong with an image."""
+
+import json
+
+import pytest
+from pydantic import JsonValue
+from typer.testing import CliRunner
+
+from rollout_service import __version__
+from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolContext
+from rollout_service.cli import app
+from rollout_service.cli.env.check import tools_of
+from rollout_service.environments.agent_environment import AgentEnvironment
+from rollout_service.environments.contract import EnvironmentSpec, Episode, Score
+
+
+class Word(Arguments):
+    word: str
+
+
+async def lookup(arguments: Word, context: ToolContext) -> str:
+    return arguments.word
+
+
+class Plain(AgentEnvironment):
+    async def evaluate(self, episode: Episode) -> Score:
+        return Score(0.0)
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def folder(path, dataset: list[JsonValue], command: str = "true", image: str = "base"):
+    path.mkdir()
+    head = f'name = "mine"\nimage = "{image}"\n'
+    tables = f'[evaluate]\ncommand = "{command}"\n[dataset]\npath = "tasks.jsonl"\n'
+    (path / "environment.toml").write_text(head + tables)
+    (path / "tasks.jsonl").write_text("".join(json.dumps(one) + "\n" for one in dataset))
+    return str(path)
+
+
+def test_tools_of_its_own_are_named():
+    spec = EnvironmentSpec(name="x", tools=["finish"])
+    environment = Plain(spec, extra_tools=[FunctionTool("lookup", "Look up.", Word, lookup)])
+    assert tools_of(environment) == ["finish", "lookup"]
+
+
+@pytest.mark.apptainer
+def test_splits_are_counted():
+    report = json.loads(invoke("env", "check", "calc", "--json").stdout)
+    assert report["splits"] == {"held_out": 128, "train": 4_096}
+    assert report["tools"] == ["python"]
+    assert "4224 instances (held_out 128, train 4096)" in invoke("env", "check", "calc").stdout
+
+
+def test_what_is_wrong_with_an_environment_is_found(tmp_path):
+    dataset = [{"question": "a", "split": "train"}, {"question": "b"}, {"answer": "c", "split": "train"}]
+    path = folder(tmp_path / "mine", dataset, "bash /environment/grade.sh", "none-such")
+    result = invoke("env", "check", path)
+    assert result.exit_code == 1
+    for text in (
+        "[evaluate] command: /environment/grade.sh is not there",
+        "image: ",
+        "data set, instance 3: ",
+        "data set: 1 instance in no split",
+        "4 findings",
+    ):
+        assert text in result.stdout
+
+
+@pytest.mark.apptainer
+def test_a_good_environment_has_nothing_wrong(tmp_path):
+    result = invoke("env", "check", folder(tmp_path / "mine", [{"question": "a"}]))
+    assert result.stdout.endswith("1 instance\nnothing is wrong\n"), result.stdout
+    assert result.exit_code == 0
+
+
+def test_the_version_is_said():
+    assert invoke("--version").stdout == f"rollout-service {__version__}\n"

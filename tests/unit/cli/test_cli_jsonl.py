@@ -1,0 +1,111 @@
+"""Files of requests and results: bad lines are named, runs are resumed, torn ends are cut off."""
+
+import json
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from api_schemas.rollouts import Rollout, RolloutState
+from api_schemas.tasks import Task
+from rollout_service.cli.submit.files import RequestFile, ResultFile
+
+LINE = '{"task": {"environment": "calc", "instance": {"question": "1+1", "answer": 2}}}'
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(text: str, environment: str | None = None):
+        path = tmp_path / "my tasks.jsonl"
+        path.write_text(text)
+        bad = []
+        requests = RequestFile(path, lambda number, why: bad.append((number, why)), environment)
+        return list(requests), bad, requests
+
+    return read
+
+
+def rollout(rollout_id: str) -> Rollout:
+    return Rollout(
+        rollout_id=rollout_id,
+        state=RolloutState.COMPLETED,
+        task=Task(environment="calc"),
+        pool="policy",
+        created_at=datetime(2026, 1, 1, tzinfo=UTC),
+    )
+
+
+def test_bad_lines_are_named_and_the_rest_is_read(read):
+    requests, bad, _ = read(f'{LINE}\n{{"task"\n\n[1]\n{{"tusk": 1}}\n{LINE}\n')
+    assert len(requests) == 2
+    assert [number for number, _ in bad] == [2, 4, 5]
+    assert "malformed JSON" in bad[0][1]
+    assert "not a JSON object" in bad[1][1]
+    assert "task: Field required" in bad[2][1]
+    assert "tusk: unknown field; did you mean task?" in bad[2][1]
+
+
+def test_ids_follow_from_the_file_so_that_a_second_run_orders_nothing_twice(read):
+    first, _, _ = read(f"{LINE}\n{LINE}\n")
+    second, _, _ = read(f"{LINE}\n{LINE}\n")
+    changed, _, _ = read(f"{LINE}\n{LINE.replace('1+1', '1+2')}\n")
+    assert [item.rollout_id for item in first] == [item.rollout_id for item in second]
+    assert len({item.rollout_id for item in first}) == 2
+    assert changed[0].rollout_id == first[0].rollout_id
+    assert changed[1].rollout_id != first[1].rollout_id
+
+
+def test_an_id_of_the_callers_own_is_kept_and_may_be_there_once(read):
+    line = LINE.replace("{", '{"rollout_id": "mine", ', 1)
+    requests, bad, file = read(f"{line}\n{line}\n")
+    assert [item.rollout_id for item in requests] == ["mine"]
+    assert bad == [(2, "line 1 has the same rollout_id mine")]
+    assert file.lines == {"mine": 1}
+
+
+def test_lines_may_be_instances(read):
+    requests, bad, _ = read('{"question": "2*3"}\n', environment="calc")
+    assert bad == []
+    assert requests[0].task == Task(environment="calc", instance={"question": "2*3"})
+
+
+@given(
+    stem=st.text(st.characters(exclude_characters="/\0", exclude_categories=("Cs",)), min_size=1, max_size=60)
+)
+def test_any_name_of_a_file_gives_a_valid_id(tmp_path_factory, stem):
+    path = tmp_path_factory.getbasetemp() / f"x{stem}"
+    file = RequestFile(path, lambda number, why: pytest.fail(f"line {number}: {why}"))
+    assert len(list(file._request(1, LINE.encode()))) == 1
+
+
+def test_results_are_found_again(tmp_path):
+    path = tmp_path / "new folder" / "results.jsonl"
+    with ResultFile(path) as results:
+        assert results.done == set()
+        results.append(rollout("a"))
+        results.append(rollout("b"))
+    with ResultFile(path) as results:
+        assert results.done == {"a", "b"}
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_a_torn_last_line_is_cut_off(tmp_path):
+    path = tmp_path / "results.jsonl"
+    with ResultFile(path) as results:
+        results.append(rollout("a"))
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[: len(whole) // 2])
+    with ResultFile(path) as results:
+        assert results.done == {"a"}
+        results.append(rollout("b"))
+    assert [json.loads(line)["rollout_id"] for line in path.read_text().splitlines()] == ["a", "b"]
+
+
+@pytest.mark.parametrize("text", ["my notes\n", "my notes", '{"a": 1}', "[]\n"])
+def test_a_file_of_something_else_is_left_alone(tmp_path, text):
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"notes\.txt, line 1: not a result"), ResultFile(path):
+        pass
+    assert path.read_text() == text

@@ -1,0 +1,166 @@
+"""What people see: a trajectory with its mask and log-probabilities, and the summary of a batch."""
+
+import io
+import re
+from datetime import UTC, datetime
+
+import pytest
+import tokenizers
+from rich.console import Console
+
+from api_schemas.errors import Boundary, ErrorInfo
+from api_schemas.inference import BackendView
+from api_schemas.nodes import HoldView, NodeView
+from api_schemas.rollouts import Rollout, RolloutState, Span, Stage, Usage
+from api_schemas.tasks import Task
+from api_schemas.trajectories import FinishReason, ForkReason, Segment, Trajectory
+from rollout_service.cli.demo.summary import Summary, percentile
+from rollout_service.cli.show import runs, show_rollout
+from rollout_service.cli.watch.view import Watched
+from rollout_service.tokens.tokenizer import FastTokenizer
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+WORDS = ["ask", "call", "result", "answer"]
+
+SEGMENT = Segment(
+    token_ids=[0, 0, 1, 2, 3, 3],
+    loss_mask=[0, 0, 1, 0, 1, 1],
+    logprobs=[0.0, 0.0, -0.25, 0.0, -1.5, -0.125],
+    versions=[-1, -1, 4, -1, 5, 5],
+    turn_ids=[-1, -1, 0, -1, 1, 1],
+    fork_reason=ForkReason.FIRST,
+)
+TRAJECTORY = Trajectory(
+    segments=[SEGMENT],
+    messages=[],
+    finish_reasons=[FinishReason.STOP, FinishReason.STOP],
+    fork_counts={ForkReason.FIRST: 1},
+)
+
+
+def rollout(reward: float | None = 1.0, **changes) -> Rollout:
+    state = RolloutState.FAILED if reward is None else RolloutState.COMPLETED
+    values = {
+        "rollout_id": "r-1",
+        "state": state,
+        "task": Task(environment="calc"),
+        "pool": "policy",
+        "reward": reward,
+        "usage": Usage(turns=2, prompt_tokens=100, cached_tokens=75, sampled_tokens=3, tool_calls=1),
+        "spans": [
+            Span(stage=stage, attempt=1, started_at=NOW, queued_seconds=0.5, seconds=seconds)
+            for stage, seconds in zip(Stage, (1.0, 2.0, 0.25), strict=True)
+        ],
+        "created_at": NOW,
+        "trajectory": TRAJECTORY,
+    }
+    return Rollout.model_validate(values | changes)
+
+
+@pytest.fixture
+def tokenizer():
+    model = tokenizers.models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="ask")
+    return FastTokenizer(tokenizers.Tokenizer(model))
+
+
+def printed(renderable) -> str:
+    console = Console(width=100, file=io.StringIO())
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def test_runs_cut_where_the_turn_changes_and_lose_nothing():
+    cut = list(runs(SEGMENT))
+    assert [(run.start, run.turn, run.sampled) for run in cut] == [
+        (0, -1, False),
+        (2, 0, True),
+        (3, -1, False),
+        (4, 1, True),
+    ]
+    assert [token for run in cut for token in run.token_ids] == SEGMENT.token_ids
+    assert [run.version for run in cut if run.sampled] == [4, 5]
+
+
+def test_a_trajectory_shows_its_mask_and_its_logprobs_without_colours(tokenizer):
+    text = printed(show_rollout(rollout(), tokenizer))
+    assert "tokens 0-1: context, mask 0" in text
+    assert "tokens 4-5: turn 1, version 5, mask 1" in text
+    assert "answer -1.500" in text
+    assert "6 tokens, 3 sampled" in text
+    assert "reward 1" in text
+
+
+def test_a_failure_shows_its_cause_and_no_reward(tokenizer):
+    error = ErrorInfo(code="sandbox_start", boundary=Boundary.SANDBOX, message="it did not come up")
+    text = printed(show_rollout(rollout(None, error=error, trajectory=None), tokenizer))
+    assert "reward none" in text
+    assert "sandbox_start: it did not come up" in text
+
+
+def test_a_summary_tells_wrong_answers_from_failures():
+    error = ErrorInfo(code="sandbox_start", boundary=Boundary.SANDBOX, message="no")
+    summary = Summary([rollout(), rollout(), rollout(0.0), rollout(None, error=error)], seconds=8.0)
+    assert summary.figures() == {
+        "rollouts": 4,
+        "succeeded": 2,
+        "failed": 1,
+        "success_rate": 0.5,
+        "seconds": 8.0,
+        "rollouts_per_second": 0.5,
+    }
+    text = printed(summary.show())
+    assert "2/4 (50.0%)" in text
+    assert "1 sandbox_start" in text
+    assert "400, 75.0% cached" in text
+    assert "0.50 rollouts/s" in text
+
+
+@pytest.mark.parametrize(("values", "expected"), [([3.0], 3.0), ([0.0, 100.0], 95.0), ([1.0] * 7, 1.0)])
+def test_percentiles(values, expected):
+    assert percentile(values, 95) == pytest.approx(expected)
+
+
+BACKEND = BackendView(
+    backend_id="policy@gpu-node-17:30000",
+    url="http://gpu-node-17:30000",
+    pool="policy",
+    state="failed",
+    model_path="m",
+    tokenizer_path="t",
+    weight_version=1_234,
+    context_length=1,
+    in_flight=256,
+    served=1_234_567,
+    failures=12,
+    last_error="no answer from http://gpu-node-17:30000/health within 5 s: connection refused",
+)
+NODE = NodeView(
+    node="gpu-node-17",
+    cpus=64,
+    provider="apptainer",
+    enforced=[],
+    live=268,
+    in_use=260,
+    warm=8,
+    waiting=512,
+    target=260,
+    ceiling=300,
+    holds=[HoldView(resource="memory", reason="memory: 3.1 GiB available, 4.0 GiB kept free")],
+)
+
+
+def test_what_is_watched_is_readable_on_80_columns():
+    watched = Watched(counts=dict.fromkeys(RolloutState, 12_345), backends=[BACKEND], nodes=[NODE])
+    console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
+    console.print(watched)
+    text = console.file.getvalue()
+    assert "…" not in text
+    for word in (*RolloutState, "rollouts/s", BACKEND.backend_id, "failures", "provider", "waiting"):
+        assert re.search(rf"(?<!\S){re.escape(word)}(?!\S)", text), word
+    assert BACKEND.last_error in " ".join(text.split())
+
+
+def test_log_probabilities_of_a_scripted_model_are_marked_as_made_up(tokenizer):
+    marked = printed(show_rollout(rollout(), tokenizer, scripted=True))
+    assert "logprobs (made up, the model is scripted): " in marked
+    assert "made up" not in printed(show_rollout(rollout(), tokenizer))

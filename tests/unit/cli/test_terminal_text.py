@@ -1,0 +1,234 @@
+"""Nothing that others wrote reaches the operator's terminal as anything but text, in any command."""
+
+import ast
+import io
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import redirect_stderr
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.text import Text
+from typer.testing import CliRunner
+
+from api_schemas.errors import Boundary, ErrorInfo
+from api_schemas.rollouts import Rollout, RolloutState
+from api_schemas.tasks import Task
+from rollout_service.cli import app, common
+from rollout_service.cli.console import SafeConsole
+from rollout_service.cli.show import show_rollout
+from rollout_service.settings import LogFormat
+from rollout_service.telemetry.metrics import configure_logging
+from rollout_service.terminal_text import safe, safe_json
+
+CLI = Path(__file__).parents[3] / "rollout_service" / "cli"
+EVIL = "a\x1b]52;c;ZXZpbA==\x07\x1b[2J\x9b31m\u202etxt\u2066\U000e0041[red]:bomb:\r\x00z"
+OBEYED = ("\x1b]", "\x1b[2J", "\x07", "\x9b", "\u202e", "\u2066", "\U000e0041", "\x00")
+
+
+def assert_safe(shown: str, *, markup: bool = True) -> None:
+    assert not [one for one in OBEYED if one in shown]
+    assert not markup or "[red]:bomb:" in shown
+
+
+@given(st.text(st.characters(exclude_categories=())))
+def test_any_text_becomes_printable_and_stays_so(text):
+    shown = safe(text)
+    shown.encode()
+    assert safe(shown) == shown
+    assert all(one in "\n\t" or not 0 <= ord(one) < 32 for one in shown)
+    document = json.dumps([text], ensure_ascii=False)
+    assert json.loads(safe_json(document)) == json.loads(document)
+
+
+def test_what_is_shown_tells_what_was_there():
+    assert safe("a\x1b[2J\n\tb\u202e") == "a\\x1b[2J\n\tb\\u202e"
+    assert safe("größer 数学 👩‍🔬") == "größer 数学 👩‍🔬"
+
+
+def test_only_one_module_makes_consoles_and_one_writes_lines():
+    for path in CLI.rglob("*.py"):
+        calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        names = {call.id if isinstance(call, ast.Name) else getattr(call, "attr", "") for call in calls}
+        written = {ast.unparse(call) for call in calls}
+        assert "Console" not in names, f"{path.name}: print to common.out() or common.err()"
+        assert "Table" not in names, f"{path.name}: make tables with console.table"
+        assert path.name == "common.py" or "typer.echo" not in written, f"{path.name}: use common.print_line"
+        assert not {"print", "sys.stdout.write", "sys.stderr.write"} & written, path.name
+
+
+class Hostile(BaseHTTPRequestHandler):
+    """A server whose every text is made to be obeyed."""
+
+    def do_GET(self) -> None:
+        engine = {"backend_id": EVIL, "url": EVIL, "pool": "p", "state": "failed", "model_path": EVIL}
+        engine |= {"tokenizer_path": EVIL, "weight_version": 1, "context_length": 1, "in_flight": 0}
+        answers: dict[str, object] = {
+            "/v1/backends": [engine | {"served": 0, "failures": 1, "last_error": EVIL}],
+            "/v1/environments": [{"name": EVIL, "image": EVIL, "tools": [EVIL], "description": EVIL}],
+        }
+        self.answer(200, answers[self.path]) if self.path in answers else self.refuse()
+
+    def refuse(self) -> None:
+        problem = {"title": EVIL, "status": 422, "detail": EVIL, "code": "x", "errors": []}
+        self.answer(422, problem)
+
+    do_POST = do_DELETE = do_PATCH = refuse  # noqa: N815 - the library's names
+
+    def answer(self, status: int, document: object) -> None:
+        body = json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def hostile() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hostile) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+COMMANDS = [
+    ["backends", "list"],
+    ["backends", "list", "--json"],
+    ["backends", "drain", "x"],
+    ["backends", "remove", "x"],
+    ["backends", "add", "http://x:1"],
+    ["env", "list"],
+    ["env", "list", "--json"],
+    ["env", "run", "calc", "--instance", "{}"],
+    ["runs", "list"],
+    ["runs", "show", "x"],
+    ["runs", "lease", "x", "-o", "{folder}/b.json"],
+    ["runs", "ack", "x", "x.b0"],
+    ["runs", "export", "x", "-o", "{folder}/e.json"],
+    ["runs", "rescore", "x"],
+    ["runs", "create", "{run}"],
+    ["submit", "{tasks}", "-o", "{folder}/out.jsonl"],
+    ["watch"],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("terminal", [False, True])
+def test_no_command_lets_a_server_write_to_the_terminal(hostile, command, terminal, tmp_path, monkeypatch):
+    run, tasks = tmp_path / "run.json", tmp_path / "tasks.jsonl"
+    run.write_text('{"source": {"kind": "inline", "open": true}, "batch_size": 1}')
+    tasks.write_text('{"task": {"environment": "calc"}}')
+    paths = {"{folder}": tmp_path, "{run}": run, "{tasks}": tasks}
+    arguments = [re.sub(r"\{\w+\}", lambda found: str(paths[found[0]]), part) for part in command]
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("NO_COLOR", "1")
+        monkeypatch.setenv("COLUMNS", "200")
+    result = CliRunner().invoke(app, [*arguments, "--url", hostile])
+    shown = result.stdout + result.stderr
+    assert_safe(shown)
+    assert terminal or "\x1b" not in shown
+
+
+@pytest.mark.parametrize("variables", [{}, {"FORCE_COLOR": "1"}], ids=["plain", "coloured"])
+def test_a_table_in_a_pipe_has_a_line_for_each_row(variables):
+    command = [sys.executable, "-m", "rollout_service.cli", "env", "list"]
+    environ = {**os.environ, "COLUMNS": "40", **variables}
+    shown = subprocess.run([*command, "--json"], capture_output=True, check=True, env=environ, text=True)
+    names = [spec["name"] for spec in json.loads(shown.stdout)]
+    shown = subprocess.run(command, capture_output=True, check=True, env=environ, text=True)
+    assert [line.split()[0] for line in shown.stdout.splitlines()[1:]] == names
+
+
+def test_a_mistake_in_a_file_is_shown_as_text(tmp_path):
+    for arguments in (["runs", "create"], ["env", "check"]):
+        path = tmp_path / "environment.toml"
+        path.write_text(json.dumps({"source": {"kind": "inline", EVIL: 1}}))
+        result = CliRunner().invoke(
+            app, [*arguments, str(path), *(["--url", "http://x"] if "runs" in arguments else [])]
+        )
+        assert result.exit_code == 1
+        assert_safe(result.stderr, markup="runs" in arguments)
+
+
+class Words:
+    """A tokenizer whose only token is a hostile one."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        return EVIL * len(token_ids)
+
+
+def test_a_trajectory_and_its_error_are_shown_as_text(capsys):
+    rollout = Rollout.model_validate(
+        {
+            "rollout_id": "r-1",
+            "state": RolloutState.FAILED,
+            "task": Task(environment="calc"),
+            "pool": "policy",
+            "error": ErrorInfo(code="x", boundary=Boundary.SANDBOX, message=EVIL),
+            "created_at": datetime(2026, 1, 1, tzinfo=UTC),
+            "trajectory": {
+                "segments": [
+                    {
+                        "token_ids": [0, 0],
+                        "loss_mask": [0, 1],
+                        "logprobs": [0.0, -0.5],
+                        "versions": [-1, 1],
+                        "turn_ids": [-1, 0],
+                        "fork_reason": "first",
+                    }
+                ],
+                "messages": [],
+                "finish_reasons": ["stop"],
+                "fork_counts": {"first": 1},
+            },
+        }
+    )
+    common.out().print(show_rollout(rollout, Words()))
+    common.print_json(rollout.model_dump(mode="json"))
+    shown = capsys.readouterr().out
+    assert_safe(shown)
+    assert shown.count("\\x1b") >= 4
+
+
+def test_the_log_of_a_server_is_shown_as_text():
+    with redirect_stderr(io.StringIO()) as shown:
+        before = logging.getLogger().handlers, logging.getLogger().level
+        configure_logging(LogFormat.CONSOLE, "info")
+        try:
+            try:
+                int(EVIL)
+                Path(f"/nowhere/{EVIL}".replace("\x00", "")).read_text()
+            except (OSError, ValueError):
+                logging.getLogger("plug-in").exception("it said %s", EVIL)
+        finally:
+            logging.getLogger().handlers, _ = before
+            logging.getLogger().setLevel(before[1])
+    assert_safe(shown.getvalue())
+    assert shown.getvalue().count("\\x1b]52") >= 2
+
+
+def test_a_pipe_gets_whole_lines(capsys):
+    path = "/a/long/path" * 40
+    common.explain(common.CommandError(f"{path} is broken.", hint=f"run `mend {path}` now"))
+    console = common.out()
+    console.print(Text(f"{path} {path}"))
+    assert isinstance(console, SafeConsole)
+    captured = capsys.readouterr()
+    assert captured.err == f"error: {path} is broken.\nhint: run `mend {path}` now\n"
+    assert captured.out == f"{path} {path}\n"

@@ -1,0 +1,102 @@
+"""`calc`, and the boxes that answers are in."""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from api_schemas.rollouts import RolloutRequest
+from api_schemas.tasks import Task
+from rollout_service.environments.builtin.boxed import last_boxed
+from rollout_service.environments.builtin.calc.environment import environment
+from rollout_service.environments.builtin.calc.problems import evaluate_expression, is_held_out
+from rollout_service.environments.contract import Episode
+from rollout_service.errors import InvalidFieldError
+from rollout_service.testing.scripted_policy import ScriptedPolicy
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\boxed{1} and \boxed{ 2 }.", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\boxed{3}}", r"\boxed{3}"),
+        (r"\boxed{1} then \boxed{2", "1"),
+        (r"\boxed{ open {4} \boxed{5}", "5"),
+        (r"} \boxed{6}", "6"),
+        (r"\boxed 7", None),
+        (r"\\boxed{8}", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_the_last_box(text, content):
+    assert last_boxed(text) == content
+
+
+@settings(deadline=None)
+@given(st.text(alphabet="\\boxed{} 1", max_size=200))
+def test_any_text_can_be_searched(text):
+    content = last_boxed(text)
+    assert content is None or content in text
+
+
+def test_a_hostile_text_takes_no_longer():
+    started = time.process_time()
+    assert last_boxed(r"\boxed{" * 100_000) is None
+    assert time.process_time() - started < 2.0
+
+
+async def score(answer, expected):
+    task = Task(environment="calc", instance={"question": "?", "answer": expected})
+    request = RolloutRequest(rollout_id="r", task=task)
+    spec = environment.spec
+    episode = Episode(
+        request=request, attempt=1, spec=spec, limits=spec.limits, policy=ScriptedPolicy([]), answer=answer
+    )
+    return await environment.evaluate(episode)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "reward"),
+    [
+        (r"\boxed{408}", "408", 1.0),
+        (r"\boxed{-408}", -408, 1.0),
+        (r"First \boxed{1}, no: \boxed{408}", 408, 1.0),
+        (r"\boxed{0408}", "408", 1.0),
+        (r"\boxed{408.0}", "408", 0.0),
+        (r"\boxed{+408}", "408", 0.0),
+        ("\\boxed{4\u09668}", "408", 0.0),
+        (r"\boxed{400+8}", "408", 0.0),
+        ("408", "408", 0.0),
+        (None, "408", 0.0),
+        (r"\boxed{" + "9" * 5_000 + "}", "9", 0.0),
+    ],
+)
+async def test_only_the_exact_integer_is_right(answer, expected, reward):
+    assert (await score(answer, expected)).reward == reward
+
+
+def test_the_dataset_keeps_its_sides_apart():
+    tasks = environment.dataset()
+    assert {task["split"] for task in tasks} == {"held_out", "train"}
+    assert tasks == environment.dataset()
+    for task in tasks[:5]:
+        assert evaluate_expression(str(evaluate_expression(task["answer"]))) == int(task["answer"])
+    assert is_held_out("1+1") in (True, False)
+
+
+@pytest.mark.parametrize("answer", [None, "", "1.5", 1.5, True, "\u0661"])
+def test_an_instance_without_an_integer_is_refused(answer):
+    with pytest.raises(InvalidFieldError, match=r"instance\.answer"):
+        environment.check({"question": "?", "answer": answer})
+
+
+def test_the_policy_is_told_of_one_tool():
+    [tool] = environment.tool_definitions()
+    assert tool["function"]["name"] == "python"
+    assert list(tool["function"]["parameters"]["properties"]) == ["code"]

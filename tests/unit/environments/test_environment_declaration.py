@@ -1,0 +1,210 @@
+"""`environment.toml`: every mistake is found when it is read, and said in a way that helps."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rollout_service.environments.declarative.declaration import read_declaration
+from rollout_service.environments.declarative.environment import DeclarativeEnvironment, load_folder
+from rollout_service.environments.splits import splits_of
+from rollout_service.errors import ConfigurationError, InvalidFieldError
+
+MINIMAL = 'name = "e"\nimage = "base"\n[evaluate]\ncommand = "true"\n'
+
+
+def write(folder, text=MINIMAL, **files):
+    (folder / "environment.toml").write_text(text)
+    for name, content in files.items():
+        (folder / name.replace("__", ".")).write_text(content)
+    return folder
+
+
+def test_the_defaults():
+    declaration = read_declaration(MINIMAL, where="here")
+    assert declaration.evaluate.sandbox == "fresh"
+    assert declaration.evaluate.artifacts == ["/workspace"]
+    assert "bash" in declaration.tools
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        ("name = ", ["here is not valid TOML"]),
+        ('name = "e"\nimage = "base"\n', ["here: the key evaluate is missing"]),
+        (MINIMAL.replace("command", "comand"), ["there is no key evaluate.comand; did you mean command?"]),
+        ("promt = 'x'\n" + MINIMAL, ["there is no key promt; did you mean prompt?"]),
+        (MINIMAL + "[limits]\nmax_turn = 3\n", ["limits.max_turn; did you mean max_turn"]),
+        (MINIMAL + "[limits]\nmax_turns = 0\n", ["limits.max_turns: Input should be greater"]),
+        (MINIMAL + "[sandbox]\nmemory = '2 GB'\n", ["sandbox.memory: "]),
+        (MINIMAL + "[sandbox]\nnetwork = 'lan'\n", ['sandbox.network: Value error, give "none", "full", or']),
+        (MINIMAL + "[sandbox]\nnetwork = [1]\n", ["sandbox.network: "]),
+        (
+            MINIMAL + "[sandbox]\nnetwork = ['a.b', 'c.d/e']\n",
+            ["sandbox.network: ", "entry 'c.d/e' is not valid"],
+        ),
+        (
+            MINIMAL + "[init]\nfile = []\n",
+            ["there is no key init.file; did you mean files?", "init.command is missing"],
+        ),
+        (MINIMAL.replace('"true"', '"true"\nsandbox = "other"'), ["evaluate.sandbox: "]),
+        (MINIMAL.replace('"e"', '"a b"'), ["here: name: "]),
+    ],
+)
+def test_mistakes_are_named_with_their_place(text, messages):
+    with pytest.raises(ConfigurationError) as caught:
+        read_declaration(text, where="here")
+    for message in messages:
+        assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        (MINIMAL + "[init]\nfile = []\n", "[init] takes command, files."),
+        ("", "The file takes dataset, description, "),
+        (MINIMAL.replace("command", "comand"), "[evaluate] takes artifacts, "),
+        (MINIMAL + "[limits]\nmax_turns = 0\n", ""),
+    ],
+)
+def test_the_hint_lists_the_keys_that_there_are(text, hint):
+    with pytest.raises(ConfigurationError) as caught:
+        read_declaration(text, where="here")
+    assert caught.value.hint.startswith(hint)
+    assert bool(caught.value.hint) is bool(hint)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            'tools = ["bsh"]\n' + MINIMAL,
+            "environment 'e': there is no built-in tool 'bsh'; did you mean bash",
+        ),
+        ('prompt = "{{ instance.a "\n' + MINIMAL, "prompt of 'e' is not a valid template"),
+        (
+            'prompt = "{{ question }}"\n' + MINIMAL,
+            "uses question, and a template knows nothing but `instance`",
+        ),
+        (MINIMAL.replace('"base"', '"other.sif"'), "there is no image"),
+        (MINIMAL.replace('"true"', '"true"\nartifacts = ["workspace"]'), "is not an absolute path"),
+        (MINIMAL.replace('"true"', '"true"\nartifacts = ["/a/../etc"]'), "is not an absolute path"),
+        (
+            MINIMAL + '[init]\ncommand = "/environment/init"\n',
+            "the init command needs init, which the folder lacks",
+        ),
+        (MINIMAL + '[dataset]\npath = "none.jsonl"\n', "cannot be read"),
+        (MINIMAL + '[dataset]\npath = "bad.jsonl"\n', "bad.jsonl:2 is not JSON"),
+        (MINIMAL + '[dataset]\npath = "list.jsonl"\n', "list.jsonl:1 is not a JSON object"),
+    ],
+)
+def test_what_does_not_fit_the_folder_is_found_too(tmp_path, text, message):
+    write(tmp_path, text, bad__jsonl='{"a": 1}\n{\n', list__jsonl="[1]\n")
+    with pytest.raises(ConfigurationError) as caught:
+        load_folder(tmp_path)
+    assert message in str(caught.value)
+
+
+def test_an_image_beside_the_file_is_found(tmp_path):
+    write(tmp_path, MINIMAL.replace('"base"', '"own.sif"'), own__sif="image")
+    assert load_folder(tmp_path).spec.image == str(tmp_path / "own.sif")
+
+
+def test_an_image_that_holds_the_folder_hides_it(tmp_path):
+    environment = load_folder(write(tmp_path, some__sif="image"), image=tmp_path / "some.sif")
+    assert environment.spec.image == str(tmp_path / "some.sif")
+    assert list(environment.spec.binds) == ["/environment"]
+    assert "binds" not in environment.spec.model_dump()
+
+
+def test_the_dataset_is_read_and_its_instances_checked(tmp_path):
+    text = 'prompt = "{{ instance.word }}"\n' + MINIMAL + '[dataset]\npath = "d.jsonl"\n'
+    environment = load_folder(write(tmp_path, text, d__jsonl='{"word": "a"}\n\n{"text": "b"}\n'))
+    assert isinstance(environment, DeclarativeEnvironment)
+    good, bad = environment.dataset()
+    environment.check(good)
+    with pytest.raises(InvalidFieldError, match=r"instance\.word: is missing"):
+        environment.check(bad)
+
+
+def test_files_that_are_too_large_belong_into_the_image(tmp_path, monkeypatch):
+    monkeypatch.setattr("rollout_service.environments.declarative.files.MAX_BYTES", 1_000)
+    with pytest.raises(ConfigurationError, match="more than 1000 bytes"):
+        load_folder(write(tmp_path, data="x" * 2_000))
+
+
+def test_a_list_of_hosts_reaches_the_settings_of_the_sandbox():
+    text = MINIMAL + '[sandbox]\nnetwork = ["api.example.com", "*.example.org:8443"]\n'
+    spec = read_declaration(text, where="x").spec(Path())
+    assert spec.sandbox.network == ("api.example.com", "*.example.org:8443")
+
+
+def test_a_data_set_may_have_a_file_for_each_split(tmp_path):
+    text = MINIMAL + '[dataset.splits]\ntrain = "train.jsonl"\nheld_out = "test.jsonl"\n'
+    write(
+        tmp_path,
+        text,
+        train__jsonl='{"question": "a\u2028b"}\n',
+        test__jsonl='{"question": "c", "split": "held_out"}\n',
+    )
+    environment = load_folder(tmp_path)
+    assert environment.dataset() == [
+        {"question": "a\u2028b", "split": "train"},
+        {"question": "c", "split": "held_out"},
+    ]
+    assert splits_of(environment.dataset()) == {"train": 1, "held_out": 1}
+    (tmp_path / "train.jsonl").write_text('{"question": "a", "split": "held_out"}')
+    with pytest.raises(ConfigurationError, match=r"train\.jsonl:1 says that its split is 'held_out'"):
+        load_folder(tmp_path)
+
+
+@pytest.mark.parametrize("table", ['path = "a"\nsplits = {train = "b"}\n', ""])
+def test_a_data_set_is_one_file_or_several(table):
+    with pytest.raises(ConfigurationError, match="dataset: Value error, give either `path` or `splits`"):
+        read_declaration(f"{MINIMAL}[dataset]\n{table}", where="here")
+
+
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        ("bash /environment/grade.sh", []),
+        ("/environment/run", []),
+        ("cd /tmp && MODE=x /environment/run | tee log", []),
+        ("python3 /environment/lib/check.py --all", []),
+        ("ls /environment/lib /environment", []),
+        ("echo x > /environment/made; cat /environment/made", []),
+        ("bash /environment/grad.sh", ["[evaluate] command: /environment/grad.sh is not there"]),
+        ("python3 '/environment/lib/chek.py'", ["[evaluate] command: /environment/lib/chek.py is not there"]),
+        ("/environment/grade.sh", ["/environment/grade.sh is not executable: chmod +x grade.sh"]),
+        ("true; /environment/grade.sh", ["/environment/grade.sh is not executable"]),
+        ("/environment/dos", ["/environment/dos has Windows line ends"]),
+    ],
+)
+def test_a_script_that_cannot_be_run_is_found(tmp_path, command, found):
+    write(tmp_path, MINIMAL.replace('"true"', json.dumps(command)), grade__sh="true")
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "check.py").write_text("")
+    for name, text in (("run", "#!/bin/sh\n"), ("dos", "#!/bin/sh\r\n")):
+        (tmp_path / name).write_bytes(text.encode())
+        (tmp_path / name).chmod(0o755)
+    findings = load_folder(tmp_path).findings()
+    assert len(findings) == len(found)
+    for finding, text in zip(findings, found, strict=True):
+        assert text in finding
+
+
+def test_a_data_set_without_an_instance_is_found(tmp_path):
+    write(tmp_path, MINIMAL + '[dataset]\npath = "tasks.jsonl"\n', tasks__jsonl="\n")
+    assert load_folder(tmp_path).findings() == ["[dataset]: there is no instance in it"]
+
+
+@pytest.mark.parametrize(("key", "warned"), [("", 0), ('image = "whatever"\n', 1)])
+def test_an_image_that_is_an_environment_needs_no_key_image(tmp_path, key, warned):
+    image = tmp_path / "mine.sif"
+    image.touch()
+    folder = tmp_path / "environment"
+    folder.mkdir()
+    environment = load_folder(write(folder, MINIMAL.replace('image = "base"\n', key)), image=image)
+    assert environment.spec.image == str(image)
+    assert len(environment.warnings()) == warned
+    assert all("'whatever'" in warning for warning in environment.warnings())

@@ -1,0 +1,204 @@
+"""Environments without Python, and agents that try to score themselves."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from api_schemas.rollouts import RolloutRequest, StopReason
+from api_schemas.tasks import Task
+from rollout_service.environments.contract import Episode
+from rollout_service.environments.declarative.environment import load_folder, parse_score
+from rollout_service.environments.trial import play
+from rollout_service.errors import EnvironmentFailedError
+from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
+from sandboxes import LocalConfig, make_provider
+from sandboxes.sessions.opening import open_sessions
+
+pytestmark = pytest.mark.anyio
+WORDCOUNT = Path(__file__).parents[3] / "examples" / "environments" / "wordcount"
+
+
+@pytest.fixture
+async def sandboxes(tmp_path):
+    provider = make_provider(LocalConfig(provider="local"), tmp_path / "state")
+    yield SandboxSource(provider)
+    assert provider.live() == []
+    await provider.close()
+
+
+def environment(folder, evaluate, init=None, sandbox="same", tools=("bash", "finish"), **files):
+    folder.mkdir(exist_ok=True)
+    table = f'name = "e"\nimage = "base"\nprompt = "Do it."\ntools = {json.dumps(tools)}\n[evaluate]\n'
+    table += f'command = "bash /environment/evaluate"\nsandbox = "{sandbox}"\n'
+    if init is not None:
+        table += '[init]\ncommand = "bash /environment/init"\n'
+    for name, text in {"evaluate": evaluate, "init": init, "environment.toml": table, **files}.items():
+        if text is not None:
+            (folder / name).write_text(text)
+    return load_folder(folder)
+
+
+def bash(command):
+    return turn("", call("bash", command=command))
+
+
+async def run(env, sandboxes, *commands, instance=None):
+    policy = ScriptedPolicy(
+        [*(bash(command) for command in commands), turn("", call("finish", answer="done"))]
+    )
+    return await play(env, instance or {"secret": "s3cr3t"}, policy, sandboxes)
+
+
+@pytest.mark.parametrize(("number", "reward"), [("3", 1.0), ("2", 0.5), ("9", 0.0), ("many", 0.0)])
+async def test_the_example_of_the_documentation(sandboxes, number, reward):
+    env = load_folder(WORDCOUNT)
+    instance = env.dataset()[0]
+    trial = await run(env, sandboxes, "cat text.txt", f"echo {number} > count.txt", instance=instance)
+    assert trial.stop_reason is StopReason.FINISHED
+    assert trial.score.reward == reward
+    assert trial.score.parts == {"answered": float(number != "many")}
+    assert "the sea is calm" in trial.episode.policy.messages[3].content
+
+
+async def test_what_the_agent_did_not_make_is_not_there(sandboxes):
+    env = load_folder(WORDCOUNT)
+    trial = await run(env, sandboxes, instance=env.dataset()[1])
+    assert (trial.score.reward, trial.score.parts["answered"]) == (0.0, 0.0)
+
+
+async def test_commands_are_told_where_everything_is(tmp_path, sandboxes):
+    evaluate = """
+        set -e
+        test -f "$ROLLOUT_ENVIRONMENT/evaluate" && test "$(cat "$ROLLOUT_ANSWER")" = done
+        grep -q s3cr3t "$ROLLOUT_INSTANCE" && test "$(cat "$ROLLOUT_WORKDIR/made")" = by-agent
+        echo '{"reward": 0.25, "parts": {"a": 1}}' > "$ROLLOUT_RESULT"
+    """
+    trial = await run(environment(tmp_path / "e", evaluate), sandboxes, "echo by-agent > made")
+    assert (trial.score.reward, trial.score.parts) == (0.25, {"a": 1.0})
+
+
+@pytest.mark.parametrize("sandbox", ["same", "fresh"])
+async def test_the_agent_sees_nothing_of_the_grader_or_the_instance(tmp_path, sandboxes, sandbox):
+    evaluate = 'echo "{\\"reward\\": 1}" > "$ROLLOUT_RESULT"  # grader'
+    env = environment(tmp_path / "e", evaluate, init="echo prepared > ready", sandbox=sandbox)
+    look = "cat ready; grep -rs -e s3cr3t -e 'reward' . /proc/self/environ; ls -A; env | grep ROLLOUT"
+    trial = await run(env, sandboxes, look)
+    said = trial.episode.policy.messages[2].content
+    assert said.startswith("prepared\nready")
+    assert "s3cr3t" not in said
+    assert ".rollout-" not in said
+    assert trial.score.reward == 1.0
+
+
+async def test_a_process_that_waits_for_the_grader_is_ended_before_it(tmp_path, sandboxes):
+    # It would overwrite every result that appears below the working folder.
+    lurk = """
+        bash -c 'while :; do for f in .rollout-*/; do echo "{\\"reward\\": 1}" > $f/result.json; done; done' \
+            > /dev/null 2>&1 &
+        sleep 300 > /dev/null 2>&1 & echo $! > pid
+    """
+    evaluate = """
+        sleep 0.3
+        readlink "/proc/$(cat "$ROLLOUT_WORKDIR/pid")/exe" && exit 3
+        test -e "$ROLLOUT_RESULT" && exit 4
+        echo '{"reward": 0.0}' > "$ROLLOUT_RESULT"
+    """
+    trial = await run(environment(tmp_path / "e", evaluate), sandboxes, lurk)
+    assert trial.score.reward == 0.0
+
+
+async def test_results_and_graders_that_the_agent_left_count_for_nothing(tmp_path, sandboxes):
+    forge = """
+        mkdir -p environment; echo 'echo "{\\"reward\\": 1}" > $ROLLOUT_RESULT' > environment/evaluate
+        echo '{"reward": 1}' > result.json; echo 'raise SystemExit(0)' > json.py
+        export ROLLOUT_RESULT=$PWD/result.json
+    """
+    evaluate = """python3 -c '
+import json, os
+open(os.environ["ROLLOUT_RESULT"], "w").write(json.dumps({"reward": 0.0}))'"""
+    trial = await run(environment(tmp_path / "e", evaluate), sandboxes, forge)
+    assert trial.score.reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "message"),
+    [
+        ("echo broken >&2; exit 2", "exit code 2: broken"),
+        ("true", "left no result.*it printed nothing"),
+        ('echo "{\\"reward\\": 1.0}"', 'left no result.*it printed: {"reward": 1.0}'),
+        (
+            "echo nonsense; touch $ROLLOUT_RESULT",
+            "no usable result: the file: Invalid JSON.*it printed: nonsense",
+        ),
+        ("head -c 100000 /dev/zero > $ROLLOUT_RESULT", "left no result"),
+        ("mkdir $ROLLOUT_RESULT", "left no result"),
+        ("echo '{\"reward\": NaN}' > $ROLLOUT_RESULT", "finite"),
+    ],
+)
+async def test_a_grader_that_fails_is_no_zero(tmp_path, sandboxes, evaluate, message):
+    with pytest.raises(EnvironmentFailedError, match=message) as caught:
+        await run(environment(tmp_path / "e", evaluate), sandboxes)
+    assert caught.value.hint
+    assert "env run" not in caught.value.hint, "which may be what failed"
+
+
+async def test_sessions_are_in_the_working_folder_that_init_made(tmp_path, sandboxes):
+    init = 'here=$PWD; cd ..; rm -rf "$here"; mkdir "$here"; echo new > "$here/made"'
+    env = environment(tmp_path / "e", "true", init, tools=["bash", "python"])
+    policy = ScriptedPolicy(
+        [bash("cat made"), turn("", call("python", code="print(open('made').read())")), "."]
+    )
+    request = RolloutRequest(rollout_id="e", task=Task(environment="e", instance={}))
+    async with await sandboxes.start(env.spec, "e") as sandbox:
+        await open_sessions(sandbox, env.spec.sessions)
+        episode = Episode(request, 1, env.spec, env.spec.limits, policy, sandbox)
+        await env.init(episode)
+        await env.run(episode)
+    told = [message.content.strip() for message in policy.messages if message.role == "tool"]
+    assert told == ["new", "new"]
+
+
+async def test_an_init_that_leaves_no_working_folder_is_told_so(tmp_path, sandboxes):
+    env = environment(tmp_path / "e", "true", 'here=$PWD; cd ..; rm -rf "$here"')
+    with pytest.raises(EnvironmentFailedError, match="left no working folder"):
+        await run(env, sandboxes, "true")
+
+
+async def test_an_init_that_fails_says_what_it_printed(tmp_path, sandboxes):
+    with pytest.raises(EnvironmentFailedError, match=r"init command .* exit code 1: no such wine"):
+        await run(environment(tmp_path / "e", "true", init="echo no such wine; false"), sandboxes)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"reward": true}',
+        '{"reward": "1"}',
+        '{"reward": null}',
+        '{"reward": Infinity}',
+        '{"reward": 1e999}',
+        '{"reward": 1, "parts": [1]}',
+        '{"reward": 1, "parts": {"a": NaN}}',
+        '{"reward": 1, "extra": 2}',
+        "[" * 100_000,
+        '{"reward": ' + "9" * 5_000 + "}",
+    ],
+)
+def test_a_result_that_is_no_score_is_refused(data):
+    with pytest.raises(EnvironmentFailedError, match="no usable result"):
+        parse_score(data.encode())
+
+
+def test_a_result_that_is_one():
+    assert parse_score(b'{"reward": 1}').reward == 1.0
+    assert parse_score(json.dumps({"reward": -0.5, "parts": {"a": 2}}).encode()).parts == {"a": 2.0}
+
+
+def test_the_example_can_be_run():
+    assert all(os.access(WORDCOUNT / name, os.X_OK) for name in ("init", "evaluate"))

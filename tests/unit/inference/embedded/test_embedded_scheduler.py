@@ -1,0 +1,237 @@
+"""The embedded engine's thread: whatever joins, leaves, waits or is interrupted, each request gets its own tokens."""
+
+import threading
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from api_schemas.inference import PauseMode
+from rollout_service.inference.engines.embedded.job import Job
+from rollout_service.inference.engines.embedded.sampler import SamplerSettings
+from rollout_service.inference.engines.embedded.scheduler import Engine, EngineBusyError, EngineOptions
+from rollout_service.inference.engines.embedded.weights import ModelError
+from rollout_service.testing import Shape, write_random_checkpoint
+
+SMALL = Shape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=48, vocab=300, context=512)
+SECONDS = 30
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_random_checkpoint(tmp_path_factory.mktemp("model") / "small", SMALL)
+
+
+@pytest.fixture
+def make_engine(folder):
+    """Engines that are stopped with the test."""
+    engines = []
+
+    def make(**options):
+        engine = Engine(str(folder), EngineOptions(**options))
+        engine.start()
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.stop()
+        assert not engine.is_alive
+
+
+class Asked:
+    """A request of a test."""
+
+    def __init__(self, engine, prompt, *, rid="r", budget=10, seed=1, stop_ids=frozenset()):
+        self._changed = threading.Semaphore(0)
+        self.job = Job(
+            rid=rid,
+            prompt=list(prompt),
+            sampler=SamplerSettings(seed=seed),
+            max_new_tokens=budget,
+            stop_ids=stop_ids,
+            notify=self._changed.release,
+            streams=True,
+        )
+        engine.submit(self.job)
+
+    def wait_for(self, tokens):
+        while len(self.job.output) < tokens:
+            assert self._changed.acquire(timeout=SECONDS)
+
+    def result(self):
+        while self.job.finish is None:
+            assert self._changed.acquire(timeout=SECONDS)
+        return self.job
+
+
+def alone(make_engine, prompt, **asked):
+    return list(Asked(make_engine(), prompt, **asked).result().output)
+
+
+def test_a_request_gets_its_budget(make_engine):
+    job = Asked(make_engine(), [1, 2, 3], budget=25).result()
+    assert job.finish == {"type": "length", "length": 25}
+    assert len(job.output) == len(job.logprobs) == 25
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    asked=st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 4), min_size=1, max_size=40), st.integers(1, 30), st.integers(0, 9)
+        ),
+        min_size=1,
+        max_size=10,
+    ),
+    max_running=st.integers(1, 4),
+    chunk=st.sampled_from([1, 7, 512]),
+    kv_tokens=st.sampled_from([80, 200, 100_000]),
+)
+def test_neighbours_limits_and_the_cache_change_no_token(make_engine, asked, max_running, chunk, kv_tokens):
+    crowd = make_engine(max_running=max_running, prefill_chunk=chunk, kv_tokens=kv_tokens)
+    waiting = [
+        Asked(crowd, prompt, rid=str(index), budget=budget, seed=seed)
+        for index, (prompt, budget, seed) in enumerate(asked)
+    ]
+    reference = make_engine(max_running=1, kv_tokens=100_000)
+    for each, (prompt, budget, seed) in zip(waiting, asked, strict=True):
+        reference.flush_cache().result(SECONDS)
+        expected = Asked(reference, prompt, budget=budget, seed=seed).result()
+        assert each.result().output == expected.output
+        assert each.job.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
+    crowd.abort(None).result(SECONDS)
+    assert crowd.stats.reserved_tokens == 0
+
+
+def test_a_stop_id_ends_a_request_and_is_kept(make_engine):
+    output = alone(make_engine, [5, 6], budget=20)
+    stop = output[7]
+    job = Asked(make_engine(), [5, 6], budget=20, stop_ids=frozenset([stop])).result()
+    assert job.finish == {"type": "stop", "matched": stop}
+    assert job.output == output[: output.index(stop) + 1]
+
+
+def test_the_cache_counts_to_the_token(make_engine):
+    engine = make_engine()
+    first = Asked(engine, range(50), budget=5).result()
+    again = Asked(engine, [*range(50), *first.output, 7, 8]).result()
+    branch = Asked(engine, [*range(30), 9, 9]).result()
+    assert (first.cached_tokens, again.cached_tokens, branch.cached_tokens) == (0, 54, 30)
+
+
+def test_requests_of_a_group_share_their_prompt_at_once(make_engine):
+    engine = make_engine()
+    group = [Asked(engine, range(100), rid=str(i), seed=i, budget=30) for i in range(6)]
+    cached = sorted(each.result().cached_tokens for each in group)
+    assert cached == [0, 99, 99, 99, 99, 99]
+    assert len({tuple(each.job.output) for each in group}) == 6
+
+
+def test_an_abort_hands_back_what_there_is_and_leaves_the_others(make_engine):
+    engine = make_engine()
+    kept = Asked(engine, [1, 2], rid="bb", budget=300, seed=4)
+    ended = Asked(engine, [3, 4], rid="aa-1", budget=400)
+    ended.wait_for(3)
+    engine.abort("aa").result(SECONDS)
+    job = ended.result()
+    assert job.finish["type"] == "abort"
+    assert 3 <= len(job.output) == len(job.logprobs) < 400
+    assert kept.result().output == alone(make_engine, [1, 2], budget=300, seed=4)
+
+
+def test_an_abort_reaches_requests_that_wait(make_engine):
+    engine = make_engine(max_running=1)
+    running = Asked(engine, [1], rid="a", budget=400)
+    waiting = Asked(engine, [2], rid="b")
+    running.wait_for(1)
+    engine.abort(None).result(SECONDS)
+    assert waiting.result().output == []
+    assert running.result().finish["type"] == waiting.job.finish["type"] == "abort"
+
+
+@pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
+def test_a_pause_changes_no_token(make_engine, mode):
+    engine = make_engine()
+    asked = [Asked(engine, [i, i + 1], rid=str(i), budget=200, seed=i) for i in range(3)]
+    asked[2].wait_for(5)
+    engine.pause(mode).result(SECONDS)
+    before = [len(each.job.output) for each in asked]
+    engine.set_version("default").result(SECONDS)
+    assert [len(each.job.output) for each in asked] == before
+    engine.resume().result(SECONDS)
+    for i, each in enumerate(asked):
+        job = each.result()
+        assert job.output == alone(make_engine, [i, i + 1], budget=200, seed=i)
+        assert job.retractions == (mode is PauseMode.RETRACT)
+
+
+def test_a_flush_needs_the_kv_to_be_free(make_engine):
+    engine = make_engine()
+    asked = Asked(engine, [1, 2], budget=400)
+    asked.wait_for(1)
+    engine.pause(PauseMode.IN_PLACE).result(SECONDS)
+    with pytest.raises(EngineBusyError):
+        engine.flush_cache().result(SECONDS)
+    with pytest.raises(EngineBusyError, match="flush_cache"):
+        engine.update_weights(engine.model_path, "2", flush_cache=True).result(SECONDS)
+    engine.pause(PauseMode.RETRACT).result(SECONDS)
+    engine.flush_cache().result(SECONDS)
+    engine.resume().result(SECONDS)
+    assert len(asked.result().output) == 400
+
+
+def test_an_update_without_a_pause_waits_for_what_is_running_and_holds_what_is_not(make_engine, folder):
+    engine = make_engine()
+    running = Asked(engine, [1, 2], rid="a", budget=200)
+    running.wait_for(1)
+    updated = engine.update_weights(str(folder), "5", flush_cache=True)
+    later = Asked(engine, [1, 2], rid="b", budget=5)
+    updated.result(SECONDS)
+    assert running.result().meta_info("")["weight_version"] == "default"
+    assert later.result().meta_info("")["weight_version"] == "5"
+    assert later.job.cached_tokens == 0
+
+
+def test_versions_split_exactly_where_the_weights_changed(make_engine, folder):
+    engine = make_engine()
+    asked = Asked(engine, [1, 2], budget=100)
+    asked.wait_for(10)
+    engine.pause(PauseMode.IN_PLACE).result(SECONDS)
+    split = len(asked.job.output)
+    engine.update_weights(str(folder), "8", flush_cache=False).result(SECONDS)
+    engine.resume().result(SECONDS)
+    spans = asked.result().meta_info("")["weight_versions"]
+    assert spans == [
+        {"version": "default", "start": 0, "end": split},
+        {"version": "8", "start": split, "end": 100},
+    ]
+
+
+def test_weights_of_another_shape_are_refused_and_the_engine_goes_on(make_engine, tmp_path):
+    engine = make_engine()
+    other = write_random_checkpoint(tmp_path / "other", Shape(layers=1))
+    with pytest.raises(ModelError, match="shape"):
+        engine.update_weights(str(other), "2", flush_cache=True)
+    with pytest.raises(ModelError):
+        engine.update_weights(str(tmp_path / "nothing"), "2", flush_cache=True)
+    assert len(Asked(engine, [1]).result().output) == 10
+
+
+def test_stopping_ends_every_request(folder):
+    engine = Engine(str(folder))
+    engine.start()
+    asked = [Asked(engine, [1, 2], rid=str(i), budget=400) for i in range(3)]
+    asked[0].wait_for(1)
+    engine.stop()
+    assert all(each.result().finish is not None for each in asked)
+
+
+def test_the_counters_add_up(make_engine):
+    engine = make_engine()
+    for _ in range(2):
+        Asked(engine, range(40), budget=5).result()
+    engine.abort(None).result(SECONDS)
+    assert (engine.stats.prompt_tokens, engine.stats.cached_tokens) == (80, 39)
+    assert engine.stats.generated_tokens == 10
+    assert (engine.stats.running, engine.stats.waiting, engine.stats.reserved_tokens) == (0, 0, 0)

@@ -1,0 +1,105 @@
+"""What an engine, or another program that listens at its address, may make the service read and repeat."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+from pydantic import ValidationError
+
+from api_schemas.inference import BackendSpec
+from rollout_service.inference.contract import Exports, GenerateRequest, Sampling, new_request_id
+from rollout_service.inference.engines.answer_size import CEILING_BYTES, generation_bytes
+from rollout_service.inference.engines.sglang.backend import SGLangBackend
+from rollout_service.inference.errors import BackendProtocolError, BackendRejected, InferenceError
+from rollout_service.inference.pool.pools import Pools
+
+pytestmark = pytest.mark.anyio
+
+SECRET = "the-secret-of-another-service"
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def listening(handler: Handler) -> AsyncIterator[str]:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handler)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def request(tokens: int = 8, exports: Exports | None = None) -> GenerateRequest:
+    sampling = Sampling(max_new_tokens=tokens)
+    return GenerateRequest(new_request_id(), (1, 2, 3), sampling, exports or Exports())
+
+
+@pytest.mark.parametrize("status", [200, 302, 404, 500])
+@pytest.mark.parametrize("kind", ["text/plain", "application/json"])
+async def test_what_another_service_says_is_not_repeated(status: int, kind: str) -> None:
+    async def secret(_: web.Request) -> web.Response:
+        text = SECRET if kind == "text/plain" else f'{{"detail": "{SECRET}"}}'
+        return web.Response(status=status, text=text, content_type=kind)
+
+    async with listening(secret) as url, Pools() as pools:
+        with pytest.raises(InferenceError) as caught:
+            await pools.register(url)
+        assert SECRET not in f"{caught.value} {caught.value.hint} {caught.value.context}"
+
+
+async def test_what_an_engine_says_about_an_error_is_repeated_in_part() -> None:
+    async def refuse(_: web.Request) -> web.Response:
+        message = "no room \x1b]0;title\x07" + "x" * 100_000
+        return web.json_response({"error": {"message": message}}, status=400)
+
+    async with listening(refuse) as url:
+        backend = SGLangBackend(url)
+        with pytest.raises(BackendRejected, match="no room") as caught:
+            await backend.generate(request())
+        await backend.close()
+    assert len(str(caught.value)) < 1_000
+    assert str(caught.value).isprintable()
+
+
+async def test_an_answer_without_end_is_an_error_before_it_fills_the_memory() -> None:
+    sent = 0
+
+    async def flood(http: web.Request) -> web.StreamResponse:
+        nonlocal sent
+        answer = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await answer.prepare(http)
+        try:
+            while sent < 1 << 30:
+                await answer.write(b" " * 65_536)
+                sent += 65_536
+        except OSError:
+            pass
+        return answer
+
+    async with listening(flood) as url:
+        backend = SGLangBackend(url)
+        with pytest.raises(BackendProtocolError, match="/generate answered more than"):
+            await backend.generate(request())
+        with pytest.raises(BackendProtocolError, match="/model_info answered more than"):
+            await backend.model_info()
+        await backend.close()
+    assert sent < 64 << 20
+
+
+def test_the_size_of_an_answer_follows_what_was_asked_for() -> None:
+    plain = generation_bytes(request(1_000), None)
+    assert plain >= 1_000 * 1_024
+    assert generation_bytes(request(1_000, Exports(top_logprobs=5)), None) > plain
+    assert generation_bytes(request(1_000, Exports(prompt_logprobs_from=0)), None) > plain
+    assert generation_bytes(request(10**6, Exports(routed_experts_from=0)), None) == CEILING_BYTES
+
+
+@pytest.mark.parametrize("tail", ["?key=1", "#part", "?"])
+@pytest.mark.parametrize("user", ["", "me@", "me:secret@"])
+def test_an_address_is_scheme_host_port_and_path(user: str, tail: str) -> None:
+    with pytest.raises(ValidationError, match="no user, query or fragment"):
+        BackendSpec.model_validate({"url": f"http://{user}127.0.0.1:30000/{tail}"})

@@ -1,0 +1,91 @@
+"""Interrupt a generation anywhere, any number of times: the tokens are those of one that was left alone."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_service.inference.contract import (
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    Sampling,
+    new_request_id,
+)
+from rollout_service.inference.pool.continuation import Continuation
+
+
+def token_at(position):
+    return (position * 7 + 3) % 512
+
+
+def answer(request, count, finish_reason, version=0):
+    """What an engine gives whose token at each position is known."""
+    start = len(request.input_ids)
+    return Generation(
+        output_ids=[token_at(position) for position in range(start, start + count)],
+        logprobs=[-float(position) for position in range(start, start + count)],
+        versions=[version] * count,
+        finish_reason=finish_reason,
+        prompt_tokens=start,
+        cached_tokens=min(start, 2),
+        backend_id=f"engine-{version}",
+        engine_seconds=0.25,
+    )
+
+
+@given(
+    budget=st.integers(1, 60),
+    prompt=st.lists(st.integers(0, 511), min_size=1, max_size=20),
+    cuts=st.lists(st.integers(0, 20), max_size=12),
+)
+def test_any_aborts_give_exactly_the_budget(budget, prompt, cuts):
+    continuation = Continuation(GenerateRequest(new_request_id(), prompt, Sampling(max_new_tokens=budget)))
+    whole, sizes, ids = None, [], set()
+    for version, cut in enumerate([*cuts, budget]):
+        request = continuation.next_request()
+        ids.add(request.request_id)
+        left = request.sampling.max_new_tokens
+        assert request.input_ids == [*prompt, *continuation.output_ids]
+        assert left == budget - sum(sizes)
+        size = min(cut, left)
+        is_last = version == len(cuts)
+        reason = FinishReason.LENGTH if is_last else FinishReason.ABORT
+        sizes.append(size)
+        whole = continuation.add(answer(request, size, reason, version))
+        if whole is not None:
+            break
+    assert whole is not None
+    assert whole.finish_reason is FinishReason.LENGTH
+    assert whole.output_ids == [token_at(len(prompt) + i) for i in range(budget)]
+    assert whole.logprobs == [-float(len(prompt) + i) for i in range(budget)]
+    assert whole.versions == [version for version, size in enumerate(sizes) for _ in range(size)]
+    assert whole.prompt_tokens == len(prompt)
+    assert whole.engine_seconds == 0.25 * len(sizes)
+    assert len(ids) == len(sizes)
+    assert len({len(each) for each in ids}) == 1, "an id must not be a prefix of another"
+
+
+def make(budget):
+    return Continuation(GenerateRequest(new_request_id(), [1, 2, 3], Sampling(max_new_tokens=budget)))
+
+
+def test_a_stop_ends_it_early():
+    continuation = make(budget=10)
+    assert continuation.add(answer(continuation.next_request(), 4, FinishReason.ABORT)) is None
+    whole = continuation.add(answer(continuation.next_request(), 2, FinishReason.STOP))
+    assert whole is not None
+    assert (whole.finish_reason, len(whole.output_ids)) == (FinishReason.STOP, 6)
+
+
+def test_an_abort_with_the_budget_used_up_is_a_length():
+    continuation = make(budget=4)
+    whole = continuation.add(answer(continuation.next_request(), 4, FinishReason.ABORT))
+    assert whole is not None
+    assert whole.finish_reason is FinishReason.LENGTH
+
+
+def test_cached_tokens_are_those_of_the_first_answer_with_tokens():
+    continuation = make(budget=4)
+    continuation.add(answer(continuation.next_request(), 0, FinishReason.ABORT))
+    whole = continuation.add(answer(continuation.next_request(), 4, FinishReason.LENGTH))
+    assert whole is not None
+    assert whole.cached_tokens == 2

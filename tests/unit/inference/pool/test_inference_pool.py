@@ -1,0 +1,531 @@
+"""A pool loses no token: against scripted engines over real HTTP, with every fault that they can be told to have."""
+
+from collections import Counter
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import anyio
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from api_schemas.inference import BackendState, PauseMode
+from rollout_service.inference.contract import FinishReason, GenerateRequest, Sampling, new_request_id
+from rollout_service.inference.errors import (
+    BackendProtocolError,
+    BackendRejected,
+    BackendUnreachable,
+    GenerationTimeout,
+    NoBackendError,
+    PromptTooLong,
+    UnknownBackend,
+)
+from rollout_service.inference.pool.options import PoolOptions
+from rollout_service.inference.pool.pools import Pools
+from rollout_service.testing import Counting, Fault, ScriptedEngine
+
+pytestmark = pytest.mark.anyio
+
+SCRIPT = Counting()
+OPTIONS = PoolOptions(
+    hold_seconds=20.0, probe_interval=0.05, probe_timeout=0.5, slow_start=0.0, registration_timeout=5.0
+)
+RETRIED = [
+    Fault.DROP,
+    Fault.ERROR,
+    Fault.GARBAGE,
+    Fault.NO_LOGPROBS,
+    Fault.SHORT_LOGPROBS,
+    Fault.BAD_ID,
+    Fault.QUEUE_ABORT,
+]
+
+
+def request(budget=12, prompt=(1, 2, 3)):
+    return GenerateRequest(new_request_id(), prompt, Sampling(max_new_tokens=budget))
+
+
+def is_exact(generation, budget=12, prompt=(1, 2, 3)):
+    """Whether it is what a script that depends on positions alone gives without any interruption."""
+    return (
+        generation.output_ids == [SCRIPT.token_at(len(prompt) + i) for i in range(budget)]
+        and len(generation.logprobs) == len(generation.versions) == budget
+        and generation.finish_reason is FinishReason.LENGTH
+    )
+
+
+@asynccontextmanager
+async def running(*engines, options=OPTIONS):
+    """Pools with these engines in the pool `policy`."""
+    async with AsyncExitStack() as stack:
+        for engine in engines:
+            await stack.enter_async_context(engine)
+        pools = await stack.enter_async_context(Pools(options))
+        for engine in engines:
+            await pools.register(engine.url)
+        yield pools, pools["policy"]
+
+
+async def until(condition):
+    with anyio.fail_after(20):
+        while not condition():
+            await anyio.sleep(0.005)
+
+
+def state_of(pool, engine):
+    return next(view for view in pool.views() if view.url == engine.url).state
+
+
+# ---- choosing
+
+
+async def test_a_rollouts_turns_go_to_one_backend():
+    async with running(ScriptedEngine(SCRIPT), ScriptedEngine(SCRIPT)) as (_, pool):
+        backends = {(await pool.generate(request(), affinity="r")).backend_id for _ in range(6)}
+        assert len(backends) == 1
+
+
+async def test_rollouts_are_spread_and_every_count_goes_down_again():
+    engines = [ScriptedEngine(SCRIPT, latency=0.02) for _ in range(3)]
+    async with running(*engines) as (_, pool):
+        served = Counter()
+
+        async def roll_out(name):
+            for _ in range(2):
+                served[(await pool.generate(request(), affinity=name)).backend_id] += 1
+            pool.release(name)
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(30):
+                tasks.start_soon(roll_out, f"r{number}")
+        assert sorted(served.values()) == [20, 20, 20]
+        assert [view.in_flight for view in pool.views()] == [0, 0, 0]
+        assert sum(view.served for view in pool.views()) == 60
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize("fault", RETRIED)
+async def test_a_fault_of_one_request_costs_no_token(fault):
+    engines = [ScriptedEngine(SCRIPT), ScriptedEngine(SCRIPT)]
+    async with running(*engines) as (_, pool):
+        for engine in engines:
+            engine.inject(fault)
+        assert is_exact(await pool.generate(request(), affinity="r"))
+        assert [view.in_flight for view in pool.views()] == [0, 0]
+
+
+@pytest.mark.parametrize("fault", RETRIED)
+async def test_a_single_backend_gets_another_chance(fault):
+    engine = ScriptedEngine(SCRIPT)
+    async with running(engine) as (_, pool):
+        engine.inject(fault)
+        assert is_exact(await pool.generate(request()))
+
+
+async def test_a_backend_that_fails_every_request_is_named_in_the_end():
+    engine = ScriptedEngine(SCRIPT)
+    async with running(engine) as (_, pool):
+        engine.inject(Fault.NO_LOGPROBS, count=100)
+        with pytest.raises(BackendProtocolError, match="output_token_logprobs is missing"):
+            await pool.generate(request())
+        assert pool.views()[0].failures >= OPTIONS.max_failures
+
+
+async def test_endless_aborts_of_an_engine_that_nobody_paused_are_an_error():
+    engine = ScriptedEngine(SCRIPT)
+    async with running(engine) as (_, pool):
+        engine.inject(Fault.QUEUE_ABORT, count=100)
+        with pytest.raises(BackendUnreachable, match="before its first token"):
+            await pool.generate(request())
+
+
+@pytest.mark.parametrize("token", [-1, 512, 10**9])
+async def test_an_id_outside_the_vocabulary_is_never_sent(token):
+    engine = ScriptedEngine(SCRIPT)
+    async with running(engine) as (_, pool):
+        before = engine.requests
+        with pytest.raises(BackendRejected, match=f"prompt id {token} at 1"):
+            await pool.generate(request(prompt=(1, token, 3)))
+        assert engine.requests == before
+
+
+async def test_ids_of_earlier_turns_are_looked_at_again_only_after_another_vocabulary():
+    engine, small = ScriptedEngine(SCRIPT), ScriptedEngine(SCRIPT, vocab_size=300)
+    later = replace(request(prompt=(400, 2, 3)), known=2)
+    async with running(engine) as (pools, pool), small:
+        await pool.generate(later)
+        with pytest.raises(BackendRejected, match="prompt id 512 at 2"):
+            await pool.generate(replace(request(prompt=(1, 2, 512)), known=2))
+        await pools.remove(pool.views()[0].backend_id)
+        await pools.register(small.url)
+        with pytest.raises(BackendRejected, match="prompt id 400 at 0"):
+            await pool.generate(later)
+
+
+async def test_a_request_that_does_not_fit_is_refused_before_it_is_sent():
+    engine = ScriptedEngine(SCRIPT, context_length=50)
+    async with running(engine) as (_, pool):
+        before = engine.requests
+        with pytest.raises(PromptTooLong):
+            await pool.generate(request(budget=60))
+        assert engine.requests == before
+        assert pool.views()[0].state is BackendState.READY
+
+
+async def test_requests_move_when_their_backend_dies():
+    engines = [ScriptedEngine(SCRIPT, latency=0.3), ScriptedEngine(SCRIPT, latency=0.3)]
+    async with running(*engines) as (_, pool):
+        results = []
+
+        async def generate(name):
+            results.append(await pool.generate(request(), affinity=name))
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(10):
+                tasks.start_soon(generate, f"r{number}")
+            await until(lambda: all(engine.in_flight for engine in engines))
+            await engines[0].die()
+        assert len(results) == 10
+        assert all(is_exact(each) for each in results)
+        assert {each.backend_id for each in results} == {f"policy@{engines[1].url.removeprefix('http://')}"}
+        await until(lambda: state_of(pool, engines[0]) is BackendState.FAILED)
+
+
+async def test_a_hanging_backend_leaves_service_and_its_requests_go_on_elsewhere():
+    hanging, good = ScriptedEngine(SCRIPT), ScriptedEngine(SCRIPT)
+    async with running(hanging, good) as (_, pool):
+        home = await pool.generate(request(), affinity="r")
+        sick = hanging if hanging.url.endswith(home.backend_id.rpartition(":")[2]) else good
+        sick.inject(Fault.HANG)
+        results = []
+
+        async def generate():
+            results.append(await pool.generate(request(), affinity="r"))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(generate)
+            await until(lambda: sick.requests == 3)  # the check at its registration, the first turn, this one
+            sick.healthy = False
+        assert is_exact(results[0])
+        assert results[0].backend_id != home.backend_id
+        assert state_of(pool, sick) is BackendState.FAILED
+
+
+async def test_a_backend_that_recovers_comes_back_with_the_pools_weights():
+    engine = ScriptedEngine(SCRIPT)
+    async with running(engine) as (_, pool):
+        await pool.update_weights("/weights/5", 5)
+        engine.healthy = False
+        await until(lambda: state_of(pool, engine) is BackendState.FAILED)
+        engine.version = "default"  # as after a restart
+        engine.healthy = True
+        await until(lambda: state_of(pool, engine) is BackendState.READY)
+        assert engine.version == "5"
+        assert set((await pool.generate(request())).versions) == {5}
+
+
+async def test_requests_wait_for_a_backend_that_comes_back():
+    engine = ScriptedEngine(SCRIPT)
+    async with running(engine) as (_, pool), anyio.create_task_group() as tasks:
+        engine.healthy = False
+        await until(lambda: state_of(pool, engine) is BackendState.FAILED)
+        results = []
+
+        async def generate():
+            results.append(await pool.generate(request()))
+
+        tasks.start_soon(generate)
+        await anyio.wait_all_tasks_blocked()
+        assert results == []
+        engine.healthy = True
+        await until(lambda: results)
+        assert is_exact(results[0])
+
+
+async def test_without_any_backend_in_service_the_error_names_them():
+    engine = ScriptedEngine(SCRIPT)
+    options = PoolOptions(hold_seconds=0.2, probe_interval=0.02, probe_timeout=0.5)
+    async with running(engine, options=options) as (_, pool):
+        engine.healthy = False
+        await until(lambda: state_of(pool, engine) is BackendState.FAILED)
+        with pytest.raises(NoBackendError, match="503"):
+            await pool.generate(request())
+
+
+async def test_cancelling_a_request_aborts_it_in_the_engine():
+    engine = ScriptedEngine(SCRIPT)
+    async with running(engine) as (pools, pool):
+        engine.latency = 30
+        wanted = request()
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(pool.generate, wanted)
+                await until(lambda: engine.in_flight)
+                tasks.cancel_scope.cancel()
+        assert engine.aborts == [f"{wanted.request_id}-0000"]
+        await until(lambda: engine.in_flight == 0)
+        assert pools.views()[0].in_flight == 0
+
+
+# ---- pauses and weights
+
+
+async def test_an_abort_of_all_costs_no_token():
+    engine = ScriptedEngine(SCRIPT, latency=0.2)
+    async with running(engine) as (_, pool):
+        results = []
+
+        async def generate():
+            results.append(await pool.generate(request(budget=50)))
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(5):
+                tasks.start_soon(generate)
+            await until(lambda: engine.in_flight == 5)
+            await pool.abort()
+        assert all(is_exact(each, budget=50) for each in results)
+
+
+async def test_a_paused_pool_holds_requests():
+    engine = ScriptedEngine(SCRIPT)
+    async with running(engine) as (_, pool):
+        await pool.pause()
+        assert [view.state for view in pool.views()] == [BackendState.PAUSED]
+        before, results = engine.requests, []
+
+        async def generate():
+            results.append(await pool.generate(request()))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(generate)
+            await anyio.wait_all_tasks_blocked()
+            assert (engine.requests, results) == (before, [])
+            await pool.resume()
+        assert is_exact(results[0])
+
+
+async def test_a_pause_that_lasts_too_long_is_an_error_that_says_so():
+    options = PoolOptions(hold_seconds=0.1)
+    async with running(ScriptedEngine(SCRIPT), options=options) as (_, pool):
+        await pool.pause()
+        with pytest.raises(GenerationTimeout, match="paused") as caught:
+            await pool.generate(request())
+        assert caught.value.retryable
+
+
+@pytest.mark.parametrize("mode", list(PauseMode))
+async def test_an_update_loses_no_token_and_every_token_has_its_version(mode):
+    engine = ScriptedEngine(SCRIPT, latency=0.4)
+    async with running(engine) as (_, pool):
+        results = []
+
+        async def generate():
+            results.append(await pool.generate(request(budget=60), affinity="r"))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(generate)
+            await until(lambda: engine.in_flight)
+            outcome = await pool.update_weights("/weights/1", 1, mode)
+        assert [each.ok for each in outcome.outcomes] == [True]
+        assert outcome.version == 1
+        assert is_exact(results[0], budget=60)
+        assert results[0].versions == sorted(results[0].versions)
+        assert set(results[0].versions) <= {0, 1}
+        assert results[0].versions[-1] == (0 if mode is PauseMode.DRAIN else 1)
+        assert pool.views()[0].weight_version == 1
+
+
+async def test_an_update_leaves_a_pause_of_the_callers_in_place():
+    async with running(ScriptedEngine(SCRIPT)) as (_, pool):
+        await pool.pause()
+        await pool.update_weights("/weights/1", 1)
+        assert pool.paused
+        await pool.resume()
+        assert set((await pool.generate(request())).versions) == {1}
+
+
+async def test_an_update_reports_on_each_backend_and_the_stale_one_leaves_service():
+    engines = [ScriptedEngine(SCRIPT), ScriptedEngine(SCRIPT)]
+    options = PoolOptions(probe_interval=0.05, probe_timeout=0.5, slow_start=0.0, unhealthy_after=1000)
+    async with running(*engines, options=options) as (_, pool):
+        await engines[0].die()
+        outcome = await pool.update_weights("/weights/2", 2)
+        assert sorted(each.ok for each in outcome.outcomes) == [False, True]
+        assert next(each.error for each in outcome.outcomes if not each.ok)
+        assert state_of(pool, engines[0]) is BackendState.FAILED
+        assert set((await pool.generate(request())).versions) == {2}
+
+
+async def test_a_backend_that_joins_late_gets_the_weights_and_the_pause():
+    first, late = ScriptedEngine(SCRIPT), ScriptedEngine(SCRIPT)
+    async with running(first) as (pools, pool), late:
+        await pool.update_weights("/weights/3", 3)
+        await pool.pause(PauseMode.IN_PLACE)
+        view = await pools.register(late.url)
+        assert (view.weight_version, late.version, late.paused) == (3, "3", True)
+        await pool.resume()
+        assert not late.paused
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    events=st.lists(
+        st.sampled_from(["abort", "pause", "drop", "update", "hang up one"]), min_size=1, max_size=6
+    )
+)
+async def test_whatever_happens_every_request_gets_exactly_its_tokens(events):
+    engines = [ScriptedEngine(SCRIPT, latency=0.15), ScriptedEngine(SCRIPT, latency=0.15)]
+    async with running(*engines) as (_, pool):
+        results = []
+
+        async def generate(number):
+            results.append(await pool.generate(request(budget=40), affinity=f"r{number % 3}"))
+
+        async def disturb():
+            for version, event in enumerate(events, start=1):
+                await anyio.sleep(0.02)
+                if event == "abort":
+                    await pool.abort()
+                elif event == "pause":
+                    await pool.pause()
+                    await pool.resume()
+                elif event == "update":
+                    await pool.update_weights(f"/weights/{version}", version)
+                else:
+                    engines[0].inject(Fault.DROP)
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(6):
+                tasks.start_soon(generate, number)
+            tasks.start_soon(disturb)
+        assert len(results) == 6
+        assert all(is_exact(each, budget=40) for each in results)
+        assert all(each.versions == sorted(each.versions) for each in results)
+        assert all(view.in_flight == 0 for view in pool.views())
+
+
+# ---- membership
+
+
+async def test_an_empty_pool_says_how_to_register():
+    async with Pools(OPTIONS) as pools:
+        with pytest.raises(NoBackendError) as caught:
+            pools["policy"]
+        assert "POST /v1/backends" in caught.value.hint
+
+
+async def test_registering_twice_changes_nothing():
+    engine = ScriptedEngine(SCRIPT)
+    async with running(engine) as (pools, pool):
+        await pools.register(f"{engine.url}/")
+        assert len(pool.views()) == 1
+        assert is_exact(await pool.generate(request()))
+
+
+async def test_a_drained_backend_gets_nothing_new_until_it_is_registered_again():
+    engines = [ScriptedEngine(SCRIPT), ScriptedEngine(SCRIPT)]
+    async with running(*engines) as (pools, pool):
+        drained = next(view for view in pool.views() if view.url == engines[0].url)
+        assert pools.drain(drained.backend_id).state is BackendState.DRAINING
+        before = engines[0].requests
+        for _ in range(6):
+            await pool.generate(request())
+        assert engines[0].requests == before
+        await pools.register(engines[0].url)
+        assert state_of(pool, engines[0]) is BackendState.READY
+
+
+async def test_a_removed_backends_requests_go_on_elsewhere():
+    engines = [ScriptedEngine(SCRIPT, latency=0.3), ScriptedEngine(SCRIPT, latency=0.3)]
+    async with running(*engines) as (pools, pool):
+        results = []
+
+        async def generate():
+            results.append(await pool.generate(request()))
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(4):
+                tasks.start_soon(generate)
+            await until(lambda: engines[0].in_flight)
+            await pools.remove(next(view.backend_id for view in pool.views() if view.url == engines[0].url))
+        assert all(is_exact(each) for each in results)
+        assert len(pool.views()) == 1
+        assert engines[0].in_flight == 0, "the engine was told"
+
+
+async def test_pools_are_apart():
+    policy, judge = ScriptedEngine(SCRIPT), ScriptedEngine(SCRIPT)
+    async with running(policy) as (pools, _), judge:
+        await pools.register(judge.url, "judge")
+        await pools["policy"].pause()
+        assert is_exact(await pools["judge"].generate(request()))
+        assert pools.names() == ["judge", "policy"]
+        assert len({view.backend_id for view in pools.views()}) == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (Fault.NO_LOGPROBS, "output_token_logprobs"),
+        (Fault.GARBAGE, "no JSON"),
+        (Fault.BAD_ID, "vocabulary"),
+    ],
+)
+async def test_an_engine_that_lacks_something_is_not_registered(fault, message):
+    async with ScriptedEngine(SCRIPT, faults=[fault]) as engine, Pools(OPTIONS) as pools:
+        with pytest.raises(BackendProtocolError, match=message):
+            await pools.register(engine.url)
+        assert pools.views() == []
+
+
+async def test_an_engine_with_a_named_version_is_not_registered():
+    async with ScriptedEngine(SCRIPT) as engine, Pools(OPTIONS) as pools:
+        engine.version = "step-3"
+        with pytest.raises(BackendProtocolError, match="step-3") as caught:
+            await pools.register(engine.url)
+        assert "weight_version" in caught.value.hint
+
+
+async def test_an_engine_that_is_paused_is_not_registered_and_the_error_says_why():
+    options = PoolOptions(registration_timeout=0.3)
+    async with ScriptedEngine(SCRIPT) as engine, Pools(options) as pools:
+        engine.paused = True
+        with pytest.raises(BackendUnreachable) as caught:
+            await pools.register(engine.url)
+        assert "paused" in caught.value.hint
+
+
+async def test_an_address_where_nothing_listens_is_not_registered():
+    engine = ScriptedEngine(SCRIPT)
+    async with engine:
+        url = engine.url
+    async with Pools(OPTIONS) as pools:
+        with pytest.raises(BackendUnreachable) as caught:
+            await pools.register(url)
+        assert url in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "url", ["", "localhost:3", "ftp://host", "http://", "http://a:b@host:3", "http://h/?q=1"]
+)
+async def test_a_malformed_address_is_refused(url):
+    async with Pools(OPTIONS) as pools:
+        with pytest.raises(ValueError, match="address"):
+            await pools.register(url)
+
+
+async def test_another_vocabulary_is_not_taken_into_the_pool():
+    small = ScriptedEngine(SCRIPT, vocab_size=1024)
+    async with running(ScriptedEngine(SCRIPT)) as (pools, _), small:
+        with pytest.raises(BackendRejected, match="vocabulary of 1024"):
+            await pools.register(small.url)
+
+
+async def test_unknown_backends_are_named():
+    async with Pools(OPTIONS) as pools:
+        with pytest.raises(UnknownBackend, match="nobody"):
+            await pools.remove("nobody")
+        with pytest.raises(UnknownBackend, match="nobody"):
+            pools.drain("nobody")

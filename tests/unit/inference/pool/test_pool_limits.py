@@ -1,0 +1,199 @@
+"""Limits of a pool and of its backends: never exceeded, nobody overtaken, several pools apart from each other."""
+
+from collections import Counter
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_service.inference.contract import GenerateRequest, Sampling, new_request_id
+from rollout_service.inference.errors import InferenceError
+from rollout_service.inference.pool.options import PoolOptions
+from rollout_service.inference.pool.pools import Pools
+from rollout_service.inference.pool.wait_queue import Line
+from rollout_service.testing import Counting, ScriptedEngine
+
+pytestmark = pytest.mark.anyio
+
+
+def request(budget=4):
+    return GenerateRequest(new_request_id(), [1, 2, 3], Sampling(max_new_tokens=budget))
+
+
+@asynccontextmanager
+async def running(*engines, limits=(), options=None):
+    async with AsyncExitStack() as stack:
+        for engine in engines:
+            await stack.enter_async_context(engine)
+        pools = await stack.enter_async_context(Pools(options or PoolOptions()))
+        for engine, limit in zip(engines, limits or [None] * len(engines), strict=True):
+            await pools.register(engine.url, max_in_flight=limit)
+        yield pools["policy"]
+
+
+async def until(condition):
+    with anyio.fail_after(20):
+        while not condition():
+            await anyio.sleep(0.002)
+
+
+class Peak(ScriptedEngine):
+    """Notes how many requests it had at once."""
+
+    peak = 0
+
+    def _make_turn(self, *args):
+        self.peak = max(self.peak, self.in_flight + 1)
+        return super()._make_turn(*args)
+
+
+async def test_a_pool_never_works_on_more_requests_than_its_limit():
+    engines = [Peak(Counting(), latency=0.02), Peak(Counting(), latency=0.02)]
+    async with running(*engines, options=PoolOptions(max_in_flight=3)) as pool:
+        seen = []
+
+        async def generate(number):
+            await pool.generate(request(), affinity=f"r{number}")
+            seen.append(sum(view.in_flight for view in pool.views()))
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(20):
+                tasks.start_soon(generate, number)
+            await until(lambda: pool.waiting == 17)
+        assert len(seen) == 20
+        assert max(seen) <= 3
+        assert sum(engine.peak for engine in engines) <= 4  # one each at the registration
+        assert pool.waiting == 0
+
+
+async def test_a_backend_is_never_given_more_than_its_own_limit():
+    small, large = Peak(Counting(), latency=0.02), Peak(Counting(), latency=0.02)
+    options = PoolOptions(max_in_flight_per_backend=4)
+    async with running(small, large, limits=[1, None], options=options) as pool:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(24):
+                tasks.start_soon(
+                    pool.generate,
+                    request(),
+                )
+        assert (small.peak, large.peak) == (1, 4)
+
+
+async def test_the_oldest_rollout_is_next():
+    engine = ScriptedEngine(Counting())
+    async with running(engine, options=PoolOptions(max_in_flight=1)) as pool:
+        engine.latency = 0.1
+        order = []
+
+        async def generate(name):
+            await pool.generate(request(), affinity=name)
+            order.append(name)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(generate, "first")
+            await until(lambda: engine.in_flight)
+            for number, name in enumerate(["second", "third", "first"]):
+                tasks.start_soon(generate, name)
+                await until(lambda number=number: pool.waiting > number)
+        assert order == ["first", "first", "second", "third"]
+        pool.release("first")
+
+
+async def test_everyone_in_the_line_waits_for_a_pause_only_so_long():
+    engine = ScriptedEngine(Counting())
+    async with running(engine, options=PoolOptions(max_in_flight=1, hold_seconds=0.3)) as pool:
+        engine.latency = 30.0
+        errors = []
+
+        async def generate():
+            try:
+                await pool.generate(request())
+            except InferenceError as error:
+                errors.append(error)
+
+        with anyio.fail_after(3):
+            async with anyio.create_task_group() as tasks:
+                for _ in range(20):
+                    tasks.start_soon(generate)
+                await until(lambda: pool.waiting == 19)
+                await pool.pause()
+        assert len(errors) == 20
+        assert pool.waiting == 0
+
+
+async def test_who_gives_up_leaves_the_line_to_the_others():
+    engine = ScriptedEngine(Counting(), latency=0.2)
+    async with running(engine, options=PoolOptions(max_in_flight=1)) as pool:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pool.generate, request())
+            await until(lambda: engine.in_flight)
+            with anyio.move_on_after(0.01):
+                await pool.generate(request())
+            assert pool.waiting == 0
+            tasks.start_soon(pool.generate, request())
+        assert engine.requests == 3
+
+
+async def test_a_backend_that_joins_takes_from_the_line_at_once():
+    first, second = ScriptedEngine(Counting(), latency=30.0), ScriptedEngine(Counting())
+    options = PoolOptions(max_in_flight_per_backend=1)
+    async with AsyncExitStack() as stack:
+        for engine in (first, second):
+            await stack.enter_async_context(engine)
+        first.latency = 0.0
+        pools = await stack.enter_async_context(Pools(options))
+        await pools.register(first.url)
+        first.latency = 30.0
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pools["policy"].generate, request())
+            await until(lambda: first.in_flight)
+            tasks.start_soon(pools["policy"].generate, request())
+            await until(lambda: pools["policy"].waiting)
+            await pools.register(second.url)
+            await until(lambda: second.requests == 2)
+            tasks.cancel_scope.cancel()
+
+
+async def test_pools_have_their_own_backends_versions_and_limits():
+    policy, judge = Peak(Counting(), latency=0.02), Peak(Counting(), latency=0.02)
+    async with policy, judge, Pools(options_of={"judge": PoolOptions(max_in_flight=1)}) as pools:
+        await pools.register(policy.url)
+        await pools.register(judge.url, "judge")
+        await pools["policy"].update_weights("/weights/3", 3)
+        async with anyio.create_task_group() as tasks:
+            for name in ["policy", "judge"] * 5:
+                tasks.start_soon(pools[name].generate, request())
+        assert pools.names() == ["judge", "policy"]
+        assert Counter(view.pool for view in pools.views()) == {"judge": 1, "policy": 1}
+        assert {view.pool: view.weight_version for view in pools.views()} == {"judge": 0, "policy": 3}
+        assert (policy.peak, judge.peak) == (5, 1)
+
+
+@given(ages=st.lists(st.integers(0, 5), max_size=20), leavers=st.sets(st.integers(0, 19)))
+def test_the_line_lets_the_oldest_go_first_whoever_leaves(ages, leavers):
+    line = Line()
+    standing = {}
+    for number, age in enumerate(ages):
+        context = line.place(age)
+        standing[number] = (context, context.__enter__())
+    for number in leavers & standing.keys():
+        standing.pop(number)[0].__exit__(None, None, None)
+    order = []
+    while standing:
+        number = next(number for number, (_, place) in standing.items() if line.is_next(place))
+        order.append((ages[number], number))
+        standing.pop(number)[0].__exit__(None, None, None)
+    assert order == sorted(order)
+    assert not line
+
+
+def test_the_age_of_a_rollout_is_that_of_its_first_request():
+    line = Line()
+    first, second = line.age("a"), line.age("b")
+    assert first < second < line.age(None)
+    assert line.age("a") == first
+    line.release("a")
+    line.release("a")
+    assert line.age("a") > second

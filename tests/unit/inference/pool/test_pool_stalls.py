@@ -1,0 +1,87 @@
+"""Calls that get nowhere move to another backend; those that are only slow do not."""
+
+import anyio
+import pytest
+
+from api_schemas.inference import PauseMode
+from rollout_service.inference.contract import FinishReason, GenerateRequest, Sampling, new_request_id
+from rollout_service.inference.pool.locality import is_local
+from rollout_service.inference.pool.options import PoolOptions
+from rollout_service.inference.pool.pools import Pools
+from rollout_service.testing import Counting, Fault, Hardware, ScriptedEngine
+
+pytestmark = pytest.mark.anyio
+
+OPTIONS = PoolOptions(load_interval=0.02, stall_seconds=0.2, probe_interval=30.0, probe_timeout=5.0)
+
+
+def request(budget=8):
+    return GenerateRequest(new_request_id(), [1, 2, 3], Sampling(max_new_tokens=budget))
+
+
+async def test_a_request_that_an_engine_swallows_goes_elsewhere_though_the_engine_is_healthy():
+    sick, good = ScriptedEngine(Counting()), ScriptedEngine(Counting())
+    async with sick, good, Pools(OPTIONS) as pools:
+        await pools.register(sick.url)
+        sick.inject(Fault.HANG)
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as tasks:
+                answers = []
+
+                async def generate():
+                    answers.append(await pools["policy"].generate(request(), affinity="r"))
+
+                tasks.start_soon(generate)
+                while sick.requests < 2:
+                    await anyio.sleep(0.005)
+                await pools.register(good.url)
+        assert answers[0].finish_reason is FinishReason.LENGTH
+        assert answers[0].backend_id.endswith(good.url.rpartition(":")[2])
+        assert sick.aborts != []
+        assert "no progress" in pools.views()[0].last_error
+
+
+async def test_an_engine_that_works_for_long_is_left_alone():
+    hardware = Hardware(prefill_seconds=0.0, decode_seconds=0.06)
+    async with ScriptedEngine(Counting(), hardware=hardware) as engine, Pools(OPTIONS) as pools:
+        await pools.register(engine.url)
+        before = engine.requests
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pools["policy"].generate, request(budget=16))
+            for _ in range(8):  # others come and go: the engine is alive
+                tasks.start_soon(pools["policy"].generate, request(budget=1))
+                await anyio.sleep(0.1)
+        assert engine.requests == before + 9
+        assert pools.views()[0].failures == 0
+
+
+async def test_a_pause_is_no_stall():
+    engine = ScriptedEngine(Counting(), latency=0.1)
+    async with engine, Pools(OPTIONS) as pools:
+        await pools.register(engine.url)
+        pool = pools["policy"]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pool.generate, request())
+            while not engine.in_flight:
+                await anyio.sleep(0.005)
+            await pool.pause(PauseMode.IN_PLACE)
+            await anyio.sleep(0.4)
+            await pool.resume()
+        assert pools.views()[0].failures == 0
+
+
+async def test_an_engine_that_reports_no_load_is_not_judged():
+    engine = ScriptedEngine(Counting())
+    del engine._routes["/v1/loads"]
+    async with engine, Pools(OPTIONS) as pools:
+        await pools.register(engine.url)
+        engine.latency = 0.5
+        await pools["policy"].generate(request())
+        assert pools.views()[0].failures == 0
+
+
+def test_this_node_is_known_by_its_names_and_addresses():
+    assert is_local("http://localhost:1")
+    assert is_local("http://127.0.0.1:30000")
+    assert not is_local("http://192.0.2.7:30000")
+    assert not is_local("nonsense")

@@ -1,0 +1,560 @@
+"""Orders about weights: what is refused, what is done once, what becomes of a backend that fails, and of a caller."""
+
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+
+import anyio
+import pytest
+from aiohttp import web
+from anyio.abc import SocketAttribute
+from pydantic import ValidationError
+
+from api_schemas.inference import (
+    BackendState,
+    DiskWeights,
+    DistributedWeights,
+    KvHandling,
+    PauseMode,
+    WeightsGroupRequest,
+    WeightsRequest,
+)
+from api_schemas.rollouts import Sampling as RolloutSampling
+from api_schemas.trajectories import Message, Trajectory
+from rollout_service.inference.contract import GenerateRequest, Sampling, new_request_id
+from rollout_service.inference.engines.sglang.backend import SGLangBackend
+from rollout_service.inference.errors import BackendRejected, NoBackendError, PoolPaused, WeightsConflict
+from rollout_service.inference.pool.options import PoolOptions
+from rollout_service.inference.pool.pools import Pools
+from rollout_service.inference.pool.weights.process_groups import Groups, buckets
+from rollout_service.policies.session import PolicySession
+from rollout_service.testing import Counting, ScriptedEngine
+from rollout_service.tokens import Conversation, ParsedTurn
+
+pytestmark = pytest.mark.anyio
+
+OPTIONS = PoolOptions(hold_seconds=20.0, probe_interval=0.05, probe_timeout=2.0, slow_start=0.0)
+
+
+class SlowEngine(ScriptedEngine):
+    """Takes its time to load weights, may refuse or lose them, and writes down what it loaded."""
+
+    def __init__(self, *, latency: float = 0.0) -> None:
+        super().__init__(Counting(), latency=latency)
+        self.loads: list[tuple[str, bool]] = []
+        self.seconds = 0.0
+        self.loading = 0
+        self.refuses = False
+        self.breaks = False
+
+    async def _update(self, body) -> web.Response:
+        self.loading += 1
+        assert self.loading == 1, "two updates at once"
+        assert body["abort_all_requests"] is False
+        await anyio.sleep(self.seconds)
+        self.loading -= 1
+        if self.refuses or self.breaks:
+            message = {"success": False, "message": "no such folder"}
+            return web.json_response(message, status=500 if self.breaks else 400)
+        self.loads.append((body["weight_version"], body["flush_cache"]))
+        return await super()._update(body)
+
+
+@asynccontextmanager
+async def running(*engines: ScriptedEngine, options: PoolOptions = OPTIONS):
+    async with AsyncExitStack() as stack:
+        for engine in engines:
+            await stack.enter_async_context(engine)
+        pools = await stack.enter_async_context(Pools(options))
+        for engine in engines:
+            await pools.register(engine.url)
+        yield pools["policy"]
+
+
+def request(budget: int = 12) -> GenerateRequest:
+    return GenerateRequest(new_request_id(), (1, 2, 3), Sampling(max_new_tokens=budget))
+
+
+def states(pool) -> list[BackendState]:
+    return [view.state for view in pool.views()]
+
+
+async def until(condition) -> None:
+    with anyio.fail_after(20):
+        while not condition():
+            await anyio.sleep(0.005)
+
+
+# ---- which version
+
+
+async def test_the_same_version_again_changes_nothing():
+    engine = SlowEngine()
+    async with running(engine) as pool:
+        assert (await pool.update_weights("/w/3", 3)).changed
+        again = await pool.update_weights("/w/3", 3)
+        assert (again.changed, again.version, again.outcomes[0].ok) == (False, 3, True)
+        assert engine.loads == [("3", True)]
+
+
+async def test_an_older_version_and_other_weights_of_the_same_are_refused_unless_forced():
+    engine = SlowEngine()
+    async with running(engine) as pool:
+        await pool.update_weights("/w/3", 3)
+        with pytest.raises(WeightsConflict, match="has version 3, and 2 is older") as caught:
+            await pool.update_weights("/w/2", 2)
+        assert (caught.value.status, caught.value.context) == (409, {"version": 3})
+        with pytest.raises(WeightsConflict, match="came from elsewhere"):
+            await pool.update_weights("/w/other", 3)
+        assert not pool.paused
+        outcome = await pool.load_weights(WeightsRequest(path="/w/2", version=2, force=True))
+        assert (outcome.outcomes[0].version_before, outcome.outcomes[0].version_after) == (3, 2)
+        assert engine.loads == [("3", True), ("2", True)]
+
+
+async def test_the_version_that_an_engine_came_with_counts():
+    engine = SlowEngine()
+    engine.version = "5"
+    async with running(engine) as pool:
+        with pytest.raises(WeightsConflict, match="has version 5"):
+            await pool.update_weights("/w/4", 4)
+        assert (await pool.update_weights("/w/5", 5)).changed, "which weights they were nobody knows"
+
+
+async def test_updates_at_once_come_one_after_the_other():
+    engine = SlowEngine()
+    async with running(engine) as pool, anyio.create_task_group() as tasks:
+        engine.seconds = 0.05
+        for version in (1, 2, 3):
+            tasks.start_soon(pool.update_weights, f"/w/{version}", version)
+            await anyio.wait_all_tasks_blocked()
+    assert [version for version, _ in engine.loads] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("mode", list(PauseMode))
+async def test_kv_of_older_weights_is_kept_in_place_only_and_the_answer_says_which(mode):
+    engine = SlowEngine()
+    async with running(engine) as pool:
+        outcome = await pool.update_weights("/w/1", 1, mode)
+        kept = mode is PauseMode.IN_PLACE
+        assert outcome.kv is (KvHandling.KEPT if kept else KvHandling.FLUSHED)
+        assert engine.loads == [("1", not kept)]
+
+
+# ---- modes
+
+
+async def test_drain_waits_for_what_runs_and_holds_what_comes():
+    engine = SlowEngine(latency=0.3)
+    async with running(engine) as pool:
+        results = []
+
+        async def generate():
+            results.append(await pool.generate(request()))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(generate)
+            await until(lambda: engine.in_flight)
+            tasks.start_soon(pool.update_weights, "/w/1", 1, PauseMode.DRAIN)
+            await until(lambda: pool.paused)
+            tasks.start_soon(generate)
+        assert [set(each.versions) for each in results] == [{0}, {1}]
+        assert engine.aborts == ["*"], "the pause asks for it when nothing runs any more"
+
+
+async def test_drain_is_bounded_and_what_is_left_goes_on_with_the_new_weights():
+    engine = SlowEngine()
+    async with running(engine) as pool:
+        engine.latency = 1.0
+        results = []
+
+        async def generate():
+            results.append(await pool.generate(request(40)))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(generate)
+            await until(lambda: engine.in_flight)
+            order = WeightsRequest(path="/w/1", version=1, mode=PauseMode.DRAIN, drain_seconds=0.2)
+            outcome = await pool.load_weights(order)
+        assert outcome.outcomes[0].in_flight == 1
+        assert outcome.held == 1
+        assert set(results[0].versions) == {0, 1}
+        assert results[0].output_ids == [Counting().token_at(3 + i) for i in range(40)]
+
+
+async def test_a_request_that_a_pause_holds_for_too_long_may_be_sent_again_later():
+    async with running(SlowEngine(), options=PoolOptions(hold_seconds=0.05)) as pool:
+        await pool.pause()
+        with pytest.raises(PoolPaused) as caught:
+            await pool.generate(request())
+        assert (caught.value.status, caught.value.retryable) == (503, True)
+
+
+# ---- failures
+
+
+async def test_a_backend_that_fails_comes_back_with_the_new_weights_only():
+    good, bad = SlowEngine(), SlowEngine()
+    async with running(good, bad) as pool:
+        bad.breaks = True
+        outcome = await pool.update_weights("/w/1", 1)
+        first, second = outcome.outcomes
+        assert (first.ok, first.version_before, first.version_after) == (True, 0, 1)
+        assert (second.ok, second.version_before, second.version_after) == (False, 0, None)
+        assert list(second.steps) == ["pause", "load"]
+        assert states(pool) == [BackendState.READY, BackendState.FAILED]
+        await pool.update_weights("/w/2", 2)
+        bad.version = "2"  # as it says, though it may have loaded anything
+        bad.breaks = False
+        await until(lambda: states(pool) == [BackendState.READY] * 2)
+        assert bad.loads == [("2", True)]
+        assert {version for version, _ in good.loads} == {"1", "2"}
+
+
+async def test_a_backend_that_is_away_is_named_and_holds_nobody_up():
+    good, away = SlowEngine(), SlowEngine()
+    async with running(good, away) as pool:
+        away.healthy = False
+        await until(lambda: states(pool)[1] is BackendState.FAILED)
+        away.seconds = 30.0
+        with anyio.fail_after(10):
+            outcome = await pool.update_weights("/w/1", 1)
+        assert [each.ok for each in outcome.outcomes] == [True, False]
+        assert "has the pool's weights before it serves again" in outcome.outcomes[1].error
+
+
+async def test_where_all_refuse_all_keep_what_they_have_and_serve():
+    engines = [SlowEngine(), SlowEngine()]
+    async with running(*engines) as pool:
+        for engine in engines:
+            engine.refuses = True
+        outcome = await pool.update_weights("/w/1", 1)
+        assert (outcome.changed, outcome.version, outcome.kv) == (False, None, None)
+        assert [each.version_after for each in outcome.outcomes] == [0, 0]
+        assert states(pool) == [BackendState.READY] * 2
+        assert set((await pool.generate(request())).versions) == {0}
+        assert not any(engine.paused for engine in engines)
+
+
+async def test_a_backend_that_takes_too_long_leaves_service():
+    quick, slow = SlowEngine(), SlowEngine()
+    async with running(quick, slow) as pool:
+        slow.seconds = 30.0
+        outcome = await pool.load_weights(WeightsRequest(path="/w/1", version=1, timeout_seconds=0.1))
+        assert [each.ok for each in outcome.outcomes] == [True, False]
+        assert "did not carry it out in 0.1 s" in outcome.outcomes[1].error
+        assert states(pool) == [BackendState.READY, BackendState.FAILED]
+        slow.loading = 0
+
+
+async def test_a_caller_who_hangs_up_leaves_neither_a_pause_nor_half_an_update():
+    engines = [SlowEngine(), SlowEngine()]
+    async with running(*engines) as pool:
+        for engine in engines:
+            engine.seconds = 0.2
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pool.update_weights, "/w/1", 1)
+            await until(lambda: all(engine.loading for engine in engines))
+            tasks.cancel_scope.cancel()
+        assert not pool.paused
+        assert [engine.version for engine in engines] == ["1", "1"]
+        assert set((await pool.generate(request())).versions) == {1}
+
+
+async def test_an_empty_pool_takes_no_weights():
+    async with running(SlowEngine()) as pool:
+        await pool.remove(pool.views()[0].backend_id)
+        with pytest.raises(NoBackendError):
+            await pool.update_weights("/w/1", 1)
+
+
+# ---- process groups
+
+WEIGHTS = DistributedWeights(
+    type="distributed",
+    names=["a", "b", "c"],
+    dtypes=["float32", "bfloat16", "float32"],
+    shapes=[[10], [10, 2], []],
+    bucket_bytes=50,
+)
+
+
+def test_tensors_come_in_portions_and_in_order():
+    assert [part.names for part in buckets(WEIGHTS)] == [["a"], ["b", "c"]]
+    assert [part.shapes for part in buckets(WEIGHTS)] == [[[10]], [[10, 2], []]]
+    whole = WEIGHTS.model_copy(update={"bucket_bytes": 1})
+    assert [part.names for part in buckets(whole)] == [["a"], ["b"], ["c"]]
+
+
+class GroupEngine:
+    """Writes down what it is asked about groups and sessions."""
+
+    def __init__(self, refused: str = "", routes: tuple[str, ...] = ()) -> None:
+        self.asked: list[tuple[str, dict]] = []
+        self._refused = refused
+        self._routes = routes
+
+    async def answer(self, http: web.Request) -> web.Response:
+        if http.path in self._routes:
+            return web.json_response({"error": {"message": "Not Found"}}, status=404)
+        if http.path == "/server_info":
+            return web.json_response({"tp_size": 2, "dp_size": 1})
+        self.asked.append((http.path, await http.json()))
+        refused = http.path == self._refused
+        return web.json_response({"success": not refused, "message": "no"}, status=400 if refused else 200)
+
+
+@asynccontextmanager
+async def backend_of(engine: GroupEngine):
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", engine.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    backend = SGLangBackend(f"http://127.0.0.1:{runner.addresses[0][1]}")
+    try:
+        yield backend
+    finally:
+        await backend.close()
+        await runner.cleanup()
+
+
+async def test_the_last_portion_carries_the_version_and_no_request_is_aborted():
+    engine = GroupEngine()
+    async with backend_of(engine) as backend:
+        assert await backend.ranks() == 2
+        await backend.receive_weights(WEIGHTS, 4, flush_cache=True)
+    paths = [path.strip("/") for path, _ in engine.asked]
+    receive = "update_weights_from_distributed"
+    assert paths == ["begin_weight_update", receive, receive, "end_weight_update"]
+    first, last = engine.asked[1][1], engine.asked[2][1]
+    assert (first["names"], first["flush_cache"], first.get("weight_version")) == (["a"], False, None)
+    assert (last["names"], last["flush_cache"], last["weight_version"]) == (["b", "c"], True, "4")
+    assert not first["abort_all_requests"]
+    assert not last["abort_all_requests"]
+
+
+async def test_a_session_is_closed_when_a_broadcast_fails():
+    engine = GroupEngine(refused="/update_weights_from_distributed")
+    async with backend_of(engine) as backend:
+        with pytest.raises(BackendRejected):
+            await backend.receive_weights(WEIGHTS, 4)
+    assert engine.asked[-1][0] == "/end_weight_update"
+
+
+async def test_an_engine_without_groups_says_what_it_takes_instead():
+    group = WeightsGroupRequest(master_address="127.0.0.1", master_port=1, world_size=2)
+    async with backend_of(GroupEngine(routes=("/init_weights_update_group",))) as backend:
+        with pytest.raises(BackendRejected, match="takes no weights from a process group") as caught:
+            await backend.join_group(group, 1)
+    assert "disk" in caught.value.hint
+
+
+def test_a_group_holds_while_nobody_leaves_it():
+    groups = Groups()
+    groups.add("weights", ["a", "b"])
+    groups.check("weights", ["b", "a"])
+    with pytest.raises(WeightsConflict, match=r"lacks \['c'\]"):
+        groups.check("weights", ["a", "b", "c"])
+    with pytest.raises(WeightsConflict, match=r"counts on \['b'\]"):
+        groups.check("weights", ["a"])
+    groups.forget("b")
+    with pytest.raises(WeightsConflict, match="has no group 'weights'"):
+        groups.check("weights", ["a", "b"])
+
+
+class GroupedEngine(SlowEngine):
+    """Takes weights from a process group too, in which it may fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined: list[dict] = []
+        self.cannot_pause = False
+        self._routes |= {
+            "/server_info": self._server_info,
+            "/init_weights_update_group": self._join,
+            "/destroy_weights_update_group": self._succeed,
+            "/begin_weight_update": self._succeed,
+            "/end_weight_update": self._succeed,
+            "/update_weights_from_distributed": self._receive,
+        }
+
+    async def _server_info(self, _) -> web.Response:
+        return web.json_response({"tp_size": 2, "pp_size": 1, "dp_size": 1})
+
+    async def _succeed(self, _) -> web.Response:
+        return web.json_response({"success": True})
+
+    async def _join(self, body) -> web.Response:
+        self.joined.append(body)
+        return web.json_response({"success": True})
+
+    async def _receive(self, body) -> web.Response:
+        if self.breaks:
+            return web.json_response({"success": False, "message": "connection closed by peer"}, status=400)
+        self.version = body.get("weight_version") or self.version
+        return web.json_response({"success": True})
+
+    async def _pause(self, body) -> web.Response:
+        if self.cannot_pause:
+            return web.json_response({"message": "cannot pause"}, status=400)
+        return await super()._pause(body)
+
+
+BROADCAST = WeightsRequest(source=WEIGHTS, version=1)
+
+
+@asynccontextmanager
+async def grouped(*engines: GroupedEngine):
+    """A pool whose backends have joined the group."""
+    async with running(*engines) as pool, await anyio.create_tcp_listener(local_host="127.0.0.1") as trainer:
+        port = trainer.extra(SocketAttribute.local_port)
+        group = WeightsGroupRequest(
+            master_address="127.0.0.1", master_port=port, world_size=1 + 2 * len(engines), backend="gloo"
+        )
+        outcome = await pool.join_group(group)
+        assert [each.ok for each in outcome.outcomes] == [True] * len(engines)
+        assert [each.ranks for each in outcome.outcomes] == [[1, 2], [3, 4]][: len(engines)]
+        yield pool, group
+
+
+async def test_every_backend_is_told_its_first_rank_and_takes_the_broadcast():
+    engines = [GroupedEngine(), GroupedEngine()]
+    async with grouped(*engines) as (pool, _):
+        assert [engine.joined[0]["rank_offset"] for engine in engines] == [1, 3]
+        outcome = await pool.load_weights(BROADCAST)
+        assert (outcome.version, [each.ok for each in outcome.outcomes]) == (1, [True, True])
+        assert set((await pool.generate(request())).versions) == {1}
+        assert not (await pool.load_weights(BROADCAST)).changed
+        assert (await pool.leave_group("weights")).outcomes[0].ok
+        with pytest.raises(WeightsConflict, match="has no group"):
+            await pool.load_weights(BROADCAST.model_copy(update={"version": 2}))
+
+
+async def test_a_broadcast_waits_for_no_rank_that_is_not_there():
+    engines = [GroupedEngine(), GroupedEngine()]
+    async with grouped(*engines) as (pool, _):
+        engines[0].healthy = False
+        await until(lambda: states(pool)[0] is BackendState.FAILED)
+        with pytest.raises(WeightsConflict, match="counts on"):
+            await pool.load_weights(BROADCAST)
+        engines[0].healthy = True
+        await until(lambda: states(pool)[0] is BackendState.READY)
+        with pytest.raises(WeightsConflict, match="has no group"):
+            await pool.load_weights(BROADCAST)
+
+
+async def test_nobody_begins_to_receive_if_one_cannot_be_paused():
+    engines = [GroupedEngine(), GroupedEngine()]
+    async with grouped(*engines) as (pool, _):
+        engines[0].cannot_pause = True
+        outcome = await pool.load_weights(BROADCAST)
+        assert not outcome.changed
+        assert "could not be paused" in outcome.outcomes[1].error
+        assert [engine.version for engine in engines] == ["default", "default"]
+        assert states(pool) == [BackendState.READY] * 2
+        assert set((await pool.generate(request())).versions) == {0}
+
+
+async def test_what_failed_in_a_broadcast_comes_back_when_its_version_is_named_as_a_folder():
+    good, bad = GroupedEngine(), GroupedEngine()
+    async with grouped(good, bad) as (pool, _):
+        bad.breaks = True
+        outcome = await pool.load_weights(BROADCAST)
+        assert [each.version_after for each in outcome.outcomes] == [1, None]
+        bad.breaks = False
+        await until(lambda: "came over a process group" in (pool.views()[1].last_error or ""))
+        assert states(pool) == [BackendState.READY, BackendState.FAILED]
+        named = await pool.update_weights("/w/1", 1)
+        assert (named.changed, named.outcomes[0].ok) == (False, True)
+        await until(lambda: states(pool) == [BackendState.READY] * 2)
+        assert (good.loads, bad.loads) == ([], [("1", True)])
+
+
+async def test_where_all_fail_in_a_broadcast_nobody_knows_what_they_have():
+    engine = GroupedEngine()
+    async with grouped(engine) as (pool, _):
+        engine.breaks = True
+        await pool.load_weights(BROADCAST)
+        assert states(pool) == [BackendState.FAILED]
+        engine.breaks = False
+        await until(lambda: "that are not known" in (pool.views()[0].last_error or ""))
+        assert (await pool.update_weights("/w/2", 2)).outcomes[0].ok
+        await until(lambda: states(pool) == [BackendState.READY])
+        assert set((await pool.generate(request())).versions) == {2}
+
+
+async def test_a_group_of_another_size_or_without_a_trainer_is_refused():
+    async with grouped(GroupedEngine()) as (pool, group):
+        with pytest.raises(WeightsConflict, match="are 3") as caught:
+            await pool.join_group(group.model_copy(update={"world_size": 4}))
+        assert "a world of 3" in caught.value.hint
+        with pytest.raises(WeightsConflict, match="nothing listens"):
+            await pool.join_group(group.model_copy(update={"master_port": 1, "timeout_seconds": 0.1}))
+
+
+# ---- on the wire
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "give either path or source"),
+        ({"path": "/w", "source": {"type": "disk", "path": "/w"}}, "give either path or source"),
+        ({"source": {"type": "magnet", "path": "/w"}}, "does not match any of the expected tags"),
+        (
+            {"source": {"type": "distributed", "names": ["a"], "dtypes": [], "shapes": []}},
+            "one entry for each tensor",
+        ),
+    ],
+)
+def test_a_malformed_order_is_refused(body, message):
+    with pytest.raises(ValidationError, match=message):
+        WeightsRequest.model_validate({"version": 1} | body)
+
+
+def test_a_path_is_short_for_a_folder():
+    assert WeightsRequest(path="/w", version=1).weights == DiskWeights(path="/w")
+
+
+# ---- in the trajectory
+
+
+class Letters:
+    """A chat format of one id a character."""
+
+    rereads_history = False
+
+    def render(self, messages, tools=()):
+        return [token for message in messages for token in (*map(ord, message.content), 0)]
+
+    def bridge(self, prompt, output, messages, tools=(), history=()):
+        return [*prompt, *output, *self.render(messages)]
+
+    def parse(self, output, prompt, tools, prefix):
+        return ParsedTurn("", None, (), closed=True)
+
+
+async def test_the_trajectory_says_which_weights_were_loaded_over_kv_that_stayed():
+    engine = SlowEngine(latency=0.2)
+    async with running(engine) as pool:
+        policy = PolicySession(
+            Conversation(Letters(), []),
+            pool,
+            affinity="r",
+            sampling=RolloutSampling(),
+            stop_token_ids=(),
+            context_length=1000,
+        )
+        for version, mode in [(1, PauseMode.ABORT), (2, PauseMode.IN_PLACE), (3, PauseMode.RETRACT)]:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(partial(policy.respond, [Message(role="user", content="a")], max_tokens=90))
+                await until(lambda: engine.in_flight)
+                await anyio.sleep(0.05)  # a quarter of the turn
+                await pool.update_weights(f"/w/{version}", version, mode)
+        await pool.update_weights("/w/4", 4, PauseMode.IN_PLACE)
+        await policy.respond([Message(role="user", content="a")], max_tokens=4)
+    trajectory = policy.trajectory()
+    assert trajectory.kept_kv_versions == [2]
+    versions = {version for segment in trajectory.segments for version in segment.versions}
+    assert versions == {-1, 0, 1, 2, 3, 4}, "what began under the fourth has found no KV of the third"
+    assert Trajectory.model_validate_json(trajectory.model_dump_json()) == trajectory

@@ -1,0 +1,311 @@
+"""The router that reckons: where requests go and why, what it learns, and what it keeps."""
+
+import time
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_service.inference.contract import (
+    BackendLoad,
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    new_request_id,
+)
+from rollout_service.inference.routing import Candidate, CostRouter, Reason
+from rollout_service.inference.routing.block_hashes import BLOCK_TOKENS
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def tokens(count, seed=0):
+    return [(seed * 7_919 + i * 31) % 50_000 for i in range(count)]
+
+
+def candidates(count=2, **changes):
+    return [
+        Candidate(f"b{i}", 0, changes.get("shares", {}).get(i, 1.0), i in changes.get("local", ()))
+        for i in range(count)
+    ]
+
+
+def request(ids):
+    return GenerateRequest(new_request_id(), ids)
+
+
+def answer(ids, sampled=(), cached=0, seconds=0.1):
+    sampled = list(sampled) or [1]
+    return Generation(
+        output_ids=sampled,
+        logprobs=[0.0] * len(sampled),
+        versions=[0] * len(sampled),
+        finish_reason=FinishReason.STOP,
+        prompt_tokens=len(ids),
+        cached_tokens=cached,
+        backend_id="",
+        engine_seconds=seconds,
+    )
+
+
+def serve(router, ids, affinity=None, among=None, *, cached=None, sampled=()):
+    """One turn; the engine had what the router expected unless it is said otherwise."""
+    asked = request(ids)
+    decision = router.choose(among or candidates(), asked, affinity)
+    held = decision.held_tokens if cached is None else cached
+    router.ended(decision, asked, answer(ids, sampled, held))
+    return decision
+
+
+def state(capacity=None, waiting=0, running=0):
+    return BackendLoad(
+        running=running,
+        waiting=0,
+        used_tokens=0,
+        token_usage=0.0,
+        waiting_tokens=waiting,
+        capacity_tokens=capacity,
+    )
+
+
+# ---- where requests go
+
+
+def test_turns_of_a_rollout_stay_where_their_prefix_is():
+    router, ids = CostRouter(), tokens(1000)
+    home = serve(router, ids, "r").backend_id
+    for turn in range(5):
+        sampled = tokens(100, seed=turn + 1)
+        ids += sampled
+        decision = serve(router, ids, "r", sampled=sampled)
+        assert (decision.backend_id, decision.reason) == (home, Reason.HOME)
+        assert decision.held_tokens >= len(ids) - 200 - BLOCK_TOKENS
+
+
+def test_samples_of_a_group_share_a_long_prompt():
+    router, ids = CostRouter(), tokens(20_000)
+    home = serve(router, ids, "s0")
+    again = serve(router, ids, "s1")
+    assert home.reason is Reason.LOAD
+    assert (again.backend_id, again.reason) == (home.backend_id, Reason.PREFIX)
+
+
+def test_rollouts_without_anything_in_common_are_spread_also_while_they_wait_for_tools():
+    router = CostRouter()
+    chosen = Counter(serve(router, tokens(500, seed=i), f"r{i}", candidates(4)).backend_id for i in range(40))
+    assert max(chosen.values()) - min(chosen.values()) <= 2
+
+
+def test_released_rollouts_weigh_nothing():
+    router, one = CostRouter(), candidates(1)
+    for i in range(20):
+        serve(router, tokens(300, seed=i), f"r{i}", one)
+        router.release(f"r{i}")
+    for i in range(3):
+        serve(router, tokens(300, seed=50 + i), f"t{i}", candidates()[1:])
+    assert serve(router, tokens(300, seed=99), "new").backend_id == "b0"
+
+
+def test_a_rollout_moves_when_its_home_has_much_to_read_and_comes_to_live_there():
+    clock = Clock()
+    router = CostRouter(clock=clock)
+    ids = tokens(640)
+    home = serve(router, ids, "r").backend_id
+    router.observe(home, state(waiting=1_000_000))
+    moved = serve(router, ids, "r")
+    assert moved.reason is Reason.MOVED
+    assert moved.backend_id != home
+    assert serve(router, ids, "r").reason is Reason.HOME
+    clock.now += 1e6  # all is read
+
+
+def test_a_rollout_whose_home_is_gone_goes_elsewhere():
+    router, ids = CostRouter(), tokens(640)
+    serve(router, ids, "r", candidates(1))
+    assert serve(router, ids, "r", [Candidate("b1", 0), Candidate("b2", 0)]).reason is Reason.HOMELESS
+    assert serve(router, ids, "q", [Candidate("b1", 0)]).reason is Reason.ONLY
+
+
+def test_an_engine_on_this_node_is_preferred_at_equal_cost():
+    router = CostRouter()
+    chosen = [serve(router, tokens(100, seed=i), None, candidates(3, local={1})).backend_id for i in range(5)]
+    assert chosen == ["b1"] * 5
+
+
+def test_equals_take_turns():
+    router = CostRouter()
+    chosen = [serve(router, tokens(30, seed=i), None, candidates(3)).backend_id for i in range(6)]
+    assert Counter(chosen) == {"b0": 2, "b1": 2, "b2": 2}
+
+
+def test_a_newcomer_is_filled_gently():
+    router = CostRouter()
+    for i in range(32):
+        serve(router, tokens(300, seed=i), f"r{i}", candidates(1))
+    gentle = candidates(2, shares={1: 0.1})
+    chosen = Counter(serve(router, tokens(300, seed=100 + i), f"n{i}", gentle).backend_id for i in range(20))
+    assert 1 <= chosen["b1"] <= 6
+
+
+def test_work_that_others_sent_to_an_engine_counts():
+    router = CostRouter()
+    router.observe("b0", state(running=50))
+    router.observe("b1", state())
+    assert serve(router, tokens(100), "r").backend_id == "b1"
+
+
+def test_the_decision_explains_itself():
+    router, ids = CostRouter(), tokens(640)
+    serve(router, ids, "r", candidates(1))
+    decision = serve(router, ids, "r")
+    home, other = decision.costs
+    assert (home.backend_id, other.backend_id) == ("b0", "b1")
+    assert (home.held_tokens, other.held_tokens) == (639, 0)
+    assert home.prefill < other.prefill
+    assert home.total < other.total
+    assert other.total == other.wait + other.prefill + other.move + other.crowd
+
+
+# ---- what it learns
+
+
+def test_an_eviction_that_the_engine_shows_is_believed_with_all_that_follows():
+    clock = Clock()
+    router, ids = CostRouter(clock=clock), tokens(1280)
+    one = candidates(1)
+    serve(router, ids, "a", one)
+    serve(router, [*ids, *tokens(640, seed=5)], "b", one)
+    clock.now += 1
+    assert serve(router, ids, "a", one, cached=320).held_tokens == 1279
+    decision = serve(router, [*ids, *tokens(640, seed=5)], "b", one)
+    assert decision.held_tokens == 1280
+
+
+def test_prompts_that_were_sent_together_are_no_sign_of_an_eviction():
+    router, ids, one = CostRouter(), tokens(1280), candidates(1)
+    asked = [request(ids) for _ in range(4)]
+    decisions = [router.choose(one, each, f"s{i}") for i, each in enumerate(asked)]
+    assert [decision.held_tokens for decision in decisions] == [0, 1279, 1279, 1279]
+    for decision, each in zip(decisions, asked, strict=True):
+        router.ended(decision, each, answer(ids, cached=0))
+    assert serve(router, ids, "s9", one).held_tokens == 1279
+
+
+def test_the_capacity_that_an_engine_states_bounds_what_it_is_believed_to_hold():
+    router, one = CostRouter(), candidates(1)
+    router.observe("b0", state(capacity=1280))
+    serve(router, tokens(1280, seed=1), "a", one)
+    serve(router, tokens(1280, seed=2), "b", one)
+    assert serve(router, tokens(1280, seed=1), "c", one).held_tokens == 0
+
+
+def test_a_capacity_that_is_not_stated_is_learned():
+    """Two sessions of 6,400 tokens take turns on an engine that has room for one."""
+    clock = Clock()
+    router, one = CostRouter(clock=clock), candidates(1)
+    wrong = []
+    for turn in range(60):
+        clock.now += 1
+        decision = serve(router, tokens(6400, seed=turn % 2), f"r{turn % 2}", one, cached=0)
+        wrong.append(decision.held_tokens)
+    assert wrong[3] > 0
+    assert sum(held > 0 for held in wrong[-20:]) <= 4
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.integers(0, 5),  # rollout
+            st.sampled_from(["serve", "fail", "hold", "release", "forget", "lose"]),
+            st.integers(1, 6),  # blocks of the prompt
+            st.lists(st.booleans(), min_size=3, max_size=3).filter(any),
+        ),
+        max_size=60,
+    )
+)
+def test_it_chooses_among_the_candidates_only_and_keeps_nothing_of_what_has_ended(steps):
+    clock = Clock()
+    router = CostRouter(clock=clock)
+    open_requests = []
+    for rollout, step, blocks, offered in steps:
+        clock.now += 0.1
+        ids = tokens(blocks * BLOCK_TOKENS, seed=rollout // 2)
+        among = [Candidate(f"b{i}", 0) for i, is_offered in enumerate(offered) if is_offered]
+        if step == "release":
+            router.release(f"r{rollout}")
+        elif step == "forget":
+            router.forget(among[0].backend_id)
+        else:
+            asked = request(ids)
+            decision = router.choose(among, asked, f"r{rollout}")
+            assert decision.backend_id in {each.backend_id for each in among}
+            assert 0 <= decision.held_tokens < len(ids)
+            if step == "hold":
+                open_requests.append((decision, asked))
+            else:
+                cached = 0 if step == "lose" else decision.held_tokens
+                result = None if step == "fail" else answer(ids, cached=cached)
+                router.ended(decision, asked, result)
+    for decision, asked in open_requests:
+        router.ended(decision, asked, None)
+    for rollout in range(6):
+        router.release(f"r{rollout}")
+    assert (len(router._sent), len(router._rollouts), len(router._chains)) == (0, 0, 0)
+    for engine in router._engines.values():
+        assert (engine.in_flight, engine.residents, engine.weight) == (0, {}, 0)
+
+
+# ---- what it costs
+
+
+def test_a_decision_is_quick_among_eight_backends_and_with_8000_tokens():
+    router, among = CostRouter(), candidates(8)
+    for i in range(32):
+        serve(router, tokens(8000, seed=i), f"r{i}", among)
+    ids = tokens(8000, seed=3)
+    asked = [request([*ids, *tokens(100 * (turn + 1), seed=77)]) for turn in range(50)]
+    spent = []
+    for each in asked:
+        started = time.perf_counter()
+        decision = router.choose(among, each, "r3")
+        spent.append(time.perf_counter() - started)
+        router.ended(decision, each, answer(each.input_ids, cached=decision.held_tokens))
+    assert min(spent) <= 100e-6  # the quickest, since other tests have the processor too
+
+
+def test_forgetting_a_backend_while_it_works_is_harmless():
+    router, ids = CostRouter(), tokens(300)
+    asked = request(ids)
+    decision = router.choose(candidates(1), asked, "r")
+    router.forget("b0")
+    router.ended(decision, asked, answer(ids))
+    assert serve(router, ids, "r", candidates(1)).held_tokens == 0
+
+
+@pytest.mark.parametrize("ids", [[5], tokens(BLOCK_TOKENS - 1)])
+def test_prompts_below_a_block_are_routed_too(ids):
+    router = CostRouter()
+    assert serve(router, ids, "r").held_tokens == 0
+    assert serve(router, ids, "r").reason is Reason.HOME
+
+
+def test_a_choice_counts_for_the_next_one_whether_it_was_settled_or_not():
+    for often in (0, 1, 2):
+        router, ids = CostRouter(clock=Clock()), [tokens(4_000, seed) for seed in (1, 2)]
+        asked = [request(each) for each in ids]
+        chosen = []
+        for number, each in enumerate(asked):
+            chosen.append(router.choose(candidates(), each, f"r{number}"))
+            for _ in range(often):
+                router.settle()
+        assert {each.backend_id for each in chosen} == {"b0", "b1"}
+        for decision, each in zip(chosen, asked, strict=True):
+            router.ended(decision, each, answer(each.input_ids))

@@ -1,0 +1,222 @@
+"""Archives of what agents left: what is never unpacked, and how much of the host's disk they take together."""
+
+import io
+import tarfile
+import tracemalloc
+
+import anyio
+import psutil
+import pytest
+from support.children import children
+
+from rollout_service.environments.builtin.code.environment import Code
+from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, SandboxSettings
+from rollout_service.errors import ConfigurationError
+from rollout_service.pipeline.artifacts import IN_MEMORY_BYTES, Artifacts, DiskBudget, require_safe
+from rollout_service.pipeline.sandbox_source import SandboxSource
+from sandboxes import LocalConfig, SandboxSpec, make_provider
+from sandboxes.errors import FileTooLargeError, SandboxFileError
+from sandboxes.runtime.tree_reader import stays_within
+
+pytestmark = pytest.mark.anyio
+MIB = 1 << 20
+
+
+def packed(*entries):
+    """An archive of (name, kind, link's target, mode)."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, kind, target, mode in entries:
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.linkname, entry.mode = kind, target, mode
+            archive.addfile(entry)
+    buffer.seek(0)
+    return buffer
+
+
+FOLDER = ("w", tarfile.DIRTYPE, "", 0o755)
+FILE = ("w/f", tarfile.REGTYPE, "", 0o644)
+
+
+def test_an_archive_below_its_own_path_is_unpacked():
+    links = [("w/g", tarfile.LNKTYPE, "w/f", 0o644), ("w/l", tarfile.SYMTYPE, "f", 0o777)]
+    require_safe(packed(FOLDER, FILE, *links, ("w/a", tarfile.SYMTYPE, "/w/f", 0o777)), "/")
+    require_safe(packed(), "/")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        ("usr/local/sbin/bash", tarfile.REGTYPE, "", 0o755),
+        ("/w/f", tarfile.REGTYPE, "", 0o644),
+        ("w/../f", tarfile.REGTYPE, "", 0o644),
+        ("w/missing/f", tarfile.REGTYPE, "", 0o644),
+        ("w/f/below", tarfile.REGTYPE, "", 0o644),
+        ("w/l/below", tarfile.REGTYPE, "", 0o644),
+        ("second", tarfile.DIRTYPE, "", 0o755),
+        ("w/pipe", tarfile.FIFOTYPE, "", 0o644),
+        ("w/disk", tarfile.BLKTYPE, "", 0o644),
+        ("w/tty", tarfile.CHRTYPE, "", 0o644),
+        ("w/h", tarfile.LNKTYPE, "etc/passwd", 0o644),
+        ("w/h", tarfile.LNKTYPE, "w/none", 0o644),
+        ("w/s", tarfile.SYMTYPE, "/etc/passwd", 0o777),
+        ("w/s", tarfile.SYMTYPE, "../etc/passwd", 0o777),
+        ("w/s", tarfile.REGTYPE, "", 0o4755),
+        ("w", tarfile.REGTYPE, "", 0o644),
+    ],
+    ids=lambda entry: f"{entry[0]}-{entry[1].decode()}-{entry[2]}",
+)
+def test_an_archive_that_leads_out_of_its_path_is_refused(entry):
+    before = [FOLDER, FILE, ("w/l", tarfile.SYMTYPE, "f", 0o777)] if entry[0] != "w" else [FOLDER, FOLDER]
+    with pytest.raises(SandboxFileError):
+        require_safe(packed(*before, entry), "/")
+
+
+@pytest.mark.parametrize(
+    ("target", "below", "stays"),
+    [
+        ("f", ["w"], True),
+        ("..", ["w", "a"], True),
+        ("../b/c", ["w", "a"], True),
+        ("../..", ["w", "a"], False),
+        ("..", ["w"], False),
+        ("a/..", ["w"], False),  # `a` may be a link to somewhere else
+        ("a/../../..", ["w", "b"], False),
+        ("/w/f", ["w"], True),
+        ("/w/../etc", ["w"], False),
+        ("/workspace", ["w"], False),
+        ("./f/.//g", ["w"], True),
+    ],
+)
+def test_links_are_judged_by_their_text_alone(target, below, stays):
+    assert stays_within(target, below, "/w") is stays
+
+
+async def test_all_artifacts_together_stay_within_the_budget():
+    budget, held = DiskBudget(8 * MIB), []
+    most = 0
+
+    async def stream(size):
+        for _ in range(size // 65_536):
+            await anyio.lowlevel.checkpoint()
+            yield bytes(65_536)
+
+    async def rollout():
+        nonlocal most
+        artifacts = Artifacts(budget, limit=2 * MIB)
+        await artifacts.add("/workspace", stream(3 * MIB))
+        await artifacts.settle()
+        held.append(artifacts)
+        most = max(most, len(held))
+        await anyio.sleep(0.01)
+        held.remove(artifacts)
+        await artifacts.close()
+
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            for _ in range(20):
+                tasks.start_soon(rollout)
+    assert 1 <= most <= 2
+    await budget.reserve(8 * MIB)  # all of it came back
+
+
+async def test_small_artifacts_wait_for_nobody_and_cancelled_ones_give_back():
+    budget = DiskBudget(4 * MIB)
+    await budget.reserve(4 * MIB)
+    artifacts = Artifacts(budget, limit=2 * MIB)
+
+    async def stream(size):
+        yield bytes(size)
+
+    await artifacts.add("/workspace/small", stream(1000))
+    with anyio.move_on_after(0.05) as scope:
+        await artifacts.add("/workspace/large", stream(IN_MEMORY_BYTES))
+    assert scope.cancelled_caught
+    with pytest.raises(FileTooLargeError):
+        await artifacts.add("/workspace/larger", stream(5 * MIB))
+    await artifacts.close()
+    await budget.give_back(4 * MIB)
+    with anyio.fail_after(1):
+        await budget.reserve(4 * MIB)
+
+
+def spec(**changes):
+    return EnvironmentSpec(name="e", image="base", evaluate_in=EvaluateIn.FRESH, **changes)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "//",
+        "/usr",
+        "/usr/local/sbin",
+        "/etc",
+        "/etc/ld.so.preload",
+        "/bin/bash",
+        "/./lib64",
+        "/environment",
+        "w",
+    ],
+)
+def test_places_of_programs_are_no_artifacts(path):
+    with pytest.raises(ConfigurationError, match="artifact"):
+        Code(spec(artifacts=[path]))
+
+
+def test_folders_of_the_agents_are():
+    Code(spec(artifacts=["/workspace", "/tmp/out", "/etc/nginx", "/root/report", "/usrlocal"]))
+
+
+def test_artifacts_leave_room_for_the_grader():
+    assert spec().artifacts_bytes == 256 * MIB
+    assert spec(sandbox=SandboxSettings(disk="64M")).artifacts_bytes == 32 * MIB
+    assert spec(sandbox=SandboxSettings(memory="128M")).artifacts_bytes == 64 * MIB
+    assert spec(artifacts_size="1M").artifacts_bytes == MIB
+
+
+def test_an_archive_of_long_names_takes_little_memory():
+    inner = "/".join(["w", *["n" * 200] * 18])
+    chain = ["/".join(inner.split("/")[: depth + 1]) for depth in range(19)]
+    folders = [(name, tarfile.DIRTYPE, "", 0o755) for name in chain]
+    archive = packed(*folders, *((f"{inner}/{at}", tarfile.REGTYPE, "", 0o644) for at in range(2_000)))
+    tracemalloc.start()
+    try:
+        require_safe(archive, "/")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * MIB  # the names alone are 7 MiB
+
+
+def written_by(pid):
+    """Return how many bytes a process has written."""
+    return psutil.Process(pid).io_counters().write_chars
+
+
+async def test_a_pack_that_is_cancelled_while_it_waits_for_room_ends_its_reader_first(tmp_path):
+    provider = make_provider(LocalConfig(provider="local"), tmp_path / "state")
+    source, wanted = SandboxSource(provider, artifacts_bytes=4 * MIB), spec(artifacts=["/workspace"])
+    left = set()
+    try:
+        sandbox = await provider.start(SandboxSpec())
+        await sandbox.write_file("large", bytes(2 * MIB - 8192))
+        first = await source.pack(sandbox, wanted)
+        others = children()
+
+        async def pack():
+            try:
+                await source.pack(sandbox, wanted)
+            finally:
+                left.update(children() - others)  # while the cancellation is on its way
+
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(pack)
+                while not any(written_by(pid) > MIB for pid in children() - others):
+                    await anyio.sleep(0.01)
+                tasks.cancel_scope.cancel()
+        await first.close()
+    finally:
+        await provider.close()
+    assert left == set()

@@ -1,0 +1,876 @@
+"""The pipeline's promises, with scripted environments and policies and a store in memory."""
+
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable, Container
+from contextlib import asynccontextmanager, closing
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage, StopReason
+from api_schemas.tasks import Limits, Task
+from rollout_service.environments.contract import (
+    Environment,
+    EnvironmentSpec,
+    Episode,
+    EvaluateIn,
+    Policy,
+    Score,
+)
+from rollout_service.errors import EnvironmentFailedError, UnavailableError
+from rollout_service.pipeline.attempt import EnvironmentSource, Services, Stages
+from rollout_service.pipeline.pipeline import Pipeline, take_all
+from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.seats import Seats
+from rollout_service.pipeline.stage import Slot, StageLimiter
+from rollout_service.settings import PipelineSettings
+from rollout_service.store.sqlite.store import SqliteStore
+from rollout_service.telemetry.metrics import Metrics
+from rollout_service.testing.scripted_policy import ScriptedPolicy
+from sandboxes import Sandbox, SandboxInfo, SandboxProvider, SandboxSpec, SweepReport
+from sandboxes.config import PressureConfig
+from sandboxes.errors import LimitExceededError, SandboxClosedError, SandboxStartError
+from sandboxes.scheduling.admission import Governor
+from sandboxes.scheduling.host_metrics import HostReader
+from sandboxes.scheduling.pressure import Controller
+
+pytestmark = pytest.mark.anyio
+
+Step = Callable[[Episode], Awaitable[Any]]
+
+
+class Played(Environment):
+    """An environment whose steps are functions of the test."""
+
+    def __init__(
+        self,
+        *,
+        init: Step | None = None,
+        run: Step | None = None,
+        execute: Step | None = None,
+        evaluate: Step | None = None,
+        **spec: Any,
+    ) -> None:
+        self.spec = EnvironmentSpec(name="played", **spec)
+        self._steps = {"init": init, "run": run, "execute": execute, "evaluate": evaluate}
+
+    async def init(self, episode: Episode) -> None:
+        if step := self._steps["init"]:
+            await step(episode)
+
+    async def run(self, episode: Episode) -> StopReason:
+        if step := self._steps["run"]:
+            return await step(episode) or StopReason.FINISHED
+        return StopReason.FINISHED
+
+    async def execute(self, episode: Episode) -> None:
+        if step := self._steps["execute"]:
+            await step(episode)
+
+    async def evaluate(self, episode: Episode) -> Score:
+        if step := self._steps["evaluate"]:
+            return await step(episode) or Score(1.0)
+        return Score(1.0)
+
+
+class Only:
+    """A registry of one environment."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+
+    def get(self, name: str) -> Environment:
+        assert name == "played"
+        return self._environment
+
+
+class Policies:
+    """Opens scripted policies and counts what is open."""
+
+    def __init__(self) -> None:
+        self.open_ids: set[str] = set()
+        self._pools = frozenset({"policy"})
+        self._changed = anyio.Event()
+
+    def in_service(self) -> tuple[frozenset[str], anyio.Event]:
+        return self._pools, self._changed
+
+    def serve(self, *pools: str) -> None:
+        """From now on these pools are in service."""
+        self._pools = frozenset(pools)
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def open(self, request: RolloutRequest, environment: Environment) -> Policy:
+        assert request.rollout_id
+        self.open_ids.add(request.rollout_id)
+        return ScriptedPolicy(["an answer"] * 100)
+
+    def close(self, request: RolloutRequest) -> None:
+        self.open_ids.discard(request.rollout_id or "")
+
+
+class FakeSandbox(Sandbox):
+    """A sandbox that only knows whether it was closed; using it in another way fails the test."""
+
+    def __init__(self, provider: "CountingProvider", spec: SandboxSpec) -> None:
+        self._provider, self._spec = provider, spec
+
+    id = "fake"
+    workdir = "/workspace"
+
+    @property
+    def spec(self) -> SandboxSpec:
+        return self._spec
+
+    async def close(self) -> None:
+        with anyio.CancelScope(shield=True):
+            await anyio.lowlevel.checkpoint()
+        self._provider.alive.discard(self)
+
+    async def end_processes(self) -> None:
+        await anyio.lowlevel.checkpoint()
+        self._provider.endings += 1
+        if self._provider.endings in self._provider.ended_at:
+            raise SandboxClosedError("it has ended by itself")
+
+    def _unused(self, *args: Any, **kwargs: Any) -> Any:
+        pytest.fail("the pipeline itself runs nothing in a sandbox")
+
+    bash = python = exec = read_file = write_file = edit_file = list = _unused
+    export_path = import_path = read_stream = write_stream = _unused
+
+
+class CountingProvider(SandboxProvider):
+    """Starts fake sandboxes, counts those alive, and fails as often as it is told to."""
+
+    name = "counting"
+    isolates = False
+
+    def __init__(self, failures: int = 0, ended_at: Container[int] = ()) -> None:
+        """`ended_at`: which of the calls to end processes find that the sandbox itself has ended."""
+        self.endings, self.ended_at = 0, ended_at
+        self.alive: set[FakeSandbox] = set()
+        self.started = 0
+        self.most = 0
+        self._failures = failures
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        await anyio.lowlevel.checkpoint()
+        if self._failures:
+            self._failures -= 1
+            raise SandboxStartError("the host said no")
+        sandbox = FakeSandbox(self, spec)
+        self.alive.add(sandbox)
+        self.started += 1
+        self.most = max(self.most, len(self.alive))
+        return sandbox
+
+    async def sweep(self) -> SweepReport:
+        return SweepReport()
+
+    def live(self) -> list[SandboxInfo]:
+        return []
+
+    async def close(self) -> None:
+        for sandbox in list(self.alive):
+            await sandbox.close()
+
+
+class Bench:
+    """A running pipeline, its store, and what it holds."""
+
+    def __init__(
+        self,
+        store: SqliteStore,
+        pipeline: Pipeline,
+        services: Services,
+        provider: CountingProvider,
+        policies: Policies,
+    ):
+        self.store, self.pipeline, self.services, self.provider = store, pipeline, services, provider
+        self.policies = policies
+
+    async def submit(self, rollout_id: str, *, pool: str = "policy", **limits: float) -> None:
+        await self.store.submit(
+            RolloutRequest(
+                rollout_id=rollout_id,
+                task=Task(environment="played"),
+                pool=pool,
+                limits=Limits.model_validate(limits),
+            )
+        )
+
+    async def result(self, rollout_id: str) -> Rollout:
+        with anyio.fail_after(20):
+            rollout = await self.store.wait_for_result(rollout_id)
+        assert rollout is not None
+        return rollout
+
+    async def run(self, rollout_id: str = "r", **limits: float) -> Rollout:
+        await self.submit(rollout_id, **limits)
+        return await self.result(rollout_id)
+
+    async def idle(self) -> None:
+        """Wait until nothing is under way, and check that nothing is held."""
+        with anyio.fail_after(20):
+            while self.pipeline.live():
+                await anyio.sleep(0.001)
+        assert not self.provider.alive
+        for limiter in (self.services.stages.rollout, self.services.stages.evaluate):
+            assert limiter.idle
+
+
+SETTINGS = PipelineSettings(
+    init_workers=2, rollout_workers=2, evaluate_workers=2, retry_seconds=0.01, drain_seconds=0.2
+)
+
+
+def still_governor(ceiling: int) -> Governor:
+    """A governor that looks at nothing but its ceiling."""
+    controller = Controller(PressureConfig(enabled=False), ceiling, cpus=1)
+    return Governor(controller, HostReader().read, ceiling=ceiling)
+
+
+@asynccontextmanager
+async def bench(
+    environment: Environment,
+    *,
+    store: SqliteStore | None = None,
+    provider: CountingProvider | None = None,
+    settings: PipelineSettings = SETTINGS,
+    governor: Governor | None = None,
+    environments: EnvironmentSource | None = None,
+) -> AsyncIterator[Bench]:
+    store = store or await SqliteStore.open(":memory:")
+    provider = provider or CountingProvider()
+    metrics = Metrics()
+    policies = Policies()
+    limiters = {
+        stage: StageLimiter(
+            stage,
+            places=getattr(settings, f"{stage}_queue"),
+            workers=getattr(settings, f"{stage}_workers"),
+            metrics=metrics,
+        )
+        for stage in Stage
+    }
+    services = Services(
+        owner="here",
+        store=store,
+        stages=Stages(**{stage.value: limiter for stage, limiter in limiters.items()}),
+        environments=environments or Only(environment),
+        sandboxes=SandboxSource(provider),
+        policies=policies,
+        governor=governor or still_governor(1_000),
+        metrics=metrics,
+        max_attempts=settings.max_attempts,
+    )
+    pipeline = Pipeline(services, settings)
+    async with pipeline.running():
+        yield Bench(store, pipeline, services, provider, policies)
+
+
+async def forever(_: Episode) -> None:
+    await anyio.sleep_forever()
+
+
+async def answer(episode: Episode) -> StopReason:
+    await episode.policy.respond([], max_tokens=10)
+    return StopReason.ANSWERED
+
+
+async def test_a_rollout_completes_with_a_span_per_stage() -> None:
+    async with bench(Played(run=answer)) as b:
+        rollout = await b.run()
+        assert (rollout.state, rollout.reward, rollout.attempt) == (RolloutState.COMPLETED, 1.0, 1)
+        assert rollout.stop_reason is StopReason.ANSWERED
+        assert [span.stage for span in rollout.spans] == list(Stage)
+        assert rollout.usage.turns == 1
+        assert await b.store.trajectory("r") is not None
+        await b.idle()
+
+
+async def test_the_agents_sandbox_is_closed_before_the_evaluation() -> None:
+    provider = CountingProvider()
+    alive: list[int] = []
+
+    async def evaluate(_: Episode) -> None:
+        alive.append(len(provider.alive))
+
+    async with bench(Played(evaluate=evaluate, image="any"), provider=provider) as b:
+        await b.run()
+        assert (alive, provider.started) == ([0], 1)
+
+
+async def test_an_evaluation_in_the_same_sandbox_keeps_it() -> None:
+    provider = CountingProvider()
+    alive: list[int] = []
+
+    async def evaluate(episode: Episode) -> None:
+        assert episode.sandbox is not None
+        alive.append(len(provider.alive))
+
+    environment = Played(evaluate=evaluate, image="any", evaluate_in=EvaluateIn.SAME)
+    async with bench(environment, provider=provider) as b:
+        await b.run()
+        await b.idle()
+        assert (alive, provider.started) == ([1], 1)
+
+
+async def test_a_fresh_evaluation_gets_a_sandbox_of_its_own() -> None:
+    async with bench(Played(image="any", evaluate_in=EvaluateIn.FRESH)) as b:
+        await b.run()
+        await b.idle()
+        assert b.provider.started == 2
+
+
+async def test_a_program_of_the_agent_runs_where_the_grader_never_is() -> None:
+    seen: list[Sandbox | None] = []
+
+    async def look(episode: Episode) -> None:
+        seen.append(episode.sandbox)
+
+    steps = {"run": look, "execute": look, "evaluate": look}
+    async with bench(Played(image="any", evaluate_in=EvaluateIn.FRESH, runs_submission=True, **steps)) as b:
+        await b.run()
+        await b.idle()
+        assert len(set(seen)) == b.provider.started == 3
+        assert b.provider.most == 1
+
+
+@pytest.mark.parametrize("ended_at", [1, 2])
+async def test_an_agent_that_ended_the_sandbox_it_is_scored_in_gets_nothing(ended_at: int) -> None:
+    provider = CountingProvider(ended_at=[ended_at])
+    environment = Played(image="any", evaluate_in=EvaluateIn.SAME, runs_submission=True)
+    async with bench(environment, provider=provider) as b:
+        rollout = await b.run()
+        await b.idle()
+        assert (rollout.state, rollout.reward) == (RolloutState.COMPLETED, 0.0)
+        assert "sandbox ended" in rollout.notes[-1]
+
+
+@pytest.mark.parametrize("stage", list(Stage))
+async def test_a_deadline_fails_the_rollout_and_keeps_its_trajectory(stage: Stage) -> None:
+    async def turn_then_hang(episode: Episode) -> None:
+        await answer(episode)
+        await anyio.sleep_forever()
+
+    steps = {"init": forever, "rollout": turn_then_hang, "evaluate": forever}
+    name = {"rollout": "run"}.get(stage, stage.value)
+    played = {"run": answer} | {name: steps[stage]}
+    settings = SETTINGS.model_copy(update={"max_attempts": 1})
+    async with bench(Played(**played, image="any"), settings=settings) as b:
+        rollout = await b.run(**{f"{stage.value}_seconds": 0.05})
+        assert rollout.state is RolloutState.FAILED
+        assert rollout.reward is None
+        assert rollout.stop_reason is StopReason.STAGE_TIMEOUT
+        assert rollout.error is not None
+        assert (rollout.error.code, rollout.error.stage) == ("stage_timeout", stage)
+        trajectory = await b.store.trajectory("r")
+        assert trajectory is not None
+        assert len(trajectory.messages) == (0 if stage is Stage.INIT else 1)
+        await b.idle()
+
+
+async def test_time_in_a_queue_counts_against_no_deadline() -> None:
+    async def slow(_: Episode) -> None:
+        await anyio.sleep(0.15)
+
+    settings = SETTINGS.model_copy(update={"rollout_workers": 1})
+    async with bench(Played(run=slow), settings=settings) as b:
+        for i in range(4):
+            await b.submit(f"r{i}", rollout_seconds=0.5)
+        rollouts = [await b.result(f"r{i}") for i in range(4)]
+        assert {rollout.state for rollout in rollouts} == {RolloutState.COMPLETED}
+        assert max(span.queued_seconds for rollout in rollouts for span in rollout.spans) > 0.3
+
+
+async def test_a_slow_evaluation_holds_up_no_rollout() -> None:
+    release = anyio.Event()
+    ran: list[str] = []
+
+    async def run(episode: Episode) -> None:
+        ran.append(episode.request.rollout_id or "")
+
+    async def evaluate(_: Episode) -> None:
+        await release.wait()
+
+    async with bench(Played(run=run, evaluate=evaluate)) as b:
+        for i in range(20):
+            await b.submit(f"r{i}")
+        with anyio.fail_after(10):
+            while len(ran) < 20:
+                await anyio.sleep(0.001)
+        release.set()
+        for i in range(20):
+            assert (await b.result(f"r{i}")).state is RolloutState.COMPLETED
+
+
+async def test_live_sandboxes_are_bounded() -> None:
+    async with bench(Played(image="any", evaluate_in=EvaluateIn.FRESH)) as b:
+        for i in range(40):
+            await b.submit(f"r{i}")
+        for i in range(40):
+            await b.result(f"r{i}")
+        await b.idle()
+        bound = SETTINGS.init_workers + SETTINGS.rollout_queue + SETTINGS.rollout_workers
+        assert b.provider.most <= bound + SETTINGS.evaluate_workers
+
+
+async def test_waiting_for_the_host_is_time_in_a_queue() -> None:
+    async def slow(_: Episode) -> None:
+        await anyio.sleep(0.1)
+
+    governor = still_governor(2)
+    environment = Played(init=slow, image="any", evaluate_in=EvaluateIn.FRESH)
+    async with bench(environment, governor=governor) as b:
+        for i in range(5):
+            await b.submit(f"r{i}", init_seconds=0.3, evaluate_seconds=0.3)
+        rollouts = [await b.result(f"r{i}") for i in range(5)]
+        assert {rollout.state for rollout in rollouts} == {RolloutState.COMPLETED}
+        assert max(span.queued_seconds for rollout in rollouts for span in rollout.spans) > 0.3
+        assert b.provider.most <= 2
+        await b.idle()
+        assert (governor.used, governor.waiting) == (0, 0)
+
+
+class InTurn:
+    """A registry that gives its environments one after the other."""
+
+    def __init__(self, *environments: Environment) -> None:
+        self._next = cycle(environments)
+
+    def get(self, name: str) -> Environment:
+        return next(self._next)
+
+
+@pytest.mark.parametrize("ceiling", [2, 3, 5])
+async def test_graders_and_agents_that_wait_for_each_others_places_all_get_on(ceiling: int) -> None:
+    """Those graded in place hold sandboxes and want workers; those graded afresh hold workers and want sandboxes."""
+
+    async def work(_: Episode) -> None:
+        await anyio.sleep(0.002)
+
+    kinds = [
+        Played(run=work, evaluate=work, image="any", evaluate_in=where)
+        for where in (EvaluateIn.SAME, EvaluateIn.FRESH, EvaluateIn.SAME, EvaluateIn.NONE)
+    ]
+    governor = still_governor(ceiling)
+    settings = SETTINGS.model_copy(update={"evaluate_workers": 1, "rollout_workers": 4})
+    async with bench(kinds[0], environments=InTurn(*kinds), governor=governor, settings=settings) as b:
+        for i in range(40):
+            await b.submit(f"r{i}")
+        for i in range(0, 40, 7):
+            await b.store.cancel(f"r{i}")
+        for i in range(40):
+            await b.result(f"r{i}")
+        await b.idle()
+        assert b.provider.most <= ceiling
+        assert (governor.used, governor.waiting) == (0, 0)
+
+
+async def test_the_sessions_of_the_tools_are_open_before_the_agent_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[str] = []
+
+    async def bash(_: Sandbox) -> None:
+        await anyio.sleep(0.01)
+        opened.append("bash")
+
+    async def run(_: Episode) -> None:
+        assert opened == ["bash"]
+
+    monkeypatch.setattr(FakeSandbox, "bash", bash)
+    environment = Played(run=run, image="any", tools=["bash", "edit"], evaluate_in=EvaluateIn.FRESH)
+    async with bench(environment) as b:
+        assert (await b.run()).state is RolloutState.COMPLETED
+        assert opened == ["bash"]  # and none in the grader's
+
+
+async def test_limits_that_were_reached_are_counted() -> None:
+    async def run(episode: Episode) -> None:
+        episode.breaches.append(LimitExceededError("too much", limit="memory"))
+
+    async with bench(Played(run=run)) as b:
+        await b.run()
+        assert b'rollout_sandbox_breaches_total{limit="memory"} 1.0' in b.services.metrics.render()
+
+
+async def test_an_infrastructure_failure_is_tried_again() -> None:
+    async with bench(Played(image="any"), provider=CountingProvider(failures=2)) as b:
+        rollout = await b.run()
+        assert (rollout.state, rollout.attempt) == (RolloutState.COMPLETED, 3)
+        assert [error.code for error in rollout.retries] == ["sandbox_start"] * 2
+        assert [error.attempt for error in rollout.retries] == [1, 2]
+        assert [(span.attempt, span.stage, span.error) for span in rollout.spans] == [
+            (1, Stage.INIT, "sandbox_start"),
+            (2, Stage.INIT, "sandbox_start"),
+            *((3, stage, None) for stage in Stage),
+        ]
+
+
+async def test_attempts_are_limited() -> None:
+    async with bench(Played(image="any"), provider=CountingProvider(failures=99)) as b:
+        rollout = await b.run()
+        assert (rollout.state, rollout.attempt, rollout.reward) == (RolloutState.FAILED, 3, None)
+        assert rollout.error is not None
+        assert rollout.error.boundary == "sandbox"
+
+
+async def test_a_defect_of_an_environment_is_not_tried_again() -> None:
+    async def broken(_: Episode) -> None:
+        raise EnvironmentFailedError("the grader wrote nothing", hint="Look at it.")
+
+    async with bench(Played(evaluate=broken)) as b:
+        rollout = await b.run()
+        assert (rollout.state, rollout.attempt, rollout.reward) == (RolloutState.FAILED, 1, None)
+        assert rollout.error is not None
+        assert (rollout.error.code, rollout.error.hint) == ("environment_failed", "Look at it.")
+
+
+async def test_an_unknown_exception_says_that_it_is_a_defect() -> None:
+    async def broken(_: Episode) -> None:
+        raise KeyError("oops")
+
+    async with bench(Played(run=broken)) as b:
+        rollout = await b.run()
+        assert rollout.error is not None
+        assert rollout.error.code == "internal_error"
+        assert "KeyError" in rollout.error.message
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+async def test_a_reward_that_is_no_number_is_a_failure(reward: float) -> None:
+    async def score(_: Episode) -> Score:
+        return Score(reward)
+
+    async with bench(Played(evaluate=score)) as b:
+        rollout = await b.run()
+        assert (rollout.state, rollout.reward) == (RolloutState.FAILED, None)
+
+
+async def test_an_evaluation_that_failed_is_tried_again_without_a_new_rollout() -> None:
+    runs, evaluations = [], []
+
+    async def run(_: Episode) -> None:
+        runs.append(1)
+
+    async def evaluate(_: Episode) -> None:
+        evaluations.append(1)
+        if len(evaluations) == 1:
+            raise UnavailableError("the judge is away")
+
+    async with bench(Played(run=run, evaluate=evaluate)) as b:
+        rollout = await b.run()
+        assert rollout.state is RolloutState.COMPLETED
+        assert (len(runs), len(evaluations), rollout.attempt) == (1, 2, 1)
+        assert [span.error for span in rollout.spans] == [None, None, "unavailable", None]
+
+
+@pytest.mark.parametrize("stage", ["init", "run", "evaluate"])
+async def test_cancel_in_any_stage_frees_what_is_held(stage: str) -> None:
+    entered = anyio.Event()
+
+    async def hang(_: Episode) -> None:
+        entered.set()
+        await anyio.sleep_forever()
+
+    environment = Played(**{stage: hang}, image="any", evaluate_in=EvaluateIn.SAME)
+    async with bench(environment) as b:
+        await b.submit("r")
+        with anyio.fail_after(10):
+            await entered.wait()
+        await b.store.cancel("r")
+        rollout = await b.result("r")
+        assert (rollout.state, rollout.stop_reason) == (RolloutState.CANCELLED, StopReason.CANCELLED)
+        assert rollout.reward is None
+        assert rollout.error is None
+        await b.idle()
+
+
+async def test_cancel_before_submit_and_while_queued() -> None:
+    async with bench(Played(run=forever, image="any")) as b:
+        assert await b.store.cancel("early") is None
+        assert (await b.run("early")).state is RolloutState.CANCELLED
+        for i in range(60):
+            await b.submit(f"r{i}")
+        for i in reversed(range(60)):
+            await b.store.cancel(f"r{i}")
+        for i in range(60):
+            assert (await b.result(f"r{i}")).state is RolloutState.CANCELLED
+        await b.idle()
+
+
+async def test_a_shutdown_hands_back_what_could_not_end() -> None:
+    store = await SqliteStore.open(":memory:")
+    entered = anyio.Event()
+
+    async def hang(_: Episode) -> None:
+        entered.set()
+        await anyio.sleep_forever()
+
+    async with bench(Played(run=hang, image="any"), store=store) as b:
+        await b.submit("r")
+        with anyio.fail_after(10):
+            await entered.wait()
+    assert not b.provider.alive
+    rollout = await store.get("r")
+    assert rollout is not None
+    assert rollout.state is RolloutState.QUEUED
+    async with bench(Played(), store=store) as b:
+        rollout = await b.result("r")
+        assert (rollout.state, rollout.attempt) == (RolloutState.COMPLETED, 1)
+
+
+async def test_a_crash_counts_as_an_attempt_and_not_for_ever() -> None:
+    store = await SqliteStore.open(":memory:")
+    await store.submit(RolloutRequest(rollout_id="r", task=Task(environment="played")))
+    await store.submit(RolloutRequest(rollout_id="queued", task=Task(environment="played")))
+    for number in range(3):
+        lease, _ = await store.claim(f"service {number}", limit=2, lease_seconds=60)
+        assert await store.advance(lease, f"service {number}", RolloutState.INIT)
+        await store.recover("next")
+    async with bench(Played(), store=store) as b:
+        rollout = await b.result("r")
+        assert (rollout.state, rollout.attempt) == (RolloutState.FAILED, 3)
+        assert rollout.error is not None
+        assert rollout.error.code == "attempts_exhausted"
+        untouched = await b.result("queued")
+        assert (untouched.state, untouched.attempt) == (RolloutState.COMPLETED, 1)
+
+
+async def test_a_store_that_cannot_be_written_for_longer_than_a_lease_starts_nothing_twice(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "store.sqlite3"
+    release = anyio.Event()
+
+    async def run(_: Episode) -> None:
+        await release.wait()
+
+    settings = SETTINGS.model_copy(update={"lease_seconds": 0.3, "rollout_workers": 6})
+    async with await SqliteStore.open(path) as store:
+        await store._read(lambda db: db.execute("PRAGMA busy_timeout = 20").fetchone())
+        async with bench(Played(run=run, image="any"), store=store, settings=settings) as b:
+            for i in range(6):
+                await b.submit(f"r{i}")
+            with anyio.fail_after(10):
+                while (await store.counts()).get(RolloutState.ROLLOUT) != 6:
+                    await anyio.sleep(0.01)
+            with closing(sqlite3.connect(path, isolation_level=None)) as other:
+                other.execute("BEGIN IMMEDIATE")
+                await anyio.sleep(1.5)
+                other.execute("ROLLBACK")
+            await b.submit("r6")
+            with anyio.fail_after(10):
+                while b.pipeline.live() < 7:
+                    await anyio.sleep(0.01)
+            release.set()
+            rollouts = [await b.result(f"r{i}") for i in range(7)]
+            assert {(r.state, r.attempt) for r in rollouts} == {(RolloutState.COMPLETED, 1)}
+            await b.idle()
+            assert b.provider.started == 7
+
+
+async def test_a_result_that_cannot_be_written_fails_its_rollout_and_no_other() -> None:
+    async def broken(episode: Episode) -> None:
+        if episode.request.rollout_id == "r":
+            raise EnvironmentFailedError("no text: \ud800")
+
+    async with bench(Played(evaluate=broken)) as b:
+        rollout = await b.run("r")
+        assert (rollout.state, rollout.reward) == (RolloutState.FAILED, None)
+        assert rollout.error is not None
+        assert rollout.error.code == "internal_error"
+        assert (await b.run("another")).state is RolloutState.COMPLETED
+
+
+async def test_rollouts_wait_for_their_pool_and_lose_nothing_by_it() -> None:
+    settings = SETTINGS.model_copy(update={"init_queue": 4})
+    async with bench(Played(image="any"), settings=settings) as b:
+        b.policies.serve()
+        for i in range(8):
+            await b.submit(f"r{i}", init_seconds=0.05)
+            await b.submit(f"j{i}", pool="judge", init_seconds=0.05)
+        await anyio.sleep(0.3)
+        assert await b.store.counts() == {RolloutState.QUEUED: 16}
+        assert b.provider.started == 0
+        b.policies.serve("judge")
+        judged = [await b.result(f"j{i}") for i in range(8)]
+        assert {(r.state, r.attempt) for r in judged} == {(RolloutState.COMPLETED, 1)}
+        assert (await b.store.counts())[RolloutState.QUEUED] == 8, "nobody waits for another's pool"
+        b.policies.serve("policy")
+        served = [await b.result(f"r{i}") for i in range(8)]
+        assert {(r.state, r.attempt) for r in served} == {(RolloutState.COMPLETED, 1)}
+        assert not any(r.retries for r in served)
+        await b.idle()
+
+
+async def test_a_pool_that_goes_before_an_attempt_begins_takes_no_attempt_and_no_place() -> None:
+    release = anyio.Event()
+
+    async def init(_: Episode) -> None:
+        await release.wait()
+
+    settings = SETTINGS.model_copy(update={"init_workers": 1})
+    async with bench(Played(init=init), settings=settings) as b:
+        for i in range(4):
+            await b.submit(f"r{i}")
+        with anyio.fail_after(10):
+            while b.pipeline.live() < 4:
+                await anyio.sleep(0.005)
+        b.policies.serve()
+        await b.store.cancel("r3")
+        release.set()
+        assert (await b.result("r0")).state is RolloutState.COMPLETED
+        await b.idle()
+        assert await b.store.counts() == {
+            RolloutState.COMPLETED: 1,
+            RolloutState.QUEUED: 2,
+            RolloutState.CANCELLED: 1,
+        }
+        b.policies.serve("policy")
+        for i in (1, 2):
+            rollout = await b.result(f"r{i}")
+            assert (rollout.state, rollout.attempt) == (RolloutState.COMPLETED, 1)
+
+
+async def test_a_stage_grows_and_shrinks_while_it_works() -> None:
+    gate = anyio.Semaphore(0)
+    working = most = 0
+
+    async def run(_: Episode) -> None:
+        nonlocal working, most
+        working += 1
+        most = max(most, working)
+        try:
+            await gate.acquire()
+        finally:
+            working -= 1
+
+    async def until(count: int) -> None:
+        with anyio.fail_after(10):
+            while working != count:
+                await anyio.sleep(0.002)
+
+    async with bench(Played(run=run)) as b:
+        stage = b.services.stages.rollout
+        for i in range(20):
+            await b.submit(f"r{i}")
+        await until(2)
+        stage.resize(places=4, workers=6)
+        await until(6)
+        stage.resize(places=1, workers=1)
+        assert (stage.workers.size, stage.workers.in_use) == (1, 6)
+        for left in (5, 4, 3, 2, 1):
+            gate.release()
+            await until(left)
+        most = 0
+        for _ in range(3):
+            gate.release()
+            await anyio.sleep(0.02)
+        assert most <= 1
+        for _ in range(20):
+            gate.release()
+        for i in range(20):
+            assert (await b.result(f"r{i}")).state is RolloutState.COMPLETED
+        await b.idle()
+
+
+@given(
+    st.lists(
+        st.one_of(st.integers(1, 6).map(lambda n: ("resize", n)), st.just(("take", 0)), st.just(("give", 0)))
+    )
+)
+def test_seats_are_counted_right_through_any_change(steps: list[tuple[str, int]]) -> None:
+    async def main() -> None:
+        seats, held, size = Seats(3), 0, 3
+        for step, number in steps:
+            if step == "resize":
+                seats.resize(number)
+                size = number
+            elif step == "give" and held:
+                seats.release()
+                held -= 1
+            elif step == "take":
+                if held < size:
+                    seats.acquire_nowait()
+                    held += 1
+                else:
+                    with pytest.raises(anyio.WouldBlock):
+                        seats.acquire_nowait()
+            assert (seats.in_use, seats.size) == (held, size)
+
+    anyio.run(main)
+
+
+async def test_stop_begins_nothing_until_start() -> None:
+    async with bench(Played()) as b:
+        b.pipeline.stop()
+        await b.submit("r")
+        with anyio.move_on_after(0.2):
+            await b.store.wait_for_result("r")
+            pytest.fail("it was begun after the stop")
+        b.pipeline.start()
+        assert (await b.result("r")).state is RolloutState.COMPLETED
+
+
+async def test_take_all_takes_what_there_is() -> None:
+    semaphore = anyio.Semaphore(5)
+    await semaphore.acquire()
+    assert await take_all(semaphore) == 4
+    assert semaphore.value == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    workers=st.integers(1, 3),
+    places=st.integers(1, 3),
+    cancels=st.lists(st.integers(0, 11), max_size=8),
+)
+def test_slots_are_never_lost_whoever_is_cancelled(workers: int, places: int, cancels: list[int]) -> None:
+    """Twelve rollouts pass two stages; some are cancelled at arbitrary points; every slot comes back."""
+
+    async def main() -> None:
+        metrics = Metrics()
+        first, second = (
+            StageLimiter(stage, places=places, workers=workers, metrics=metrics)
+            for stage in (Stage.INIT, Stage.ROLLOUT)
+        )
+        working: dict[Stage, int] = {Stage.INIT: 0, Stage.ROLLOUT: 0}
+
+        async def one(scope: anyio.CancelScope) -> None:
+            slot = Slot()
+            try:
+                with scope:
+                    for limiter in (first, second):
+                        await limiter.enter(slot, since=0.0)
+                        working[limiter.stage] += 1
+                        try:
+                            assert working[limiter.stage] <= workers
+                            await anyio.lowlevel.checkpoint()
+                        finally:
+                            working[limiter.stage] -= 1
+            finally:
+                slot.free()
+
+        scopes = [anyio.CancelScope() for _ in range(12)]
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as tasks:
+                for scope in scopes:
+                    tasks.start_soon(one, scope)
+                for index in cancels:
+                    await anyio.lowlevel.checkpoint()
+                    scopes[index].cancel()
+        assert first.idle
+        assert second.idle
+
+    anyio.run(main)

@@ -1,0 +1,75 @@
+"""Imports go one way, and the house rules that a linter does not know."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PACKAGES = ["api_schemas", "sandboxes", "rollout_service"]
+MAY_IMPORT = {
+    "api_schemas": {"api_schemas"},
+    "sandboxes": {"api_schemas", "sandboxes"},
+    "rollout_service": set(PACKAGES),
+}
+
+
+def modules(package: str) -> Iterator[tuple[Path, ast.Module]]:
+    for path in sorted((ROOT / package).rglob("*.py")):
+        yield path.relative_to(ROOT), ast.parse(path.read_text())
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_go_one_way(package: str) -> None:
+    for path, tree in modules(package):
+        ours = {name.split(".")[0] for name in imported(tree)} & set(PACKAGES)
+        assert ours <= MAY_IMPORT[package], f"{path} imports {ours - MAY_IMPORT[package]}"
+
+
+def test_only_tokens_knows_the_renderers_library() -> None:
+    users = {
+        path.parts[:2]
+        for path, tree in modules("rollout_service")
+        if any(name.split(".")[0] == "renderers" for name in imported(tree))
+    }
+    assert users == {("rollout_service", "tokens")}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_module_says_what_it_is(package: str) -> None:
+    silent = [str(path) for path, tree in modules(package) if not ast.get_docstring(tree)]
+    assert not silent
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_task_escapes_a_task_group(package: str) -> None:
+    banned = {"create_task", "ensure_future", "gather", "run_coroutine_threadsafe"}
+    for path, tree in modules(package):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in banned:
+                pytest.fail(f"{path}:{node.lineno} uses {node.attr}; start it in a task group")
+
+
+def test_no_package_index_is_named() -> None:
+    hosts = ("pypi" + ".org", "python" + "hosted", "deb.debian" + ".org", "npm" + "js")
+    for path in [ROOT / "requirements.lock", ROOT / "pyproject.toml", *(ROOT / "scripts").iterdir()]:
+        if path.is_file():
+            assert not [host for host in hosts if host in path.read_text()], path
+
+
+@pytest.mark.parametrize("package", ["sandboxes", "rollout_service"])
+def test_the_page_on_architecture_names_every_module(package: str) -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    files = {path.name.removesuffix(".py") for path in (ROOT / package).iterdir()}
+    names = {name for name in files if name[0] not in "_."} - {"py.typed"}
+    assert not {name for name in names if not re.search(rf"\b{re.escape(name)}\b", page)}

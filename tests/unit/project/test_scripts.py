@@ -1,0 +1,108 @@
+"""The scripts' own words: what they say when something is missing, and how they hand pip's settings to uv."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+
+
+def bash(code: str, folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run code after `lib.sh`, with its log in a folder of the test."""
+    prelude = (
+        f"set -euo pipefail; source {SCRIPTS / 'lib.sh'}; cache={folder}; setup_log={folder}/setup.log\n"
+    )
+    variables = {"PATH": "/usr/bin:/bin", "HOME": str(folder)} | environ
+    return subprocess.run(
+        ["bash", "-c", prelude + code], capture_output=True, text=True, env=variables, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "demo",
+        "test",
+        pytest.param("train", marks=pytest.mark.torch),  # every flag of the trainer, which imports it
+        "lock",
+        "install-apptainer",
+        "install-sglang",
+        "install-sglang-router",
+    ],
+)
+def test_every_script_has_help(name):
+    result = subprocess.run([SCRIPTS / name, "--help"], capture_output=True, text=True, check=True)
+    assert f"scripts/{name}" in result.stdout
+
+
+def test_what_the_chosen_tests_are_marked_with_is_installed():
+    chosen = ["tests/conformance/test_engine_kv.py", "-k", "embedded or vllm"]
+    done = subprocess.run(
+        [SCRIPTS / "test", "--dry-run", *chosen], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["trainer", "systemd", "vllm"]
+
+
+def test_an_ordinary_user_is_told_what_an_administrator_must_run(tmp_path):
+    code = "id() { echo 1000; }\nneeds_admin Apptainer scripts/install-apptainer; echo not reached"
+    result = bash(code, tmp_path)
+    assert result.returncode == 1
+    assert "an administrator installs it with: sudo scripts/install-apptainer" in result.stderr
+    assert "not reached" not in result.stdout
+
+
+def test_a_python_that_is_too_old_is_said_with_what_to_install(tmp_path):
+    result = bash("find_python", tmp_path, ROLLOUT_PYTHON="/bin/false")
+    assert result.returncode == 1
+    assert "no Python 3.11 or newer" in result.stderr
+    assert "apt-get install python3" in result.stderr
+
+
+def test_a_step_that_fails_shows_the_end_of_its_output_and_ends_the_script(tmp_path):
+    result = bash(
+        "broken() { echo first; echo the reason >&2; return 3; }; step 'do it' broken; echo on", tmp_path
+    )
+    assert result.returncode == 1
+    assert "==> do it ... failed" in result.stderr
+    assert "the reason" in result.stderr
+    assert "on" not in result.stdout.split()
+
+
+def test_a_base_image_that_is_there_is_not_built_again_by_another_checkout(tmp_path):
+    (tmp_path / "base.sif").touch()
+    code = "ensure_uv() { fail 'it would be built'; }; ensure_base_image; echo ready"
+    result = bash(code, tmp_path, ROLLOUT_IMAGES_DIR=str(tmp_path))
+    assert (result.returncode, result.stdout) == (0, "ready\n"), result.stderr
+
+
+def test_a_step_says_how_long_it_took_and_keeps_its_output_to_itself(tmp_path):
+    result = bash("step 'do it' echo noise", tmp_path)
+    assert result.returncode == 0
+    assert result.stderr.startswith("==> do it ... ")
+    assert result.stderr.endswith(" s\n")
+    assert result.stdout == ""
+
+
+def test_pips_settings_reach_uv(tmp_path):
+    pip = tmp_path / "python"
+    pip.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in\n'
+        '"-m pip config get global.index-url") echo https://one.test/simple ;;\n'
+        '"-m pip config get install.extra-index-url") echo https://two.test/simple ;;\n'
+        "*) exit 1 ;;\n"
+        "esac\n"
+    )
+    pip.chmod(0o755)
+    code = f'configure_uv {pip}; echo "$UV_DEFAULT_INDEX|$UV_INDEX|$UV_FIND_LINKS|$UV_SYSTEM_CERTS"'
+    result = bash(code, tmp_path, PIP_FIND_LINKS="/a /b")
+    assert result.stdout.strip() == "https://one.test/simple|https://two.test/simple|/a,/b|1", result.stderr
+
+
+def test_two_setups_at_once_wait_for_each_other(tmp_path):
+    code = "lock; echo begin >>log; sleep 0.3; echo end >>log; unlock"
+    prelude = f"set -euo pipefail; source {SCRIPTS / 'lib.sh'}; cache={tmp_path}; cd {tmp_path}\n"
+    running = [subprocess.Popen(["bash", "-c", prelude + code], stderr=subprocess.DEVNULL) for _ in range(3)]
+    assert [process.wait() for process in running] == [0, 0, 0]
+    assert (tmp_path / "log").read_text().split() == ["begin", "end"] * 3

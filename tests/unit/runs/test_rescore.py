@@ -1,0 +1,252 @@
+"""Finished rollouts that are evaluated again: with their tool calls, without an engine, beside the old reward."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import anyio
+import pytest
+
+from api_schemas.exports import RecordedRollout, Rescored, RescoreRollouts, without_tokens
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage, StopReason
+from api_schemas.tasks import Task
+from api_schemas.trajectories import FinishReason, ForkReason, Segment
+from rollout_service.environments.builtin.calc import environment as calc
+from rollout_service.environments.builtin.code import environment as code
+from rollout_service.environments.contract import Environment, EnvironmentSpec, Episode, Policy, Score
+from rollout_service.environments.registry import EnvironmentRegistry
+from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
+from rollout_service.pipeline.attempt import Services, Stages
+from rollout_service.pipeline.pipeline import Pipeline
+from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.stage import StageLimiter
+from rollout_service.policies.replay import RecordedPolicy
+from rollout_service.runs.rescore import Rescorer
+from rollout_service.settings import PipelineSettings
+from rollout_service.store import SqliteStore
+from rollout_service.telemetry.metrics import Metrics
+from rollout_service.testing.scripted_policy import ScriptedPolicy, ScriptedTurn, call, malformed_call, turn
+from sandboxes import LocalConfig, make_provider
+from sandboxes.scheduling.admission import Governor
+from sandboxes.scheduling.host_metrics import HostReader
+from sandboxes.scheduling.pressure import Controller, PressureConfig
+
+pytestmark = pytest.mark.anyio
+
+QUESTION = {"question": "2 + 2", "answer": 4}
+SQUARE = {"question": "?", "kind": "assert", "tests": ["assert f(3) == 9"]}
+RIGHT = [turn("", call("write", path="solution.py", content="def f(x): return x * x")), "Done."]
+
+
+class Policies:
+    """Plays a script, and nothing when it is told that inference is over."""
+
+    def __init__(self) -> None:
+        self.script: Iterable[ScriptedTurn] | None = None
+
+    def in_service(self) -> tuple[frozenset[str], anyio.Event]:
+        return frozenset({"policy"}), anyio.Event()
+
+    async def open(self, request: RolloutRequest, environment: Environment) -> Policy:
+        assert self.script is not None, "an engine was asked"
+        return ScriptedPolicy(self.script)
+
+    def close(self, request: RolloutRequest) -> None:
+        pass
+
+
+class Lenient(code.Code):
+    """A newer version of `code`, which scores the share of the tests."""
+
+    async def evaluate(self, episode: Episode) -> Score:
+        score = await super().evaluate(episode)
+        return replace(score, reward=score.parts["tests_passed"] / 2)
+
+
+class Broken(calc.Calc):
+    async def evaluate(self, episode: Episode) -> Score:
+        if episode.answer == "nan":
+            return Score(float("nan"))
+        raise EnvironmentFailedError("the grader is gone")
+
+
+def renamed(spec: EnvironmentSpec, name: str) -> EnvironmentSpec:
+    return spec.model_copy(update={"name": name})
+
+
+class Bench:
+    def __init__(self, services: Services, policies: Policies) -> None:
+        self._services = services
+        self._policies = policies
+        self.checked: list[str] = []
+        self.rescorer = Rescorer(services, self._check)
+
+    async def _check(self, name: str) -> None:
+        self.checked.append(name)
+        self._services.environments.get(name)
+
+    async def roll_out(
+        self, environment: str, instance: dict, script: Iterable[ScriptedTurn]
+    ) -> RecordedRollout:
+        self._policies.script = script
+        request = RolloutRequest(rollout_id="r", task=Task(environment=environment, instance=instance))
+        await self._services.store.submit(request)
+        rollout = await self._services.store.wait_for_result("r")
+        assert rollout is not None
+        trajectory = await self._services.store.trajectory("r")
+        self._policies.script = None
+        return without_tokens(request, rollout.model_copy(update={"trajectory": trajectory}))
+
+    async def rescore(self, recorded: RecordedRollout, **options: str) -> Rescored:
+        order = RescoreRollouts.model_validate({"rollouts": [recorded], **options})
+        (result,) = [one async for one in await self.rescorer.rollouts(order)]
+        return result
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    async with opened(tmp_path) as made:
+        yield made
+
+
+@asynccontextmanager
+async def opened(folder: Path) -> AsyncIterator[Bench]:
+    provider = make_provider(LocalConfig(provider="local"), folder / "state")
+    metrics, policies, settings = Metrics(), Policies(), PipelineSettings(max_attempts=1)
+    stages = {stage.value: StageLimiter(stage, places=4, workers=2, metrics=metrics) for stage in Stage}
+    registry = EnvironmentRegistry(
+        [
+            calc.environment,
+            code.environment,
+            Lenient(renamed(code.SPEC, "code-v2")),
+            Broken(renamed(calc.SPEC, "broken")),
+        ]
+    )
+    controller = Controller(PressureConfig(enabled=False), 16, cpus=1)
+    try:
+        async with await SqliteStore.open(":memory:") as store:
+            services = Services(
+                owner="here",
+                store=store,
+                stages=Stages(**stages),
+                environments=registry,
+                sandboxes=SandboxSource(provider),
+                policies=policies,
+                governor=Governor(controller, HostReader().read, ceiling=16),
+                metrics=metrics,
+                max_attempts=1,
+            )
+            async with Pipeline(services, settings).running():
+                yield Bench(services, policies)
+            assert all(limiter.idle for limiter in stages.values())
+            assert provider.live() == []
+    finally:
+        await provider.close()
+
+
+async def test_a_program_is_written_and_tested_again(bench: Bench) -> None:
+    recorded = await bench.roll_out("code", SQUARE, RIGHT)
+    assert recorded.rollout.reward == 1.0
+    result = await bench.rescore(recorded)
+    assert (result.recorded_reward, result.reward, result.error) == (1.0, 1.0, None)
+    assert result.reward_parts == recorded.rollout.reward_parts
+    assert (result.replayed, result.turns_recorded, result.turns_replayed) == (True, 2, 2)
+    assert result.differences == []
+
+
+async def test_another_version_scores_beside_the_old_reward(bench: Bench) -> None:
+    recorded = await bench.roll_out("code", SQUARE, RIGHT)
+    result = await bench.rescore(recorded, environment="code-v2")
+    assert (result.environment, result.recorded_reward, result.reward) == ("code-v2", 1.0, 0.5)
+    assert bench.checked == ["code-v2"]
+    with pytest.raises(InvalidFieldError, match="code-v3"):
+        await bench.rescore(recorded, environment="code-v3")
+
+
+async def test_what_comes_out_otherwise_is_told(bench: Bench, tmp_path: Path) -> None:
+    path = tmp_path / "counter"
+    path.write_text("1")
+    script = [turn("", call("bash", command=f"cat {path}")), turn("", malformed_call()), *RIGHT]
+    recorded = await bench.roll_out("code", SQUARE, script)
+    path.write_text("2")
+    result = await bench.rescore(recorded)
+    assert (result.reward, result.turns_replayed) == (1.0, 4)
+    (difference,) = result.differences
+    assert (difference.turn, difference.name, difference.role) == (1, "bash", "tool")
+    assert (difference.recorded, difference.replayed) == ("1", "2")
+
+
+async def test_an_answer_alone_needs_no_sandbox(bench: Bench) -> None:
+    script = [turn("", call("python", code="print(2 + 2)")), r"\boxed{4}"]
+    recorded = await bench.roll_out("calc", QUESTION, script)
+    result = await bench.rescore(recorded)
+    assert (result.recorded_reward, result.reward, result.replayed) == (1.0, 1.0, False)
+    again = await bench.rescore(recorded, replay="always")
+    assert (again.reward, again.replayed, again.turns_replayed, again.differences) == (1.0, True, 2, [])
+
+
+async def test_a_failure_stops_no_other(bench: Bench) -> None:
+    recorded = await bench.roll_out("calc", QUESTION, [r"\boxed{5}"])
+    rollout = recorded.rollout
+    cancelled = rollout.model_copy(update={"state": RolloutState.CANCELLED})
+    pruned = rollout.model_copy(update={"trajectory": None})
+    elsewhere = rollout.model_copy(update={"task": Task(environment="gone")})
+    asked = [recorded.model_copy(update={"rollout": one}) for one in (cancelled, pruned, elsewhere, rollout)]
+    results = [one async for one in await bench.rescorer.rollouts(RescoreRollouts(rollouts=asked))]
+    assert [one.error and one.error.code for one in results] == [
+        "not_replayable",
+        "not_replayable",
+        "invalid_field",
+        None,
+    ]
+    assert [one.reward for one in results] == [None, None, None, 0.0]
+    broken = await bench.rescore(recorded, environment="broken")
+    assert broken.error is not None
+    assert (broken.reward, broken.error.code, broken.error.stage) == (None, "environment_failed", "evaluate")
+    trajectory = rollout.trajectory
+    assert trajectory is not None
+    answered = trajectory.messages[-1].model_copy(update={"content": "nan"})
+    nan = trajectory.model_copy(update={"messages": [*trajectory.messages[:-1], answered]})
+    odd = recorded.model_copy(update={"rollout": rollout.model_copy(update={"trajectory": nan})})
+    assert (await bench.rescore(odd, environment="broken")).reward is None
+
+
+async def test_a_history_that_was_replaced_is_not_replayed(bench: Bench) -> None:
+    recorded = await bench.roll_out("code", SQUARE, RIGHT)
+    trajectory = recorded.rollout.trajectory
+    assert trajectory is not None
+    edited = trajectory.model_copy(update={"fork_counts": {ForkReason.COMPACTION: 1}})
+    rollout = recorded.rollout.model_copy(update={"trajectory": edited})
+    result = await bench.rescore(recorded.model_copy(update={"rollout": rollout}))
+    assert result.error is not None
+    assert (result.reward, result.error.code) == (None, "not_replayable")
+
+
+async def test_tokens_count_as_they_once_did(bench: Bench) -> None:
+    recorded = await bench.roll_out("code", SQUARE, RIGHT)
+    trajectory = recorded.rollout.trajectory
+    assert trajectory is not None
+    segment = Segment(
+        token_ids=[1, 2, 3, 4],
+        loss_mask=[0, 1, 1, 1],
+        logprobs=[0.0] * 4,
+        versions=[-1, 0, 0, 0],
+        turn_ids=[-1, 0, 0, 1],
+        fork_reason=ForkReason.FIRST,
+    )
+    reasons = [FinishReason.STOP, FinishReason.LENGTH]
+    full = trajectory.model_copy(update={"segments": [segment], "finish_reasons": reasons})
+    update = {"trajectory": full, "stop_reason": StopReason.CONTEXT_FULL}
+    rollout: Rollout = recorded.rollout.model_copy(update=update)
+    bare = without_tokens(recorded.request, rollout)
+    assert (bare.sampled_tokens, bare.rollout.trajectory.segments) == ([2, 1], [])
+    whole = RecordedRollout(request=recorded.request, rollout=rollout)
+    for one in (bare, whole):
+        policy = RecordedPolicy(one, full)
+        first = await policy.respond([], max_tokens=9)
+        assert (first.truncated, policy.usage.sampled_tokens) == (False, 2)
+        last = await policy.respond([], max_tokens=9)
+        assert (last.truncated, last.context_full, policy.usage.sampled_tokens) == (True, True, 3)

@@ -1,0 +1,654 @@
+"""Runs at work: a real store and manager, and a worker whose rollouts end as the test says."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import anyio
+import pytest
+from pydantic import JsonValue
+from structlog.testing import capture_logs
+
+from api_schemas.errors import Boundary, ErrorInfo
+from api_schemas.rollouts import Rollout, RolloutState, Usage
+from api_schemas.runs import (
+    Advantages,
+    Batch,
+    DatasetTasks,
+    FileTasks,
+    FilterSpec,
+    InlineTasks,
+    OverlongPenalty,
+    RunRequest,
+    RunState,
+    Surplus,
+)
+from api_schemas.tasks import Task
+from api_schemas.trajectories import FinishReason, ForkReason, Segment, Trajectory
+from rollout_service.environments.agent_environment import AgentEnvironment
+from rollout_service.environments.contract import Environment, EnvironmentSpec, Episode, Score
+from rollout_service.errors import InvalidFieldError, RecordLostError, StoreError
+from rollout_service.groups import FilterRegistry
+from rollout_service.runs import Delivery, RunManager, RunOverError
+from rollout_service.runs.dataset import open_dataset, reopening
+from rollout_service.runs.task_source import JsonLines, open_file
+from rollout_service.store import Lease, SqliteStore
+from rollout_service.store.runs_contract import LeaseOrder
+from rollout_service.telemetry.metrics import Metrics
+
+pytestmark = pytest.mark.anyio
+
+GONE = ErrorInfo(code="engine_gone", boundary=Boundary.INFERENCE, message="gone", retryable=True)
+BROKEN = ErrorInfo(code="environment_failed", boundary=Boundary.ENVIRONMENT, message="broken")
+Play = Callable[[Lease], float | ErrorInfo | None]
+"""How a rollout ends: its reward, an error, or None while it does not."""
+
+
+def place(lease: Lease) -> tuple[int, int, int]:
+    """Task number, sample and retry of a rollout."""
+    number, sample, *retry = lease.rollout_id.split(".")[1:]
+    return int(number), int(sample), int(retry[0]) if retry else 0
+
+
+def alternate(lease: Lease) -> float:
+    """Odd tasks are informative, even ones are not."""
+    number, sample, _ = place(lease)
+    return float(number % 2 and sample % 2)
+
+
+class Bench:
+    """A store, a manager and a worker."""
+
+    def __init__(self, store: SqliteStore, play: Play, *, places: int) -> None:
+        self.store, self.play = store, play
+        self.version = 0
+        self.sampled_by: Callable[[Lease], int] = lambda _: self.version
+        """The version that sampled a rollout."""
+        self.begun: list[str] = []
+        self.environments: dict[str, Environment] = {}
+        self.metrics = Metrics()
+        self.manager = RunManager(
+            store,
+            FilterRegistry(),
+            places=places,
+            reopen=reopening(self.environments.__getitem__),
+            pool_version=lambda _: self.version,
+            metrics=self.metrics,
+        )
+        self.delivery = Delivery(store.runs, self.manager)
+        self._held: dict[str, Lease] = {}
+
+    async def create(self, run_id: str = "a", tasks: int = 8, **fields: object) -> None:
+        source = InlineTasks(tasks=[Task(environment="calc", instance={"n": n}) for n in range(tasks)])
+        given = {"run_id": run_id, "source": source, "batch_size": 2, "group_size": 4} | fields
+        request = RunRequest.model_validate(given)
+        digest = None
+        if isinstance(request.source, FileTasks):
+            rows = open_file(request.source, lambda _: None)
+            tasks, digest = len(rows), rows.digest
+        if isinstance(request.source, DatasetTasks):
+            dataset = open_dataset(request.source, self.environments[request.source.environment])
+            tasks, digest = len(dataset), dataset.digest
+        await self.store.runs.create(request, tasks=tasks, digest=digest, version=request.version)
+
+    async def lease(self, run_id: str = "a", *, timeout: float = 10, key: str = "k") -> Batch | None:
+        leased = await self.delivery.lease(LeaseOrder(run_id, key, 60), version=None, timeout=timeout)
+        if leased is None:
+            return None
+        return Batch.model_validate_json(b"".join([part async for part in self.delivery.as_json(leased)]))
+
+    async def next(self, run_id: str = "a") -> Batch:
+        """The next batch, acknowledged."""
+        batch = await self.lease(run_id)
+        assert batch is not None
+        await self.delivery.acknowledge(run_id, batch.batch_id)
+        return batch
+
+    async def all(self, run_id: str = "a") -> list[Batch]:
+        batches = []
+        while True:
+            try:
+                batches.append(await self.next(run_id))
+            except RunOverError:
+                return batches
+
+    async def work(self) -> None:
+        await self.store.release("w")
+        while True:
+            with suppress(StoreError):
+                await self.work_once()
+            with anyio.move_on_after(0.02):
+                await self.store.wait_for_work()
+
+    async def work_once(self) -> None:
+        for lease in await self.store.claim("w", limit=100, lease_seconds=1e6):
+            self.begun.append(lease.rollout_id)
+            self._held[lease.rollout_id] = lease
+            await self.store.advance(lease, "w", RolloutState.ROLLOUT)
+        cancelled = set(await self.store.cancel_requested("w"))
+        for lease in list(self._held.values()):
+            end = RolloutState.CANCELLED if lease.rollout_id in cancelled else self.play(lease)
+            if end is not None:
+                await self.store.finish(lease, "w", result(lease, end, self.sampled_by(lease)))
+                del self._held[lease.rollout_id]
+
+
+def result(lease: Lease, end: RolloutState | ErrorInfo | float, version: int) -> Rollout:
+    state = RolloutState.COMPLETED
+    if isinstance(end, RolloutState):
+        state = end
+    elif isinstance(end, ErrorInfo):
+        state = RolloutState.FAILED
+    segment = Segment(
+        token_ids=[1, 2],
+        loss_mask=[0, 1],
+        logprobs=[0.0, -0.5],
+        versions=[-1, version],
+        turn_ids=[-1, 0],
+        fork_reason=ForkReason.FIRST,
+    )
+    return Rollout(
+        rollout_id=lease.rollout_id,
+        state=state,
+        task=lease.request.task,
+        pool="policy",
+        reward=end if isinstance(end, float) else None,
+        error=end if isinstance(end, ErrorInfo) else None,
+        usage=Usage(sampled_tokens=100 * (1 + place(lease)[1])),
+        created_at=lease.created_at,
+        trajectory=Trajectory(
+            segments=[segment],
+            messages=[],
+            finish_reasons=[FinishReason.STOP],
+            fork_counts={ForkReason.FIRST: 1},
+        ),
+    )
+
+
+@asynccontextmanager
+async def bench(
+    play: Play = alternate, *, places: int = 64, path: Path | str = ":memory:"
+) -> AsyncIterator[Bench]:
+    with anyio.fail_after(60):
+        async with await SqliteStore.open(path) as store:
+            made = Bench(store, play, places=places)
+            async with made.manager.running(), anyio.create_task_group() as tasks:
+                tasks.start_soon(made.work)
+                yield made
+                tasks.cancel_scope.cancel()
+
+
+async def test_a_trainer_gets_informative_groups_only() -> None:
+    async with bench() as it:
+        await it.create(tasks=12)
+        batches = await it.all()
+        groups = [group for batch in batches for group in batch.groups]
+        assert sorted(group.number for group in groups) == [1, 3, 5, 7, 9, 11]
+        assert [len(batch.groups) for batch in batches] == [2, 2, 2]
+        assert all(group.task.instance == {"n": group.number} for group in groups)
+        assert all((group.reward_mean, group.reward_std) == (0.5, 0.5) for group in groups)
+        run = await it.store.runs.get("a")
+        assert (run.state, run.count("dropped:zero_variance")) == (RunState.FINISHED, 6)
+        assert sum(n for batch in batches for n in batch.dropped.values()) <= 6
+
+
+async def test_no_more_is_begun_than_is_expected_to_be_needed() -> None:
+    async with bench(lambda lease: float(place(lease)[1])) as it:
+        await it.create(tasks=500, prefetch_batches=0)
+        for _ in range(20):
+            await it.next()
+        run = await it.store.runs.get("a")
+        assert run.cursor <= 20 * 2 + 12
+        assert it.manager.acceptance_rate(run) > 0.8
+        while 'rollout_run_groups{run="a",state="acknowledged"} 40.0' not in it.metrics.render().decode():
+            await anyio.sleep(0.01)
+        assert 'rollout_run_acceptance_rate{run="a"}' in it.metrics.render().decode()
+
+
+async def test_what_fails_is_repeated_then_masked() -> None:
+    def play(lease: Lease) -> float | ErrorInfo:
+        number, sample, retry = place(lease)
+        if sample == 0 and retry <= number:
+            return GONE
+        return BROKEN if sample == 1 else float(sample % 2)
+
+    async with bench(play) as it:
+        await it.create(tasks=2, infrastructure_retries=1, advantages=Advantages.LEAVE_ONE_OUT)
+        (batch,) = await it.all()
+        first, second = sorted(batch.groups, key=lambda group: group.number)
+        assert first.samples[0].rollout.rollout_id == "a.0.0.1"
+        assert [sample.masked_because for sample in first.samples] == [None, "environment_failed", None, None]
+        assert second.samples[0].masked_because == "engine_gone"
+        assert (first.usable, second.usable) == (3, 2)
+        assert [sample.advantage for sample in second.samples] == [None, None, -1.0, 1.0]
+        assert [sample.reward for sample in second.samples] == [None, None, 0.0, 1.0]
+        assert "a.0.1.1" not in it.begun, "what the environment breaks is not tried again"
+        run = await it.store.runs.get("a")
+        assert (run.count("retried"), run.count("masked")) == (2, 3)
+
+
+async def test_an_overlong_answer_costs_reward() -> None:
+    async with bench() as it:
+        penalty = OverlongPenalty(max_tokens=400, buffer_tokens=200)
+        await it.create(tasks=2, overlong=penalty)
+        (batch,) = await it.all()
+        assert [sample.reward for sample in batch.groups[0].samples] == [0.0, 1.0, -0.5, 0.0]
+
+
+async def test_filters_are_chosen_by_name() -> None:
+    async with bench() as it:
+        await it.create(filters=[FilterSpec(name="all_failed")], tasks=4)
+        assert len((await it.all())[0].groups) == 2
+        with pytest.raises(InvalidFieldError, match=r"body\.filters\.0\.name.*zero_variance"):
+            it.manager.chain(
+                RunRequest(source=InlineTasks(), batch_size=1, filters=[FilterSpec(name="zero_variances")])
+            )
+
+
+async def test_staleness_bounds_what_is_begun() -> None:
+    async with bench(lambda lease: float(place(lease)[1] % 2)) as it:
+        await it.create(tasks=100, max_staleness=1, prefetch_batches=8)
+        for version in range(3):
+            it.version = version
+            batch = await it.next()
+            assert batch.oldest_version is not None
+            assert version - batch.oldest_version <= 1
+            await anyio.sleep(0.2)
+            run = await it.store.runs.get("a")
+            assert run.cursor <= (1 + version + 1) * 2
+
+
+async def test_only_the_stale_samples_of_a_group_are_masked() -> None:
+    async with bench(lambda lease: float(place(lease)[1])) as it:
+        it.sampled_by = lambda lease: 0 if place(lease)[1] == 3 else 2
+        await it.create(tasks=2, max_staleness=1, advantages=Advantages.LEAVE_ONE_OUT, min_usable=3)
+        while (await it.store.runs.get("a")).count("ready") < 2:
+            await anyio.sleep(0.01)
+        it.version = 2
+        batch = await it.lease()
+        assert batch is not None
+        assert batch.oldest_version == 2
+        for group in batch.groups:
+            assert [sample.masked_because for sample in group.samples] == [None, None, None, "stale"]
+            assert [sample.reward for sample in group.samples] == [0.0, 1.0, 2.0, None]
+            assert [sample.advantage for sample in group.samples] == [-1.5, 0.0, 1.5, None]
+            assert (group.usable, group.reward_mean) == (3, 1.0)
+            assert [sample.rollout.trajectory is None for sample in group.samples] == [
+                False,
+                False,
+                False,
+                True,
+            ]
+        run = await it.store.runs.get("a")
+        assert (run.count("masked:stale"), run.count("dropped:stale")) == (2, 0)
+
+
+@pytest.mark.parametrize("fields", [{"min_usable": 4}, {"filters": [FilterSpec(name="zero_variance")]}])
+async def test_a_group_with_too_little_left_is_dropped_as_stale(fields: dict[str, object]) -> None:
+    async with bench(lambda lease: float(place(lease)[1] == 3)) as it:
+        it.sampled_by = lambda lease: 0 if place(lease) in ((0, 3, 0), (1, 3, 0)) else 2
+        await it.create(tasks=4, max_staleness=1, **fields)
+        while (await it.store.runs.get("a")).count("ready") < 2:
+            await anyio.sleep(0.01)
+        it.version = 2
+        batches = await it.all()
+        assert [group.number for batch in batches for group in batch.groups] == [2, 3]
+        assert (await it.store.runs.get("a")).count("dropped:stale") == 2
+
+
+async def test_what_grows_too_old_is_replaced_before_anyone_asks() -> None:
+    async with bench(lambda lease: float(place(lease)[1] % 2)) as it:
+        await it.create(tasks=100, max_staleness=0, prefetch_batches=1, source=InlineTasks(open=True))
+        tasks = [Task(environment="calc", instance={"n": n}) for n in range(100)]
+        await it.store.runs.append("a", tasks, offset=None, close=False)
+        await it.next()
+        it.version = 1
+        while (await it.store.runs.get("a")).count("ready") < 2:
+            await anyio.sleep(0.01)
+        before = await it.store.runs.get("a")
+        it.version = 3
+        while (run := await it.store.runs.get("a")).count("dropped:stale") < before.count("ready"):
+            await anyio.sleep(0.01)
+        while (run := await it.store.runs.get("a")).count("ready") < 2:
+            await anyio.sleep(0.01)
+        assert run.cursor > before.cursor
+        assert run.count("acknowledged") == 2
+
+
+async def test_a_trainer_that_takes_what_is_stale_gets_all_of_it() -> None:
+    async with bench(lambda lease: float(place(lease)[1] % 2)) as it:
+        await it.create(tasks=4, max_staleness=0)
+        while (await it.store.runs.get("a")).count("ready") < 2:
+            await anyio.sleep(0.01)
+        it.version = 5
+        leased = await it.delivery.lease(LeaseOrder("a", "k", 60, allow_stale=True), version=None, timeout=10)
+        assert leased is not None
+        groups = [await it.store.runs.group("a", number) for number in leased.groups]
+        assert [(group.usable, group.oldest_version) for group in groups] == [(4, 0), (4, 0)]
+        assert all(sample.rollout.trajectory for group in groups for sample in group.samples)
+
+
+async def test_pause_resume_and_end() -> None:
+    async with bench() as it:
+        await it.create(tasks=1_000, source=InlineTasks(open=True))
+        await it.store.runs.update("a", state=RunState.PAUSED)
+        tasks = [Task(environment="calc", instance={"n": n}) for n in range(50)]
+        await it.store.runs.append("a", tasks, offset=None, close=False)
+        assert await it.lease(timeout=0.2) is None
+        assert it.begun == []
+        await it.store.runs.update("a", state=RunState.RUNNING)
+        assert len((await it.next()).groups) == 2
+        await it.store.runs.update("a", state=RunState.ENDED)
+        await it.all()
+        run = await it.store.runs.get("a")
+        assert (run.count("open"), run.count("ready"), run.state) == (0, 0, RunState.ENDED)
+
+
+async def test_ending_a_run_frees_what_is_under_way() -> None:
+    async with bench(lambda _: None) as it:
+        await it.create()
+        while len(it.begun) < 8:
+            await anyio.sleep(0.01)
+        await it.store.runs.update("a", state=RunState.ENDED)
+        assert await it.all() == []
+        assert (await it.store.runs.get("a")).count("dropped:cancelled") >= 2
+
+
+async def test_surplus_is_cancelled_when_asked() -> None:
+    def play(lease: Lease) -> float | None:
+        number, sample, _ = place(lease)
+        return float(sample % 2) if number < 2 else None
+
+    async with bench(play) as it:
+        await it.create(tasks=3, surplus=Surplus.CANCEL, batch_size=2)
+        batches = await it.all()
+        assert [group.number for group in batches[0].groups] == [0, 1]
+        run = await it.store.runs.get("a")
+        assert (len(batches), run.count("dropped:surplus"), run.state) == (1, 1, RunState.FINISHED)
+
+
+async def test_runs_share_by_weight() -> None:
+    async with bench(lambda lease: float(place(lease)[1] % 2), places=8) as it:
+        await it.create("a", tasks=300, weight=3.0, prefetch_batches=100)
+        await it.create("b", tasks=300, weight=1.0, prefetch_batches=100)
+        while len(it.begun) < 320:
+            await anyio.sleep(0.02)
+        share = sum(rollout_id.startswith("a.") for rollout_id in it.begun) / len(it.begun)
+        assert 0.65 < share < 0.85
+
+
+async def test_a_straggler_is_cut_off() -> None:
+    def play(lease: Lease) -> float | None:
+        number, sample, _ = place(lease)
+        return None if number == 20 and sample == 0 else float(sample % 2)
+
+    async with bench(play) as it:
+        await it.create(tasks=21, stragglers={"quantile": 0.9, "factor": 2.0, "min_samples": 2})
+        batches = await it.all()
+        group = next(group for batch in batches for group in batch.groups if group.number == 20)
+        assert [sample.masked_because for sample in group.samples] == ["straggler", None, None, None]
+
+
+async def test_tasks_of_a_file_in_shuffled_epochs(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("\n".join(json.dumps({"n": n}) for n in range(4)) + "\n\n")
+    source = FileTasks(path=str(path), environment="calc", epochs=3, shuffle=True, seed=7)
+    async with bench(lambda lease: float(place(lease)[1] % 2)) as it:
+        await it.create(source=source)
+        groups = [group for batch in await it.all() for group in batch.groups]
+        groups.sort(key=lambda group: group.number)
+        epochs = [[g.task.instance["n"] for g in groups if g.epoch == epoch] for epoch in range(3)]
+        assert [sorted(epoch) for epoch in epochs] == [[0, 1, 2, 3]] * 3
+        assert len({tuple(epoch) for epoch in epochs}) > 1
+
+
+async def test_a_file_that_changed_stops_its_run_after_a_restart(tmp_path: Path) -> None:
+    path, database = tmp_path / "tasks.jsonl", tmp_path / "store.sqlite3"
+    rows = "".join(json.dumps({"n": n}) + "\n" for n in range(40))
+    path.write_text(rows)
+    async with bench(lambda lease: float(place(lease)[1] % 2), path=database) as it:
+        await it.create(source=FileTasks(path=str(path), environment="calc"))
+        await it.next()
+    path.write_text(rows.replace("3", "4"))
+    async with bench(lambda lease: float(place(lease)[1] % 2), path=database) as it:
+        while (run := await it.store.runs.get("a")).problem is None:
+            if (batch := await it.lease(timeout=0.05)) is not None:
+                await it.delivery.acknowledge("a", batch.batch_id)
+        assert (run.state, run.problem.code) == (RunState.PAUSED, "source_changed")
+        path.write_text(rows)
+        await it.store.runs.update("a", state=RunState.RUNNING)
+        await it.all()
+        assert (await it.store.runs.get("a")).cursor == 40
+
+
+class Numbers(AgentEnvironment):
+    """Ships with numbers, in two splits."""
+
+    def __init__(self, first: int = 0) -> None:
+        super().__init__(EnvironmentSpec(name="numbers", prompt="{{ instance.n }}"))
+        self.first = first
+
+    async def evaluate(self, episode: Episode) -> Score:
+        raise NotImplementedError
+
+    def dataset(self) -> list[dict[str, JsonValue]]:
+        return [{"n": self.first + n, "split": "held_out" if n % 10 == 9 else "train"} for n in range(40)]
+
+
+async def test_tasks_of_a_split_of_the_environments_own_data_set() -> None:
+    source = DatasetTasks(environment="numbers", split="held_out", epochs=2, shuffle=True)
+    async with bench(lambda lease: float(place(lease)[1] % 2)) as it:
+        it.environments["numbers"] = Numbers()
+        await it.create(source=source)
+        groups = [group for batch in await it.all() for group in batch.groups]
+        assert {group.task.environment for group in groups} == {"numbers"}
+        assert sorted(group.task.instance["n"] for group in groups) == [9, 9, 19, 19, 29, 29, 39, 39]
+
+
+async def test_a_data_set_that_changed_stops_its_run_after_a_restart(tmp_path: Path) -> None:
+    database, source = tmp_path / "store.sqlite3", DatasetTasks(environment="numbers", split="train")
+    async with bench(lambda lease: float(place(lease)[1] % 2), path=database) as it:
+        it.environments["numbers"] = Numbers()
+        await it.create(source=source)
+        await it.next()
+    async with bench(lambda lease: float(place(lease)[1] % 2), path=database) as it:
+        it.environments["numbers"] = Numbers(first=1)
+        while (run := await it.store.runs.get("a")).problem is None:
+            if (batch := await it.lease(timeout=0.05)) is not None:
+                await it.delivery.acknowledge("a", batch.batch_id)
+        assert (run.state, run.problem.code) == (RunState.PAUSED, "source_changed")
+        it.environments["numbers"] = Numbers()
+        await it.store.runs.update("a", state=RunState.RUNNING)
+        await it.all()
+        assert (await it.store.runs.get("a")).cursor == 36
+
+
+@pytest.mark.parametrize(
+    ("split", "said"),
+    [
+        (None, r"body.source.split: the data set has splits, and none is named"),
+        ("trian", r"body.source.split: the data set has no split 'trian'; did you mean train\?"),
+    ],
+)
+def test_the_split_of_a_data_set_must_be_one_of_its_own(split: str | None, said: str) -> None:
+    with pytest.raises(InvalidFieldError, match=said) as caught:
+        open_dataset(DatasetTasks(environment="numbers", split=split), Numbers())
+    assert caught.value.hint == "Its splits: train (36), held_out (4)."
+
+
+async def set_pages(store: SqliteStore, pages: str) -> None:
+    """Limit the file to so many pages, `page_count` for those that it has; a failing neighbour makes it fail too."""
+
+    def limit(db: sqlite3.Connection) -> None:
+        count = db.execute("PRAGMA page_count").fetchone()[0] if pages == "page_count" else pages
+        db.execute(f"PRAGMA max_page_count = {count}").fetchone()
+
+    while True:
+        try:
+            return await store._read(limit)
+        except StoreError:
+            await anyio.sleep(0.01)
+
+
+async def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
+    async with bench(lambda lease: float(place(lease)[1] % 2), path=tmp_path / "store.sqlite3") as it:
+        await it.create(tasks=30)
+        await it.next()
+        await set_pages(it.store, "page_count")
+        while it.store.problem is None:
+            with suppress(StoreError):
+                if (batch := await it.lease(timeout=0.02)) is not None:
+                    await it.delivery.acknowledge("a", batch.batch_id)
+        assert "free space" in it.store.problem.hint
+        await set_pages(it.store, "1000000")
+        await it.all()
+        while it.store.problem is not None:
+            await anyio.sleep(0.1)
+        assert (await it.store.runs.get("a")).count("acknowledged") == 30
+
+
+ROW = "SELECT seq, request FROM rollouts JOIN requests USING (seq) WHERE rollout_id = 'a.0.1'"
+
+
+@asynccontextmanager
+async def two_runs(tmp_path: Path, **fields: object) -> AsyncIterator[tuple[Bench, anyio.Event]]:
+    """Runs `a` and `b`, whose first rollouts have begun and end only after the event."""
+    may_end = anyio.Event()
+
+    def play(lease: Lease) -> float | None:
+        return float(place(lease)[1] % 2) if may_end.is_set() else None
+
+    async with bench(play, path=tmp_path / "store.sqlite3") as it:
+        await it.create("a", tasks=2, **fields)
+        await it.create("b", tasks=8)
+        while sum(rollout_id.startswith("a.") for rollout_id in it.begun) < 8:
+            await anyio.sleep(0.01)
+        yield it, may_end
+
+
+async def stopped(it: Bench, code: str) -> None:
+    """Wait until run `a` is paused; `b` is carried to its end all the same, and nothing is tried in vain."""
+    while (run := await it.store.runs.get("a")).problem is None:
+        await anyio.sleep(0.01)
+    assert (run.state, run.problem.code) == (RunState.PAUSED, code)
+    assert "restore a copy" in run.problem.hint.lower()
+    assert sum(len(batch.groups) for batch in await it.all("b")) == 8
+    assert f'rollout_run_problems_total{{code="{code}"}} 1.0' in it.metrics.render().decode()
+
+
+@pytest.mark.parametrize(
+    ("harm", "mend"),
+    [
+        (
+            "DELETE FROM requests WHERE seq = :seq",
+            "INSERT INTO requests (seq, request) VALUES (:seq, :request)",
+        ),
+        (
+            "UPDATE requests SET request = '{' WHERE seq = :seq",
+            "UPDATE requests SET request = :request WHERE seq = :seq",
+        ),
+    ],
+    ids=["gone", "damaged"],
+)
+async def test_a_lost_record_pauses_its_run_alone_until_it_is_restored(
+    tmp_path: Path, harm: str, mend: str
+) -> None:
+    async with two_runs(tmp_path) as (it, may_end):
+        row = dict(await it.store._read(lambda db: db.execute(ROW).fetchone()))
+        await it.store._write(lambda db: db.execute(harm, row).rowcount)
+        may_end.set()
+        with capture_logs() as logs:
+            await stopped(it, "record_lost")
+        assert [line["run"] for line in logs if line["event"] == "a run cannot go on"] == ["a"]
+        await it.store._write(lambda db: db.execute(mend, row).rowcount)
+        await it.store.runs.update("a", state=RunState.RUNNING)
+        assert sum(len(batch.groups) for batch in await it.all("a")) == 2
+        assert (await it.store.runs.get("a")).state is RunState.FINISHED
+
+
+@pytest.mark.parametrize("lost", ["= 'a.0.1'", "LIKE 'a.0.%'"], ids=["one", "all of a group"])
+async def test_a_run_that_lost_rollouts_can_be_ended(tmp_path: Path, lost: str) -> None:
+    async with two_runs(tmp_path) as (it, may_end):
+        await it.store._write(lambda db: db.execute(f"DELETE FROM rollouts WHERE rollout_id {lost}").rowcount)
+        may_end.set()
+        await stopped(it, "record_lost")
+        await it.store.runs.update("a", state=RunState.ENDED)
+        groups = [group.number for batch in await it.all("a") for group in batch.groups]
+        assert groups in ([], [1]), "what is whole may have been finished"
+        run = await it.store.runs.get("a")
+        assert (run.count("open"), run.count("dropped:cancelled")) == (0, 2 - len(groups))
+        for number in await it.store.runs.closed_groups("a"):
+            left = {sample.sample.rollout.rollout_id for sample in await it.store.runs.exported("a", number)}
+            assert "a.0.1" not in left
+
+
+def damage_padding(path: Path) -> int:
+    """Break the chain of the pages that hold nothing but padding; returns how many there were."""
+    found = 0
+    with path.open("r+b") as file:
+        for page, content in enumerate(iter(lambda: file.read(4_096), b"")):
+            if not content[4:].strip(b"x"):
+                found += 1
+                os.pwrite(file.fileno(), b"\xff" * 4, page * 4_096)
+    return found
+
+
+async def test_a_damaged_part_of_the_file_holds_up_no_run_that_does_not_need_it(tmp_path: Path) -> None:
+    tasks = [Task(environment="calc", instance={"n": n, "pad": "x" * 20_000}) for n in range(2)]
+    async with two_runs(tmp_path, source=InlineTasks(tasks=tasks)) as (it, may_end):
+        while not damage_padding(tmp_path / "store.sqlite3"):
+            with suppress(StoreError):  # that shares a transaction with a write
+                await it.store._read(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
+        await it.store._read(lambda db: db.execute("PRAGMA shrink_memory").fetchall())
+        may_end.set()
+        while it.store.problem is None:
+            await anyio.sleep(0.01)
+        assert sum(len(batch.groups) for batch in await it.all("b")) == 8
+        run = await it.store.runs.get("a")
+        assert (run.state, run.count("ready")) == (RunState.RUNNING, 0), "it waits for a copy to be put back"
+
+
+async def test_a_batch_with_a_lost_rollout_says_so(tmp_path: Path) -> None:
+    async with bench(lambda lease: float(place(lease)[1] % 2), path=tmp_path / "store.sqlite3") as it:
+        await it.create(tasks=2)
+        while (await it.store.runs.get("a")).count("ready") < 2:
+            await anyio.sleep(0.01)
+        await it.store._write(
+            lambda db: db.execute("DELETE FROM rollouts WHERE rollout_id = 'a.0.1'").rowcount
+        )
+        with pytest.raises(RecordLostError, match=r"a\.0\.1") as caught:
+            await it.lease()
+        assert "Restore a copy" in caught.value.hint
+
+
+def test_a_bad_row_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"n": 1}\n[]\n')
+    with pytest.raises(InvalidFieldError, match="line 2"):
+        open_file(FileTasks(path=str(path), environment="calc"), lambda _: None)
+    with pytest.raises(InvalidFieldError, match=r"neither \.jsonl"):
+        open_file(FileTasks(path="tasks.csv", environment="calc"), lambda _: None)
+    with pytest.raises(InvalidFieldError, match="No such file"):
+        open_file(FileTasks(path="/nowhere.jsonl", environment="calc"), lambda _: None)
+
+
+def test_parquet_needs_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    path = tmp_path / "tasks.parquet"
+    path.write_bytes(b"PAR1")
+    with pytest.raises(InvalidFieldError, match="no pyarrow") as caught:
+        open_file(FileTasks(path=str(path), environment="calc"), lambda _: None)
+    assert "rollout-service[parquet]" in caught.value.hint
+
+
+def test_rows_are_read_by_position(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"n": 0}\n\n{"n": 1}')
+    rows = JsonLines(path, lambda _: None)
+    assert [rows.read(position) for position in range(len(rows))] == [{"n": 0}, {"n": 1}]

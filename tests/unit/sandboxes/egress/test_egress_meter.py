@@ -1,0 +1,53 @@
+"""What goes out of sandboxes is seen in the metrics, as it was last read."""
+
+import anyio
+import pytest
+
+from rollout_service.telemetry.egress import EgressMeter
+from rollout_service.telemetry.metrics import Metrics
+from sandboxes import SandboxInfo, SandboxProvider, SandboxSpec, SweepReport
+from sandboxes.contract import Sandbox
+from sandboxes.egress.counts import EgressCounts
+
+pytestmark = pytest.mark.anyio
+
+
+class Counting(SandboxProvider):
+    """Has sandboxes that connect once more whenever somebody looks."""
+
+    name, isolates = "counting", True
+
+    def __init__(self) -> None:
+        self.looked = 0
+
+    async def egress_counts(self) -> EgressCounts:
+        self.looked += 1
+        return EgressCounts(self.looked, self.looked, 20, 30, {"host": 2})
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        raise AssertionError("nobody starts one here")
+
+    async def sweep(self) -> SweepReport:
+        return SweepReport()
+
+    def live(self) -> list[SandboxInfo]:
+        return []
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+async def test_counts_are_read_again_and_again_and_shown() -> None:
+    provider, metrics = Counting(), Metrics()
+    meter = EgressMeter(provider, seconds=0.01)
+    metrics.watch_egress(lambda: meter.counts)
+    assert b"rollout_egress_connections_total 0.0" in metrics.render()
+    async with meter.running():
+        with anyio.fail_after(10):
+            while provider.looked < 3:
+                await anyio.sleep(0.01)
+    shown = metrics.render()
+    assert f"rollout_egress_connections_total {meter.counts.connections}.0".encode() in shown
+    assert b'rollout_egress_bytes_total{direction="out"} 20.0' in shown
+    assert b'rollout_egress_bytes_total{direction="in"} 30.0' in shown
+    assert b'rollout_egress_refused_total{reason="host"} 2.0' in shown

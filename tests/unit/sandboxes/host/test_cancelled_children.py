@@ -1,0 +1,51 @@
+"""A child is collected whatever moment of its start or life a cancellation hits, and before its event loop ends."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import pytest
+from support.children import nothing_uncollected
+
+from rollout_service.cli.server_child import running_server
+from rollout_service.inference.local_servers.process import Launch, ServerProcess
+from sandboxes.runtime.export import export_tree
+
+
+class Sleeping(ServerProcess):
+    """A server that never serves."""
+
+    def _launch(self, folder: Path) -> Launch:
+        return Launch(["sleep", "60"], {"PATH": "/usr/bin:/bin"}, lambda: None)
+
+
+async def read_export(_: Path) -> None:
+    async for _part in export_tree("/anything", ["sleep", "60"]):
+        pass
+
+
+async def start_engine(_: Path) -> None:
+    async with Sleeping():
+        pass
+
+
+async def start_server(folder: Path) -> None:
+    async with running_server(folder):
+        pass
+
+
+@pytest.mark.parametrize(("work", "steps"), [(read_export, 25), (start_engine, 25), (start_server, 10)])
+def test_a_cancellation_at_any_step_leaves_no_process(
+    work: Callable[[Path], object], steps: int, tmp_path: Path
+) -> None:
+    async def cancelled_after(step: int) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(work, tmp_path)
+            for _ in range(step):
+                await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
+
+    for step in range(steps):
+        with nothing_uncollected():
+            anyio.run(cancelled_after, step)

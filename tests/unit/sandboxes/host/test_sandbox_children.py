@@ -1,0 +1,59 @@
+"""Children are ended with patience."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from support.children import held, killed
+
+from sandboxes.host.children import LingeringChildren, end_process, wait_exit
+
+pytestmark = pytest.mark.anyio
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
+
+
+@contextmanager
+def started(code: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a program, and wait for its first line."""
+    with killed(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+
+
+async def test_a_process_that_ignores_sigterm_is_killed() -> None:
+    with started(STUBBORN) as process:
+        begun = time.monotonic()
+        assert await end_process(process, grace=0.1, kill_wait=4.0)
+        assert process.returncode == -9
+        assert time.monotonic() - begun < 10
+
+
+async def test_a_process_that_ends_by_itself_is_left_to() -> None:
+    with started("print(flush=True)") as process:
+        assert await end_process(process, grace=10, kill_wait=1)
+        assert process.returncode == 0
+        assert await wait_exit(process, 0)
+
+
+async def test_waiting_is_bounded() -> None:
+    with started(STUBBORN) as process:
+        assert not await wait_exit(process, 0.05)
+        process.kill()
+        assert await wait_exit(process, 10)
+
+
+async def test_a_child_that_outlives_its_kill_is_kept_and_finished_once() -> None:
+    lingering, finished = LingeringChildren(), []
+    with started(STUBBORN) as process:
+        with held(process.pid):
+            assert not await end_process(process, grace=0, kill_wait=0.2)
+            lingering.keep(process, lambda: finished.append(process.pid))
+            await lingering.wait(0.1)
+            assert (len(lingering), finished) == (1, [])
+        await lingering.wait(10)
+        await lingering.collect()
+        assert (len(lingering), finished) == (0, [process.pid])

@@ -1,0 +1,75 @@
+"""Processes of the host: known by marks, number and start time, and killed only if they are the right ones."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from support.children import killed
+
+from sandboxes.host.processes import (
+    FOLDERS,
+    MARKER,
+    kill_if,
+    kill_where,
+    marked_processes,
+    marked_with,
+    processes_where,
+    start_time,
+)
+
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
+
+
+@contextmanager
+def started(code: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a program, and wait for its first line."""
+    command, environ = [sys.executable, "-c", code], {**os.environ, **env}
+    with killed(subprocess.Popen(command, stdout=subprocess.PIPE, env=environ)) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+
+
+def test_start_time_tells_processes_apart() -> None:
+    with started(STUBBORN) as process:
+        found = start_time(process.pid)
+        assert found is not None
+        assert found >= (start_time(os.getpid()) or 0)
+    assert start_time(process.pid) is None
+
+
+def test_marks_and_kills_only_what_matches() -> None:
+    with started(STUBBORN, **{MARKER: "some-id"}) as process:
+        assert marked_with(process.pid) == "some-id"
+        assert marked_processes({"some-id"}) == [process.pid]
+        assert not kill_if(process.pid, lambda pid: False)
+        assert process.poll() is None
+        assert kill_if(process.pid, lambda pid: marked_with(pid) == "some-id")
+        assert process.wait() == -9
+        assert not kill_if(process.pid, lambda pid: True)
+
+
+def test_kills_by_the_service_and_spares_the_neighbour() -> None:
+    with (
+        started(STUBBORN, **{MARKER: "0a0a0a0a-12"}) as mine,
+        started(STUBBORN, **{MARKER: "0a0a0a0b-12"}) as neighbour,
+    ):
+        assert processes_where(lambda mark: mark.startswith("0a0a0a0a-")) == [mine.pid]
+        assert kill_where(lambda mark: mark.startswith("0a0a0a0a-")) == 1
+        assert mine.wait() == -9
+        assert neighbour.poll() is None
+
+
+def test_processes_that_have_gone_are_not_ours() -> None:
+    assert marked_with(2**22 + 1) is None
+
+
+def test_a_sandbox_is_told_by_its_mounts() -> None:
+    line = b"36 35 0:20 /rs-0/0a1b2c3d/17/pipes /run/rollout/pipes ro,nosuid - tmpfs tmpfs rw"
+    found = FOLDERS.search(line)
+    assert found is not None
+    assert found.groups() == (b"0a1b2c3d", b"17")
+    for other in (b"/rs-0/0a1b2c3d4/17/pipes", b"/overlay2/0a1b2c3d/x/overlay", b"/0a1b2c3d/17/pipesx "):
+        assert FOLDERS.search(other) is None

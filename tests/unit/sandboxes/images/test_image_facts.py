@@ -1,0 +1,254 @@
+"""What is read from an image's files, also from a hostile one's, and what an unpacked image and a toolkit cost."""
+
+import json
+import os
+import platform
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandboxes.errors import ImageError
+from sandboxes.images.facts import NEEDED_TOOLS, ImageFacts, read_facts
+from sandboxes.images.toolkit import INSIDE, assemble
+from sandboxes.images.tree import ELF_MACHINES, ImageTree
+from sandboxes.images.unpacked import UnpackedImages
+
+MACHINE = next(number for number, name in ELF_MACHINES.items() if name == platform.machine())
+
+
+def elf(loader: str | None = "/lib64/ld.so", machine: int = MACHINE) -> bytes:
+    """A program's header, and one more of its loader's path, by elf.h."""
+    path = (loader or "").encode() + b"\0"
+    head = b"\x7fELF\x02\x01\x01" + bytes(9) + struct.pack("<HHIQQQ", 2, machine, 1, 0, 64, 0)
+    head += struct.pack("<IHHHHHH", 0, 64, 56, 1 if loader else 0, 0, 0, 0)
+    return head + struct.pack("<IIQQQQQQ", 3, 4, 120, 0, 0, len(path), len(path), 1) + path
+
+
+def put(root: Path, path: str, data: bytes = b"", mode: int = 0o755) -> None:
+    file = root / path.lstrip("/")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(data)
+    file.chmod(mode)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """As Debian's: /bin is a link, python3 is one, ipykernel is in /usr/local."""
+    root = tmp_path / "root"
+    (root / "usr" / "bin").mkdir(parents=True)
+    (root / "bin").symlink_to("usr/bin")
+    put(root, "/lib64/ld.so", elf(None))
+    put(root, "/usr/bin/bash", elf() + b"@(#)Bash version 5.2.15(1) release GNU")
+    for name in NEEDED_TOOLS:
+        put(root, f"/usr/bin/{name}", elf())
+    put(root, "/usr/bin/python3.11", elf())
+    (root / "usr" / "bin" / "python3").symlink_to("python3.11")
+    put(root, "/usr/lib/python3.11/os.py", b"#")
+    packages = "/usr/local/lib/python3.11/dist-packages"
+    put(root, f"{packages}/ipykernel/kernelapp.py", b"#", 0o644)
+    put(root, f"{packages}/ipykernel-7.4.0.dist-info/METADATA")
+    put(root, "/etc/os-release", b'NAME=x\nPRETTY_NAME="Some System 12"\n')
+    put(root, "/.singularity.d/labels.json", json.dumps({"title": "mine"}).encode())
+    return root
+
+
+def test_a_full_image_lacks_nothing(root: Path) -> None:
+    facts = read_facts(root)
+    assert (facts.bash, facts.python, facts.python_version) == ("5.2.15(1)", "/usr/bin/python3", "3.11")
+    assert (facts.ipykernel, facts.needs_toolkit, facts.missing, facts.advice) == ("7.4.0", False, (), ())
+    assert (facts.system, facts.architecture) == ("Some System 12", platform.machine())
+    assert facts.labels == {"title": "mine"}
+    assert ImageFacts.from_json(json.loads(json.dumps(facts.as_json()))) == facts
+
+
+def test_what_is_missing_is_said(root: Path) -> None:
+    for name in ("bash", "tar", "python3"):
+        (root / "usr" / "bin" / name).unlink()
+    facts = read_facts(root)
+    assert (facts.missing, facts.needs_toolkit) == (("bash", "tar"), True)
+    assert "bash" in facts.advice[0]
+    assert "tar" in facts.advice[1]
+    empty = root.parent / "empty"
+    empty.mkdir()
+    assert read_facts(empty).missing == ("bash", *NEEDED_TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("script", "script"),
+        ("empty", "script"),
+        ("machine", "is for"),
+        ("loader", "which is not there"),
+        ("library", "standard library"),
+        ("kernel", ""),
+    ],
+)
+def test_a_python_that_cannot_run_is_not_used(root: Path, change: str, problem: str) -> None:
+    python = root / "usr" / "bin" / "python3.11"
+    if change in {"script", "empty"}:
+        python.write_bytes(b"#!/bin/sh\nexit 1\n" if change == "script" else b"")
+    if change in {"machine", "loader"}:
+        python.write_bytes(elf(machine=40) if change == "machine" else elf("/lib/ld-gone.so"))
+    if change == "library":
+        shutil.rmtree(root / "usr" / "lib")
+        shutil.rmtree(root / "usr" / "local")
+    if change == "kernel":
+        (root / "usr/local/lib/python3.11/dist-packages/ipykernel/kernelapp.py").unlink()
+    facts = read_facts(root)
+    assert facts.needs_toolkit
+    assert problem in facts.python_problem
+    assert facts.advice
+
+
+def test_the_python_of_the_path_that_the_image_declares_is_meant(root: Path) -> None:
+    put(root, "/opt/conda/bin/python3.12", elf())
+    (root / "opt/conda/bin/python3").symlink_to("python3.12")
+    put(root, "/opt/conda/lib/python3.12/site-packages/ipykernel/kernelapp.py", b"#", 0o644)
+    put(root, "/opt/conda/lib/python3.12/site-packages/ipykernel-6.29.5.dist-info/METADATA")
+    lines = 'export PATH="/opt/conda/bin:/usr/bin"\nexport API_TOKEN="${API_TOKEN:-"hush"}"\n'
+    lines += 'export GREETING="${GREETING:-"good day"}"\nexport BROKEN="\n'
+    put(root, "/.singularity.d/env/10-docker2singularity.sh", lines.encode())
+    facts = read_facts(root)
+    assert (facts.python, facts.ipykernel) == ("/opt/conda/bin/python3", "6.29.5")
+    assert facts.environment == {"PATH": "/opt/conda/bin:/usr/bin", "GREETING": "good day"}
+
+
+def test_a_virtual_environment_has_its_own_packages(root: Path) -> None:
+    (root / "venv" / "bin").mkdir(parents=True)
+    (root / "venv/bin/python3").symlink_to("/usr/bin/python3")
+    put(root, "/venv/lib/python3.11/site-packages/ipykernel/kernelapp.py", b"#", 0o644)
+    put(root, "/venv/lib/python3.11/site-packages/ipykernel-6.1.dist-info/METADATA")
+    put(root, "/.singularity.d/env/90-environment.sh", b"export PATH=/venv/bin:$PATH")
+    assert read_facts(root).ipykernel == "6.1"
+
+
+def test_no_link_leads_out_and_no_file_blocks(root: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text('PRETTY_NAME="secret"')
+    (root / "etc" / "os-release").unlink()
+    (root / "etc" / "os-release").symlink_to("../../../../../.." + str(secret))
+    bash = root / "usr" / "bin" / "bash"
+    bash.unlink()
+    bash.symlink_to("/bin/bash")  # a loop, inside; outside it would be the host's
+    os.mkfifo(root / "usr" / "lib" / "os-release")
+    facts = read_facts(root)
+    assert (facts.system, facts.bash) == (None, None)
+    assert ImageTree(root).find("/../../etc") == "/etc"
+    assert ImageTree(root).read("/usr/lib/os-release") is None
+
+
+def test_labels_and_variables_that_are_nonsense_are_none(root: Path) -> None:
+    put(root, "/.singularity.d/labels.json", b"[1, 2")
+    put(root, "/.singularity.d/env/90-environment.sh", b'\xff\xfe export\nexport\nexport A B\nexport "C=\n=')
+    facts = read_facts(root)
+    assert (facts.labels, facts.environment) == ({}, {})
+
+
+@given(st.binary(max_size=300))
+def test_no_header_breaks_the_reader(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    root = tmp_path_factory.mktemp("root")
+    for content in (data, elf()[:80] + data, b"\x7fELF\x02\x01" + data):
+        put(root, "/program", content)
+        ImageTree(root).program("/program")
+
+
+# --- unpacked images and the toolkit ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unpacked(tmp_path: Path) -> UnpackedImages:
+    """Its Apptainer says where the squashfs begins."""
+    apptainer = tmp_path / "apptainer"
+    apptainer.write_text("#!/bin/sh\necho '4    |1   |NONE  |0-99999   |FS (Squashfs/*System/amd64)'\n")
+    apptainer.chmod(0o755)
+    return UnpackedImages(apptainer, tmp_path / "cache" / "unpacked", os.getuid(), os.getgid())
+
+
+def image_of(root: Path, path: Path) -> Path:
+    subprocess.run(["mksquashfs", root, path, "-quiet", "-no-progress", "-noappend"], check=True)
+    return path
+
+
+def test_an_image_is_unpacked_and_read_once(unpacked: UnpackedImages, root: Path, tmp_path: Path) -> None:
+    image = image_of(root, tmp_path / "image.sif")
+    first = unpacked.provide(image)
+    assert first.facts.ipykernel == "7.4.0"
+    assert (first.folder / "usr/bin/python3.11").is_file()
+    assert first.folder.parent.stat().st_mode & 0o077 == 0, "nobody else can reach what sandboxes run from"
+    made = first.folder.stat().st_ino
+    assert unpacked.provide(image) == first
+    again = UnpackedImages(Path("/nowhere"), first.folder.parent, os.getuid(), os.getgid())
+    assert again.provide(image) == first
+    assert again.facts(image) == first.facts
+    assert first.folder.stat().st_ino == made
+    image_of(root / "usr", image)
+    assert unpacked.provide(image).folder != first.folder, "an image that is written again is another"
+
+
+def test_looking_into_an_image_leaves_it_packed(unpacked: UnpackedImages, root: Path, tmp_path: Path) -> None:
+    image = image_of(root, tmp_path / "image.sif")
+    assert unpacked.facts(image).ipykernel == "7.4.0"
+    assert unpacked.prune(0, grace_seconds=0) == []
+    assert list((tmp_path / "cache/unpacked/drafts").iterdir()) == []
+
+
+def test_unpacked_images_keep_their_budget(unpacked: UnpackedImages, root: Path, tmp_path: Path) -> None:
+    old, new = (image_of(root, tmp_path / f"{name}.sif") for name in ("old", "new"))
+    folders = [unpacked.provide(image).folder for image in (old, new)]
+    for folder, when in zip(folders, (1000, 2000), strict=True):
+        for stamp in (folder.parent / "uses" / folder.name).iterdir():
+            os.utime(stamp, (when, when))
+    assert [one.evicted for one in unpacked.prune(0)] == [False, False], "they may be about to be mounted"
+    size = unpacked.facts(new).size_bytes
+    decided = unpacked.prune(size, grace_seconds=0)
+    assert sum(one.evicted for one in decided) == 1
+    assert [folder.exists() for folder in folders].count(True) == 1
+    assert {one.of for one in decided} == {str(old), str(new)}
+    assert unpacked.provide(old).folder.exists()
+
+
+def test_what_is_mounted_stays(
+    unpacked: UnpackedImages, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = unpacked.provide(image_of(root, tmp_path / "image.sif")).folder
+    monkeypatch.setattr("sandboxes.images.unpacked._mounted", lambda: {folder.name})
+    (decided,) = unpacked.prune(0, grace_seconds=0)
+    assert (decided.evicted, decided.kept) == (False, "a sandbox has it mounted")
+
+
+def test_a_file_that_is_no_image_is_refused(tmp_path: Path, unpacked: UnpackedImages) -> None:
+    fake = tmp_path / "fake.sif"
+    fake.write_text("not an image")
+    with pytest.raises(ImageError, match="could not be unpacked"):
+        unpacked.provide(fake)
+    with pytest.raises(ImageError, match="cannot be read"):
+        unpacked.provide(tmp_path / "missing.sif")
+    assert list((tmp_path / "cache/unpacked/drafts").iterdir()) == []
+
+
+def test_a_toolkit_is_made_of_links(root: Path, tmp_path: Path, unpacked: UnpackedImages) -> None:
+    put(root, "/lib64/libc.so.6", b"library")
+    image = image_of(root, tmp_path / "image.sif")
+    toolkit = unpacked.toolkit(image)
+    assert unpacked.toolkit(image) == toolkit
+    base = unpacked.provide(image).folder
+    assert (toolkit / "bin/python3.11").samefile(base / "usr/bin/python3.11")
+    assert (toolkit / "libraries/libc.so.6").samefile(base / "lib64/libc.so.6")
+    assert (toolkit / "local/lib/python3.11/dist-packages/ipykernel/kernelapp.py").is_file()
+    wrapper = (toolkit / "bin/python3").read_text()
+    assert f"{INSIDE}/libraries/ld.so" in wrapper
+    unpacked.prune(0, grace_seconds=0)
+    assert not toolkit.exists()
+    assert unpacked.toolkit(image).exists()
+
+
+def test_no_toolkit_is_made_of_an_image_without_the_kernel(root: Path, tmp_path: Path) -> None:
+    shutil.rmtree(root / "usr" / "local")
+    with pytest.raises(ImageError, match="no python3 with ipykernel"):
+        assemble(root, read_facts(root), tmp_path)

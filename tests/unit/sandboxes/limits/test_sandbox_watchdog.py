@@ -1,0 +1,88 @@
+"""What the watchdog sees of real processes, and what it does to groups of plain files."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from sandboxes.limits.cgroups import Group, Limits
+from sandboxes.limits.violations import LimitWatch
+from sandboxes.limits.watchdog import Processes, Ward, Watchdog, Yielding
+
+NONE = Limits(None, None, None)
+
+
+def test_descendants_are_found_and_nobody_else() -> None:
+    process = subprocess.Popen(["sh", "-c", "sleep 60 & sleep 60 & echo up; wait"], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        below = Processes().below(process.pid)
+        assert {found.parent for found in below} == {process.pid}
+        assert len(below) == 2
+        assert all(found.threads == 1 and found.start > 0 for found in below)
+        assert Processes().inside(process.pid) == []  # no namespace, so no sandbox
+    finally:
+        for found in Processes().below(process.pid):
+            os.kill(found.pid, signal.SIGKILL)
+        process.communicate()
+    assert Processes().below(process.pid) == []
+
+
+@pytest.mark.parametrize(("name", "unit"), [("cpuacct.usage", 10**9), ("cpu.stat", 10**6)])
+def test_who_does_not_rest_yields_until_it_rests(tmp_path: Path, name: str, unit: int) -> None:
+    def use(seconds: float) -> None:
+        used = int(seconds * unit)
+        (tmp_path / name).write_text(f"{used}\n" if name == "cpuacct.usage" else f"usage_usec {used}\nx 1\n")
+
+    (tmp_path / "cpu.idle").write_text("unset")
+    use(0)
+    yielding = Yielding(Group({"cpu": tmp_path, "cpuacct": tmp_path}))
+    looks = (
+        (0, "unset"),
+        (0.4, "unset"),
+        (1.3, "unset"),
+        (2.2, "1\n"),
+        (3.1, "1\n"),
+        (3.2, "0\n"),
+        (4.1, "0\n"),
+    )
+    for now, (used, idle) in enumerate(looks):
+        use(used)
+        yielding.look(now)
+        assert (tmp_path / "cpu.idle").read_text() == idle
+    yielding.close()
+    yielding.look(5.0)
+
+
+def test_only_what_no_group_holds_is_looked_at(tmp_path: Path) -> None:
+    limits = Limits(1 << 30, 10, None)
+    whole = Group({"memory": tmp_path, "pids": tmp_path})
+    for group, unheld in ((whole, False), (Group({"pids": tmp_path}), True), (None, True)):
+        watch = LimitWatch(limits, group, os.getpid(), None, Counter())
+        assert Ward(watch).unheld == unheld
+        watch.close()
+    assert not Ward(LimitWatch(NONE, None, os.getpid(), None, Counter())).unheld
+
+
+def test_the_thread_ends_with_the_last_sandbox() -> None:
+    watchdog = Watchdog()
+    watch = LimitWatch(NONE, None, None, None, Counter())
+    watchdog.add(watch)
+    assert _threads() >= 1
+    watch.close()
+    deadline = time.monotonic() + 30
+    while watchdog.watching:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    watchdog.add(watch)
+    watchdog.close()
+
+
+def _threads() -> int:
+    return sum(thread.name == "sandbox-watchdog" for thread in threading.enumerate())

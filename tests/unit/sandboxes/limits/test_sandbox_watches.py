@@ -1,0 +1,58 @@
+"""How many epoll watches a process can have made, seen from outside of it."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from sandboxes.limits.watches import exceed, share
+
+HOLDER = """
+import ctypes, os, select, sys
+held = [select.epoll() for _ in range(int(sys.argv[1]))] + [os.dup(0) for _ in range(int(sys.argv[2]))]
+if len(sys.argv) > 3: ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", HOLDER, *request.param]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+@pytest.mark.parametrize("holder", [["100", "200"]], indirect=True)
+def test_instances_times_descriptors(holder: subprocess.Popen[str]) -> None:
+    assert not exceed([holder.pid], 100 * 320)
+    assert exceed([holder.pid], 20_000)
+    assert exceed([holder.pid, holder.pid], 40_000), "of all together"
+
+
+@pytest.mark.parametrize("holder", [["3", "20"], ["0", "400"]], indirect=True)
+def test_programs_as_they_usually_are_have_next_to_none(holder: subprocess.Popen[str]) -> None:
+    assert not exceed([holder.pid], 3 * 50)
+
+
+@pytest.mark.parametrize("holder", [["100", "200", "hidden"]], indirect=True)
+def test_a_process_that_hides_is_thought_to_have_what_it_has_room_for(holder: subprocess.Popen[str]) -> None:
+    assert exceed([holder.pid], 20_000)
+
+
+def test_a_process_that_has_gone_has_none() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    assert not exceed([process.pid], 0)
+
+
+def test_all_sandboxes_together_leave_half() -> None:
+    one = share(1)
+    assert one is not None
+    assert share(10) == pytest.approx(one / 10, abs=1)
+    assert share(0) == one

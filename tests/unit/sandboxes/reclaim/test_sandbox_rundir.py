@@ -1,0 +1,73 @@
+"""Run folders are private, short, locked by their service, and not given to two."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sandboxes.errors import SandboxConfigError
+from sandboxes.reclaim.reaper import lock
+from sandboxes.reclaim.run_folders import NOTES, ServiceFolder, remember, run_base, run_bases
+
+
+def test_a_long_path_is_refused_with_advice(tmp_path: Path) -> None:
+    with pytest.raises(SandboxConfigError, match="too long") as error:
+        run_base(tmp_path / ("x" * 100))
+    assert "run_dir" in error.value.hint
+
+
+def test_a_folder_of_others_is_refused_and_never_swept(tmp_path: Path) -> None:
+    base = tmp_path / "open"
+    base.mkdir()
+    base.chmod(0o777)
+    with pytest.raises(SandboxConfigError, match="only this user"):
+        run_base(base)
+    assert base not in run_bases(base, tmp_path)
+
+
+def test_pipes_can_be_entered_but_not_listed(tmp_path: Path) -> None:
+    service = ServiceFolder(tmp_path)
+    folder = service.new()
+    folder.create(os.geteuid(), os.getegid())
+    assert folder.pipes.stat().st_mode & 0o777 == 0o311
+    assert folder.sockets.stat().st_mode & 0o777 == 0o700
+    assert folder.said() == "nothing"
+    assert folder.id == f"{service.name}-1"
+    assert service.new().id == f"{service.name}-2"
+    service.close()
+
+
+def test_a_service_folder_is_locked_until_it_is_closed(tmp_path: Path) -> None:
+    service = ServiceFolder(tmp_path)
+    handle = os.open(service.path, os.O_RDONLY)
+    assert not lock(handle)
+    service.close()
+    assert lock(handle)
+    os.close(handle)
+
+
+def test_a_service_folder_that_was_taken_away_is_noticed(tmp_path: Path) -> None:
+    service = ServiceFolder(tmp_path)
+    assert service.intact
+    service.path.rmdir()
+    assert not service.intact
+    service.path.mkdir()
+    assert not service.intact, "another folder of the same name"
+    service.close()
+
+
+def test_a_missing_base_is_an_error_and_not_an_endless_search(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        ServiceFolder(tmp_path / "missing")
+
+
+def test_former_run_folders_are_remembered(tmp_path: Path) -> None:
+    state, former = tmp_path / "state", tmp_path / "former"
+    assert former not in run_bases(None, state)
+    former.mkdir(mode=0o711)
+    remember(state, former)
+    remember(state, former)
+    (state / NOTES / "stray").touch()
+    assert former in run_bases(None, state)
+    former.rmdir()
+    assert former not in run_bases(None, state)

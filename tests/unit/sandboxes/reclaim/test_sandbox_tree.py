@@ -1,0 +1,180 @@
+"""The removal of hostile trees: it stays inside, copes with any depth and rights, is bounded, and raises nothing."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sandboxes.reclaim.rmtree import mounts_below, remove_tree
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """What a tree may point at and must not lose."""
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    (folder / "file").write_text("kept")
+    return folder
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    folder = tmp_path / "tree"
+    folder.mkdir()
+    return folder
+
+
+def test_links_are_not_followed(tree: Path, outside: Path) -> None:
+    (tree / "folder").symlink_to(outside)
+    (tree / "file").symlink_to(outside / "file")
+    (tree / "loop").symlink_to("loop")
+    (tree / "up").symlink_to("..")
+    assert remove_tree(tree) is None
+    assert not tree.exists()
+    assert (outside / "file").read_text() == "kept"
+
+
+def test_a_link_in_the_place_of_the_tree_goes_alone(tree: Path, outside: Path) -> None:
+    tree.rmdir()
+    tree.symlink_to(outside)
+    assert remove_tree(tree) is None
+    assert not tree.is_symlink()
+    assert (outside / "file").exists()
+
+
+def test_ten_thousand_levels(tree: Path) -> None:
+    handle = os.open(tree, os.O_RDONLY)
+    for _ in range(10_000):
+        os.mkdir("d" * 50, dir_fd=handle)
+        below = os.open("d" * 50, os.O_RDONLY, dir_fd=handle)
+        os.close(handle)
+        handle = below
+    os.close(handle)
+    assert remove_tree(tree) is None
+    assert not tree.exists()
+
+
+def test_folders_without_rights(tree: Path) -> None:
+    (tree / "a/b/c").mkdir(parents=True)
+    (tree / "a/b/c/file").touch()
+    for name in ("a/b/c", "a/b", "a"):
+        (tree / name).chmod(0)
+    tree.chmod(0)
+    assert remove_tree(tree) is None
+    assert not tree.exists()
+
+
+def test_special_files_and_odd_names(tree: Path) -> None:
+    os.mkfifo(tree / "pipe")
+    (tree / "line\nbreak").mkdir()
+    (tree / "line\nbreak" / "-rf").touch()
+    (tree / os.fsdecode(b"\xff\xfe")).mkdir()
+    (tree / " ").touch()
+    assert remove_tree(tree) is None
+    assert not tree.exists()
+
+
+def test_many_files(tree: Path) -> None:
+    for number in range(20_000):
+        (tree / f"{number}").touch()
+    assert remove_tree(tree) is None
+    assert not tree.exists()
+
+
+def test_the_time_is_bounded_and_what_is_left_is_told(tree: Path) -> None:
+    (tree / "a/b").mkdir(parents=True)
+    problem = remove_tree(tree, time.monotonic() - 1)
+    assert problem is not None
+    assert "too long" in problem
+    assert remove_tree(tree) is None
+
+
+def test_what_is_not_there_is_removed(tmp_path: Path) -> None:
+    assert remove_tree(tmp_path / "nothing") is None
+    assert remove_tree(tmp_path / "nothing" / "below") is None
+
+
+MOUNTED = """
+import subprocess, sys
+from pathlib import Path
+from sandboxes.reclaim.rmtree import mounts_below, remove_tree
+tree, outside = Path(sys.argv[1]), Path(sys.argv[2])
+point = tree / "deep point" / "here"
+point.mkdir(parents=True)
+subprocess.run(["mount", "--bind", str(outside), str(point)], check=True)
+subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(tree / "deep point")], check=True)
+assert len(mounts_below(tree)) == 2, mounts_below(tree)
+assert remove_tree(tree) is None
+assert not tree.exists()
+"""
+
+
+def test_mounts_are_undone_and_not_entered(tree: Path, outside: Path) -> None:
+    """In namespaces of its own, as whoever runs the tests."""
+    namespaces = ["unshare", "--user", "--map-root-user", "--mount", "--propagation", "private", "--"]
+    script = [sys.executable, "-c", MOUNTED, str(tree), str(outside)]
+    subprocess.run([*namespaces, *script], check=True, cwd=Path(__file__).parents[4])
+    assert (outside / "file").read_text() == "kept"
+    assert mounts_below(tree) == []
+
+
+LOCKED = """
+import sys
+from pathlib import Path
+from sandboxes.reclaim.rmtree import remove_tree
+tree = Path(sys.argv[1])
+assert "cannot be undone" in remove_tree(tree)
+assert (tree / "here" / "file").exists()
+"""
+
+
+def test_a_mount_that_stays_keeps_the_tree(tree: Path, outside: Path) -> None:
+    """A mount of a namespace with more rights cannot be undone, and what is below it is not ours."""
+    (tree / "here").mkdir()
+    namespaces = "unshare --user --map-root-user --mount --propagation private --"
+    shell = f'mount --bind "$1" "$2/here" && exec {namespaces} "$3" -c "$4" "$2"'
+    arguments = ["bash", str(outside), str(tree), sys.executable, LOCKED]
+    command = [*namespaces.split(), "bash", "-c", shell, *arguments]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[4])
+    assert (outside / "file").read_text() == "kept"
+
+
+NODES = st.recursive(
+    st.sampled_from(["file", "link", "pipe"]),
+    lambda below: st.dictionaries(st.text("ab. \n", min_size=1, max_size=3), below, max_size=4),
+    max_leaves=20,
+)
+
+
+def build(path: Path, node: "str | dict[str, object]", outside: Path) -> None:
+    if node == "file":
+        path.touch()
+    elif node == "link":
+        path.symlink_to(outside)
+    elif node == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+        for name, below in node.items():
+            if name not in (".", ".."):
+                build(path / name, below, outside)
+        path.chmod(0o500 if len(node) % 2 else 0)
+
+
+@given(NODES)
+@settings(max_examples=60, deadline=None)
+def test_any_tree_goes_and_nothing_else(node: "str | dict[str, object]") -> None:
+    with tempfile.TemporaryDirectory() as place:
+        outside = Path(place) / "outside"
+        outside.mkdir()
+        (outside / "file").touch()
+        build(Path(place) / "tree", node, outside)
+        assert remove_tree(Path(place) / "tree") is None
+        assert list(Path(place).iterdir()) == [outside]
+        assert (outside / "file").exists()

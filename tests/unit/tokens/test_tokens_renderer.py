@@ -1,0 +1,181 @@
+"""Loading chat formats, and what a completion is read as."""
+
+import json
+import shutil
+
+import pytest
+
+from api_schemas.errors import Boundary
+from api_schemas.trajectories import Message
+from rollout_service.errors import ServiceError, describe
+from rollout_service.policies.shipped import policy_folder
+from rollout_service.tokens import ChatRenderer
+from rollout_service.tokens.errors import (
+    RendererMismatchError,
+    RenderError,
+    TokenizerNotFoundError,
+    UnknownRendererError,
+)
+
+CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "print(1)"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def renderer():
+    return ChatRenderer.load(policy_folder("calc-tuned"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    shutil.copy(policy_folder("calc-tuned") / "tokenizer.json", tmp_path)
+    return tmp_path
+
+
+def parse(renderer, text, stop=True):
+    ids = renderer.encode(text) + [renderer.stop_token_ids[0]] * stop
+    return renderer.parse(ids, call_prefix="c")
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "no-such-folder", "./a/b/c"])
+def test_a_missing_tokenizer_says_what_to_pass(path):
+    with pytest.raises(TokenizerNotFoundError) as caught:
+        ChatRenderer.load(path, "qwen3")
+    assert path in str(caught.value)
+    assert "tokenizer.json" in caught.value.hint
+
+
+def test_a_broken_tokenizer_is_not_readable(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(TokenizerNotFoundError, match="not readable"):
+        ChatRenderer.load(tmp_path, "qwen3")
+
+
+def test_broken_settings_are_named(folder):
+    (folder / "config.json").write_text("{")
+    with pytest.raises(TokenizerNotFoundError, match=r"config\.json is not valid JSON"):
+        ChatRenderer.load(folder)
+
+
+def test_an_unknown_renderer_lists_the_known_ones():
+    with pytest.raises(UnknownRendererError) as caught:
+        ChatRenderer.load(policy_folder("calc-tuned"), "qwen33")
+    assert "qwen3," in caught.value.hint
+    assert "glm-4.5" in caught.value.hint
+
+
+@pytest.mark.parametrize(("config", "seen"), [(None, "no config.json"), ({"model_type": "llama"}, "'llama'")])
+def test_auto_says_when_it_cannot_tell(folder, config, seen):
+    if config:
+        (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnknownRendererError, match=seen) as caught:
+        ChatRenderer.load(folder)
+    assert "renderer = 'qwen3'" in caught.value.hint
+
+
+def test_auto_goes_by_the_model_type(folder):
+    (folder / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    assert ChatRenderer.load(folder).name == "qwen3"
+
+
+def test_a_tokenizer_of_another_format_does_not_fit(folder):
+    with pytest.raises(RendererMismatchError, match=r"does not fit.*\[gMASK\]"):
+        ChatRenderer.load(folder, "glm-4.5")
+
+
+def test_an_unknown_option_is_refused(folder):
+    with pytest.raises(RendererMismatchError, match="enable_thinkin"):
+        ChatRenderer.load(folder, "qwen3", {"enable_thinkin": False})
+
+
+def test_token_errors_are_told_apart_by_their_boundary():
+    with pytest.raises(ServiceError) as caught:
+        ChatRenderer.load("/no/such/folder", "qwen3")
+    info = describe(caught.value)
+    assert (info.boundary, info.code) == (Boundary.TOKENS, "tokenizer_not_found")
+
+
+def test_messages_that_the_format_cannot_render_are_named(renderer):
+    with pytest.raises(RenderError, match="none"):
+        renderer.render([])
+
+
+def test_a_well_formed_call(renderer):
+    parsed = parse(renderer, "Let me see.\n" + CALL)
+    assert parsed.content == "Let me see."
+    (call,) = parsed.tool_calls
+    assert (call.id, call.name, call.arguments, call.error) == ("c-0", "python", {"code": "print(1)"}, None)
+    assert json.loads(call.raw)["name"] == "python"
+    assert parsed.closed
+    assert not parsed.malformed
+
+
+def test_parallel_calls_keep_their_order_and_the_malformed_one_its_text(renderer):
+    parsed = parse(renderer, f"{CALL}\n<tool_call>\n{{broken\n</tool_call>\n{CALL}")
+    assert [call.error for call in parsed.tool_calls] == [None, "invalid_json", None]
+    assert [call.id for call in parsed.tool_calls] == ["c-0", "c-1", "c-2"]
+    assert parsed.tool_calls[1].raw == "{broken"
+    assert parsed.tool_calls[1].arguments is None
+    assert parsed.malformed
+
+
+@pytest.mark.parametrize(
+    ("inner", "error"),
+    [
+        ('{"name": "python", "arguments": [1]}', "arguments_not_an_object"),
+        ('{"name": "python", "arguments": {"x": NaN}}', "arguments_not_json"),
+        ('{"name": "python", "arguments": {"x": 1e999}}', "arguments_not_json"),
+        ('{"name": "python", "arguments": {"x": "\\ud800"}}', "arguments_not_json"),
+        ('{"name": "", "arguments": {}}', "missing_name"),
+        ('{"name": 5, "arguments": {}}', "missing_name"),
+        ('["python"]', "missing_name"),
+        ("[" * 5000, "unparseable"),
+        ("1" * 5000, "unparseable"),
+    ],
+)
+def test_what_cannot_be_handed_to_a_tool_is_malformed(renderer, inner, error):
+    (call,) = parse(renderer, f"<tool_call>\n{inner}\n</tool_call>").tool_calls
+    assert (call.error, call.arguments) == (error, None)
+    call.model_dump_json()
+
+
+def test_a_truncated_call_is_unclosed(renderer):
+    parsed = parse(renderer, CALL[:40], stop=False)
+    assert [call.error for call in parsed.tool_calls] == ["unclosed_block"]
+    assert not parsed.closed
+
+
+def test_reasoning_is_told_from_the_answer(renderer):
+    parsed = parse(renderer, "<think>\nhm\n</think>\n\nanswer")
+    assert (parsed.reasoning, parsed.content) == ("hm", "answer")
+
+
+def test_reasoning_may_begin_in_the_prompt(renderer):
+    prompt = renderer.render([Message(role="user", content="q")]) + renderer.encode("<think>\n")
+    parsed = renderer.parse(renderer.encode("hm\n</think>\n\nanswer"), prompt)
+    assert (parsed.reasoning, parsed.content) == ("hm", "answer")
+
+
+def test_a_malformed_call_stays_in_the_text_when_history_is_rendered_again(renderer):
+    parsed = parse(renderer, f"{CALL}\n<tool_call>\n{{broken\n</tool_call>")
+    answer = Message(role="assistant", content=parsed.content, tool_calls=list(parsed.tool_calls))
+    user = Message(role="user", content="q")
+    text = renderer.decode(renderer.render([user, answer, user]))
+    assert "{broken" in text
+    assert '"code": "print(1)"' in text
+
+
+def test_what_was_sampled_after_a_stop_token_is_never_dropped(renderer):
+    prompt = renderer.render([Message(role="user", content="q")])
+    stop = renderer.stop_token_ids[0]
+    answer = [Message(role="tool", content="x")]
+    assert renderer.bridge(prompt, [20, stop], answer)
+    assert renderer.bridge(prompt, [20, stop, 21], answer) is None
+
+
+def test_earlier_reasoning_may_be_removed_at_a_user_message():
+    question = [Message(role="user", content="q")]
+    kept = ChatRenderer.load(policy_folder("calc-tuned"))
+    removed = ChatRenderer.load(policy_folder("calc-tuned"), options={"thinking_retention": "tool_cycle"})
+    prompt, output = kept.render(question), [20, kept.stop_token_ids[0]]
+    assert kept.bridge(prompt, output, question)
+    assert removed.bridge(prompt, output, question) is None
