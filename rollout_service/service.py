@@ -39,9 +39,9 @@ from rollout_service.policies.serving import Serving
 from rollout_service.policies.shipped import POLICIES, policy_folder
 from rollout_service.private_files import open_state_folder
 from rollout_service.runs import Delivery, RunManager
-from rollout_service.runs.api import RunOrders
+from rollout_service.runs.api import RunService
 from rollout_service.runs.dataset import reopening
-from rollout_service.runs.export import Exports
+from rollout_service.runs.export import RunExporter
 from rollout_service.runs.rescore import Rescorer
 from rollout_service.settings import Engine, PipelineSettings, Settings
 from rollout_service.shutdown import Shutdown
@@ -70,9 +70,9 @@ class Service:
     concurrency: Concurrency
     serving: Serving
     metrics: Metrics
-    run_orders: RunOrders
+    run_service: RunService
     delivery: Delivery
-    exports: Exports
+    run_exporter: RunExporter
     rescorer: Rescorer
     shutdown: Shutdown
 
@@ -196,7 +196,9 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
         manager = await _manager(settings, store, environments, serving, metrics)
         await stack.enter_async_context(manager.running())
         check_environment = partial(_check_environment, environments, sandboxes)
-        orders = RunOrders(store.runs, manager, check_environment=check_environment, check_pool=serving.check)
+        run_service = RunService(
+            store.runs, manager, check_environment=check_environment, check_pool=serving.check
+        )
         yield Service(
             settings=settings,
             store=store,
@@ -207,9 +209,9 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
             concurrency=Concurrency(services.stages, node, settings, lambda it: manager.resize(_places(it))),
             serving=serving,
             metrics=metrics,
-            run_orders=orders,
+            run_service=run_service,
             delivery=Delivery(store.runs, manager),
-            exports=Exports(store.runs, orders),
+            run_exporter=RunExporter(store.runs, run_service),
             rescorer=Rescorer(services, check_environment),
             shutdown=shutdown,
         )

@@ -133,7 +133,7 @@ class Pipeline:
         """Lease rollouts for all free places before the init stage, as soon as there is one of either."""
         places = self._services.stages.init.places
         while True:
-            taken = await take_all(places)
+            taken = await acquire_available(places)
             leases: list[Lease] = []
             try:
                 leases = await self._claim(taken)
@@ -160,7 +160,7 @@ class Pipeline:
                 services.owner, limit=limit, lease_seconds=self._settings.lease_seconds, pools=pools
             )
 
-        return await insist("lease work", claim)
+        return await retry_until_stored("lease work", claim)
 
     async def _renew_leases(self) -> None:
         services = self._services
@@ -172,19 +172,19 @@ class Pipeline:
 
         while True:
             await anyio.sleep(self._settings.lease_seconds / 3)
-            await insist("renew leases", renew)
+            await retry_until_stored("renew leases", renew)
 
     async def _watch_cancels(self) -> None:
         """Cancel what was asked to be, whichever service was asked."""
         while True:
-            await insist("wait for cancellations", self._services.store.wait_for_cancels)
+            await retry_until_stored("wait for cancellations", self._services.store.wait_for_cancels)
             await self._apply_cancels()
 
     async def _apply_cancels(self) -> None:
         async def requested() -> list[str]:
             return await self._services.store.cancel_requested(self._services.owner)
 
-        for rollout_id in await insist("look for cancellations", requested):
+        for rollout_id in await retry_until_stored("look for cancellations", requested):
             if job := self._jobs.get(rollout_id):
                 job.scope.cancel()
 
@@ -232,7 +232,7 @@ class Pipeline:
             return await self._services.store.finish(lease, self._services.owner, result)
 
         try:
-            await insist("write a result", finish)
+            await retry_until_stored("write a result", finish)
         except Exception:
             log.exception("a rollout stays unsettled until the next start")
 
@@ -292,7 +292,9 @@ class Pipeline:
         services, rollout_id = self._services, attempt.lease.rollout_id
         await attempt.release()
         with anyio.CancelScope(shield=True):
-            await insist("hand a rollout back", partial(services.store.release, services.owner, [rollout_id]))
+            await retry_until_stored(
+                "hand a rollout back", partial(services.store.release, services.owner, [rollout_id])
+            )
 
     async def _finish(self, attempt: Attempt, result: Rollout) -> None:
         async def finish() -> bool:
@@ -306,12 +308,12 @@ class Pipeline:
     async def _settle(self, what: str, attempt: Attempt, write: Callable[[], Awaitable[bool]]) -> None:
         """Write how an attempt ended, for as long as it takes the store to accept it."""
         with anyio.CancelScope(shield=True):
-            held = await insist(what, write)
+            held = await retry_until_stored(what, write)
         if not held:
             raise LeaseLostError(attempt.lease.rollout_id)
 
 
-async def insist(what: str, call: Callable[[], Awaitable[T]]) -> T:
+async def retry_until_stored(what: str, call: Callable[[], Awaitable[T]]) -> T:
     """Make an idempotent call to the store until it succeeds, and log each failure.
 
     Raises DefectError when the call itself is wrong.
@@ -336,7 +338,7 @@ async def first_of(*waits: Callable[[], Awaitable[object]]) -> None:
             tasks.start_soon(wait, one)
 
 
-async def take_all(semaphore: Seating) -> int:
+async def acquire_available(semaphore: Seating) -> int:
     """Acquire a semaphore as often as it goes, at least once; returns how often."""
     await semaphore.acquire()
     taken = 1

@@ -35,7 +35,7 @@ CheckEnvironment = Callable[[str], Awaitable[Environment]]
 log = structlog.get_logger(__name__)
 
 
-class RunOrders:
+class RunService:
     """What callers may ask of runs."""
 
     def __init__(

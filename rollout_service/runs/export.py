@@ -12,23 +12,23 @@ from collections.abc import AsyncIterator, Sequence
 import anyio.to_thread
 
 from api_schemas.exports import ExportedRun, ExportedSample, ExportEnd
-from rollout_service.runs.api import RunOrders
+from rollout_service.runs.api import RunService
 from rollout_service.store.runs_contract import RunStore
 
 GZIP = 16 + zlib.MAX_WBITS
 _LEVEL = 1
 
 
-class Exports:
+class RunExporter:
     """Exports runs."""
 
-    def __init__(self, runs: RunStore, orders: RunOrders) -> None:
+    def __init__(self, runs: RunStore, run_service: RunService) -> None:
         self._runs = runs
-        self._orders = orders
+        self._run_service = run_service
 
     async def begin(self, run_id: str, *, compressed: bool) -> AsyncIterator[bytes]:
         """The file in pieces; raises NotFoundError before the first."""
-        head = ExportedRun(run=await self._orders.get(run_id))
+        head = ExportedRun(run=await self._run_service.get(run_id))
         return self._pieces(run_id, head, await self._runs.closed_groups(run_id), compressed=compressed)
 
     async def _pieces(

@@ -28,7 +28,7 @@ from rollout_service.groups import (
     FilterRegistry,
     StragglerRule,
 )
-from rollout_service.pipeline.pipeline import insist
+from rollout_service.pipeline.pipeline import retry_until_stored
 from rollout_service.runs.closing import closing
 from rollout_service.runs.demand import Active, claim, has_enough, new_group, retry_of, rollout_request
 from rollout_service.runs.estimates import Learned
@@ -144,7 +144,7 @@ class RunManager:
             with anyio.move_on_after(LOOK_SECONDS if active else None):
                 seen = await self._runs.wait_for_change(seen)
                 await anyio.sleep(GATHER_SECONDS)
-            active = await insist("work on runs", self.step)
+            active = await retry_until_stored("work on runs", self.step)
 
     async def step(self) -> bool:
         """Do for every run what there is to do; return whether any run is active.
@@ -362,7 +362,7 @@ class RunManager:
                 await anyio.lowlevel.checkpoint()  # others get their turn at the database
 
         while True:
-            await insist("prune what was acknowledged", prune)
+            await retry_until_stored("prune what was acknowledged", prune)
             await anyio.sleep(PRUNE_SECONDS)
 
 

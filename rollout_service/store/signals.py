@@ -1,4 +1,4 @@
-"""Wake-ups on the event loop, so that nobody polls the store. None of them is ever lost."""
+"""Wake-ups on the event loop, which spare callers from polling. A signal given before the wait is never lost."""
 
 from __future__ import annotations
 
@@ -7,79 +7,68 @@ from weakref import WeakValueDictionary
 import anyio
 
 
-class Flag:
-    """Up or down; whoever waits goes on once it is up."""
+class ResettableEvent:
+    """An event that can be cleared and set again."""
 
-    def __init__(self, *, up: bool = False) -> None:
+    def __init__(self, *, is_set: bool = False) -> None:
         self._event = anyio.Event()
-        if up:
+        if is_set:
             self._event.set()
 
-    def put_up(self) -> None:
-        """Let everyone go on who waits now or later, until it is put down."""
+    def set(self) -> None:
+        """Wake everyone who waits, now or later, until the event is cleared."""
         self._event.set()
 
-    def put_down(self) -> None:
-        """Make those who wait from now on wait for the next `put_up`."""
+    def clear(self) -> None:
+        """Make later callers of `wait` wait for the next `set`."""
         if self._event.is_set():
             self._event = anyio.Event()
 
     async def wait(self) -> None:
-        """Wait until it is up."""
+        """Wait until the event is set."""
         await self._event.wait()
 
 
-class Level:
-    """A number that only grows."""
+class MonotonicCounter:
+    """A number that only grows, and that can be waited for."""
 
     def __init__(self, value: int = 0) -> None:
         self.value = value
-        self._grown = anyio.Event()
+        self._advanced = anyio.Event()
 
-    def rise(self, value: int) -> None:
-        """Raise it to a value; one that is not above changes nothing."""
+    def advance(self, value: int) -> None:
+        """Raise the counter to a value; a lower or equal value changes nothing."""
         if value > self.value:
             self.value = value
-            self._grown.set()
-            self._grown = anyio.Event()
+            self._advanced.set()
+            self._advanced = anyio.Event()
+
+    def increment(self) -> None:
+        """Raise the counter by one."""
+        self.advance(self.value + 1)
 
     async def wait_above(self, value: int) -> int:
-        """Wait until it is above a value, and return what it is then."""
+        """Wait until the counter is above a value, then return the counter."""
         while self.value <= value:
-            await self._grown.wait()
+            await self._advanced.wait()
         return self.value
 
 
-class Watch:
-    """Something that happens once."""
+class KeyedEvents:
+    """One event per key, each set once; an event is kept only while somebody holds it."""
 
     def __init__(self) -> None:
-        self._event = anyio.Event()
+        self._events: WeakValueDictionary[str, anyio.Event] = WeakValueDictionary()
 
-    def happen(self) -> None:
-        """Let everyone go on."""
-        self._event.set()
+    def get(self, key: str) -> anyio.Event:
+        """Return the event of this key; hold on to it while waiting."""
+        event = self._events.get(key)
+        if event is None:
+            event = self._events[key] = anyio.Event()
+        return event
 
-    async def wait(self) -> None:
-        """Wait until it has happened."""
-        await self._event.wait()
-
-
-class Watches:
-    """A `Watch` per name, kept for as long as somebody holds it."""
-
-    def __init__(self) -> None:
-        self._watches: WeakValueDictionary[str, Watch] = WeakValueDictionary()
-
-    def on(self, name: str) -> Watch:
-        """The watch of this name; hold it while waiting."""
-        watch = self._watches.get(name)
-        if watch is None:
-            watch = self._watches[name] = Watch()
-        return watch
-
-    def happened(self, name: str) -> None:
-        """Let everyone go on who watches this name."""
-        watch = self._watches.pop(name, None)
-        if watch is not None:
-            watch.happen()
+    def set(self, key: str) -> None:
+        """Wake everyone who waits for this key; a later `get` returns a new event."""
+        event = self._events.pop(key, None)
+        if event is not None:
+            event.set()

@@ -61,38 +61,38 @@ _RESCORED = answers(EXPORT_MEDIA_TYPE, "A `Rescored` a line, then a `RescoreEnd`
 async def create_run(service: ServiceDep, request: RunRequest) -> Response:
     """Create a run: 201 once it is durable. Idempotent by `run_id`: 200 for the same again, 409 for another."""
     run_id = request.run_id or uuid.uuid4().hex
-    run, new = await service.run_orders.create(request.model_copy(update={"run_id": run_id}))
+    run, new = await service.run_service.create(request.model_copy(update={"run_id": run_id}))
     return as_json(run, HTTPStatus.CREATED if new else HTTPStatus.OK)
 
 
 @router.get("/runs")
 async def list_runs(service: ServiceDep) -> RunPage:
     """All runs, oldest first."""
-    return RunPage(runs=await service.run_orders.list())
+    return RunPage(runs=await service.run_service.list())
 
 
 @router.get("/runs/{run_id}", responses=raises(NotFoundError))
 async def get_run(service: ServiceDep, run_id: RunId) -> Run:
     """A run as it stands."""
-    return await service.run_orders.get(run_id)
+    return await service.run_service.get(run_id)
 
 
 @router.patch("/runs/{run_id}", responses=raises(NotFoundError, ConflictError))
 async def patch_run(service: ServiceDep, run_id: RunId, patch: RunPatch) -> Run:
     """Pause, resume or end a run, tell it the trainer's version, or change its share of the service."""
-    return await service.run_orders.patch(run_id, patch)
+    return await service.run_service.patch(run_id, patch)
 
 
 @router.delete("/runs/{run_id}", responses=raises(NotFoundError))
 async def end_run(service: ServiceDep, run_id: RunId) -> Run:
     """End a run: what is under way is cancelled, what is finished can still be leased. Idempotent."""
-    return await service.run_orders.end(run_id)
+    return await service.run_service.end(run_id)
 
 
 @router.post("/runs/{run_id}/tasks", responses=raises(NotFoundError, ConflictError))
 async def append_tasks(service: ServiceDep, run_id: RunId, order: AppendTasks) -> Run:
     """Append tasks to an open run; idempotent when an `offset` is given."""
-    return await service.run_orders.append(run_id, order)
+    return await service.run_service.append(run_id, order)
 
 
 @router.post(
@@ -148,7 +148,7 @@ async def export_run(
     ] = "none",
 ) -> StreamingResponse:
     """The rollouts of all closed groups as JSON Lines; see `api_schemas.exports`."""
-    pieces = await service.exports.begin(run_id, compressed=compression == "gzip")
+    pieces = await service.run_exporter.begin(run_id, compressed=compression == "gzip")
     kind = GZIP_MEDIA_TYPE if compression == "gzip" else EXPORT_MEDIA_TYPE
     return StreamingResponse(pieces, media_type=kind)
 

@@ -32,7 +32,7 @@ from rollout_service.store.runs_contract import (
     RunRecord,
     RunStore,
 )
-from rollout_service.store.signals import Level
+from rollout_service.store.signals import MonotonicCounter
 from rollout_service.store.sqlite import batch_statements, retention_statements, run_statements
 from rollout_service.store.sqlite.thread import DatabaseThread
 
@@ -52,8 +52,8 @@ class SqliteRuns(RunStore):
         self._thread = thread
         self._clock = clock
         self._work_added = work_added
-        self._changes = Level(1)
-        self._deliveries = Level(1)
+        self._changes = MonotonicCounter(1)
+        self._deliveries = MonotonicCounter(1)
 
     async def create(
         self, request: RunRequest, *, tasks: int, digest: str | None, version: int
@@ -167,7 +167,7 @@ class SqliteRuns(RunStore):
         now = self._clock()
         leased = await self._write(lambda db: batch_statements.lease(db, order, now))
         if isinstance(leased, LeasedBatch):
-            self._changes.rise(self._changes.value + 1)
+            self._changes.increment()
         return leased
 
     async def renew_batch(self, run_id: str, batch: int, *, key: str | None, seconds: float) -> datetime:
@@ -250,11 +250,11 @@ class SqliteRuns(RunStore):
 
     def rollout_ended(self) -> None:
         """Tell those who wait for changes that a rollout has ended."""
-        self._changes.rise(self._changes.value + 1)
+        self._changes.increment()
 
     def _changed(self) -> None:
-        self._changes.rise(self._changes.value + 1)
-        self._deliveries.rise(self._deliveries.value + 1)
+        self._changes.increment()
+        self._deliveries.increment()
 
     async def _write(self, job: Callable[[sqlite3.Connection], T]) -> T:
         return await self._thread.run(job, writes=True)

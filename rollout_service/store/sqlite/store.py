@@ -27,7 +27,7 @@ from rollout_service.errors import InvalidFieldError, StoreError
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import trajectories as trajectory_codec
 from rollout_service.store.contract import Lease, Store
-from rollout_service.store.signals import Flag, Level, Watches
+from rollout_service.store.signals import KeyedEvents, MonotonicCounter, ResettableEvent
 from rollout_service.store.sqlite import rollout_statements as statements
 from rollout_service.store.sqlite.runs import SqliteRuns
 from rollout_service.store.sqlite.thread import DatabaseThread
@@ -46,13 +46,13 @@ class SqliteStore(Store):
 
     def __init__(self, path: Path | str, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._work = Flag(up=True)
-        self._cancels = Flag(up=True)
-        self._newest_event = Level()
-        self._results = Watches()
+        self._work = ResettableEvent(is_set=True)
+        self._cancels = ResettableEvent(is_set=True)
+        self._newest_event = MonotonicCounter()
+        self._results = KeyedEvents()
         self._due = math.inf
-        self._thread = DatabaseThread(path, self._newest_event.rise)
-        self._runs = SqliteRuns(self._thread, clock, self._work.put_up)
+        self._thread = DatabaseThread(path, self._newest_event.advance)
+        self._runs = SqliteRuns(self._thread, clock, self._work.set)
 
     @classmethod
     async def open(cls, path: Path | str, *, clock: Callable[[], float] = time.time) -> Self:
@@ -64,7 +64,7 @@ class SqliteStore(Store):
         """
         store = cls(path, clock=clock)
         await store._thread.start()
-        store._newest_event.rise(await store.last_event())
+        store._newest_event.advance(await store.last_event())
         return store
 
     async def __aenter__(self) -> Self:
@@ -106,13 +106,13 @@ class SqliteStore(Store):
         }
         rollout, new = await self._write(lambda db: statements.submit(db, values))
         if new:
-            self._work.put_up()
+            self._work.set()
         return rollout, new
 
     async def claim(
         self, owner: str, *, limit: int, lease_seconds: float, pools: Collection[str] | None = None
     ) -> list[Lease]:
-        self._work.put_down()
+        self._work.clear()
         now = self._clock()
         values = {"owner": owner, "limit": limit, "now": now, "until": now + lease_seconds}
         values["pools"] = None if pools is None else to_json(sorted(pools)).decode()
@@ -120,7 +120,7 @@ class SqliteStore(Store):
         self._due = due
         self._announce(cancelled)
         if len(leases) == limit:
-            self._work.put_up()  # there may be more
+            self._work.set()  # there may be more
         return leases
 
     async def renew(self, owner: str, rollout_ids: Sequence[str], *, lease_seconds: float) -> None:
@@ -141,7 +141,7 @@ class SqliteStore(Store):
         values = {"owner": owner, "ids": ids, "now": self._clock()}
         rows = await self._write(lambda db: db.execute(statement, values).fetchall())
         self._announce(row["rollout_id"] for row in rows if row["state"] == RolloutState.CANCELLED)
-        self._work.put_up()
+        self._work.set()
         return len(rows)
 
     async def advance(self, lease: Lease, owner: str, state: RolloutState) -> bool:
@@ -165,7 +165,7 @@ class SqliteStore(Store):
         values["not_before"] = values["now"] + delay_seconds
         rows = await self._write(lambda db: db.execute(statements.RETRY, values).fetchall())
         self._announce(row["rollout_id"] for row in rows if row["state"] == RolloutState.CANCELLED)
-        self._work.put_up()
+        self._work.set()
         return bool(rows)
 
     async def finish(self, lease: Lease, owner: str, result: Rollout) -> bool:
@@ -192,11 +192,11 @@ class SqliteStore(Store):
         state, ended = await self._write(lambda db: statements.cancel(db, values))
         if ended:
             self._announce([rollout_id])
-        self._cancels.put_up()
+        self._cancels.set()
         return state
 
     async def cancel_requested(self, owner: str) -> list[str]:
-        self._cancels.put_down()
+        self._cancels.clear()
         rows = await self._read(lambda db: db.execute(statements.CANCEL_REQUESTED, (owner,)).fetchall())
         return [row["rollout_id"] for row in rows]
 
@@ -241,11 +241,11 @@ class SqliteStore(Store):
         return await self._newest_event.wait_above(after)
 
     async def wait_for_result(self, rollout_id: str) -> Rollout | None:
-        watch = self._results.on(rollout_id)  # before the look, so that nothing falls between
+        ended = self._results.get(rollout_id)  # before the look, so that nothing falls between
         rollout = await self.get(rollout_id)
         if rollout is None or rollout.state.terminal:
             return rollout
-        await watch.wait()
+        await ended.wait()
         return await self.get(rollout_id)
 
     async def close(self) -> None:
@@ -263,7 +263,7 @@ class SqliteStore(Store):
 
     def _announce(self, ended: Iterable[str]) -> None:
         for rollout_id in ended:
-            self._results.happened(rollout_id)
+            self._results.set(rollout_id)
             self._runs.rollout_ended()
 
     async def list(

@@ -36,15 +36,15 @@ MAX_BATCH = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _DatabaseJob:
     run: Callable[[sqlite3.Connection], Any]
     future: asyncio.Future[Any]
     writes: bool
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
-    job: _Job
+class _JobResult:
+    job: _DatabaseJob
     value: Any = None
     error: BaseException | None = None
 
@@ -65,7 +65,7 @@ class DatabaseThread:
         """`on_commit` is called on the event loop after each commit, with the id of the newest event."""
         self._path = path
         self._on_commit = on_commit
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[_DatabaseJob | None] = SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._opened: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._work, name="store", daemon=True)
@@ -119,7 +119,7 @@ class DatabaseThread:
                 "the store is closed", hint="The service is shutting down; ask again after its restart."
             )
         future: asyncio.Future[T] = self._loop.create_future()
-        self._jobs.put(_Job(job, future, writes))
+        self._jobs.put(_DatabaseJob(job, future, writes))
         with anyio.CancelScope(shield=True):
             await asyncio.wait([future])
         return future.result()
@@ -139,7 +139,7 @@ class DatabaseThread:
             self._call(self._opened.set_exception, error)
             return
         self._call(self._opened.set_result, None)
-        batch: list[_Job] = []
+        batch: list[_DatabaseJob] = []
         try:
             while batch := self._next_batch():
                 self._run_batch(database.connection, batch)
@@ -148,9 +148,9 @@ class DatabaseThread:
         finally:
             database.close()
 
-    def _next_batch(self) -> list[_Job]:
+    def _next_batch(self) -> list[_DatabaseJob]:
         """The jobs that are waiting, at least one; empty when the thread is to end."""
-        batch: list[_Job] = []
+        batch: list[_DatabaseJob] = []
         job = self._jobs.get()
         while job is not None:
             batch.append(job)
@@ -164,7 +164,7 @@ class DatabaseThread:
             self._jobs.put(None)  # the end comes after this batch
         return batch
 
-    def _run_batch(self, connection: sqlite3.Connection, batch: list[_Job]) -> None:
+    def _run_batch(self, connection: sqlite3.Connection, batch: list[_DatabaseJob]) -> None:
         writes = any(job.writes for job in batch)
         try:
             if writes:
@@ -176,11 +176,11 @@ class DatabaseThread:
         except sqlite3.Error as error:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
-            outcomes = [_Outcome(job, error=explain_job(error)) for job in batch]
+            outcomes = [_JobResult(job, error=explain_job(error)) for job in batch]
             writes = False
         self._call(self._deliver, outcomes, newest if writes else None)
 
-    def _die(self, error: BaseException, batch: list[_Job]) -> None:
+    def _die(self, error: BaseException, batch: list[_DatabaseJob]) -> None:
         """Tell everyone who waits; what the batch did is undone with the connection's end."""
         self._failure = StoreError(
             f"the store's thread failed: {type(error).__name__}: {error}", hint="Restart the service."
@@ -190,9 +190,9 @@ class DatabaseThread:
         while not self._jobs.empty():
             batch += [job for job in [self._jobs.get_nowait()] if job is not None]
         for job in batch:
-            _Outcome(job, error=self._failure).deliver()
+            _JobResult(job, error=self._failure).deliver()
 
-    def _deliver(self, outcomes: list[_Outcome], newest: int | None) -> None:
+    def _deliver(self, outcomes: list[_JobResult], newest: int | None) -> None:
         failed = [outcome.error for outcome in outcomes if isinstance(outcome.error, StoreError)]
         if failed:
             self._failure, self._failed_at = failed[0], time.monotonic()
@@ -219,18 +219,18 @@ class DatabaseThread:
             self._loop.call_soon_threadsafe(function, *arguments)
 
 
-def _attempt(connection: sqlite3.Connection, job: _Job) -> _Outcome:
+def _attempt(connection: sqlite3.Connection, job: _DatabaseJob) -> _JobResult:
     """Run one job; its failure is its own, unless it ended the whole transaction (then sqlite3.Error)."""
     if job.writes:
         connection.execute("SAVEPOINT job")
     try:
-        outcome = _Outcome(job, value=job.run(connection))
+        outcome = _JobResult(job, value=job.run(connection))
     except sqlite3.Error as error:
         if job.writes and not connection.in_transaction:
             raise
-        outcome = _Outcome(job, error=explain_job(error))
+        outcome = _JobResult(job, error=explain_job(error))
     except Exception as error:  # noqa: BLE001 - it is the caller's, who gets it
-        outcome = _Outcome(job, error=error)
+        outcome = _JobResult(job, error=error)
     if job.writes:
         if outcome.error is not None:
             connection.execute("ROLLBACK TO job")

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.tasks import Task
 from rollout_service.errors import DefectError, StoreError
-from rollout_service.pipeline.pipeline import insist
+from rollout_service.pipeline.pipeline import retry_until_stored
 from rollout_service.store import SqliteStore
 from rollout_service.store.sqlite.schema import APPLICATION_ID, MIGRATIONS
 
@@ -154,7 +154,7 @@ async def test_a_wrong_statement_is_a_defect_and_is_not_tried_again(path: Path) 
     async with await SqliteStore.open(path) as store:
         wrong = partial(store._read, lambda db: db.execute("SELECT name FROM nowhere"))
         with anyio.fail_after(10), pytest.raises(DefectError, match="no such table: nowhere") as caught:
-            await insist("read", wrong)
+            await retry_until_stored("read", wrong)
         assert isinstance(caught.value.__cause__, sqlite3.Error)
         assert store.problem is None
 
@@ -164,7 +164,9 @@ async def test_a_full_disk_is_waited_for(path: Path) -> None:
         await store._read(lambda db: db.execute("PRAGMA max_page_count = 1").fetchone())
         with anyio.fail_after(30):
             async with anyio.create_task_group() as group:
-                group.start_soon(insist, "submit", partial(store.submit, order(1, padding="x" * 100_000)))
+                group.start_soon(
+                    retry_until_stored, "submit", partial(store.submit, order(1, padding="x" * 100_000))
+                )
                 while not store.errors:
                     await anyio.sleep(0.01)
                 await store._read(lambda db: db.execute("PRAGMA max_page_count = 1000000").fetchone())

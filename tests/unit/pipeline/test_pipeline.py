@@ -25,7 +25,7 @@ from rollout_service.environments.contract import (
 )
 from rollout_service.errors import EnvironmentFailedError, UnavailableError
 from rollout_service.pipeline.attempt import EnvironmentSource, Services, Stages
-from rollout_service.pipeline.pipeline import Pipeline, take_all
+from rollout_service.pipeline.pipeline import Pipeline, acquire_available
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.seats import Seats
 from rollout_service.pipeline.stage import Slot, StageLimiter
@@ -826,7 +826,7 @@ async def test_stop_begins_nothing_until_start() -> None:
 async def test_take_all_takes_what_there_is() -> None:
     semaphore = anyio.Semaphore(5)
     await semaphore.acquire()
-    assert await take_all(semaphore) == 4
+    assert await acquire_available(semaphore) == 4
     assert semaphore.value == 0
 
 
