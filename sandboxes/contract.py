@@ -88,7 +88,7 @@ class BashResult:
     truncated: bool
     seconds: float
 
-    breaches: tuple[LimitExceededError, ...] = ()
+    limit_violations: tuple[LimitExceededError, ...] = ()
     """Limits of the sandbox that were reached meanwhile and that the session survived, each once."""
 
 
@@ -116,7 +116,7 @@ class PythonResult:
     truncated: bool
     seconds: float
 
-    breaches: tuple[LimitExceededError, ...] = ()
+    limit_violations: tuple[LimitExceededError, ...] = ()
     """Limits of the sandbox that were reached meanwhile and that the session survived, each once."""
 
 
@@ -132,7 +132,7 @@ class ExecResult:
     timed_out: bool
     truncated: bool
 
-    breaches: tuple[LimitExceededError, ...] = ()
+    limit_violations: tuple[LimitExceededError, ...] = ()
     """Limits of the sandbox that were reached meanwhile and that the session survived, each once."""
 
 
@@ -477,7 +477,7 @@ class SandboxProvider(ABC):
         return ""
 
     @property
-    def breaches(self) -> Mapping[str, int]:
+    def limit_violations(self) -> Mapping[str, int]:
         """How often each limit was reached, in all sandboxes together, since the provider was made."""
         return {}
 

@@ -97,7 +97,7 @@ class Node:
             ceiling=governor.ceiling,
             holds=[HoldView(resource=hold.resource, reason=hold.text) for hold in governor.holds],
             pressure=_pressure(reading) if reading else None,
-            breaches=dict(self.pool.breaches),
+            breaches=dict(self.pool.limit_violations),
             egress=EgressView(**asdict(self.egress.counts)),
         )
 

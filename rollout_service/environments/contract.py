@@ -236,7 +236,7 @@ class Episode:
     """The agent's final text: what it passed to `finish`, or its last message."""
     tool_calls: int = 0
     tool_seconds: float = 0.0
-    breaches: list[LimitExceededError] = field(default_factory=list)
+    limit_violations: list[LimitExceededError] = field(default_factory=list)
     """Limits of the sandbox that the agent's calls reached."""
     notes: list[str] = field(default_factory=list)
     """Notes for people on the result, such as files of the agent that were left out."""

@@ -166,8 +166,8 @@ class Attempt:
             finally:
                 timer.engine_seconds = episode.policy.engine_seconds
                 timer.tool_seconds = episode.tool_seconds
-                for breach in episode.breaches:
-                    self._services.metrics.breached(breach.limit)
+                for violation in episode.limit_violations:
+                    self._services.metrics.limit_violated(violation.limit)
             if self._stop_reason is StopReason.CONTEXT_FULL and episode.policy.usage.turns == 0:
                 raise PromptTooLongError(
                     "the first prompt of this task does not fit the model's context",

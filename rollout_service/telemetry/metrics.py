@@ -91,7 +91,7 @@ class Metrics:
             ["resource"],
             registry=self.registry,
         )
-        self._breaches = Counter(
+        self._limit_violations = Counter(
             "rollout_sandbox_breaches_total",
             "Limits of sandboxes that agents' code reached",
             ["limit"],
@@ -211,9 +211,9 @@ class Metrics:
         """Count a sandbox that has to wait."""
         self._holds.labels(resource).inc()
 
-    def breached(self, limit: str) -> None:
+    def limit_violated(self, limit: str) -> None:
         """Count a limit of a sandbox that an agent's code reached."""
-        self._breaches.labels(limit).inc()
+        self._limit_violations.labels(limit).inc()
 
     def run_stands(self, run: str, groups: Mapping[str, int], acceptance_rate: float) -> None:
         """Show where the groups of a run are."""

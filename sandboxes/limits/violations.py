@@ -19,7 +19,7 @@ from sandboxes.limits.cgroups import Group, GroupFile, Limits
 UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 
 
-class LimitWatch:
+class LimitMonitor:
     """The limits of one sandbox, and how often each was reached. Any thread may ask, also after `close`."""
 
     def __init__(
@@ -137,29 +137,31 @@ class LimitWatch:
         return found.f_bavail == 0 or found.f_favail == 0
 
 
-class Breaches:
+class LimitViolations:
     """What one session, or one program, has been told of the limits of its sandbox."""
 
-    def __init__(self, watch: LimitWatch) -> None:
-        self._watch = watch
-        self._seen = watch.counts()
+    def __init__(self, monitor: LimitMonitor) -> None:
+        self._monitor = monitor
+        self._seen = monitor.counts()
 
-    def new(self) -> tuple[LimitExceededError, ...]:
+    def drain(self) -> tuple[LimitExceededError, ...]:
         """The limits that were reached since this was last asked, each once."""
-        counts, before = self._watch.counts(), self._seen
+        counts, before = self._monitor.counts(), self._seen
         if counts == before:
             return ()
         self._seen = counts
-        return tuple(self._watch.error(limit) for limit in counts if counts[limit] > before.get(limit, 0))
+        return tuple(self._monitor.error(limit) for limit in counts if counts[limit] > before.get(limit, 0))
 
-    def of_call(self, timeout: float | None, output_limit: int | None) -> tuple[LimitExceededError, ...]:
+    def drain_with_call(
+        self, timeout: float | None, output_limit: int | None
+    ) -> tuple[LimitExceededError, ...]:
         """The same, with the call's own limits where they were reached: the time-out, and the cut output's length."""
-        found = self.new()
+        found = self.drain()
         if timeout is not None:
-            self._watch.tally["time"] += 1
+            self._monitor.tally["time"] += 1
             found += (LimitExceededError(f"the time-out of {timeout:g} s was reached", limit="time"),)
         if output_limit is not None:
-            self._watch.tally["output"] += 1
+            self._monitor.tally["output"] += 1
             text = f"the output was longer than its limit of {output_limit} bytes and was cut in the middle"
             found += (LimitExceededError(text, limit="output"),)
         return found

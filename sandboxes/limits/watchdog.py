@@ -28,7 +28,7 @@ from pathlib import Path
 import structlog
 
 from sandboxes.limits.cgroups import Group
-from sandboxes.limits.violations import LimitWatch
+from sandboxes.limits.violations import LimitMonitor
 from sandboxes.limits.watches import exceed, share
 
 log = structlog.get_logger(__name__)
@@ -172,34 +172,34 @@ class Yielding:
 class Ward:
     """One sandbox under watch."""
 
-    def __init__(self, watch: LimitWatch, *, shares_user: bool = False) -> None:
-        self.watch = watch
+    def __init__(self, monitor: LimitMonitor, *, shares_user: bool = False) -> None:
+        self.monitor = monitor
         self._shares_user = shares_user
-        folders = watch.group.folders if watch.group else {}
-        self._yielding = Yielding(watch.group) if watch.group and "cpu" in folders else None
-        self._memory = None if "memory" in folders else watch.limits.memory_bytes
-        self._processes = None if "pids" in folders else watch.limits.max_processes
+        folders = monitor.group.folders if monitor.group else {}
+        self._yielding = Yielding(monitor.group) if monitor.group and "cpu" in folders else None
+        self._memory = None if "memory" in folders else monitor.limits.memory_bytes
+        self._processes = None if "pids" in folders else monitor.limits.max_processes
         self._crowded = False
 
     @property
     def unheld(self) -> bool:
         """Whether its processes must be looked at, since no group holds their limits."""
         limits = (self._memory or self._processes) is not None
-        return self.watch.launcher is not None and (limits or self._shares_user)
+        return self.monitor.launcher is not None and (limits or self._shares_user)
 
     def look(self, now: float) -> None:
         """Look at the groups' counters."""
-        self.watch.counts()  # what is over at the end of a call is noticed now
+        self.monitor.counts()  # what is over at the end of a call is noticed now
         if self._yielding is not None:
             self._yielding.look(now)
 
     def look_inside(self, processes: Processes, watches: int | None) -> None:
         """Look at the processes; `watches` is how many one sandbox may have."""
-        inside = processes.inside(self.watch.launcher or 0)
+        inside = processes.inside(self.monitor.launcher or 0)
         if self._processes is not None:
             crowded = sum(process.threads for process in inside) >= self._processes - _slack(self._processes)
             if crowded and not self._crowded:
-                self.watch.note("processes")
+                self.monitor.note("processes")
             self._crowded = crowded
         if self._memory is not None and self._over(inside, self._memory):
             self._end(inside, "memory")
@@ -212,7 +212,7 @@ class Ward:
         return exceed((process.pid for process in inside[1:]), limit)
 
     def _end(self, inside: list[Process], limit: str) -> None:
-        self.watch.note(limit)
+        self.monitor.note(limit)
         for process in inside[1:]:
             _kill(process)
 
@@ -239,10 +239,10 @@ class Watchdog:
         self.cost = 0.0
         """Processor seconds that the last look took."""
 
-    def add(self, watch: LimitWatch, *, shares_user: bool = False) -> None:
-        """Watch a sandbox until its watch is closed."""
+    def add(self, monitor: LimitMonitor, *, shares_user: bool = False) -> None:
+        """Watch a sandbox until its monitor is closed."""
         with self._lock:
-            self._wards.append(Ward(watch, shares_user=shares_user))
+            self._wards.append(Ward(monitor, shares_user=shares_user))
             if self._thread is None and not self._stop.is_set():
                 self._thread = threading.Thread(target=self._run, name="sandbox-watchdog", daemon=True)
                 self._thread.start()
@@ -261,7 +261,7 @@ class Watchdog:
         while not stopped:
             stopped = self._stop.wait(max(INTERVAL, self.cost / SHARE))
             with self._lock:
-                for ward in [ward for ward in self._wards if stopped or ward.watch.closed]:
+                for ward in [ward for ward in self._wards if stopped or ward.monitor.closed]:
                     self._wards.remove(ward)
                     ward.close()
                 if not self._wards:

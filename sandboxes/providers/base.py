@@ -22,7 +22,7 @@ from sandboxes.host.children import LingeringChildren
 from sandboxes.host.processes import MARKER
 from sandboxes.host.uid_leases import UserLease
 from sandboxes.limits.cgroups import Group, Groups, Limits, raise_open_files
-from sandboxes.limits.violations import LimitWatch
+from sandboxes.limits.violations import LimitMonitor
 from sandboxes.limits.watchdog import Watchdog
 from sandboxes.reclaim.host_resources import HostBacking, ServiceBacking, Stragglers
 from sandboxes.reclaim.run_folders import RunFolder
@@ -181,18 +181,18 @@ class HostProvider(SandboxProvider):
             plan.pipes_inside,
             folder.pipes,
         )
-        watch = LimitWatch(plan.limits, watched, backing.pid, folder.overlay, self._tally)
-        backing.before_release.callback(watch.close)
-        self._watchdog.add(watch, shares_user=self.isolates and plan.lease is None)
+        monitor = LimitMonitor(plan.limits, watched, backing.pid, folder.overlay, self._tally)
+        backing.before_release.callback(monitor.close)
+        self._watchdog.add(monitor, shares_user=self.isolates and plan.lease is None)
         if plan.limits.max_processes is not None:
-            control.send_now("processes", str(watch.launcher_tasks + plan.limits.max_processes))
+            control.send_now("processes", str(monitor.launcher_tasks + plan.limits.max_processes))
         return Launched(
             id=folder.id,
             provider=self.name,
             image=plan.image,
             control=control,
             backing=backing,
-            watch=watch,
+            monitor=monitor,
             kernel_paths=paths,
             context=self._context,
             workdir=plan.workdir,
@@ -202,7 +202,7 @@ class HostProvider(SandboxProvider):
         )
 
     @property
-    def breaches(self) -> Mapping[str, int]:
+    def limit_violations(self) -> Mapping[str, int]:
         return dict(self._tally)
 
     @property

@@ -8,7 +8,7 @@ import anyio.lowlevel
 
 from sandboxes.contract import ExecResult
 from sandboxes.errors import FileStalledError, FileTooLargeError
-from sandboxes.limits.violations import Breaches
+from sandboxes.limits.violations import LimitViolations
 from sandboxes.runtime.control import Child, ControlShell
 from sandboxes.runtime.output import OutputBuffer
 from sandboxes.runtime.pipes import ERROR, INPUT, OUTPUT, READ_SIZE, Reader, read_some, write_all
@@ -29,7 +29,7 @@ async def run_collected(
     env: Mapping[str, str],
     timeout: float,
     output_limit: int,
-    breaches: Breaches,
+    violations: LimitViolations,
 ) -> ExecResult:
     """Run a program to its end, or to its time-out; the same errors as `Sandbox.exec`."""
     out, err = OutputBuffer(output_limit), OutputBuffer(output_limit)
@@ -54,7 +54,7 @@ async def run_collected(
         err.bytes(),
         timed_out,
         truncated,
-        breaches.of_call(timeout if timed_out else None, output_limit if truncated else None),
+        violations.drain_with_call(timeout if timed_out else None, output_limit if truncated else None),
     )
 
 

@@ -43,7 +43,7 @@ from sandboxes.errors import (
     SessionDiedError,
 )
 from sandboxes.host.processes import FirstProcess, children_of
-from sandboxes.limits.violations import Breaches, LimitWatch
+from sandboxes.limits.violations import LimitMonitor, LimitViolations
 from sandboxes.runtime.control import ControlShell
 from sandboxes.runtime.execution import run_collected, stream_in, stream_out
 from sandboxes.runtime.export import export_tree, reader_command
@@ -84,7 +84,7 @@ class Launched:
     image: str
     control: ControlShell
     backing: Backing
-    watch: LimitWatch
+    monitor: LimitMonitor
     kernel_paths: KernelPaths
     context: zmq.Context[zmq.Socket[bytes]]
     workdir: str
@@ -106,12 +106,12 @@ class ControlledSandbox(Sandbox):
         self._closed = anyio.Event()
         self._over: LimitExceededError | None = None
         """The limit that ended the whole sandbox."""
-        seen = Breaches(launched.watch), Breaches(launched.watch)
+        seen = LimitViolations(launched.monitor), LimitViolations(launched.monitor)
         self._shell = ShellSession(
             launched.control,
             cwd=launched.workdir,
             env=self._env,
-            breaches=seen[0],
+            violations=seen[0],
             explain=partial(self._explain, seen[0]),
         )
         self._kernel = KernelSession(
@@ -122,7 +122,7 @@ class ControlledSandbox(Sandbox):
             env=self._env,
             context=launched.context,
             start_timeout=launched.start_timeout,
-            breaches=seen[1],
+            violations=seen[1],
             explain=partial(self._explain, seen[1]),
         )
         self._files = Files(self._run_script, self._stream, self._feed, self.resolve)
@@ -196,7 +196,7 @@ class ControlledSandbox(Sandbox):
                 env=entries,
                 timeout=timeout,
                 output_limit=output_limit,
-                breaches=Breaches(self._launched.watch),
+                violations=LimitViolations(self._launched.monitor),
             )
 
     async def end_processes(self) -> None:
@@ -264,7 +264,7 @@ class ControlledSandbox(Sandbox):
             self._end_lifetime()
             try:
                 self._launched.control.close()
-                self._launched.watch.close()
+                self._launched.monitor.close()
                 await self._launched.backing.release()
                 await self._drain()
             finally:
@@ -293,8 +293,8 @@ class ControlledSandbox(Sandbox):
         try:
             yield
         except SandboxStartError as error:
-            if self._launched.watch.at_end("processes"):
-                raise self._launched.watch.error("processes") from error
+            if self._launched.monitor.at_end("processes"):
+                raise self._launched.monitor.error("processes") from error
             raise
         finally:
             self._under_way -= 1
@@ -320,7 +320,7 @@ class ControlledSandbox(Sandbox):
         self._over = LimitExceededError(
             f"the sandbox {self.id} has ended: its lifetime of {seconds:g} s is over", limit="lifetime"
         )
-        self._launched.watch.note("lifetime")
+        self._launched.monitor.note("lifetime")
         self._launched.control.close()
 
     def _ended(self) -> SandboxError:
@@ -329,14 +329,14 @@ class ControlledSandbox(Sandbox):
         how = "has been closed" if self._closing else "has ended by itself"
         return SandboxClosedError(f"the sandbox {self.id} {how}")
 
-    async def _explain(self, breaches: Breaches, error: SessionDiedError) -> SandboxError:
+    async def _explain(self, violations: LimitViolations, error: SessionDiedError) -> SandboxError:
         """Why a session died, as far as the sandbox knows."""
         if self._closing or not self._launched.control.alive:
             return self._ended()
-        for breach in breaches.new():
-            if breach.limit in {"memory", "watches"}:
-                breach.output = error.output
-                return breach
+        for violation in violations.drain():
+            if violation.limit in {"memory", "watches"}:
+                violation.output = error.output
+                return violation
         return error
 
     # The programs of the file tools start in "/": the working folder may be gone, or a file by now.

@@ -135,8 +135,8 @@ class WarmPool(SandboxProvider):
         return self._provider.known_failures
 
     @property
-    def breaches(self) -> Mapping[str, int]:
-        return self._provider.breaches
+    def limit_violations(self) -> Mapping[str, int]:
+        return self._provider.limit_violations
 
     @property
     def lingering(self) -> int:

@@ -18,7 +18,7 @@ import anyio
 
 from sandboxes.contract import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, BashResult, BashSession
 from sandboxes.errors import SandboxClosedError, SandboxError, SessionDiedError
-from sandboxes.limits.violations import Breaches
+from sandboxes.limits.violations import LimitViolations
 from sandboxes.runtime.control import Child, ControlShell, ticks_now
 from sandboxes.runtime.output import OutputBuffer
 from sandboxes.runtime.pipes import ERROR, FIRST_LOOK, INPUT, Reader, pending, write_all
@@ -59,14 +59,14 @@ class ShellSession(BashSession):
         *,
         cwd: str,
         env: dict[str, str],
-        breaches: Breaches,
+        violations: LimitViolations,
         explain: Callable[[SessionDiedError], Awaitable[SandboxError]],
     ) -> None:
         """`explain` turns a death into its cause where the sandbox knows one, such as its memory limit."""
         self._control = control
         self._cwd = cwd
         self._env = {**env, **ENV}
-        self._breaches = breaches
+        self._violations = violations
         self._explain = explain
         self._lock = asyncio.Lock()  # each turn takes it, and anyio's costs as much as the rest of the call
         self._restarts = Restarts()
@@ -131,10 +131,10 @@ class ShellSession(BashSession):
                 self._wanted = None
             reader.stop()
         seconds, timed_out = time.monotonic() - begun, code is None
-        breaches = self._breaches.of_call(
+        violations = self._violations.drain_with_call(
             timeout if timed_out else None, output.limit if output.truncated else None
         )
-        return BashResult(output.text(), code, timed_out, output.truncated, seconds, breaches)
+        return BashResult(output.text(), code, timed_out, output.truncated, seconds, violations)
 
     def _opened(self) -> tuple[Child, Reader]:
         if self._child is None or self._reader is None:

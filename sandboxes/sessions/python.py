@@ -14,7 +14,7 @@ import zmq
 
 from sandboxes.contract import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, PythonResult, PythonSession
 from sandboxes.errors import SandboxError, SandboxStartError, SessionDiedError
-from sandboxes.limits.violations import Breaches
+from sandboxes.limits.violations import LimitViolations
 from sandboxes.runtime.control import ControlShell
 from sandboxes.sessions.kernel import PROGRAM, Cell, Kernel, KernelPaths, connection_info
 from sandboxes.sessions.restart_limit import Restarts
@@ -36,7 +36,7 @@ class KernelSession(PythonSession):
         env: Mapping[str, str],
         context: zmq.Context[zmq.Socket[bytes]],
         start_timeout: float,
-        breaches: Breaches,
+        violations: LimitViolations,
         explain: Callable[[SessionDiedError], Awaitable[SandboxError]],
     ) -> None:
         self._control = control
@@ -46,7 +46,7 @@ class KernelSession(PythonSession):
         self._env = {**env, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
         self._context = context
         self._start_timeout = start_timeout
-        self._breaches = breaches
+        self._violations = violations
         self._explain = explain
         self._lock = anyio.Lock()
         self._restarts = Restarts()
@@ -148,7 +148,7 @@ class KernelSession(PythonSession):
             timed_out=timed_out,
             truncated=truncated,
             seconds=time.monotonic() - begun,
-            breaches=self._breaches.of_call(
+            limit_violations=self._violations.drain_with_call(
                 timeout if timed_out else None, cell.output.limit if truncated else None
             ),
         )

@@ -85,7 +85,7 @@ async def test_limits_hold(provider: SandboxProvider) -> None:
     async with await provider.start(SandboxSpec(memory_bytes=64 << 20, max_processes=40)) as sandbox:
         hog = await sandbox.exec(["python3", "-c", "x = bytearray(200 << 20)"], timeout=30)
         assert hog.exit_code == 137
-        assert [(breach.limit, str(breach)) for breach in hog.breaches] == [
+        assert [(violation.limit, str(violation)) for violation in hog.limit_violations] == [
             ("memory", "the sandbox used up its memory (64 MiB) and a process in it was ended")
         ]
         with pytest.raises(LimitExceededError, match="memory"):

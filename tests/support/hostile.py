@@ -98,7 +98,7 @@ async def limits_of(sandbox: Sandbox, command: str, timeout: float = PATIENCE) -
         result = await (await sandbox.bash()).run(command, timeout=timeout)
     except LimitExceededError as error:
         return {error.limit}
-    return {breach.limit for breach in result.breaches}
+    return {violation.limit for violation in result.limit_violations}
 
 
 async def soon(sandbox: Sandbox, limit: str) -> None:
@@ -217,7 +217,7 @@ async def endless_output(provider: SandboxProvider) -> None:
     async with attacked(provider) as sandbox:
         assert await limits_of(sandbox, "yes", timeout=2) == {"time", "output"}
         result = await (await sandbox.python()).execute("while True: print('y' * 1000)", timeout=2)
-        assert {breach.limit for breach in result.breaches} == {"time", "output"}
+        assert {violation.limit for violation in result.limit_violations} == {"time", "output"}
         await recovers(sandbox)
 
 
@@ -230,7 +230,7 @@ async def line_without_end(provider: SandboxProvider) -> None:
         command = "head -c 250000000 /dev/zero | tr '\\0' x; echo; echo end"
         result = await shell.run(command, timeout=3 * PATIENCE)
         assert result.truncated
-        assert [breach.limit for breach in result.breaches] == ["output"]
+        assert [violation.limit for violation in result.limit_violations] == ["output"]
         assert result.output.endswith("end\n")
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 * 1024  # KiB
 

@@ -74,7 +74,7 @@ class ToolCallingAgent:
         """The results of a turn's calls; nothing when one of them ended the agent."""
         limits = episode.limits
         context = ToolContext(
-            episode.sandbox, limits.tool_seconds, limits.tool_output_chars, episode.breaches
+            episode.sandbox, limits.tool_seconds, limits.tool_output_chars, episode.limit_violations
         )
         messages: list[Message] = []
         started = time.perf_counter()

@@ -65,7 +65,7 @@ async def _bash(arguments: _Bash, context: ToolContext) -> str:
         result = await session.run(arguments.command, timeout=context.seconds)
     except (SessionDiedError, LimitExceededError) as error:
         return _died("shell", error, context)
-    context.breaches.extend(result.breaches)
+    context.limit_violations.extend(result.limit_violations)
     notes = _notes(result, context.seconds)
     if result.exit_code:
         notes.append(f"[exit code {result.exit_code}]")
@@ -78,7 +78,7 @@ async def _python(arguments: _Python, context: ToolContext) -> str:
         result = await session.execute(arguments.code, timeout=context.seconds)
     except (SessionDiedError, LimitExceededError) as error:
         return _died("Python", error, context)
-    context.breaches.extend(result.breaches)
+    context.limit_violations.extend(result.limit_violations)
     # IPython draws a line first, which tells nobody anything.
     traceback = result.error.traceback.lstrip("-").lstrip() if result.error and not result.timed_out else None
     parts = [result.output.removesuffix("\n"), result.result, traceback]
@@ -162,7 +162,7 @@ def _died(what: str, error: SessionDiedError | LimitExceededError, context: Tool
     if isinstance(error, LimitExceededError):
         if error.limit == "lifetime":
             raise error  # the whole sandbox is over, and no call can work any more
-        context.breaches.append(error)
+        context.limit_violations.append(error)
     note = f"[{what} was restarted, its state is lost: {cut_middle(str(error), MIN_LIMIT * 2)}]"
     return _text(error.output, [note], context.output_chars)
 
@@ -173,7 +173,9 @@ def _notes(result: BashResult | PythonResult, seconds: float) -> list[str]:
         notes.append("[part of the output was dropped: there was too much]")
     if result.timed_out:
         notes.append(f"[stopped: it took longer than {seconds:g} s]")
-    notes += [f"[{breach}]" for breach in result.breaches if breach.limit not in {"output", "time"}]
+    notes += [
+        f"[{violation}]" for violation in result.limit_violations if violation.limit not in {"output", "time"}
+    ]
     return notes
 
 

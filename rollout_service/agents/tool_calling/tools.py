@@ -27,7 +27,7 @@ class ToolContext:
     """Wall clock that the call has."""
     output_chars: int
     """Length of the longest result that is useful; at least 256."""
-    breaches: list[LimitExceededError] = field(default_factory=list)
+    limit_violations: list[LimitExceededError] = field(default_factory=list)
     """Takes the limits of the sandbox that the call reached."""
 
 

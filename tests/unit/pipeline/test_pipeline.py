@@ -497,7 +497,7 @@ async def test_the_sessions_of_the_tools_are_open_before_the_agent_begins(
 
 async def test_limits_that_were_reached_are_counted() -> None:
     async def run(episode: Episode) -> None:
-        episode.breaches.append(LimitExceededError("too much", limit="memory"))
+        episode.limit_violations.append(LimitExceededError("too much", limit="memory"))
 
     async with bench(Played(run=run)) as b:
         await b.run()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sandboxes.limits.cgroups import Group, Limits
-from sandboxes.limits.violations import LimitWatch
+from sandboxes.limits.violations import LimitMonitor
 from sandboxes.limits.watchdog import Processes, Ward, Watchdog, Yielding
 
 NONE = Limits(None, None, None)
@@ -64,23 +64,23 @@ def test_only_what_no_group_holds_is_looked_at(tmp_path: Path) -> None:
     limits = Limits(1 << 30, 10, None)
     whole = Group({"memory": tmp_path, "pids": tmp_path})
     for group, unheld in ((whole, False), (Group({"pids": tmp_path}), True), (None, True)):
-        watch = LimitWatch(limits, group, os.getpid(), None, Counter())
-        assert Ward(watch).unheld == unheld
-        watch.close()
-    assert not Ward(LimitWatch(NONE, None, os.getpid(), None, Counter())).unheld
+        monitor = LimitMonitor(limits, group, os.getpid(), None, Counter())
+        assert Ward(monitor).unheld == unheld
+        monitor.close()
+    assert not Ward(LimitMonitor(NONE, None, os.getpid(), None, Counter())).unheld
 
 
 def test_the_thread_ends_with_the_last_sandbox() -> None:
     watchdog = Watchdog()
-    watch = LimitWatch(NONE, None, None, None, Counter())
-    watchdog.add(watch)
+    monitor = LimitMonitor(NONE, None, None, None, Counter())
+    watchdog.add(monitor)
     assert _threads() >= 1
-    watch.close()
+    monitor.close()
     deadline = time.monotonic() + 30
     while watchdog.watching:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    watchdog.add(watch)
+    watchdog.add(monitor)
     watchdog.close()
 
 
