@@ -11,7 +11,6 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from rollout_service import __version__
-from rollout_service.api import problems
 from rollout_service.api.middleware import BearerKeys, BodyLimit, CountRequests, JsonBodies
 from rollout_service.api.openapi import pages
 from rollout_service.api.routes import (
@@ -25,6 +24,7 @@ from rollout_service.api.routes import (
     sandboxes,
 )
 from rollout_service.errors import describe, root_cause
+from rollout_service.http import problems
 from rollout_service.http.host_check import HostCheck
 from rollout_service.http.hosts import AllowedHosts
 from rollout_service.http.keyring import Keyring

@@ -13,7 +13,6 @@ from fastapi import HTTPException
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_service.api.problems import problem_of, respond
 from rollout_service.errors import (
     ForbiddenError,
     MediaTypeError,
@@ -24,6 +23,7 @@ from rollout_service.errors import (
 from rollout_service.http.connections import seat_of
 from rollout_service.http.keyring import Keyring
 from rollout_service.http.keys import ApiKey, needed_role
+from rollout_service.http.problems import problem_of, respond
 from rollout_service.telemetry.metrics import Metrics
 
 PROBES = frozenset({"/health", "/ready"})

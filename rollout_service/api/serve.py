@@ -56,7 +56,7 @@ def serve(settings: Settings, *, port_file: Path | None = None) -> int:
     sys.setswitchinterval(THREAD_SECONDS)
     os.environ.pop("ROLLOUT_KEYS", None)  # no process that the service starts has to know them
     shutdown = Shutdown(settings.pipeline.drain_seconds)
-    certificate = Certificate.of(settings)
+    certificate = load_certificate(settings)
     app = create_app(settings, shutdown)
     config = uvicorn.Config(
         PlainStartup(app),
@@ -76,6 +76,20 @@ def serve(settings: Settings, *, port_file: Path | None = None) -> int:
         on_start = partial(_log_start, settings, address)
         server = DrainingServer(config, listener, **options, shutdown=shutdown, on_start=on_start)
         return _run(server, shutdown)
+
+
+def load_certificate(settings: Settings) -> Certificate | None:
+    """Return the certificate that the settings name, if any.
+
+    Raises:
+        ConfigurationError: It cannot be used.
+    """
+    if settings.tls_certificate is None:
+        return None
+    password = settings.tls_key_password
+    return Certificate(
+        settings.tls_certificate, settings.tls_key, password.get_secret_value() if password else None
+    )
 
 
 def _connections(settings: Settings, metrics: Metrics) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def _serve(config: Path | None, flags: dict[str, Any], port_file: Path | None) -
 
 def settings_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that the command's flags set, as nested tables."""
-    from rollout_service.settings_sources import FLAGS
+    from rollout_service.settings.sources import FLAGS
 
     settings: dict[str, Any] = {}
     for key, flag in FLAGS.items():

@@ -9,9 +9,9 @@ from __future__ import annotations
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollout_service.api.problems import problem_of, respond
 from rollout_service.errors import ForbiddenError, MisdirectedError, RequestError
 from rollout_service.http.hosts import SAFE_METHODS, AllowedHosts
+from rollout_service.http.problems import problem_of, respond
 
 
 class HostCheck:

@@ -23,7 +23,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from api_schemas.errors import Problem
-from rollout_service.api.problems import MEDIA_TYPE, problem_of
 from rollout_service.errors import (
     HeadTooLargeError,
     MalformedRequestError,
@@ -32,6 +31,7 @@ from rollout_service.errors import (
     UnavailableError,
 )
 from rollout_service.http.connections import Eviction, Seat
+from rollout_service.http.problems import MEDIA_TYPE, problem_of
 
 BODY_BYTES_PER_SECOND = 16 * 1024
 """A body gets another second for as many bytes that have come."""

@@ -15,7 +15,7 @@ import structlog
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_service.api.problems import problem_of, respond
+from rollout_service.http.problems import problem_of, respond
 from rollout_service.shutdown import RETRY_SECONDS, Shutdown, ShuttingDownError
 
 log = structlog.get_logger(__name__)

@@ -15,7 +15,6 @@ import anyio.to_thread
 import structlog
 
 from rollout_service.errors import ConfigurationError
-from rollout_service.settings import Settings
 
 log = structlog.get_logger(__name__)
 
@@ -32,16 +31,6 @@ class Certificate:
         self._password = password
         self._signature = self._sign()
         self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
-
-    @classmethod
-    def of(cls, settings: Settings) -> Certificate | None:
-        """Return the certificate of the settings, if there is one; raises ConfigurationError."""
-        if settings.tls_certificate is None:
-            return None
-        password = settings.tls_key_password
-        return cls(
-            settings.tls_certificate, settings.tls_key, password.get_secret_value() if password else None
-        )
 
     def options(self) -> dict[str, Any]:
         """Return uvicorn's options."""

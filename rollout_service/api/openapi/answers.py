@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rollout_service.api.problems import MEDIA_TYPE
 from rollout_service.errors import ServiceError
+from rollout_service.http.problems import MEDIA_TYPE
 
 PROBLEM_SCHEMA = "#/components/schemas/Problem"
 BINARY = {"type": "string", "format": "binary"}

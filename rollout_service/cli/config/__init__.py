@@ -12,7 +12,7 @@ from rollout_service.cli import common
 from rollout_service.cli.common import AsJson
 
 if TYPE_CHECKING:
-    from rollout_service.settings_sources import Sources
+    from rollout_service.settings.sources import Sources
 
 app = typer.Typer(name="config", help="Show the settings, and where they come from.", no_args_is_help=True)
 

@@ -17,8 +17,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, Url
 
 from rollout_service.settings import Settings
-from rollout_service.settings_keys import ANY_NAME, Key, Table, tables
-from rollout_service.settings_sources import FLAGS, OTHER_VARIABLES, variable_of
+from rollout_service.settings.keys import ANY_NAME, Key, Table, tables
+from rollout_service.settings.sources import FLAGS, OTHER_VARIABLES, variable_of
 
 HEAD = """# Settings
 <!-- Written by `rollout-service config docs > docs/settings.md`; change the docstrings in the code instead. -->

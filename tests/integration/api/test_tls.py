@@ -7,6 +7,7 @@ import anyio
 import pytest
 from typer.testing import CliRunner
 
+from rollout_service.api.serve import load_certificate
 from rollout_service.cli import app as cli
 from rollout_service.client import RolloutClient, UnreachableError
 from rollout_service.client_sync import SyncRolloutClient
@@ -47,7 +48,7 @@ def test_what_tls_cannot_use_is_told_before_the_start(tmp_path: Path) -> None:
         ({"tls_certificate": key}, "TLS cannot use"),
     ):
         with pytest.raises(ConfigurationError, match=says):
-            Certificate.of(load_settings(**wrong))
+            load_certificate(load_settings(**wrong))
     with pytest.raises(ConfigurationError, match="tls_certificate is not"):
         load_settings(tls_key=key)
 

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from rollout_service.cli import app, serve
 from rollout_service.cli.config.reference import reference
 from rollout_service.settings import Settings
-from rollout_service.settings_keys import known_keys, tables
-from rollout_service.settings_sources import FLAGS
+from rollout_service.settings.keys import known_keys, tables
+from rollout_service.settings.sources import FLAGS
 
 ROOT = Path(__file__).parents[3]
 FILE = """port = 9

@@ -7,7 +7,7 @@ import pytest
 
 from rollout_service.errors import ConfigurationError
 from rollout_service.settings import Settings, is_loopback, load_settings
-from rollout_service.settings_keys import known_keys
+from rollout_service.settings.keys import known_keys
 
 KEY = "a-key-of-enough-characters"
 

@@ -36,8 +36,8 @@ from pydantic_settings import (
 from api_schemas.inference import BackendSpec
 from rollout_service.errors import ConfigurationError, nearest
 from rollout_service.http.keys import COMMAND, ApiKey, check_unique, name_keys
-from rollout_service.settings_keys import known_keys
-from rollout_service.settings_sources import ENV_PREFIX, HINT, Sources
+from rollout_service.settings.keys import known_keys
+from rollout_service.settings.sources import ENV_PREFIX, HINT, Sources
 from sandboxes.config import (
     ApptainerConfig,
     PressureConfig,

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from rollout_service.errors import ConfigurationError, nearest
-from rollout_service.settings_keys import fields_at, is_json, known_keys
+from rollout_service.settings.keys import fields_at, is_json, known_keys
 
 ENV_PREFIX = "ROLLOUT_"
 OTHER_VARIABLES = {
