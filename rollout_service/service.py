@@ -43,7 +43,7 @@ from rollout_service.runs.api import RunService
 from rollout_service.runs.dataset import reopening
 from rollout_service.runs.export import RunExporter
 from rollout_service.runs.rescore import Rescorer
-from rollout_service.settings import Engine, PipelineSettings, Settings
+from rollout_service.settings import DefaultEngine, PipelineSettings, Settings
 from rollout_service.shutdown import Shutdown
 from rollout_service.store.contract import Store
 from rollout_service.store.runs_contract import Ages
@@ -293,7 +293,7 @@ async def _sweep(provider: SandboxProvider) -> None:
 
 async def _start_engine(settings: Settings, stack: AsyncExitStack, serving: Serving) -> None:
     """Start the embedded engine, unless real ones are named."""
-    if settings.engine is not Engine.EMBEDDED or settings.backends:
+    if settings.engine is not DefaultEngine.EMBEDDED or settings.backends:
         return
     model, threads = _checkpoint(settings.embedded.model), settings.embedded.threads
     url = await stack.enter_async_context(

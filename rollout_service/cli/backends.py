@@ -95,10 +95,10 @@ def _show(backends: list[BackendView], as_json: bool) -> None:
     if as_json:
         common.print_json([backend.model_dump(mode="json") for backend in backends])
     else:
-        common.out().print(backend_view(backends) if backends else "No engine is registered.")
+        common.out().print(render_backends(backends) if backends else "No engine is registered.")
 
 
-def backend_view(backends: list[BackendView]) -> RenderableType:
+def render_backends(backends: list[BackendView]) -> RenderableType:
     """Return a table of engines, with the last error of each that had one below it."""
     from rich.console import Group
     from rich.text import Text

@@ -23,7 +23,7 @@ UNSURE_BELOW = -0.7
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TokenSpan:
     """Neighbouring tokens of one turn, or of none."""
 
     start: int
@@ -39,12 +39,12 @@ class Run:
         return self.turn >= 0
 
 
-def runs(segment: Segment) -> Iterator[Run]:
+def split_by_turn(segment: Segment) -> Iterator[TokenSpan]:
     """A segment cut where the turn changes."""
     for turn, indices in groupby(range(len(segment.token_ids)), key=segment.turn_ids.__getitem__):
         whole = list(indices)
         span = slice(whole[0], whole[-1] + 1)
-        yield Run(
+        yield TokenSpan(
             start=span.start,
             token_ids=segment.token_ids[span],
             logprobs=segment.logprobs[span],
@@ -53,7 +53,7 @@ def runs(segment: Segment) -> Iterator[Run]:
         )
 
 
-def show_rollout(rollout: Rollout, tokenizer: ChatTokenizer, *, scripted: bool = False) -> RenderableType:
+def render_rollout(rollout: Rollout, tokenizer: ChatTokenizer, *, scripted: bool = False) -> RenderableType:
     """Return a rollout and its whole trajectory; the log-probabilities of a scripted model are marked as made up."""
     reward = "none" if rollout.reward is None else f"{rollout.reward:g}"
     parts_of_it = ", ".join(f"{name} {value:g}" for name, value in rollout.reward_parts.items())
@@ -64,11 +64,11 @@ def show_rollout(rollout: Rollout, tokenizer: ChatTokenizer, *, scripted: bool =
     if rollout.error is not None:
         parts.append(Text(f"{rollout.error.code}: {rollout.error.message}", style="red"))
     if rollout.trajectory is not None:
-        parts.append(show_trajectory(rollout.trajectory, tokenizer, scripted=scripted))
+        parts.append(render_trajectory(rollout.trajectory, tokenizer, scripted=scripted))
     return Group(*parts)
 
 
-def show_trajectory(
+def render_trajectory(
     trajectory: Trajectory, tokenizer: ChatTokenizer, *, scripted: bool = False
 ) -> RenderableType:
     """Every token of a trajectory: context dim, sampled tokens green with their log-probabilities."""
@@ -76,25 +76,25 @@ def show_trajectory(
     for number, segment in enumerate(trajectory.segments):
         counts = f"{len(segment.token_ids)} tokens, {sum(segment.loss_mask)} sampled"
         parts.append(Text(f"segment {number} ({segment.fork_reason}): {counts}", style="bold"))
-        parts.extend(_show_run(run, tokenizer, scripted) for run in runs(segment))
+        parts.extend(_render_span(span, tokenizer, scripted) for span in split_by_turn(segment))
     return Group(*parts)
 
 
-def _show_run(run: Run, tokenizer: ChatTokenizer, scripted: bool) -> RenderableType:
-    end = run.start + len(run.token_ids)
-    kind = f"turn {run.turn}, version {run.version}, mask 1" if run.sampled else "context, mask 0"
-    head = Text(f"tokens {run.start}-{end - 1}: {kind}", style="cyan")
-    text = tokenizer.decode(list(run.token_ids))
-    body = [Text(text.strip("\n"), style=SAMPLED if run.sampled else CONTEXT)]
-    if run.sampled:
-        body.append(_logprobs(run, tokenizer, scripted))
+def _render_span(span: TokenSpan, tokenizer: ChatTokenizer, scripted: bool) -> RenderableType:
+    end = span.start + len(span.token_ids)
+    kind = f"turn {span.turn}, version {span.version}, mask 1" if span.sampled else "context, mask 0"
+    head = Text(f"tokens {span.start}-{end - 1}: {kind}", style="cyan")
+    text = tokenizer.decode(list(span.token_ids))
+    body = [Text(text.strip("\n"), style=SAMPLED if span.sampled else CONTEXT)]
+    if span.sampled:
+        body.append(_logprobs(span, tokenizer, scripted))
     return Group(head, Padding(Group(*body), (0, 0, 0, 2), expand=False))
 
 
-def _logprobs(run: Run, tokenizer: ChatTokenizer, scripted: bool) -> Text:
+def _logprobs(span: TokenSpan, tokenizer: ChatTokenizer, scripted: bool) -> Text:
     """Each token with its log-probability; those that the policy was not sure of stand out."""
     line = Text("logprobs (made up, the model is scripted): " if scripted else "logprobs: ", style=CONTEXT)
-    for token_id, logprob in zip(run.token_ids, run.logprobs, strict=True):
+    for token_id, logprob in zip(span.token_ids, span.logprobs, strict=True):
         token = tokenizer.decode([token_id]).replace("\n", "\\n")
         line.append(token, style=SAMPLED)
         line.append(f" {logprob:.3f}  ", style=UNSURE if logprob < UNSURE_BELOW else CONTEXT)

@@ -47,7 +47,7 @@ from sandboxes.config import (
 )
 
 
-class Engine(StrEnum):
+class DefaultEngine(StrEnum):
     """What serves the policy when no backend is named."""
 
     EMBEDDED = "embedded"
@@ -130,7 +130,7 @@ class SandboxesSettings(Section):
     pressure: PressureConfig = PressureConfig()
 
 
-class EngineSettings(Section):
+class EmbeddedSettings(Section):
     """The embedded engine."""
 
     model: str = "calc-tuned"
@@ -234,9 +234,9 @@ class Settings(BaseSettings):
     sandbox: ProviderConfig = Field(default_factory=ApptainerConfig)
     """What runs untrusted code; `provider = "local"` isolates nothing and must be asked for."""
     sandboxes: SandboxesSettings = SandboxesSettings()
-    engine: Engine = Engine.EMBEDDED
+    engine: DefaultEngine = DefaultEngine.EMBEDDED
     """What serves the policy when no backend is named: the small CPU engine, or nothing until one is registered."""
-    embedded: EngineSettings = EngineSettings()
+    embedded: EmbeddedSettings = EmbeddedSettings()
     backends: Backends = []
     """Engines to register at the start; with any of these the embedded engine is not started."""
     pools: dict[str, PoolSettings] = {}

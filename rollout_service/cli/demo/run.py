@@ -24,7 +24,7 @@ from rollout_service.cli.demo import DemoEngine, DemoPolicy, DemoSandbox
 from rollout_service.cli.demo.summary import Summary
 from rollout_service.cli.figures import figures_document, write_figures
 from rollout_service.cli.server_child import running_server
-from rollout_service.cli.show import show_rollout
+from rollout_service.cli.show import render_rollout
 from rollout_service.cli.submit.files import ResultFile
 from rollout_service.cli.submit.progress import ProgressView, Tally
 from rollout_service.client import RolloutClient
@@ -35,7 +35,7 @@ from rollout_service.tokens.tokenizer import load_tokenizer
 from rollout_service.tokens.trajectory import check_invariants
 
 ENVIRONMENT = "calc"
-NEEDED_SUCCESS = 0.9
+REQUIRED_SUCCESS_RATE = 0.9
 """The share of successes below which a demo of the tuned policy has failed; one more may err, since it samples."""
 LOOK_SECONDS = 0.5
 ORDERED_AT_ONCE = 256
@@ -81,11 +81,11 @@ async def run_demo(
     async with _serving(plan, folder) as client:
         model = (await client.backends())[0].model_path
         summary = await _roll_out(plan, client, batch)
-    broken = _broken(summary.rollouts)
+    invalid = _find_invalid_trajectories(summary.rollouts)
     shown = common.err() if quiet else common.out()
     _show(summary, model, shown)
     shown.print(f"batch: {batch}", soft_wrap=True)
-    return DemoResult(plan, summary, _verdict(plan, summary, broken))
+    return DemoResult(plan, summary, _verdict(plan, summary, invalid))
 
 
 @asynccontextmanager
@@ -133,7 +133,7 @@ async def _watch_stages(client: RolloutClient, view: ProgressView) -> None:
         await anyio.sleep(LOOK_SECONDS)
 
 
-def _broken(rollouts: Sequence[Rollout]) -> list[str]:
+def _find_invalid_trajectories(rollouts: Sequence[Rollout]) -> list[str]:
     """What is wrong with which trajectory; each is a sentence."""
     found = []
     for rollout in rollouts:
@@ -151,7 +151,7 @@ def _broken(rollouts: Sequence[Rollout]) -> list[str]:
 def _show(summary: Summary, model: str, console: SafeConsole) -> None:
     example = _example(summary.rollouts)
     if example is not None:
-        console.print(show_rollout(example, load_tokenizer(model, with_template=False)), soft_wrap=False)
+        console.print(render_rollout(example, load_tokenizer(model, with_template=False)), soft_wrap=False)
     console.print(Heading())
     console.print(summary.show())
 
@@ -163,19 +163,19 @@ def _example(rollouts: Sequence[Rollout]) -> Rollout | None:
     return next(good, seen[0] if seen else None)
 
 
-def needed_successes(rollouts: int) -> int:
+def required_successes(rollouts: int) -> int:
     """How many of so many rollouts of the tuned policy must succeed."""
-    return max(1, int(NEEDED_SUCCESS * rollouts) - 1)
+    return max(1, int(REQUIRED_SUCCESS_RATE * rollouts) - 1)
 
 
-def _verdict(plan: DemoPlan, summary: Summary, broken: list[str]) -> int:
+def _verdict(plan: DemoPlan, summary: Summary, invalid: list[str]) -> int:
     console = common.err()
-    for sentence in broken:
+    for sentence in invalid:
         console.print(sentence, style="red", soft_wrap=True)
-    needed = needed_successes(len(summary.rollouts))
+    needed = required_successes(len(summary.rollouts))
     short = plan.policy is DemoPolicy.TUNED and summary.succeeded < needed
     if short:
         console.print(f"only {summary.succeeded} succeeded; {needed} are needed", style="red")
-    if not broken:
+    if not invalid:
         console.print(f"every trajectory passes the invariants ({len(summary.rollouts)} checked)")
-    return 1 if broken or short else 0
+    return 1 if invalid or short else 0

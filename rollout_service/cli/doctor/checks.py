@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from rollout_service.policies.shipped import POLICIES, policy_folder
-from rollout_service.settings import Engine, Settings
+from rollout_service.settings import DefaultEngine, Settings
 from sandboxes import ApptainerConfig, SandboxConfigError
 from sandboxes.host.facts import HostFacts, read_host_facts
 from sandboxes.host.users import subordinate_ids_command
@@ -163,7 +163,7 @@ def check_engine(settings: Settings) -> Check:
     """Something that serves the policy."""
     if settings.backends:
         return Check("engine", "ok", ", ".join(str(backend.url) for backend in settings.backends))
-    if settings.engine is Engine.NONE:
+    if settings.engine is DefaultEngine.NONE:
         return Check("engine", "limited", "none is configured", "rollout-service backends add URL")
     model = settings.embedded.model
     folder = policy_folder(model) if model in POLICIES else Path(model).expanduser()

@@ -26,10 +26,10 @@ def list_environments(url: ServerUrl = None, key: Key = None, as_json: AsJson = 
     """Show the environments that are installed here, or that a server has."""
 
     async def main() -> None:
-        from rollout_service.cli.env.check import environment_table, installed
+        from rollout_service.cli.env.check import environment_table, list_installed
 
         if url is None:
-            specs, problems = installed()
+            specs, problems = list_installed()
             for problem in problems:
                 common.err().print(problem, style="red", soft_wrap=True)
         else:

@@ -26,7 +26,7 @@ SHOWN_FINDINGS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class EnvironmentReport:
     """What was found out about an environment."""
 
     name: str
@@ -68,7 +68,7 @@ class Report:
         return count(self.instances, "instance") + (f" ({splits})" if splits else "")
 
 
-def installed() -> tuple[list[dict[str, JsonValue]], list[str]]:
+def list_installed() -> tuple[list[dict[str, JsonValue]], list[str]]:
     """The environments that a server on this machine would have, and what could not be loaded."""
     registry = EnvironmentRegistry.load(load_settings().environments)
     specs = [_spec(environment) for environment in registry.list()]
@@ -77,10 +77,10 @@ def installed() -> tuple[list[dict[str, JsonValue]], list[str]]:
 
 def _spec(environment: Environment) -> dict[str, JsonValue]:
     """Return the settings, with the environment's tools added to the built-in ones."""
-    return environment.spec.model_dump(mode="json") | {"tools": [*tools_of(environment)]}
+    return environment.spec.model_dump(mode="json") | {"tools": [*tool_names(environment)]}
 
 
-def tools_of(environment: Environment) -> list[str]:
+def tool_names(environment: Environment) -> list[str]:
     """Return the names of all tools that the policy is told of."""
     told = [str(tool["function"]["name"]) for tool in environment.tool_definitions()]
     return [*environment.spec.tools, *(name for name in told if name not in environment.spec.tools)]
@@ -96,7 +96,7 @@ def environment_table(specs: Sequence[dict[str, JsonValue]]) -> Table:
     return rows
 
 
-def place_of(name_or_path: str) -> Path | None:
+def environment_path(name_or_path: str) -> Path | None:
     """The path of an environment; None when it is the name of an installed one."""
     path = Path(name_or_path).expanduser()
     is_place = "/" in name_or_path or path.is_file() or (path / FILE_NAME).is_file()
@@ -105,28 +105,28 @@ def place_of(name_or_path: str) -> Path | None:
 
 def load_environment(name_or_path: str) -> Environment:
     """An installed environment, or the one at a path. Raises ConfigurationError, InvalidFieldError."""
-    place = place_of(name_or_path)
+    place = environment_path(name_or_path)
     if place is not None:
         return load_path(place)
     return EnvironmentRegistry.load(load_settings().environments).get(name_or_path)
 
 
-def check_environment(name_or_path: str) -> Report:
+def check_environment(name_or_path: str) -> EnvironmentReport:
     """Everything that can be said of an environment without starting a sandbox."""
     settings = load_settings()
     environment = load_environment(name_or_path)
     dataset = environment.dataset()
     findings = [
         *environment.findings(),
-        *_image(environment, settings),
-        *_instances(environment, dataset),
-        *_unsplit(dataset),
+        *_check_image(environment, settings),
+        *_check_instances(environment, dataset),
+        *_find_unsplit(dataset),
     ]
     spec = environment.spec
-    return Report(
+    return EnvironmentReport(
         spec.name,
         spec.image,
-        tools_of(environment),
+        tool_names(environment),
         len(dataset),
         splits_of(dataset),
         findings,
@@ -134,7 +134,7 @@ def check_environment(name_or_path: str) -> Report:
     )
 
 
-def _image(environment: Environment, settings: Settings) -> Iterator[str]:
+def _check_image(environment: Environment, settings: Settings) -> Iterator[str]:
     image = environment.spec.image
     if image is None:
         return
@@ -148,13 +148,13 @@ def _image(environment: Environment, settings: Settings) -> Iterator[str]:
         yield f"image: it has no {name}, which every sandbox needs"
 
 
-def _unsplit(dataset: Sequence[dict[str, JsonValue]]) -> Iterator[str]:
+def _find_unsplit(dataset: Sequence[dict[str, JsonValue]]) -> Iterator[str]:
     without = sum(1 for instance in dataset if split_of(instance) is None)
     if without and splits_of(dataset):
         yield f"data set: {count(without, 'instance')} in no split, so no run can take them"
 
 
-def _instances(environment: Environment, dataset: Sequence[dict[str, JsonValue]]) -> Iterator[str]:
+def _check_instances(environment: Environment, dataset: Sequence[dict[str, JsonValue]]) -> Iterator[str]:
     for number, instance in enumerate(dataset, start=1):
         try:
             environment.check(instance)

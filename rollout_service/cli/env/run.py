@@ -16,10 +16,10 @@ from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.tasks import Task
 from rollout_service.cli import common
 from rollout_service.cli.common import CommandError
-from rollout_service.cli.env.check import load_environment, place_of
+from rollout_service.cli.env.check import environment_path, load_environment
 from rollout_service.cli.env.script import read_turns, scripted_engine
 from rollout_service.cli.server_child import running_server
-from rollout_service.cli.show import show_rollout
+from rollout_service.cli.show import render_rollout
 from rollout_service.client import RolloutClient
 from rollout_service.tokens.tokenizer import load_tokenizer
 
@@ -49,7 +49,7 @@ class OwnServer:
     def _flags(self, backend: str | None) -> list[str]:
         """Flags of `rollout-service serve`."""
         given = {
-            "--environment": place_of(self.environment),
+            "--environment": environment_path(self.environment),
             "--backend": backend,
             "--model": self.model,
             "--sandbox": self.sandbox,
@@ -82,7 +82,7 @@ async def _server(own: OwnServer, url: str | None, key: str | None) -> AsyncIter
 
 
 def _name(name_or_path: str) -> str:
-    return load_environment(name_or_path).spec.name if place_of(name_or_path) else name_or_path
+    return load_environment(name_or_path).spec.name if environment_path(name_or_path) else name_or_path
 
 
 async def _pick(client: RolloutClient, name: str, index: int) -> dict[str, JsonValue]:
@@ -113,4 +113,4 @@ def _show(rollout: Rollout, tokenizer: str, *, scripted: bool, as_json: bool) ->
         common.print_json(rollout.model_dump(mode="json"))
     else:
         read = load_tokenizer(tokenizer, with_template=False)
-        common.out().print(show_rollout(rollout, read, scripted=scripted))
+        common.out().print(render_rollout(rollout, read, scripted=scripted))

@@ -57,12 +57,14 @@ def command(
         from rollout_service.cli.submit.inputs import is_stream, reread
 
         with reread(tasks) as file:
-            order = _Order(file, STREAM if is_stream(tasks) else tasks.stem, output, environment, concurrency)
-            return common.run_coroutine(lambda: submitted(order))
+            submission = _Submission(
+                file, STREAM if is_stream(tasks) else tasks.stem, output, environment, concurrency
+            )
+            return common.run_coroutine(lambda: submitted(submission))
 
-    async def submitted(order: _Order) -> int:
+    async def submitted(submission: _Submission) -> int:
         async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
-            counts = await _submit(client, order)
+            counts = await _submit(client, submission)
         counts.report(output, as_json=as_json)
         return counts.exit_code(fail_on_error=fail_on_error)
 
@@ -70,7 +72,7 @@ def command(
 
 
 @dataclass(frozen=True, slots=True)
-class _Order:
+class _Submission:
     """What to roll out, and where the results go."""
 
     tasks: Path
@@ -117,27 +119,27 @@ class _Counts:
         common.err().print("; ".join(parts), soft_wrap=True)
 
 
-async def _submit(client: RolloutClient, order: _Order) -> _Counts:
+async def _submit(client: RolloutClient, submission: _Submission) -> _Counts:
     from rollout_service.cli.submit.files import RequestFile, ResultFile
     from rollout_service.cli.submit.progress import Tally
 
-    refusals = _Refusals()
-    requests = RequestFile(order.tasks, refusals.line, order.environment, order.stem)
-    refusals.lines = requests.lines
+    rejected = _RejectedLines()
+    requests = RequestFile(submission.tasks, rejected.line, submission.environment, submission.stem)
+    rejected.lines = requests.lines
     lines = requests.count()
     if not lines:
         raise common.CommandError("The input holds no request: it is empty.", hint="Give a request a line.")
     tally = Tally(lines)
     try:
-        with ResultFile(order.output) as results, _says_how_to_go_on(order.output):
-            resumed = await _roll_out(client, requests, results, order.concurrency, refusals, tally)
+        with ResultFile(submission.output) as results, _explain_resuming(submission.output):
+            resumed = await _roll_out(client, requests, results, submission.concurrency, rejected, tally)
     except (OSError, ValueError) as error:
         raise common.CommandError(str(error), hint="Name another file with --output.") from error
-    return _Counts(tally, resumed, refusals.count)
+    return _Counts(tally, resumed, rejected.count)
 
 
 @contextmanager
-def _says_how_to_go_on(output: Path) -> Iterator[None]:
+def _explain_resuming(output: Path) -> Iterator[None]:
     """Tell the user after Ctrl-C or SIGTERM that nothing is lost."""
     import anyio
 
@@ -149,7 +151,7 @@ def _says_how_to_go_on(output: Path) -> Iterator[None]:
         raise
 
 
-class _Refusals:
+class _RejectedLines:
     """Says which lines give no result, and counts them."""
 
     def __init__(self) -> None:
@@ -172,12 +174,12 @@ async def _roll_out(
     requests: RequestFile,
     results: ResultFile,
     concurrency: int,
-    refusals: _Refusals,
+    rejected: _RejectedLines,
     tally: Tally,
 ) -> int:
     """Roll out what is not in the results yet; returns how many were there already."""
     from rollout_service.cli.submit.progress import ProgressView
-    from rollout_service.cli.submit.waiting import waiting_explained
+    from rollout_service.cli.submit.waiting import explain_waiting
 
     total, resumed = tally.total, 0
 
@@ -190,11 +192,11 @@ async def _roll_out(
                 yield request
 
     with ProgressView(common.err(), tally).shown() as view:
-        async with waiting_explained(client, view):
-            async for rollout in client.run_all(missing(), concurrency=concurrency, refused=refusals.request):
+        async with explain_waiting(client, view):
+            async for rollout in client.run_all(missing(), concurrency=concurrency, refused=rejected.request):
                 results.append(rollout)
                 tally.add(rollout)
-                tally.total = total - resumed - refusals.count
+                tally.total = total - resumed - rejected.count
                 view.update()
-        tally.total = total - resumed - refusals.count
+        tally.total = total - resumed - rejected.count
     return resumed

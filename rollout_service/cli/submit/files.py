@@ -60,7 +60,7 @@ class RequestFile:
             document["rollout_id"] = document.get("rollout_id") or self._id(number, line)
             request = RolloutRequest.model_validate(document)
         except ValueError as error:
-            self.bad_line(number, why(error))
+            self.bad_line(number, explain_bad_line(error))
             return
         rollout_id = str(request.rollout_id)
         if rollout_id in self.lines:
@@ -141,7 +141,7 @@ def _is_torn(line: bytes) -> bool:
     return line[:length] == BEGIN[:length]
 
 
-def why(error: ValueError) -> str:
+def explain_bad_line(error: ValueError) -> str:
     """Say in one line why a line is not a request."""
     if isinstance(error, ValidationError):
         return "; ".join(problems(error, RolloutRequest))

@@ -19,7 +19,7 @@ AGAIN_SECONDS = 30.0
 
 
 @asynccontextmanager
-async def waiting_explained(client: RolloutClient, view: ProgressView) -> AsyncIterator[None]:
+async def explain_waiting(client: RolloutClient, view: ProgressView) -> AsyncIterator[None]:
     """Tell the user, for the length of the block, why the server takes no work whenever it takes none."""
     try:
         async with anyio.create_task_group() as tasks:

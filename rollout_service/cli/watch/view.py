@@ -1,4 +1,4 @@
-"""The live view of `watch`: counts come from the list of rollouts, speed and news from the stream of events."""
+"""Draws the live view of `watch`: counts from the list of rollouts, speed and recent events from the event stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from api_schemas.inference import BackendView
 from api_schemas.nodes import NodeView
 from api_schemas.rollouts import RolloutState
 from rollout_service.cli import common
-from rollout_service.cli.backends import backend_view
+from rollout_service.cli.backends import render_backends
 from rollout_service.cli.console import table
 from rollout_service.client import RolloutClient
 
@@ -29,20 +29,20 @@ STATE_EVENT = "rollout.state"
 
 
 @dataclass(slots=True)
-class Watched:
+class ServerView:
     """What is known of a server."""
 
     counts: dict[RolloutState, int] = field(default_factory=dict)
     backends: list[BackendView] = field(default_factory=list)
     nodes: list[NodeView] = field(default_factory=list)
-    news: deque[Event] = field(default_factory=lambda: deque(maxlen=SHOWN_EVENTS))
+    recent_events: deque[Event] = field(default_factory=lambda: deque(maxlen=SHOWN_EVENTS))
     ended: deque[float] = field(default_factory=deque)
     """When rollouts ended, within the last `RATE_SECONDS`."""
     began: float = field(default_factory=time.monotonic)
 
     def add(self, event: Event) -> None:
         """Take in an event."""
-        self.news.append(event)
+        self.recent_events.append(event)
         if event.kind == STATE_EVENT and RolloutState(str(event.data["state"])).terminal:
             self.ended.append(time.monotonic())
 
@@ -66,18 +66,18 @@ class Watched:
         states = table(*(str(state) for state in RolloutState), "rollouts/s")
         numbers = [str(self.counts.get(state, 0)) for state in RolloutState]
         states.add_row(*numbers, f"{self.rate():.1f}")
-        news = [Text(describe(event), style="dim", no_wrap=True) for event in self.news]
-        parts = (states, backend_view(self.backends), node_view(self.nodes), Group(*news))
+        recent_events = [Text(format_event(event), style="dim", no_wrap=True) for event in self.recent_events]
+        parts = (states, render_backends(self.backends), render_nodes(self.nodes), Group(*recent_events))
         return Group(*(line for part in parts for line in (part, "")))
 
 
-def describe(event: Event) -> str:
+def format_event(event: Event) -> str:
     """An event in a line."""
     data = ", ".join(f"{name} {value}" for name, value in event.data.items() if value is not None)
     return f"{event.time:%H:%M:%S} {event.kind} {event.subject} {data}"
 
 
-def node_view(nodes: list[NodeView]) -> RenderableType:
+def render_nodes(nodes: list[NodeView]) -> RenderableType:
     """Return a table of hosts and their sandboxes, with what holds new sandboxes back below it."""
     names = ("provider", "sandboxes", "in use", "target", "ceiling", "warm", "waiting")
     rows = table("node", *names)
@@ -90,31 +90,31 @@ def node_view(nodes: list[NodeView]) -> RenderableType:
 
 async def watch(client: RolloutClient) -> None:
     """Show a server until cancelled."""
-    watched, console = Watched(), common.out()
+    view, console = ServerView(), common.out()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(_follow, client, watched)
+        tasks.start_soon(_follow, client, view)
         if console.is_terminal:
-            with Live(watched, console=console, refresh_per_second=4):
-                await _look(client, watched)
-        tasks.start_soon(_print_lines, watched, console)
-        await _look(client, watched)
+            with Live(view, console=console, refresh_per_second=4):
+                await _look(client, view)
+        tasks.start_soon(_print_lines, view, console)
+        await _look(client, view)
 
 
-async def _follow(client: RolloutClient, watched: Watched) -> None:
+async def _follow(client: RolloutClient, view: ServerView) -> None:
     async with aclosing(client.events()) as events:
         async for event in events:
-            watched.add(event)
+            view.add(event)
 
 
-async def _look(client: RolloutClient, watched: Watched) -> None:
+async def _look(client: RolloutClient, view: ServerView) -> None:
     while True:
-        watched.counts = (await client.page(limit=1)).counts
-        watched.backends = await client.backends()
-        watched.nodes = await client.nodes()
+        view.counts = (await client.page(limit=1)).counts
+        view.backends = await client.backends()
+        view.nodes = await client.nodes()
         await anyio.sleep(LOOK_SECONDS)
 
 
-async def _print_lines(watched: Watched, console: Console) -> None:
+async def _print_lines(view: ServerView, console: Console) -> None:
     while True:
         await anyio.sleep(LINE_SECONDS)
-        console.print(watched.line(), soft_wrap=True)
+        console.print(view.line(), soft_wrap=True)

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from rollout_service import __version__
 from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolContext
 from rollout_service.cli import app
-from rollout_service.cli.env.check import tools_of
+from rollout_service.cli.env.check import tool_names
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.contract import EnvironmentSpec, Episode, Score
 
@@ -43,7 +43,7 @@ def folder(path, dataset: list[JsonValue], command: str = "true", image: str = "
 def test_tools_of_its_own_are_named():
     spec = EnvironmentSpec(name="x", tools=["finish"])
     environment = Plain(spec, extra_tools=[FunctionTool("lookup", "Look up.", Word, lookup)])
-    assert tools_of(environment) == ["finish", "lookup"]
+    assert tool_names(environment) == ["finish", "lookup"]
 
 
 @pytest.mark.apptainer

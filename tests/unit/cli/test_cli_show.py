@@ -15,8 +15,8 @@ from api_schemas.rollouts import Rollout, RolloutState, Span, Stage, Usage
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Segment, Trajectory
 from rollout_service.cli.demo.summary import Summary, percentile
-from rollout_service.cli.show import runs, show_rollout
-from rollout_service.cli.watch.view import Watched
+from rollout_service.cli.show import render_rollout, split_by_turn
+from rollout_service.cli.watch.view import ServerView
 from rollout_service.tokens.tokenizer import FastTokenizer
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -70,19 +70,19 @@ def printed(renderable) -> str:
 
 
 def test_runs_cut_where_the_turn_changes_and_lose_nothing():
-    cut = list(runs(SEGMENT))
-    assert [(run.start, run.turn, run.sampled) for run in cut] == [
+    cut = list(split_by_turn(SEGMENT))
+    assert [(span.start, span.turn, span.sampled) for span in cut] == [
         (0, -1, False),
         (2, 0, True),
         (3, -1, False),
         (4, 1, True),
     ]
-    assert [token for run in cut for token in run.token_ids] == SEGMENT.token_ids
-    assert [run.version for run in cut if run.sampled] == [4, 5]
+    assert [token for span in cut for token in span.token_ids] == SEGMENT.token_ids
+    assert [span.version for span in cut if span.sampled] == [4, 5]
 
 
 def test_a_trajectory_shows_its_mask_and_its_logprobs_without_colours(tokenizer):
-    text = printed(show_rollout(rollout(), tokenizer))
+    text = printed(render_rollout(rollout(), tokenizer))
     assert "tokens 0-1: context, mask 0" in text
     assert "tokens 4-5: turn 1, version 5, mask 1" in text
     assert "answer -1.500" in text
@@ -92,7 +92,7 @@ def test_a_trajectory_shows_its_mask_and_its_logprobs_without_colours(tokenizer)
 
 def test_a_failure_shows_its_cause_and_no_reward(tokenizer):
     error = ErrorInfo(code="sandbox_start", boundary=Boundary.SANDBOX, message="it did not come up")
-    text = printed(show_rollout(rollout(None, error=error, trajectory=None), tokenizer))
+    text = printed(render_rollout(rollout(None, error=error, trajectory=None), tokenizer))
     assert "reward none" in text
     assert "sandbox_start: it did not come up" in text
 
@@ -150,9 +150,9 @@ NODE = NodeView(
 
 
 def test_what_is_watched_is_readable_on_80_columns():
-    watched = Watched(counts=dict.fromkeys(RolloutState, 12_345), backends=[BACKEND], nodes=[NODE])
+    view = ServerView(counts=dict.fromkeys(RolloutState, 12_345), backends=[BACKEND], nodes=[NODE])
     console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
-    console.print(watched)
+    console.print(view)
     text = console.file.getvalue()
     assert "…" not in text
     for word in (*RolloutState, "rollouts/s", BACKEND.backend_id, "failures", "provider", "waiting"):
@@ -161,6 +161,6 @@ def test_what_is_watched_is_readable_on_80_columns():
 
 
 def test_log_probabilities_of_a_scripted_model_are_marked_as_made_up(tokenizer):
-    marked = printed(show_rollout(rollout(), tokenizer, scripted=True))
+    marked = printed(render_rollout(rollout(), tokenizer, scripted=True))
     assert "logprobs (made up, the model is scripted): " in marked
-    assert "made up" not in printed(show_rollout(rollout(), tokenizer))
+    assert "made up" not in printed(render_rollout(rollout(), tokenizer))

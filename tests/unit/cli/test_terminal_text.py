@@ -26,7 +26,7 @@ from api_schemas.rollouts import Rollout, RolloutState
 from api_schemas.tasks import Task
 from rollout_service.cli import app, common
 from rollout_service.cli.console import SafeConsole
-from rollout_service.cli.show import show_rollout
+from rollout_service.cli.show import render_rollout
 from rollout_service.settings import LogFormat
 from rollout_service.telemetry.metrics import configure_logging
 from rollout_service.terminal_text import safe, safe_json
@@ -199,7 +199,7 @@ def test_a_trajectory_and_its_error_are_shown_as_text(capsys):
             },
         }
     )
-    common.out().print(show_rollout(rollout, Words()))
+    common.out().print(render_rollout(rollout, Words()))
     common.print_json(rollout.model_dump(mode="json"))
     shown = capsys.readouterr().out
     assert_safe(shown)
