@@ -187,7 +187,7 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
             environments=environments,
             sandboxes=sandboxes,
             policies=serving,
-            governor=node.governor,
+            admission=node.admission,
             metrics=metrics,
             max_attempts=settings.pipeline.max_attempts,
         )

@@ -34,17 +34,17 @@ class Concurrency:
 
     def view(self) -> NodeConcurrency:
         """Return the figures that hold now."""
-        governor = self.node.governor
+        admission = self.node.admission
         return NodeConcurrency(
             node=gethostname(),
             init=_view(self.stages.init),
             rollout=_view(self.stages.rollout),
             evaluate=_view(self.stages.evaluate),
             sandboxes=SandboxCeiling(
-                ceiling=governor.ceiling,
-                target=governor.target,
-                in_use=governor.used,
-                waiting=governor.waiting,
+                ceiling=admission.ceiling,
+                target=admission.target,
+                in_use=admission.used,
+                waiting=admission.waiting,
             ),
         )
 

@@ -1,7 +1,7 @@
 """This host as the service uses it: its sandboxes, those kept warm, and how many of them it bears.
 
-Guarantees: within `running` the governor follows the host's pressure, the pool refills itself, and what goes out of
-sandboxes is counted; when it is left no warm sandbox lives on.
+Guarantees: within `running` the admission controller follows the host's pressure, the pool refills itself, and what
+goes out of sandboxes is counted; when it is left no warm sandbox lives on.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from rollout_service.settings import Settings
 from rollout_service.telemetry.egress import EgressMeter
 from rollout_service.telemetry.metrics import Metrics
 from sandboxes import SandboxProvider
-from sandboxes.scheduling.admission import Governor
+from sandboxes.scheduling.admission import AdmissionController
 from sandboxes.scheduling.host_metrics import HostReader
-from sandboxes.scheduling.pressure import Controller, Reading
+from sandboxes.scheduling.pressure import HostMetrics, PressureController
 from sandboxes.scheduling.warm_pool import WarmPool
 
 
@@ -29,87 +29,92 @@ class Node:
     """The sandboxes of this host."""
 
     cpus: int
-    governor: Governor
+    admission: AdmissionController
     pool: WarmPool
     egress: EgressMeter
 
     @classmethod
     def make(cls, provider: SandboxProvider, settings: Settings, metrics: Metrics) -> Self:
-        """Put a pool and a governor before a provider. Nothing is started."""
+        """Put a pool and an admission controller before a provider. Nothing is started."""
         ceiling, wanted = settings.sandbox_ceiling, settings.sandboxes
         folders = [settings.state_dir, settings.sandbox.run_dir or Path("/tmp")]  # noqa: S108 - its space is read
         reader = HostReader([folder.expanduser().absolute() for folder in folders])
-        governor = Governor(
-            Controller(wanted.pressure, ceiling, reader.cpus), reader.read, ceiling=ceiling, observer=metrics
+        admission = AdmissionController(
+            PressureController(wanted.pressure, ceiling, reader.cpus),
+            reader.read,
+            ceiling=ceiling,
+            observer=metrics,
         )
         pool = WarmPool(
             provider,
             wanted.warm,
             ceiling=ceiling,
-            room=governor.room,
-            promised=lambda: governor.used,
+            headroom=admission.headroom,
+            promised=lambda: admission.used,
             observer=metrics,
         )
         metrics.watch_sandboxes(
             {
-                "in_use": lambda: governor.used,
+                "in_use": lambda: admission.used,
                 "warm": lambda: pool.warm,
-                "waiting": lambda: governor.waiting,
-                "target": lambda: governor.target,
-                "ceiling": lambda: governor.ceiling,
+                "waiting": lambda: admission.waiting,
+                "target": lambda: admission.target,
+                "ceiling": lambda: admission.ceiling,
                 "lingering": lambda: pool.lingering,
             }
         )
         egress = EgressMeter(provider)
         metrics.watch_egress(lambda: egress.counts)
-        return cls(reader.cpus, governor, pool, egress)
+        return cls(reader.cpus, admission, pool, egress)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Follow the pressure and keep sandboxes warm until the block is left."""
-        async with self.governor.running(), self.pool.running(), self.egress.running():
+        async with self.admission.running(), self.pool.running(), self.egress.running():
             yield
 
     def resize(self, ceiling: int) -> None:
         """Change how many sandboxes may be alive; none is ended for it but warm ones."""
-        self.governor.resize(ceiling)
+        self.admission.resize(ceiling)
         self.pool.resize(ceiling)
 
     def free_bytes(self) -> dict[str, int]:
         """Return the free space, as last read, of the file systems with the sandboxes and the state."""
-        reading = self.governor.reading
-        return {disk.path: disk.free_bytes for disk in reading.disks} if reading else {}
+        metrics = self.admission.host_metrics
+        return {disk.path: disk.free_bytes for disk in metrics.disks} if metrics else {}
 
     def view(self) -> NodeView:
         """How it stands."""
-        governor, reading = self.governor, self.governor.reading
+        admission, metrics = self.admission, self.admission.host_metrics
         return NodeView(
             node=gethostname(),
             cpus=self.cpus,
-            memory_bytes=reading.memory_total if reading else None,
+            memory_bytes=metrics.memory_total if metrics else None,
             provider=self.pool.name,
             enforced=sorted(self.pool.enforced),
             live=len(self.pool.live()),
-            in_use=governor.used,
+            in_use=admission.used,
             warm=self.pool.warm,
-            waiting=governor.waiting,
-            target=governor.target,
-            ceiling=governor.ceiling,
-            holds=[HoldView(resource=hold.resource, reason=hold.text) for hold in governor.holds],
-            pressure=_pressure(reading) if reading else None,
+            waiting=admission.waiting,
+            target=admission.target,
+            ceiling=admission.ceiling,
+            holds=[
+                HoldView(resource=reason.resource, reason=reason.text) for reason in admission.hold_reasons
+            ],
+            pressure=_pressure(metrics) if metrics else None,
             breaches=dict(self.pool.limit_violations),
             egress=EgressView(**asdict(self.egress.counts)),
         )
 
 
-def _pressure(reading: Reading) -> PressureView:
+def _pressure(metrics: HostMetrics) -> PressureView:
     return PressureView(
-        load=reading.load,
-        cpu_percent=reading.cpu_stall,
-        memory_percent=reading.memory_stall,
-        io_percent=reading.io_stall,
-        memory_available_bytes=reading.memory_available,
-        disk_free_bytes={disk.path: disk.free_bytes for disk in reading.disks},
-        descriptors_free=reading.descriptors_free,
-        processes_free=reading.processes_free,
+        load=metrics.load,
+        cpu_percent=metrics.cpu_stall,
+        memory_percent=metrics.memory_stall,
+        io_percent=metrics.io_stall,
+        memory_available_bytes=metrics.memory_available,
+        disk_free_bytes={disk.path: disk.free_bytes for disk in metrics.disks},
+        descriptors_free=metrics.descriptors_free,
+        processes_free=metrics.processes_free,
     )

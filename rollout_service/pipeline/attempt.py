@@ -35,7 +35,7 @@ from rollout_service.pipeline.stage import Slot, StageLimiter, Timer
 from rollout_service.store.contract import Lease, Store
 from rollout_service.telemetry.metrics import Metrics
 from sandboxes import Sandbox, SessionName
-from sandboxes.scheduling.admission import Governor, Purpose, Ticket
+from sandboxes.scheduling.admission import AdmissionController, Purpose, Ticket
 from sandboxes.sessions.opening import open_sessions
 
 
@@ -96,7 +96,7 @@ class Services:
     environments: EnvironmentSource
     sandboxes: SandboxSource
     policies: PolicyFactory
-    governor: Governor
+    admission: AdmissionController
     metrics: Metrics
     max_attempts: int
 
@@ -236,7 +236,7 @@ class Attempt:
 
     async def _be_admitted(self, purpose: Purpose) -> None:
         """Wait until the host bears one more sandbox; the ticket goes when that sandbox has ended."""
-        self._ticket = await self._services.governor.admit(purpose)
+        self._ticket = await self._services.admission.admit(purpose)
 
     async def _start_sandbox(
         self, spec: EnvironmentSpec, timer: Timer, sessions: frozenset[SessionName] = frozenset()

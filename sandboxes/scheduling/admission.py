@@ -21,7 +21,7 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from sandboxes.scheduling.pressure import Controller, Hold, Reading
+from sandboxes.scheduling.pressure import HoldReason, HostMetrics, PressureController
 
 log = structlog.get_logger(__name__)
 
@@ -36,8 +36,8 @@ class Purpose(StrEnum):
     AGENT = "agent"
 
 
-class GovernorObserver(Protocol):
-    """Is told what the governor does, for metrics."""
+class AdmissionObserver(Protocol):
+    """Is told what the admission controller does, for metrics."""
 
     def held_back(self, resource: str) -> None:
         """Somebody has to wait for a sandbox, for this reason."""
@@ -47,15 +47,15 @@ class GovernorObserver(Protocol):
 class Ticket:
     """The right to have one sandbox alive. Give it back when the sandbox has ended."""
 
-    def __init__(self, governor: "Governor", purpose: Purpose) -> None:
+    def __init__(self, controller: "AdmissionController", purpose: Purpose) -> None:
         self.purpose = purpose
-        self._governor: Governor | None = governor
+        self._controller: AdmissionController | None = controller
 
     def release(self) -> None:
         """Let the next one in. Idempotent."""
-        governor, self._governor = self._governor, None
-        if governor is not None:
-            governor.give_back(self.purpose)
+        controller, self._controller = self._controller, None
+        if controller is not None:
+            controller.release(self.purpose)
 
 
 @dataclass(slots=True, eq=False)
@@ -63,16 +63,16 @@ class _Waiter:
     admitted: anyio.Event = field(default_factory=anyio.Event)
 
 
-class Governor:
+class AdmissionController:
     """Lets sandboxes start. The pressure is looked at within `running`; without it the first target stays."""
 
     def __init__(
         self,
-        controller: Controller,
-        read: Callable[[], Reading],
+        controller: PressureController,
+        read: Callable[[], HostMetrics],
         *,
         ceiling: int,
-        observer: GovernorObserver | None = None,
+        observer: AdmissionObserver | None = None,
         period: float = PERIOD_SECONDS,
     ) -> None:
         """
@@ -92,7 +92,7 @@ class Governor:
         self._period = period
         self._used = dict.fromkeys(Purpose, 0)
         self._queues: dict[Purpose, deque[_Waiter]] = {purpose: deque() for purpose in Purpose}
-        self.reading: Reading | None = None
+        self.host_metrics: HostMetrics | None = None
         """The last one."""
 
     @property
@@ -111,14 +111,14 @@ class Governor:
         return sum(len(queue) for queue in self._queues.values())
 
     @property
-    def pressure(self) -> tuple[Hold, ...]:
+    def pressure_reasons(self) -> tuple[HoldReason, ...]:
         """The resources of the host that are under too much pressure."""
-        return self._controller.decision.holds
+        return self._controller.decision.hold_reasons
 
     @property
-    def holds(self) -> tuple[Hold, ...]:
+    def hold_reasons(self) -> tuple[HoldReason, ...]:
         """Why the next agent would wait; empty when it would not."""
-        return () if self._may(Purpose.AGENT) else self._reasons()
+        return () if self._may_admit(Purpose.AGENT) else self._reasons()
 
     def resize(self, ceiling: int) -> None:
         """Change the ceiling; sandboxes in use stay."""
@@ -128,35 +128,35 @@ class Governor:
         self._controller.resize(ceiling)
         self._admit_waiting()
 
-    def room(self, alive: int) -> int:
+    def headroom(self, alive: int) -> int:
         """For the number of sandboxes alive, warm ones included: how many more may be started ahead.
 
         Negative where warm ones should give way.
         """
-        room = self.target - alive
-        return min(room, 0) if self.pressure or self.waiting else room
+        headroom = self.target - alive
+        return min(headroom, 0) if self.pressure_reasons or self.waiting else headroom
 
     async def admit(self, purpose: Purpose) -> Ticket:
         """Wait until a sandbox may be started."""
-        if not self.waiting and self._may(purpose):
+        if not self.waiting and self._may_admit(purpose):
             self._used[purpose] += 1
             return Ticket(self, purpose)
         waiter = _Waiter()
         self._queues[purpose].append(waiter)
         self._admit_waiting()
         if not waiter.admitted.is_set():
-            self._count_hold()
+            self._count_wait()
         try:
             await waiter.admitted.wait()
         except BaseException:
             if waiter.admitted.is_set():
-                self.give_back(purpose)
+                self.release(purpose)
             else:
                 self._queues[purpose].remove(waiter)
             raise
         return Ticket(self, purpose)
 
-    def give_back(self, purpose: Purpose) -> None:
+    def release(self, purpose: Purpose) -> None:
         """A sandbox has ended; `Ticket.release` calls it."""
         self._used[purpose] -= 1
         self._admit_waiting()
@@ -165,7 +165,7 @@ class Governor:
     async def running(self) -> AsyncIterator[Self]:
         """Follow the host's pressure until the block is left."""
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._follow, name="governor")
+            tasks.start_soon(self._follow, name="admission")
             try:
                 yield self
             finally:
@@ -185,20 +185,20 @@ class Governor:
                 failing = True
             await anyio.sleep(self._period)
 
-    def observe(self, reading: Reading) -> None:
+    def observe(self, host_metrics: HostMetrics) -> None:
         """Take in a reading, and let in whom it allows."""
-        before = {hold.resource for hold in self.pressure}
-        self.reading = reading
-        decision = self._controller.update(reading, used=self.used, waiting=self.waiting)
-        after = {hold.resource for hold in decision.holds}
+        before = {hold.resource for hold in self.pressure_reasons}
+        self.host_metrics = host_metrics
+        decision = self._controller.update(host_metrics, used=self.used, waiting=self.waiting)
+        after = {hold.resource for hold in decision.hold_reasons}
         if after - before:
-            texts = [hold.text for hold in decision.holds]
+            texts = [hold.text for hold in decision.hold_reasons]
             log.warning("sandboxes are held back", why=texts, target=decision.target, in_use=self.used)
         elif before and not after:
             log.info("sandboxes are no longer held back", target=decision.target, in_use=self.used)
         self._admit_waiting()
 
-    def _may(self, purpose: Purpose) -> bool:
+    def _may_admit(self, purpose: Purpose) -> bool:
         if purpose is Purpose.GRADER:
             return self.used < self.target or self._used[Purpose.GRADER] < GRADER_PLACES
         fits = self.used < self.target or self._used[Purpose.AGENT] == 0
@@ -206,18 +206,20 @@ class Governor:
 
     def _admit_waiting(self) -> None:
         for purpose, queue in self._queues.items():
-            while queue and self._may(purpose):
+            while queue and self._may_admit(purpose):
                 self._used[purpose] += 1
                 queue.popleft().admitted.set()
 
-    def _reasons(self) -> tuple[Hold, ...]:
-        if self.pressure:
-            return self.pressure
+    def _reasons(self) -> tuple[HoldReason, ...]:
+        if self.pressure_reasons:
+            return self.pressure_reasons
         if self.target >= self.ceiling - GRADER_PLACES:
-            return (Hold("ceiling", f"ceiling: {self.used} of {self.ceiling} sandboxes are in use"),)
-        return (Hold("growth", f"growth: {self.used} in use, up to {self.target} for now and more soon"),)
+            return (HoldReason("ceiling", f"ceiling: {self.used} of {self.ceiling} sandboxes are in use"),)
+        return (
+            HoldReason("growth", f"growth: {self.used} in use, up to {self.target} for now and more soon"),
+        )
 
-    def _count_hold(self) -> None:
+    def _count_wait(self) -> None:
         if self._observer is not None:
             for hold in self._reasons():
                 self._observer.held_back(hold.resource)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from sandboxes.scheduling.pressure import DiskSpace, Reading
+from sandboxes.scheduling.pressure import DiskSpace, HostMetrics
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -30,10 +30,10 @@ class HostReader:
         self._groups = _own_groups(proc, cgroups)
         self.cpus = len(os.sched_getaffinity(0))
 
-    def read(self) -> Reading:
+    def read(self) -> HostMetrics:
         """The present state."""
         available, total = self._memory()
-        return Reading(
+        return HostMetrics(
             cpus=self.cpus,
             load=self._load(),
             cpu_stall=self._stall("cpu", "some"),

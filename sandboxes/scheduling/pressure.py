@@ -45,7 +45,7 @@ class DiskSpace:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class HostMetrics:
     """What a host says of itself at one moment. None is what it does not tell; stalls are in percent of 10 s."""
 
     cpus: int
@@ -63,7 +63,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Strain:
+class ResourcePressure:
     """How near a resource is to its mark: at 1 it holds sandboxes back."""
 
     resource: Resource
@@ -74,13 +74,13 @@ class Strain:
     """The same for when it is below the mark again, and not yet far enough."""
 
     @property
-    def hold(self) -> "Hold":
+    def hold_reason(self) -> "HoldReason":
         """Why this holds sandboxes back."""
-        return Hold(self.resource, self.text if self.ratio >= 1.0 else self.easing)
+        return HoldReason(self.resource, self.text if self.ratio >= 1.0 else self.easing)
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class HoldReason:
     """Why no further sandbox is started."""
 
     resource: str
@@ -89,14 +89,14 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class ConcurrencyDecision:
     """How many sandboxes there may be, and what keeps it from being more."""
 
     target: int
-    holds: tuple[Hold, ...] = ()
+    hold_reasons: tuple[HoldReason, ...] = ()
 
 
-class Controller:
+class PressureController:
     """Turns readings into decisions."""
 
     def __init__(self, config: PressureConfig, ceiling: int, cpus: int) -> None:
@@ -109,29 +109,29 @@ class Controller:
         self._held: frozenset[Resource] = frozenset()
         self._since_cut = 0
         first = min(ceiling, FIRST_PER_CPU * cpus) if config.enabled else ceiling
-        self.decision = Decision(first)
+        self.decision = ConcurrencyDecision(first)
 
     def resize(self, ceiling: int) -> None:
         """Change the ceiling; a larger one is grown into as it is asked for."""
         self._ceiling = ceiling
         self._floor = min(ceiling, FLOOR_PER_CPU * self._cpus)
         target = min(self.decision.target, ceiling) if self._config.enabled else ceiling
-        self.decision = Decision(target, self.decision.holds)
+        self.decision = ConcurrencyDecision(target, self.decision.hold_reasons)
 
-    def update(self, reading: Reading, *, used: int, waiting: int) -> Decision:
+    def update(self, metrics: HostMetrics, *, used: int, waiting: int) -> ConcurrencyDecision:
         """Take in a reading; `used` sandboxes are in use, `waiting` are asked for beyond those."""
         if not self._config.enabled:
             return self.decision
-        strains = strains_of(reading, self._config)
-        held = [it for it in strains if it.ratio >= (RELEASE if it.resource in self._held else 1.0)]
+        pressures = measure_pressure(metrics, self._config)
+        held = [it for it in pressures if it.ratio >= (RELEASE if it.resource in self._held else 1.0)]
         target = self._shrunk(used, held) if held else self._grown(used, waiting)
-        self._held = frozenset(strain.resource for strain in held)
-        self.decision = Decision(target, tuple(strain.hold for strain in held))
+        self._held = frozenset(pressure.resource for pressure in held)
+        self.decision = ConcurrencyDecision(target, tuple(pressure.hold_reason for pressure in held))
         return self.decision
 
-    def _shrunk(self, used: int, held: list[Strain]) -> int:
+    def _shrunk(self, used: int, held: list[ResourcePressure]) -> int:
         target = self.decision.target
-        if any(strain.resource not in SLOW for strain in held):
+        if any(pressure.resource not in SLOW for pressure in held):
             return max(1, min(target, used))
         self._since_cut = self._since_cut + 1 if self._held else 0
         if self._since_cut < PATIENCE:
@@ -144,24 +144,24 @@ class Controller:
         return min(self._ceiling, target + self._step) if used + waiting >= target else target
 
 
-def strains_of(reading: Reading, config: PressureConfig) -> list[Strain]:
+def measure_pressure(metrics: HostMetrics, config: PressureConfig) -> list[ResourcePressure]:
     """How near each resource that the host tells of is to its mark."""
     found = [
-        *_cpu(reading, config),
-        *_stalled("memory", "some", reading.memory_stall, config.memory_percent),
-        *_stalled("io", "full", reading.io_stall, config.io_percent),
+        *_cpu(metrics, config),
+        *_stalled("memory", "some", metrics.memory_stall, config.memory_percent),
+        *_stalled("io", "full", metrics.io_stall, config.io_percent),
     ]
-    if reading.memory_available is not None:
-        kept = config.memory_free_bytes or memory_reserve(reading.memory_total)
-        found.append(_scarce("memory", reading.memory_available, kept, "available", _size))
-    for disk in reading.disks:
+    if metrics.memory_available is not None:
+        kept = config.memory_free_bytes or memory_reserve(metrics.memory_total)
+        found.append(_scarce("memory", metrics.memory_available, kept, "available", _size))
+    for disk in metrics.disks:
         kept = min(config.disk_free_bytes, disk.total_bytes // 2)
         found.append(_scarce("disk", disk.free_bytes, kept, f"free at {disk.path}", _size))
-    if reading.descriptors_free is not None:
+    if metrics.descriptors_free is not None:
         kept = config.descriptors_free
-        found.append(_scarce("descriptors", reading.descriptors_free, kept, "free", str))
-    if reading.processes_free is not None:
-        found.append(_scarce("processes", reading.processes_free, config.processes_free, "free", str))
+        found.append(_scarce("descriptors", metrics.descriptors_free, kept, "free", str))
+    if metrics.processes_free is not None:
+        found.append(_scarce("processes", metrics.processes_free, config.processes_free, "free", str))
     return found
 
 
@@ -170,27 +170,33 @@ def memory_reserve(total: int | None) -> int:
     return MEMORY_MOST if total is None else min(MEMORY_MOST, int(total * MEMORY_SHARE))
 
 
-def _cpu(reading: Reading, config: PressureConfig) -> list[Strain]:
-    if reading.cpu_stall is not None or reading.load is None:
-        return _stalled("cpu", "some", reading.cpu_stall, config.cpu_percent)
-    load, mark = reading.load / reading.cpus, config.load_per_cpu
+def _cpu(metrics: HostMetrics, config: PressureConfig) -> list[ResourcePressure]:
+    if metrics.cpu_stall is not None or metrics.load is None:
+        return _stalled("cpu", "some", metrics.cpu_stall, config.cpu_percent)
+    load, mark = metrics.load / metrics.cpus, config.load_per_cpu
     text = f"cpu: load {load:.1f} for each processor"
-    return [Strain("cpu", load / mark, f"{text} > {mark:.1f}", f"{text}, not yet below {mark * RELEASE:.1f}")]
+    return [
+        ResourcePressure(
+            "cpu", load / mark, f"{text} > {mark:.1f}", f"{text}, not yet below {mark * RELEASE:.1f}"
+        )
+    ]
 
 
-def _stalled(resource: Resource, kind: str, percent: float | None, mark: float) -> list[Strain]:
+def _stalled(resource: Resource, kind: str, percent: float | None, mark: float) -> list[ResourcePressure]:
     if percent is None:
         return []
     text = f"{resource}: {kind} avg10 {percent:.0f} %"
     easing = f"{text}, not yet below {mark * RELEASE:.0f} %"
-    return [Strain(resource, percent / mark, f"{text} > {mark:.0f} %", easing)]
+    return [ResourcePressure(resource, percent / mark, f"{text} > {mark:.0f} %", easing)]
 
 
-def _scarce(resource: Resource, there: int, kept: int, what: str, show: Callable[[int], str]) -> Strain:
+def _scarce(
+    resource: Resource, there: int, kept: int, what: str, show: Callable[[int], str]
+) -> ResourcePressure:
     ratio = kept / there if there > 0 else math.inf
     text = f"{resource}: {show(there)} {what}"
     easing = f"{text}, not yet {show(int(kept / RELEASE))}"
-    return Strain(resource, ratio, f"{text}, {show(kept)} kept free", easing)
+    return ResourcePressure(resource, ratio, f"{text}, {show(kept)} kept free", easing)
 
 
 def _size(count: int) -> str:

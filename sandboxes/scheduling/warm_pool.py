@@ -41,7 +41,7 @@ Kind = Hashable
 """What two sandboxes must agree in for one to be handed out for the other."""
 
 
-class Observer(Protocol):
+class WarmPoolObserver(Protocol):
     """Is told what the pool does, for metrics."""
 
     def acquired(self, *, warm: bool, seconds: float) -> None:
@@ -53,14 +53,14 @@ class Observer(Protocol):
         ...
 
 
-class Silent:
+class SilentWarmPoolObserver:
     """An observer that keeps it to itself."""
 
     def acquired(self, *, warm: bool, seconds: float) -> None:
-        """See `Observer`."""
+        """See `WarmPoolObserver`."""
 
     def refill_failed(self) -> None:
-        """See `Observer`."""
+        """See `WarmPoolObserver`."""
 
 
 @dataclass(slots=True)
@@ -88,9 +88,9 @@ class WarmPool(SandboxProvider):
         config: WarmPoolConfig | None = None,
         *,
         ceiling: int,
-        room: Callable[[int], int] | None = None,
+        headroom: Callable[[int], int] | None = None,
         promised: Callable[[], int] | None = None,
-        observer: Observer | None = None,
+        observer: WarmPoolObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -98,7 +98,7 @@ class WarmPool(SandboxProvider):
             provider: starts the sandboxes; all of them count for the ceiling.
             config: how many are kept for whom; by default one of each kind.
             ceiling: how many sandboxes may be alive at once.
-            room: for the number that is alive, how many more may be started ahead now; where it is negative, so
+            headroom: for the number that is alive, how many more may be started ahead now; where it is negative, so
                 many warm ones are ended. Without one the ceiling alone decides.
             promised: how many sandboxes callers may have, where it may be above a ceiling that was lowered.
             observer: is told what was handed out.
@@ -108,9 +108,9 @@ class WarmPool(SandboxProvider):
         self._provider = provider
         self._config = config or WarmPoolConfig()
         self._ceiling = ceiling
-        self._room = room or (lambda alive: self._ceiling - alive)
+        self._headroom = headroom or (lambda alive: self._ceiling - alive)
         self._promised = promised or (lambda: 0)
-        self._observer = observer or Silent()
+        self._observer = observer or SilentWarmPoolObserver()
         self._clock = clock
         self._demands: dict[Kind, _Demand] = {}  # the most recently wanted kind last
         self._warm: list[_Warm] = []
@@ -303,7 +303,7 @@ class WarmPool(SandboxProvider):
         oldest = self._clock() - self._config.idle_seconds
         self._demands = {kind: it for kind, it in self._demands.items() if it.wanted_at >= oldest}
         found = [kept for kept in self._warm if kept.kind not in self._demands or not kept.sandbox.healthy]
-        surplus = -self._room(self._alive()) - len(found)
+        surplus = -self._headroom(self._alive()) - len(found)
         if surplus > 0:
             found += [kept for kept in self._warm if kept not in found][:surplus]
         return found
@@ -313,7 +313,7 @@ class WarmPool(SandboxProvider):
         alive = self._alive()
         if self._cold or alive >= self._ceiling or self._refills.total() >= self._config.starts:
             return None
-        if self._room(alive) <= 0:
+        if self._headroom(alive) <= 0:
             return None
         there = Counter(kept.kind for kept in self._warm) + self._refills
         now = self._clock()

@@ -25,7 +25,7 @@ from sandboxes.images.store import ImageStore
 from sandboxes.providers.apptainer.launch import PTYS
 from sandboxes.providers.apptainer.sharing import read_sharing
 from sandboxes.scheduling.host_metrics import HostReader
-from sandboxes.scheduling.pressure import strains_of
+from sandboxes.scheduling.pressure import measure_pressure
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 """Where the installing scripts are in a checkout; an installed package has none."""
@@ -187,11 +187,15 @@ def check_state_dir(folder: Path) -> Check:
 
 def check_pressure(settings: Settings) -> Check:
     """Whether this host bears further sandboxes at this moment."""
-    reading = HostReader([settings.state_dir.expanduser().absolute()]).read()
-    strained = [it.hold.text for it in strains_of(reading, settings.sandboxes.pressure) if it.ratio >= 1.0]
-    if strained:
-        return Check("room for sandboxes", "limited", "; ".join(strained))
-    psi = "" if reading.cpu_stall is not None else ", by the load: the kernel has no PSI"
+    metrics = HostReader([settings.state_dir.expanduser().absolute()]).read()
+    scarce = [
+        it.hold_reason.text
+        for it in measure_pressure(metrics, settings.sandboxes.pressure)
+        if it.ratio >= 1.0
+    ]
+    if scarce:
+        return Check("room for sandboxes", "limited", "; ".join(scarce))
+    psi = "" if metrics.cpu_stall is not None else ", by the load: the kernel has no PSI"
     return Check("room for sandboxes", "ok", f"up to {settings.sandbox_ceiling}{psi}")
 
 

@@ -36,9 +36,9 @@ from rollout_service.testing.scripted_policy import ScriptedPolicy
 from sandboxes import Sandbox, SandboxInfo, SandboxProvider, SandboxSpec, SweepReport
 from sandboxes.config import PressureConfig
 from sandboxes.errors import LimitExceededError, SandboxClosedError, SandboxStartError
-from sandboxes.scheduling.admission import Governor
+from sandboxes.scheduling.admission import AdmissionController
 from sandboxes.scheduling.host_metrics import HostReader
-from sandboxes.scheduling.pressure import Controller
+from sandboxes.scheduling.pressure import PressureController
 
 pytestmark = pytest.mark.anyio
 
@@ -232,10 +232,10 @@ SETTINGS = PipelineSettings(
 )
 
 
-def still_governor(ceiling: int) -> Governor:
-    """A governor that looks at nothing but its ceiling."""
-    controller = Controller(PressureConfig(enabled=False), ceiling, cpus=1)
-    return Governor(controller, HostReader().read, ceiling=ceiling)
+def unlimited_admission(ceiling: int) -> AdmissionController:
+    """A admission that looks at nothing but its ceiling."""
+    controller = PressureController(PressureConfig(enabled=False), ceiling, cpus=1)
+    return AdmissionController(controller, HostReader().read, ceiling=ceiling)
 
 
 @asynccontextmanager
@@ -245,7 +245,7 @@ async def bench(
     store: SqliteStore | None = None,
     provider: CountingProvider | None = None,
     settings: PipelineSettings = SETTINGS,
-    governor: Governor | None = None,
+    admission: AdmissionController | None = None,
     environments: EnvironmentSource | None = None,
 ) -> AsyncIterator[Bench]:
     store = store or await SqliteStore.open(":memory:")
@@ -268,7 +268,7 @@ async def bench(
         environments=environments or Only(environment),
         sandboxes=SandboxSource(provider),
         policies=policies,
-        governor=governor or still_governor(1_000),
+        admission=admission or unlimited_admission(1_000),
         metrics=metrics,
         max_attempts=settings.max_attempts,
     )
@@ -428,9 +428,9 @@ async def test_waiting_for_the_host_is_time_in_a_queue() -> None:
     async def slow(_: Episode) -> None:
         await anyio.sleep(0.1)
 
-    governor = still_governor(2)
+    admission = unlimited_admission(2)
     environment = Played(init=slow, image="any", evaluate_in=EvaluateIn.FRESH)
-    async with bench(environment, governor=governor) as b:
+    async with bench(environment, admission=admission) as b:
         for i in range(5):
             await b.submit(f"r{i}", init_seconds=0.3, evaluate_seconds=0.3)
         rollouts = [await b.result(f"r{i}") for i in range(5)]
@@ -438,7 +438,7 @@ async def test_waiting_for_the_host_is_time_in_a_queue() -> None:
         assert max(span.queued_seconds for rollout in rollouts for span in rollout.spans) > 0.3
         assert b.provider.most <= 2
         await b.idle()
-        assert (governor.used, governor.waiting) == (0, 0)
+        assert (admission.used, admission.waiting) == (0, 0)
 
 
 class InTurn:
@@ -462,9 +462,9 @@ async def test_graders_and_agents_that_wait_for_each_others_places_all_get_on(ce
         Played(run=work, evaluate=work, image="any", evaluate_in=where)
         for where in (EvaluateIn.SAME, EvaluateIn.FRESH, EvaluateIn.SAME, EvaluateIn.NONE)
     ]
-    governor = still_governor(ceiling)
+    admission = unlimited_admission(ceiling)
     settings = SETTINGS.model_copy(update={"evaluate_workers": 1, "rollout_workers": 4})
-    async with bench(kinds[0], environments=InTurn(*kinds), governor=governor, settings=settings) as b:
+    async with bench(kinds[0], environments=InTurn(*kinds), admission=admission, settings=settings) as b:
         for i in range(40):
             await b.submit(f"r{i}")
         for i in range(0, 40, 7):
@@ -473,7 +473,7 @@ async def test_graders_and_agents_that_wait_for_each_others_places_all_get_on(ce
             await b.result(f"r{i}")
         await b.idle()
         assert b.provider.most <= ceiling
-        assert (governor.used, governor.waiting) == (0, 0)
+        assert (admission.used, admission.waiting) == (0, 0)
 
 
 async def test_the_sessions_of_the_tools_are_open_before_the_agent_begins(

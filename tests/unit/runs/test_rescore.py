@@ -30,9 +30,9 @@ from rollout_service.store import SqliteStore
 from rollout_service.telemetry.metrics import Metrics
 from rollout_service.testing.scripted_policy import ScriptedPolicy, ScriptedTurn, call, malformed_call, turn
 from sandboxes import LocalConfig, make_provider
-from sandboxes.scheduling.admission import Governor
+from sandboxes.scheduling.admission import AdmissionController
 from sandboxes.scheduling.host_metrics import HostReader
-from sandboxes.scheduling.pressure import Controller, PressureConfig
+from sandboxes.scheduling.pressure import PressureConfig, PressureController
 
 pytestmark = pytest.mark.anyio
 
@@ -125,7 +125,7 @@ async def opened(folder: Path) -> AsyncIterator[Bench]:
             Broken(renamed(calc.SPEC, "broken")),
         ]
     )
-    controller = Controller(PressureConfig(enabled=False), 16, cpus=1)
+    controller = PressureController(PressureConfig(enabled=False), 16, cpus=1)
     try:
         async with await SqliteStore.open(":memory:") as store:
             services = Services(
@@ -135,7 +135,7 @@ async def opened(folder: Path) -> AsyncIterator[Bench]:
                 environments=registry,
                 sandboxes=SandboxSource(provider),
                 policies=policies,
-                governor=Governor(controller, HostReader().read, ceiling=16),
+                admission=AdmissionController(controller, HostReader().read, ceiling=16),
                 metrics=metrics,
                 max_attempts=1,
             )

@@ -11,23 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandboxes.config import GIB, PressureConfig
-from sandboxes.scheduling.admission import Governor, Purpose, Ticket
+from sandboxes.scheduling.admission import AdmissionController, Purpose, Ticket
 from sandboxes.scheduling.host_metrics import HostReader
 from sandboxes.scheduling.pressure import (
     FIRST_PER_CPU,
     FLOOR_PER_CPU,
     PATIENCE,
-    Controller,
     DiskSpace,
-    Reading,
+    HostMetrics,
+    PressureController,
+    measure_pressure,
     memory_reserve,
-    strains_of,
 )
 
 pytestmark = pytest.mark.anyio
 
 CONFIG = PressureConfig()
-CALM = Reading(
+CALM = HostMetrics(
     cpus=2,
     load=0.5,
     cpu_stall=5.0,
@@ -39,8 +39,8 @@ CALM = Reading(
     descriptors_free=20_000,
     processes_free=30_000,
 )
-BUSY = Reading(cpus=2, cpu_stall=99.0)
-FULL = Reading(cpus=2, memory_available=1 * GIB, memory_total=32 * GIB)
+BUSY = HostMetrics(cpus=2, cpu_stall=99.0)
+FULL = HostMetrics(cpus=2, memory_available=1 * GIB, memory_total=32 * GIB)
 
 
 def percent() -> st.SearchStrategy[float | None]:
@@ -51,8 +51,8 @@ def sizes() -> st.SearchStrategy[int | None]:
     return st.none() | st.integers(0, 64 * GIB)
 
 
-READINGS = st.builds(
-    Reading,
+METRICS = st.builds(
+    HostMetrics,
     cpus=st.integers(1, 256),
     load=st.none() | st.floats(0, 10_000),
     cpu_stall=percent(),
@@ -69,37 +69,37 @@ READINGS = st.builds(
 
 
 @given(
-    steps=st.lists(st.tuples(READINGS, st.integers(0, 100), st.integers(0, 100)), max_size=40),
+    steps=st.lists(st.tuples(METRICS, st.integers(0, 100), st.integers(0, 100)), max_size=40),
     ceiling=st.integers(2, 64),
     cpus=st.integers(1, 64),
 )
 def test_the_target_is_always_between_one_and_the_ceiling(
-    steps: list[tuple[Reading, int, int]], ceiling: int, cpus: int
+    steps: list[tuple[HostMetrics, int, int]], ceiling: int, cpus: int
 ) -> None:
-    controller = Controller(CONFIG, ceiling, cpus)
+    controller = PressureController(CONFIG, ceiling, cpus)
     assert 1 <= controller.decision.target <= ceiling
-    for reading, used, waiting in steps:
+    for metrics, used, waiting in steps:
         before = controller.decision.target
-        decision = controller.update(reading, used=min(used, ceiling), waiting=waiting)
+        decision = controller.update(metrics, used=min(used, ceiling), waiting=waiting)
         assert 1 <= decision.target <= ceiling
-        if decision.holds:
+        if decision.hold_reasons:
             assert decision.target <= before
-            assert all(hold.text.startswith(hold.resource) for hold in decision.holds)
+            assert all(reason.text.startswith(reason.resource) for reason in decision.hold_reasons)
 
 
-@given(st.lists(READINGS, max_size=30), st.integers(2, 300))
-def test_after_any_pressure_the_ceiling_is_reached_again(past: list[Reading], ceiling: int) -> None:
-    controller = Controller(CONFIG, ceiling, cpus=2)
-    for reading in past:
-        controller.update(reading, used=controller.decision.target, waiting=0)
+@given(st.lists(METRICS, max_size=30), st.integers(2, 300))
+def test_after_any_pressure_the_ceiling_is_reached_again(past: list[HostMetrics], ceiling: int) -> None:
+    controller = PressureController(CONFIG, ceiling, cpus=2)
+    for metrics in past:
+        controller.update(metrics, used=controller.decision.target, waiting=0)
     for _ in range(ceiling):
         controller.update(CALM, used=controller.decision.target, waiting=1)
     assert controller.decision.target == ceiling
-    assert controller.decision.holds == ()
+    assert controller.decision.hold_reasons == ()
 
 
 def test_it_grows_only_while_it_is_made_use_of() -> None:
-    controller = Controller(CONFIG, 1_000, cpus=2)
+    controller = PressureController(CONFIG, 1_000, cpus=2)
     first = controller.decision.target
     assert first == 2 * FIRST_PER_CPU
     assert controller.update(CALM, used=3, waiting=0).target == first
@@ -107,16 +107,18 @@ def test_it_grows_only_while_it_is_made_use_of() -> None:
 
 
 def test_what_runs_out_holds_at_once_and_what_ends_is_not_replaced() -> None:
-    controller = Controller(CONFIG, 100, cpus=2)
+    controller = PressureController(CONFIG, 100, cpus=2)
     decision = controller.update(FULL, used=10, waiting=3)
     assert decision.target == 10
-    assert [hold.text for hold in decision.holds] == ["memory: 1.0 GiB available, 3.2 GiB kept free"]
+    assert [reason.text for reason in decision.hold_reasons] == [
+        "memory: 1.0 GiB available, 3.2 GiB kept free"
+    ]
     assert controller.update(FULL, used=4, waiting=3).target == 4
     assert controller.update(FULL, used=0, waiting=3).target == 1
 
 
 def test_busy_processors_cut_the_target_step_by_step_to_a_floor() -> None:
-    controller = Controller(CONFIG, 100, cpus=2)
+    controller = PressureController(CONFIG, 100, cpus=2)
     assert controller.update(BUSY, used=16, waiting=0).target == 16
     targets = [controller.update(BUSY, used=controller.decision.target, waiting=9).target for _ in range(50)]
     assert targets[PATIENCE - 2] == 16
@@ -125,24 +127,24 @@ def test_busy_processors_cut_the_target_step_by_step_to_a_floor() -> None:
 
 
 def test_a_hold_lasts_until_well_below_the_mark() -> None:
-    controller = Controller(CONFIG, 100, cpus=2)
+    controller = PressureController(CONFIG, 100, cpus=2)
     for stall, held in [(94.0, False), (95.0, True), (80.0, True), (75.0, False), (94.0, False)]:
-        decision = controller.update(Reading(cpus=2, cpu_stall=stall), used=16, waiting=1)
-        assert bool(decision.holds) is held, stall
+        decision = controller.update(HostMetrics(cpus=2, cpu_stall=stall), used=16, waiting=1)
+        assert bool(decision.hold_reasons) is held, stall
     controller.update(BUSY, used=16, waiting=1)
-    easing = controller.update(Reading(cpus=2, cpu_stall=80.0), used=16, waiting=1)
-    assert easing.holds[0].text == "cpu: some avg10 80 %, not yet below 76 %"
+    easing = controller.update(HostMetrics(cpus=2, cpu_stall=80.0), used=16, waiting=1)
+    assert easing.hold_reasons[0].text == "cpu: some avg10 80 %, not yet below 76 %"
 
 
 def test_the_load_counts_only_where_there_is_no_psi() -> None:
-    loaded = Reading(cpus=2, load=40.0)
-    assert [strain.ratio for strain in strains_of(loaded, CONFIG)] == [2.5]
-    told = strains_of(Reading(cpus=2, load=40.0, cpu_stall=1.0), CONFIG)
-    assert all(strain.ratio < 1 for strain in told)
+    loaded = HostMetrics(cpus=2, load=40.0)
+    assert [pressure.ratio for pressure in measure_pressure(loaded, CONFIG)] == [2.5]
+    told = measure_pressure(HostMetrics(cpus=2, load=40.0, cpu_stall=1.0), CONFIG)
+    assert all(pressure.ratio < 1 for pressure in told)
 
 
 def test_a_switch_turns_it_off() -> None:
-    controller = Controller(PressureConfig(enabled=False), 50, cpus=2)
+    controller = PressureController(PressureConfig(enabled=False), 50, cpus=2)
     assert controller.update(FULL, used=1, waiting=1).target == 50
 
 
@@ -153,13 +155,13 @@ def test_a_tenth_of_the_memory_is_kept_and_at_most_four_gib() -> None:
 
 def test_this_host_can_be_read_in_well_under_a_millisecond_of_a_second(tmp_path: Path) -> None:
     reader = HostReader([tmp_path / "missing" / "too"])
-    reading = reader.read()
-    assert reading.memory_available is not None
-    assert reading.memory_total is not None
-    assert 0 < reading.memory_available <= reading.memory_total
-    assert reading.disks[0].free_bytes > 0
-    assert reading.descriptors_free
-    assert reading.processes_free
+    metrics = reader.read()
+    assert metrics.memory_available is not None
+    assert metrics.memory_total is not None
+    assert 0 < metrics.memory_available <= metrics.memory_total
+    assert metrics.disks[0].free_bytes > 0
+    assert metrics.descriptors_free
+    assert metrics.processes_free
     began = time.process_time()
     for _ in range(20):
         reader.read()
@@ -221,11 +223,11 @@ def test_a_group_of_version_2_has_the_last_word(tmp_path: Path) -> None:
             "pod__service__cpu.pressure": "some avg10=40.00 avg60=0 avg300=0 total=1\n",
         },
     )
-    reading = HostReader(proc=proc, cgroups=groups).read()
-    assert (reading.memory_available, reading.memory_total) == (GIB + GIB // 2, 2 * GIB)
-    assert reading.processes_free == 70
-    assert reading.cpu_stall == 40.0
-    assert reading.load == 1.5
+    metrics = HostReader(proc=proc, cgroups=groups).read()
+    assert (metrics.memory_available, metrics.memory_total) == (GIB + GIB // 2, 2 * GIB)
+    assert metrics.processes_free == 70
+    assert metrics.cpu_stall == 40.0
+    assert metrics.load == 1.5
 
 
 def test_a_group_of_version_1_has_a_limit_too(tmp_path: Path) -> None:
@@ -240,15 +242,15 @@ def test_a_group_of_version_1_has_a_limit_too(tmp_path: Path) -> None:
             "memory__memory.usage_in_bytes": "4096\n",
         },
     )
-    reading = HostReader(proc=proc, cgroups=groups).read()
-    assert (reading.memory_available, reading.memory_total) == (4096, GIB)
-    assert reading.processes_free == 9_100
+    metrics = HostReader(proc=proc, cgroups=groups).read()
+    assert (metrics.memory_available, metrics.memory_total) == (4096, GIB)
+    assert metrics.processes_free == 9_100
 
 
 def test_a_host_that_tells_nothing_holds_nothing_back(tmp_path: Path) -> None:
-    reading = HostReader(proc=tmp_path, cgroups=tmp_path).read()
-    assert reading.memory_available is reading.cpu_stall is reading.load is reading.processes_free is None
-    assert Controller(CONFIG, 10, cpus=1).update(reading, used=1, waiting=0).holds == ()
+    metrics = HostReader(proc=tmp_path, cgroups=tmp_path).read()
+    assert metrics.memory_available is metrics.cpu_stall is metrics.load is metrics.processes_free is None
+    assert PressureController(CONFIG, 10, cpus=1).update(metrics, used=1, waiting=0).hold_reasons == ()
 
 
 class Counts:
@@ -261,24 +263,28 @@ class Counts:
         self.seen.append(resource)
 
 
-def governor(ceiling: int, observer: Counts | None = None, config: PressureConfig = CONFIG) -> Governor:
-    return Governor(Controller(config, ceiling, cpus=2), lambda: CALM, ceiling=ceiling, observer=observer)
+def make_admission(
+    ceiling: int, observer: Counts | None = None, config: PressureConfig = CONFIG
+) -> AdmissionController:
+    return AdmissionController(
+        PressureController(config, ceiling, cpus=2), lambda: CALM, ceiling=ceiling, observer=observer
+    )
 
 
-async def admitted(it: Governor, purpose: Purpose) -> Ticket:
+async def admitted(it: AdmissionController, purpose: Purpose) -> Ticket:
     with anyio.fail_after(5):
         return await it.admit(purpose)
 
 
 async def test_the_last_place_is_for_graders() -> None:
     counts = Counts()
-    it = governor(3, counts)
+    it = make_admission(3, counts)
     agents = [await admitted(it, Purpose.AGENT) for _ in range(2)]
     with anyio.move_on_after(0.01) as scope:
         await it.admit(Purpose.AGENT)
     assert scope.cancelled_caught
     assert counts.seen == ["ceiling"]
-    assert it.holds[0].text == "ceiling: 2 of 3 sandboxes are in use"
+    assert it.hold_reasons[0].text == "ceiling: 2 of 3 sandboxes are in use"
     grader = await admitted(it, Purpose.GRADER)
     assert (it.used, it.waiting) == (3, 0)
     for ticket in (grader, *agents, *agents):
@@ -287,19 +293,19 @@ async def test_the_last_place_is_for_graders() -> None:
 
 
 async def test_under_pressure_one_agent_and_one_grader_go_on() -> None:
-    it = governor(50)
+    it = make_admission(50)
     it.observe(FULL)
     assert it.target == 1
     await admitted(it, Purpose.AGENT)
     await admitted(it, Purpose.GRADER)
-    assert it.holds[0].resource == "memory"
+    assert it.hold_reasons[0].resource == "memory"
     with anyio.move_on_after(0.01) as scope:
         await it.admit(Purpose.GRADER)
     assert scope.cancelled_caught
 
 
 async def test_who_waits_is_let_in_when_the_pressure_is_gone_graders_first() -> None:
-    it = governor(50)
+    it = make_admission(50)
     it.observe(FULL)
     held = [await admitted(it, purpose) for purpose in Purpose]
     order: list[Purpose] = []
@@ -319,23 +325,23 @@ async def test_who_waits_is_let_in_when_the_pressure_is_gone_graders_first() -> 
 
 
 async def test_warm_sandboxes_give_way_to_pressure_and_to_who_waits() -> None:
-    it = governor(50)
-    assert it.room(10) == 6
+    it = make_admission(50)
+    assert it.headroom(10) == 6
     await admitted(it, Purpose.AGENT)
     it.observe(BUSY)
-    assert it.room(10) == -2
-    assert it.room(3) == 0
+    assert it.headroom(10) == -2
+    assert it.headroom(3) == 0
 
 
 async def test_the_pressure_is_followed_while_it_runs() -> None:
     readings = iter([FULL, CALM])
-    controller = Controller(CONFIG, 50, cpus=2)
-    it = Governor(controller, lambda: next(readings, CALM), ceiling=50, period=0.001)
+    controller = PressureController(CONFIG, 50, cpus=2)
+    it = AdmissionController(controller, lambda: next(readings, CALM), ceiling=50, period=0.001)
     async with it.running():
         with anyio.fail_after(5):
             tickets = [await it.admit(Purpose.AGENT) for _ in range(20)]
     assert len(tickets) == 20
-    assert it.reading == CALM
+    assert it.host_metrics == CALM
 
 
 ACTIONS = st.lists(
@@ -349,7 +355,7 @@ ACTIONS = st.lists(
 @settings(deadline=None)
 @given(ACTIONS, st.integers(2, 12))
 async def test_nobody_is_lost_and_the_ceiling_holds(actions: list[tuple[str, int]], ceiling: int) -> None:
-    it = governor(ceiling)
+    it = make_admission(ceiling)
     tickets: list[Ticket] = []
     scopes: list[anyio.CancelScope] = []
 

@@ -168,7 +168,7 @@ class Bench:
             self.provider,
             WarmPoolConfig(**config),
             ceiling=ceiling,
-            room=lambda alive: ceiling - alive if self.spare is None else self.spare - alive,
+            headroom=lambda alive: ceiling - alive if self.spare is None else self.spare - alive,
             observer=self.seen,
             clock=self.clock,
         )
