@@ -17,12 +17,12 @@ from rollout_service.inference.errors import (
     NoBackendError,
     PoolPaused,
 )
-from rollout_service.inference.pool.backend_state import Member
+from rollout_service.inference.pool.backend_handle import BackendHandle
 from rollout_service.inference.pool.continuation import Continuation
-from rollout_service.inference.pool.health import Health
+from rollout_service.inference.pool.health import HealthChecks
 from rollout_service.inference.pool.options import PoolOptions
-from rollout_service.inference.pool.registry import Roster
-from rollout_service.inference.pool.wait_queue import Line
+from rollout_service.inference.pool.registry import BackendRegistry
+from rollout_service.inference.pool.wait_queue import WaitQueue
 from rollout_service.inference.routing import Candidate, Decision, Observer, Router
 
 _BACKOFF_SECONDS = 0.05
@@ -34,17 +34,17 @@ class Dispatcher:
 
     def __init__(
         self,
-        roster: Roster,
-        health: Health,
+        registry: BackendRegistry,
+        health: HealthChecks,
         router: Router,
-        line: Line,
+        queue: WaitQueue,
         options: PoolOptions,
         observer: Observer | None = None,
     ) -> None:
-        self._roster = roster
+        self._registry = registry
         self._health = health
         self._router = router
-        self._line = line
+        self._queue = queue
         self._options = options
         self._observer = observer
         self._decided: deque[Decision] = deque()
@@ -53,7 +53,7 @@ class Dispatcher:
 
     async def generate(self, request: GenerateRequest, affinity: str | None) -> Generation:
         """Sample a continuation; raises what `BackendPool.generate` does."""
-        self._roster.refuse_unknown_ids(request.input_ids, request.known)
+        self._registry.refuse_unknown_ids(request.input_ids, request.known)
         continuation = Continuation(request)
         avoid: set[str] = set()
         fruitless = 0
@@ -61,14 +61,14 @@ class Dispatcher:
             free = await self._turn(affinity)
             attempt = continuation.next_request()
             decision = self._choose(free, attempt, affinity, avoid)
-            member = self._roster[decision.backend_id]
-            read_by = member.info.weight_version if member.backend.keeps_kv_apart else None
+            handle = self._registry[decision.backend_id]
+            read_by = handle.info.weight_version if handle.backend.keeps_kv_apart else None
             try:
-                part = await self._send(member, decision, attempt)
+                part = await self._send(handle, decision, attempt)
             except (BackendUnreachable, BackendProtocolError) as error:
                 fruitless += 1
-                avoid.add(member.id)
-                await self._health.suspect(member, error)
+                avoid.add(handle.id)
+                await self._health.suspect(handle, error)
                 if fruitless >= self._options.max_failures:
                     raise
                 await _back_off(fruitless)
@@ -76,9 +76,9 @@ class Dispatcher:
             if (whole := continuation.add(part, read_by)) is not None:
                 return whole
             fruitless = 0 if part.output_ids else fruitless + 1
-            if fruitless >= self._options.max_failures and self._roster.paused is None:
+            if fruitless >= self._options.max_failures and self._registry.paused is None:
                 raise BackendUnreachable(
-                    "aborts every request before its first token", hint="See its log", backend_id=member.id
+                    "aborts every request before its first token", hint="See its log", backend_id=handle.id
                 )
             await _back_off(fruitless)
 
@@ -86,47 +86,47 @@ class Dispatcher:
         """The rollout has ended."""
         self._learn()
         self._router.release(affinity)
-        self._line.release(affinity)
+        self._queue.release(affinity)
 
-    async def _turn(self, affinity: str | None) -> list[Member]:
-        """Wait for members that may be given a request now. No await may come between this and the sending."""
-        age = self._line.age(affinity)
-        free = self._free(self._roster.ready() or await self._hold())
-        if free and not self._line:
+    async def _turn(self, affinity: str | None) -> list[BackendHandle]:
+        """Wait for handles that may be given a request now. No await may come between this and the sending."""
+        arrival = self._queue.arrival(affinity)
+        free = self._free(self._registry.ready() or await self._hold())
+        if free and not self._queue:
             return free
-        with self._line.place(age) as place:
-            while not (free and self._line.is_next(place)):
-                await place.rung()
-                free = self._free(self._roster.ready() or await self._hold())
+        with self._queue.join(arrival) as waiter:
+            while not (free and self._queue.is_next(waiter)):
+                await waiter.wait()
+                free = self._free(self._registry.ready() or await self._hold())
             return free
 
-    def _free(self, ready: list[Member]) -> list[Member]:
+    def _free(self, ready: list[BackendHandle]) -> list[BackendHandle]:
         limit = self._options.max_in_flight
-        if limit is not None and sum(member.in_flight for member in self._roster) >= limit:
+        if limit is not None and sum(handle.in_flight for handle in self._registry) >= limit:
             return []
-        return [member for member in ready if member.has_room]
+        return [handle for handle in ready if handle.has_room]
 
     def _choose(
-        self, free: list[Member], request: GenerateRequest, affinity: str | None, avoid: set[str]
+        self, free: list[BackendHandle], request: GenerateRequest, affinity: str | None, avoid: set[str]
     ) -> Decision:
         self._learn()
-        fresh = [member for member in free if member.id not in avoid] or free if avoid else free
+        fresh = [handle for handle in free if handle.id not in avoid] or free if avoid else free
         candidates = [
-            Candidate(member.id, member.in_flight, member.share, member.is_local) for member in fresh
+            Candidate(handle.id, handle.in_flight, handle.share, handle.is_local) for handle in fresh
         ]
         decision = self._router.choose(candidates, request, affinity)
         self._decided.append(decision)
         asyncio.get_running_loop().call_soon(self._learn)
         return decision
 
-    async def _send(self, member: Member, decision: Decision, request: GenerateRequest) -> Generation:
+    async def _send(self, handle: BackendHandle, decision: Decision, request: GenerateRequest) -> Generation:
         answer: Generation | None = None
         try:
-            answer = await member.generate(request)
+            answer = await handle.generate(request)
         finally:
             self._answered.append((decision, request, answer))
             asyncio.get_running_loop().call_soon(self._learn)
-            self._line.ring()
+            self._queue.wake_next()
         return answer
 
     def _learn(self) -> None:
@@ -137,30 +137,30 @@ class Dispatcher:
         while self._decided:
             decision = self._decided.popleft()
             if self._observer is not None:
-                self._observer.decided(self._roster.name, decision)
+                self._observer.decided(self._registry.name, decision)
         while self._answered:
             decision, request, answer = self._answered.popleft()
             self._router.ended(decision, request, answer)
             if self._observer is not None and answer is not None and answer.output_ids:
-                self._observer.served(self._roster.name, decision, answer.cached_tokens)
+                self._observer.served(self._registry.name, decision, answer.cached_tokens)
 
-    async def _hold(self) -> list[Member]:
+    async def _hold(self) -> list[BackendHandle]:
         """Wait for a backend that may be used."""
-        name, seconds = self._roster.name, self._options.hold_seconds
+        name, seconds = self._registry.name, self._options.hold_seconds
         with anyio.move_on_after(seconds):
-            while not (ready := self._roster.ready()):
-                if not self._roster:
+            while not (ready := self._registry.ready()):
+                if not self._registry:
                     raise NoBackendError(
                         f"pool {name!r} has no backends",
                         hint=f'Register one: POST /v1/backends {{"url": "http://host:30000", "pool": "{name}"}}',
                     )
-                await self._roster.changed()
+                await self._registry.changed()
             return ready
-        if self._roster.paused is not None:
+        if self._registry.paused is not None:
             raise PoolPaused(
                 f"pool {name!r} was paused for more than {seconds:g} s", hint="POST /v1/resume ends a pause"
             )
-        errors = "; ".join(f"{member.id}: {member.last_error}" for member in self._roster)
+        errors = "; ".join(f"{handle.id}: {handle.last_error}" for handle in self._registry)
         raise NoBackendError(
             f"no backend of pool {name!r} is in service ({errors})",
             hint="Bring an engine back or register another with POST /v1/backends",

@@ -11,74 +11,74 @@ import structlog
 
 from api_schemas.inference import BackendState
 from rollout_service.inference.errors import BackendUnreachable, InferenceError
-from rollout_service.inference.pool.backend_state import Member
+from rollout_service.inference.pool.backend_handle import BackendHandle
 from rollout_service.inference.pool.options import PoolOptions
-from rollout_service.inference.pool.registry import Roster
-from rollout_service.inference.pool.weights.control import Control
+from rollout_service.inference.pool.registry import BackendRegistry
+from rollout_service.inference.pool.weights.controller import PoolController
 
 log = structlog.get_logger(__name__)
 
 
-class Health:
-    """Takes the backends of a roster out of service and brings them back."""
+class HealthChecks:
+    """Takes the backends of a registry out of service and brings them back."""
 
-    def __init__(self, roster: Roster, control: Control, options: PoolOptions) -> None:
-        self._roster = roster
-        self._control = control
+    def __init__(self, registry: BackendRegistry, controller: PoolController, options: PoolOptions) -> None:
+        self._registry = registry
+        self._controller = controller
         self._options = options
 
-    async def watch(self, member: Member) -> None:
+    async def watch(self, handle: BackendHandle) -> None:
         """Probe a backend for ever."""
         while True:
             await anyio.sleep(self._options.probe_interval)
-            await self._probe(member)
+            await self._probe(handle)
 
-    async def suspect(self, member: Member, error: InferenceError) -> None:
+    async def suspect(self, handle: BackendHandle, error: InferenceError) -> None:
         """Decide whether a failed request means a failed backend: ask it, or count."""
-        member.failed(error)
-        if member.bad_in_a_row >= self._options.unhealthy_after:
-            self._roster.take_out(member)
-        elif isinstance(error, BackendUnreachable) and not member.being_checked:
-            member.being_checked = True
+        handle.failed(error)
+        if handle.bad_in_a_row >= self._options.unhealthy_after:
+            self._registry.take_out(handle)
+        elif isinstance(error, BackendUnreachable) and not handle.being_checked:
+            handle.being_checked = True
             try:
-                if await self._probe_error(member) is not None:
-                    self._roster.take_out(member)
+                if await self._probe_error(handle) is not None:
+                    self._registry.take_out(handle)
             finally:
-                member.being_checked = False
+                handle.being_checked = False
 
-    async def _probe(self, member: Member) -> None:
-        error = await self._probe_error(member)
+    async def _probe(self, handle: BackendHandle) -> None:
+        error = await self._probe_error(handle)
         if error is not None:
-            member.failed(error)
-            if member.bad_in_a_row >= self._options.unhealthy_after:
-                self._roster.take_out(member)
+            handle.failed(error)
+            if handle.bad_in_a_row >= self._options.unhealthy_after:
+                self._registry.take_out(handle)
             return
-        member.good_in_a_row += 1
-        if member.state is not BackendState.FAILED:
+        handle.good_in_a_row += 1
+        if handle.state is not BackendState.FAILED:
             return
-        if member.good_in_a_row >= self._options.healthy_after:
-            await self._bring_back(member)
+        if handle.good_in_a_row >= self._options.healthy_after:
+            await self._bring_back(handle)
 
-    async def _probe_error(self, member: Member) -> Exception | None:
+    async def _probe_error(self, handle: BackendHandle) -> Exception | None:
         try:
             with anyio.fail_after(self._options.probe_timeout):
-                await member.backend.health(paused=self._roster.paused is not None)
+                await handle.backend.health(paused=self._registry.paused is not None)
         except (InferenceError, TimeoutError) as error:
             return error
         return None
 
-    async def _bring_back(self, member: Member) -> None:
+    async def _bring_back(self, handle: BackendHandle) -> None:
         """An engine that was away may have restarted: it gets the pool's weights before any request."""
-        async with self._control.lock:
+        async with self._controller.lock:
             try:
-                info = await member.backend.model_info()
-                version = await self._control.synchronise(member.backend, info.weight_version)
+                info = await handle.backend.model_info()
+                version = await self._controller.synchronise(handle.backend, info.weight_version)
             except InferenceError as error:
-                member.failed(error)
+                handle.failed(error)
                 return
-            if member.state is BackendState.FAILED:
-                member.bring_back(replace(info, weight_version=version, exports=member.info.exports))
+            if handle.state is BackendState.FAILED:
+                handle.bring_back(replace(info, weight_version=version, exports=handle.info.exports))
                 log.info(
-                    "backend is back", backend_id=member.id, pool=self._roster.name, weight_version=version
+                    "backend is back", backend_id=handle.id, pool=self._registry.name, weight_version=version
                 )
-        self._roster.notify()
+        self._registry.notify()

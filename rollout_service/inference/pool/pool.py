@@ -1,7 +1,7 @@
 """A pool of backends that serve one policy: membership, requests and orders, each kept by a module of its own.
 
-`roster` knows the backends, `health` takes them out of service and brings them back, `progress` asks how busy they
-are, `dispatch` sends the requests where `routing` says, `control` gives the orders that go to all. The guarantees
+`registry` knows the backends, `health` takes them out of service and brings them back, `progress` asks how busy they
+are, `dispatch` sends the requests where `routing` says, `controller` gives the orders that go to all. The guarantees
 are theirs.
 """
 
@@ -21,15 +21,15 @@ from api_schemas.inference import (
     WeightsRequest,
 )
 from rollout_service.inference.contract import Backend, GenerateRequest, Generation
-from rollout_service.inference.pool.backend_state import Member
+from rollout_service.inference.pool.backend_handle import BackendHandle
 from rollout_service.inference.pool.dispatch import Dispatcher
-from rollout_service.inference.pool.health import Health
+from rollout_service.inference.pool.health import HealthChecks
 from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.inference.pool.probe import check_backend
-from rollout_service.inference.pool.registry import Roster
-from rollout_service.inference.pool.stalls import Progress
-from rollout_service.inference.pool.wait_queue import Line
-from rollout_service.inference.pool.weights.control import Control
+from rollout_service.inference.pool.registry import BackendRegistry
+from rollout_service.inference.pool.stalls import StallDetector
+from rollout_service.inference.pool.wait_queue import WaitQueue
+from rollout_service.inference.pool.weights.controller import PoolController
 from rollout_service.inference.routing import CostRouter, Observer, Router
 
 
@@ -53,40 +53,42 @@ class BackendPool:
         self._options = options or PoolOptions()
         self._clock = clock
         router = router or CostRouter()
-        self._line = Line()
+        self._queue = WaitQueue()
         self._on_change = on_change
-        self._roster = Roster(name, router.forget, self._changed)
-        self._control = Control(self._roster)
-        self._health = Health(self._roster, self._control, self._options)
-        self._progress = Progress(self._roster, router, self._options)
-        self._dispatcher = Dispatcher(self._roster, self._health, router, self._line, self._options, observer)
+        self._registry = BackendRegistry(name, router.forget, self._changed)
+        self._controller = PoolController(self._registry)
+        self._health = HealthChecks(self._registry, self._controller, self._options)
+        self._stalls = StallDetector(self._registry, router, self._options)
+        self._dispatcher = Dispatcher(
+            self._registry, self._health, router, self._queue, self._options, observer
+        )
 
     @property
     def paused(self) -> bool:
         """Whether requests are being held."""
-        return self._roster.paused is not None
+        return self._registry.paused is not None
 
     @property
     def in_service(self) -> bool:
         """Whether a backend serves, or will when a pause ends."""
-        return any(member.state is BackendState.READY for member in self._roster)
+        return any(handle.state is BackendState.READY for handle in self._registry)
 
     def _changed(self) -> None:
-        self._line.ring_all()
+        self._queue.wake_all()
         if self._on_change is not None:
             self._on_change()
 
     @property
     def waiting(self) -> int:
         """Requests that wait for a place, beyond the pool's limits."""
-        return len(self._line)
+        return len(self._queue)
 
     def __contains__(self, backend_id: object) -> bool:
-        return backend_id in self._roster
+        return backend_id in self._registry
 
     def views(self) -> list[BackendView]:
         """The backends and how they are doing, in the order of their registration."""
-        return self._roster.views()
+        return self._registry.views()
 
     # ---- membership
 
@@ -100,43 +102,43 @@ class BackendPool:
             BackendUnreachable: it does not answer.
             BackendProtocolError: it lacks something; the message names it.
         """
-        async with self._control.lock:
-            known = self._roster.get(backend.id)
+        async with self._controller.lock:
+            known = self._registry.get(backend.id)
             if known is not None:
                 await backend.close()
                 backend = known.backend
             info = await check_backend(backend, seconds=self._options.registration_timeout)
-            self._roster.refuse_other_vocabulary(backend.id, info.vocab_size)
-            version = await self._control.synchronise(backend, info.weight_version)
+            self._registry.refuse_other_vocabulary(backend.id, info.vocab_size)
+            version = await self._controller.synchronise(backend, info.weight_version)
             info = replace(info, weight_version=version)
-            member = known or Member(backend, info, self._options.slow_start, self._clock)
-            member.bring_back(info)
-            member.max_in_flight = max_in_flight or self._options.max_in_flight_per_backend
-            self._roster.add(member)
+            handle = known or BackendHandle(backend, info, self._options.slow_start, self._clock)
+            handle.bring_back(info)
+            handle.max_in_flight = max_in_flight or self._options.max_in_flight_per_backend
+            self._registry.add(handle)
             if known is None:
-                self._tasks.start_soon(self._follow, member)
-        return self._roster.view(member)
+                self._tasks.start_soon(self._follow, handle)
+        return self._registry.view(handle)
 
     async def remove(self, backend_id: str) -> None:
         """Take a backend out for good; its open requests go on elsewhere. Raises UnknownBackend."""
-        await self._roster.remove(backend_id).close()
+        await self._registry.remove(backend_id).close()
 
     def drain(self, backend_id: str) -> BackendView:
         """Give a backend nothing new; `in_flight` tells when it is done. Registering it again ends the
         drain. Raises UnknownBackend.
         """
-        return self._roster.view(self._roster.drain(backend_id))
+        return self._registry.view(self._registry.drain(backend_id))
 
     async def close(self) -> None:
         """Release every backend's connections."""
-        for member in self._roster.clear():
-            await member.close()
+        for handle in self._registry.clear():
+            await handle.close()
 
-    async def _follow(self, member: Member) -> None:
-        with member.watch:
+    async def _follow(self, handle: BackendHandle) -> None:
+        with handle.watch:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._health.watch, member)
-                tasks.start_soon(self._progress.watch, member)
+                tasks.start_soon(self._health.watch, handle)
+                tasks.start_soon(self._stalls.watch, handle)
 
     # ---- requests
 
@@ -153,7 +155,7 @@ class BackendPool:
             GenerationTimeout: the engine took longer than allowed.
             PoolPaused: a pause did.
         """
-        return self._control.kept_kv(await self._dispatcher.generate(request, affinity))
+        return self._controller.kept_kv(await self._dispatcher.generate(request, affinity))
 
     def release(self, affinity: str) -> None:
         """The rollout has ended; its place on a backend is free."""
@@ -165,15 +167,15 @@ class BackendPool:
         """Hold every request from now on; what is running ends or waits as `mode` says, and nothing is
         lost.
         """
-        return await self._control.pause(mode, drain_seconds)
+        return await self._controller.pause(mode, drain_seconds)
 
     async def resume(self) -> PoolOutcome:
         """Let the held requests go on."""
-        return await self._control.resume()
+        return await self._controller.resume()
 
     async def abort(self) -> PoolOutcome:
         """Make every engine hand back what it has; the requests then go on, unless the pool is paused."""
-        return await self._control.abort()
+        return await self._controller.abort()
 
     async def update_weights(self, path: str, version: int, mode: PauseMode = PauseMode.ABORT) -> PoolOutcome:
         """Load the weights in `path` into every backend as `version`; see `load_weights`."""
@@ -189,7 +191,7 @@ class BackendPool:
             WeightsConflict: the version is older than the pool's, or known as another set of weights; or the backends
                 are not in the process group.
         """
-        return await self._control.update_weights(request)
+        return await self._controller.update_weights(request)
 
     async def join_group(self, group: WeightsGroupRequest) -> PoolOutcome:
         """Let the backends join a process group, over which weights will come.
@@ -198,8 +200,8 @@ class BackendPool:
             WeightsConflict: the number of ranks is wrong, or the trainer does not listen.
             BackendRejected: a backend takes no weights from a process group.
         """
-        return await self._control.join_group(group)
+        return await self._controller.join_group(group)
 
     async def leave_group(self, name: str) -> PoolOutcome:
         """Let the backends leave a process group."""
-        return await self._control.leave_group(name)
+        return await self._controller.leave_group(name)

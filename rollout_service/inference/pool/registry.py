@@ -7,18 +7,18 @@ import structlog
 
 from api_schemas.inference import BackendState, BackendView, PauseMode
 from rollout_service.inference.errors import BackendRejected, UnknownBackend
-from rollout_service.inference.pool.backend_state import Member
+from rollout_service.inference.pool.backend_handle import BackendHandle
 
 log = structlog.get_logger(__name__)
 
 
-class Roster:
-    """The members of a pool in the order of their registration, and its pause.
+class BackendRegistry:
+    """The handles of a pool in the order of their registration, and its pause.
 
     Args:
         name: of the pool.
         on_leave: told the id of each backend that leaves service, whose KV is then lost or of no use.
-        on_change: called at every change of a member or of the pause.
+        on_change: called at every change of a handle or of the pause.
     """
 
     def __init__(self, name: str, on_leave: Callable[[str], None], on_change: Callable[[], None]) -> None:
@@ -28,7 +28,7 @@ class Roster:
         """Requests that wait for a change."""
         self._on_leave = on_leave
         self._on_change = on_change
-        self._members: dict[str, Member] = {}
+        self._handles: dict[str, BackendHandle] = {}
         self._changed = anyio.Event()
         self._vocabularies: set[int | None] = set()
         """The sizes of all that were ever served."""
@@ -44,80 +44,80 @@ class Roster:
         self.notify()
 
     def __contains__(self, backend_id: object) -> bool:
-        return backend_id in self._members
+        return backend_id in self._handles
 
-    def __iter__(self) -> Iterator[Member]:
-        return iter(list(self._members.values()))
+    def __iter__(self) -> Iterator[BackendHandle]:
+        return iter(list(self._handles.values()))
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self._handles)
 
-    def __getitem__(self, backend_id: str) -> Member:
-        """The member of that id.
+    def __getitem__(self, backend_id: str) -> BackendHandle:
+        """The handle of that id.
 
         Raises:
             UnknownBackend: there is none.
         """
-        if backend_id not in self._members:
+        if backend_id not in self._handles:
             raise UnknownBackend(
                 f"pool {self.name!r} has no backend {backend_id!r}", hint="GET /v1/backends lists them"
             )
-        return self._members[backend_id]
+        return self._handles[backend_id]
 
-    def get(self, backend_id: str) -> Member | None:
-        """The member of that id, if there is one."""
-        return self._members.get(backend_id)
+    def get(self, backend_id: str) -> BackendHandle | None:
+        """The handle of that id, if there is one."""
+        return self._handles.get(backend_id)
 
-    def ready(self) -> list[Member]:
+    def ready(self) -> list[BackendHandle]:
         """Those that may be given a request now; none during a pause."""
         if self._paused is not None:
             return []
-        return [member for member in self._members.values() if member.state is BackendState.READY]
+        return [handle for handle in self._handles.values() if handle.state is BackendState.READY]
 
     def views(self) -> list[BackendView]:
         """The backends and how they are doing."""
-        return [self.view(member) for member in self._members.values()]
+        return [self.view(handle) for handle in self._handles.values()]
 
-    def view(self, member: Member) -> BackendView:
+    def view(self, handle: BackendHandle) -> BackendView:
         """A backend as the API shows it."""
-        return member.view(self.name, paused=self.paused is not None)
+        return handle.view(self.name, paused=self.paused is not None)
 
-    def add(self, member: Member) -> None:
-        """Take a member in; the same again changes nothing."""
-        self._members[member.id] = member
-        self._vocabularies.add(member.info.vocab_size)
+    def add(self, handle: BackendHandle) -> None:
+        """Take a handle in; the same again changes nothing."""
+        self._handles[handle.id] = handle
+        self._vocabularies.add(handle.info.vocab_size)
         self.notify()
 
-    def remove(self, backend_id: str) -> Member:
+    def remove(self, backend_id: str) -> BackendHandle:
         """Take a backend out for good; raises UnknownBackend."""
-        member = self[backend_id]
-        del self._members[backend_id]
-        self._left(member)
-        return member
+        handle = self[backend_id]
+        del self._handles[backend_id]
+        self._left(handle)
+        return handle
 
-    def take_out(self, member: Member) -> None:
+    def take_out(self, handle: BackendHandle) -> None:
         """Out of service, until its probes succeed again."""
-        if member.state is BackendState.READY:
+        if handle.state is BackendState.READY:
             log.warning(
                 "backend lost",
-                backend_id=member.id,
+                backend_id=handle.id,
                 pool=self.name,
-                error=member.last_error,
-                in_flight=member.in_flight,
+                error=handle.last_error,
+                in_flight=handle.in_flight,
             )
-        member.take_out()
-        self._left(member)
+        handle.take_out()
+        self._left(handle)
 
-    def drain(self, backend_id: str) -> Member:
+    def drain(self, backend_id: str) -> BackendHandle:
         """Give a backend nothing new; raises UnknownBackend."""
-        member = self[backend_id]
-        member.state = BackendState.DRAINING
-        self._left(member)
-        return member
+        handle = self[backend_id]
+        handle.state = BackendState.DRAINING
+        self._left(handle)
+        return handle
 
-    def clear(self) -> list[Member]:
+    def clear(self) -> list[BackendHandle]:
         """Take all out for good."""
-        return [self.remove(backend_id) for backend_id in list(self._members)]
+        return [self.remove(backend_id) for backend_id in list(self._handles)]
 
     def notify(self) -> None:
         """Wake those who wait for a change."""
@@ -126,7 +126,7 @@ class Roster:
         self._on_change()
 
     async def changed(self) -> None:
-        """Wait for the next change of a member or of the pause."""
+        """Wait for the next change of a handle or of the pause."""
         self.held += 1
         try:
             await self._changed.wait()
@@ -134,12 +134,12 @@ class Roster:
             self.held -= 1
 
     def refuse_other_vocabulary(self, backend_id: str, vocab_size: int | None) -> None:
-        """Keep out a backend that serves another vocabulary than the members; raises BackendRejected."""
-        for member in self._members.values():
-            if None not in (vocab_size, member.info.vocab_size) and vocab_size != member.info.vocab_size:
+        """Keep out a backend that serves another vocabulary than the handles; raises BackendRejected."""
+        for handle in self._handles.values():
+            if None not in (vocab_size, handle.info.vocab_size) and vocab_size != handle.info.vocab_size:
                 raise BackendRejected(
                     f"has a vocabulary of {vocab_size}, but pool {self.name!r} serves one of "
-                    f"{member.info.vocab_size}",
+                    f"{handle.info.vocab_size}",
                     hint="Register it in a pool of its own",
                     backend_id=backend_id,
                 )
@@ -162,11 +162,11 @@ class Roster:
             )
 
     def _vocab_size(self) -> int | None:
-        for member in self._members.values():
-            if member.info.vocab_size is not None:
-                return member.info.vocab_size
+        for handle in self._handles.values():
+            if handle.info.vocab_size is not None:
+                return handle.info.vocab_size
         return None
 
-    def _left(self, member: Member) -> None:
-        self._on_leave(member.id)
+    def _left(self, handle: BackendHandle) -> None:
+        self._on_leave(handle.id)
         self.notify()

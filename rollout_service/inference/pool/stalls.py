@@ -11,14 +11,14 @@ import anyio
 
 from rollout_service.inference.contract import BackendLoad
 from rollout_service.inference.errors import BackendRejected, InferenceError
-from rollout_service.inference.pool.backend_state import Member
+from rollout_service.inference.pool.backend_handle import BackendHandle
 from rollout_service.inference.pool.options import PoolOptions
-from rollout_service.inference.pool.registry import Roster
+from rollout_service.inference.pool.registry import BackendRegistry
 from rollout_service.inference.routing import Router
 
 
 @dataclass(slots=True)
-class _Life:
+class _LastProgress:
     """The last sign of life of an engine."""
 
     served: int
@@ -26,44 +26,44 @@ class _Life:
     at: float
 
 
-class Progress:
-    """Asks the members of a pool how busy they are, as long as each is a member."""
+class StallDetector:
+    """Asks the backends of a pool how busy they are, and ends the calls of those that stall."""
 
-    def __init__(self, roster: Roster, router: Router, options: PoolOptions) -> None:
-        self._roster = roster
+    def __init__(self, registry: BackendRegistry, router: Router, options: PoolOptions) -> None:
+        self._registry = registry
         self._router = router
         self._options = options
 
-    async def watch(self, member: Member) -> None:
+    async def watch(self, handle: BackendHandle) -> None:
         """Follow one engine for ever, or until it turns out that it reports nothing."""
-        life = _Life(member.served, "", member.clock())
+        last = _LastProgress(handle.served, "", handle.clock())
         while True:
             try:
-                load = await self._ask(member)
+                load = await self._ask(handle)
             except BackendRejected:
                 return
-            self._judge(member, life, load)
+            self._judge(handle, last, load)
             await anyio.sleep(self._options.load_interval)
 
-    async def _ask(self, member: Member) -> BackendLoad | None:
+    async def _ask(self, handle: BackendHandle) -> BackendLoad | None:
         try:
             with anyio.fail_after(self._options.probe_timeout):
-                load = await member.backend.load()
+                load = await handle.backend.load()
         except BackendRejected:
             raise
         except (InferenceError, TimeoutError):
             return None
-        if member.id in self._roster:
-            self._router.observe(member.id, load)
+        if handle.id in self._registry:
+            self._router.observe(handle.id, load)
         return load
 
-    def _judge(self, member: Member, life: _Life, load: BackendLoad | None) -> None:
-        now = member.clock()
+    def _judge(self, handle: BackendHandle, last: _LastProgress, load: BackendLoad | None) -> None:
+        now = handle.clock()
         is_working = load is not None and load.running + load.waiting > 0
-        if load is not None and is_working and load.signature != life.signature:
-            life.signature, life.at = load.signature, now
-        if member.served != life.served or self._roster.paused is not None:
-            life.served, life.at = member.served, now
+        if load is not None and is_working and load.signature != last.signature:
+            last.signature, last.at = load.signature, now
+        if handle.served != last.served or self._registry.paused is not None:
+            last.served, last.at = handle.served, now
         patience = self._options.stall_seconds
-        if now - life.at >= patience:
-            member.drop_calls(f"reported no progress for {patience:g} s", older_than=patience)
+        if now - last.at >= patience:
+            handle.drop_calls(f"reported no progress for {patience:g} s", older_than=patience)

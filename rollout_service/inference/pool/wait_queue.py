@@ -1,7 +1,7 @@
-"""Requests that wait for a free place in a pool: the one of the oldest rollout is next.
+"""Requests that wait for a free place in a pool: that of the oldest rollout is next.
 
-A rollout that has begun ends before others begin, so that the number of those that are open stays small. Each
-request has a bell of its own, and mostly only the next one's is rung: a free place costs the same however many wait.
+A rollout that has begun is finished before others begin, which keeps the number of open ones small. Each request
+has its own event, and usually only the next one's is set: a freed place costs the same however many wait.
 """
 
 from collections.abc import Iterator
@@ -14,66 +14,66 @@ import anyio
 
 
 @dataclass(slots=True, order=True)
-class Place:
-    """One request's place in the line."""
+class Waiter:
+    """One request in the queue, ordered by its rollout's arrival and then by its own."""
 
-    age: int
+    arrival: int
     number: int
-    bell: anyio.Event = field(default_factory=anyio.Event, compare=False)
+    event: anyio.Event = field(default_factory=anyio.Event, compare=False)
     has_left: bool = field(default=False, compare=False)
 
-    async def rung(self) -> None:
-        """Wait until it is worth looking again."""
-        await self.bell.wait()
-        self.bell = anyio.Event()
+    async def wait(self) -> None:
+        """Wait until it is worth looking for a place again."""
+        await self.event.wait()
+        self.event = anyio.Event()
 
 
-class Line:
-    """The requests that wait; false while there are none."""
+class WaitQueue:
+    """The requests that wait; falsy while there are none."""
 
     def __init__(self) -> None:
-        self._places: list[Place] = []
+        self._waiters: list[Waiter] = []
         self._numbers = count()
-        self._ages: dict[str, int] = {}
+        self._arrivals: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._waiters)
 
-    def age(self, rollout: str | None) -> int:
-        """When a rollout was first heard of, as a number that grows; one without a name is heard of now."""
+    def arrival(self, rollout: str | None) -> int:
+        """Return the rollout's arrival number (lower is older); an anonymous request gets a new one."""
         if rollout is None:
             return next(self._numbers)
-        if rollout not in self._ages:
-            self._ages[rollout] = next(self._numbers)
-        return self._ages[rollout]
+        if rollout not in self._arrivals:
+            self._arrivals[rollout] = next(self._numbers)
+        return self._arrivals[rollout]
 
     def release(self, rollout: str) -> None:
-        """The rollout has ended."""
-        self._ages.pop(rollout, None)
+        """Forget a rollout that has ended."""
+        self._arrivals.pop(rollout, None)
 
     @contextmanager
-    def place(self, age: int) -> Iterator[Place]:
-        """Stand in the line while the context lasts."""
-        place = Place(age, next(self._numbers))
-        heappush(self._places, place)
+    def join(self, arrival: int) -> Iterator[Waiter]:
+        """Stay in the queue while the context lasts."""
+        waiter = Waiter(arrival, next(self._numbers))
+        heappush(self._waiters, waiter)
         try:
-            yield place
+            yield waiter
         finally:
-            place.has_left = True
-            self.ring()
+            waiter.has_left = True
+            self.wake_next()
 
-    def is_next(self, place: Place) -> bool:
-        """Whether nobody stands before it."""
-        return self._places[0] is place
+    def is_next(self, waiter: Waiter) -> bool:
+        """Return whether nobody is ahead of it."""
+        return self._waiters[0] is waiter
 
-    def ring_all(self) -> None:
-        """The pool has changed: let everyone look, since a pause has a limit for each."""
-        for place in self._places:
-            place.bell.set()
+    def wake_all(self) -> None:
+        """Wake everyone after a change of the pool, since each has its own time limit during a pause."""
+        for waiter in self._waiters:
+            waiter.event.set()
 
-    def ring(self) -> None:
-        """A place has become free: let the next one look."""
-        while self._places and self._places[0].has_left:
-            heappop(self._places)
-        if self._places:
-            self._places[0].bell.set()
+    def wake_next(self) -> None:
+        """Wake the next one, because a place may have become free."""
+        while self._waiters and self._waiters[0].has_left:
+            heappop(self._waiters)
+        if self._waiters:
+            self._waiters[0].event.set()

@@ -179,7 +179,7 @@ async def test_gauges_that_an_abort_left_behind_are_seen_through():
     engine = ScriptedVllm(SCRIPT)
     async with running(engine) as pool:
         engine.latency = 30
-        backend = pool._roster[pool.views()[0].backend_id].backend
+        backend = pool._registry[pool.views()[0].backend_id].backend
         with anyio.move_on_after(0.1):
             await pool.generate(request())
         await backend.load()

@@ -177,7 +177,7 @@ async def test_a_cancelled_request_ends_in_the_engine_within_a_second(first):
 
 async def _seconds_to_end(pool):
     """From the cancellation of a long request until its engine runs nothing; infinite if it ended before by chance."""
-    backend = pool._roster[pool.views()[0].backend_id].backend
+    backend = pool._registry[pool.views()[0].backend_id].backend
     ended = []
 
     async def generate():

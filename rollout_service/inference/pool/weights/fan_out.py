@@ -1,4 +1,4 @@
-"""One order to many backends at once, in one step or several, and what each of them made of it.
+"""One command to many backends at once, in one step or several, and what each of them made of it.
 
 Guarantees: an error of one backend is its answer, counted, and stops no other; after an error a backend takes
 part in further steps only where the step says so.
@@ -12,14 +12,14 @@ import anyio
 
 from api_schemas.inference import BackendOutcome
 from rollout_service.inference.errors import BackendUnreachable, InferenceError
-from rollout_service.inference.pool.backend_state import Member
+from rollout_service.inference.pool.backend_handle import BackendHandle
 
-Order = Callable[[Member], Awaitable[None]]
+PoolCommand = Callable[[BackendHandle], Awaitable[None]]
 
 
 @dataclass(slots=True)
-class Record:
-    """What came of an order at one backend."""
+class CommandRecord:
+    """What came of a command at one backend."""
 
     in_flight: int
     version_before: int
@@ -35,33 +35,35 @@ class Record:
         return not isinstance(self.error, BackendUnreachable)
 
 
-class Broadcast:
-    """An order that is being carried out at these backends."""
+class FanOut:
+    """A command that is being carried out at these backends."""
 
-    def __init__(self, members: Iterable[Member]) -> None:
-        self.records = {member: Record(member.in_flight, member.info.weight_version) for member in members}
+    def __init__(self, handles: Iterable[BackendHandle]) -> None:
+        self.records = {
+            handle: CommandRecord(handle.in_flight, handle.info.weight_version) for handle in handles
+        }
 
-    async def step(self, name: str, order: Order, *, after_errors: bool = False) -> None:
-        """Carry out `order` at every backend without an error; `after_errors` also at one that still answers."""
+    async def step(self, name: str, command: PoolCommand, *, after_errors: bool = False) -> None:
+        """Carry out `command` at every backend without an error; `after_errors` also at one that still answers."""
         async with anyio.create_task_group() as tasks:
-            for member, record in self.records.items():
+            for handle, record in self.records.items():
                 if record.error is None or (after_errors and record.can_be_told):
-                    tasks.start_soon(self._tell, name, order, member)
+                    tasks.start_soon(self._tell, name, command, handle)
 
-    async def _tell(self, name: str, order: Order, member: Member) -> None:
-        started, record = time.perf_counter(), self.records[member]
+    async def _tell(self, name: str, command: PoolCommand, handle: BackendHandle) -> None:
+        started, record = time.perf_counter(), self.records[handle]
         try:
-            await order(member)
+            await command(handle)
         except InferenceError as caught:
             record.error = record.error or caught
-            member.failed(caught)
+            handle.failed(caught)
         record.steps[name] = time.perf_counter() - started
 
     def outcomes(self) -> list[BackendOutcome]:
         """The answers as the API shows them."""
         return [
             BackendOutcome(
-                backend_id=member.id,
+                backend_id=handle.id,
                 ok=record.error is None,
                 seconds=sum(record.steps.values()),
                 steps=record.steps,
@@ -69,7 +71,7 @@ class Broadcast:
                 code=record.error.code if record.error else None,
                 in_flight=record.in_flight,
                 version_before=record.version_before,
-                version_after=member.info.weight_version if record.is_known else None,
+                version_after=handle.info.weight_version if record.is_known else None,
             )
-            for member, record in self.records.items()
+            for handle, record in self.records.items()
         ]

@@ -15,7 +15,7 @@ import anyio
 from api_schemas.inference import DistributedWeights, WeightsGroupRequest
 from rollout_service.inference.contract import Backend
 from rollout_service.inference.errors import BackendRejected, WeightsConflict
-from rollout_service.inference.pool.backend_state import Member
+from rollout_service.inference.pool.backend_handle import BackendHandle
 
 _RETRY_SECONDS = 0.2
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4}  # all others have one byte
@@ -55,37 +55,41 @@ def can_join(backend: Backend) -> JoinsGroups:
     return backend
 
 
-class Groups:
+class ProcessGroups:
     """The process groups of one pool."""
 
     def __init__(self) -> None:
-        self._members: dict[str, frozenset[str]] = {}
+        self._backends: dict[str, frozenset[str]] = {}
 
     def __contains__(self, name: object) -> bool:
-        return name in self._members
+        return name in self._backends
 
     def add(self, name: str, backend_ids: Iterable[str]) -> None:
         """Record that these backends, and no others, are in the group."""
-        self._members[name] = frozenset(backend_ids)
+        self._backends[name] = frozenset(backend_ids)
 
     def remove(self, name: str) -> None:
         """Record that the group has been torn down."""
-        self._members.pop(name, None)
+        self._backends.pop(name, None)
 
     def forget(self, backend_id: str) -> None:
         """Drop a backend that was away from all groups: it may have restarted."""
-        for name, members in list(self._members.items()):
-            if backend_id in members:
-                del self._members[name]
+        for name, present in list(self._backends.items()):
+            if backend_id in present:
+                del self._backends[name]
 
     def check(self, name: str, backend_ids: Iterable[str]) -> None:
-        """Whether exactly these backends are in the group; raises WeightsConflict."""
-        wanted, members = frozenset(backend_ids), self._members.get(name)
-        if members == wanted:
+        """Check that exactly these backends are in the group.
+
+        Raises:
+            WeightsConflict: the group does not exist, or others are in it.
+        """
+        expected, present = frozenset(backend_ids), self._backends.get(name)
+        if present == expected:
             return
         what = f"has no group {name!r}"
-        if members is not None:
-            missing, gone = sorted(wanted - members), sorted(members - wanted)
+        if present is not None:
+            missing, gone = sorted(expected - present), sorted(present - expected)
             what = f"has a group {name!r} that lacks {missing} and counts on {gone}, which are out of service"
         raise WeightsConflict(
             f"the pool {what}", hint="POST /v1/weights/group lets the backends in service join a new one"
@@ -96,22 +100,22 @@ class Groups:
 class Ranks:
     """Which ranks each backend has."""
 
-    first: dict[Member, int]
-    count: dict[Member, int]
+    first: dict[BackendHandle, int]
+    count: dict[BackendHandle, int]
 
-    def of(self, member: Member) -> list[int]:
+    def of(self, handle: BackendHandle) -> list[int]:
         """The ranks of a backend."""
-        return list(range(self.first[member], self.first[member] + self.count[member]))
+        return list(range(self.first[handle], self.first[handle] + self.count[handle]))
 
 
-async def assign_ranks(members: Sequence[Member], group: WeightsGroupRequest) -> Ranks:
+async def assign_ranks(handles: Sequence[BackendHandle], group: WeightsGroupRequest) -> Ranks:
     """Give every backend its ranks, in order.
 
     Raises:
         BackendRejected: one of them takes no weights from a process group.
         WeightsConflict: the ranks are more or fewer than `world_size`.
     """
-    counts = [await can_join(member.backend).ranks() for member in members]
+    counts = [await can_join(handle.backend).ranks() for handle in handles]
     *firsts, size = accumulate(counts, initial=group.rank_offset)
     if size != group.world_size:
         raise WeightsConflict(
@@ -119,7 +123,7 @@ async def assign_ranks(members: Sequence[Member], group: WeightsGroupRequest) ->
             f"backends are {size}",
             hint=f"Make it a world of {size}, for the trainer too",
         )
-    return Ranks(dict(zip(members, firsts, strict=True)), dict(zip(members, counts, strict=True)))
+    return Ranks(dict(zip(handles, firsts, strict=True)), dict(zip(handles, counts, strict=True)))
 
 
 async def wait_for_master(group: WeightsGroupRequest) -> None:

@@ -12,7 +12,7 @@ from rollout_service.inference.contract import GenerateRequest, Sampling, new_re
 from rollout_service.inference.errors import InferenceError
 from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.inference.pool.pools import Pools
-from rollout_service.inference.pool.wait_queue import Line
+from rollout_service.inference.pool.wait_queue import WaitQueue
 from rollout_service.testing import Counting, ScriptedEngine
 
 pytestmark = pytest.mark.anyio
@@ -101,7 +101,7 @@ async def test_the_oldest_rollout_is_next():
         pool.release("first")
 
 
-async def test_everyone_in_the_line_waits_for_a_pause_only_so_long():
+async def test_everyone_in_the_queue_waits_for_a_pause_only_so_long():
     engine = ScriptedEngine(Counting())
     async with running(engine, options=PoolOptions(max_in_flight=1, hold_seconds=0.3)) as pool:
         engine.latency = 30.0
@@ -123,7 +123,7 @@ async def test_everyone_in_the_line_waits_for_a_pause_only_so_long():
         assert pool.waiting == 0
 
 
-async def test_who_gives_up_leaves_the_line_to_the_others():
+async def test_who_gives_up_leaves_the_queue_to_the_others():
     engine = ScriptedEngine(Counting(), latency=0.2)
     async with running(engine, options=PoolOptions(max_in_flight=1)) as pool:
         async with anyio.create_task_group() as tasks:
@@ -136,7 +136,7 @@ async def test_who_gives_up_leaves_the_line_to_the_others():
         assert engine.requests == 3
 
 
-async def test_a_backend_that_joins_takes_from_the_line_at_once():
+async def test_a_backend_that_joins_takes_from_the_queue_at_once():
     first, second = ScriptedEngine(Counting(), latency=30.0), ScriptedEngine(Counting())
     options = PoolOptions(max_in_flight_per_backend=1)
     async with AsyncExitStack() as stack:
@@ -172,28 +172,28 @@ async def test_pools_have_their_own_backends_versions_and_limits():
 
 
 @given(ages=st.lists(st.integers(0, 5), max_size=20), leavers=st.sets(st.integers(0, 19)))
-def test_the_line_lets_the_oldest_go_first_whoever_leaves(ages, leavers):
-    line = Line()
-    standing = {}
+def test_the_queue_lets_the_oldest_go_first_whoever_leaves(ages, leavers):
+    queue = WaitQueue()
+    waiting = {}
     for number, age in enumerate(ages):
-        context = line.place(age)
-        standing[number] = (context, context.__enter__())
-    for number in leavers & standing.keys():
-        standing.pop(number)[0].__exit__(None, None, None)
+        context = queue.join(age)
+        waiting[number] = (context, context.__enter__())
+    for number in leavers & waiting.keys():
+        waiting.pop(number)[0].__exit__(None, None, None)
     order = []
-    while standing:
-        number = next(number for number, (_, place) in standing.items() if line.is_next(place))
+    while waiting:
+        number = next(number for number, (_, waiter) in waiting.items() if queue.is_next(waiter))
         order.append((ages[number], number))
-        standing.pop(number)[0].__exit__(None, None, None)
+        waiting.pop(number)[0].__exit__(None, None, None)
     assert order == sorted(order)
-    assert not line
+    assert not queue
 
 
-def test_the_age_of_a_rollout_is_that_of_its_first_request():
-    line = Line()
-    first, second = line.age("a"), line.age("b")
-    assert first < second < line.age(None)
-    assert line.age("a") == first
-    line.release("a")
-    line.release("a")
-    assert line.age("a") > second
+def test_the_arrival_of_a_rollout_is_that_of_its_first_request():
+    queue = WaitQueue()
+    first, second = queue.arrival("a"), queue.arrival("b")
+    assert first < second < queue.arrival(None)
+    assert queue.arrival("a") == first
+    queue.release("a")
+    queue.release("a")
+    assert queue.arrival("a") > second

@@ -25,7 +25,7 @@ from rollout_service.inference.engines.sglang.backend import SGLangBackend
 from rollout_service.inference.errors import BackendRejected, NoBackendError, PoolPaused, WeightsConflict
 from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.inference.pool.pools import Pools
-from rollout_service.inference.pool.weights.process_groups import Groups, buckets
+from rollout_service.inference.pool.weights.process_groups import ProcessGroups, buckets
 from rollout_service.policies.session import PolicySession
 from rollout_service.testing import Counting, ScriptedEngine
 from rollout_service.tokens import Conversation, ParsedTurn
@@ -350,7 +350,7 @@ async def test_an_engine_without_groups_says_what_it_takes_instead():
 
 
 def test_a_group_holds_while_nobody_leaves_it():
-    groups = Groups()
+    groups = ProcessGroups()
     groups.add("weights", ["a", "b"])
     groups.check("weights", ["b", "a"])
     with pytest.raises(WeightsConflict, match=r"lacks \['c'\]"):

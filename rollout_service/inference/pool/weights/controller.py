@@ -1,6 +1,6 @@
-"""Orders to a whole pool: pause, resume, abort, new weights.
+"""Commands to a whole pool: pause, resume, abort, new weights.
 
-Guarantees: one order at a time, and once begun it is carried to its end, whoever asked for it and hangs up; after
+Guarantees: one command at a time, and once begun it is carried to its end, whoever asked for it and hangs up; after
 `update_weights` no backend in service has other weights than the pool's; a backend that comes in is given the pool's
 weights and pause before any request.
 """
@@ -28,12 +28,12 @@ from rollout_service.inference.errors import (
     InferenceError,
     NoBackendError,
 )
-from rollout_service.inference.pool.backend_state import Member
-from rollout_service.inference.pool.registry import Roster
-from rollout_service.inference.pool.weights.fan_out import Broadcast, Order
+from rollout_service.inference.pool.backend_handle import BackendHandle
+from rollout_service.inference.pool.registry import BackendRegistry
+from rollout_service.inference.pool.weights.fan_out import FanOut, PoolCommand
 from rollout_service.inference.pool.weights.outcomes import OUT_OF_SERVICE
 from rollout_service.inference.pool.weights.process_groups import (
-    Groups,
+    ProcessGroups,
     assign_ranks,
     can_join,
     wait_for_master,
@@ -41,14 +41,14 @@ from rollout_service.inference.pool.weights.process_groups import (
 from rollout_service.inference.pool.weights.state import PoolWeights, WeightSet, kv_after
 
 
-class Control:
-    """The orders that go to all backends of a roster; `lock` is held while one is carried out."""
+class PoolController:
+    """The commands that go to all backends of a registry; `lock` is held while one is carried out."""
 
-    def __init__(self, roster: Roster) -> None:
+    def __init__(self, registry: BackendRegistry) -> None:
         self.lock = anyio.Lock()
-        self._roster = roster
+        self._registry = registry
         self._weights = PoolWeights()
-        self._groups = Groups()
+        self._groups = ProcessGroups()
 
     # ---- pauses
 
@@ -56,28 +56,28 @@ class Control:
         """Hold every request from now on; what is running ends or waits as `mode` says."""
         async with self.lock:
             with anyio.CancelScope(shield=True):
-                self._roster.paused = mode
-                outcome = await self._each("pause", lambda member: _quiet(member, mode, drain_seconds))
+                self._registry.paused = mode
+                outcome = await self._each("pause", lambda handle: _quiet(handle, mode, drain_seconds))
         return outcome
 
     async def resume(self) -> PoolOutcome:
         """Let the held requests go on."""
         async with self.lock:
             with anyio.CancelScope(shield=True):
-                outcome = await self._each("resume", lambda member: member.backend.resume())
+                outcome = await self._each("resume", lambda handle: handle.backend.resume())
                 self._release()
         return outcome
 
     async def abort(self) -> PoolOutcome:
         """Make every engine hand back what it has."""
-        return await self._each("abort", lambda member: member.backend.abort(None))
+        return await self._each("abort", lambda handle: handle.backend.abort(None))
 
     async def synchronise(self, backend: Backend, version: int) -> int:
         """Bring a backend to the pool's weights and pause; gives its weight version. Hold `lock`."""
         self._groups.forget(backend.id)
         version = await self._weights.give(backend, version)
-        if self._roster.paused is not None:
-            mode = self._roster.paused
+        if self._registry.paused is not None:
+            mode = self._registry.paused
             await backend.pause(PauseMode.ABORT if mode is PauseMode.DRAIN else mode)
         else:
             await backend.resume()
@@ -99,78 +99,76 @@ class Control:
         return outcome
 
     async def _update(self, request: WeightsRequest) -> PoolOutcome:
-        members = self._addressed()
-        weights = self._weights.judge(request, [member.info.weight_version for member in members])
+        handles = self._addressed()
+        weights = self._weights.judge(request, [handle.info.weight_version for handle in handles])
         if weights is None:
-            return self._outcome(Broadcast(members), changed=False, version=request.version)
+            return self._outcome(FanOut(handles), changed=False, version=request.version)
         if isinstance(weights.source, DistributedWeights):
-            self._groups.check(weights.source.group_name, [member.id for member in members])
-        was_paused = self._roster.paused
+            self._groups.check(weights.source.group_name, [handle.id for handle in handles])
+        was_paused = self._registry.paused
         kv = kv_after(was_paused or request.mode)
-        broadcast, started = Broadcast(members), time.perf_counter()
+        fan_out, started = FanOut(handles), time.perf_counter()
         try:
             if was_paused is None:
-                self._roster.paused = request.mode
-                await broadcast.step("pause", lambda it: _quiet(it, request.mode, request.drain_seconds))
-            if self._may_begin(weights, broadcast):
-                await broadcast.step("load", lambda it: _load(it, weights, kv, request.timeout_seconds))
-            has_changed = self._settle(weights, kv, broadcast)
+                self._registry.paused = request.mode
+                await fan_out.step("pause", lambda it: _quiet(it, request.mode, request.drain_seconds))
+            if self._may_begin(weights, fan_out):
+                await fan_out.step("load", lambda it: _load(it, weights, kv, request.timeout_seconds))
+            has_changed = self._settle(weights, kv, fan_out)
             if was_paused is None:
-                await broadcast.step("resume", lambda it: it.backend.resume(), after_errors=True)
-            self._take_out_failed(broadcast, has_changed=has_changed)
+                await fan_out.step("resume", lambda it: it.backend.resume(), after_errors=True)
+            self._take_out_failed(fan_out, has_changed=has_changed)
         finally:
             if was_paused is None:
-                held_seconds, held = time.perf_counter() - started, self._roster.held
+                held_seconds, held = time.perf_counter() - started, self._registry.held
                 self._release()
         version = weights.version if has_changed else None
-        outcome = self._outcome(
-            broadcast, changed=has_changed, version=version, kv=kv if has_changed else None
-        )
+        outcome = self._outcome(fan_out, changed=has_changed, version=version, kv=kv if has_changed else None)
         if was_paused is not None:
             return outcome
         return outcome.model_copy(update={"held": held, "held_seconds": held_seconds})
 
-    def _addressed(self) -> list[Member]:
+    def _addressed(self) -> list[BackendHandle]:
         """Those in service; the others get the weights when they come back. With none in service, all."""
-        members = list(self._roster)
-        if not members:
+        handles = list(self._registry)
+        if not handles:
             raise NoBackendError(
-                f"pool {self._roster.name!r} has no backends", hint="Register one: POST /v1/backends"
+                f"pool {self._registry.name!r} has no backends", hint="Register one: POST /v1/backends"
             )
-        return [member for member in members if member.state is not BackendState.FAILED] or members
+        return [handle for handle in handles if handle.state is not BackendState.FAILED] or handles
 
-    def _may_begin(self, weights: WeightSet, broadcast: Broadcast) -> bool:
+    def _may_begin(self, weights: WeightSet, fan_out: FanOut) -> bool:
         """A broadcast to a group needs every one of its backends, and would never end without."""
-        failed = [member.id for member, record in broadcast.records.items() if record.error]
+        failed = [handle.id for handle, record in fan_out.records.items() if record.error]
         if not failed or not isinstance(weights.source, DistributedWeights):
             return True
-        for member, record in broadcast.records.items():
+        for handle, record in fan_out.records.items():
             record.error = record.error or BackendRejected(
                 f"was not asked to receive weights, because {failed} could not be paused",
                 hint="Let the backends that are left join a new group",
-                backend_id=member.id,
+                backend_id=handle.id,
             )
         return False
 
-    def _settle(self, weights: WeightSet, kv: KvHandling, broadcast: Broadcast) -> bool:
+    def _settle(self, weights: WeightSet, kv: KvHandling, fan_out: FanOut) -> bool:
         """Note who has the weights and who has nobody knows what; gives whether anybody has them."""
-        has_changed = any(record.error is None for record in broadcast.records.values())
+        has_changed = any(record.error is None for record in fan_out.records.values())
         if has_changed:
             self._weights.became(weights, kv)
-        for member, record in broadcast.records.items():
+        for handle, record in fan_out.records.items():
             if record.error is None:
-                member.info = replace(member.info, weight_version=weights.version)
-                self._weights.are_known(member.id)
+                handle.info = replace(handle.info, weight_version=weights.version)
+                self._weights.are_known(handle.id)
             elif "load" in record.steps and _may_have_begun(weights, record.error):
-                self._weights.are_unknown(member.id)
+                self._weights.are_unknown(handle.id)
                 record.is_known = False
         return has_changed
 
-    def _take_out_failed(self, broadcast: Broadcast, *, has_changed: bool) -> None:
-        for member, record in broadcast.records.items():
-            unusable = has_changed or self._weights.is_unknown(member.id) or not record.can_be_told
+    def _take_out_failed(self, fan_out: FanOut, *, has_changed: bool) -> None:
+        for handle, record in fan_out.records.items():
+            unusable = has_changed or self._weights.is_unknown(handle.id) or not record.can_be_told
             if record.error is not None and unusable:
-                self._roster.take_out(member)
+                self._registry.take_out(handle)
 
     def kept_kv(self, generation: Generation) -> Generation:
         """Say of a generation which of its versions have sampled on KV of older weights: of those that could
@@ -189,29 +187,29 @@ class Control:
             BackendRejected: a backend takes no weights from a process group.
         """
         async with self.lock:
-            members = self._addressed()
-            ranks = await assign_ranks(members, group)
+            handles = self._addressed()
+            ranks = await assign_ranks(handles, group)
             await wait_for_master(group)
             with anyio.CancelScope(shield=True):
-                broadcast = Broadcast(members)
+                fan_out = FanOut(handles)
                 if group.group_name in self._groups:
-                    await self._leave(group.group_name, members)
-                await broadcast.step(
+                    await self._leave(group.group_name, handles)
+                await fan_out.step(
                     "join",
                     lambda it: _within(
                         group.timeout_seconds, can_join(it.backend).join_group(group, ranks.first[it])
                     ),
                 )
-                if any(record.error for record in broadcast.records.values()):
+                if any(record.error for record in fan_out.records.values()):
                     await self._leave(
-                        group.group_name, [m for m, record in broadcast.records.items() if not record.error]
+                        group.group_name, [m for m, record in fan_out.records.items() if not record.error]
                     )
-                    return self._outcome(broadcast, changed=False)
-                self._groups.add(group.group_name, [member.id for member in members])
-        outcome = self._outcome(broadcast, changed=True)
+                    return self._outcome(fan_out, changed=False)
+                self._groups.add(group.group_name, [handle.id for handle in handles])
+        outcome = self._outcome(fan_out, changed=True)
         joined = [
-            each.model_copy(update={"ranks": ranks.of(member)})
-            for member, each in zip(broadcast.records, outcome.outcomes, strict=True)
+            each.model_copy(update={"ranks": ranks.of(handle)})
+            for handle, each in zip(fan_out.records, outcome.outcomes, strict=True)
         ]
         return outcome.model_copy(update={"outcomes": joined})
 
@@ -222,79 +220,79 @@ class Control:
                 outcome = self._outcome(await self._leave(name, self._addressed()), changed=True)
         return outcome
 
-    async def _leave(self, name: str, members: list[Member]) -> Broadcast:
+    async def _leave(self, name: str, handles: list[BackendHandle]) -> FanOut:
         self._groups.remove(name)
-        broadcast = Broadcast(members)
-        await broadcast.step("leave", lambda member: can_join(member.backend).leave_group(name))
-        return broadcast
+        fan_out = FanOut(handles)
+        await fan_out.step("leave", lambda handle: can_join(handle.backend).leave_group(name))
+        return fan_out
 
-    # ---- all orders
+    # ---- all commands
 
     def _release(self) -> None:
-        self._roster.paused = None
-        self._roster.notify()
+        self._registry.paused = None
+        self._registry.notify()
 
-    async def _each(self, name: str, order: Order) -> PoolOutcome:
-        """Give an order to every backend at once; one that cannot be reached leaves service."""
-        away = {member.id for member in self._roster if member.state is BackendState.FAILED}
-        broadcast = Broadcast(self._roster)
-        await broadcast.step(name, order)
-        for member, record in broadcast.records.items():
+    async def _each(self, name: str, command: PoolCommand) -> PoolOutcome:
+        """Give a command to every backend at once; one that cannot be reached leaves service."""
+        away = {handle.id for handle in self._registry if handle.state is BackendState.FAILED}
+        fan_out = FanOut(self._registry)
+        await fan_out.step(name, command)
+        for handle, record in fan_out.records.items():
             if not record.can_be_told:
-                self._roster.take_out(member)
-        outcome = self._outcome(broadcast, changed=True)
+                self._registry.take_out(handle)
+        outcome = self._outcome(fan_out, changed=True)
         return outcome.model_copy(
             update={"outcomes": [_unless_away(each, away) for each in outcome.outcomes]}
         )
 
     def _outcome(
-        self, broadcast: Broadcast, *, changed: bool, version: int | None = None, kv: KvHandling | None = None
+        self, fan_out: FanOut, *, changed: bool, version: int | None = None, kv: KvHandling | None = None
     ) -> PoolOutcome:
         present = self._weights.present
         away = [
             BackendOutcome(
-                backend_id=member.id,
+                backend_id=handle.id,
                 ok=False,
                 seconds=0.0,
                 error="is out of service; it has the pool's weights before it serves again",
                 code=OUT_OF_SERVICE,
             )
-            for member in self._roster
-            if member not in broadcast.records
+            for handle in self._registry
+            if handle not in fan_out.records
         ]
         return PoolOutcome(
-            pool=self._roster.name,
+            pool=self._registry.name,
             version=version if version is not None else (present.version if present else None),
             changed=changed,
             kv=kv,
-            outcomes=[*broadcast.outcomes(), *away],
+            outcomes=[*fan_out.outcomes(), *away],
         )
 
 
 def _unless_away(outcome: BackendOutcome, away: set[str]) -> BackendOutcome:
-    """Tell a backend that failed from one that was out of service before the order, and does not count."""
+    """Tell a backend that failed from one that was out of service before the command, and does not count."""
     if outcome.ok or outcome.backend_id not in away:
         return outcome
     return outcome.model_copy(update={"code": OUT_OF_SERVICE})
 
 
-async def _quiet(member: Member, mode: PauseMode, drain_seconds: float) -> None:
+async def _quiet(handle: BackendHandle, mode: PauseMode, drain_seconds: float) -> None:
     """Stop a backend; the pool holds new requests already."""
     if mode is PauseMode.DRAIN:
         with anyio.move_on_after(drain_seconds):
-            await member.idle()
+            await handle.idle()
         mode = PauseMode.ABORT
-    await member.backend.pause(mode)
+    await handle.backend.pause(mode)
 
 
-async def _load(member: Member, weights: WeightSet, kv: KvHandling, seconds: float) -> None:
-    await _within(seconds, weights.load(member.backend, kv))
+async def _load(handle: BackendHandle, weights: WeightSet, kv: KvHandling, seconds: float) -> None:
+    await _within(seconds, weights.load(handle.backend, kv))
 
 
-async def _within(seconds: float, order: Awaitable[None]) -> None:
-    """Bound what an engine may take for an order."""
+async def _within(seconds: float, command: Awaitable[None]) -> None:
+    """Bound what an engine may take for a command."""
     with anyio.move_on_after(seconds):
-        return await order
+        return await command
     raise BackendUnreachable(f"did not carry it out in {seconds:g} s", hint="See the engine's log")
 
 

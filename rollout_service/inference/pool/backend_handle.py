@@ -17,7 +17,7 @@ _CLOSE_SECONDS = 5.0
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class BackendHandle:
     """One backend of a pool. `in_flight` goes down again however a call ends."""
 
     backend: Backend
