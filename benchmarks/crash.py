@@ -184,7 +184,7 @@ async def compare(ledger: Ledger, database: Path) -> dict[str, float | int | Non
     """What the two sides say."""
     async with await SqliteStore.open(database) as store:
         run_record = await store.runs.get(RUN_ID)
-        standing = await store.runs.standing(RUN_ID)
+        standing = await store.runs.group_states(RUN_ID)
     by_service = {number for number, state in standing.items() if state == "acknowledged"}
     settled = by_service | {number for number, state in standing.items() if state == "dropped:cancelled"}
     skipped = set(range(run_record.cursor)) - settled

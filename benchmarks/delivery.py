@@ -33,7 +33,7 @@ from rollout_service.batch_arrays import BatchArrays
 from rollout_service.client import ClientRun, RolloutClient
 from rollout_service.client_fetch import LargeBody
 from rollout_service.store import SqliteStore
-from rollout_service.store.runs_contract import ClosedSample, Closing, NewGroup
+from rollout_service.store.runs_contract import ClosedSample, GroupClosure, NewGroup
 
 RUN_ID = "delivery"
 GROUPS, SAMPLES, TOKENS = 32, 8, 32_000
@@ -83,7 +83,7 @@ async def fill(database: Path, tokens: int) -> None:
         for number in range(GROUPS):
             ids = [f"{RUN_ID}.{number}.{sample}" for sample in range(SAMPLES)]
             requests = [RolloutRequest(rollout_id=one, task=tasks[number]) for one in ids]
-            await store.runs.begin(RUN_ID, [NewGroup(number, 0, requests)])
+            await store.runs.start_groups(RUN_ID, [NewGroup(number, 0, requests)])
             for lease in await store.claim("fill", limit=SAMPLES, lease_seconds=600):
                 result = Rollout(
                     rollout_id=lease.rollout_id,
@@ -96,7 +96,7 @@ async def fill(database: Path, tokens: int) -> None:
                 )
                 await store.finish(lease, "fill", result)
             samples = [ClosedSample(n, one, True, None, 0.0, None) for n, one in enumerate(ids)]
-            await store.runs.close_group(RUN_ID, Closing(number, None, samples, 0.0, 0.0, 7, 7))
+            await store.runs.close_group(RUN_ID, GroupClosure(number, None, samples, 0.0, 0.0, 7, 7))
 
 
 async def timed_lease(run_of: ClientRun, *, arrays: bool) -> tuple[float, bytes | bytearray]:

@@ -46,7 +46,7 @@ from rollout_service.runs.rescore import Rescorer
 from rollout_service.settings import DefaultEngine, PipelineSettings, Settings
 from rollout_service.shutdown import Shutdown
 from rollout_service.store.contract import Store
-from rollout_service.store.runs_contract import Ages
+from rollout_service.store.runs_contract import RetentionPolicy
 from rollout_service.store.sqlite.store import SqliteStore
 from rollout_service.telemetry.health import HealthMetrics
 from rollout_service.telemetry.metrics import Metrics
@@ -254,7 +254,7 @@ async def _manager(
         return max((view.weight_version for view in serving.views() if view.pool == pool), default=0)
 
     keep = settings.retention
-    ages = Ages(keep.ended_run_seconds, keep.settled_group_seconds, keep.rollout_seconds)
+    retention = RetentionPolicy(keep.ended_run_seconds, keep.settled_group_seconds, keep.rollout_seconds)
     return RunManager(
         store,
         filters,
@@ -262,7 +262,7 @@ async def _manager(
         reopen=reopening(environments.get),
         pool_version=pool_version,
         metrics=metrics,
-        ages=ages,
+        retention=retention,
     )
 
 

@@ -26,7 +26,7 @@ from rollout_service.runs.dataset import open_dataset
 from rollout_service.runs.manager import RunManager
 from rollout_service.runs.task_source import Rows, open_file
 from rollout_service.store.runs_contract import RunRecord, RunStore
-from rollout_service.store.sqlite.batch_statements import dropped_tallies
+from rollout_service.store.sqlite.batch_statements import dropped_counts
 
 CheckEnvironment = Callable[[str], Awaitable[Environment]]
 """The environment of a name, with an image that can be used; raises InvalidFieldError at `environment`."""
@@ -138,7 +138,7 @@ class RunService:
                 ready=run.count("ready"),
                 batched=run.count("batched"),
                 acknowledged=run.count("acknowledged"),
-                dropped=dropped_tallies(run.tallies),
+                dropped=dropped_counts(run.counters),
                 samples_masked=run.count("masked"),
                 samples_stale=run.count("masked:stale"),
                 samples_retried=run.count("retried"),

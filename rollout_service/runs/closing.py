@@ -19,7 +19,7 @@ from rollout_service.groups import (
     leave_one_out,
     soft_overlong_penalty,
 )
-from rollout_service.store.runs_contract import ClosedSample, Closing, Member
+from rollout_service.store.runs_contract import ClosedSample, GroupClosure, GroupMember
 
 _TRUNCATIONS = frozenset(
     {
@@ -33,7 +33,7 @@ _TRUNCATIONS = frozenset(
 _ADVANTAGES = {Advantages.GROUP_NORM: group_normalised, Advantages.LEAVE_ONE_OUT: leave_one_out}
 
 
-def sample_outcome(member: Member, rollout: Rollout) -> SampleOutcome:
+def sample_outcome(member: GroupMember, rollout: Rollout) -> SampleOutcome:
     """What a rollout that has ended counts as; `reward` is that of the environment."""
     return SampleOutcome(
         sample=member.sample,
@@ -48,24 +48,24 @@ def sample_outcome(member: Member, rollout: Rollout) -> SampleOutcome:
     )
 
 
-def _masked_because(member: Member, rollout: Rollout) -> str | None:
+def _masked_because(member: GroupMember, rollout: Rollout) -> str | None:
     if rollout.state is RolloutState.COMPLETED and rollout.reward is not None:
         return None
     if rollout.error is not None:
         return rollout.error.code
-    return STRAGGLER if member.cut else CANCELLED
+    return STRAGGLER if member.is_straggler else CANCELLED
 
 
-def closing(
+def close_group(
     request: RunRequest,
     chain: FilterChain,
     number: int,
-    samples: Sequence[tuple[Member, Rollout]],
+    samples: Sequence[tuple[GroupMember, Rollout]],
     *,
-    gave_up: str | None = None,
+    cancel_reason: str | None = None,
     bound: int | None = None,
-) -> Closing:
-    """How a group ends whose rollouts all have; `gave_up` is why it is dropped whatever they came to.
+) -> GroupClosure:
+    """How a group ends whose rollouts all have; `cancel_reason` is why it is dropped whatever they came to.
 
     Filters judge the rewards of the environment; advantages and statistics are of the rewards with penalties. Samples
     with a token older than version `bound` are masked, and the group is judged by the others; it is dropped as stale
@@ -73,7 +73,7 @@ def closing(
     """
     whole = GroupOutcome(number, tuple(sample_outcome(member, rollout) for member, rollout in samples))
     scored = whole.without_older_than(bound)
-    reason = gave_up or _dropped_because(chain, scored, whole)
+    reason = cancel_reason or _dropped_because(chain, scored, whole)
     group = GroupOutcome(number, tuple(_penalised(sample, request.overlong) for sample in scored.samples))
     statistics = group_statistics(group)
     advantages = _advantages(group, request.advantages)
@@ -88,7 +88,7 @@ def closing(
         )
         for sample, (member, _), advantage in zip(group.samples, samples, advantages, strict=True)
     ]
-    return Closing(
+    return GroupClosure(
         number=number,
         reason=reason,
         samples=closed,

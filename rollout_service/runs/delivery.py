@@ -20,7 +20,7 @@ from rollout_service.errors import NotFoundError, RequestError
 from rollout_service.runs.batch_encoding import BatchFile
 from rollout_service.runs.manager import RunManager
 from rollout_service.store.codec.heads import group_json
-from rollout_service.store.runs_contract import GroupHead, LeasedBatch, LeaseOrder, RunStore
+from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest, GroupHead, RunStore
 
 
 class RunOverError(RequestError):
@@ -40,7 +40,9 @@ class Delivery:
         self._manager = manager
         self._clock = clock
 
-    async def lease(self, order: LeaseOrder, *, version: int | None, timeout: float) -> LeasedBatch | None:
+    async def lease(
+        self, order: BatchLeaseRequest, *, version: int | None, timeout: float
+    ) -> BatchLease | None:
         """The next batch for a trainer at this version, or None when there is none within so many seconds.
 
         Raises NotFoundError, RunOverError, StoreError.
@@ -54,13 +56,13 @@ class Delivery:
             return await self._leased(order)
         return None
 
-    async def _leased(self, order: LeaseOrder) -> LeasedBatch:
+    async def _leased(self, order: BatchLeaseRequest) -> BatchLease:
         """Wait for a batch. A cancellation takes effect while it waits, never between a lease and its return."""
         while True:
             seen = self._runs.deliveries
             with anyio.CancelScope(shield=True):
                 leased = await self._runs.lease(order)
-            if isinstance(leased, LeasedBatch):
+            if isinstance(leased, BatchLease):
                 return leased
             if leased.over:
                 raise RunOverError(
@@ -73,7 +75,7 @@ class Delivery:
             with anyio.move_on_after(max(0.0, leased.due - self._clock())):
                 await self._runs.wait_for_delivery(seen)
 
-    async def as_json(self, leased: LeasedBatch) -> AsyncIterator[bytes]:
+    async def as_json(self, leased: BatchLease) -> AsyncIterator[bytes]:
         """A leased batch with all its tokens as the pieces of its JSON; holds one group at a time."""
         seen: list[Group] = []
         before = b'{"groups":['
@@ -84,9 +86,9 @@ class Delivery:
             before = b","
         yield b"]," + _batch(leased, seen).model_dump_json(exclude={"groups"}).encode()[1:]
 
-    async def as_arrays(self, leased: LeasedBatch) -> BatchFile:
+    async def as_arrays(self, leased: BatchLease) -> BatchFile:
         """Return a leased batch as a safetensors file, whose columns are read while it is sent."""
-        heads = await self._runs.heads(leased.run_id, leased.groups)
+        heads = await self._runs.group_heads(leased.run_id, leased.groups)
         read = partial(self._runs.columns, leased.run_id)
         return await anyio.to_thread.run_sync(BatchFile, _batch(leased, heads), heads, read)
 
@@ -104,7 +106,7 @@ class Delivery:
         await self._runs.give_back(run_id, batch_number(run_id, batch_id))
 
 
-def _batch(leased: LeasedBatch, groups: Sequence[Group | GroupHead]) -> Batch:
+def _batch(leased: BatchLease, groups: Sequence[Group | GroupHead]) -> Batch:
     """Return what is said of a batch beside its groups."""
     return Batch(
         batch_id=leased.batch_id,

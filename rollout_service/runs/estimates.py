@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from api_schemas.rollouts import Rollout, Stage
 from rollout_service.groups import AcceptanceRate, CompletionTimes, Progress
-from rollout_service.store.runs_contract import Closing, OpenGroup, RunRecord
-from rollout_service.store.sqlite.batch_statements import dropped_tallies
+from rollout_service.store.runs_contract import GroupClosure, OpenGroup, RunRecord
+from rollout_service.store.sqlite.batch_statements import dropped_counts
 
 NOT_JUDGED = frozenset({"stale", "surplus", "cancelled"})
 """Reasons that say nothing about whether a group was informative."""
@@ -53,11 +53,11 @@ class Learned:
                 path.append(progress)
         return under_way
 
-    def closed(self, closing: Closing, rollouts: Sequence[Rollout], cut: Sequence[bool]) -> None:
+    def closed(self, closure: GroupClosure, rollouts: Sequence[Rollout], cut: Sequence[bool]) -> None:
         """A group was closed."""
-        path = self._paths.pop(closing.number, [])
-        if closing.reason not in NOT_JUDGED:
-            self.acceptance.learn(kept=closing.reason is None, path=path)
+        path = self._paths.pop(closure.number, [])
+        if closure.reason not in NOT_JUDGED:
+            self.acceptance.learn(kept=closure.reason is None, path=path)
         for rollout, was_cut in zip(rollouts, cut, strict=True):
             if was_cut and rollout.reward is None:
                 self.times.add_cut_off()
@@ -69,7 +69,7 @@ def judged(run: RunRecord) -> tuple[int, int]:
     """How many groups of a run passed its filters, and how many they dropped."""
     kept = sum(run.count(name) for name in ("ready", "batched", "acknowledged"))
     kept += run.count("dropped:stale")
-    dropped = sum(n for reason, n in dropped_tallies(run.tallies).items() if reason not in NOT_JUDGED)
+    dropped = sum(n for reason, n in dropped_counts(run.counters).items() if reason not in NOT_JUDGED)
     return kept, dropped
 
 

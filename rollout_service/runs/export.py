@@ -38,7 +38,7 @@ class RunExporter:
         yield _packed(_line(head), packer)
         count = 0
         for number in groups:
-            for sample in await self._runs.exported(run_id, number):
+            for sample in await self._runs.exported_samples(run_id, number):
                 count += 1
                 yield await anyio.to_thread.run_sync(_packed_sample, sample, packer)
         yield _packed(_line(ExportEnd(samples=count)), packer)

@@ -29,13 +29,13 @@ from rollout_service.groups import (
     StragglerRule,
 )
 from rollout_service.pipeline.pipeline import retry_until_stored
-from rollout_service.runs.closing import closing
+from rollout_service.runs.closing import close_group
 from rollout_service.runs.demand import Active, claim, has_enough, new_group, retry_of, rollout_request
 from rollout_service.runs.estimates import Learned
 from rollout_service.runs.task_source import Reopen, RunTasks
 from rollout_service.store.codec.rollouts import RESTORE
 from rollout_service.store.contract import Store
-from rollout_service.store.runs_contract import Ages, Member, OpenGroup, RunRecord
+from rollout_service.store.runs_contract import GroupMember, OpenGroup, RetentionPolicy, RunRecord
 from rollout_service.store.sqlite.batch_statements import oldest_allowed
 from rollout_service.telemetry.metrics import Metrics
 
@@ -62,7 +62,7 @@ class RunManager:
         reopen: Reopen,
         pool_version: Callable[[str], int],
         metrics: Metrics,
-        ages: Ages | None = None,
+        retention: RetentionPolicy | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`places` is how many rollouts of all runs are under way at once; more would only wait in the store."""
@@ -73,7 +73,7 @@ class RunManager:
         self._reopen = reopen
         self._pool_version = pool_version
         self._metrics = metrics
-        self._ages = ages or Ages()
+        self._retention = retention or RetentionPolicy()
         self._clock = clock
         self._scheduler = FairScheduler()
         self._learned: dict[str, Learned] = {}
@@ -131,8 +131,8 @@ class RunManager:
             return
         for group in await self._runs.stale_groups(run.run_id, bound):
             samples = await self._samples(group)
-            revised = closing(run.request, chain, group.number, samples, bound=bound)
-            await self._runs.revise(run.run_id, revised)
+            revised = close_group(run.request, chain, group.number, samples, bound=bound)
+            await self._runs.reclose_group(run.run_id, revised)
 
     def _bound(self, run: RunRecord) -> int | None:
         """The oldest version that a sample may have; None while nothing is masked for its age."""
@@ -165,7 +165,7 @@ class RunManager:
             if found is not None:
                 active.append(found)
                 rate = found.learned.acceptance.rate
-                self._metrics.run_stands(run.run_id, found.run.tallies, rate)
+                self._metrics.run_stands(run.run_id, found.run.counters, rate)
         await self._begin(active)
         if failure is not None:
             raise failure
@@ -219,64 +219,64 @@ class RunManager:
         learned = self._learned.setdefault(run.run_id, Learned.restored(run))
         active = Active(run, self.chain(run.request), learned, await self._runs.open_groups(run.run_id))
         for group in active.groups:
-            gave_up = CANCELLED if run.state is RunState.ENDED else group.gave_up
-            if gave_up is not None:
+            cancel_reason = CANCELLED if run.state is RunState.ENDED else group.cancel_reason
+            if cancel_reason is not None:
                 await self._cancel(group.members)
-            await self._settle_group(active, group, gave_up)
+            await self._settle_group(active, group, cancel_reason)
         await self._mask_stale(run, active.chain)
         active.run = await self._runs.get(run.run_id)
         if has_enough(active.run):
-            await self._runs.give_up(run.run_id, SURPLUS)
+            await self._runs.cancel_groups(run.run_id, SURPLUS)
         active.groups = await self._runs.open_groups(run.run_id)
         await self._cut_stragglers(active)
         return active
 
-    async def _settle_group(self, active: Active, group: OpenGroup, gave_up: str | None) -> None:
+    async def _settle_group(self, active: Active, group: OpenGroup, cancel_reason: str | None) -> None:
         """Repeat what failed, and close the group if all has ended."""
         repeated = False
-        if gave_up is None:
+        if cancel_reason is None:
             _refuse_lost(group)
             for member in group.members:
                 if member.state is RolloutState.FAILED:
                     repeated |= await self._repeat(active.run, group.number, member)
         if repeated or not all(member.state.terminal for member in group.members):
             return
-        samples = await self._samples(group, whole=gave_up is None)
+        samples = await self._samples(group, whole=cancel_reason is None)
         whole = len(samples) == active.run.request.group_size
         cancelled = any(member.state is RolloutState.CANCELLED for member in group.members)
-        ended = closing(
+        closure = close_group(
             active.run.request,
             active.chain,
             group.number,
             samples,
-            gave_up=gave_up if cancelled or not whole else None,
+            cancel_reason=cancel_reason if cancelled or not whole else None,
             bound=self._bound(active.run),
         )
-        await self._runs.close_group(active.run.run_id, ended)
+        await self._runs.close_group(active.run.run_id, closure)
         active.learned.closed(
-            ended, [rollout for _, rollout in samples], [member.cut for member, _ in samples]
+            closure, [rollout for _, rollout in samples], [member.is_straggler for member, _ in samples]
         )
 
-    async def _samples(self, group: OpenGroup, *, whole: bool = True) -> list[tuple[Member, Rollout]]:
+    async def _samples(self, group: OpenGroup, *, whole: bool = True) -> list[tuple[GroupMember, Rollout]]:
         """Return the rollouts of a group that has ended.
 
         Raises RecordLostError if one is gone or damaged; it is left out unless the group is wanted whole.
         """
         if whole:
             _refuse_lost(group)
-        samples: list[tuple[Member, Rollout]] = []
+        samples: list[tuple[GroupMember, Rollout]] = []
         for member in group.members:
             with nullcontext() if whole else suppress(RecordLostError):
                 samples.append((member, await self._rollout(member)))
         return samples
 
-    async def _rollout(self, member: Member) -> Rollout:
+    async def _rollout(self, member: GroupMember) -> Rollout:
         rollout = await self._store.get(member.rollout_id)
         if rollout is None:
             raise RecordLostError(f"the rollout {member.rollout_id} of a group is gone", hint=RESTORE)
         return rollout
 
-    async def _repeat(self, run: RunRecord, number: int, member: Member) -> bool:
+    async def _repeat(self, run: RunRecord, number: int, member: GroupMember) -> bool:
         """Roll a failed sample out again, if that may help and the budget allows."""
         retry = retry_of(member.rollout_id) + 1
         rollout = await self._rollout(member)
@@ -284,10 +284,10 @@ class RunManager:
         if hopeless or retry > run.request.infrastructure_retries:
             return False
         request = rollout_request(run, number, member.sample, rollout.task, retry)
-        await self._runs.repeat(run.run_id, number, member.sample, request)
+        await self._runs.retry_sample(run.run_id, number, member.sample, request)
         return True
 
-    async def _cancel(self, members: Sequence[Member]) -> None:
+    async def _cancel(self, members: Sequence[GroupMember]) -> None:
         for member in members:
             if not member.state.terminal:
                 await self._store.cancel(member.rollout_id)
@@ -302,14 +302,14 @@ class RunManager:
             usable = sum(member.reward is not None for member in group.members)
             if limit is not None and usable >= rule.min_samples:
                 slow = [member for member in group.members if self._rolling(member) > limit]
-                cut = {member.sample for member in group.members if member.cut}
+                cut = {member.sample for member in group.members if member.is_straggler}
                 if not {member.sample for member in slow} <= cut:
                     cut |= {member.sample for member in slow}
-                    await self._runs.cut(active.run.run_id, group.number, sorted(cut))
+                    await self._runs.mark_stragglers(active.run.run_id, group.number, sorted(cut))
                 await self._cancel(slow)
-            await self._cancel([member for member in group.members if member.cut])
+            await self._cancel([member for member in group.members if member.is_straggler])
 
-    def _rolling(self, member: Member) -> float:
+    def _rolling(self, member: GroupMember) -> float:
         """How long a rollout's agent has been at work; 0 when it is not."""
         return 0.0 if member.rolling_since is None else self._clock() - member.rolling_since
 
@@ -336,7 +336,7 @@ class RunManager:
             taken = await (await self._tasks_of(run)).take(run.cursor, count)
             if taken:
                 self._learned[run.run_id].reached(taken[-1][0].epoch)
-            await self._runs.begin(run.run_id, [new_group(run, place, task) for place, task in taken])
+            await self._runs.start_groups(run.run_id, [new_group(run, place, task) for place, task in taken])
         except StoreError:
             raise
         except Exception as error:  # noqa: BLE001 - it is shown in the run, and must not stop the others
@@ -358,7 +358,7 @@ class RunManager:
             for run in await self._runs.list():
                 keep = run.request.retention
                 await self._runs.prune(run.run_id, seconds=keep.seconds, max_bytes=keep.max_bytes)
-            while await self._runs.retain(self._ages):
+            while await self._runs.delete_expired(self._retention):
                 await anyio.lowlevel.checkpoint()  # others get their turn at the database
 
         while True:

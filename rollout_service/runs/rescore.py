@@ -62,7 +62,7 @@ class Rescorer:
         if missing:
             raise InvalidFieldError(missing, hint=f"GET /v1/runs/{run_id}/export lists those there are.")
         await self._check(order)
-        return self._in_parts(chosen, self._services.store.runs.recorded, order)
+        return self._in_parts(chosen, self._services.store.runs.recorded_rollouts, order)
 
     async def _check(self, options: RescoreOptions) -> None:
         if options.environment is None:

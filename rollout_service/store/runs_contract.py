@@ -42,7 +42,7 @@ class RunRecord:
     digest: str | None
     """The digest of the file that the tasks come from."""
     cursor: int
-    tallies: Mapping[str, int]
+    counters: Mapping[str, int]
     """Groups by state, the dropped ones as `dropped:<reason>`; `masked` and `retried` samples; batches as
     `batches:<state>`."""
     problem: ErrorInfo | None
@@ -56,8 +56,8 @@ class RunRecord:
         return over or self.state in (RunState.ENDED, RunState.FINISHED)
 
     def count(self, name: str) -> int:
-        """A tally; 0 when there is none."""
-        return self.tallies.get(name, 0)
+        """A counter; 0 when there is none."""
+        return self.counters.get(name, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class NewGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class GroupMember:
     """A rollout of an open group as it stands, as far as it is cheap to know."""
 
     sample: int
@@ -81,7 +81,7 @@ class Member:
     """Unix seconds when its agent began; None unless it is at work."""
     oldest_version: int | None
     newest_version: int | None
-    cut: bool
+    is_straggler: bool
     """Whether it was cut off as a straggler."""
 
 
@@ -90,8 +90,8 @@ class OpenGroup:
     """A group under way."""
 
     number: int
-    members: Sequence[Member]
-    gave_up: str | None
+    members: Sequence[GroupMember]
+    cancel_reason: str | None
     """Why it is cancelled, if it is."""
     lost: Sequence[str] = ()
     """The ids of rollouts of it that the store no longer has."""
@@ -110,7 +110,7 @@ class ClosedSample:
 
 
 @dataclass(frozen=True, slots=True)
-class Closing:
+class GroupClosure:
     """How a group ends."""
 
     number: int
@@ -139,7 +139,7 @@ class GroupHead:
 
 
 @dataclass(frozen=True, slots=True)
-class Ages:
+class RetentionPolicy:
     """Seconds after which rows are deleted; None keeps them for ever."""
 
     ended_runs: float | None = None
@@ -151,7 +151,7 @@ class Ages:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseOrder:
+class BatchLeaseRequest:
     """What a consumer asks for."""
 
     run_id: str
@@ -162,7 +162,7 @@ class LeaseOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class LeasedBatch:
+class BatchLease:
     """A batch that was leased; its groups are read one by one."""
 
     batch_id: str
@@ -236,7 +236,7 @@ class RunStore(Protocol):
         """Tasks of an inline run by their number in the epoch."""
         ...
 
-    async def begin(self, run_id: str, groups: Sequence[NewGroup]) -> int:
+    async def start_groups(self, run_id: str, groups: Sequence[NewGroup]) -> int:
         """Begin groups that follow the cursor; returns how many were, 0 if the run no longer runs."""
         ...
 
@@ -244,19 +244,19 @@ class RunStore(Protocol):
         """The groups under way, oldest first."""
         ...
 
-    async def repeat(self, run_id: str, number: int, sample: int, request: RolloutRequest) -> None:
+    async def retry_sample(self, run_id: str, number: int, sample: int, request: RolloutRequest) -> None:
         """Put another rollout in the place of a sample that failed."""
         ...
 
-    async def cut(self, run_id: str, number: int, samples: Sequence[int]) -> None:
+    async def mark_stragglers(self, run_id: str, number: int, samples: Sequence[int]) -> None:
         """Remember that these samples of an open group are cut off."""
         ...
 
-    async def give_up(self, run_id: str, reason: str) -> None:
+    async def cancel_groups(self, run_id: str, reason: str) -> None:
         """Remember that the groups under way are cancelled."""
         ...
 
-    async def close_group(self, run_id: str, closing: Closing) -> None:
+    async def close_group(self, run_id: str, closure: GroupClosure) -> None:
         """Keep or drop a group that is open; one that is not stays as it is."""
         ...
 
@@ -267,11 +267,11 @@ class RunStore(Protocol):
         """
         ...
 
-    async def revise(self, run_id: str, closing: Closing) -> None:
+    async def reclose_group(self, run_id: str, closure: GroupClosure) -> None:
         """Close a group that waits for a batch anew, with more of it masked; one that does not wait stays as it is."""
         ...
 
-    async def lease(self, order: LeaseOrder) -> LeasedBatch | NoBatch:
+    async def lease(self, order: BatchLeaseRequest) -> BatchLease | NoBatch:
         """Lease the oldest batch that was returned or whose lease ran out, or else a new one.
 
         With a new one of a run that cancels its surplus, what is left is dropped or given up.
@@ -294,7 +294,7 @@ class RunStore(Protocol):
         """Return a batch to be leased again at once; what is acknowledged stays so, ConflictError."""
         ...
 
-    async def standing(self, run_id: str) -> Mapping[int, str]:
+    async def group_states(self, run_id: str) -> Mapping[int, str]:
         """Every group by its number: its state, a dropped one as `dropped:<reason>`."""
         ...
 
@@ -302,7 +302,7 @@ class RunStore(Protocol):
         """A closed group with its rollouts and their trajectories."""
         ...
 
-    async def heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead]:
+    async def group_heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead]:
         """Closed groups without their tokens, in this order; those that were kept are there ready-made."""
         ...
 
@@ -314,7 +314,7 @@ class RunStore(Protocol):
         """The numbers of all closed groups, whatever became of them."""
         ...
 
-    async def exported(self, run_id: str, number: int) -> Sequence[ExportedSample]:
+    async def exported_samples(self, run_id: str, number: int) -> Sequence[ExportedSample]:
         """The rollouts of a closed group with all that is known of them."""
         ...
 
@@ -322,7 +322,7 @@ class RunStore(Protocol):
         """The rollouts of all closed groups, in the order of their tasks."""
         ...
 
-    async def recorded(self, rollout_ids: Sequence[str]) -> Sequence[RecordedRollout]:
+    async def recorded_rollouts(self, rollout_ids: Sequence[str]) -> Sequence[RecordedRollout]:
         """Rollouts with all that is needed to evaluate them again, in this order; those that are gone are left out."""
         ...
 
@@ -330,7 +330,7 @@ class RunStore(Protocol):
         """Delete the trajectories of settled groups beyond these limits; returns how many groups it were."""
         ...
 
-    async def retain(self, ages: Ages) -> int:
+    async def delete_expired(self, policy: RetentionPolicy) -> int:
         """Delete some of what is older; returns 0 when nothing is left to delete."""
         ...
 

@@ -38,7 +38,7 @@ from rollout_service.api.routes.waiting import while_connected
 from rollout_service.errors import ConflictError, NotFoundError
 from rollout_service.inference.errors import NoBackendError
 from rollout_service.runs.delivery import RunOverError
-from rollout_service.store.runs_contract import LeasedBatch, LeaseOrder
+from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest
 
 router = APIRouter(prefix="/v1", tags=["runs"], route_class=StrictRoute)
 
@@ -121,9 +121,9 @@ async def lease_batch(
 
     With `Accept: application/vnd.rollout.batch+safetensors` it comes as arrays.
     """
-    order = LeaseOrder(run_id, key or uuid.uuid4().hex, seconds, allow_stale)
+    order = BatchLeaseRequest(run_id, key or uuid.uuid4().hex, seconds, allow_stale)
 
-    def lease() -> Awaitable[LeasedBatch | None]:
+    def lease() -> Awaitable[BatchLease | None]:
         return service.delivery.lease(order, version=version, timeout=timeout)
 
     leased = await while_connected(http, lambda: service.shutdown.until_begun(lease))

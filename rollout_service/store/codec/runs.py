@@ -16,7 +16,7 @@ from api_schemas.rollouts import Rollout, RolloutRequest
 from api_schemas.runs import Group, GroupSample, InlineTasks, RunRequest, RunState
 from rollout_service.errors import RecordLostError
 from rollout_service.store.codec import rollouts as codec
-from rollout_service.store.runs_contract import ClosedSample, Closing, LeasedBatch, RunRecord
+from rollout_service.store.runs_contract import BatchLease, ClosedSample, GroupClosure, RunRecord
 
 _SAMPLES = TypeAdapter(list[ClosedSample])
 
@@ -39,7 +39,7 @@ def encode_request(request: RunRequest) -> str:
     return without_tasks(request).model_dump_json()
 
 
-def decode_run(row: sqlite3.Row, tallies: Mapping[str, int]) -> RunRecord:
+def decode_run(row: sqlite3.Row, counters: Mapping[str, int]) -> RunRecord:
     """A run from its row."""
     return RunRecord(
         run_id=row["run_id"],
@@ -51,7 +51,7 @@ def decode_run(row: sqlite3.Row, tallies: Mapping[str, int]) -> RunRecord:
         total=row["total"],
         digest=row["digest"],
         cursor=row["cursor"],
-        tallies=dict(tallies),
+        counters=dict(counters),
         problem=ErrorInfo.model_validate_json(row["problem"]) if row["problem"] else None,
         created_at=codec.when(row["created_at"]),
         changed_at=codec.when(row["changed_at"]),
@@ -68,10 +68,10 @@ def decode_samples(text: str) -> list[ClosedSample]:
     return _SAMPLES.validate_json(text)
 
 
-def encode_summary(closing: Closing) -> str:
+def encode_summary(closure: GroupClosure) -> str:
     """What a group came to, beside its samples."""
     fields = ("reward_mean", "reward_std", "oldest_version", "newest_version")
-    return json.dumps({field: getattr(closing, field) for field in fields})
+    return json.dumps({field: getattr(closure, field) for field in fields})
 
 
 def decode_group(row: sqlite3.Row, rollouts: Mapping[str, Rollout]) -> Group:
@@ -133,10 +133,10 @@ def batch_id(run_id: str, number: int) -> str:
     return f"{run_id}.b{number}"
 
 
-def decode_batch(row: sqlite3.Row, run_id: str, groups: Sequence[int]) -> LeasedBatch:
+def decode_batch(row: sqlite3.Row, run_id: str, groups: Sequence[int]) -> BatchLease:
     """A leased batch from its row and the numbers of its groups."""
     until: datetime = codec.when(row["lease_until"])
-    return LeasedBatch(
+    return BatchLease(
         batch_id=batch_id(run_id, row["number"]),
         run_id=run_id,
         number=row["number"],

@@ -12,15 +12,21 @@ from rollout_service.errors import ConflictError, NotFoundError
 from rollout_service.groups import STALE
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.runs_contract import (
-    Closing,
-    LeasedBatch,
-    LeaseOrder,
+    BatchLease,
+    BatchLeaseRequest,
+    GroupClosure,
     NoBatch,
     OpenGroup,
     RunRecord,
 )
 from rollout_service.store.sqlite import run_statements
-from rollout_service.store.sqlite.run_statements import finish_if_done, give_up, record_of, row_of, tally
+from rollout_service.store.sqlite.run_statements import (
+    add_to_counter,
+    cancel_groups,
+    finish_if_done,
+    record_of,
+    row_of,
+)
 
 _HELD = (
     "SELECT * FROM batches WHERE run = :run AND state = 'leased' AND lease_key = :key AND lease_until > :now"
@@ -88,7 +94,7 @@ WHERE rollout_id IN (SELECT value FROM json_each(?))
 _BATCH = "SELECT * FROM batches WHERE run = ? AND number = ?"
 
 
-def lease(db: sqlite3.Connection, order: LeaseOrder, now: float) -> LeasedBatch | NoBatch:
+def lease(db: sqlite3.Connection, order: BatchLeaseRequest, now: float) -> BatchLease | NoBatch:
     """A batch for this consumer: the one it holds already, one that is free again, or a new one."""
     row = row_of(db, order.run_id)
     run = record_of(db, row)
@@ -131,8 +137,8 @@ def stale_groups(db: sqlite3.Connection, run_id: str, bound: int, now: float) ->
 
 
 def _new_batch(
-    db: sqlite3.Connection, row: sqlite3.Row, order: LeaseOrder, bound: int | None, now: float
-) -> LeasedBatch | NoBatch:
+    db: sqlite3.Connection, row: sqlite3.Row, order: BatchLeaseRequest, bound: int | None, now: float
+) -> BatchLease | NoBatch:
     if bound is not None and db.execute(_STALE_READY, (row["seq"], bound)).fetchone()[0]:
         return NoBatch(over=False, due=math.inf, stale=True)
     run = record_of(db, row_of(db, order.run_id))
@@ -143,7 +149,7 @@ def _new_batch(
         over = run.state is RunState.FINISHED or (last and not groups and not run.count("batched"))
         (due,) = db.execute(_DUE, (row["seq"],)).fetchone()
         return NoBatch(over=over, due=math.inf if due is None else due)
-    dropped = dropped_tallies(run.tallies)
+    dropped = dropped_counts(run.counters)
     values = {
         "run": row["seq"],
         "number": row["batches"],
@@ -158,14 +164,14 @@ def _new_batch(
     db.execute(_COUNT_BATCH, {"run": row["seq"], "reported": json.dumps(dropped)})
     if run.request.surplus is Surplus.CANCEL:
         db.execute(_DROP_SURPLUS, {"run": row["seq"], "now": now})
-        give_up(db, row["seq"], "surplus")
+        cancel_groups(db, row["seq"], "surplus")
     return _batch(db, made, order.run_id)
 
 
-def dropped_tallies(tallies: Mapping[str, int]) -> dict[str, int]:
+def dropped_counts(counters: Mapping[str, int]) -> dict[str, int]:
     """Dropped groups by reason."""
     prefix = "dropped:"
-    return {name.removeprefix(prefix): n for name, n in tallies.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): n for name, n in counters.items() if name.startswith(prefix)}
 
 
 def since(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
@@ -173,7 +179,7 @@ def since(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
     return {name: count - before.get(name, 0) for name, count in now.items() if count > before.get(name, 0)}
 
 
-def _batch(db: sqlite3.Connection, row: sqlite3.Row, run_id: str) -> LeasedBatch:
+def _batch(db: sqlite3.Connection, row: sqlite3.Row, run_id: str) -> BatchLease:
     groups = [group["number"] for group in db.execute(_GROUPS, (row["seq"],))]
     return run_codec.decode_batch(row, run_id, groups)
 
@@ -191,7 +197,7 @@ def acknowledge(db: sqlite3.Connection, run_id: str, number: int, now: float) ->
         )
     db.execute(_SETTLE, {"batch": batch["seq"], "state": "acknowledged", "now": now})
     db.execute(_ACKNOWLEDGE_GROUPS, {"batch": batch["seq"], "now": now})
-    tally(db, row["seq"], "batches:acknowledged")
+    add_to_counter(db, row["seq"], "batches:acknowledged")
     finish_if_done(db, row["seq"], now)
 
 
@@ -244,17 +250,17 @@ def _closed_group(db: sqlite3.Connection, run_id: str, number: int) -> sqlite3.R
 
 
 def read_closing(
-    db: sqlite3.Connection, run_id: str, closing: Closing
+    db: sqlite3.Connection, run_id: str, closure: GroupClosure
 ) -> tuple[sqlite3.Row | None, list[sqlite3.Row]]:
     """Return the row that a group will have once it is closed, if it can be, and the rows of its rollouts."""
     values = {
         "run": run_id,
-        "number": closing.number,
-        "samples": run_codec.encode_samples(closing.samples),
-        "summary": run_codec.encode_summary(closing),
+        "number": closure.number,
+        "samples": run_codec.encode_samples(closure.samples),
+        "summary": run_codec.encode_summary(closure),
     }
     row = db.execute(_CLOSING, values).fetchone()
-    return row, read_rollouts(db, [sample.rollout_id for sample in closing.samples])
+    return row, read_rollouts(db, [sample.rollout_id for sample in closure.samples])
 
 
 def read_heads(db: sqlite3.Connection, run_id: str, numbers: Sequence[int]) -> list[sqlite3.Row]:

@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from rollout_service.store.runs_contract import Ages
+from rollout_service.store.runs_contract import RetentionPolicy
 
 GROUPS_AT_ONCE = 64
 ROLLOUTS_AT_ONCE = 512
@@ -51,15 +51,15 @@ _DELETE_ROWS = (
 _COUNT = "UPDATE counts SET count = count - 1 WHERE state = ?"
 
 
-def retain(db: sqlite3.Connection, ages: Ages, now: float) -> int:
-    """Delete some of what is older than these ages; returns how much, 0 when nothing is left to delete."""
+def delete_expired(db: sqlite3.Connection, policy: RetentionPolicy, now: float) -> int:
+    """Delete some of what is older than this policy allows; returns how many rows, 0 when nothing is left to delete."""
     deleted = 0
-    if ages.ended_runs is not None:
-        deleted += _delete_run(db, now - ages.ended_runs)
-    if ages.settled_groups is not None:
-        deleted += _empty(db, db.execute(_SETTLED, (now - ages.settled_groups, GROUPS_AT_ONCE)).fetchall())
-    if ages.rollouts is not None:
-        rows = db.execute(_PLAIN, (now - ages.rollouts, ROLLOUTS_AT_ONCE)).fetchall()
+    if policy.ended_runs is not None:
+        deleted += _delete_run(db, now - policy.ended_runs)
+    if policy.settled_groups is not None:
+        deleted += _empty(db, db.execute(_SETTLED, (now - policy.settled_groups, GROUPS_AT_ONCE)).fetchall())
+    if policy.rollouts is not None:
+        rows = db.execute(_PLAIN, (now - policy.rollouts, ROLLOUTS_AT_ONCE)).fetchall()
         deleted += _delete_rollouts(db, [row["rollout_id"] for row in rows])
     return deleted
 

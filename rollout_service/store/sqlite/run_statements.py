@@ -17,7 +17,14 @@ from rollout_service.errors import ConflictError, NotFoundError
 from rollout_service.groups import STALE
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import runs as run_codec
-from rollout_service.store.runs_contract import ClosedSample, Closing, Member, NewGroup, OpenGroup, RunRecord
+from rollout_service.store.runs_contract import (
+    ClosedSample,
+    GroupClosure,
+    GroupMember,
+    NewGroup,
+    OpenGroup,
+    RunRecord,
+)
 from rollout_service.store.sqlite import rollout_statements as statements
 
 _OVER = (RunState.ENDED, RunState.FINISHED)
@@ -35,8 +42,10 @@ SELECT * FROM runs WHERE state IN ('running', 'paused')
     OR EXISTS (SELECT 1 FROM groups WHERE groups.run = runs.seq AND groups.state = 'open')
 ORDER BY seq
 """
-_TALLIES = "SELECT name, count FROM tallies WHERE run = ? AND count > 0"
-_TALLY = "INSERT INTO tallies VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET count = count + excluded.count"
+_COUNTERS = "SELECT name, count FROM tallies WHERE run = ? AND count > 0"
+_ADD_TO_COUNTER = (
+    "INSERT INTO tallies VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET count = count + excluded.count"
+)
 _UPDATE = """
 UPDATE runs SET state = :state, version = max(version, :version), request = :request, problem = :problem,
     changed_at = :now WHERE seq = :seq
@@ -46,7 +55,7 @@ _ADD_TASK = "INSERT INTO run_tasks VALUES (?, ?, ?)"
 _APPENDED = "UPDATE runs SET tasks = :tasks, total = :total, changed_at = :now WHERE seq = :seq"
 _MOVE_CURSOR = "UPDATE runs SET cursor = :cursor, changed_at = :now WHERE seq = :seq"
 
-_BEGIN = "INSERT INTO groups (run, number, epoch, members, opened_at, changed_at) VALUES (?, ?, ?, ?, ?, ?)"
+_START = "INSERT INTO groups (run, number, epoch, members, opened_at, changed_at) VALUES (?, ?, ?, ?, ?, ?)"
 _MEMBERS = """
 SELECT groups.number, groups.cut, groups.reason, member.key AS sample,
     member.value AS rollout_id, rollouts.state, rollouts.reward, rollouts.changed_at,
@@ -61,15 +70,15 @@ _STALE = (
 WHERE groups.run = ? AND groups.state = 'ready' AND groups.oldest_version < ? ORDER BY groups.number, sample
 """
 )
-_STANDING = """
+_GROUP_STATES = """
 SELECT number, iif(state = 'dropped', 'dropped:' || reason, state) AS state FROM groups WHERE run = ?
 """
 _REPLACE_MEMBER = """
 UPDATE groups SET members = json_set(members, '$[' || :sample || ']', :id), changed_at = :now
 WHERE run = :run AND number = :number AND state = 'open'
 """
-_CUT = "UPDATE groups SET cut = :cut WHERE run = :run AND number = :number AND state = 'open'"
-_GIVE_UP = "UPDATE groups SET reason = :reason WHERE run = :run AND state = 'open' AND reason IS NULL"
+_MARK_STRAGGLERS = "UPDATE groups SET cut = :cut WHERE run = :run AND number = :number AND state = 'open'"
+_CANCEL_GROUPS = "UPDATE groups SET reason = :reason WHERE run = :run AND state = 'open' AND reason IS NULL"
 _CLOSE = """
 UPDATE groups SET state = :state, reason = :reason, samples = :samples, summary = :summary,
     oldest_version = :oldest, changed_at = :now,
@@ -79,7 +88,7 @@ UPDATE groups SET state = :state, reason = :reason, samples = :samples, summary 
     )
 WHERE run = :run AND number = :number AND state = 'open'
 """
-_REVISE = """
+_RECLOSE = """
 UPDATE groups SET state = :state, reason = :reason, samples = :samples, summary = :summary,
     oldest_version = :oldest, changed_at = :now
 WHERE run = :run AND number = :number AND state = 'ready'
@@ -120,14 +129,14 @@ def row_of(db: sqlite3.Connection, run_id: str) -> sqlite3.Row:
 
 
 def record_of(db: sqlite3.Connection, row: sqlite3.Row) -> RunRecord:
-    """A run with its tallies."""
-    tallies = {row["name"]: row["count"] for row in db.execute(_TALLIES, (row["seq"],))}
-    return run_codec.decode_run(row, tallies)
+    """A run with its counters."""
+    counters = {row["name"]: row["count"] for row in db.execute(_COUNTERS, (row["seq"],))}
+    return run_codec.decode_run(row, counters)
 
 
-def tally(db: sqlite3.Connection, run: int, name: str, count: int = 1) -> None:
-    """Add to a tally of a run."""
-    db.execute(_TALLY, (run, name, count))
+def add_to_counter(db: sqlite3.Connection, run: int, name: str, count: int = 1) -> None:
+    """Add to a add_to_counter of a run."""
+    db.execute(_ADD_TO_COUNTER, (run, name, count))
 
 
 def create(db: sqlite3.Connection, values: dict[str, Any], request: RunRequest) -> tuple[RunRecord, bool]:
@@ -237,14 +246,14 @@ def inline_tasks(db: sqlite3.Connection, run_id: str, first: int, limit: int) ->
     return [Task.model_validate_json(row["task"]) for row in rows]
 
 
-def begin(db: sqlite3.Connection, run_id: str, groups: Sequence[NewGroup], now: float) -> int:
+def start_groups(db: sqlite3.Connection, run_id: str, groups: Sequence[NewGroup], now: float) -> int:
     """Begin groups that follow the cursor; how many were begun."""
     row = row_of(db, run_id)
     if row["state"] != RunState.RUNNING or not groups or groups[0].number != row["cursor"]:
         return 0
     for group in groups:
         ids = [_submit(db, request, now) for request in group.requests]
-        db.execute(_BEGIN, (row["seq"], group.number, group.epoch, json.dumps(ids), now, now))
+        db.execute(_START, (row["seq"], group.number, group.epoch, json.dumps(ids), now, now))
     db.execute(_MOVE_CURSOR, {"seq": row["seq"], "cursor": groups[-1].number + 1, "now": now})
     return len(groups)
 
@@ -281,9 +290,9 @@ def _group(number: int, reason: str | None, rows: Sequence[sqlite3.Row]) -> Open
     return OpenGroup(number, there, reason, [row["rollout_id"] for row in rows if row["state"] is None])
 
 
-def _member(row: sqlite3.Row) -> Member:
+def _member(row: sqlite3.Row) -> GroupMember:
     state = RolloutState(row["state"])
-    return Member(
+    return GroupMember(
         sample=row["sample"],
         rollout_id=row["rollout_id"],
         state=state,
@@ -291,17 +300,17 @@ def _member(row: sqlite3.Row) -> Member:
         rolling_since=row["changed_at"] if state is RolloutState.ROLLOUT else None,
         oldest_version=row["oldest_version"],
         newest_version=row["newest_version"],
-        cut=row["sample"] in json.loads(row["cut"]),
+        is_straggler=row["sample"] in json.loads(row["cut"]),
     )
 
 
-def standing(db: sqlite3.Connection, run_id: str) -> dict[int, str]:
+def group_states(db: sqlite3.Connection, run_id: str) -> dict[int, str]:
     """The state of every group by its number."""
-    rows = db.execute(_STANDING, (row_of(db, run_id)["seq"],))
+    rows = db.execute(_GROUP_STATES, (row_of(db, run_id)["seq"],))
     return {row["number"]: row["state"] for row in rows}
 
 
-def repeat(
+def retry_sample(
     db: sqlite3.Connection, run_id: str, number: int, sample: int, request: RolloutRequest, now: float
 ) -> None:
     """Put another rollout in the place of one that failed."""
@@ -309,46 +318,46 @@ def repeat(
     values = {"run": run, "number": number, "sample": sample, "id": request.rollout_id, "now": now}
     if db.execute(_REPLACE_MEMBER, values).rowcount:
         _submit(db, request, now)
-        tally(db, run, "retried")
+        add_to_counter(db, run, "retried")
 
 
-def cut(db: sqlite3.Connection, run_id: str, number: int, samples: Sequence[int]) -> None:
+def mark_stragglers(db: sqlite3.Connection, run_id: str, number: int, samples: Sequence[int]) -> None:
     """Remember which samples are cut off."""
     run = row_of(db, run_id)["seq"]
-    db.execute(_CUT, {"run": run, "number": number, "cut": json.dumps(sorted(samples))})
+    db.execute(_MARK_STRAGGLERS, {"run": run, "number": number, "cut": json.dumps(sorted(samples))})
 
 
-def give_up(db: sqlite3.Connection, run: int, reason: str) -> None:
+def cancel_groups(db: sqlite3.Connection, run: int, reason: str) -> None:
     """Remember why the groups under way are cancelled."""
-    db.execute(_GIVE_UP, {"run": run, "reason": reason})
+    db.execute(_CANCEL_GROUPS, {"run": run, "reason": reason})
 
 
 def close_group(
-    db: sqlite3.Connection, run_id: str, closing: Closing, head: Mapping[str, Any] | None, now: float
+    db: sqlite3.Connection, run_id: str, closure: GroupClosure, head: Mapping[str, Any] | None, now: float
 ) -> None:
     """Keep or drop a group that is open."""
     run = row_of(db, run_id)["seq"]
-    values = _closed(run, closing, now) | {
-        "ids": json.dumps([sample.rollout_id for sample in closing.samples])
+    values = _closed(run, closure, now) | {
+        "ids": json.dumps([sample.rollout_id for sample in closure.samples])
     }
     if db.execute(_CLOSE, values).rowcount:
-        _keep_head(db, run, closing.number, head)
-        _tally_masked(db, run, closing.samples)
+        _keep_head(db, run, closure.number, head)
+        _count_masked(db, run, closure.samples)
         finish_if_done(db, run, now)
 
 
-def revise(
-    db: sqlite3.Connection, run_id: str, closing: Closing, head: Mapping[str, Any] | None, now: float
+def reclose_group(
+    db: sqlite3.Connection, run_id: str, closure: GroupClosure, head: Mapping[str, Any] | None, now: float
 ) -> None:
     """Close a group anew that waits for a batch."""
     run = row_of(db, run_id)["seq"]
-    row = db.execute(_READY_SAMPLES, (run, closing.number)).fetchone()
+    row = db.execute(_READY_SAMPLES, (run, closure.number)).fetchone()
     if row is None:
         return
     masked = {sample.sample for sample in run_codec.decode_samples(row["samples"]) if not sample.usable}
-    db.execute(_REVISE, _closed(run, closing, now))
-    _keep_head(db, run, closing.number, head)
-    _tally_masked(db, run, [sample for sample in closing.samples if sample.sample not in masked])
+    db.execute(_RECLOSE, _closed(run, closure, now))
+    _keep_head(db, run, closure.number, head)
+    _count_masked(db, run, [sample for sample in closure.samples if sample.sample not in masked])
     finish_if_done(db, run, now)
 
 
@@ -357,27 +366,27 @@ def _keep_head(db: sqlite3.Connection, run: int, number: int, head: Mapping[str,
         db.execute(_KEEP_HEAD, {**head, "run": run, "number": number})
 
 
-def _closed(run: int, closing: Closing, now: float) -> dict[str, Any]:
+def _closed(run: int, closure: GroupClosure, now: float) -> dict[str, Any]:
     return {
         "run": run,
-        "number": closing.number,
-        "state": "ready" if closing.reason is None else "dropped",
-        "reason": closing.reason,
-        "samples": run_codec.encode_samples(closing.samples),
-        "summary": run_codec.encode_summary(closing),
-        "oldest": closing.oldest_version,
+        "number": closure.number,
+        "state": "ready" if closure.reason is None else "dropped",
+        "reason": closure.reason,
+        "samples": run_codec.encode_samples(closure.samples),
+        "summary": run_codec.encode_summary(closure),
+        "oldest": closure.oldest_version,
         "now": now,
     }
 
 
-def _tally_masked(db: sqlite3.Connection, run: int, samples: Sequence[ClosedSample]) -> None:
+def _count_masked(db: sqlite3.Connection, run: int, samples: Sequence[ClosedSample]) -> None:
     """Count what is masked, and apart from that what is stale."""
     for name, count in (
         ("masked", sum(not sample.usable for sample in samples)),
         ("masked:stale", sum(sample.masked_because == STALE for sample in samples)),
     ):
         if count:
-            tally(db, run, name, count)
+            add_to_counter(db, run, name, count)
 
 
 def finish_if_done(db: sqlite3.Connection, run: int, now: float) -> None:

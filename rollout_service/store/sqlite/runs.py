@@ -21,14 +21,14 @@ from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.codec import trajectories as trajectory_codec
 from rollout_service.store.codec.trajectories import Columns
 from rollout_service.store.runs_contract import (
-    Ages,
-    Closing,
+    BatchLease,
+    BatchLeaseRequest,
+    GroupClosure,
     GroupHead,
-    LeasedBatch,
-    LeaseOrder,
     NewGroup,
     NoBatch,
     OpenGroup,
+    RetentionPolicy,
     RunRecord,
     RunStore,
 )
@@ -114,59 +114,59 @@ class SqliteRuns(RunStore):
     async def inline_tasks(self, run_id: str, *, first: int, limit: int) -> Sequence[Task]:
         return await self._read(lambda db: run_statements.inline_tasks(db, run_id, first, limit))
 
-    async def begin(self, run_id: str, groups: Sequence[NewGroup]) -> int:
+    async def start_groups(self, run_id: str, groups: Sequence[NewGroup]) -> int:
         now = self._clock()
-        begun = await self._write(lambda db: run_statements.begin(db, run_id, groups, now))
+        started = await self._write(lambda db: run_statements.start_groups(db, run_id, groups, now))
         self._work_added()
-        return begun
+        return started
 
     async def open_groups(self, run_id: str) -> Sequence[OpenGroup]:
         return await self._read(lambda db: run_statements.open_groups(db, run_id))
 
-    async def repeat(self, run_id: str, number: int, sample: int, request: RolloutRequest) -> None:
+    async def retry_sample(self, run_id: str, number: int, sample: int, request: RolloutRequest) -> None:
         now = self._clock()
-        await self._write(lambda db: run_statements.repeat(db, run_id, number, sample, request, now))
+        await self._write(lambda db: run_statements.retry_sample(db, run_id, number, sample, request, now))
         self._work_added()
 
-    async def cut(self, run_id: str, number: int, samples: Sequence[int]) -> None:
-        await self._write(lambda db: run_statements.cut(db, run_id, number, samples))
+    async def mark_stragglers(self, run_id: str, number: int, samples: Sequence[int]) -> None:
+        await self._write(lambda db: run_statements.mark_stragglers(db, run_id, number, samples))
 
-    async def give_up(self, run_id: str, reason: str) -> None:
+    async def cancel_groups(self, run_id: str, reason: str) -> None:
         def job(db: sqlite3.Connection) -> None:
-            run_statements.give_up(db, run_statements.row_of(db, run_id)["seq"], reason)
+            run_statements.cancel_groups(db, run_statements.row_of(db, run_id)["seq"], reason)
 
         await self._write(job)
 
-    async def close_group(self, run_id: str, closing: Closing) -> None:
-        head = await self._head_at_close(run_id, closing)
+    async def close_group(self, run_id: str, closure: GroupClosure) -> None:
+        head = await self._head_at_close(run_id, closure)
         now = self._clock()
-        await self._write(lambda db: run_statements.close_group(db, run_id, closing, head, now))
+        await self._write(lambda db: run_statements.close_group(db, run_id, closure, head, now))
         self._changed()
 
     async def stale_groups(self, run_id: str, bound: int) -> Sequence[OpenGroup]:
         now = self._clock()
         return await self._write(lambda db: batch_statements.stale_groups(db, run_id, bound, now))
 
-    async def revise(self, run_id: str, closing: Closing) -> None:
-        head = await self._head_at_close(run_id, closing)
+    async def reclose_group(self, run_id: str, closure: GroupClosure) -> None:
+        head = await self._head_at_close(run_id, closure)
         now = self._clock()
-        await self._write(lambda db: run_statements.revise(db, run_id, closing, head, now))
+        await self._write(lambda db: run_statements.reclose_group(db, run_id, closure, head, now))
         self._changed()
 
-    async def _head_at_close(self, run_id: str, closing: Closing) -> Mapping[str, Any] | None:
+    async def _head_at_close(self, run_id: str, closure: GroupClosure) -> Mapping[str, Any] | None:
         """Return the head, as it is stored, of a group that is about to be kept: what has ended changes no more."""
-        if closing.reason is not None:
+        if closure.reason is not None:
             return None
-        row, members = await self._read(lambda db: batch_statements.read_closing(db, run_id, closing))
+        row, members = await self._read(lambda db: batch_statements.read_closing(db, run_id, closure))
         ended = all(RolloutState(member["state"]).terminal for member in members)
-        if row is None or not ended or len(members) < len(closing.samples):
+        if row is None or not ended or len(members) < len(closure.samples):
             return None
         return await anyio.to_thread.run_sync(_encode_head, row, members)
 
-    async def lease(self, order: LeaseOrder) -> LeasedBatch | NoBatch:
+    async def lease(self, order: BatchLeaseRequest) -> BatchLease | NoBatch:
         now = self._clock()
         leased = await self._write(lambda db: batch_statements.lease(db, order, now))
-        if isinstance(leased, LeasedBatch):
+        if isinstance(leased, BatchLease):
             self._changes.increment()
         return leased
 
@@ -185,14 +185,14 @@ class SqliteRuns(RunStore):
         await self._write(lambda db: batch_statements.give_back(db, run_id, batch, now))
         self._changed()
 
-    async def standing(self, run_id: str) -> Mapping[int, str]:
-        return await self._read(lambda db: run_statements.standing(db, run_id))
+    async def group_states(self, run_id: str) -> Mapping[int, str]:
+        return await self._read(lambda db: run_statements.group_states(db, run_id))
 
     async def group(self, run_id: str, number: int) -> Group:
         row, members = await self._read(lambda db: batch_statements.read_group(db, run_id, number))
         return await anyio.to_thread.run_sync(_decode_group, row, members)
 
-    async def heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead]:
+    async def group_heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead]:
         firsts = range(0, len(numbers), HEADS_AT_ONCE)
         parts = [await self._heads(run_id, numbers[first : first + HEADS_AT_ONCE]) for first in firsts]
         return [head for part in parts for head in part]
@@ -216,14 +216,14 @@ class SqliteRuns(RunStore):
     async def closed_groups(self, run_id: str) -> Sequence[int]:
         return await self._read(lambda db: batch_statements.closed_groups(db, run_id))
 
-    async def exported(self, run_id: str, number: int) -> Sequence[ExportedSample]:
+    async def exported_samples(self, run_id: str, number: int) -> Sequence[ExportedSample]:
         row, members = await self._read(lambda db: batch_statements.read_group(db, run_id, number))
         return await anyio.to_thread.run_sync(_decode_exported, row, members)
 
     async def rollout_ids(self, run_id: str) -> Sequence[str]:
         return await self._read(lambda db: batch_statements.rollout_ids(db, run_id))
 
-    async def recorded(self, rollout_ids: Sequence[str]) -> Sequence[RecordedRollout]:
+    async def recorded_rollouts(self, rollout_ids: Sequence[str]) -> Sequence[RecordedRollout]:
         rows = await self._read(lambda db: batch_statements.read_rollouts(db, rollout_ids))
         found = await anyio.to_thread.run_sync(_decode_recorded, rows)
         return [found[one] for one in rollout_ids if one in found]
@@ -234,9 +234,9 @@ class SqliteRuns(RunStore):
             lambda db: run_statements.prune(db, run_id, seconds=seconds, max_bytes=max_bytes, now=now)
         )
 
-    async def retain(self, ages: Ages) -> int:
+    async def delete_expired(self, policy: RetentionPolicy) -> int:
         now = self._clock()
-        return await self._write(lambda db: retention_statements.retain(db, ages, now))
+        return await self._write(lambda db: retention_statements.delete_expired(db, policy, now))
 
     async def wait_for_change(self, after: int) -> int:
         return await self._changes.wait_above(after)
@@ -328,7 +328,7 @@ def _encode_head(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> Mapping[st
     """Return None for a group that has none, as one with token ids beyond 32 bits, which comes as JSON alone."""
     try:
         return head_codec.encode(_make_head(row, members))
-    except Exception:  # noqa: BLE001 - it does not keep the group from closing, and is raised when it is leased as arrays
+    except Exception:  # noqa: BLE001 - it does not keep the group from closure, and is raised when it is leased as arrays
         return None
 
 

@@ -15,7 +15,7 @@ from support.api_server import api_server
 from rollout_service.api.routes import rollouts, runs
 from rollout_service.settings import Settings
 from rollout_service.store import SqliteStore
-from rollout_service.store.runs_contract import LeasedBatch, LeaseOrder
+from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest
 
 pytestmark = pytest.mark.anyio
 
@@ -81,8 +81,8 @@ def test_probes_answer_without_a_key_to_an_address_and_to_listed_names(tmp_path:
 async def delivered(path: Path) -> tuple[str, list[float | None], int]:
     """The batch that a store has next: its id, its rewards, and its tokens."""
     async with await SqliteStore.open(path) as store:
-        leased = await store.runs.lease(LeaseOrder(RUN, "a trainer", 600.0, False))
-        assert isinstance(leased, LeasedBatch)
+        leased = await store.runs.lease(BatchLeaseRequest(RUN, "a trainer", 600.0, False))
+        assert isinstance(leased, BatchLease)
         rewards, tokens = [], 0
         for number in leased.groups:
             group = await store.runs.group(RUN, number)
@@ -110,8 +110,8 @@ async def test_a_backup_under_load_is_restored(old: Path, tmp_path: Path) -> Non
     restored = tmp_path / "restored" / "rollouts.sqlite3"
     restored.parent.mkdir()
     async with await SqliteStore.open(old) as store:
-        leased = await store.runs.lease(LeaseOrder(RUN, "another trainer", 600.0, False))
-        assert isinstance(leased, LeasedBatch)
+        leased = await store.runs.lease(BatchLeaseRequest(RUN, "another trainer", 600.0, False))
+        assert isinstance(leased, BatchLease)
         with sqlite3.connect(old) as source, sqlite3.connect(restored) as target:
             source.backup(target)
         await store.runs.give_back(RUN, 1)

@@ -21,13 +21,13 @@ from rollout_service.store import SqliteStore
 from rollout_service.store.codec.heads import group_json
 from rollout_service.store.codec.trajectories import COLUMNS
 from rollout_service.store.runs_contract import (
-    Ages,
+    BatchLease,
+    BatchLeaseRequest,
     ClosedSample,
-    Closing,
-    LeasedBatch,
-    LeaseOrder,
+    GroupClosure,
     NewGroup,
     NoBatch,
+    RetentionPolicy,
 )
 from rollout_service.store.sqlite import schema
 from rollout_service.store.sqlite.retention_statements import tries
@@ -105,23 +105,23 @@ async def end_all(store: SqliteStore, version: int = 0, *, made: Trajectory | No
 
 async def close(store: SqliteStore, number: int, *, reason: str | None = None, version: int = 0) -> None:
     samples = [ClosedSample(s, f"a.{number}.{s}", True, None, float(s), None) for s in range(2)]
-    await store.runs.close_group("a", Closing(number, reason, samples, 0.5, 0.5, version, version))
+    await store.runs.close_group("a", GroupClosure(number, reason, samples, 0.5, 0.5, version, version))
 
 
 async def make_ready(store: SqliteStore, *numbers: int, version: int = 0) -> None:
-    assert await store.runs.begin("a", [new_group(number) for number in numbers]) == len(numbers)
+    assert await store.runs.start_groups("a", [new_group(number) for number in numbers]) == len(numbers)
     await end_all(store, version)
     for number in numbers:
         await close(store, number, version=version)
 
 
-async def lease(store: SqliteStore, key: str = "k", seconds: float = 60) -> LeasedBatch | NoBatch:
-    return await store.runs.lease(LeaseOrder("a", key, seconds))
+async def lease(store: SqliteStore, key: str = "k", seconds: float = 60) -> BatchLease | NoBatch:
+    return await store.runs.lease(BatchLeaseRequest("a", key, seconds))
 
 
-async def leased(store: SqliteStore, key: str = "k") -> LeasedBatch:
+async def leased(store: SqliteStore, key: str = "k") -> BatchLease:
     batch = await lease(store, key)
-    assert isinstance(batch, LeasedBatch)
+    assert isinstance(batch, BatchLease)
     return batch
 
 
@@ -140,9 +140,9 @@ async def test_a_run_is_made_once(store: SqliteStore) -> None:
 
 async def test_the_cursor_moves_with_the_groups(store: SqliteStore) -> None:
     await create(store)
-    assert await store.runs.begin("a", [new_group(1)]) == 0, "a task would be skipped"
-    assert await store.runs.begin("a", [new_group(0), new_group(1)]) == 2
-    assert await store.runs.begin("a", [new_group(1)]) == 0, "a task would come twice"
+    assert await store.runs.start_groups("a", [new_group(1)]) == 0, "a task would be skipped"
+    assert await store.runs.start_groups("a", [new_group(0), new_group(1)]) == 2
+    assert await store.runs.start_groups("a", [new_group(1)]) == 0, "a task would come twice"
     run = await store.runs.get("a")
     assert (run.cursor, run.count("open")) == (2, 2)
     groups = await store.runs.open_groups("a")
@@ -151,12 +151,12 @@ async def test_the_cursor_moves_with_the_groups(store: SqliteStore) -> None:
         ["a.1.0", "a.1.1"],
     ]
     await store.runs.update("a", state=RunState.PAUSED)
-    assert await store.runs.begin("a", [new_group(2)]) == 0
+    assert await store.runs.start_groups("a", [new_group(2)]) == 0
 
 
 async def test_members_tell_their_versions(store: SqliteStore) -> None:
     await create(store)
-    await store.runs.begin("a", [new_group(0)])
+    await store.runs.start_groups("a", [new_group(0)])
     await end_all(store, version=4)
     (group,) = await store.runs.open_groups("a")
     assert {(member.oldest_version, member.newest_version) for member in group.members} == {(4, 5)}
@@ -164,13 +164,13 @@ async def test_members_tell_their_versions(store: SqliteStore) -> None:
 
 async def test_a_sample_is_repeated_and_counted(store: SqliteStore) -> None:
     await create(store)
-    await store.runs.begin("a", [new_group(0)])
+    await store.runs.start_groups("a", [new_group(0)])
     again = RolloutRequest(rollout_id="a.0.1.1", task=TASKS[0])
-    await store.runs.repeat("a", 0, 1, again)
-    await store.runs.cut("a", 0, [0])
+    await store.runs.retry_sample("a", 0, 1, again)
+    await store.runs.mark_stragglers("a", 0, [0])
     (group,) = await store.runs.open_groups("a")
     assert [member.rollout_id for member in group.members] == ["a.0.0", "a.0.1.1"]
-    assert [member.cut for member in group.members] == [True, False]
+    assert [member.is_straggler for member in group.members] == [True, False]
     assert (await store.runs.get("a")).count("retried") == 1
 
 
@@ -239,7 +239,9 @@ async def mask(store: SqliteStore, bound: int, *, usable: int = 0) -> list[int]:
         ]
         left = bound if usable else None
         reason = None if usable else "stale"
-        await store.runs.revise("a", Closing(group.number, reason, samples, None, None, left, left))
+        await store.runs.reclose_group(
+            "a", GroupClosure(group.number, reason, samples, None, None, left, left)
+        )
     return [group.number for group in groups]
 
 
@@ -308,16 +310,16 @@ async def test_a_returned_batch_that_grew_too_old_is_dissolved_before_a_lease(st
     run = await store.runs.get("a")
     assert (run.count("ready"), run.count("masked:stale")) == (2, 1)
     assert (await leased(store)).groups == [0, 1]
-    (head,) = await store.runs.heads("a", [0])
+    (head,) = await store.runs.group_heads("a", [0])
     assert [len(one) for one in head.tokens] == [1, 0], "stale tokens are left out"
     assert [len(one) for one in await store.runs.columns("a", 0)] == head.tokens[0]
     for read in (Group.model_validate_json(head.json), await store.runs.group("a", 0)):
         assert [sample.rollout.trajectory is None for sample in read.samples] == [False, True]
         assert read.samples[1].rollout.reward == 1.0
     assert [sample.usable for sample in head.samples] == [True, False]
-    exported = await store.runs.exported("a", 0)
+    exported = await store.runs.exported_samples("a", 0)
     assert all(one.sample.rollout.trajectory is not None for one in exported)
-    await store.runs.revise("a", Closing(0, "stale", [], None, None, None, None))
+    await store.runs.reclose_group("a", GroupClosure(0, "stale", [], None, None, None, None))
     assert (await store.runs.get("a")).count("batched") == 2, "only what waits is revised"
 
 
@@ -325,13 +327,13 @@ async def test_a_consumer_may_ask_for_stale_groups(store: SqliteStore) -> None:
     await create(store, max_staleness=0)
     await make_ready(store, 0, 1, version=0)
     await store.runs.update("a", version=5)
-    batch = await store.runs.lease(LeaseOrder("a", "k", 60, allow_stale=True))
-    assert isinstance(batch, LeasedBatch)
+    batch = await store.runs.lease(BatchLeaseRequest("a", "k", 60, allow_stale=True))
+    assert isinstance(batch, BatchLease)
 
 
 async def test_dropped_groups_are_told_with_the_next_batch(store: SqliteStore) -> None:
     await create(store)
-    await store.runs.begin("a", [new_group(n) for n in range(4)])
+    await store.runs.start_groups("a", [new_group(n) for n in range(4)])
     await end_all(store)
     for number in range(4):
         await close(store, number, reason=None if number % 2 else "zero_variance")
@@ -386,7 +388,7 @@ async def test_waiting_tells_of_every_change(store: SqliteStore) -> None:
     seen = await store.runs.wait_for_change(0)
     await create(store)
     seen = await store.runs.wait_for_change(seen)
-    await store.runs.begin("a", [new_group(0)])
+    await store.runs.start_groups("a", [new_group(0)])
     await end_all(store)
     seen = await store.runs.wait_for_change(seen)
     delivered = await store.runs.wait_for_delivery(0)
@@ -414,7 +416,7 @@ async def test_a_file_of_version_1_is_upgraded(tmp_path: Path) -> None:
         assert rollout is not None
         assert rollout.state is RolloutState.QUEUED
         await create(store)
-        await store.runs.begin("a", [new_group(0)])
+        await store.runs.start_groups("a", [new_group(0)])
         await end_all(store)
         assert (await store.trajectory("r")) == trajectory(0)
     async with await SqliteStore.open(path) as store:
@@ -438,17 +440,17 @@ async def test_the_head_of_a_group_is_what_its_json_says_while_it_is_needed(stor
     await create(store)
     await make_ready(store, 0, 1)
     assert await stored_heads(store) == 2
-    heads = await store.runs.heads("a", [1, 0])
+    heads = await store.runs.group_heads("a", [1, 0])
     assert [head.number for head in heads] == [1, 0]
     for head in heads:
         assert head.json == without_tokens(await store.runs.group("a", head.number))
         assert head.tokens == [[3], [3]]
     with pytest.raises(NotFoundError):
-        await store.runs.heads("a", [0, 7])
+        await store.runs.group_heads("a", [0, 7])
     await store._write(lambda db: db.execute("UPDATE group_heads SET form = x'00', json = x'' WHERE seq = 1"))
-    assert await store.runs.heads("a", [1, 0]) == heads, "one of another release is made anew"
+    assert await store.runs.group_heads("a", [1, 0]) == heads, "one of another release is made anew"
     await store._write(lambda db: db.execute("UPDATE group_heads SET tokens = '[[9]]' WHERE seq = 2"))
-    assert [head.tokens for head in await store.runs.heads("a", [1, 0])] == [[[9]], [[3], [3]]]
+    assert [head.tokens for head in await store.runs.group_heads("a", [1, 0])] == [[[9]], [[3], [3]]]
     await leased(store)
     await store.runs.acknowledge("a", 0)
     assert await stored_heads(store) == 0
@@ -456,18 +458,18 @@ async def test_the_head_of_a_group_is_what_its_json_says_while_it_is_needed(stor
 
 async def test_a_dropped_group_has_no_head(store: SqliteStore) -> None:
     await create(store)
-    await store.runs.begin("a", [new_group(0), new_group(1)])
+    await store.runs.start_groups("a", [new_group(0), new_group(1)])
     await end_all(store)
     await close(store, 0, reason="zero_variance")
     await close(store, 1)
     assert await stored_heads(store) == 1
-    await store.runs.revise("a", Closing(1, "stale", [], None, None, None, None))
+    await store.runs.reclose_group("a", GroupClosure(1, "stale", [], None, None, None, None))
     assert await stored_heads(store) == 0
 
 
 async def test_what_fits_no_column_is_closed_and_comes_as_json(store: SqliteStore) -> None:
     await create(store)
-    await store.runs.begin("a", [new_group(0)])
+    await store.runs.start_groups("a", [new_group(0)])
     large = trajectory(0).segments[0].model_copy(update={"token_ids": [5, 6, 2**31]})
     await end_all(store, made=trajectory(0).model_copy(update={"segments": [large]}))
     await close(store, 0)
@@ -475,7 +477,7 @@ async def test_what_fits_no_column_is_closed_and_comes_as_json(store: SqliteStor
     assert found is not None
     assert found.segments == [large]
     with pytest.raises(OverflowError):
-        await store.runs.heads("a", [0])
+        await store.runs.group_heads("a", [0])
 
 
 async def test_groups_of_a_file_of_version_3_are_delivered_as_before(tmp_path: Path, clock: Clock) -> None:
@@ -483,7 +485,7 @@ async def test_groups_of_a_file_of_version_3_are_delivered_as_before(tmp_path: P
     async with await SqliteStore.open(path, clock=clock) as store:
         await create(store)
         await make_ready(store, 0, 1)
-        heads = await store.runs.heads("a", [0, 1])
+        heads = await store.runs.group_heads("a", [0, 1])
     old = sqlite3.connect(path, isolation_level=None)
     for name in ("TRIGGER group_revised", "TRIGGER group_needs_no_head", "TABLE group_heads"):
         old.execute(f"DROP {name}")
@@ -491,7 +493,7 @@ async def test_groups_of_a_file_of_version_3_are_delivered_as_before(tmp_path: P
     old.close()
     async with await SqliteStore.open(path, clock=clock) as store:
         assert await stored_heads(store) == 0
-        assert await store.runs.heads("a", [0, 1]) == heads
+        assert await store.runs.group_heads("a", [0, 1]) == heads
         assert (await leased(store)).groups == [0, 1]
         await store.runs.acknowledge("a", 0)
         await make_ready(store, 2)
@@ -521,19 +523,19 @@ async def test_what_is_settled_is_deleted_by_age(store: SqliteStore, clock: Cloc
     await create(store)
     await make_ready(store, 0, 1, 2, 3)
     retried = RolloutRequest(rollout_id="a.0.1.2", task=TASKS[0])
-    await store.runs.begin("a", [])
+    await store.runs.start_groups("a", [])
     assert list(tries("a.0.1.2")) == ["a.0.1.2", "a.0.1", "a.0.1.1"]
     await store.submit(retried.model_copy(update={"rollout_id": "plain"}))
     await end_all(store)
     await leased(store)
     await store.runs.acknowledge("a", 0)
     await leased(store)
-    ages = Ages(ended_runs=10, settled_groups=10)
+    retention = RetentionPolicy(ended_runs=10, settled_groups=10)
     clock.now += 9
-    assert await store.runs.retain(ages) == 0
+    assert await store.runs.delete_expired(retention) == 0
     clock.now += 1
-    assert await store.runs.retain(ages) == 2
-    assert await store.runs.retain(ages) == 0, "a batch is not acknowledged"
+    assert await store.runs.delete_expired(retention) == 2
+    assert await store.runs.delete_expired(retention) == 0, "a batch is not acknowledged"
     assert await store.runs.closed_groups("a") == [2, 3]
     assert await store.runs.rollout_ids("a") == ["a.2.0", "a.2.1", "a.3.0", "a.3.1"]
     with pytest.raises(NotFoundError):
@@ -544,26 +546,26 @@ async def test_what_is_settled_is_deleted_by_age(store: SqliteStore, clock: Cloc
     await store.runs.acknowledge("a", 1)
     assert (await store.runs.get("a")).state is RunState.FINISHED
     clock.now += 11
-    while await store.runs.retain(ages):
+    while await store.runs.delete_expired(retention):
         pass
     rows = await all_rows(store)
     assert rows == dict.fromkeys(rows, 0) | {"rollouts": 1, "requests": 1, "results": 1}
     with pytest.raises(NotFoundError):
         await store.runs.get("a")
-    assert await store.runs.retain(Ages(rollouts=100)) == 0
-    assert await store.runs.retain(Ages(rollouts=1)) == 1
+    assert await store.runs.delete_expired(RetentionPolicy(rollouts=100)) == 0
+    assert await store.runs.delete_expired(RetentionPolicy(rollouts=1)) == 1
     assert sum((await all_rows(store)).values()) == 0
 
 
 async def test_what_nobody_acknowledged_outlives_every_age(store: SqliteStore, clock: Clock) -> None:
     await create(store)
     await make_ready(store, 0)
-    await store.runs.begin("a", [new_group(1)])
+    await store.runs.start_groups("a", [new_group(1)])
     await store.submit(RolloutRequest(rollout_id="queued", task=TASKS[0]))
     await store.runs.update("a", state=RunState.ENDED)
     before = await all_rows(store)
     clock.now += 1e9
-    assert await store.runs.retain(Ages(ended_runs=0, settled_groups=0, rollouts=0)) == 0
+    assert await store.runs.delete_expired(RetentionPolicy(ended_runs=0, settled_groups=0, rollouts=0)) == 0
     assert await all_rows(store) == before
 
 

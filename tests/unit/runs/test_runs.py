@@ -39,7 +39,7 @@ from rollout_service.runs import Delivery, RunManager, RunOverError
 from rollout_service.runs.dataset import open_dataset, reopening
 from rollout_service.runs.task_source import JsonLines, open_file
 from rollout_service.store import Lease, SqliteStore
-from rollout_service.store.runs_contract import LeaseOrder
+from rollout_service.store.runs_contract import BatchLeaseRequest
 from rollout_service.telemetry.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
@@ -98,7 +98,7 @@ class Bench:
         await self.store.runs.create(request, tasks=tasks, digest=digest, version=request.version)
 
     async def lease(self, run_id: str = "a", *, timeout: float = 10, key: str = "k") -> Batch | None:
-        leased = await self.delivery.lease(LeaseOrder(run_id, key, 60), version=None, timeout=timeout)
+        leased = await self.delivery.lease(BatchLeaseRequest(run_id, key, 60), version=None, timeout=timeout)
         if leased is None:
             return None
         return Batch.model_validate_json(b"".join([part async for part in self.delivery.as_json(leased)]))
@@ -327,7 +327,9 @@ async def test_a_trainer_that_takes_what_is_stale_gets_all_of_it() -> None:
         while (await it.store.runs.get("a")).count("ready") < 2:
             await anyio.sleep(0.01)
         it.version = 5
-        leased = await it.delivery.lease(LeaseOrder("a", "k", 60, allow_stale=True), version=None, timeout=10)
+        leased = await it.delivery.lease(
+            BatchLeaseRequest("a", "k", 60, allow_stale=True), version=None, timeout=10
+        )
         assert leased is not None
         groups = [await it.store.runs.group("a", number) for number in leased.groups]
         assert [(group.usable, group.oldest_version) for group in groups] == [(4, 0), (4, 0)]
@@ -584,7 +586,10 @@ async def test_a_run_that_lost_rollouts_can_be_ended(tmp_path: Path, lost: str) 
         run = await it.store.runs.get("a")
         assert (run.count("open"), run.count("dropped:cancelled")) == (0, 2 - len(groups))
         for number in await it.store.runs.closed_groups("a"):
-            left = {sample.sample.rollout.rollout_id for sample in await it.store.runs.exported("a", number)}
+            left = {
+                sample.sample.rollout.rollout_id
+                for sample in await it.store.runs.exported_samples("a", number)
+            }
             assert "a.0.1" not in left
 
 
