@@ -179,7 +179,7 @@ def unpacked_images(settings: Settings) -> UnpackedImages:
     from sandboxes.providers.apptainer.provider import ApptainerProvider
 
     config = settings.sandbox if isinstance(settings.sandbox, ApptainerConfig) else ApptainerConfig()
-    return ApptainerProvider(config, settings.state_dir, _store(settings)).materials.unpacked
+    return ApptainerProvider(config, settings.state_dir, _store(settings)).prepared_images.unpacked
 
 
 def _unpacked_budget(settings: Settings) -> int | None:

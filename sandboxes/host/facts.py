@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandboxes.errors import ProviderUnavailableError
-from sandboxes.limits.cgroups import CGROUPS, find_groups
+from sandboxes.limits.cgroups import CGROUPS, find_control_groups
 
 INSTALL_PREFIX = Path("/opt/apptainer")
 """Where `scripts/install-apptainer` puts Apptainer when the distribution has no package of it."""
@@ -115,7 +115,7 @@ def read_host_facts(environ: Mapping[str, str] | None = None) -> HostFacts:
         fuse=os.access("/dev/fuse", os.R_OK | os.W_OK),
         user_namespaces=_user_namespaces(),
         cgroup_version=_cgroup_version(),
-        cgroup_limits=find_groups().enforced,
+        cgroup_limits=find_control_groups().enforced,
         subuid_ranges=_id_ranges(Path("/etc/subuid")),
         subgid_ranges=_id_ranges(Path("/etc/subgid")),
         sys_resource=_permits(CAP_SYS_RESOURCE),

@@ -1,6 +1,6 @@
 """Limits of memory, processes and processor time, by control groups of version 1 or 2 where they are ours to make.
 
-What is enforced is said by `Groups.enforced`; what is not is never claimed. A group holds the launcher, its
+What is enforced is said by `ControlGroups.enforced`; what is not is never claimed. A group holds the launcher, its
 helpers and everything inside, and is removed with the sandbox. All have the weight of an ordinary process: with
 less, a short command would wait for whatever else the host does. Who never rests yields instead, see `watchdog`.
 """
@@ -25,7 +25,7 @@ READ_SIZE = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ResourceLimits:
     """What one sandbox may use; None is no limit."""
 
     memory_bytes: int | None
@@ -34,7 +34,7 @@ class Limits:
     disk_bytes: int | None = None
 
 
-class Group:
+class ControlGroup:
     """The control groups of one sandbox: one folder in version 2, one for each controller in version 1."""
 
     def __init__(self, folders: dict[str, Path]) -> None:
@@ -46,7 +46,7 @@ class Group:
         """Each folder once."""
         return list(dict.fromkeys(self.folders.values()))
 
-    def apply(self, limits: Limits) -> None:
+    def apply(self, limits: ResourceLimits) -> None:
         """Write the limits.
 
         Raises:
@@ -88,13 +88,13 @@ class Group:
         if cpu := self.folders.get("cpu"):
             _write(cpu / "cpu.idle", int(yields))
 
-    def file(self, controller: str, *names: str) -> "GroupFile | None":
+    def file(self, controller: str, *names: str) -> "ControlGroupFile | None":
         """The first of these files of a controller that there is, open for reading again and again."""
         folder = self.folders.get(controller)
         if folder is not None:
             for name in names:
                 with suppress(OSError):
-                    return GroupFile(folder / name)
+                    return ControlGroupFile(folder / name)
         return None
 
     def processes(self) -> list[int]:
@@ -118,7 +118,7 @@ class Group:
             time.sleep(0.02)
 
 
-class GroupFile:
+class ControlGroupFile:
     """A file of the kernel's that is read often: one system call each time."""
 
     __slots__ = ("_fd",)
@@ -150,7 +150,7 @@ class GroupFile:
         os.close(self._fd)
 
 
-class Groups:
+class ControlGroups:
     """Where this process may make control groups, found out once."""
 
     def __init__(self, parents: dict[str, Path]) -> None:
@@ -166,7 +166,7 @@ class Groups:
         """The folders that a group of this name has or would have, by controller."""
         return {controller: parent / f"rollout-{name}" for controller, parent in self._parents.items()}
 
-    def create(self, name: str, limits: Limits) -> Group | None:
+    def create(self, name: str, limits: ResourceLimits) -> ControlGroup | None:
         """A group with these limits; None where this host lets us make none.
 
         Raises:
@@ -174,7 +174,7 @@ class Groups:
         """
         if not self._parents:
             return None
-        group = Group(self.paths_of(name))
+        group = ControlGroup(self.paths_of(name))
         try:
             for path in group.paths:
                 path.mkdir()
@@ -185,7 +185,7 @@ class Groups:
         return group
 
 
-def find_groups(root: Path = CGROUPS, own: str | None = None) -> Groups:
+def find_control_groups(root: Path = CGROUPS, own: str | None = None) -> ControlGroups:
     """Where groups can be made: below this process's own in version 1, below it or beside it in version 2.
 
     `own` is what /proc/self/cgroup says.
@@ -197,13 +197,13 @@ def find_groups(root: Path = CGROUPS, own: str | None = None) -> Groups:
         for controller in controllers.split(","):
             by_controller[controller] = path.lstrip("/")
     if (root / "cgroup.controllers").exists():
-        return Groups(_unified_parents(root / by_controller.get("", "")))
+        return ControlGroups(_unified_parents(root / by_controller.get("", "")))
     parents = {}
     for controller in ("memory", "pids", "cpu", "cpuacct"):
         folder = root / controller / by_controller.get(controller, "")
         if controller in by_controller and _can_make(folder):
             parents[controller] = folder.resolve()  # "cpu" and "cpuacct" are often links to one hierarchy
-    return Groups(parents)
+    return ControlGroups(parents)
 
 
 def _unified_parents(own: Path) -> dict[str, Path]:

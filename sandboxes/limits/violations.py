@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from sandboxes.errors import LimitExceededError
-from sandboxes.limits.cgroups import Group, GroupFile, Limits
+from sandboxes.limits.cgroups import ControlGroup, ControlGroupFile, ResourceLimits
 
 UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 
@@ -24,8 +24,8 @@ class LimitMonitor:
 
     def __init__(
         self,
-        limits: Limits,
-        group: Group | None,
+        limits: ResourceLimits,
+        group: ControlGroup | None,
         launcher: int | None,
         space: Path | None,
         tally: Counter[str],
@@ -125,7 +125,9 @@ class LimitMonitor:
         """Whether the limit of processes is reached; the kernel remembers the first time, later ones are seen."""
         if self.limits.max_processes is None:
             return False
-        file: GroupFile | None = self._tasks if self._counts["processes"] else self._peak or self._tasks
+        file: ControlGroupFile | None = (
+            self._tasks if self._counts["processes"] else self._peak or self._tasks
+        )
         if file is None:
             return False
         return file.number() >= self.launcher_tasks + self.limits.max_processes
@@ -179,7 +181,7 @@ def _open_space(launcher: int | None, space: Path | None) -> int | None:
     return None
 
 
-def _settled(group: Group, limits: Limits) -> int:
+def _settled(group: ControlGroup, limits: ResourceLimits) -> int:
     with suppress(OSError):  # the sandbox has ended already
         return group.settle(limits.max_processes)
     return 0

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import structlog
 
-from sandboxes.limits.cgroups import Group
+from sandboxes.limits.cgroups import ControlGroup
 from sandboxes.limits.violations import LimitMonitor
 from sandboxes.limits.watches import exceed, share
 
@@ -133,10 +133,10 @@ def _slack(limit: int) -> int:
     return min(4 + limit // 32, limit // 8)
 
 
-class Yielding:
+class ProcessorYield:
     """Lets one sandbox that does not rest yield the processor."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ControlGroup) -> None:
         self._group = group
         self._file = group.file("cpuacct", "cpuacct.usage")
         self._key, self._unit = (None, 1e-9)
@@ -169,14 +169,14 @@ class Yielding:
             self._file = None
 
 
-class Ward:
+class WatchedSandbox:
     """One sandbox under watch."""
 
     def __init__(self, monitor: LimitMonitor, *, shares_user: bool = False) -> None:
         self.monitor = monitor
         self._shares_user = shares_user
         folders = monitor.group.folders if monitor.group else {}
-        self._yielding = Yielding(monitor.group) if monitor.group and "cpu" in folders else None
+        self._yielding = ProcessorYield(monitor.group) if monitor.group and "cpu" in folders else None
         self._memory = None if "memory" in folders else monitor.limits.memory_bytes
         self._processes = None if "pids" in folders else monitor.limits.max_processes
         self._crowded = False
@@ -233,7 +233,7 @@ class Watchdog:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._wards: list[Ward] = []
+        self._wards: list[WatchedSandbox] = []
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self.cost = 0.0
@@ -242,7 +242,7 @@ class Watchdog:
     def add(self, monitor: LimitMonitor, *, shares_user: bool = False) -> None:
         """Watch a sandbox until its monitor is closed."""
         with self._lock:
-            self._wards.append(Ward(monitor, shares_user=shares_user))
+            self._wards.append(WatchedSandbox(monitor, shares_user=shares_user))
             if self._thread is None and not self._stop.is_set():
                 self._thread = threading.Thread(target=self._run, name="sandbox-watchdog", daemon=True)
                 self._thread.start()
@@ -274,7 +274,7 @@ class Watchdog:
                 # Nobody sees a thread end, and limits that it holds would hold no longer.
                 log.exception("the limits of sandboxes could not be looked at; trying again")
 
-    def _look(self, wards: list[Ward]) -> None:
+    def _look(self, wards: list[WatchedSandbox]) -> None:
         begun = time.thread_time()
         now = time.monotonic()
         for ward in wards:

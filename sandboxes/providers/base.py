@@ -21,15 +21,27 @@ from sandboxes.errors import SandboxClosedError, SandboxStartError
 from sandboxes.host.children import LingeringChildren
 from sandboxes.host.processes import MARKER
 from sandboxes.host.uid_leases import UserLease
-from sandboxes.limits.cgroups import Group, Groups, Limits, raise_open_files
+from sandboxes.limits.cgroups import ControlGroup, ControlGroups, ResourceLimits, raise_open_files
 from sandboxes.limits.violations import LimitMonitor
 from sandboxes.limits.watchdog import Watchdog
 from sandboxes.reclaim.host_resources import HostBacking, ServiceBacking, Stragglers
 from sandboxes.reclaim.run_folders import RunFolder
 from sandboxes.runtime.control import SCRIPT, Answers, ControlShell
-from sandboxes.runtime.sandbox import ControlledSandbox, Launched
+from sandboxes.runtime.sandbox import ControlledSandbox, LaunchedSandbox
 from sandboxes.sessions.kernel import KernelPaths
 from sandboxes.sessions.kernel_wire import make_context
+
+PIPES, SOCKETS = "/run/rollout/pipes", "/run/rollout/sockets"
+"""Where a sandbox that has its own file system finds its pipes and the sockets of its kernels."""
+
+HIDE = (
+    'copy=/dev/shm/.control; cp /bin/bash "$copy" 2>/dev/null && chmod 0111 "$copy" || copy=/bin/bash; '
+    'exec "$copy" --norc "$@"'
+)
+"""Run the control shell from a copy of bash that can be executed but not read.
+
+The kernel then lets no process inside look into it, trace it, or take its descriptors.
+"""
 
 LINGER_SECONDS = 2.0
 """How long `close` waits for processes that were killed and have not ended yet."""
@@ -50,14 +62,14 @@ class EgressPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchPlan:
     """How to launch the control shell of one sandbox."""
 
     argv: list[str]
     env: dict[str, str]
     """The launcher's whole environment."""
     image: str
-    limits: Limits
+    limits: ResourceLimits
     user: int
     group: int
     pipes_inside: str
@@ -94,11 +106,11 @@ class HostProvider(SandboxProvider):
         raise_open_files()
 
     @abstractmethod
-    async def plan(self, spec: SandboxSpec, folder: RunFolder) -> Plan:
+    async def plan(self, spec: SandboxSpec, folder: RunFolder) -> LaunchPlan:
         """How to launch the sandbox; nothing has been made yet. The errors of `start`."""
 
     @abstractmethod
-    def groups(self) -> Groups:
+    def groups(self) -> ControlGroups:
         """Where control groups are made, if anywhere."""
 
     async def start(self, spec: SandboxSpec) -> ControlledSandbox:
@@ -138,7 +150,7 @@ class HostProvider(SandboxProvider):
         return sandbox
 
     async def _open_egress(
-        self, plan: Plan, folder: RunFolder, backing: HostBacking, handover: Handover
+        self, plan: LaunchPlan, folder: RunFolder, backing: HostBacking, handover: Handover
     ) -> None:
         """Where the launcher ends instead of handing a socket over, `_until_ready` says why."""
         with anyio.move_on_after(self._start_timeout):
@@ -164,12 +176,12 @@ class HostProvider(SandboxProvider):
 
     def _launched(
         self,
-        plan: Plan,
+        plan: LaunchPlan,
         folder: RunFolder,
         control: ControlShell,
         backing: HostBacking,
-        watched: Group | None,
-    ) -> Launched:
+        watched: ControlGroup | None,
+    ) -> LaunchedSandbox:
         if self._closed:  # while this was under way: nobody would close the sandbox any more
             raise SandboxClosedError("the provider has been closed")
         if self._context is None:
@@ -186,7 +198,7 @@ class HostProvider(SandboxProvider):
         self._watchdog.add(monitor, shares_user=self.isolates and plan.lease is None)
         if plan.limits.max_processes is not None:
             control.send_now("processes", str(monitor.launcher_tasks + plan.limits.max_processes))
-        return Launched(
+        return LaunchedSandbox(
             id=folder.id,
             provider=self.name,
             image=plan.image,
@@ -209,16 +221,16 @@ class HostProvider(SandboxProvider):
     def lingering(self) -> int:
         return len(self._lingering)
 
-    def _backing_of(self, plan: Plan, folder: RunFolder, group: Group | None) -> HostBacking:
+    def _backing_of(self, plan: LaunchPlan, folder: RunFolder, group: ControlGroup | None) -> HostBacking:
         backing = self.make_backing(folder, group)
         backing.lease = plan.lease
         return backing
 
-    def make_backing(self, folder: RunFolder, group: Group | None) -> HostBacking:
+    def make_backing(self, folder: RunFolder, group: ControlGroup | None) -> HostBacking:
         """Return what a sandbox that is being started has on this host."""
         return HostBacking(folder, group, self._stragglers, self._lingering)
 
-    def make_sandbox(self, launched: Launched, spec: SandboxSpec) -> ControlledSandbox:
+    def make_sandbox(self, launched: LaunchedSandbox, spec: SandboxSpec) -> ControlledSandbox:
         """The sandbox of a control shell that is ready."""
         return ControlledSandbox(launched, spec, self.forget)
 
@@ -248,7 +260,11 @@ class HostProvider(SandboxProvider):
 
 
 def _launch(
-    plan: Plan, folder: RunFolder, group: Group | None, handover: Handover | None, backing: HostBacking
+    plan: LaunchPlan,
+    folder: RunFolder,
+    group: ControlGroup | None,
+    handover: Handover | None,
+    backing: HostBacking,
 ) -> ControlShell:
     """Start the launcher with one end of a socket pair as its standard input; `backing` owns it at once."""
     env = {**plan.env, MARKER: folder.id}

@@ -19,12 +19,12 @@ from sandboxes.config import LocalConfig
 from sandboxes.contract import SandboxSpec
 from sandboxes.errors import SandboxConfigError
 from sandboxes.host.processes import kill_where
-from sandboxes.limits.cgroups import Groups, Limits
-from sandboxes.providers.base import HostProvider, Plan
+from sandboxes.limits.cgroups import ControlGroups, ResourceLimits
+from sandboxes.providers.base import HostProvider, LaunchPlan
 from sandboxes.reclaim.run_folders import RunFolder
 from sandboxes.runtime.control import SCRIPT
 from sandboxes.runtime.export import export_tree, reader_command
-from sandboxes.runtime.sandbox import ControlledSandbox, Launched
+from sandboxes.runtime.sandbox import ControlledSandbox, LaunchedSandbox
 
 KNOWN_FAILURES = {
     "hidden_host": "code runs as this user, among all of the host's files and processes",
@@ -52,20 +52,20 @@ class LocalProvider(HostProvider):
     def known_failures(self) -> Mapping[str, str]:
         return KNOWN_FAILURES
 
-    def groups(self) -> Groups:
-        return Groups({})
+    def groups(self) -> ControlGroups:
+        return ControlGroups({})
 
-    async def plan(self, spec: SandboxSpec, folder: RunFolder) -> Plan:
+    async def plan(self, spec: SandboxSpec, folder: RunFolder) -> LaunchPlan:
         if spec.read_only_binds:
             raise SandboxConfigError(
                 "the local provider cannot show host paths at other paths", hint="use the apptainer provider"
             )
         workdir = str(folder.overlay)
-        return Plan(
+        return LaunchPlan(
             argv=["bash", "--norc", str(folder.pipes / SCRIPT.name), str(folder.pipes), workdir, "0", "0"],
             env={name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ},
             image="",
-            limits=Limits(None, None, None),
+            limits=ResourceLimits(None, None, None),
             user=os.geteuid(),
             group=os.getegid(),
             pipes_inside=str(folder.pipes),
@@ -75,7 +75,7 @@ class LocalProvider(HostProvider):
             python=self._python,
         )
 
-    def make_sandbox(self, launched: Launched, spec: SandboxSpec) -> ControlledSandbox:
+    def make_sandbox(self, launched: LaunchedSandbox, spec: SandboxSpec) -> ControlledSandbox:
         return LocalSandbox(launched, spec, self.forget)
 
 

@@ -17,7 +17,7 @@ from sandboxes.errors import SandboxClosedError
 from sandboxes.host.children import LingeringChildren, end_process, wait_exit
 from sandboxes.host.processes import FirstProcess, first_process_below, kill_where
 from sandboxes.host.uid_leases import UserLease
-from sandboxes.limits.cgroups import Group, Groups
+from sandboxes.limits.cgroups import ControlGroup, ControlGroups
 from sandboxes.reclaim import reaper
 from sandboxes.reclaim.guard import Guard
 from sandboxes.reclaim.rmtree import remove_tree
@@ -46,7 +46,7 @@ class ServiceBacking:
         self._guards: list[Guard] = []
         self._closed = False
 
-    async def new_folder(self, groups: Groups) -> RunFolder:
+    async def new_folder(self, groups: ControlGroups) -> RunFolder:
         """A folder for a new sandbox, not made yet; the guard watches.
 
         Raises:
@@ -61,7 +61,7 @@ class ServiceBacking:
                 await anyio.to_thread.run_sync(self._watch, groups)
             return self._held[-1][0].new()
 
-    def _watch(self, groups: Groups) -> None:
+    def _watch(self, groups: ControlGroups) -> None:
         """Have a folder, a new one where the last was taken away, and a guard that is alive."""
         if not self._held or not self._held[-1][0].intact:
             base = run_base(self._run_dir)
@@ -82,7 +82,7 @@ class ServiceBacking:
         """The processes that watch over this service; one, but for a folder that was taken away."""
         return [guard.process.pid for guard in self._guards if guard.alive]
 
-    async def sweep(self, groups: Groups) -> reaper.Swept:
+    async def sweep(self, groups: ControlGroups) -> reaper.Swept:
         """Reclaim what dead services of this user left."""
         parents = sorted({str(path.parent) for path in groups.paths_of("").values()})
 
@@ -139,7 +139,11 @@ class HostBacking(Backing):
     """The launcher's process, the folder and the control groups of one sandbox."""
 
     def __init__(
-        self, folder: RunFolder, group: Group | None, stragglers: Stragglers, lingering: LingeringChildren
+        self,
+        folder: RunFolder,
+        group: ControlGroup | None,
+        stragglers: Stragglers,
+        lingering: LingeringChildren,
     ) -> None:
         """`lingering` keeps a launcher that outlives its release."""
         self._folder = folder
@@ -159,7 +163,7 @@ class HostBacking(Backing):
     async def first_process(self) -> FirstProcess | None:
         return first_process_below(self.process.pid) if self.process and self.process.poll() is None else None
 
-    async def watched_group(self) -> Group | None:
+    async def watched_group(self) -> ControlGroup | None:
         """The control groups whose counters tell which limits the sandbox reaches, once it is ready."""
         return self._group
 

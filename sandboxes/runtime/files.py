@@ -91,7 +91,7 @@ KINDS: dict[int, Kind] = {0o100000: "file", 0o040000: "directory", 0o120000: "sy
 KIND_MASK = 0o170000
 
 
-class Runner(Protocol):
+class ScriptRunner(Protocol):
     """Runs a program inside: `Sandbox.exec` with the working folder as it is."""
 
     def __call__(
@@ -109,7 +109,7 @@ class Files:
 
     def __init__(
         self,
-        run: Runner,
+        run: ScriptRunner,
         stream: Callable[[Sequence[str], int | None], AsyncGenerator[bytes, None]],
         feed: Callable[[Sequence[str], AsyncIterable[bytes]], Awaitable[int]],
         resolve: Callable[[str], str],

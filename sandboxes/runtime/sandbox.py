@@ -1,6 +1,6 @@
 """A sandbox made of a control shell: sessions, programs and files, whatever started the shell.
 
-A provider launches `control.sh` in its own way and hands over the channel; `Launched` is what it knows about
+A provider launches `control.sh` in its own way and hands over the channel; `LaunchedSandbox` is what it knows about
 that. Everything else is the same for all providers.
 """
 
@@ -76,7 +76,7 @@ class Backing(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class LaunchedSandbox:
     """A running control shell, and what the sessions need to know of its surroundings."""
 
     id: str
@@ -96,7 +96,7 @@ class Launched:
 class ControlledSandbox(Sandbox):
     """Implements the contract by messages to a control shell."""
 
-    def __init__(self, launched: Launched, spec: SandboxSpec, forget: Callable[[str], None]) -> None:
+    def __init__(self, launched: LaunchedSandbox, spec: SandboxSpec, forget: Callable[[str], None]) -> None:
         """`forget` is called once, with the id, when the sandbox has been closed."""
         self._launched = launched
         self._spec = spec

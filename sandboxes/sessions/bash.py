@@ -23,7 +23,7 @@ from sandboxes.runtime.control import Child, ControlShell, ticks_now
 from sandboxes.runtime.output import OutputBuffer
 from sandboxes.runtime.pipes import ERROR, FIRST_LOOK, INPUT, Reader, pending, write_all
 from sandboxes.sessions.bash_protocol import SETUP, framed, report
-from sandboxes.sessions.restart_limit import Restarts
+from sandboxes.sessions.restart_limit import RestartLimiter
 
 ARGV = ("bash", "--norc", "--noprofile", "--noediting", "-i")
 ENV = {"PS1": "", "PS2": "", "PAGER": "cat", "GIT_PAGER": "cat"}
@@ -69,7 +69,7 @@ class ShellSession(BashSession):
         self._violations = violations
         self._explain = explain
         self._lock = asyncio.Lock()  # each turn takes it, and anyio's costs as much as the rest of the call
-        self._restarts = Restarts()
+        self._restarts = RestartLimiter()
         self._child: Child | None = None
         self._reader: Reader | None = None
         self._jobs: list[int] = []

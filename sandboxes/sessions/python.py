@@ -17,7 +17,7 @@ from sandboxes.errors import SandboxError, SandboxStartError, SessionDiedError
 from sandboxes.limits.violations import LimitViolations
 from sandboxes.runtime.control import ControlShell
 from sandboxes.sessions.kernel import PROGRAM, Cell, Kernel, KernelPaths, connection_info
-from sandboxes.sessions.restart_limit import Restarts
+from sandboxes.sessions.restart_limit import RestartLimiter
 
 PROGRAM_INSIDE = "kernel.py"
 INTERRUPT_GRACE = 5.0
@@ -49,7 +49,7 @@ class KernelSession(PythonSession):
         self._violations = violations
         self._explain = explain
         self._lock = anyio.Lock()
-        self._restarts = Restarts()
+        self._restarts = RestartLimiter()
         self._kernel: Kernel | None = None
         self._has_run = False
         """Whether there has been a kernel, which code inside may have kept from coming up again."""

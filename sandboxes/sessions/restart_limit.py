@@ -15,7 +15,7 @@ PERIOD = 5.0
 """Seconds in which one more start becomes free."""
 
 
-class Restarts:
+class RestartLimiter:
     """The starts of one session."""
 
     __slots__ = ("_free", "_since")

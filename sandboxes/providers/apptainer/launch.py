@@ -271,7 +271,7 @@ def show_fuse(space: str) -> None:
         return  # the host's own device may do, and unpacked images need none
 
 
-class Launch:
+class ApptainerLaunch:
     """The steps, in the order that the kernel asks for."""
 
     def __init__(self, told: "dict[str, str]") -> None:
@@ -366,7 +366,7 @@ def main() -> None:
     """Do it; a failure is one line on standard error, which the provider hands on."""
     told = {name[len(PREFIX) :]: value for name, value in os.environ.items() if name.startswith(PREFIX)}
     try:
-        Launch(told).run()
+        ApptainerLaunch(told).run()
     except OSError as error:
         sys.exit(f"launch: {error}")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}

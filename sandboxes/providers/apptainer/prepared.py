@@ -18,7 +18,7 @@ from sandboxes.images.unpacked import UnpackedImages
 
 
 @dataclass(frozen=True, slots=True)
-class Material:
+class PreparedImage:
     """What one sandbox gets."""
 
     image: Path
@@ -28,8 +28,8 @@ class Material:
     binds: tuple[Bind, ...] = ()
 
 
-class Materials:
-    """Finds the material of images by name, and makes what is missing."""
+class PreparedImages:
+    """Finds images by name, and prepares what is missing."""
 
     def __init__(
         self, config: ApptainerConfig, images: ImageStore, apptainer: Path, owner: tuple[int, int]
@@ -44,27 +44,27 @@ class Materials:
         )
         """Where images are unpacked."""
 
-    async def of(self, name: str) -> Material:
-        """The material of an image. The first time it may take seconds: the image is unpacked.
+    async def prepare(self, name: str) -> PreparedImage:
+        """An image, prepared. The first time it may take seconds: the image is unpacked.
 
         Raises:
             ImageNotFoundError: there is no such image, or no image that the toolkit is made of and it is asked for.
             ImageError: it cannot be unpacked, or the toolkit cannot be made.
         """
-        return await anyio.to_thread.run_sync(self._of, name)
+        return await anyio.to_thread.run_sync(self._prepare, name)
 
-    def _of(self, name: str) -> Material:
+    def _prepare(self, name: str) -> PreparedImage:
         image = self._images.resolve(name)
         facts = None if self._config.unpack or image.is_dir() else self.unpacked.facts(image)
         if facts is None:
             unpacked = self.unpacked.provide(image)
             image, facts = unpacked.folder, unpacked.facts
         if self._config.python == "image" or (self._config.python == "auto" and not facts.needs_toolkit):
-            return Material(image)
+            return PreparedImage(image)
         try:
             folder = self.unpacked.toolkit(self._images.resolve(self._config.toolkit_image))
         except ImageNotFoundError:
             if self._config.python == "toolkit":
                 raise
-            return Material(image)  # it has a bash all the same; its kernel says what is missing
-        return Material(image, toolkit.PYTHON, (Bind(str(folder), toolkit.INSIDE),))
+            return PreparedImage(image)  # it has a bash all the same; its kernel says what is missing
+        return PreparedImage(image, toolkit.PYTHON, (Bind(str(folder), toolkit.INSIDE),))

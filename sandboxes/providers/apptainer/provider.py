@@ -26,23 +26,15 @@ from sandboxes.host.processes import MARKER
 from sandboxes.host.uid_leases import HostUsers, UserLease
 from sandboxes.host.users import has_subordinate_ids, ids_of, subordinate_ids_command
 from sandboxes.images.store import ImageStore
-from sandboxes.limits.cgroups import Groups, Limits, find_groups
+from sandboxes.limits.cgroups import ControlGroups, ResourceLimits, find_control_groups
 from sandboxes.providers.apptainer.launcher import NAMESPACES_HINT, Launcher
-from sandboxes.providers.apptainer.prepared import Materials
-from sandboxes.providers.base import EgressPlan, HostProvider, Plan
+from sandboxes.providers.apptainer.prepared import PreparedImages
+from sandboxes.providers.base import HIDE, PIPES, SOCKETS, EgressPlan, HostProvider, LaunchPlan
 from sandboxes.reclaim.run_folders import RunFolder
 from sandboxes.runtime.control import SCRIPT
 
 PROXY_PORT = 3128
 """In the sandbox's own network, in which nothing else can have taken it."""
-PIPES, SOCKETS = "/run/rollout/pipes", "/run/rollout/sockets"
-
-# The control shell runs from a copy of bash that can be executed but not read: the kernel then lets no process
-# inside look into it, trace it, or take its descriptors.
-HIDE = (
-    'copy=/dev/shm/.control; cp /bin/bash "$copy" 2>/dev/null && chmod 0111 "$copy" || copy=/bin/bash; '
-    'exec "$copy" --norc "$@"'
-)
 
 FLAGS = (
     "--containall",
@@ -96,13 +88,13 @@ class ApptainerProvider(HostProvider):
                 f"fakeroot needs ids for user {self._user} in /etc/subuid and /etc/subgid, and there are none",
                 hint=subordinate_ids_command(self._user),
             )
-        self.materials = Materials(config, self._images, self._binary, (self._user, self._group))
+        self.prepared_images = PreparedImages(config, self._images, self._binary, (self._user, self._group))
 
     @cached_property
-    def _groups(self) -> Groups:
-        return find_groups()
+    def _groups(self) -> ControlGroups:
+        return find_control_groups()
 
-    def groups(self) -> Groups:
+    def groups(self) -> ControlGroups:
         return self._groups
 
     @property
@@ -127,7 +119,7 @@ class ApptainerProvider(HostProvider):
             for path, found in files
         )
 
-    async def plan(self, spec: SandboxSpec, folder: RunFolder) -> Plan:
+    async def plan(self, spec: SandboxSpec, folder: RunFolder) -> LaunchPlan:
         allowed = _allowed(spec)
         self.launcher.require_enterable(folder.path.parent, others=self._users is not None)
         namespaces = await anyio.to_thread.run_sync(lambda: self.launcher.namespaces)
@@ -137,10 +129,10 @@ class ApptainerProvider(HostProvider):
                 hint="set sandbox.fakeroot to false" if self._config.fakeroot else NAMESPACES_HINT,
             )
         name = spec.image or self._config.image
-        material = await self.materials.of(name)
-        spec = replace(spec, read_only_binds=(*spec.read_only_binds, *material.binds))
+        prepared = await self.prepared_images.prepare(name)
+        spec = replace(spec, read_only_binds=(*spec.read_only_binds, *prepared.binds))
         defaults = self._config.limits
-        limits = Limits(
+        limits = ResourceLimits(
             spec.memory_bytes or defaults.memory_bytes,
             spec.max_processes or defaults.max_processes,
             spec.cpus or defaults.cpus,
@@ -148,22 +140,22 @@ class ApptainerProvider(HostProvider):
         )
         command = [
             *self._exec(spec, folder),
-            str(folder.overlay / "image" if self.launcher.root else material.image),
+            str(folder.overlay / "image" if self.launcher.root else prepared.image),
             *("/bin/bash", "--norc", "-c", HIDE, "hide"),
             *(f"{PIPES}/{SCRIPT.name}", PIPES, spec.workdir, str(limits.max_processes)),
             # Without control groups the next best thing: each process alone is limited.
             "0" if "memory" in self._groups.enforced else str((limits.memory_bytes or 0) // 1024),
         ]
         # The last that waits: a cancelled start gives the lease back once there is a plan.
-        lease = await anyio.to_thread.run_sync(self._lease_user, material.image)
+        lease = await anyio.to_thread.run_sync(self._lease_user, prepared.image)
         user = self._user if lease is None else lease.number
-        return Plan(
+        return LaunchPlan(
             argv=self.launcher.command(command),
             env=self.launcher.variables(
                 folder.overlay,
                 spec.disk_bytes or defaults.disk_bytes,
                 network=spec.network != "full",
-                image=material.image,
+                image=prepared.image,
                 binds=[bind.source for bind in spec.read_only_binds],
                 user=None if lease is None else user,
             ),
@@ -177,7 +169,7 @@ class ApptainerProvider(HostProvider):
             workdir=spec.workdir,
             own_space=True,
             prefix=GIVE_UP if self._config.fakeroot else (),
-            python=material.python,
+            python=prepared.python,
             session_env={"HOME": "/root", "TERM": "dumb", "LANG": "C.UTF-8"} | _proxy_env(allowed),
             egress=self._egress(allowed),
         )
@@ -199,7 +191,7 @@ class ApptainerProvider(HostProvider):
 
     @cached_property
     def _own_users(self) -> bool:
-        folder = self.materials.unpacked.root
+        folder = self.prepared_images.unpacked.root
         return self._has_users(next(path for path in (folder, *folder.parents) if path.is_dir()))
 
     async def close(self) -> None:

@@ -51,7 +51,7 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class SyscallRule:
     """A system call that is answered with an error where all conditions hold; without conditions always."""
 
     name: str
@@ -59,23 +59,23 @@ class Rule:
     conditions: tuple[Condition | Given, ...] = ()
 
 
-def _refused(error: int, *names: str) -> tuple[Rule, ...]:
-    return tuple(Rule(name, error) for name in names)
+def _refused(error: int, *names: str) -> tuple[SyscallRule, ...]:
+    return tuple(SyscallRule(name, error) for name in names)
 
 
-RULES: tuple[Rule, ...] = (
-    Rule("socket", errno.EAFNOSUPPORT, (Condition(0, FAMILIES, among=False),)),
-    Rule("socketpair", errno.EAFNOSUPPORT, (Condition(0, FAMILIES, among=False),)),
-    Rule("prlimit64", errno.EPERM, (Condition(0, (ITSELF,), among=False), Given(2))),
+RULES: tuple[SyscallRule, ...] = (
+    SyscallRule("socket", errno.EAFNOSUPPORT, (Condition(0, FAMILIES, among=False),)),
+    SyscallRule("socketpair", errno.EAFNOSUPPORT, (Condition(0, FAMILIES, among=False),)),
+    SyscallRule("prlimit64", errno.EPERM, (Condition(0, (ITSELF,), among=False), Given(2))),
     # Others than process 1 are left alone: libraries name their own threads by number here.
-    Rule("sched_setaffinity", errno.EPERM, (Condition(0, (FIRST_PROCESS,)),)),
-    Rule("sched_setattr", errno.EPERM, (Condition(0, (FIRST_PROCESS,)),)),
-    Rule("sched_setparam", errno.EPERM, (Condition(0, (FIRST_PROCESS,)),)),
-    Rule("sched_setscheduler", errno.EPERM, (Condition(0, (FIRST_PROCESS,)),)),
-    Rule("setpriority", errno.EPERM, (Condition(1, (FIRST_PROCESS,)),)),
-    Rule("setpriority", errno.EPERM, (Condition(0, (PRIO_USER,)),)),
-    Rule("ioprio_set", errno.EPERM, (Condition(1, (FIRST_PROCESS,)),)),
-    Rule("ioprio_set", errno.EPERM, (Condition(0, (IOPRIO_WHO_USER,)),)),
+    SyscallRule("sched_setaffinity", errno.EPERM, (Condition(0, (FIRST_PROCESS,)),)),
+    SyscallRule("sched_setattr", errno.EPERM, (Condition(0, (FIRST_PROCESS,)),)),
+    SyscallRule("sched_setparam", errno.EPERM, (Condition(0, (FIRST_PROCESS,)),)),
+    SyscallRule("sched_setscheduler", errno.EPERM, (Condition(0, (FIRST_PROCESS,)),)),
+    SyscallRule("setpriority", errno.EPERM, (Condition(1, (FIRST_PROCESS,)),)),
+    SyscallRule("setpriority", errno.EPERM, (Condition(0, (PRIO_USER,)),)),
+    SyscallRule("ioprio_set", errno.EPERM, (Condition(1, (FIRST_PROCESS,)),)),
+    SyscallRule("ioprio_set", errno.EPERM, (Condition(0, (IOPRIO_WHO_USER,)),)),
     *_refused(
         errno.ENOSYS, "io_uring_setup", "io_uring_enter", "io_uring_register", "io_setup", "memfd_secret"
     ),
@@ -186,7 +186,7 @@ def _comparisons(condition: Condition | Given) -> list[dict[str, object]]:
     ]
 
 
-def assemble(architecture: Architecture, rules: Sequence[Rule] = RULES) -> list[bytes]:
+def assemble(architecture: Architecture, rules: Sequence[SyscallRule] = RULES) -> list[bytes]:
     """Return the instructions, each of eight bytes."""
     found = [
         _instruction(LOAD, ARCHITECTURE_AT),
@@ -205,7 +205,7 @@ def assemble(architecture: Architecture, rules: Sequence[Rule] = RULES) -> list[
     return [*found, _instruction(RETURN, ALLOW)]
 
 
-def _of_rule(number: int, rule: Rule) -> list[bytes]:
+def _of_rule(number: int, rule: SyscallRule) -> list[bytes]:
     """It leaves the number loaded for the next rule, and is jumped over for another call."""
     refusal = _instruction(RETURN, ERRNO | rule.error)
     if not rule.conditions:

@@ -11,7 +11,7 @@ import anyio.to_thread
 
 from sandboxes.errors import SandboxClosedError
 from sandboxes.host.processes import marked_processes
-from sandboxes.limits.cgroups import CGROUPS, Group
+from sandboxes.limits.cgroups import CGROUPS, ControlGroup
 from sandboxes.reclaim.reaper import claimed
 
 ASK_SECONDS = 30.0
@@ -124,7 +124,7 @@ class Containers:
         return [(container, folder) for container, _, folder in (line.partition(" ") for line in lines)]
 
 
-def container_group(sandbox_id: str) -> Group | None:
+def container_group(sandbox_id: str) -> ControlGroup | None:
     """The group that counts a container's memory, by its process on this host; None where that cannot be seen.
 
     It reads all of /proc: call it in a thread.
@@ -133,7 +133,7 @@ def container_group(sandbox_id: str) -> Group | None:
     folders = (_memory_folder(str(pid)) for pid in marked_processes({sandbox_id}))
     # Other than ours: the client that started the container has the mark, too.
     found = next((folder for folder in folders if folder is not None and folder != ours), None)
-    return Group({"memory": found}) if found is not None else None
+    return ControlGroup({"memory": found}) if found is not None else None
 
 
 def _memory_folder(pid: str) -> Path | None:

@@ -29,15 +29,14 @@ from sandboxes.host.children import LingeringChildren
 from sandboxes.host.processes import MARKER, FirstProcess
 from sandboxes.host.users import ids_of
 from sandboxes.images.sources import packaged_names
-from sandboxes.limits.cgroups import Group, Groups, Limits
-from sandboxes.providers.apptainer.provider import HIDE, PIPES, SOCKETS
-from sandboxes.providers.base import HostProvider, Plan
+from sandboxes.limits.cgroups import ControlGroup, ControlGroups, ResourceLimits
+from sandboxes.providers.base import HIDE, PIPES, SOCKETS, HostProvider, LaunchPlan
 from sandboxes.providers.docker.containers import Containers, container_group
 from sandboxes.reclaim.host_resources import HostBacking, Stragglers
 from sandboxes.reclaim.run_folders import RunFolder
 from sandboxes.runtime.control import ANSWERS, SCRIPT
 from sandboxes.runtime.export import export_tree, reader_command
-from sandboxes.runtime.sandbox import ControlledSandbox, Launched
+from sandboxes.runtime.sandbox import ControlledSandbox, LaunchedSandbox
 
 HINT = "start the daemon, name one in DOCKER_HOST or sandbox.host, or install it with scripts/install-docker"
 REFERENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
@@ -59,7 +58,7 @@ class DockerBacking(HostBacking):
     def __init__(
         self,
         folder: RunFolder,
-        group: Group | None,
+        group: ControlGroup | None,
         stragglers: Stragglers,
         lingering: LingeringChildren,
         containers: Containers,
@@ -68,7 +67,7 @@ class DockerBacking(HostBacking):
         self._containers = containers
         self._id = folder.id
 
-    async def watched_group(self) -> Group | None:
+    async def watched_group(self) -> ControlGroup | None:
         return await anyio.to_thread.run_sync(container_group, self._id)
 
     async def release(self) -> None:
@@ -82,7 +81,7 @@ class DockerSandbox(ControlledSandbox):
 
     def __init__(
         self,
-        launched: Launched,
+        launched: LaunchedSandbox,
         spec: SandboxSpec,
         forget: Callable[[str], None],
         containers: Containers,
@@ -125,17 +124,17 @@ class DockerProvider(HostProvider):
         self._env = _client_env(config.host)
         self._containers = Containers(binary, self._env)
 
-    def groups(self) -> Groups:
-        return Groups({})  # the daemon makes them
+    def groups(self) -> ControlGroups:
+        return ControlGroups({})  # the daemon makes them
 
     @cached_property
     def enforced(self) -> frozenset[str]:
         return frozenset({"disk"}) | self._containers.limits()
 
-    def make_backing(self, folder: RunFolder, group: Group | None) -> HostBacking:
+    def make_backing(self, folder: RunFolder, group: ControlGroup | None) -> HostBacking:
         return DockerBacking(folder, group, self._stragglers, self._lingering, self._containers)
 
-    def make_sandbox(self, launched: Launched, spec: SandboxSpec) -> DockerSandbox:
+    def make_sandbox(self, launched: LaunchedSandbox, spec: SandboxSpec) -> DockerSandbox:
         reader = self._named(self._config.image)
         return DockerSandbox(launched, spec, self.forget, self._containers, reader)
 
@@ -170,7 +169,7 @@ class DockerProvider(HostProvider):
         """Return the daemon's name of an image that environments name for every provider."""
         return f"{OWN_IMAGES}/{name}" if name in packaged_names() else name
 
-    async def plan(self, spec: SandboxSpec, folder: RunFolder) -> Plan:
+    async def plan(self, spec: SandboxSpec, folder: RunFolder) -> LaunchPlan:
         name = spec.image or self._config.image
         image = await self._image_id(name)
         command = [
@@ -183,11 +182,11 @@ class DockerProvider(HostProvider):
             *("--env", f"{MARKER}={folder.id}", "--workdir", "/", "--entrypoint", "/bin/bash", image),
             *("--norc", "-c", HIDE, "hide", f"{PIPES}/{SCRIPT.name}", PIPES, spec.workdir, "0", "0", ANSWERS),
         ]
-        return Plan(
+        return LaunchPlan(
             argv=command,
             env=self._env,
             image=name,
-            limits=Limits(self._memory(spec), None, None),  # the daemon holds them
+            limits=ResourceLimits(self._memory(spec), None, None),  # the daemon holds them
             user=self._user,
             group=self._group,
             pipes_inside=PIPES,

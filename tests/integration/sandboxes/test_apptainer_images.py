@@ -82,7 +82,7 @@ def unpacked(tmp_path: Path) -> UnpackedImages:
     config = ApptainerConfig(unpacked_dir=tmp_path / "unpacked")
     provider = make_provider(config, tmp_path / "state", tmp_path / "images")
     assert isinstance(provider, ApptainerProvider)
-    return provider.materials.unpacked
+    return provider.prepared_images.unpacked
 
 
 def test_build_inspect_and_build_again(store: ImageStore, unpacked: UnpackedImages, definition: Path) -> None:

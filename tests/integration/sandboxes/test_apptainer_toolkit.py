@@ -30,7 +30,7 @@ def base() -> Path:
     store.provide(packaged("base"), "base")
     provider = make_provider(ApptainerConfig())
     assert isinstance(provider, ApptainerProvider)
-    return provider.materials.unpacked.provide(store.resolve("base")).folder
+    return provider.prepared_images.unpacked.provide(store.resolve("base")).folder
 
 
 @pytest.fixture

@@ -45,6 +45,16 @@ def test_only_tokens_knows_the_renderers_library() -> None:
     assert users == {("rollout_service", "tokens")}
 
 
+def test_providers_of_sandboxes_do_not_import_each_other() -> None:
+    for path, tree in modules("sandboxes"):
+        if path.parts[1] != "providers":
+            continue
+        home = "." + ".".join(path.with_suffix("").parts[2:3])
+        used = {name for name in imported(tree) if name.startswith("sandboxes.providers.")}
+        foreign = {name for name in used if not f"{name}.".startswith(f"sandboxes.providers{home}.")}
+        assert foreign <= {"sandboxes.providers.base"}, f"{path} imports {foreign}"
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_module_says_what_it_is(package: str) -> None:
     silent = [str(path) for path, tree in modules(package) if not ast.get_docstring(tree)]

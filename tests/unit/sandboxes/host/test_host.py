@@ -8,7 +8,7 @@ import pytest
 
 from sandboxes.errors import ProviderUnavailableError
 from sandboxes.host.facts import HostFacts, apptainer_version, find_apptainer, read_host_facts
-from sandboxes.limits.cgroups import find_groups
+from sandboxes.limits.cgroups import find_control_groups
 
 FACTS = HostFacts(
     apptainer=None,
@@ -67,7 +67,7 @@ def test_facts_are_read_from_this_host(tmp_path: Path) -> None:
     assert facts.apptainer_version == "1.4.5"
     assert facts.is_root == (os.geteuid() == 0)
     assert facts.cgroup_version in {None, 1, 2}
-    assert facts.cgroup_limits == find_groups().enforced, "what sandboxes will get, not a guess of it"
+    assert facts.cgroup_limits == find_control_groups().enforced, "what sandboxes will get, not a guess of it"
 
 
 def test_what_the_facts_mean() -> None:

@@ -3,10 +3,10 @@
 from collections import Counter
 from pathlib import Path
 
-from sandboxes.limits.cgroups import Group, Limits
+from sandboxes.limits.cgroups import ControlGroup, ResourceLimits
 from sandboxes.limits.violations import LimitMonitor, LimitViolations
 
-LIMITS = Limits(memory_bytes=3 << 29, max_processes=10, cpus=None, disk_bytes=100)
+LIMITS = ResourceLimits(memory_bytes=3 << 29, max_processes=10, cpus=None, disk_bytes=100)
 
 
 def make_monitor(folder: Path, **files: str) -> LimitMonitor:
@@ -14,7 +14,7 @@ def make_monitor(folder: Path, **files: str) -> LimitMonitor:
     standard = {"memory.events": "oom 3\noom_kill 0\n", "pids.current": "5", "pids.peak": "5", "pids.max": ""}
     for name, text in {**standard, **files}.items():
         (folder / name).write_text(text)
-    return LimitMonitor(LIMITS, Group({"memory": folder, "pids": folder}), None, None, Counter())
+    return LimitMonitor(LIMITS, ControlGroup({"memory": folder, "pids": folder}), None, None, Counter())
 
 
 def test_each_caller_is_told_once(tmp_path: Path) -> None:
@@ -78,7 +78,9 @@ def test_a_closed_monitor_keeps_what_it_knew(tmp_path: Path) -> None:
 
 
 def test_groups_that_tell_nothing_are_no_violation(tmp_path: Path) -> None:
-    monitor = LimitMonitor(LIMITS, Group({"memory": tmp_path, "pids": tmp_path}), None, None, Counter())
+    monitor = LimitMonitor(
+        LIMITS, ControlGroup({"memory": tmp_path, "pids": tmp_path}), None, None, Counter()
+    )
     assert LimitViolations(monitor).drain() == ()
     (tmp_path / "pids.current").write_text("max")
     monitor.close()

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.limits.cgroups import SPARE_PROCESSES, Group, Limits, find_groups
+from sandboxes.limits.cgroups import SPARE_PROCESSES, ControlGroup, ResourceLimits, find_control_groups
 
-LIMITS = Limits(memory_bytes=1 << 30, max_processes=100, cpus=1.5)
+LIMITS = ResourceLimits(memory_bytes=1 << 30, max_processes=100, cpus=1.5)
 
 
 def make_tree(root: Path, files: dict[str, str]) -> None:
@@ -20,14 +20,14 @@ def test_version_1_groups_are_below_our_own(tmp_path: Path) -> None:
     for controller in ("memory", "pids", "cpu"):
         (tmp_path / controller / "job/7").mkdir(parents=True)
     own = "8:pids:/job/7\n4:memory:/job/7\n1:cpu,cpuacct:/job/7\n0::/\n"
-    groups = find_groups(tmp_path, own)
+    groups = find_control_groups(tmp_path, own)
     assert groups.enforced == {"memory", "processes", "cpus"}
     assert groups.paths_of("x")["memory"] == tmp_path / "memory/job/7/rollout-x"
 
 
 def test_version_1_without_rights_enforces_nothing(tmp_path: Path) -> None:
-    assert find_groups(tmp_path, "8:pids:/gone\n4:memory:/gone\n").enforced == frozenset()
-    assert find_groups(tmp_path, "0::/\n").create("x", LIMITS) is None
+    assert find_control_groups(tmp_path, "8:pids:/gone\n4:memory:/gone\n").enforced == frozenset()
+    assert find_control_groups(tmp_path, "0::/\n").create("x", LIMITS) is None
 
 
 @pytest.mark.parametrize(("own_gives", "place"), [("cpu memory pids", "slice/own"), ("", "slice")])
@@ -42,22 +42,22 @@ def test_version_2_groups_are_where_controllers_are_given(tmp_path: Path, own_gi
             "slice/cgroup.subtree_control": "memory pids",
         },
     )
-    groups = find_groups(tmp_path, "0::/slice/own\n")
+    groups = find_control_groups(tmp_path, "0::/slice/own\n")
     assert groups.paths_of("x")["memory"] == tmp_path / place / "rollout-x"
     assert groups.enforced >= {"memory", "processes"}
 
 
 def test_version_2_that_gives_nothing_enforces_nothing(tmp_path: Path) -> None:
     make_tree(tmp_path, {"cgroup.controllers": "hugetlb", "own/cgroup.subtree_control": ""})
-    assert find_groups(tmp_path, "0::/own\n").enforced == frozenset()
+    assert find_control_groups(tmp_path, "0::/own\n").enforced == frozenset()
 
 
 def test_limits_are_written_as_each_version_wants_them(tmp_path: Path) -> None:
     new, old = tmp_path / "new", tmp_path / "old"
     make_tree(new, dict.fromkeys(("memory.max", "memory.swap.max", "pids.max", "cpu.max"), ""))
     make_tree(old, dict.fromkeys(("memory.limit_in_bytes", "pids.max", "cpu.cfs_quota_us"), ""))
-    Group(dict.fromkeys(("memory", "pids", "cpu"), new)).apply(LIMITS)
-    Group(dict.fromkeys(("memory", "pids", "cpu"), old)).apply(LIMITS)
+    ControlGroup(dict.fromkeys(("memory", "pids", "cpu"), new)).apply(LIMITS)
+    ControlGroup(dict.fromkeys(("memory", "pids", "cpu"), old)).apply(LIMITS)
     assert (new / "memory.max").read_text() == f"{1 << 30}\n"
     assert (new / "memory.swap.max").read_text() == "0\n"
     assert (new / "cpu.max").read_text() == "150000 100000\n"
@@ -68,26 +68,26 @@ def test_limits_are_written_as_each_version_wants_them(tmp_path: Path) -> None:
 
 def test_a_group_can_yield_the_processor(tmp_path: Path) -> None:
     for yields in (True, False):
-        Group({"cpu": tmp_path}).yield_processor(yields)
+        ControlGroup({"cpu": tmp_path}).yield_processor(yields)
         assert (tmp_path / "cpu.idle").read_text() == f"{int(yields)}\n"
-    Group({"memory": tmp_path}).yield_processor(True)
+    ControlGroup({"memory": tmp_path}).yield_processor(True)
 
 
 def test_the_launchers_tasks_do_not_count(tmp_path: Path) -> None:
     make_tree(tmp_path, {"pids.current": "9\n", "pids.max": "max\n"})
-    group = Group({"pids": tmp_path})
+    group = ControlGroup({"pids": tmp_path})
     assert group.settle(100) == 8
     assert int((tmp_path / "pids.max").read_text()) == 8 + 100 + SPARE_PROCESSES
-    assert Group({}).settle(100) == 0
+    assert ControlGroup({}).settle(100) == 0
 
 
 def test_version_1_hierarchies_that_are_links_to_one_are_one(tmp_path: Path) -> None:
     (tmp_path / "cpu,cpuacct/job").mkdir(parents=True)
     for name in ("cpu", "cpuacct"):
         (tmp_path / name).symlink_to("cpu,cpuacct")
-    groups = find_groups(tmp_path, "5:cpu,cpuacct:/job\n")
+    groups = find_control_groups(tmp_path, "5:cpu,cpuacct:/job\n")
     assert groups.enforced == {"cpus"}
-    group = groups.create("x", Limits(None, None, None))
+    group = groups.create("x", ResourceLimits(None, None, None))
     assert group is not None
     assert group.paths == [tmp_path / "cpu,cpuacct/job/rollout-x"]
 
@@ -95,7 +95,7 @@ def test_version_1_hierarchies_that_are_links_to_one_are_one(tmp_path: Path) -> 
 def test_a_group_is_removed(tmp_path: Path) -> None:
     folder = tmp_path / "group"
     folder.mkdir()
-    group = Group({"memory": folder, "pids": folder})
+    group = ControlGroup({"memory": folder, "pids": folder})
     assert group.remove()
     assert not folder.exists()
     assert group.remove()

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.limits.cgroups import Group, Limits
+from sandboxes.limits.cgroups import ControlGroup, ResourceLimits
 from sandboxes.limits.violations import LimitMonitor
-from sandboxes.limits.watchdog import Processes, Ward, Watchdog, Yielding
+from sandboxes.limits.watchdog import Processes, ProcessorYield, Watchdog, WatchedSandbox
 
-NONE = Limits(None, None, None)
+NONE = ResourceLimits(None, None, None)
 
 
 def test_descendants_are_found_and_nobody_else() -> None:
@@ -42,7 +42,7 @@ def test_who_does_not_rest_yields_until_it_rests(tmp_path: Path, name: str, unit
 
     (tmp_path / "cpu.idle").write_text("unset")
     use(0)
-    yielding = Yielding(Group({"cpu": tmp_path, "cpuacct": tmp_path}))
+    yielding = ProcessorYield(ControlGroup({"cpu": tmp_path, "cpuacct": tmp_path}))
     looks = (
         (0, "unset"),
         (0.4, "unset"),
@@ -61,13 +61,13 @@ def test_who_does_not_rest_yields_until_it_rests(tmp_path: Path, name: str, unit
 
 
 def test_only_what_no_group_holds_is_looked_at(tmp_path: Path) -> None:
-    limits = Limits(1 << 30, 10, None)
-    whole = Group({"memory": tmp_path, "pids": tmp_path})
-    for group, unheld in ((whole, False), (Group({"pids": tmp_path}), True), (None, True)):
+    limits = ResourceLimits(1 << 30, 10, None)
+    whole = ControlGroup({"memory": tmp_path, "pids": tmp_path})
+    for group, unheld in ((whole, False), (ControlGroup({"pids": tmp_path}), True), (None, True)):
         monitor = LimitMonitor(limits, group, os.getpid(), None, Counter())
-        assert Ward(monitor).unheld == unheld
+        assert WatchedSandbox(monitor).unheld == unheld
         monitor.close()
-    assert not Ward(LimitMonitor(NONE, None, os.getpid(), None, Counter())).unheld
+    assert not WatchedSandbox(LimitMonitor(NONE, None, os.getpid(), None, Counter())).unheld
 
 
 def test_the_thread_ends_with_the_last_sandbox() -> None:

@@ -5,7 +5,7 @@ import time
 import anyio
 import pytest
 
-from sandboxes.sessions.restart_limit import FREE, PERIOD, Restarts
+from sandboxes.sessions.restart_limit import FREE, PERIOD, RestartLimiter
 
 pytestmark = pytest.mark.anyio
 
@@ -24,7 +24,7 @@ class Clock:
 
 async def test_the_first_starts_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    restarts = Restarts()
+    restarts = RestartLimiter()
     for _ in range(FREE):
         await restarts.wait()
     assert clock.now == 100.0
@@ -32,7 +32,7 @@ async def test_the_first_starts_wait_for_nothing(monkeypatch: pytest.MonkeyPatch
 
 async def test_more_starts_come_one_in_each_period(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    restarts = Restarts()
+    restarts = RestartLimiter()
     for _ in range(FREE + 4):
         await restarts.wait()
     assert clock.now == pytest.approx(100.0 + 4 * PERIOD)
@@ -40,7 +40,7 @@ async def test_more_starts_come_one_in_each_period(monkeypatch: pytest.MonkeyPat
 
 async def test_a_session_that_lives_regains_its_free_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    restarts = Restarts()
+    restarts = RestartLimiter()
     for _ in range(FREE + 1):
         await restarts.wait()
     clock.now += 2 * FREE * PERIOD
@@ -53,7 +53,7 @@ async def test_a_session_that_lives_regains_its_free_starts(monkeypatch: pytest.
 
 
 async def test_who_gives_up_waiting_has_used_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    restarts = Restarts()
+    restarts = RestartLimiter()
     for _ in range(FREE):
         await restarts.wait()
     with anyio.move_on_after(0.01) as scope:
