@@ -20,9 +20,9 @@ from pydantic import JsonValue
 from rich.console import Console
 from rich.table import Table
 
+from rollout_client.client import RolloutClient
 from rollout_service.cli.figures import write_figures
 from rollout_service.cli.server_child import running_server, stop
-from rollout_service.client import RolloutClient
 
 HERE = Path(__file__).parent
 START_SECONDS = 60.0

@@ -29,8 +29,8 @@ from anyio.abc import Process
 from common import HERE, Options, child, report, run
 
 from api_schemas.runs import FileTasks, RunRequest
+from rollout_client.client import RolloutClient
 from rollout_service.cli.server_child import stop
-from rollout_service.client import RolloutClient
 from rollout_service.store import SqliteStore
 
 RUN_ID = "crash"

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from rollout_service.client_sync import SyncRolloutClient
+from rollout_client.sync import SyncRolloutClient
 
 PATIENCE_SECONDS = 300.0
 LEASE_SECONDS = 2.0

@@ -29,9 +29,9 @@ from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.runs import InlineTasks, RunRequest
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Segment, Trajectory
-from rollout_service.batch_arrays import BatchArrays
-from rollout_service.client import ClientRun, RolloutClient
-from rollout_service.client_fetch import LargeBody
+from rollout_client._download import LargeBody
+from rollout_client.arrays import BatchArrays
+from rollout_client.client import ClientRun, RolloutClient
 from rollout_service.store import SqliteStore
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure, NewGroup
 

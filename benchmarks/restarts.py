@@ -31,8 +31,8 @@ from anyio.abc import Process
 from common import HERE, Options, child, report, run
 from crash import RUN_ID, Ledger, compare, free_port, order
 
+from rollout_client.client import RolloutClient
 from rollout_service.cli.server_child import stop
-from rollout_service.client import RolloutClient
 
 ROUNDS, QUICK_ROUNDS = 20, 3
 ORDERS_PER_ROUND = 100

@@ -34,7 +34,7 @@ from trainer.stages import StageClock
 from api_schemas.rollouts import RolloutRequest, Sampling
 from api_schemas.runs import Advantages, Batch, DatasetTasks, FilterSpec, RunRequest
 from api_schemas.tasks import Task
-from rollout_service.client import ClientRun, ConflictError, NotFoundError, RolloutClient
+from rollout_client.client import ClientRun, ConflictError, NotFoundError, RolloutClient
 
 RUN = "train"
 DATASET_LIMIT = 10_000

@@ -17,7 +17,7 @@ def main(arguments: list[str]) -> None:
     tasks = load_dataset("json", data_files=config.train_dataset.path, split="train")
     with PPOTrainer(config, train_dataset=tasks) as trainer:
         trainer.train(
-            workflow="rollout_service.adapters.areal.Workflow",
+            workflow="rollout_client.adapters.areal.Workflow",
             workflow_kwargs={"gconfig": config.gconfig},
         )
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import anyio
 
-from rollout_service.adapters import areal, nemo_gym, openrlhf, skyrl, slime, verl
-from rollout_service.adapters.orders import Orders, task_of
+from rollout_client.adapters import areal, nemo_gym, openrlhf, skyrl, slime, verl
+from rollout_client.adapters.submit import Orders, task_of
 
 TASK = '{"environment": "calc", "instance": {"question": "What is 12*7?", "answer": 84}}'
 

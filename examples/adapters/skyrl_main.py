@@ -10,7 +10,7 @@ from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.entrypoints.main_base import BasePPOExp
 from skyrl.train.utils.utils import initialize_ray
 
-from rollout_service.adapters.skyrl import generator
+from rollout_client.adapters.skyrl import generator
 
 
 class ServiceExp(BasePPOExp):

@@ -1,6 +1,6 @@
 # For slime: add these flags to its training script, and ROLLOUT_URL to the environment of its Ray job.
 SERVICE_ARGS=(
-    --custom-generate-function-path rollout_service.adapters.slime.generate
-    --dynamic-sampling-filter-path rollout_service.adapters.slime.scored
+    --custom-generate-function-path rollout_client.adapters.slime.generate
+    --dynamic-sampling-filter-path rollout_client.adapters.slime.scored
     --metadata-key metadata # each row: {"prompt": ..., "metadata": {"environment": ..., "instance": {...}}}
 )

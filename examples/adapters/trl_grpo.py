@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from api_schemas.tasks import Task
-from rollout_service.adapters.orders import Orders
-from rollout_service.adapters.samples import samples_of
-from rollout_service.adapters.trl import RolloutHook, rows, service_reward
+from rollout_client.adapters.samples import samples_of
+from rollout_client.adapters.submit import Orders
+from rollout_client.adapters.trl import RolloutHook, rows, service_reward
 
 DATASET_LIMIT = 10_000
 """The most that the service gives at once."""

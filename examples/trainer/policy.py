@@ -17,7 +17,7 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout_service.batch_arrays import BatchArrays
+from rollout_client.arrays import BatchArrays
 
 PAD = 0
 """Stands behind the end of shorter samples; attention is causal, so nothing that counts looks at it."""

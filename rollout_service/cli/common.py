@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from rollout_client.client import RolloutClient
     from rollout_service.cli.console import SafeConsole
-    from rollout_service.client import RolloutClient
 
 TERMINATED = 128 + signal.SIGTERM
 """The exit code after SIGTERM, as a shell counts."""
@@ -72,7 +72,7 @@ def print_line(document: str) -> None:
 
 def connect(url: str, key: str | None, *, patience_seconds: float = 0.0) -> RolloutClient:
     """The client that commands use; by default it asks once and says at once when nobody answers."""
-    from rollout_service.client import RolloutClient
+    from rollout_client.client import RolloutClient
 
     ca_file = os.environ.get("ROLLOUT_CA_FILE")
     return RolloutClient(url, key, patience_seconds=patience_seconds, ca_file=ca_file)
@@ -128,7 +128,7 @@ def explain(error: Exception) -> None:
 
 def _known(error: Exception) -> Exception | None:
     """The error that is to be explained, taken out of the groups that task groups wrap it in."""
-    from rollout_service.client import ClientError
+    from rollout_client.client import ClientError
     from rollout_service.errors import ServiceError
     from rollout_service.inference.local_servers.process import EngineStartError
     from sandboxes.errors import SandboxError
@@ -140,7 +140,7 @@ def _known(error: Exception) -> Exception | None:
 
 
 def _advice(error: Exception) -> str:
-    from rollout_service.client import UnauthorizedError, UnreachableError
+    from rollout_client.client import UnauthorizedError, UnreachableError
 
     if isinstance(error, UnreachableError):
         return "start a server with `rollout-service serve`, or name another with --url or ROLLOUT_URL."

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from api_schemas.exports import Rescored
     from api_schemas.runs import Run, RunRequest
-    from rollout_service.client import ClientRun, RolloutClient
+    from rollout_client.client import ClientRun, RolloutClient
 
 app = typer.Typer(
     name="runs",
@@ -223,7 +223,7 @@ async def _rescored(
     replay: Literal["needed", "always"],
 ) -> AsyncIterator[Rescored]:
     """Yield the results for an exported file, or for the run of this id."""
-    from rollout_service.client_export import BadExportError, RunExport
+    from rollout_client.run_export import BadExportError, RunExport
 
     if isinstance(what, str):
         for one in await client.open_run(what).rescore(environment=environment, replay=replay):

@@ -15,8 +15,8 @@ from pathlib import Path
 import anyio
 from anyio.abc import Process
 
+from rollout_client.client import RolloutClient, UnavailableError, UnreachableError
 from rollout_service.cli.common import CommandError
-from rollout_service.client import RolloutClient, UnavailableError, UnreachableError
 
 START_SECONDS = 120.0
 STOP_SECONDS = 20.0

@@ -1,4 +1,4 @@
-"""A batch on the wire as a safetensors file, which `batch_arrays` describes and reads.
+"""A batch on the wire as a safetensors file, which `rollout_client.arrays` describes and reads.
 
 Guarantees: the file's length is known before a trajectory is read, since the heads of the groups hold every number of
 tokens; columns are read and unpacked while others are sent, and what was sent is no longer in memory.
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from api_schemas.runs import Batch
-from rollout_service.batch_arrays import TYPES
+from rollout_client.arrays import TYPES
 from rollout_service.errors import StoreError, root_cause
 from rollout_service.store.codec.trajectories import COLUMNS, Columns
 from rollout_service.store.runs_contract import GroupHead

@@ -8,7 +8,7 @@ from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutState, StopReason
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
-from rollout_service.adapters.orders import Orders
+from rollout_client.adapters.submit import Orders
 
 TASK = Task(environment="calc", instance={"question": "2+2", "answer": 4})
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from api_schemas.rollouts import RolloutState
-from rollout_service.adapters.orders import Orders
-from rollout_service.adapters.trl import RolloutHook, rows, service_reward
+from rollout_client.adapters.submit import Orders
+from rollout_client.adapters.trl import RolloutHook, rows, service_reward
 from tests.support.adapter_rollouts import TASK, rollout, segment
 
 POLICY = Path(__file__).parents[2] / "rollout_service" / "policies" / "checkpoints" / "calc-base"

@@ -18,6 +18,7 @@ from pydantic import JsonValue
 
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Sampling
 from api_schemas.tasks import Task
+from rollout_client.client import RolloutClient
 from rollout_service.cli import common
 from rollout_service.cli.console import Heading, SafeConsole
 from rollout_service.cli.demo import DemoEngine, DemoPolicy, DemoSandbox
@@ -27,7 +28,6 @@ from rollout_service.cli.server_child import running_server
 from rollout_service.cli.show import render_rollout
 from rollout_service.cli.submit.files import ResultFile
 from rollout_service.cli.submit.progress import ProgressView, Tally
-from rollout_service.client import RolloutClient
 from rollout_service.inference.local_servers.sglang_cpu import SGLangCpuServer
 from rollout_service.policies.shipped import policy_folder
 from rollout_service.tokens.errors import InvariantError

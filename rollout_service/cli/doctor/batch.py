@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout_service.batch_arrays import BatchArrays
+from rollout_client.arrays import BatchArrays
 from rollout_service.cli.common import CommandError
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ from pydantic import JsonValue
 
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.tasks import Task
+from rollout_client.client import RolloutClient
 from rollout_service.cli import common
 from rollout_service.cli.common import CommandError
 from rollout_service.cli.env.check import environment_path, load_environment
 from rollout_service.cli.env.script import read_turns, scripted_engine
 from rollout_service.cli.server_child import running_server
 from rollout_service.cli.show import render_rollout
-from rollout_service.client import RolloutClient
 from rollout_service.tokens.tokenizer import load_tokenizer
 
 

@@ -15,9 +15,9 @@ from rollout_service.cli.common import DEFAULT_URL, Key, Url
 
 if TYPE_CHECKING:
     from api_schemas.rollouts import RolloutRequest
+    from rollout_client.client import ProblemError, RolloutClient
     from rollout_service.cli.submit.files import RequestFile, ResultFile
     from rollout_service.cli.submit.progress import Tally
-    from rollout_service.client import ProblemError, RolloutClient
 
 EXAMPLE = "Example: rollout-service submit tasks.jsonl --output results.jsonl --concurrency 64"
 

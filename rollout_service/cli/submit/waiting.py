@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import anyio
 
 if TYPE_CHECKING:
+    from rollout_client.client import RolloutClient
     from rollout_service.cli.submit.progress import ProgressView
-    from rollout_service.client import RolloutClient
 
 CHECK_SECONDS = 3.0
 AGAIN_SECONDS = 30.0
@@ -47,7 +47,7 @@ async def _explain(client: RolloutClient, view: ProgressView) -> None:
 
 async def _reason(client: RolloutClient) -> str:
     """Return why the server takes no work; empty when it does, or when that cannot be told."""
-    from rollout_service.client import ClientError, UnreachableError
+    from rollout_client.client import ClientError, UnreachableError
 
     try:
         return " ".join((await client.readiness()).reasons)

@@ -10,7 +10,7 @@ from rollout_service.cli import common
 from rollout_service.cli.common import DEFAULT_URL, Key, Url
 
 if TYPE_CHECKING:
-    from rollout_service.client import RolloutClient
+    from rollout_client.client import RolloutClient
 
 EXAMPLE = "Example: rollout-service watch --url http://node-3:8080"
 

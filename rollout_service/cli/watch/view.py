@@ -16,10 +16,10 @@ from api_schemas.events import Event
 from api_schemas.inference import BackendView
 from api_schemas.nodes import NodeView
 from api_schemas.rollouts import RolloutState
+from rollout_client.client import RolloutClient
 from rollout_service.cli import common
 from rollout_service.cli.backends import render_backends
 from rollout_service.cli.console import table
-from rollout_service.client import RolloutClient
 
 LOOK_SECONDS = 1.0
 LINE_SECONDS = 3.0

@@ -16,7 +16,7 @@ from support.service_process import Running, eventually, scripted_engine, servic
 from api_schemas.events import Event
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.tasks import Task
-from rollout_service.client import RolloutClient
+from rollout_client.client import RolloutClient
 
 HANG_UPS = 20
 CONFIG = "[sandboxes.pressure]\nenabled = false\n"

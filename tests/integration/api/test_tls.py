@@ -7,10 +7,10 @@ import anyio
 import pytest
 from typer.testing import CliRunner
 
+from rollout_client.client import RolloutClient, UnreachableError
+from rollout_client.sync import SyncRolloutClient
 from rollout_service.api.serve import load_certificate
 from rollout_service.cli import app as cli
-from rollout_service.client import RolloutClient, UnreachableError
-from rollout_service.client_sync import SyncRolloutClient
 from rollout_service.errors import ConfigurationError
 from rollout_service.http.tls import Certificate
 from rollout_service.settings import load_settings

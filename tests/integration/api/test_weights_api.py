@@ -16,10 +16,10 @@ from aiohttp import web
 from api_schemas.inference import DiskWeights, PauseMode
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.tasks import Task
+from rollout_client.client import RolloutClient
+from rollout_client.errors import ConflictError, OrderError, WeightsError
+from rollout_client.sync import SyncRolloutClient
 from rollout_service.cli.server_child import running_server
-from rollout_service.client import RolloutClient
-from rollout_service.client_errors import ConflictError, OrderError, WeightsError
-from rollout_service.client_sync import SyncRolloutClient
 from rollout_service.policies.shipped import policy_folder
 from rollout_service.testing import Replies, ScriptedEngine
 

@@ -20,7 +20,7 @@ CALLS = {
 }
 CAUGHT = """
 import sys
-from rollout_service.client_sync import SyncRolloutClient
+from rollout_client.sync import SyncRolloutClient
 with SyncRolloutClient(sys.argv[1]) as client:
     try:
         {call}
@@ -30,7 +30,7 @@ with SyncRolloutClient(sys.argv[1]) as client:
 """
 UNCAUGHT = """
 import sys
-from rollout_service.client_sync import SyncRolloutClient
+from rollout_client.sync import SyncRolloutClient
 with SyncRolloutClient(sys.argv[1]) as client:
     {call}
 """

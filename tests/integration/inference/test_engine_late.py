@@ -13,8 +13,8 @@ from anyio.abc import Process
 
 from api_schemas.nodes import NodePatch, StagePatch
 from api_schemas.rollouts import Rollout, RolloutState
+from rollout_client.client import RolloutClient
 from rollout_service.cli.server_child import stop
-from rollout_service.client import RolloutClient
 from rollout_service.inference.local_servers.process import free_port
 from rollout_service.policies.shipped import policy_folder
 from rollout_service.testing import Replies, ScriptedEngine

@@ -30,9 +30,8 @@ from api_schemas.runs import (
     RunState,
 )
 from api_schemas.tasks import Task
-from rollout_service.batch_arrays import BatchArrays
-from rollout_service.cli import app
-from rollout_service.client import (
+from rollout_client.arrays import BatchArrays
+from rollout_client.client import (
     ConflictError,
     GoneError,
     InvalidRequestError,
@@ -40,8 +39,9 @@ from rollout_service.client import (
     NotFoundError,
     RolloutClient,
 )
-from rollout_service.client_export import RunExport
-from rollout_service.client_sync import SyncRolloutClient
+from rollout_client.run_export import RunExport
+from rollout_client.sync import SyncRolloutClient
+from rollout_service.cli import app
 from rollout_service.store.codec.trajectories import COLUMNS
 
 pytestmark = pytest.mark.anyio
@@ -346,6 +346,6 @@ def test_the_clients_need_no_server() -> None:
         "for name in ('fastapi', 'starlette', 'uvicorn', 'numpy', 'transformers', 'structlog', 'sandboxes',"
         " 'aiohttp', 'prometheus_client', 'zmq', 'jinja2', 'renderers'):\n"
         "    sys.modules[name] = None\n"
-        "import rollout_service.client, rollout_service.client_sync, rollout_service.client_export\n"
+        "import rollout_client.client, rollout_client.sync, rollout_client.run_export\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from api_schemas.rollouts import RolloutState
-from rollout_service.adapters.orders import Orders, TaskRowError
-from rollout_service.adapters.trl import RolloutHook, columns, rows, service_reward
+from rollout_client.adapters.submit import Orders, TaskRowError
+from rollout_client.adapters.trl import RolloutHook, columns, rows, service_reward
 from tests.support.adapter_rollouts import TASK, rollout, segment
 
 END = 2

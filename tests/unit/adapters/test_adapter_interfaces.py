@@ -20,8 +20,8 @@ from fastapi.testclient import TestClient
 from pydantic import BaseModel, create_model
 
 from api_schemas.rollouts import RolloutState, StopReason
-from rollout_service.adapters import areal, nemo_gym, openrlhf, skyrl, slime, verl
-from rollout_service.adapters.orders import NoRewardError
+from rollout_client.adapters import areal, nemo_gym, openrlhf, skyrl, slime, verl
+from rollout_client.adapters.submit import NoRewardError
 from tests.support.adapter_rollouts import TASK, FakeClient, rollout, segment
 
 pytestmark = pytest.mark.anyio

@@ -12,7 +12,8 @@ from api_schemas.errors import Problem
 from api_schemas.inference import BackendOutcome, PoolOutcome
 from api_schemas.rollouts import RolloutState
 from api_schemas.tasks import Task
-from rollout_service.adapters.orders import (
+from rollout_client.adapters.samples import largest, samples_of
+from rollout_client.adapters.submit import (
     NoRewardError,
     Orders,
     TaskRowError,
@@ -20,9 +21,8 @@ from rollout_service.adapters.orders import (
     task_of,
     task_text,
 )
-from rollout_service.adapters.samples import largest, samples_of
-from rollout_service.adapters.weights import WeightsFolder
-from rollout_service.client_errors import WeightsError
+from rollout_client.adapters.weights import WeightsFolder
+from rollout_client.errors import WeightsError
 from tests.support.adapter_rollouts import FakeClient, rollout, segment
 
 pytestmark = pytest.mark.anyio
@@ -34,7 +34,7 @@ def test_adapters_import_neither_their_trainers_nor_the_server():
     script = (
         "import importlib, sys\n"
         f"for name in {ADAPTERS}:\n"
-        "    importlib.import_module(f'rollout_service.adapters.{name}')\n"
+        "    importlib.import_module(f'rollout_client.adapters.{name}')\n"
         "heavy = ['torch', 'fastapi', 'aiohttp', 'uvicorn', 'transformers', 'ray', 'rollout_service.service']\n"
         f"assert not set(heavy + {ADAPTERS}) & set(sys.modules)\n"
     )

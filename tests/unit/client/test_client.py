@@ -12,8 +12,8 @@ from api_schemas.errors import Problem
 from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.tasks import Task
-from rollout_service import client as client_module
-from rollout_service.client import (
+from rollout_client import client as client_module
+from rollout_client.client import (
     ConflictError,
     InvalidRequestError,
     NotFoundError,

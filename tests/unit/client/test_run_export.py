@@ -16,7 +16,7 @@ from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Usage
 from api_schemas.runs import GroupSample, InlineTasks, Run, RunCounts, RunRequest, RunState
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
-from rollout_service.client_export import BadExportError, RunExport
+from rollout_client.run_export import BadExportError, RunExport
 
 NOW = datetime(2025, 1, 1, 1, 2, 3, 456_789, tzinfo=UTC)
 FINITE = st.floats(allow_nan=False, allow_infinity=False)

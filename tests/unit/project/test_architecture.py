@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PACKAGES = ["api_schemas", "sandboxes", "rollout_service"]
+PACKAGES = ["api_schemas", "rollout_client", "sandboxes", "rollout_service"]
 MAY_IMPORT = {
     "api_schemas": {"api_schemas"},
+    "rollout_client": {"api_schemas", "rollout_client"},
     "sandboxes": {"api_schemas", "sandboxes"},
     "rollout_service": set(PACKAGES),
 }

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from support.trainer_batches import PROMPT, write_batch
 from typer.testing import CliRunner
 
-from rollout_service.batch_arrays import BatchArrays
+from rollout_client.arrays import BatchArrays
 from rollout_service.cli import app
 from rollout_service.testing import Shape, write_random_checkpoint
 

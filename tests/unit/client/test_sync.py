@@ -9,8 +9,8 @@ import anyio
 import httpx
 import pytest
 
-from rollout_service.client import ClientRun, LeasedBatch, NotFoundError, RolloutClient
-from rollout_service.client_sync import SyncBatch, SyncRolloutClient, SyncRun
+from rollout_client.client import ClientRun, LeasedBatch, NotFoundError, RolloutClient
+from rollout_client.sync import SyncBatch, SyncRolloutClient, SyncRun
 
 PAIRS = [(RolloutClient, SyncRolloutClient), (ClientRun, SyncRun), (LeasedBatch, SyncBatch)]
 ASYNCHRONOUS_ONLY = {"aclose"}

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from anyio.abc import SocketStream
 
-from rollout_service.client_fetch import LargeBody, is_direct
+from rollout_client._download import LargeBody, is_direct
 
 pytestmark = pytest.mark.anyio
 

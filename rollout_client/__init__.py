@@ -1,0 +1,1 @@
+"""The client of the rollout service: what a trainer installs."""

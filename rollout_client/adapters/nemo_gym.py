@@ -1,0 +1,117 @@
+"""NeMo Gym: an agent server, which is how NeMo-RL gets rollouts. Held to the sources of both of 2026-08-22.
+
+    # app.py of an agent of NeMo Gym
+    from rollout_client.adapters.nemo_gym import agent_class
+    if __name__ == "__main__":
+        agent_class().run_webserver()
+
+A row of the data set has `environment` and `instance` beside `responses_create_params`.
+
+Guarantees: as of the package. Each turn is an output item with its `prompt_token_ids`, `generation_token_ids` and
+`generation_log_probs`, each prompt beginning with the one before and its generation, as NeMo-RL demands. NeMo-RL takes
+one row of a rollout: of several segments the one with most sampled tokens, and `left_out` counts the rest. NeMo Gym
+must have a number as the reward: a rollout without one is ordered anew, and then NoRewardError is raised.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, cast
+
+from api_schemas.rollouts import Rollout
+from rollout_client.adapters.samples import Sample, largest, samples_of
+from rollout_client.adapters.submit import Orders, sampling_of
+
+
+async def run(orders: Orders, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer of an agent's `/run`."""
+    params = body.get("responses_create_params") or {}
+    request = orders.request(
+        body,
+        sampling=sampling_of(params),
+        max_tokens=params.get("max_output_tokens"),
+        metadata={"trainer": "nemo_gym"},
+    )
+    return dict(body) | verified(await orders.run_scored(request), params)
+
+
+def agent_class(orders: Orders | None = None) -> Any:
+    """An agent of NeMo Gym's own kind."""
+    from nemo_gym.base_resources_server import BaseRunRequest, BaseVerifyResponse
+    from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
+    from pydantic import ConfigDict
+
+    class Request(BaseRunRequest):  # type: ignore[misc]
+        """A row, with all its fields."""
+
+        model_config = ConfigDict(extra="allow")
+
+    class Response(BaseVerifyResponse):  # type: ignore[misc]
+        """The row and what became of it."""
+
+        model_config = ConfigDict(extra="allow")
+
+    service = orders or Orders.from_environment()
+
+    class RolloutAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
+        """Orders a rollout for each row."""
+
+        config: BaseResponsesAPIAgentConfig
+
+        async def responses(self, body: Any = None) -> Any:
+            """Single responses are the model server's."""
+            raise NotImplementedError("this agent has whole rollouts only: POST /run")
+
+        async def run(self, body: Request) -> Response:
+            """A rollout of the row's task."""
+            answer = await run(service, body.model_dump())
+            return cast(Response, Response.model_validate(answer))
+
+    # FastAPI looks for the names of annotations in this module, where these two classes are not.
+    RolloutAgent.run.__annotations__ = {"body": Request, "return": Response}
+    return RolloutAgent
+
+
+def verified(rollout: Rollout, params: Mapping[str, Any]) -> dict[str, Any]:
+    """A rollout in the form of NeMo Gym's verify response."""
+    samples = samples_of(rollout)
+    sample = largest(samples)
+    if sample is None or rollout.reward is None:
+        raise ValueError(f"rollout {rollout.rollout_id} has nothing to train on")
+    return {
+        "reward": rollout.reward,
+        "response": {
+            "id": rollout.rollout_id,
+            "object": "response",
+            "created_at": time.time(),
+            "model": rollout.pool,
+            "output": output_items(sample),
+            "parallel_tool_calls": True,
+            "tool_choice": params.get("tool_choice", "auto"),
+            "tools": list(params.get("tools") or []),
+        },
+        "service_rollout_id": rollout.rollout_id,
+        "left_out": sum(one.sampled for one in samples) - sample.sampled,
+    }
+
+
+def output_items(sample: Sample) -> list[dict[str, Any]]:
+    """An assistant's message for each turn of a row, with its ids. Texts are NeMo-RL's to decode."""
+    items = []
+    for turn in sorted({turn for turn in sample.turn_ids if turn >= 0}):
+        start = sample.turn_ids.index(turn)
+        end = start + sample.turn_ids.count(turn)
+        items.append(
+            {
+                "id": f"{sample.rollout_id}-{turn}",
+                "type": "message",
+                "role": "assistant",
+                "status": "completed",
+                "content": [{"type": "output_text", "text": "", "annotations": []}],
+                "prompt_token_ids": sample.prompt_ids + sample.response_ids[:start],
+                "generation_token_ids": sample.response_ids[start:end],
+                "generation_log_probs": sample.logprobs[start:end],
+            }
+        )
+    return items

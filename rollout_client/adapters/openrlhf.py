@@ -1,0 +1,111 @@
+"""OpenRLHF: an agent executor. Held to the interface of OpenRLHF 0.11.2.
+
+    # agent.py, named by --train.agent_func_path
+    from rollout_client.adapters.openrlhf import agent_executor
+    AgentExecutor = agent_executor()
+
+The service's address is ROLLOUT_URL, its key ROLLOUT_KEY. A row's task is its prompt as text (`submit.task_text`), or
+its label where the prompt is a question for people.
+
+Guarantees: as of the package. OpenRLHF must have a reward for each sample: a rollout without one is ordered anew, and
+then NoRewardError is raised. It takes one row of a rollout, no longer than `max_length`: what it did not get is in its
+log as `left_out`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from api_schemas.rollouts import Rollout, StopReason
+from rollout_client.adapters.samples import largest, samples_of
+from rollout_client.adapters.submit import Orders, TaskRowError, sampling_of, task_of
+
+CUT_OFF = {StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.TRUNCATED}
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+
+
+class Executor:
+    """Orders one rollout for a prompt."""
+
+    def __init__(self, orders: Orders | None = None) -> None:
+        self.orders = orders or Orders.from_environment()
+
+    async def execute(
+        self,
+        prompt: object,
+        label: object,
+        sampling_params: Any,
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: Any,
+        images: object = None,
+    ) -> dict[str, Any]:
+        """OpenRLHF's hook."""
+        del hf_tokenizer, llm_engine  # the service has both
+        given = {name: getattr(sampling_params, name, None) for name in SAMPLING}
+        request = self.orders.request(
+            _task(prompt, label),
+            sampling=sampling_of(given),
+            max_tokens=getattr(sampling_params, "max_tokens", None),
+            metadata={"trainer": "openrlhf"},
+        )
+        rollout = await self.orders.run_scored(request)
+        return {"prompt": prompt, "label": label, "images": images} | response(rollout, max_length)
+
+
+def agent_executor(orders: Orders | None = None) -> type:
+    """The class that OpenRLHF looks for, of its own kind."""
+    from openrlhf.utils.agent import AgentExecutorBase
+
+    class AgentExecutor(Executor, AgentExecutorBase):  # type: ignore[misc]
+        """`Executor`, as OpenRLHF asks for it."""
+
+        def __init__(self) -> None:
+            super().__init__(orders)
+
+    return AgentExecutor
+
+
+def _task(prompt: object, label: object) -> object:
+    try:
+        return task_of(prompt)
+    except TaskRowError:
+        if label is None:
+            raise
+        return task_of(label)
+
+
+def response(rollout: Rollout, max_length: int) -> dict[str, Any]:
+    """A rollout in the form of OpenRLHF's response, without the prompt that it repeats."""
+    samples = samples_of(rollout)
+    chosen = largest(samples)
+    if chosen is None:
+        raise ValueError(f"rollout {rollout.rollout_id} sampled nothing")
+    before = len(chosen.prompt_ids)
+    sample = chosen.cut(max(0, max_length - before))
+    return {
+        "mm_train_inputs": None,
+        "reward": sample.reward,
+        "scores": sample.reward,
+        "observation_tokens": sample.token_ids,
+        "action_ranges": _ranges(sample.response_mask, before),
+        "rollout_log_probs": [0.0] * before + sample.logprobs,
+        "truncated": rollout.stop_reason in CUT_OFF,
+        "extra_logs": {
+            "turns": rollout.usage.turns,
+            "left_out": sum(one.sampled for one in samples) - sample.sampled,
+        },
+    }
+
+
+def _ranges(mask: list[int], start: int) -> list[tuple[int, int]]:
+    """Where the policy sampled, as half-open ranges."""
+    ranges: list[tuple[int, int]] = []
+    for position, sampled in enumerate(mask, start):
+        if not sampled:
+            continue
+        if ranges and ranges[-1][1] == position:
+            ranges[-1] = (ranges[-1][0], position + 1)
+        else:
+            ranges.append((position, position + 1))
+    return ranges

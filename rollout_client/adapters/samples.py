@@ -1,0 +1,90 @@
+"""Trajectories as rows of a trainer's batch.
+
+Guarantees: a segment becomes one row, split before the first token that the policy sampled in it; nothing is padded
+or made up; of all rows of a rollout each sampled token has mask 1 in exactly one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from api_schemas.rollouts import Rollout
+from api_schemas.trajectories import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One row: a prompt, and a response in which tools' results have mask 0."""
+
+    rollout_id: str
+    segment: int
+    """Which segment of the trajectory it is."""
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    """1 where the policy sampled the token."""
+    logprobs: list[float]
+    """The response's log-probabilities, as the engine gave them; 0.0 where the mask is 0."""
+    versions: list[int]
+    """The weights that sampled each token of the response; -1 where the mask is 0."""
+    turn_ids: list[int]
+    """The turn of each token of the response; -1 where the mask is 0."""
+    reward: float | None
+    """The rollout's; None when it has none, and then the row is not to be trained on."""
+    last: bool
+    """Whether it is the rollout's last row, on which a reward per rollout is put."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All of it."""
+        return self.prompt_ids + self.response_ids
+
+    @property
+    def sampled(self) -> int:
+        """How many tokens of it can be trained on."""
+        return sum(self.response_mask)
+
+    def cut(self, length: int) -> Sample:
+        """It, with a response of at most so many tokens, for a trainer that has room for no more."""
+        if len(self.response_ids) <= length:
+            return self
+        return Sample(
+            rollout_id=self.rollout_id,
+            segment=self.segment,
+            prompt_ids=self.prompt_ids,
+            response_ids=self.response_ids[:length],
+            response_mask=self.response_mask[:length],
+            logprobs=self.logprobs[:length],
+            versions=self.versions[:length],
+            turn_ids=self.turn_ids[:length],
+            reward=self.reward,
+            last=self.last,
+        )
+
+
+def samples_of(rollout: Rollout) -> list[Sample]:
+    """The rows of a rollout, in order; none when nothing was sampled."""
+    segments = rollout.trajectory.segments if rollout.trajectory is not None else []
+    numbers = [number for number, segment in enumerate(segments) if any(segment.loss_mask)]
+    return [_sample(rollout, segments[number], number, last=number == numbers[-1]) for number in numbers]
+
+
+def largest(samples: list[Sample]) -> Sample | None:
+    """For a trainer that takes one row of a rollout: the one with most to train on; None when there is none."""
+    return max(samples, key=lambda sample: sample.sampled, default=None)
+
+
+def _sample(rollout: Rollout, segment: Segment, number: int, *, last: bool) -> Sample:
+    start = segment.loss_mask.index(1)
+    return Sample(
+        rollout_id=rollout.rollout_id,
+        segment=number,
+        prompt_ids=segment.token_ids[:start],
+        response_ids=segment.token_ids[start:],
+        response_mask=segment.loss_mask[start:],
+        logprobs=segment.logprobs[start:],
+        versions=segment.versions[start:],
+        turn_ids=segment.turn_ids[start:],
+        reward=rollout.reward,
+        last=last,
+    )

@@ -1,0 +1,116 @@
+"""SkyRL: a generator. Held to the interface of SkyRL 0.3.0 and of its source of 2026-08-21.
+
+    class Experiment(BasePPOExp):
+        def get_generator(self, cfg, tokenizer, inference_engine_client):
+            return generator(step_wise=cfg.generator.step_wise_trajectories)
+
+Each row's task is in its `env_extras` (`environment`, `instance`), or in its prompt as text (`submit.task_text`).
+
+Guarantees: as of the package. With `step_wise` each segment is a row and the last one has the rollout's reward;
+without, a rollout is its row with most to train on, and `rollouts/left_out` in the metrics counts what was left out.
+SkyRL must have a reward for each row: a rollout without one is ordered anew, and then NoRewardError is raised.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import anyio
+
+from api_schemas.rollouts import Rollout, RolloutRequest, StopReason
+from rollout_client.adapters.samples import Sample, largest, samples_of
+from rollout_client.adapters.submit import Orders, sampling_of
+
+CUT_OFF = {StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.TRUNCATED}
+
+
+def generator(*, orders: Orders | None = None, step_wise: bool = False) -> Any:
+    """A generator that is one of SkyRL's own kind."""
+    from skyrl.train.generators.base import GeneratorInterface
+
+    class RolloutGenerator(Generator, GeneratorInterface):  # type: ignore[misc]
+        """`Generator`, as SkyRL asks for it."""
+
+    return RolloutGenerator(orders or Orders.from_environment(), step_wise=step_wise)
+
+
+class Generator:
+    """Orders the rollouts of a batch together, at most `concurrency` at once."""
+
+    def __init__(self, orders: Orders, *, step_wise: bool = False) -> None:
+        self.orders = orders
+        self.step_wise = step_wise
+
+    async def generate(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
+        """What SkyRL asks for, in the order of its batch."""
+        requests = list(self._requests(input_batch))
+        rollouts: list[Rollout | None] = [None] * len(requests)
+        seconds = [0.0] * len(requests)
+        places = anyio.CapacityLimiter(self.orders.concurrency)
+
+        async def one(number: int, request: RolloutRequest) -> None:
+            async with places:
+                start = time.monotonic()
+                rollouts[number] = await self.orders.run_scored(request)
+                seconds[number] = time.monotonic() - start
+
+        try:
+            async with anyio.create_task_group() as tasks:
+                for number, request in enumerate(requests):
+                    tasks.start_soon(one, number, request)
+        except ExceptionGroup as group:  # SkyRL should see what happened, not how it was waited for
+            raise group.exceptions[0] from group
+        ended = [rollout for rollout in rollouts if rollout is not None]
+        output = columns(ended, input_batch.get("trajectory_ids"), step_wise=self.step_wise)
+        return output | {"trajectory_generation_times": seconds}
+
+    def _requests(self, batch: Mapping[str, Any]) -> Sequence[RolloutRequest]:
+        extras = batch.get("env_extras") or [{}] * len(batch["prompts"])
+        params = batch.get("sampling_params") or {}
+        limit = params.get("max_generate_length") or params.get("max_tokens")
+        return [
+            self.orders.request(
+                extra if "environment" in extra else prompt,
+                sampling=sampling_of(params),
+                max_tokens=limit,
+                metadata={"trainer": "skyrl"},
+            )
+            for prompt, extra in zip(batch["prompts"], extras, strict=True)
+        ]
+
+
+def columns(rollouts: Sequence[Rollout], ids: Sequence[Any] | None, *, step_wise: bool) -> dict[str, Any]:
+    """Rollouts in the form of SkyRL's GeneratorOutput."""
+    rows: list[tuple[int, Rollout, Sample]] = []
+    left_out = 0
+    for number, rollout in enumerate(rollouts):
+        samples = samples_of(rollout)
+        chosen = samples if step_wise else [one for one in [largest(samples)] if one is not None]
+        left_out += sum(one.sampled for one in samples) - sum(one.sampled for one in chosen)
+        rows += [(number, rollout, sample) for sample in chosen]
+    output: dict[str, Any] = {
+        "prompt_token_ids": [sample.prompt_ids for _, _, sample in rows],
+        "response_ids": [sample.response_ids for _, _, sample in rows],
+        "rewards": [_rewards(sample, step_wise) for _, _, sample in rows],
+        "loss_masks": [sample.response_mask for _, _, sample in rows],
+        "stop_reasons": ["length" if rollout.stop_reason in CUT_OFF else "stop" for _, rollout, _ in rows],
+        "rollout_metrics": {
+            "rollouts/turns": sum(rollout.usage.turns for rollout in rollouts) / max(1, len(rollouts)),
+            "rollouts/left_out": left_out / max(1, len(rollouts)),
+        },
+        "rollout_logprobs": [sample.logprobs for _, _, sample in rows],
+        "trajectory_ids": None if ids is None else [ids[number] for number, _, _ in rows],
+        "rollout_expert_indices": None,
+        "is_last_step": [sample.last for _, _, sample in rows] if step_wise else None,
+    }
+    return output
+
+
+def _rewards(sample: Sample, step_wise: bool) -> float | list[float]:
+    """A number for each row; step by step a number for each token, all on the last of the rollout's last row."""
+    reward = sample.reward if sample.reward is not None else float("nan")
+    if not step_wise:
+        return reward
+    return [0.0] * (len(sample.response_ids) - 1) + [reward if sample.last else 0.0]

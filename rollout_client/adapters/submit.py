@@ -1,0 +1,202 @@
+"""How adapters order rollouts: a trainer's row becomes a task, a task a rollout.
+
+Guarantees: what a trainer's row lacks is said by the name of its field; a rollout is ordered once, however often the
+call is repeated while the service is away; a failed rollout is given back as it is, and only an error of the order
+itself is raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from anyio.from_thread import start_blocking_portal
+from pydantic import JsonValue, ValidationError
+
+from api_schemas.errors import sentences
+from api_schemas.rollouts import Rollout, RolloutRequest, Sampling
+from api_schemas.tasks import Limits, Task
+from rollout_client.adapters.samples import samples_of
+from rollout_client.client import RolloutClient, identified
+
+T = TypeVar("T")
+
+DEFAULT_URL = "http://127.0.0.1:8080"
+PATIENCE_SECONDS = 600.0
+"""How long a rollout is asked for while the service is away."""
+
+
+class TaskRowError(ValueError):
+    """A row of the trainer's data set does not say which task it is."""
+
+
+class NoRewardError(RuntimeError):
+    """A rollout has no reward after all attempts, and the trainer has no way to do without one."""
+
+    def __init__(self, rollout: Rollout) -> None:
+        cause = rollout.error
+        why = (
+            f"{cause.code}: {sentences(cause.message, cause.hint)}"
+            if cause
+            else f"it was {rollout.state.value}"
+        )
+        super().__init__(
+            f"rollout {rollout.rollout_id} of {rollout.task.environment!r} has no reward to train on: {why.strip()}"
+        )
+        self.rollout = rollout
+
+
+def task_text(task: Task) -> str:
+    """A task as text, for trainers that hand an adapter nothing but a prompt; `task_of` reads it."""
+    return json.dumps(task.model_dump(mode="json"), sort_keys=True, ensure_ascii=False)
+
+
+def task_of(row: object) -> Task:
+    """The task that a row means: `{"environment": ..., "instance": {...}}`, that as JSON text, or a message or messages
+    whose last one's content is that text. Other fields of the row are the trainer's own. Raises TaskRowError.
+    """
+    if isinstance(row, Task):
+        return row
+    if isinstance(row, Sequence) and not isinstance(row, str | bytes) and row:
+        row = row[-1]
+    if isinstance(row, Mapping) and "environment" not in row:
+        row = row.get("content", row)
+    row = _parsed(row)
+    if not isinstance(row, Mapping) or "environment" not in row:
+        raise TaskRowError("a row without the field `environment`, which names an environment of the service")
+    try:
+        return Task.model_validate(
+            {"environment": row["environment"], "instance": _parsed(row.get("instance", {}))}
+        )
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(str(part) for part in problem["loc"])
+        raise TaskRowError(f"the field `{where}` of a row: {problem['msg']}") from error
+
+
+def _parsed(value: Any) -> Any:
+    """Text as the JSON that it must be; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise TaskRowError(f"no task, but {value[:80]!r}. task_text() makes prompts of tasks") from error
+
+
+def sampling_of(params: Mapping[str, Any], base: Sampling | None = None) -> Sampling:
+    """A trainer's sampling parameters in the service's terms; those that it has no use for are left out."""
+    names = ("temperature", "top_p", "top_k", "min_p", "seed")
+    given = {name: params[name] for name in names if params.get(name) is not None}
+    if given.get("top_k") == 0:  # most trainers write 0 for all tokens
+        given["top_k"] = -1
+    stop = params.get("stop")
+    if stop:
+        given["stop"] = [stop] if isinstance(stop, str) else list(stop)
+    return Sampling.model_validate((base or Sampling()).model_dump() | given)
+
+
+@dataclass(frozen=True, eq=False)
+class Orders:
+    """A service, and how rollouts are ordered there."""
+
+    url: str = DEFAULT_URL
+    key: str | None = None
+    pool: str = "policy"
+    limits: Limits = field(default_factory=Limits)
+    concurrency: int = 64
+    """Rollouts under way at once, of those that are ordered together."""
+    retries: int = 2
+    """How often a rollout without a reward is ordered anew for a trainer that must have one."""
+    patience_seconds: float = PATIENCE_SECONDS
+    _clients: WeakKeyDictionary[asyncio.AbstractEventLoop, RolloutClient] = field(
+        default_factory=WeakKeyDictionary, repr=False
+    )
+
+    @classmethod
+    def from_environment(cls, **given: Any) -> Orders:
+        """At the address in ROLLOUT_URL, with the key in ROLLOUT_KEY, as the command line has it."""
+        url = os.environ.get("ROLLOUT_URL", DEFAULT_URL)
+        return cls(**({"url": url, "key": os.environ.get("ROLLOUT_KEY")} | given))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Trainers send adapters to other processes, where the clients of this one are of no use."""
+        return {name: value for name, value in self.__dict__.items() if name != "_clients"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _clients=WeakKeyDictionary())
+
+    def request(
+        self,
+        row: object,
+        *,
+        sampling: Sampling | None = None,
+        max_tokens: int | None = None,
+        metadata: Mapping[str, JsonValue] | None = None,
+    ) -> RolloutRequest:
+        """The order for one rollout of a row's task, with an id, so that sending it twice orders one."""
+        limits = self.limits
+        if max_tokens is not None and limits.max_tokens is None:
+            limits = limits.model_copy(update={"max_tokens": max_tokens})
+        return identified(
+            RolloutRequest(
+                task=task_of(row),
+                pool=self.pool,
+                sampling=sampling or Sampling(),
+                limits=limits,
+                metadata=dict(metadata or {}),
+            )
+        )
+
+    async def run(self, request: RolloutRequest) -> Rollout:
+        """Request a rollout and wait for the result. The connections are kept for the next one of this event loop."""
+        loop = asyncio.get_running_loop()
+        if (client := self._clients.get(loop)) is None:
+            client = RolloutClient(self.url, self.key, patience_seconds=self.patience_seconds)
+            self._clients[loop] = client
+        return await client.run(request)
+
+    async def run_scored(self, request: RolloutRequest) -> Rollout:
+        """`run`, for trainers that must have a reward: a rollout without one is ordered anew, `retries` times.
+
+        Raises NoRewardError, since the only other way would be to make a reward up.
+        """
+        rollout = await self.run(request)
+        for retry in range(1, self.retries + 1):
+            if rollout.reward is not None and samples_of(rollout):
+                break
+            again = request.model_copy(update={"rollout_id": f"{request.rollout_id}.retry-{retry}"})
+            rollout = await self.run(again)
+        if rollout.reward is None or not samples_of(rollout):
+            raise NoRewardError(rollout)
+        return rollout
+
+    async def aclose(self) -> None:
+        """Close the connections of this event loop; the next `run` opens new ones."""
+        if (client := self._clients.pop(asyncio.get_running_loop(), None)) is not None:
+            await client.aclose()
+
+    def run_all_blocking(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        """Order these and wait for all, in their order, from code that blocks."""
+        return self.blocking(lambda client: self._run_all(client, requests))
+
+    def blocking(self, work: Callable[[RolloutClient], Awaitable[T]]) -> T:
+        """The result of a coroutine over a client, for code that blocks, also inside a running event loop."""
+
+        async def main() -> T:
+            async with RolloutClient(self.url, self.key, patience_seconds=self.patience_seconds) as client:
+                return await work(client)
+
+        with start_blocking_portal() as portal:
+            return portal.call(main)
+
+    async def _run_all(self, client: RolloutClient, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        done = {}
+        async for rollout in client.run_all(requests, concurrency=self.concurrency):
+            done[rollout.rollout_id] = rollout
+        return [done[str(request.rollout_id)] for request in requests]

@@ -1,0 +1,118 @@
+"""TRL: `rollout_func` of GRPOTrainer. Proven with TRL 1.16.
+
+    hook = RolloutHook(Orders.from_environment(), weights="/shared/weights")
+    trainer = GRPOTrainer(
+        model=..., train_dataset=Dataset.from_list(rows(tasks)), rollout_func=hook, reward_funcs=service_reward, ...
+    )
+
+Guarantees: each prompt that TRL hands over is one rollout, so that its groups are groups; before TRL samples with new
+weights, the engines have them; `env_mask` is 0 on tools' results. A rollout without a reward has none for TRL either
+(`None`, which TRL leaves out of the group's mean), and nothing of it is trained on.
+TRL takes one row of a rollout: of several segments it gets the one with most sampled tokens, and how many sampled
+tokens of a rollout it did not get is in its log as `rollouts/left_out`, beside `rollouts/failed` and `rollouts/turns`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from api_schemas.rollouts import Rollout
+from api_schemas.tasks import Task
+from rollout_client.adapters.samples import largest, samples_of
+from rollout_client.adapters.submit import Orders, sampling_of, task_text
+from rollout_client.adapters.weights import WeightsFolder
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+"""What GRPOConfig says about sampling, under the names that the service has too."""
+
+
+def rows(tasks: Iterable[Task]) -> list[dict[str, str]]:
+    """Rows of a data set for TRL, which hands its hook a row's prompt and nothing else: the task as text."""
+    return [{"prompt": task_text(task)} for task in tasks]
+
+
+def service_reward(
+    *,
+    rollout_reward: Sequence[float | None],
+    rollout_turns: Sequence[int],
+    rollout_left_out: Sequence[int],
+    log_metric: Callable[[str, float], None],
+    **_: object,
+) -> list[float | None]:
+    """The reward function: the environment's rewards, as they came with the rollouts. Logs what became of these."""
+    count = len(rollout_reward)
+    log_metric("rollouts/failed", sum(reward is None for reward in rollout_reward) / count)
+    log_metric("rollouts/turns", sum(rollout_turns) / count)
+    log_metric("rollouts/left_out", sum(rollout_left_out) / count)
+    return list(rollout_reward)
+
+
+class RolloutHook:
+    """A `rollout_func`: orders rollouts, and keeps the engines' weights up with the trainer's."""
+
+    def __init__(self, orders: Orders, *, weights: str | Path | None) -> None:
+        """`weights` is a folder that the engines can read; None leaves their weights to someone else."""
+        self.orders = orders
+        self.weights = None if weights is None else WeightsFolder(orders, Path(weights))
+        self.__name__ = "rollout_service"
+
+    def __call__(self, prompts: Sequence[object], trainer: Any) -> dict[str, list[Any]]:
+        """What TRL asks for: a completion for each of its prompts, which it has repeated for each group by itself."""
+        if self.weights is not None:
+            self._keep_up(self.weights, trainer)
+        sampling = sampling_of({name: getattr(trainer.args, name, None) for name in SAMPLING})
+        step = int(trainer.state.global_step)
+        requests = [
+            self.orders.request(
+                prompt,
+                sampling=sampling,
+                max_tokens=trainer.args.max_completion_length,
+                metadata={"trainer": "trl", "step": step},
+            )
+            for prompt in prompts
+        ]
+        rollouts = self.orders.run_all_blocking(requests)
+        return columns(rollouts, trainer.processing_class.eos_token_id)
+
+    def _keep_up(self, weights: WeightsFolder, trainer: Any) -> None:
+        """Push the weights when TRL's step has moved on; all processes take part in saving, one asks the service."""
+        step = int(trainer.state.global_step)
+        if weights.step == step:
+            return
+        if trainer.accelerator.is_main_process:
+            weights.push(step, trainer.save_model)
+        else:
+            trainer.save_model(str(weights.path(step)))
+            weights.step = step
+        trainer.accelerator.wait_for_everyone()
+
+
+def columns(rollouts: Sequence[Rollout], end: int) -> dict[str, list[Any]]:
+    """Rollouts in the form of TRL's hook. One that is not to be trained on is a masked `end` without a reward."""
+    nothing = {
+        "prompt_ids": [end],
+        "completion_ids": [end],
+        "logprobs": [0.0],
+        "env_mask": [0],
+        "rollout_reward": None,
+    }
+    rows = []
+    for rollout in rollouts:
+        samples = samples_of(rollout)
+        sample = largest(samples)
+        row: dict[str, Any] = dict(nothing)
+        if sample is not None and sample.reward is not None:
+            row = {
+                "prompt_ids": sample.prompt_ids,
+                "completion_ids": sample.response_ids,
+                "logprobs": sample.logprobs,
+                "env_mask": sample.response_mask,
+                "rollout_reward": sample.reward,
+            }
+        row["rollout_id"] = rollout.rollout_id
+        row["rollout_turns"] = rollout.usage.turns
+        row["rollout_left_out"] = sum(one.sampled for one in samples) - (sample.sampled if sample else 0)
+        rows.append(row)
+    return {name: [row[name] for row in rows] for name in rows[0]}

@@ -1,0 +1,62 @@
+"""The trainer's weights on their way to the engines: a folder for each step, and `POST /v1/weights`.
+
+Guarantees: after `push` the engines serve what was saved, under a version that is higher than any before; the folder
+that they serve from stays, so that an engine that comes back finds it, and the one before it is removed.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from api_schemas.inference import PoolOutcome
+from rollout_client.adapters.submit import Orders
+from rollout_client.client import RolloutClient
+from rollout_client.errors import WeightsError
+
+log = logging.getLogger(__name__)
+
+
+class WeightsFolder:
+    """Weights of one trainer under `folder`, which the engines must be able to read."""
+
+    def __init__(self, orders: Orders, folder: Path) -> None:
+        self.orders = orders
+        self.folder = folder.absolute()
+        self.step: int | None = None
+        """The step whose weights the engines serve; None before the first push."""
+        self.version: int | None = None
+        self._base = 0
+
+    def path(self, step: int) -> Path:
+        """Where the weights of a step are."""
+        return self.folder / f"step-{step}"
+
+    def push(self, step: int, save: Callable[[str], None]) -> int:
+        """Save the weights of a step and load them into every engine of the pool; their version.
+
+        Where only some engines took them, the log says so and training goes on: the others are out of service until
+        they have them. Raises WeightsError when no engine has them, and the client's other errors.
+        """
+        path = self.path(step)
+        path.mkdir(parents=True, exist_ok=True)
+        save(str(path))
+        outcome: PoolOutcome = self.orders.blocking(lambda client: self._update(client, step))
+        if self.step is not None and self.step != step:
+            shutil.rmtree(self.path(self.step), ignore_errors=True)
+        self.step, self.version = step, outcome.version
+        return self._base + step
+
+    async def _update(self, client: RolloutClient, step: int) -> PoolOutcome:
+        if self.step is None:  # a service that has seen trainers before counts on from there
+            served = [one.weight_version for one in await client.backends() if one.pool == self.orders.pool]
+            self._base = max(served, default=0) + 1
+        try:
+            return await client.update_weights(str(self.path(step)), self._base + step, pool=self.orders.pool)
+        except WeightsError as error:
+            if not error.outcome.changed:
+                raise
+            log.warning("%s", error)
+            return error.outcome

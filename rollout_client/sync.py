@@ -1,0 +1,253 @@
+"""The client for code that is not asynchronous: the same calls, which block.
+
+Guarantees: every call is the asynchronous client's own, with its signature and its types, run by an event loop in a
+thread for as long as the client is open; so a lost connection is taken up and a call repeated just as there. Ctrl-C
+ends the call that waits. Nothing is left when the block ends.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial, update_wrapper
+from pathlib import Path
+from types import TracebackType
+from typing import Concatenate, Generic, ParamSpec, Self, TypeVar
+
+import httpx
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from api_schemas.runs import Batch, Group, RunRequest
+from rollout_client.arrays import BatchArrays
+from rollout_client.client import RolloutClient
+from rollout_client.runs import LEASE_SECONDS, ClientRun, LeasedBatch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+A = TypeVar("A")
+
+LOOK_SECONDS = 0.2
+"""How often a call that waits looks for an interrupt: one that comes just before a thread blocks does not wake it."""
+
+
+class Blocking(Generic[A]):
+    """Something asynchronous, and the thread that its calls run in."""
+
+    def __init__(self, wrapped: A, portal: BlockingPortal) -> None:
+        self._wrapped = wrapped
+        self._portal = portal
+
+
+def blocking(
+    method: Callable[Concatenate[A, P], Coroutine[object, object, T]],
+) -> Callable[Concatenate[Blocking[A], P], T]:
+    """Return the method that calls this one and waits for its result."""
+
+    def call(self: Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return _wait(self._portal, partial(method, self._wrapped, *args, **kwargs))
+
+    update_wrapper(call, method)
+    return call
+
+
+def iterating(
+    method: Callable[Concatenate[A, P], AsyncGenerator[T]],
+) -> Callable[Concatenate[Blocking[A], P], Iterator[T]]:
+    """Return the method that iterates over what this one gives.
+
+    The thread of the event loop reads iterables among its arguments, so these should not wait for long.
+    """
+
+    def iterate(self: Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        return _iterate(self._portal, method(self._wrapped, *args, **kwargs))
+
+    update_wrapper(iterate, method)
+    return iterate
+
+
+def _wait(portal: BlockingPortal, call: Callable[[], Coroutine[object, object, T]]) -> T:
+    future = portal.start_task_soon(call)
+    try:
+        while not concurrent.futures.wait([future], LOOK_SECONDS).done:
+            pass
+        return future.result()
+    except BaseException:
+        future.cancel()  # an interrupt of the one who waits; without effect on a call that has failed
+        raise
+
+
+def _iterate(portal: BlockingPortal, values: AsyncGenerator[T]) -> Iterator[T]:
+    async def following() -> tuple[T, ...]:
+        async for value in values:
+            return (value,)
+        return ()
+
+    try:
+        while value := _wait(portal, following):
+            yield from value
+    finally:
+        with suppress(RuntimeError):  # the client was closed first, which ends it too
+            _wait(portal, values.aclose)
+
+
+class SyncBatch(Blocking[LeasedBatch]):
+    """A batch that this client holds; see `LeasedBatch`."""
+
+    ack = blocking(LeasedBatch.ack)
+    renew = blocking(LeasedBatch.renew)
+    nack = blocking(LeasedBatch.nack)
+
+    @property
+    def content(self) -> bytes | bytearray:
+        """The batch as it came: JSON, or a safetensors file."""
+        return self._wrapped.content
+
+    @property
+    def batch(self) -> Batch:
+        """The batch, without tokens when it came as arrays."""
+        return self._wrapped.batch
+
+    @property
+    def arrays(self) -> BatchArrays | None:
+        """The tokens, when they were asked for as arrays."""
+        return self._wrapped.arrays
+
+    @property
+    def batch_id(self) -> str:
+        """Its id."""
+        return self._wrapped.batch_id
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        """Its groups."""
+        return self._wrapped.groups
+
+    @property
+    def settled(self) -> bool:
+        """Whether it was acknowledged or given back."""
+        return self._wrapped.settled
+
+
+class SyncRun(Blocking[ClientRun]):
+    """A run at a server; see `ClientRun`."""
+
+    view = blocking(ClientRun.view)
+    append = blocking(ClientRun.append)
+    patch = blocking(ClientRun.patch)
+    pause = blocking(ClientRun.pause)
+    resume = blocking(ClientRun.resume)
+    end = blocking(ClientRun.end)
+    set_version = blocking(ClientRun.set_version)
+    export = blocking(ClientRun.export)
+    rescore = blocking(ClientRun.rescore)
+    settle = blocking(ClientRun.settle)
+
+    @property
+    def run_id(self) -> str:
+        """Its id."""
+        return self._wrapped.run_id
+
+    def lease(
+        self,
+        *,
+        timeout_seconds: float | None = None,
+        lease_seconds: float = LEASE_SECONDS,
+        allow_stale: bool = False,
+        arrays: bool = False,
+    ) -> SyncBatch | None:
+        """Return the next batch; None when there is none in time. Raises GoneError when the run is over."""
+        lease = partial(
+            self._wrapped.lease,
+            timeout_seconds=timeout_seconds,
+            lease_seconds=lease_seconds,
+            allow_stale=allow_stale,
+            arrays=arrays,
+        )
+        leased = _wait(self._portal, lease)
+        return None if leased is None else SyncBatch(leased, self._portal)
+
+    def batches(self, *, lease_seconds: float = LEASE_SECONDS, arrays: bool = False) -> Iterator[SyncBatch]:
+        """Give batches until the run is over; each is acknowledged when the loop comes around."""
+        for leased in _iterate(
+            self._portal, self._wrapped.batches(lease_seconds=lease_seconds, arrays=arrays)
+        ):
+            yield SyncBatch(leased, self._portal)
+
+
+class SyncRolloutClient(Blocking[RolloutClient]):
+    """The service at one address. Use it as `with SyncRolloutClient(url, key) as client`; see `RolloutClient`."""
+
+    def __init__(
+        self,
+        base_url: str,
+        key: str | None = None,
+        *,
+        patience_seconds: float = 60.0,
+        ca_file: str | Path | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.base_url = base_url.rstrip("/")
+        self.patience_seconds = patience_seconds
+        self._make = partial(
+            RolloutClient,
+            base_url,
+            key,
+            patience_seconds=patience_seconds,
+            ca_file=ca_file,
+            transport=transport,
+        )
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            portal = stack.enter_context(start_blocking_portal())
+            client = portal.call(self._make)
+            super().__init__(stack.enter_context(portal.wrap_async_context_manager(client)), portal)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    submit = blocking(RolloutClient.submit)
+    get = blocking(RolloutClient.get)
+    wait = blocking(RolloutClient.wait)
+    run = blocking(RolloutClient.run)
+    run_all = iterating(RolloutClient.run_all)
+    cancel = blocking(RolloutClient.cancel)
+    trajectory = blocking(RolloutClient.trajectory)
+    page = blocking(RolloutClient.page)
+    rollouts = iterating(RolloutClient.rollouts)
+    runs = blocking(RolloutClient.runs)
+    rescore = iterating(RolloutClient.rescore)
+
+    backends = blocking(RolloutClient.backends)
+    add_backend = blocking(RolloutClient.add_backend)
+    remove_backend = blocking(RolloutClient.remove_backend)
+    drain_backend = blocking(RolloutClient.drain_backend)
+    update_weights = blocking(RolloutClient.update_weights)
+    join_weights_group = blocking(RolloutClient.join_weights_group)
+    pause = blocking(RolloutClient.pause)
+    resume = blocking(RolloutClient.resume)
+    abort = blocking(RolloutClient.abort)
+
+    environments = blocking(RolloutClient.environments)
+    dataset = blocking(RolloutClient.dataset)
+    sandboxes = blocking(RolloutClient.sandboxes)
+    nodes = blocking(RolloutClient.nodes)
+    node = blocking(RolloutClient.node)
+    update_node = blocking(RolloutClient.update_node)
+    ready = blocking(RolloutClient.ready)
+    readiness = blocking(RolloutClient.readiness)
+    events = iterating(RolloutClient.events)
+
+    def create_run(self, request: RunRequest) -> SyncRun:
+        """Create a run, or take up the one of this id; durable when this returns."""
+        return SyncRun(_wait(self._portal, partial(self._wrapped.create_run, request)), self._portal)
+
+    def open_run(self, run_id: str) -> SyncRun:
+        """Return a run that exists."""
+        return SyncRun(self._wrapped.open_run(run_id), self._portal)
