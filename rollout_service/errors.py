@@ -80,7 +80,7 @@ class InvalidFieldError(RequestError):
         super().__init__("; ".join(f"{f.path}: {f.message}" for f in fields), hint=hint, context=context)
         self.fields = list(fields)
 
-    def below(self, path: str) -> Self:
+    def under(self, path: str) -> Self:
         """Return the same error with its fields below this path."""
         fields = [field.model_copy(update={"path": f"{path}.{field.path}"}) for field in self.fields]
         return type(self)(fields, hint=self.hint, context=self.context)
@@ -217,24 +217,24 @@ class DefectError(ServiceError):
 
 
 @contextmanager
-def fields_below(path: str) -> Iterator[None]:
+def prefix_field_paths(path: str) -> Iterator[None]:
     """Put the fields of an InvalidFieldError that is raised inside below a path."""
     try:
         yield
     except InvalidFieldError as error:
-        raise error.below(path) from error
+        raise error.under(path) from error
 
 
-def known_cause(error: BaseException) -> ServiceError | SandboxError | None:
+def find_known_error(error: BaseException) -> ServiceError | SandboxError | None:
     """The error of ours that an exception is, or that a group of exceptions holds; None for a defect."""
     if isinstance(error, BaseExceptionGroup):
-        return next((cause for inner in error.exceptions if (cause := known_cause(inner))), None)
+        return next((cause for inner in error.exceptions if (cause := find_known_error(inner))), None)
     return error if isinstance(error, ServiceError | SandboxError) else None
 
 
 def root_cause(error: BaseException) -> BaseException:
     """Return the exception inside of nested exception groups; an error of ours goes before a defect."""
-    if (known := known_cause(error)) is not None:
+    if (known := find_known_error(error)) is not None:
         return known
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -264,7 +264,7 @@ def describe(error: BaseException, *, stage: str | None = None, attempt: int | N
     )
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`; did you mean X?` for the nearest known name, or nothing."""
     close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""

@@ -25,7 +25,7 @@ from rollout_service.cluster.concurrency import Concurrency
 from rollout_service.cluster.node import Node
 from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.environments.registry import EnvironmentRegistry
-from rollout_service.errors import ConfigurationError, InvalidFieldError, NotFoundError, fields_below
+from rollout_service.errors import ConfigurationError, InvalidFieldError, NotFoundError, prefix_field_paths
 from rollout_service.groups import FilterRegistry
 from rollout_service.inference.engines.embedded.process import EmbeddedEngine
 from rollout_service.inference.local_servers.keep_running import kept_running
@@ -81,7 +81,7 @@ class Service:
 
         Raises InvalidFieldError with the paths at fault, NoBackendError, ConflictError, StoreError.
         """
-        with fields_below("body.task"):
+        with prefix_field_paths("body.task"):
             environment = self.environments.get(request.task.environment)
             environment.check(request.task.instance)
             await check_image(self.sandboxes, environment.spec)

@@ -20,12 +20,12 @@ _UNSAFE = re.compile(
 )
 
 
-def safe(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Return the text with everything escaped that a terminal would obey or hide; line feeds and tabs stay."""
     return _UNSAFE.sub(_escaped, text) if _UNSAFE.search(text) else text
 
 
-def safe_json(document: str) -> str:
+def escape_controls_in_json(document: str) -> str:
     """Return the same JSON with such characters as `\\uXXXX`; outside of its strings it has none."""
     return _UNSAFE.sub(_json_escaped, document) if _UNSAFE.search(document) else document
 

@@ -10,10 +10,10 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from rollout_service.errors import nearest
+from rollout_service.errors import did_you_mean
 
 
-def problems(error: ValidationError, model: type[BaseModel]) -> list[str]:
+def describe_problems(error: ValidationError, model: type[BaseModel]) -> list[str]:
     """Return `path: message` for each problem of a document that should have been a `model`."""
     return [_problem(item, model) for item in error.errors(include_url=False, include_context=False)]
 
@@ -22,7 +22,7 @@ def _problem(item: Any, model: type[BaseModel]) -> str:
     *parents, last = item["loc"] or ("",)
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "extra_forbidden":
-        message = f"unknown field{nearest(str(last), known_fields(model, parents))}"
+        message = f"unknown field{did_you_mean(str(last), known_fields(model, parents))}"
     if item["type"] == "json_invalid":
         message = message.replace("Invalid JSON:", "not valid JSON:")
     path = ".".join(map(str, item["loc"]))
@@ -38,7 +38,7 @@ def known_fields(model: type[BaseModel], path: Iterable[str | int]) -> set[str]:
     return {name for one in models for name in one.model_fields}
 
 
-def sent_path(loc: Iterable[str | int], sent: object, *, missing: bool) -> list[str | int]:
+def path_as_sent(loc: Iterable[str | int], sent: object, *, missing: bool) -> list[str | int]:
     """Return a place as it is in what was sent: without the names that pydantic gives to the members of a union.
 
     `missing` says that the last part is a field that is not there.

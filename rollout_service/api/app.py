@@ -11,7 +11,12 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from rollout_service import __version__
-from rollout_service.api.middleware import BearerKeys, BodyLimit, CountRequests, JsonBodies
+from rollout_service.api.middleware import (
+    BearerAuthMiddleware,
+    BodyLimitMiddleware,
+    JsonBodyMiddleware,
+    RequestMetricsMiddleware,
+)
 from rollout_service.api.openapi import pages
 from rollout_service.api.routes import (
     backends,
@@ -25,10 +30,10 @@ from rollout_service.api.routes import (
 )
 from rollout_service.errors import describe, root_cause
 from rollout_service.http import problems
-from rollout_service.http.host_check import HostCheck
-from rollout_service.http.hosts import AllowedHosts
+from rollout_service.http.allowed_hosts import AllowedHosts
+from rollout_service.http.host_middleware import HostMiddleware
 from rollout_service.http.keyring import Keyring
-from rollout_service.http.requests_in_flight import EndRequests, LogRequests
+from rollout_service.http.shutdown_middleware import AccessLogMiddleware, ShutdownMiddleware
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.service import open_service
 from rollout_service.settings import Settings
@@ -79,13 +84,13 @@ def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
         openapi_url=None,  # `pages` serves it, and a page that works offline
         generate_unique_id_function=lambda route: route.name,
         middleware=[
-            Middleware(LogRequests),
-            Middleware(CountRequests, metrics=metrics),
-            Middleware(EndRequests, shutdown=ending),
-            Middleware(HostCheck, hosts=hosts),
-            Middleware(BearerKeys, keyring=keyring),
-            Middleware(JsonBodies),
-            Middleware(BodyLimit, max_bytes=settings.max_body_bytes),
+            Middleware(AccessLogMiddleware),
+            Middleware(RequestMetricsMiddleware, metrics=metrics),
+            Middleware(ShutdownMiddleware, shutdown=ending),
+            Middleware(HostMiddleware, hosts=hosts),
+            Middleware(BearerAuthMiddleware, keyring=keyring),
+            Middleware(JsonBodyMiddleware),
+            Middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes),
         ],
     )
     app.state.failure = None

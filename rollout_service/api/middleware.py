@@ -1,4 +1,4 @@
-"""Middleware of every route, after `host_check`: authentication, the limits of bodies, and the count of requests.
+"""Middleware of every route, after `HostMiddleware`: authentication, the limits of bodies, and the count of requests.
 
 Guarantees: with keys configured, nothing but the probes and the API's description answers without one; keys are
 compared in constant time; no more of a body is read than the limit allows; all are plain ASGI, so that a streamed
@@ -20,10 +20,10 @@ from rollout_service.errors import (
     UnauthorizedError,
     UnavailableError,
 )
-from rollout_service.http.connections import seat_of
+from rollout_service.http.api_keys import ApiKey, needed_role
+from rollout_service.http.connections import find_slot
 from rollout_service.http.keyring import Keyring
-from rollout_service.http.keys import ApiKey, needed_role
-from rollout_service.http.problems import problem_of, respond
+from rollout_service.http.problems import problem_response, to_problem
 from rollout_service.telemetry.metrics import Metrics
 
 PROBES = frozenset({"/health", "/ready"})
@@ -31,7 +31,7 @@ DESCRIPTION = frozenset({"/openapi.json", "/docs"})
 """The same for everybody who runs this release, and needed by a browser before a key can be typed into its page."""
 
 
-class BearerKeys:
+class BearerAuthMiddleware:
     """Refuses requests without one of the keys, or with one whose role does not allow them."""
 
     def __init__(self, app: ASGIApp, keyring: Keyring) -> None:
@@ -45,12 +45,12 @@ class BearerKeys:
         try:
             self._admit(scope)
         except UnauthorizedError as error:
-            await respond(problem_of(error), {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+            await problem_response(to_problem(error), {"WWW-Authenticate": "Bearer"})(scope, receive, send)
         except ForbiddenError as error:
-            await respond(problem_of(error))(scope, receive, send)
+            await problem_response(to_problem(error))(scope, receive, send)
         except UnavailableError as error:
             headers = {"Retry-After": "1", "Connection": "close"}
-            await respond(problem_of(error), headers)(scope, receive, send)
+            await problem_response(to_problem(error), headers)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -65,8 +65,8 @@ class BearerKeys:
                     hint="Use a key with that role.",
                     context={"role": key.role, "needed": needed},
                 )
-        seat = seat_of(scope)
-        if seat is not None and not seat.admit():
+        slot = find_slot(scope)
+        if slot is not None and not slot.admit():
             raise UnavailableError("all connections are at work", hint="Raise `http.max_connections`.")
 
     def _key(self, headers: Headers) -> ApiKey:
@@ -84,7 +84,7 @@ def _is_open(path: str) -> bool:
     return path in PROBES or path in DESCRIPTION or path.startswith("/docs/")
 
 
-class JsonBodies:
+class JsonBodyMiddleware:
     """Refuses bodies of another media type, which a web page could send without asking first."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -95,7 +95,7 @@ class JsonBodies:
             await self._app(scope, receive, send)
             return
         error = MediaTypeError("the body is not JSON", hint="Send it with `Content-Type: application/json`.")
-        await respond(problem_of(error))(scope, receive, send)
+        await problem_response(to_problem(error))(scope, receive, send)
 
 
 def _is_json(headers: Headers) -> bool:
@@ -105,7 +105,7 @@ def _is_json(headers: Headers) -> bool:
     return headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
 
 
-class BodyLimit:
+class BodyLimitMiddleware:
     """Refuses bodies over a limit: at once where their length is announced, else while they are read."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -115,7 +115,7 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         announced = Headers(scope=scope).get("content-length", "") if scope["type"] == "http" else ""
         if announced.isdecimal() and int(announced) > self._max_bytes:
-            await respond(problem_of(self._error()))(scope, receive, send)
+            await problem_response(to_problem(self._error()))(scope, receive, send)
             return
         read = 0
 
@@ -136,7 +136,7 @@ class BodyLimit:
         )
 
 
-class CountRequests:
+class RequestMetricsMiddleware:
     """Counts requests by the route's template, never by the raw path, so that ids make no new series."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:

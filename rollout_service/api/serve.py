@@ -23,7 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 from api_schemas.errors import sentences
 from rollout_service import __version__
 from rollout_service.api.app import create_app
-from rollout_service.errors import ConfigurationError, known_cause
+from rollout_service.errors import ConfigurationError, find_known_error
 from rollout_service.http.connections import ConnectionLimits, Connections, descriptor_limit
 from rollout_service.http.draining import FAILED, DrainingServer
 from rollout_service.http.protocol import RequestLimits
@@ -153,7 +153,7 @@ class PlainStartup:
 
 
 def _why(app: FastAPI) -> str:
-    failure = known_cause(app.state.failure) if app.state.failure else None
+    failure = find_known_error(app.state.failure) if app.state.failure else None
     return sentences(str(failure), failure.hint) if failure else ""
 
 

@@ -49,7 +49,7 @@ def add(
         from pydantic import ValidationError
 
         from api_schemas.inference import BackendSpec
-        from rollout_service.validation import problems
+        from rollout_service.validation import describe_problems
 
         values = {
             "url": backend_url,
@@ -61,7 +61,7 @@ def add(
         try:
             spec = BackendSpec.model_validate(values)
         except ValidationError as error:
-            raise common.CommandError("\n".join(problems(error, BackendSpec))) from error
+            raise common.CommandError("\n".join(describe_problems(error, BackendSpec))) from error
         async with common.connect(url, key) as client:
             _show([await client.add_backend(spec)], as_json)
 
@@ -103,9 +103,9 @@ def render_backends(backends: list[BackendView]) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    from rollout_service.cli.console import identity, table
+    from rollout_service.cli.console import id_column, table
 
-    rows = table(identity("id"), "state", "version", "in flight", "served", "failures")
+    rows = table(id_column("id"), "state", "version", "in flight", "served", "failures")
     for backend in backends:
         counts = (backend.weight_version, backend.in_flight, backend.served, backend.failures)
         rows.add_row(backend.backend_id, backend.state, *map(str, counts))

@@ -65,9 +65,9 @@ def print_json(value: Any) -> None:
 
 def print_line(document: str) -> None:
     """Print a JSON document, or a text of ours, as it is but for what a terminal would obey."""
-    from rollout_service.terminal_text import safe_json
+    from rollout_service.terminal_text import escape_controls_in_json
 
-    typer.echo(safe_json(document))
+    typer.echo(escape_controls_in_json(document))
 
 
 def connect(url: str, key: str | None, *, patience_seconds: float = 0.0) -> RolloutClient:

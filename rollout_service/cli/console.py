@@ -15,7 +15,7 @@ from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
-from rollout_service.terminal_text import safe
+from rollout_service.terminal_text import escape_controls
 
 PIPE_WIDTH = 1_000_000
 
@@ -31,7 +31,7 @@ class SafeConsole(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render, and escape what is not rich's own control sequence."""
         for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(safe(segment.text), segment.style)
+            yield segment if segment.control else Segment(escape_controls(segment.text), segment.style)
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print as rich does; through a pipe without the padding at the ends of lines."""
@@ -63,7 +63,9 @@ class SafeTable(Table):
 
     def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
         """Add a row, with what a terminal would obey escaped."""
-        super().add_row(*(safe(cell) if isinstance(cell, str) else cell for cell in cells), **options)
+        super().add_row(
+            *(escape_controls(cell) if isinstance(cell, str) else cell for cell in cells), **options
+        )
 
 
 def table(*columns: str | Column, title: str | None = None, header: bool = True) -> Table:
@@ -80,6 +82,6 @@ def table(*columns: str | Column, title: str | None = None, header: bool = True)
     )
 
 
-def identity(name: str) -> Column:
+def id_column(name: str) -> Column:
     """Return a column of what commands take, such as an id: it is never broken."""
     return Column(name, no_wrap=True, overflow="ignore")

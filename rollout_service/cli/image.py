@@ -257,9 +257,9 @@ def _show(images: list[StoredImage], *, as_json: bool) -> None:
     if as_json:
         common.print_json([_as_dict(image) for image in images])
         return
-    from rollout_service.cli.console import identity, table
+    from rollout_service.cli.console import id_column, table
 
-    rows = table(identity("name"), "size", "built", "file")
+    rows = table(id_column("name"), "size", "built", "file")
     for image in images:
         values = _as_dict(image)
         rows.add_row(image.name, f"{image.size_bytes / MEBIBYTE:.0f} MiB", values["built_at"], values["path"])

@@ -279,12 +279,12 @@ def _read(path: Path, run_id: str | None) -> RunRequest:
 
     from api_schemas.runs import RunRequest
     from rollout_service.cli.submit.inputs import read_whole
-    from rollout_service.validation import problems
+    from rollout_service.validation import describe_problems
 
     try:
         request = RunRequest.model_validate_json(read_whole(path))
     except ValidationError as error:
-        lines = (f"{path}: {line}" for line in problems(error, RunRequest))
+        lines = (f"{path}: {line}" for line in describe_problems(error, RunRequest))
         raise common.CommandError("\n".join(lines), hint=RUN_HINT) from error
     return request if run_id is None else request.model_copy(update={"run_id": run_id})
 
@@ -304,10 +304,10 @@ def _show(runs: list[Run], as_json: bool) -> None:
         common.print_json([run.model_dump(mode="json") for run in runs])
         return
     from api_schemas.errors import sentences
-    from rollout_service.cli.console import identity, table
+    from rollout_service.cli.console import id_column, table
 
     names = ("state", "taken", "open", "ready", "batched", "acked", "dropped", "kept")
-    rows = table(identity("id"), *names)
+    rows = table(id_column("id"), *names)
     for run in runs:
         counts = run.counts
         numbers = (run.cursor, counts.open, counts.ready, counts.batched, counts.acknowledged)

@@ -16,7 +16,7 @@ from rollout_service.environments.contract import Environment
 from rollout_service.environments.declarative.declaration import FILE_NAME, INSIDE
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.environments.declarative.from_image import extract_environment
-from rollout_service.errors import ConfigurationError, InvalidFieldError, nearest
+from rollout_service.errors import ConfigurationError, InvalidFieldError, did_you_mean
 
 GROUP = "rollout_service.environments"
 """The group of entry points; each is an `Environment` or a function without arguments that returns one."""
@@ -70,7 +70,7 @@ class EnvironmentRegistry:
             raise self.problems[name]
         known = sorted(self._environments)
         raise InvalidFieldError(
-            [FieldError(path=FIELD, message=f"there is no environment {name!r}{nearest(name, known)}")],
+            [FieldError(path=FIELD, message=f"there is no environment {name!r}{did_you_mean(name, known)}")],
             hint=f"Known environments: {', '.join(known) or 'none'}.",
             context={"environments": known},
         )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pydantic import JsonValue
 
 from api_schemas.errors import FieldError
-from rollout_service.errors import InvalidFieldError, nearest
+from rollout_service.errors import InvalidFieldError, did_you_mean
 
 SPLIT = "split"
 Instance = dict[str, JsonValue]
@@ -43,7 +43,7 @@ def in_split(dataset: Sequence[Instance], split: str | None, *, field: str) -> l
     message = (
         "the data set has splits, and none is named"
         if split is None
-        else f"the data set has no split {split!r}{nearest(split, known)}"
+        else f"the data set has no split {split!r}{did_you_mean(split, known)}"
     )
     hint = f"Its splits: {there}." if known else "It has no splits: leave the field out."
     raise InvalidFieldError([FieldError(path=field, message=message)], hint=hint)

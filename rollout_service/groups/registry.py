@@ -13,7 +13,7 @@ from typing import Self
 from pydantic import JsonValue, ValidationError
 
 from api_schemas.errors import FieldError
-from rollout_service.errors import ConfigurationError, InvalidFieldError, nearest
+from rollout_service.errors import ConfigurationError, InvalidFieldError, did_you_mean
 from rollout_service.groups.filters import (
     AccuracyBand,
     AllFailed,
@@ -79,7 +79,7 @@ class FilterRegistry:
         if name in self.problems and name not in self._kinds:
             raise self.problems[name]
         if name not in self._kinds:
-            message = f"there is no filter {name!r}{nearest(name, self._kinds)}"
+            message = f"there is no filter {name!r}{did_you_mean(name, self._kinds)}"
             raise InvalidFieldError(
                 [FieldError(path=f"{field}.name", message=message)],
                 hint=f"Known filters: {', '.join(self.names)}.",

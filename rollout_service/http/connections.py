@@ -18,24 +18,24 @@ from typing import Any
 from rollout_service.errors import ConfigurationError
 from sandboxes.limits.cgroups import raise_open_files
 
-IPV6_SITE = 64
+IPV6_NETWORK_BITS = 64
 """Whoever has one address of version 6 usually has all that share these bits."""
 MAX_PENDING = 512
 MAX_ADMITTED = 10_000
 DESCRIPTOR_SHARE = 0.5
 PENDING_SHARE = 0.25
-PLENTY = 1_000_000
+UNLIMITED_DESCRIPTORS = 1_000_000
 """Descriptors to reckon with where there is no limit."""
 
 
-class Eviction(StrEnum):
+class EvictionReason(StrEnum):
     """Why a connection is closed for another."""
 
     PENDING = "too_many_unauthenticated"
     IDLE = "too_many_connections"
 
 
-Evict = Callable[[Eviction], None]
+Evict = Callable[[EvictionReason], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,11 @@ def descriptor_limit() -> int:
     """Return how many descriptors this process may open, which is as many as its hard limit allows."""
     raise_open_files()
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return PLENTY if soft == resource.RLIM_INFINITY else soft
+    return UNLIMITED_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
 
 
-class Seat:
-    """The place of one connection; give it up with `leave`, which is idempotent."""
+class ConnectionSlot:
+    """The place of one connection; give it up with `release`, which is idempotent."""
 
     __slots__ = ("_connections", "admitted", "evict", "peer")
 
@@ -86,17 +86,17 @@ class Seat:
         """Count the connection among the admitted ones from now on; False when there is no place."""
         return self.admitted or self._connections.admit(self)
 
-    def rest(self) -> None:
+    def mark_idle(self) -> None:
         """Mark the connection as idle: it may be closed when another needs the place."""
-        self._connections.rest(self)
+        self._connections.mark_idle(self)
 
-    def work(self) -> None:
+    def mark_busy(self) -> None:
         """Mark the connection as busy."""
-        self._connections.work(self)
+        self._connections.mark_busy(self)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Give the place up."""
-        self._connections.leave(self)
+        self._connections.release(self)
 
 
 class Connections:
@@ -104,79 +104,79 @@ class Connections:
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
-        self._pending: dict[str, dict[Seat, None]] = {}
+        self._pending: dict[str, dict[ConnectionSlot, None]] = {}
         self._pending_count = 0
-        self._admitted: set[Seat] = set()
-        self._idle: dict[Seat, None] = {}
+        self._admitted: set[ConnectionSlot] = set()
+        self._idle: dict[ConnectionSlot, None] = {}
 
     def counts(self) -> dict[str, int]:
         """Return how many connections are in each state."""
         idle = len(self._idle)
         return {"pending": self._pending_count, "idle": idle, "busy": len(self._admitted) - idle}
 
-    def enter(self, address: str, evict: Evict) -> Seat:
-        """Seat a new connection; `evict` is called when it has to make room."""
+    def add(self, address: str, evict: Evict) -> ConnectionSlot:
+        """Give a new connection a slot; `evict` is called when it has to make room."""
         if self._pending_count >= self.limits.pending:
-            crowd = max(self._pending.values(), key=len)
-            self._evict(next(iter(crowd)), Eviction.PENDING)
-        seat = Seat(self, site_of(address), evict)
-        self._pending.setdefault(seat.peer, {})[seat] = None
+            peers = max(self._pending.values(), key=len)
+            self._evict(next(iter(peers)), EvictionReason.PENDING)
+        slot = ConnectionSlot(self, network_of(address), evict)
+        self._pending.setdefault(slot.peer, {})[slot] = None
         self._pending_count += 1
-        return seat
+        return slot
 
-    def admit(self, seat: Seat) -> bool:
+    def admit(self, slot: ConnectionSlot) -> bool:
         """Move a connection to the admitted ones, in place of an idle one where there is no other."""
         if len(self._admitted) >= self.limits.admitted:
             if not self._idle:
                 return False
-            self._evict(next(iter(self._idle)), Eviction.IDLE)
-        if self._remove_pending(seat):
-            seat.admitted = True
-            self._admitted.add(seat)
+            self._evict(next(iter(self._idle)), EvictionReason.IDLE)
+        if self._remove_pending(slot):
+            slot.admitted = True
+            self._admitted.add(slot)
         return True
 
-    def rest(self, seat: Seat) -> None:
+    def mark_idle(self, slot: ConnectionSlot) -> None:
         """Note that an admitted connection has nothing to do."""
-        if seat in self._admitted:
-            self._idle[seat] = None
+        if slot in self._admitted:
+            self._idle[slot] = None
 
-    def work(self, seat: Seat) -> None:
+    def mark_busy(self, slot: ConnectionSlot) -> None:
         """Note that a connection has something to do."""
-        self._idle.pop(seat, None)
+        self._idle.pop(slot, None)
 
-    def leave(self, seat: Seat) -> None:
+    def release(self, slot: ConnectionSlot) -> None:
         """Forget a connection."""
-        self._remove_pending(seat)
-        self._admitted.discard(seat)
-        self._idle.pop(seat, None)
+        self._remove_pending(slot)
+        self._admitted.discard(slot)
+        self._idle.pop(slot, None)
 
-    def _evict(self, seat: Seat, reason: Eviction) -> None:
-        self.leave(seat)
-        seat.evict(reason)
+    def _evict(self, slot: ConnectionSlot, reason: EvictionReason) -> None:
+        self.release(slot)
+        slot.evict(reason)
 
-    def _remove_pending(self, seat: Seat) -> bool:
-        crowd = self._pending.get(seat.peer, {})
-        if seat not in crowd:
+    def _remove_pending(self, slot: ConnectionSlot) -> bool:
+        peers = self._pending.get(slot.peer, {})
+        if slot not in peers:
             return False
-        del crowd[seat]
+        del peers[slot]
         self._pending_count -= 1
-        if not crowd:
-            del self._pending[seat.peer]
+        if not peers:
+            del self._pending[slot.peer]
         return True
 
 
-def site_of(address: str) -> str:
+def network_of(address: str) -> str:
     """Return what one peer is counted by: an address of version 4, or the network of one of version 6."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return address
     if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is None:
-        return str(ipaddress.ip_network((parsed, IPV6_SITE), strict=False))
+        return str(ipaddress.ip_network((parsed, IPV6_NETWORK_BITS), strict=False))
     return str(getattr(parsed, "ipv4_mapped", None) or parsed)
 
 
-def seat_of(scope: Mapping[str, Any]) -> Seat | None:
+def find_slot(scope: Mapping[str, Any]) -> ConnectionSlot | None:
     """Return the place of the connection that a request came over; None outside of the server, as in tests."""
-    seat = scope.get("state", {}).get("seat")
-    return seat if isinstance(seat, Seat) else None
+    slot = scope.get("state", {}).get("slot")
+    return slot if isinstance(slot, ConnectionSlot) else None

@@ -19,14 +19,14 @@ import structlog
 from anyio.abc import TaskStatus
 
 from rollout_service.errors import ConfigurationError
-from rollout_service.http.keys import ApiKey, check_unique, read_keys
+from rollout_service.http.api_keys import ApiKey, check_unique, read_keys
 
 log = structlog.get_logger(__name__)
 
 POLL_SECONDS = 2.0
 READABLE_BY_OTHERS = 0o077
 
-Signature = tuple[int, int, int]
+FileVersion = tuple[int, int, int]
 
 
 class Keyring:
@@ -46,7 +46,7 @@ class Keyring:
         self._fixed = list(fixed)
         self._file = file.expanduser() if file is not None else None
         self._reloaded = reloaded
-        self._signature = self._sign()
+        self._version = self._read_version()
         self._keys = self._read()
         if self._file is not None and self._file.stat().st_mode & READABLE_BY_OTHERS:
             log.warning("others on this machine may read the keys", file=str(self._file), hint="chmod 600")
@@ -91,9 +91,9 @@ class Keyring:
     async def _poll(self) -> None:
         while True:
             await anyio.sleep(POLL_SECONDS)
-            signature = await anyio.to_thread.run_sync(self._sign)
-            if signature != self._signature:
-                self._signature = signature
+            version = await anyio.to_thread.run_sync(self._read_version)
+            if version != self._version:
+                self._version = version
                 await anyio.to_thread.run_sync(self.reload)
 
     async def _listen(self, *, task_status: TaskStatus[None]) -> None:
@@ -102,7 +102,7 @@ class Keyring:
             async for _ in signals:
                 await anyio.to_thread.run_sync(self.reload)
 
-    def _sign(self) -> Signature | None:
+    def _read_version(self) -> FileVersion | None:
         """Return a value that differs between versions of the file."""
         try:
             found = self._file.stat() if self._file is not None else None

@@ -17,8 +17,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from api_schemas.errors import FieldError, Problem, sentences
-from rollout_service.errors import InvalidFieldError, MalformedBodyError, ServiceError, describe, nearest
-from rollout_service.validation import known_fields, sent_path
+from rollout_service.errors import InvalidFieldError, MalformedBodyError, ServiceError, describe, did_you_mean
+from rollout_service.validation import known_fields, path_as_sent
 from sandboxes.errors import SandboxError
 
 log = structlog.get_logger(__name__)
@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 MEDIA_TYPE = "application/problem+json"
 
 
-def respond(problem: Problem, headers: Mapping[str, str] | None = None) -> Response:
+def problem_response(problem: Problem, headers: Mapping[str, str] | None = None) -> Response:
     """A response that carries a problem."""
     return Response(
         problem.model_dump_json(exclude_defaults=False),
@@ -36,7 +36,7 @@ def respond(problem: Problem, headers: Mapping[str, str] | None = None) -> Respo
     )
 
 
-def problem_of(error: BaseException) -> Problem:
+def to_problem(error: BaseException) -> Problem:
     """The problem that an exception is shown as."""
     info = describe(error)
     status = error.status if isinstance(error, ServiceError) else HTTPStatus.INTERNAL_SERVER_ERROR
@@ -63,15 +63,15 @@ def install(app: FastAPI) -> None:
 
 
 async def _service_error(_: Request, error: Exception) -> Response:
-    problem = problem_of(error)
-    return respond(
+    problem = to_problem(error)
+    return problem_response(
         problem, {"Retry-After": "1"} if problem.status == HTTPStatus.SERVICE_UNAVAILABLE else None
     )
 
 
 async def _defect(request: Request, error: Exception) -> Response:
     log.error("a request met a defect", method=request.method, path=request.url.path, exc_info=error)
-    return respond(problem_of(error))
+    return problem_response(to_problem(error))
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
@@ -82,7 +82,7 @@ async def _validation_error(request: Request, error: Exception) -> Response:
         FieldError(path=_path(item, error.body), message=_message(item, known)) for item in error.errors()
     ]
     malformed = any(item["type"] == "json_invalid" for item in error.errors())
-    return respond(
+    return problem_response(
         Problem(
             title="The body is not valid JSON" if malformed else "The request has invalid fields",
             status=HTTPStatus.BAD_REQUEST if malformed else HTTPStatus.UNPROCESSABLE_ENTITY,
@@ -100,7 +100,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     headers = error.headers
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED and (allowed := _allowed(request)):
         headers = {"Allow": ", ".join(sorted(allowed))}
-    return respond(
+    return problem_response(
         Problem(
             title=title,
             status=error.status_code,
@@ -150,13 +150,13 @@ def _path(item: dict[str, Any], body: object) -> str:
         return ".".join(map(str, item["loc"]))
     if item["type"] == "json_invalid":
         return "body"  # the message says where in it
-    return ".".join(["body", *map(str, sent_path(inside, body, missing=item["type"] == "missing"))])
+    return ".".join(["body", *map(str, path_as_sent(inside, body, missing=item["type"] == "missing"))])
 
 
 def _message(item: dict[str, Any], known: Callable[[Sequence[int | str]], set[str]]) -> str:
     if item["type"] == "extra_forbidden":
         *parents, name = item["loc"][1:]
-        return f"unknown field{nearest(str(name), known(parents))}"
+        return f"unknown field{did_you_mean(str(name), known(parents))}"
     if item["type"] == "json_invalid":
         return f"not valid JSON: {item.get('ctx', {}).get('error', item['msg'])}"
     if item["loc"] == ("body",) and isinstance(item.get("input"), bytes):

@@ -30,8 +30,8 @@ from rollout_service.errors import (
     RequestTimeoutError,
     UnavailableError,
 )
-from rollout_service.http.connections import Eviction, Seat
-from rollout_service.http.problems import MEDIA_TYPE, problem_of
+from rollout_service.http.connections import ConnectionSlot, EvictionReason
+from rollout_service.http.problems import MEDIA_TYPE, to_problem
 
 BODY_BYTES_PER_SECOND = 16 * 1024
 """A body gets another second for as many bytes that have come."""
@@ -39,7 +39,7 @@ SEPARATORS = len(": \r\n")
 MAX_PIPELINED = 64
 LINGER_SECONDS = 1.0
 """How long a refused peer may go on sending, which is thrown away: a reset would take the answer from it."""
-ONCE = frozenset({b"host", b"authorization", b"content-type", b"content-length", b"origin"})
+SINGLE_HEADERS = frozenset({b"host", b"authorization", b"content-type", b"content-length", b"origin"})
 """Headers that two programs on the way may read differently when they come twice."""
 
 Observe = Callable[[str], None]
@@ -74,13 +74,13 @@ class BoundedProtocol(HttpToolsProtocol):
         app_state: dict[str, Any],
         *,
         limits: RequestLimits,
-        seat: Seat,
+        slot: ConnectionSlot,
         observe: Observe,
     ) -> None:
         super().__init__(config, server_state, app_state)
         self._limits = limits
         self._observe = observe
-        self.seat = seat
+        self.slot = slot
         self.opened = False
         self._part = _Part.HEAD
         self._timer: asyncio.TimerHandle | None = None
@@ -99,11 +99,11 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.opened = True
-        self.seat.evict = self._evict
-        self._settle()
+        self.slot.evict = self._evict
+        self._restart_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.seat.leave()
+        self.slot.release()
         self._stop_timer()
         self._stop_write_timer()
         self._unset_keepalive_if_required()
@@ -126,12 +126,12 @@ class BoundedProtocol(HttpToolsProtocol):
         except RequestError as error:
             self._refuse(error)
         else:
-            self._settle()
+            self._restart_timer()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self._is_busy() and not self.transport.is_closing():
-            self.seat.rest()
+            self.slot.mark_idle()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -149,7 +149,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 f"more than {MAX_PIPELINED} requests were sent ahead of their answers"
             )
         super().on_message_begin()
-        self.scope["state"]["seat"] = self.seat
+        self.scope["state"]["slot"] = self.slot
         self._part = _Part.HEAD
         self._message += 1
         self._head_bytes = self._silent_bytes = self._body_bytes = 0
@@ -172,7 +172,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._silent_bytes = 0
         _check_framing(self.headers, self.url, self.parser.get_http_version())
-        self.seat.work()
+        self.slot.mark_busy()
         super().on_headers_complete()
         self._part = _Part.BODY
 
@@ -206,7 +206,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     # -- deadlines -------------------------------------------------------------
 
-    def _settle(self) -> None:
+    def _restart_timer(self) -> None:
         """Have one timer run, for the part that is awaited now, from when it was first awaited."""
         if self._timed == (self._message, self._part):
             return
@@ -259,7 +259,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     # -- refusals --------------------------------------------------------------
 
-    def _evict(self, reason: Eviction) -> None:
+    def _evict(self, reason: EvictionReason) -> None:
         self._refuse(
             UnavailableError("the server has no place for more connections", hint="Try again."), reason.value
         )
@@ -279,7 +279,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if not answerable:
             self.transport.close()
             return
-        self.transport.write(_answer(problem_of(error)))
+        self.transport.write(_answer(to_problem(error)))
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(LINGER_SECONDS, self.transport.abort)
@@ -306,7 +306,7 @@ def _refusal_of(error: httptools.HttpParserError) -> RequestError:
 
 def _check_framing(headers: list[tuple[bytes, bytes]], url: bytes, version: str) -> None:
     """Raise MalformedRequestError where two readers of this head could disagree about what it asks for."""
-    names = [name for name, _ in headers if name in ONCE]
+    names = [name for name, _ in headers if name in SINGLE_HEADERS]
     if len(names) > len(set(names)):
         raise MalformedRequestError(f"the header {max(names, key=names.count).decode()} came twice")
     host = dict(headers).get(b"host")

@@ -14,7 +14,7 @@ import anyio
 import structlog
 import uvicorn
 
-from rollout_service.http.connections import Connections, Eviction
+from rollout_service.http.connections import Connections, EvictionReason
 from rollout_service.http.protocol import BoundedProtocol, Observe, RequestLimits
 from rollout_service.http.tls import Certificate
 
@@ -80,17 +80,17 @@ class Server(uvicorn.Server):
         if self.config.ssl is not None:
             scope.deadline = anyio.current_time() + self._limits.head_seconds
 
-        def evict(reason: Eviction) -> None:
+        def evict(reason: EvictionReason) -> None:
             self._observe(reason.value)
             scope.cancel()
 
-        seat = self._connections.enter(address, evict)
+        slot = self._connections.add(address, evict)
         protocol = BoundedProtocol(
             self.config,
             self.server_state,
             self.lifespan.state,
             limits=self._limits,
-            seat=seat,
+            slot=slot,
             observe=self._observe,
         )
         try:
@@ -100,7 +100,7 @@ class Server(uvicorn.Server):
             log.debug("a connection failed as it was opened", peer=address, error=str(error))
         if not protocol.opened:
             self._observe("handshake_failed")
-            seat.leave()
+            slot.release()
             connection.close()
 
     async def _connect(self, connection: socket.socket, factory: Callable[[], asyncio.Protocol]) -> None:

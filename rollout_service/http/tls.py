@@ -29,7 +29,7 @@ class Certificate:
         self._certificate = certificate.expanduser()
         self._key = key.expanduser() if key is not None else None
         self._password = password
-        self._signature = self._sign()
+        self._version = self._file_versions()
         self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
 
     def options(self) -> dict[str, Any]:
@@ -44,10 +44,10 @@ class Certificate:
         """Have new connections get a renewed certificate, without end."""
         while True:
             await anyio.sleep(POLL_SECONDS)
-            signature = await anyio.to_thread.run_sync(self._sign)
-            if signature == self._signature:
+            version = await anyio.to_thread.run_sync(self._file_versions)
+            if version == self._version:
                 continue
-            self._signature = signature
+            self._version = version
             try:
                 self._load(
                     ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -70,12 +70,12 @@ class Certificate:
                 hint="`tls_certificate` is a PEM file with the chain, and `tls_key` one with its key.",
             ) from None
 
-    def _sign(self) -> list[tuple[int, int] | None]:
+    def _file_versions(self) -> list[tuple[int, int] | None]:
         """Return a value that differs between versions of the files."""
-        return [_version(path) for path in (self._certificate, self._key) if path is not None]
+        return [_file_version(path) for path in (self._certificate, self._key) if path is not None]
 
 
-def _version(path: Path) -> tuple[int, int] | None:
+def _file_version(path: Path) -> tuple[int, int] | None:
     try:
         found = path.stat()
     except OSError:

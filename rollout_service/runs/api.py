@@ -21,7 +21,7 @@ from api_schemas.runs import (
 )
 from api_schemas.tasks import Task
 from rollout_service.environments.contract import Environment
-from rollout_service.errors import InvalidFieldError, fields_below
+from rollout_service.errors import InvalidFieldError, prefix_field_paths
 from rollout_service.runs.dataset import open_dataset
 from rollout_service.runs.manager import RunManager
 from rollout_service.runs.task_source import Rows, open_file
@@ -72,7 +72,7 @@ class RunService:
         return self.view(record), new
 
     async def _open(self, source: FileTasks | DatasetTasks) -> Rows:
-        with fields_below("body.source"):
+        with prefix_field_paths("body.source"):
             environment = await self._check_environment(source.environment)
         if isinstance(source, DatasetTasks):
             return await anyio.to_thread.run_sync(open_dataset, source, environment)
@@ -87,7 +87,7 @@ class RunService:
     async def _check_tasks(self, tasks: list[Task], field: str) -> None:
         environments: dict[str, Environment] = {}
         for number, task in enumerate(tasks):
-            with fields_below(f"{field}.{number}"):
+            with prefix_field_paths(f"{field}.{number}"):
                 if task.environment not in environments:
                     environments[task.environment] = await self._check_environment(task.environment)
                 environments[task.environment].check(task.instance)

@@ -21,7 +21,7 @@ from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage
 from api_schemas.trajectories import Trajectory
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.contract import Environment, Episode, EvaluateIn, Policy, Score
-from rollout_service.errors import InvalidFieldError, describe, fields_below
+from rollout_service.errors import InvalidFieldError, describe, prefix_field_paths
 from rollout_service.pipeline.attempt import Attempt, Services
 from rollout_service.pipeline.stage import Slot
 from rollout_service.policies.replay import NotReplayableError, RecordedPolicy, recorded_answer
@@ -67,7 +67,7 @@ class Rescorer:
     async def _check(self, options: RescoreOptions) -> None:
         if options.environment is None:
             return
-        with fields_below("body"):
+        with prefix_field_paths("body"):
             await self._check_environment(options.environment)
 
     async def _in_parts(

@@ -34,8 +34,8 @@ from pydantic_settings import (
 )
 
 from api_schemas.inference import BackendSpec
-from rollout_service.errors import ConfigurationError, nearest
-from rollout_service.http.keys import COMMAND, ApiKey, check_unique, name_keys
+from rollout_service.errors import ConfigurationError, did_you_mean
+from rollout_service.http.api_keys import KEY_COMMAND, ApiKey, check_unique, name_keys
 from rollout_service.settings.keys import known_keys
 from rollout_service.settings.sources import ENV_PREFIX, HINT, Sources
 from sandboxes.config import (
@@ -269,7 +269,7 @@ class Settings(BaseSettings):
             client = f" ({ENV_PREFIX}KEY is the client's)" if f"{ENV_PREFIX}KEY" in os.environ else ""
             raise ValueError(
                 f"host {self.host} listens beyond loopback and no key is set: set {ENV_PREFIX}KEYS{client}, "
-                f"`keys` in rollout.toml or --keys-file, or listen on 127.0.0.1; make a key with `{COMMAND}`"
+                f"`keys` in rollout.toml or --keys-file, or listen on 127.0.0.1; make a key with `{KEY_COMMAND}`"
             )
         check_unique(self.keys)
         if self.tls_key is not None and self.tls_certificate is None:
@@ -307,7 +307,7 @@ def is_loopback(host: str) -> bool:
 
 def load_settings(config: Path | None = None, /, **flags: Any) -> Settings:
     """Read the settings; raises ConfigurationError that names every key at fault and what to write instead."""
-    return validated(read_sources(config, **flags))
+    return build_settings(read_sources(config, **flags))
 
 
 def read_sources(config: Path | None = None, /, **flags: Any) -> Sources:
@@ -320,7 +320,7 @@ def read_sources(config: Path | None = None, /, **flags: Any) -> Sources:
     return sources
 
 
-def validated(sources: Sources) -> Settings:
+def build_settings(sources: Sources) -> Settings:
     """Make settings of what was given; raises ConfigurationError that says where each mistake stands."""
 
     class _Layered(Settings):
@@ -352,7 +352,7 @@ def _explain(error: ValidationError, sources: Sources) -> str:
         dotted, where = ".".join(path), sources.source(path).where
         text = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
-            text = f"unknown setting{nearest(dotted, known)}"
+            text = f"unknown setting{did_you_mean(dotted, known)}"
         lines.append(": ".join(filter(None, [where, dotted, text])))
     return "\n".join(lines)
 

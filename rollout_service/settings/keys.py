@@ -46,7 +46,7 @@ class Table:
     """Whether it is an entry of a list, `[[table]]` in TOML."""
 
 
-def tables(model: type[BaseModel], path: tuple[str, ...] = (), tag: str = "") -> Iterator[Table]:
+def iter_tables(model: type[BaseModel], path: tuple[str, ...] = (), tag: str = "") -> Iterator[Table]:
     """Yield the table of a model, and those of the models that its fields hold."""
     fields = model.model_fields.items()
     keys = [Key((*path, name), field) for name, field in fields if not is_table(field.annotation)]
@@ -57,7 +57,7 @@ def tables(model: type[BaseModel], path: tuple[str, ...] = (), tag: str = "") ->
 
 def known_keys(model: type[BaseModel]) -> set[str]:
     """Return the dotted paths of all keys and tables."""
-    found = list(tables(model))
+    found = list(iter_tables(model))
     paths = {key.path for table in found if not table.repeated for key in table.keys}
     paths |= {table.path for table in found if table.path and table.path[-1] != ANY_NAME}
     return {".".join(path) for path in paths}
@@ -96,9 +96,9 @@ def _below(path: tuple[str, ...], field: FieldInfo) -> Iterator[Table]:
     models = models_in(field.annotation)
     for model in models:
         tag = model.model_fields[str(field.discriminator)] if field.discriminator else None
-        yield from tables(model, path, _tag(str(field.discriminator), tag) if tag else "")
+        yield from iter_tables(model, path, _tag(str(field.discriminator), tag) if tag else "")
     for model in _values_of(field.annotation):
-        yield from tables(model, (*path, ANY_NAME))
+        yield from iter_tables(model, (*path, ANY_NAME))
     if get_origin(field.annotation) is list:
         for model in models_in(get_args(field.annotation)[0]):
             keys = [Key((*path, name), inner) for name, inner in model.model_fields.items()]

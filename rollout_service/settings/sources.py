@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rollout_service.errors import ConfigurationError, nearest
+from rollout_service.errors import ConfigurationError, did_you_mean
 from rollout_service.settings.keys import fields_at, is_json, known_keys
 
 ENV_PREFIX = "ROLLOUT_"
@@ -114,8 +114,8 @@ class Sources:
         for name, text in self.variables.items():
             fields = fields_at(model, _path(name))
             if not fields:
-                known = {variable_of(key) for key in known_keys(model)}
-                raise ConfigurationError(f"{name} is not a setting{nearest(name, known)}", hint=HINT)
+                known = {variable_name(key) for key in known_keys(model)}
+                raise ConfigurationError(f"{name} is not a setting{did_you_mean(name, known)}", hint=HINT)
             if any(map(is_json, fields)):
                 _refuse_what_is_not_json(name, text)
 
@@ -136,7 +136,7 @@ class Sources:
         return f"{self.file}:{self.lines[path]}" if path else str(self.file)
 
 
-def variable_of(dotted: str) -> str:
+def variable_name(dotted: str) -> str:
     """Return the variable that sets a key."""
     return ENV_PREFIX + dotted.replace(".", "__").upper()
 

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, Stage
 from rollout_service.settings import LogFormat
-from rollout_service.terminal_text import safe
+from rollout_service.terminal_text import escape_controls
 from sandboxes.egress.counts import EgressCounts
 
 SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 3600)
@@ -286,14 +286,14 @@ def _safe_values(_: object, __: str, event: structlog.typing.EventDict) -> struc
     """Escape what a terminal would obey: errors quote programs in sandboxes, policies and engines."""
     for name, value in event.items():
         if isinstance(value, str):
-            event[name] = safe(value)
+            event[name] = escape_controls(value)
     return event
 
 
 def _plain_traceback(output: TextIO, error: structlog.typing.ExcInfo) -> None:
     text = io.StringIO()
     structlog.dev.plain_traceback(text, error)
-    output.write(safe(text.getvalue()))
+    output.write(escape_controls(text.getvalue()))
 
 
 def _name_uvicorn(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:

@@ -22,7 +22,7 @@ from rollout_service.agents.tool_calling.tools import (
     ToolResult,
     by_name,
 )
-from rollout_service.errors import ConfigurationError, nearest
+from rollout_service.errors import ConfigurationError, did_you_mean
 from sandboxes import BashResult, PythonResult, Sandbox
 from sandboxes.errors import LimitExceededError, SandboxFileError, SessionDiedError
 
@@ -126,7 +126,7 @@ def builtin_tools(names: Iterable[str]) -> list[Tool]:
     for name in names:
         if name not in known:
             raise ConfigurationError(
-                f"there is no built-in tool {name!r}{nearest(name, known)}",
+                f"there is no built-in tool {name!r}{did_you_mean(name, known)}",
                 hint=f"The built-in tools are {', '.join(known)}.",
             )
         tools.append(known[name])

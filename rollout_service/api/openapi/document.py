@@ -14,8 +14,8 @@ from fastapi.openapi.utils import get_openapi
 
 from api_schemas.errors import Problem
 from rollout_service.api.middleware import PROBES
-from rollout_service.api.openapi.answers import add_error
-from rollout_service.api.openapi.examples import ANSWERS, PROBLEM, REQUESTS
+from rollout_service.api.openapi.examples import PROBLEM, REQUESTS, RESPONSES
+from rollout_service.api.openapi.responses import add_error
 from rollout_service.errors import (
     DefectError,
     ForbiddenError,
@@ -121,7 +121,7 @@ def _exemplify(operation: Operation) -> None:
     name = operation["operationId"]
     if name in REQUESTS:
         operation["requestBody"]["content"][JSON]["example"] = REQUESTS[name]
-    for status, value in ANSWERS.get(name, {}).items():
+    for status, value in RESPONSES.get(name, {}).items():
         operation["responses"][status]["content"][JSON]["example"] = value
 
 

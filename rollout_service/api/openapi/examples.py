@@ -79,7 +79,7 @@ _RUN = {
     "created_at": "2026-01-01T00:00:00Z",
 }
 
-ANSWERS: dict[str, dict[str, Any]] = {
+RESPONSES: dict[str, dict[str, Any]] = {
     "submit_rollout": {
         "200": _ROLLOUT,
         "202": {**_ROLLOUT, "state": "queued", "reward": None, "finished_at": None},

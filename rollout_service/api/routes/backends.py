@@ -17,7 +17,7 @@ from api_schemas.inference import (
     WeightsGroupRequest,
     WeightsRequest,
 )
-from rollout_service.api.openapi.answers import raises
+from rollout_service.api.openapi.responses import raises
 from rollout_service.api.routes.dependencies import ServiceDep
 from rollout_service.api.routes.strict import StrictRoute
 from rollout_service.inference.errors import (

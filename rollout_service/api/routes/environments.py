@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query
 from pydantic import JsonValue
 
 from api_schemas.base import MAX_INT, Name
-from rollout_service.api.openapi.answers import raises
+from rollout_service.api.openapi.responses import raises
 from rollout_service.api.routes.dependencies import ServiceDep
 from rollout_service.api.routes.strict import StrictRoute
 from rollout_service.environments.contract import EnvironmentSpec

@@ -17,7 +17,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 
 from api_schemas.base import MAX_INT
-from rollout_service.api.openapi.answers import answers
+from rollout_service.api.openapi.responses import media_response
 from rollout_service.api.routes.dependencies import ServiceDep
 from rollout_service.api.routes.strict import StrictRoute
 from rollout_service.service import Service
@@ -33,7 +33,7 @@ PING_SECONDS = 15.0
 @router.get(
     "/events",
     response_class=Response,
-    responses=answers(MEDIA_TYPE, "Events, each an `Event` in JSON.", schema={"type": "string"}),
+    responses=media_response(MEDIA_TYPE, "Events, each an `Event` in JSON.", schema={"type": "string"}),
 )
 async def stream_events(
     service: ServiceDep,

@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from api_schemas.nodes import Health, Readiness
 from rollout_service import __version__
-from rollout_service.api.openapi.answers import also, answers, raises
+from rollout_service.api.openapi.responses import extra_response, media_response, raises
 from rollout_service.api.routes.dependencies import ServiceDep
 from rollout_service.errors import UnavailableError
 from rollout_service.shutdown import Shutdown
@@ -29,7 +29,7 @@ async def get_health(request: Request) -> Health:
     return Health(version=__version__)
 
 
-@router.get("/ready", responses=also(HTTPStatus.SERVICE_UNAVAILABLE, Readiness, "It cannot."))
+@router.get("/ready", responses=extra_response(HTTPStatus.SERVICE_UNAVAILABLE, Readiness, "It cannot."))
 async def get_readiness(service: ServiceDep, response: Response) -> Readiness:
     """Whether the service can take work, and if not, what to do about it."""
     reasons = service.unready()
@@ -40,7 +40,7 @@ async def get_readiness(service: ServiceDep, response: Response) -> Readiness:
 @router.get(
     "/metrics",
     response_class=Response,
-    responses=answers(CONTENT_TYPE_LATEST, "Prometheus's text format.", schema={"type": "string"}),
+    responses=media_response(CONTENT_TYPE_LATEST, "Prometheus's text format.", schema={"type": "string"}),
 )
 async def get_metrics(service: ServiceDep) -> Response:
     """Prometheus metrics."""

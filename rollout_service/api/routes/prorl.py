@@ -21,10 +21,10 @@ from api_schemas.inference import BackendSpec
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Sampling, Stage
 from api_schemas.tasks import Limits, Task
 from api_schemas.trajectories import Trajectory
-from rollout_service.api.openapi.answers import raises
+from rollout_service.api.openapi.responses import raises
 from rollout_service.api.routes.dependencies import ServiceDep
+from rollout_service.api.routes.disconnects import CLIENT_CLOSED_REQUEST, cancel_on_disconnect
 from rollout_service.api.routes.strict import StrictRoute
-from rollout_service.api.routes.waiting import HUNG_UP, while_connected
 from rollout_service.errors import ConflictError, InvalidFieldError
 from rollout_service.inference.errors import (
     BackendProtocolError,
@@ -168,12 +168,12 @@ async def process(service: ServiceDep, http: Request, request: ProcessRequest) -
         )
     )
     try:
-        ended = await while_connected(http, lambda: service.wait(rollout_id, math.inf))
+        ended = await cancel_on_disconnect(http, lambda: service.wait(rollout_id, math.inf))
     except ShuttingDownError as error:
         # Whoever named no job asks for this one, or gets a second one.
         raise ShuttingDownError(context={"job_id": rollout_id}) from error
     if ended is None:
-        return Response(status_code=HUNG_UP)
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     return JSONResponse(_result(ended))  # as it is: validating every token again would take long
 
 

@@ -21,10 +21,10 @@ from api_schemas.rollouts import (
     RolloutState,
 )
 from api_schemas.trajectories import Trajectory
-from rollout_service.api.openapi.answers import also, raises
+from rollout_service.api.openapi.responses import extra_response, raises
 from rollout_service.api.routes.dependencies import ServiceDep, as_json
+from rollout_service.api.routes.disconnects import cancel_on_disconnect
 from rollout_service.api.routes.strict import StrictRoute
-from rollout_service.api.routes.waiting import while_connected
 from rollout_service.errors import ConflictError, NotFoundError
 from rollout_service.inference.errors import NoBackendError
 from rollout_service.shutdown import ShuttingDownError
@@ -40,7 +40,8 @@ CURSOR = r"^[0-9]{1,18}$"
     status_code=HTTPStatus.ACCEPTED,
     response_model=Rollout,
     response_description="The rollout is durable, and has not ended.",
-    responses=also(HTTPStatus.OK, Rollout, "The rollout has ended.") | raises(ConflictError, NoBackendError),
+    responses=extra_response(HTTPStatus.OK, Rollout, "The rollout has ended.")
+    | raises(ConflictError, NoBackendError),
 )
 async def submit_rollout(
     service: ServiceDep,
@@ -56,7 +57,7 @@ async def submit_rollout(
     rollout = await service.submit(request.model_copy(update={"rollout_id": rollout_id}))
     if wait:
         with suppress(ShuttingDownError):  # the order stands
-            if ended := await while_connected(http, lambda: service.wait(rollout_id, wait)):
+            if ended := await cancel_on_disconnect(http, lambda: service.wait(rollout_id, wait)):
                 return as_json(ended)
     return as_json(rollout, HTTPStatus.ACCEPTED)
 
@@ -85,7 +86,7 @@ async def get_rollout(
     """A rollout as it stands; with `trajectory=true` with all its tokens."""
     rollout = await service.get(rollout_id, trajectory=trajectory)
     if wait and not rollout.state.terminal:
-        ended = await while_connected(http, lambda: service.wait(rollout_id, wait))
+        ended = await cancel_on_disconnect(http, lambda: service.wait(rollout_id, wait))
         if ended is not None:
             return as_json(ended if trajectory else ended.model_copy(update={"trajectory": None}))
     return as_json(rollout)
@@ -109,7 +110,7 @@ async def get_trajectory(service: ServiceDep, rollout_id: RolloutId) -> Response
     status_code=HTTPStatus.ACCEPTED,
     response_model=CancelAnswer,
     response_description="It will be cancelled.",
-    responses=also(HTTPStatus.OK, CancelAnswer, "It had ended already."),
+    responses=extra_response(HTTPStatus.OK, CancelAnswer, "It had ended already."),
 )
 async def cancel_rollout(service: ServiceDep, rollout_id: RolloutId) -> Response:
     """Cancel a rollout, also one that is yet to be submitted. Idempotent; what has ended stays as it is."""

@@ -30,11 +30,11 @@ from api_schemas.runs import (
     RunPatch,
     RunRequest,
 )
-from rollout_service.api.openapi.answers import also, answers, raises
-from rollout_service.api.routes.ahead import AheadResponse
+from rollout_service.api.openapi.responses import extra_response, media_response, raises
+from rollout_service.api.routes.buffered_response import BufferedResponse
 from rollout_service.api.routes.dependencies import ServiceDep, as_json
+from rollout_service.api.routes.disconnects import cancel_on_disconnect
 from rollout_service.api.routes.strict import StrictRoute
-from rollout_service.api.routes.waiting import while_connected
 from rollout_service.errors import ConflictError, NotFoundError
 from rollout_service.inference.errors import NoBackendError
 from rollout_service.runs.delivery import RunOverError
@@ -47,16 +47,17 @@ MAX_LEASE_SECONDS = 86_400.0
 GZIP_MEDIA_TYPE = "application/gzip"
 
 _LINES = {"type": "string"}
-_EXPORT = answers(EXPORT_MEDIA_TYPE, "The file.", schema=_LINES)
-_EXPORT[200]["content"] |= answers(GZIP_MEDIA_TYPE, "")[200]["content"]
-_RESCORED = answers(EXPORT_MEDIA_TYPE, "A `Rescored` a line, then a `RescoreEnd`.", schema=_LINES)
+_EXPORT = media_response(EXPORT_MEDIA_TYPE, "The file.", schema=_LINES)
+_EXPORT[200]["content"] |= media_response(GZIP_MEDIA_TYPE, "")[200]["content"]
+_RESCORED = media_response(EXPORT_MEDIA_TYPE, "A `Rescored` a line, then a `RescoreEnd`.", schema=_LINES)
 
 
 @router.post(
     "/runs",
     status_code=HTTPStatus.CREATED,
     response_model=Run,
-    responses=also(HTTPStatus.OK, Run, "The run was there already.") | raises(ConflictError, NoBackendError),
+    responses=extra_response(HTTPStatus.OK, Run, "The run was there already.")
+    | raises(ConflictError, NoBackendError),
 )
 async def create_run(service: ServiceDep, request: RunRequest) -> Response:
     """Create a run: 201 once it is durable. Idempotent by `run_id`: 200 for the same again, 409 for another."""
@@ -98,8 +99,8 @@ async def append_tasks(service: ServiceDep, run_id: RunId, order: AppendTasks) -
 @router.post(
     "/runs/{run_id}/lease",
     response_model=Batch,
-    responses=also(HTTPStatus.NO_CONTENT, None, "No batch in time.")
-    | answers(BINARY_MEDIA_TYPE, "A batch.")
+    responses=extra_response(HTTPStatus.NO_CONTENT, None, "No batch in time.")
+    | media_response(BINARY_MEDIA_TYPE, "A batch.")
     | raises(NotFoundError, RunOverError),
 )
 async def lease_batch(
@@ -126,13 +127,13 @@ async def lease_batch(
     def lease() -> Awaitable[BatchLease | None]:
         return service.delivery.lease(order, version=version, timeout=timeout)
 
-    leased = await while_connected(http, lambda: service.shutdown.until_begun(lease))
+    leased = await cancel_on_disconnect(http, lambda: service.shutdown.until_begun(lease))
     if leased is None:
         return Response(status_code=HTTPStatus.NO_CONTENT)
     if BINARY_MEDIA_TYPE not in accept:
         return StreamingResponse(service.delivery.as_json(leased), media_type="application/json")
     file = await service.delivery.as_arrays(leased)
-    return AheadResponse(file.write, length=file.length, media_type=BINARY_MEDIA_TYPE)
+    return BufferedResponse(file.write, length=file.length, media_type=BINARY_MEDIA_TYPE)
 
 
 @router.get(

@@ -17,7 +17,7 @@ from pydantic import JsonValue
 
 from api_schemas.errors import FieldError
 from rollout_service import strict_json
-from rollout_service.errors import InvalidFieldError, nearest
+from rollout_service.errors import InvalidFieldError, did_you_mean
 
 
 class StrictRequest(Request):
@@ -54,5 +54,8 @@ def _refuse_unknown(request: Request, known: set[str]) -> None:
     unknown = [name for name in request.query_params if name not in known]
     if unknown:
         raise InvalidFieldError(
-            [FieldError(path=f"query.{name}", message=f"unknown{nearest(name, known)}") for name in unknown]
+            [
+                FieldError(path=f"query.{name}", message=f"unknown{did_you_mean(name, known)}")
+                for name in unknown
+            ]
         )

@@ -31,10 +31,10 @@ def show(context: typer.Context, as_json: AsJson = False) -> None:
     config, flags = _flags_of_serve(context.args)
 
     def main() -> None:
-        from rollout_service.settings import read_sources, validated
+        from rollout_service.settings import build_settings, read_sources
 
         sources = read_sources(config, **flags)
-        values = list(_values(validated(sources).model_dump(mode="json"), ()))
+        values = list(_values(build_settings(sources).model_dump(mode="json"), ()))
         _show([_row(sources, path, value) for path, value in values], as_json=as_json)
 
     common.run_blocking(main)
@@ -86,9 +86,9 @@ def _show(rows: list[dict[str, Any]], *, as_json: bool) -> None:
         return
     import json
 
-    from rollout_service.cli.console import identity, table
+    from rollout_service.cli.console import id_column, table
 
-    lines = table(identity("key"), "value", "set by")
+    lines = table(id_column("key"), "value", "set by")
     for row in rows:
         value = "" if row["value"] is None else json.dumps(row["value"], ensure_ascii=False)
         lines.add_row(row["key"], value, row["where"] or row["origin"])

@@ -17,8 +17,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, Url
 
 from rollout_service.settings import Settings
-from rollout_service.settings.keys import ANY_NAME, Key, Table, tables
-from rollout_service.settings.sources import FLAGS, OTHER_VARIABLES, variable_of
+from rollout_service.settings.keys import ANY_NAME, Key, Table, iter_tables
+from rollout_service.settings.sources import FLAGS, OTHER_VARIABLES, variable_name
 
 HEAD = """# Settings
 <!-- Written by `rollout-service config docs > docs/settings.md`; change the docstrings in the code instead. -->
@@ -46,7 +46,7 @@ def reference() -> str:
     """Return the whole page."""
     seen = set()
     parts = [HEAD]
-    for table in tables(Settings):
+    for table in iter_tables(Settings):
         identity = (table.path, table.tag, table.repeated)
         if table.keys and identity not in seen:
             seen.add(identity)
@@ -71,7 +71,7 @@ def _section(table: Table) -> Iterator[str]:
 def _names(key: Key, *, settable: bool) -> str:
     names = [f"`{key.path[-1]}`"]
     if settable:
-        names.append(f"`{variable_of(key.dotted)}`")
+        names.append(f"`{variable_name(key.dotted)}`")
     if key.dotted in FLAGS:
         names.append(f"`{FLAGS[key.dotted]}`")
     return "<br>".join(names)

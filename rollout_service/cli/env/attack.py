@@ -12,10 +12,10 @@ from rich.text import Text
 from rollout_service.attacks import SCRIPTS, Report, Verdict, attack_environment
 from rollout_service.cli import common
 from rollout_service.cli.common import CommandError
-from rollout_service.cli.console import identity, table
+from rollout_service.cli.console import id_column, table
 from rollout_service.cli.env.check import load_environment
 from rollout_service.cli.env.run import parse_instance
-from rollout_service.errors import nearest
+from rollout_service.errors import did_you_mean
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.settings import load_settings
 from sandboxes import make_provider
@@ -30,7 +30,7 @@ async def attack(
     known = {script.name: script for script in SCRIPTS}
     for name in names:
         if name not in known:
-            raise CommandError(f"there is no attack {name!r}{nearest(name, known)}")
+            raise CommandError(f"there is no attack {name!r}{did_you_mean(name, known)}")
     chosen = [known[name] for name in names] or list(SCRIPTS)
     settings = load_settings()
     loaded = await anyio.to_thread.run_sync(load_environment, environment)
@@ -53,7 +53,7 @@ async def attack(
 
 def show(report: Report, console: Console) -> None:
     """Print a line for each attack, and how many did not hold."""
-    rows = table(identity("attack"), "verdict", "reward", "description")
+    rows = table(id_column("attack"), "verdict", "reward", "description")
     for outcome in report.outcomes:
         reward = "none" if outcome.reward is None else f"{outcome.reward:g}"
         verdict = Text(outcome.verdict, style=STYLES[outcome.verdict])

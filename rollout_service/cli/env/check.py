@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollout_service.cli.common import count
-from rollout_service.cli.console import SafeConsole, identity, table
+from rollout_service.cli.console import SafeConsole, id_column, table
 from rollout_service.cli.image import unpacked_images
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.declarative.declaration import FILE_NAME
@@ -88,7 +88,7 @@ def tool_names(environment: Environment) -> list[str]:
 
 def environment_table(specs: Sequence[dict[str, JsonValue]]) -> Table:
     """A table of environments."""
-    rows = table(identity("name"), "image", "tools", "description")
+    rows = table(id_column("name"), "image", "tools", "description")
     for spec in specs:
         tools = spec.get("tools")
         names = ", ".join(map(str, tools)) if isinstance(tools, list) else ""

@@ -15,7 +15,7 @@ from rollout_service.cli.common import CommandError
 from rollout_service.cli.submit.inputs import read_whole
 from rollout_service.policies.shipped import policy_folder
 from rollout_service.testing import Replies, ScriptedEngine
-from rollout_service.validation import problems
+from rollout_service.validation import describe_problems
 
 POLICY = "calc-tuned"
 END = "<|im_end|>"
@@ -56,7 +56,7 @@ def read_turns(path: Path) -> list[str]:
             try:
                 turns.append(ScriptedTurn.model_validate_json(line).text())
             except ValidationError as error:
-                what = "; ".join(problems(error, ScriptedTurn))
+                what = "; ".join(describe_problems(error, ScriptedTurn))
                 raise CommandError(f"{path}, line {number}: {what}") from error
     if not turns:
         raise CommandError(

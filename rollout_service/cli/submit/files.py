@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Self
 from pydantic import ValidationError
 
 from api_schemas.rollouts import Rollout, RolloutRequest
-from rollout_service.validation import problems
+from rollout_service.validation import describe_problems
 
 LONGEST_STEM = 64
 BEGIN = b'{"rollout_id":'
@@ -144,7 +144,7 @@ def _is_torn(line: bytes) -> bool:
 def explain_bad_line(error: ValueError) -> str:
     """Say in one line why a line is not a request."""
     if isinstance(error, ValidationError):
-        return "; ".join(problems(error, RolloutRequest))
+        return "; ".join(describe_problems(error, RolloutRequest))
     if isinstance(error, json.JSONDecodeError):
         return f"malformed JSON: {error.msg} at column {error.colno}"
     return str(error)

@@ -23,7 +23,7 @@ from rollout_service.environments.contract import (
     Settings,
     Size,
 )
-from rollout_service.errors import ConfigurationError, nearest
+from rollout_service.errors import ConfigurationError, did_you_mean
 
 FILE_NAME = "environment.toml"
 INSIDE = "/environment"
@@ -147,7 +147,7 @@ def _explain(item: Any) -> str:
     *parents, last = [str(part) for part in item["loc"]]
     path = ".".join([*parents, last])
     if item["type"] == "extra_forbidden":
-        return f"there is no key {path}{nearest(last, _known_keys(parents))}"
+        return f"there is no key {path}{did_you_mean(last, _known_keys(parents))}"
     if item["type"] == "missing":
         return f"the key {path} is missing"
     return f"{path}: {item['msg']}"

@@ -1,6 +1,6 @@
 """Serving an ASGI application from a child process: a port of the kernel's choice, and an end with the parent's.
 
-Guarantees: web pages that a browser on this machine shows have no part in it; see `hosts`.
+Guarantees: web pages that a browser on this machine shows have no part in it; see `allowed_hosts`.
 """
 
 import os
@@ -13,8 +13,8 @@ import anyio
 import anyio.to_thread
 import uvicorn
 
-from rollout_service.http.host_check import HostCheck
-from rollout_service.http.hosts import AllowedHosts
+from rollout_service.http.allowed_hosts import AllowedHosts
+from rollout_service.http.host_middleware import HostMiddleware
 
 _GRACE_SECONDS = 2
 
@@ -24,20 +24,20 @@ def serve(
     host: str,
     port: int,
     *,
-    orders_by_get: frozenset[str] = frozenset(),
+    unsafe_get_paths: frozenset[str] = frozenset(),
     port_file: Path | None = None,
     exit_with_parent: bool = False,
 ) -> None:
     """Serve `app` until SIGTERM or, with `exit_with_parent`, until standard input closes.
 
-    The port is bound, and written to `port_file`, before the application starts. `orders_by_get` are the paths that
+    The port is bound, and written to `port_file`, before the application starts. `unsafe_get_paths` are the paths that
     change something even by GET, so that web pages are kept from them too.
     """
     listener = bind(host, port)
     if port_file is not None:
         announce_port(listener, port_file)
     hosts = AllowedHosts((), bound=host, keyed=False)
-    checked = HostCheck(app, hosts, orders_by_get=orders_by_get)
+    checked = HostMiddleware(app, hosts, unsafe_get_paths=unsafe_get_paths)
     config = uvicorn.Config(
         checked, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_SECONDS
     )

@@ -16,7 +16,7 @@ import uvicorn
 from anyio.abc import SocketStream
 from starlette.types import Receive, Scope, Send
 
-from rollout_service.http.connections import ConnectionLimits, Connections, seat_of
+from rollout_service.http.connections import ConnectionLimits, Connections, find_slot
 from rollout_service.http.protocol import RequestLimits
 from rollout_service.http.server import Server
 
@@ -94,10 +94,10 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "lifespan.shutdown.complete"})
         return
     headers = dict(scope["headers"])
-    seat = seat_of(scope)
-    assert seat is not None
+    slot = find_slot(scope)
+    assert slot is not None
     if headers.get(b"authorization") == KEY:
-        assert seat.admit()
+        assert slot.admit()
     more, body = True, b""
     while more and scope["path"] != "/unread":
         message = await receive()

@@ -3,7 +3,13 @@
 import pytest
 
 from rollout_service.errors import ConfigurationError
-from rollout_service.http.connections import ConnectionLimits, Connections, Eviction, Seat, site_of
+from rollout_service.http.connections import (
+    ConnectionLimits,
+    Connections,
+    ConnectionSlot,
+    EvictionReason,
+    network_of,
+)
 
 
 class Bench:
@@ -11,58 +17,58 @@ class Bench:
 
     def __init__(self, *, admitted: int = 2, pending: int = 3) -> None:
         self.connections = Connections(ConnectionLimits(admitted=admitted, pending=pending))
-        self.evicted: list[tuple[str, Eviction]] = []
+        self.evicted: list[tuple[str, EvictionReason]] = []
 
-    def enter(self, name: str, address: str = "10.0.0.1") -> Seat:
-        return self.connections.enter(address, lambda why: self.evicted.append((name, why)))
+    def add(self, name: str, address: str = "10.0.0.1") -> ConnectionSlot:
+        return self.connections.add(address, lambda why: self.evicted.append((name, why)))
 
 
 def test_a_flood_from_one_address_displaces_itself() -> None:
     bench = Bench(pending=3)
-    bench.enter("other", "10.0.0.2")
+    bench.add("other", "10.0.0.2")
     for number in range(10):
-        bench.enter(f"flood-{number}")
+        bench.add(f"flood-{number}")
     assert [name for name, _ in bench.evicted] == [f"flood-{number}" for number in range(8)]
-    assert {why for _, why in bench.evicted} == {Eviction.PENDING}
+    assert {why for _, why in bench.evicted} == {EvictionReason.PENDING}
     assert bench.connections.counts() == {"pending": 3, "idle": 0, "busy": 0}
 
 
 def test_admitted_connections_take_no_place_of_pending_ones_and_lose_none_to_them() -> None:
     bench = Bench(admitted=2, pending=1)
-    assert bench.enter("a").admit()
-    assert bench.enter("b").admit()
+    assert bench.add("a").admit()
+    assert bench.add("b").admit()
     for number in range(5):
-        bench.enter(f"flood-{number}")
+        bench.add(f"flood-{number}")
     assert [name for name, _ in bench.evicted] == [f"flood-{number}" for number in range(4)]
     assert bench.connections.counts() == {"pending": 1, "idle": 0, "busy": 2}
 
 
 def test_the_longest_idle_connection_makes_room_and_a_busy_one_never_does() -> None:
     bench = Bench(admitted=2)
-    first, second = bench.enter("first"), bench.enter("second")
+    first, second = bench.add("first"), bench.enter("second")
     assert first.admit()
     assert second.admit()
-    second.rest()
-    first.rest()
-    second.work()
-    assert bench.enter("third").admit()
-    assert bench.evicted == [("first", Eviction.IDLE)]
-    assert not bench.enter("fourth").admit()
+    second.mark_idle()
+    first.mark_idle()
+    second.mark_busy()
+    assert bench.add("third").admit()
+    assert bench.evicted == [("first", EvictionReason.IDLE)]
+    assert not bench.add("fourth").admit()
     assert len(bench.evicted) == 1
 
 
 def test_leaving_is_idempotent_in_every_state() -> None:
     bench = Bench()
-    pending, busy, idle = (bench.enter(name) for name in ("pending", "busy", "idle"))
+    pending, busy, idle = (bench.add(name) for name in ("pending", "busy", "idle"))
     assert busy.admit()
     assert idle.admit()
     assert idle.admit()
-    idle.rest()
-    pending.rest()  # it has no key, so no idle place
+    idle.mark_idle()
+    pending.mark_idle()  # it has no key, so no idle place
     assert bench.connections.counts() == {"pending": 1, "idle": 1, "busy": 1}
-    for seat in (pending, busy, idle, idle, busy, pending):
-        seat.leave()
-        seat.work()
+    for slot in (pending, busy, idle, idle, busy, pending):
+        slot.release()
+        slot.mark_busy()
     assert bench.connections.counts() == {"pending": 0, "idle": 0, "busy": 0}
 
 
@@ -92,4 +98,4 @@ def test_a_limit_that_the_process_cannot_bear_is_refused() -> None:
     ],
 )
 def test_who_counts_as_one_peer(address: str, site: str) -> None:
-    assert site_of(address) == site
+    assert network_of(address) == site

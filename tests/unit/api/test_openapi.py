@@ -10,8 +10,8 @@ import pytest
 
 from api_schemas.errors import Problem
 from rollout_service.api.app import create_app
-from rollout_service.api.openapi.answers import raises
 from rollout_service.api.openapi.document import build
+from rollout_service.api.openapi.responses import raises
 from rollout_service.errors import ConflictError, NotFoundError
 from rollout_service.inference.errors import UnknownBackend
 from rollout_service.settings import load_settings

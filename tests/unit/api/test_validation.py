@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from api_schemas.runs import RunRequest
-from rollout_service.validation import problems
+from rollout_service.validation import describe_problems
 
 SOURCE = {"kind": "file", "path": "/x.jsonl", "environment": "calc"}
 
@@ -23,10 +23,10 @@ SOURCE = {"kind": "file", "path": "/x.jsonl", "environment": "calc"}
 def test_a_problem_names_the_path_and_the_nearest_field(document, said):
     with pytest.raises(ValidationError) as caught:
         RunRequest.model_validate({"source": SOURCE, "batch_size": 1} | document)
-    assert said in problems(caught.value, RunRequest)
+    assert said in describe_problems(caught.value, RunRequest)
 
 
 def test_what_is_not_json_is_said():
     with pytest.raises(ValidationError) as caught:
         RunRequest.model_validate_json("{")
-    assert problems(caught.value, RunRequest)[0].startswith("not valid JSON: ")
+    assert describe_problems(caught.value, RunRequest)[0].startswith("not valid JSON: ")

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from rollout_service.cli import app, serve
 from rollout_service.cli.config.reference import reference
 from rollout_service.settings import Settings
-from rollout_service.settings.keys import known_keys, tables
+from rollout_service.settings.keys import iter_tables, known_keys
 from rollout_service.settings.sources import FLAGS
 
 ROOT = Path(__file__).parents[3]
@@ -37,7 +37,9 @@ def test_the_page_is_what_is_generated():
 
 
 def test_every_setting_says_what_it_means():
-    silent = [key.dotted for table in tables(Settings) for key in table.keys if not key.field.description]
+    silent = [
+        key.dotted for table in iter_tables(Settings) for key in table.keys if not key.field.description
+    ]
     assert silent == []
 
 

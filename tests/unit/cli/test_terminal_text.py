@@ -29,7 +29,7 @@ from rollout_service.cli.console import SafeConsole
 from rollout_service.cli.show import render_rollout
 from rollout_service.settings import LogFormat
 from rollout_service.telemetry.metrics import configure_logging
-from rollout_service.terminal_text import safe, safe_json
+from rollout_service.terminal_text import escape_controls, escape_controls_in_json
 
 CLI = Path(__file__).parents[3] / "rollout_service" / "cli"
 EVIL = "a\x1b]52;c;ZXZpbA==\x07\x1b[2J\x9b31m\u202etxt\u2066\U000e0041[red]:bomb:\r\x00z"
@@ -43,17 +43,17 @@ def assert_safe(shown: str, *, markup: bool = True) -> None:
 
 @given(st.text(st.characters(exclude_categories=())))
 def test_any_text_becomes_printable_and_stays_so(text):
-    shown = safe(text)
+    shown = escape_controls(text)
     shown.encode()
-    assert safe(shown) == shown
+    assert escape_controls(shown) == shown
     assert all(one in "\n\t" or not 0 <= ord(one) < 32 for one in shown)
     document = json.dumps([text], ensure_ascii=False)
-    assert json.loads(safe_json(document)) == json.loads(document)
+    assert json.loads(escape_controls_in_json(document)) == json.loads(document)
 
 
 def test_what_is_shown_tells_what_was_there():
-    assert safe("a\x1b[2J\n\tb\u202e") == "a\\x1b[2J\n\tb\\u202e"
-    assert safe("größer 数学 👩‍🔬") == "größer 数学 👩‍🔬"
+    assert escape_controls("a\x1b[2J\n\tb\u202e") == "a\\x1b[2J\n\tb\\u202e"
+    assert escape_controls("größer 数学 👩‍🔬") == "größer 数学 👩‍🔬"
 
 
 def test_only_one_module_makes_consoles_and_one_writes_lines():

@@ -85,7 +85,7 @@ def test_a_key_in_a_variable_is_a_plain_value_or_json(value: str, monkeypatch: p
     [
         ('[""]', "needs 16"),
         ("", "empty"),
-        ("abc", "make one with `python3"),
+        ("abc", "Generate one with `python3"),
         (f"{KEY},", "empty"),
         (f'["{KEY} with spaces"]', "visible ASCII"),
         (f'["{KEY}", "{KEY}"]', "two keys have the same value"),

@@ -43,7 +43,7 @@ def main(
         app,
         host,
         port,
-        orders_by_get=ORDERS_BY_GET,
+        unsafe_get_paths=ORDERS_BY_GET,
         port_file=port_file,
         exit_with_parent=exit_with_parent,
     )

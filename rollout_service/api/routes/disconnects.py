@@ -14,11 +14,11 @@ from fastapi import Request
 
 T = TypeVar("T")
 
-HUNG_UP = 499
+CLIENT_CLOSED_REQUEST = 499
 """The status, for the log alone, of a request whose caller hung up before there was an answer."""
 
 
-async def while_connected(request: Request, wait: Callable[[], Awaitable[T]]) -> T | None:
+async def cancel_on_disconnect(request: Request, wait: Callable[[], Awaitable[T]]) -> T | None:
     """Return the result of a wait, or None if the caller hung up before there was one.
 
     Call it where the body has been read.

@@ -33,19 +33,19 @@ class AllowedHosts:
         self._listed = frozenset(name.lower().rstrip(".") for name in listed)
         self._own = frozenset({"localhost", bound.lower(), socket.gethostname().lower()})
         self._any = keyed and not self._listed
-        self._remembered = lru_cache(REMEMBERED)(self._answers)
+        self._remembered = lru_cache(REMEMBERED)(self._allows)
 
-    def answers(self, host: str | None) -> bool:
+    def allows_host(self, host: str | None) -> bool:
         """Return whether a request may name this host, with or without a port; HTTP/1.0 need not name one."""
         return host is None or self._any or self._remembered(host)
 
-    def _answers(self, host: str) -> bool:
+    def _allows(self, host: str) -> bool:
         name = _hostname(f"//{host}")
         if name is None:
             return False
         return name in self._own or name.endswith(".localhost") or _is_address(name) or self._has(name)
 
-    def takes_orders(self, *, host: str | None, origin: str | None, site: str | None) -> bool:
+    def allows_origin(self, *, host: str | None, origin: str | None, site: str | None) -> bool:
         """Return whether a request that changes something may come from a page of this origin.
 
         `origin` and `site` are the headers Origin and Sec-Fetch-Site; browsers alone send them.

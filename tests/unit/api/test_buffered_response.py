@@ -8,11 +8,11 @@ import anyio
 import pytest
 from starlette.types import Message
 
-from rollout_service.api.routes.ahead import PIECES_AHEAD, AheadResponse
+from rollout_service.api.routes.buffered_response import MAX_BUFFERED_CHUNKS, BufferedResponse
 
 PIECES = [bytes([number]) * 10 for number in range(12)]
 SCOPE = {"type": "http", "asgi": {"spec_version": "2.3"}}
-MOST_UNSENT = PIECES_AHEAD + 2
+MOST_UNSENT = MAX_BUFFERED_CHUNKS + 2
 """What waits, what is made, and what is sent."""
 
 pytestmark = pytest.mark.anyio
@@ -30,8 +30,8 @@ class Made:
             await send(memoryview(piece))
 
 
-def response_of(made: Made) -> AheadResponse:
-    return AheadResponse(made.make, length=sum(map(len, PIECES)), media_type="a/b")
+def response_of(made: Made) -> BufferedResponse:
+    return BufferedResponse(made.make, length=sum(map(len, PIECES)), media_type="a/b")
 
 
 async def test_pieces_are_made_while_one_is_sent_and_no_more_than_wait() -> None:
@@ -41,7 +41,7 @@ async def test_pieces_are_made_while_one_is_sent_and_no_more_than_wait() -> None
     async def send(message: Message) -> None:
         if message.get("body"):
             sent.append(bytes(message["body"]))
-            while made.count < min(len(sent) + PIECES_AHEAD, len(PIECES)):
+            while made.count < min(len(sent) + MAX_BUFFERED_CHUNKS, len(PIECES)):
                 await anyio.sleep(0.001)
             assert made.count <= len(sent) + MOST_UNSENT
 

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from rollout_service.api.app import create_app
-from rollout_service.http.hosts import AllowedHosts
+from rollout_service.http.allowed_hosts import AllowedHosts
 from rollout_service.settings import load_settings
 
 pytestmark = pytest.mark.anyio
@@ -29,8 +29,8 @@ ORDERS = ["/stop", "/start", "/clear_llm_server", "/v1/abort", "/v1/pause", "/v1
     ],
 )
 def test_names_of_this_machine_and_addresses(host: str | None) -> None:
-    assert AllowedHosts([], bound="127.0.0.1", keyed=False).answers(host)
-    assert AllowedHosts(["other.example"], bound="127.0.0.1", keyed=True).answers(host)
+    assert AllowedHosts([], bound="127.0.0.1", keyed=False).allows_host(host)
+    assert AllowedHosts(["other.example"], bound="127.0.0.1", keyed=True).allows_host(host)
 
 
 @pytest.mark.parametrize(
@@ -39,21 +39,21 @@ def test_names_of_this_machine_and_addresses(host: str | None) -> None:
      "localhost:x", "[::1", "", "evil.example#localhost", "127.1.evil", "0x7f.1"],
 )  # fmt: skip
 def test_a_name_that_a_web_site_can_have_is_refused(host: str) -> None:
-    assert not AllowedHosts([], bound="127.0.0.1", keyed=False).answers(host)
+    assert not AllowedHosts([], bound="127.0.0.1", keyed=False).allows_host(host)
 
 
 def test_listed_names_and_those_below_them() -> None:
     hosts = AllowedHosts(["rollouts.example", "*.lab.example"], bound="0.0.0.0", keyed=True)
-    assert hosts.answers("Rollouts.Example:443")
-    assert hosts.answers("a.b.lab.example")
-    assert not hosts.answers("lab.example")
-    assert not hosts.answers("evil-lab.example")
-    assert hosts.answers(socket.gethostname())
+    assert hosts.allows_host("Rollouts.Example:443")
+    assert hosts.allows_host("a.b.lab.example")
+    assert not hosts.allows_host("lab.example")
+    assert not hosts.allows_host("evil-lab.example")
+    assert hosts.allows_host(socket.gethostname())
 
 
 def test_a_server_with_keys_answers_to_any_name_unless_some_are_listed() -> None:
-    assert AllowedHosts([], bound="0.0.0.0", keyed=True).answers("node-7.cluster:8080")
-    assert not AllowedHosts(["x.example"], bound="0.0.0.0", keyed=True).answers("node-7.cluster:8080")
+    assert AllowedHosts([], bound="0.0.0.0", keyed=True).allows_host("node-7.cluster:8080")
+    assert not AllowedHosts(["x.example"], bound="0.0.0.0", keyed=True).allows_host("node-7.cluster:8080")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_server_with_keys_answers_to_any_name_unless_some_are_listed() -> None
 )
 def test_orders_of_web_pages(origin: str | None, site: str | None, taken: bool) -> None:
     hosts = AllowedHosts(["page.example"], bound="127.0.0.1", keyed=False)
-    assert hosts.takes_orders(host="localhost:8080", origin=origin, site=site) is taken
+    assert hosts.allows_origin(host="localhost:8080", origin=origin, site=site) is taken
 
 
 @pytest.fixture(params=[True, False], ids=["keys", "no keys"])

@@ -15,17 +15,17 @@ import structlog
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_service.http.problems import problem_of, respond
+from rollout_service.http.problems import problem_response, to_problem
 from rollout_service.shutdown import RETRY_SECONDS, Shutdown, ShuttingDownError
 
 log = structlog.get_logger(__name__)
 
-BEGINNING_METHODS = frozenset({"POST", "PUT"})
-SETTLING = ("/ack", "/nack", "/renew", "/cancel", "/stop", "/v1/abort")
+NEW_WORK_METHODS = frozenset({"POST", "PUT"})
+SETTLING_PATHS = ("/ack", "/nack", "/renew", "/cancel", "/stop", "/v1/abort")
 """How the paths end that settle what is there, rather than begin something."""
 
 
-class EndRequests:
+class ShutdownMiddleware:
     """Ends the requests of a service that ends."""
 
     def __init__(self, app: ASGIApp, shutdown: Shutdown) -> None:
@@ -55,7 +55,7 @@ class EndRequests:
             await _refusal()(scope, receive, watched)
 
 
-class LogRequests:
+class AccessLogMiddleware:
     """Writes a line for every answer at the level debug."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -88,8 +88,8 @@ class LogRequests:
 
 
 def _begins_work(scope: Scope) -> bool:
-    return scope["method"] in BEGINNING_METHODS and not scope["path"].endswith(SETTLING)
+    return scope["method"] in NEW_WORK_METHODS and not scope["path"].endswith(SETTLING_PATHS)
 
 
 def _refusal() -> ASGIApp:
-    return respond(problem_of(ShuttingDownError()), {"Retry-After": str(RETRY_SECONDS)})
+    return problem_response(to_problem(ShuttingDownError()), {"Retry-After": str(RETRY_SECONDS)})

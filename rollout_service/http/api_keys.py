@@ -19,11 +19,11 @@ from rollout_service.errors import ConfigurationError
 
 MIN_LENGTH = 16
 MAX_LENGTH = 512
-COMMAND = "python3 -c 'import secrets; print(secrets.token_urlsafe(32))'"
+KEY_COMMAND = "python3 -c 'import secrets; print(secrets.token_urlsafe(32))'"
 ALPHABET = re.compile(r"[!-+\--~]+")
 """Visible ASCII without the comma, which separates keys in a variable."""
-READING = frozenset({"GET", "HEAD"})
-SUBMITTING = ("/v1/rollouts", "/v1/runs", "/v1/rescore", "/process", "/cancel")
+READ_METHODS = frozenset({"GET", "HEAD"})
+SUBMIT_PATHS = ("/v1/rollouts", "/v1/runs", "/v1/rescore", "/process", "/cancel")
 """Where the role `submit` may send orders, with all that is below."""
 
 
@@ -45,9 +45,9 @@ class Role(StrEnum):
 
 def needed_role(method: str, path: str) -> Role:
     """Return the least role that may send a request."""
-    if method in READING:
+    if method in READ_METHODS:
         return Role.READ
-    if any(path == start or path.startswith(f"{start}/") for start in SUBMITTING):
+    if any(path == start or path.startswith(f"{start}/") for start in SUBMIT_PATHS):
         return Role.SUBMIT
     return Role.ADMIN
 
@@ -70,10 +70,13 @@ class ApiKey(BaseModel):
         value = key.get_secret_value()
         if not MIN_LENGTH <= len(value) <= MAX_LENGTH:
             raise ValueError(
-                f"a key has {len(value)} characters and needs {MIN_LENGTH} to {MAX_LENGTH}; make one with `{COMMAND}`"
+                f"the key has {len(value)} characters; it needs {MIN_LENGTH} to {MAX_LENGTH}. "
+                f"Generate one with `{KEY_COMMAND}`"
             )
         if not ALPHABET.fullmatch(value):
-            raise ValueError(f"a key is visible ASCII without spaces and commas; make one with `{COMMAND}`")
+            raise ValueError(
+                f"a key is visible ASCII without spaces and commas; make one with `{KEY_COMMAND}`"
+            )
         return key
 
 

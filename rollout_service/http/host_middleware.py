@@ -10,40 +10,40 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout_service.errors import ForbiddenError, MisdirectedError, RequestError
-from rollout_service.http.hosts import SAFE_METHODS, AllowedHosts
-from rollout_service.http.problems import problem_of, respond
+from rollout_service.http.allowed_hosts import SAFE_METHODS, AllowedHosts
+from rollout_service.http.problems import problem_response, to_problem
 
 
-class HostCheck:
+class HostMiddleware:
     """Refuses requests for another host, and orders from web pages of other sites."""
 
     def __init__(
-        self, app: ASGIApp, hosts: AllowedHosts, *, orders_by_get: frozenset[str] = frozenset()
+        self, app: ASGIApp, hosts: AllowedHosts, *, unsafe_get_paths: frozenset[str] = frozenset()
     ) -> None:
-        """`orders_by_get` are the paths that change something even by a method that should not."""
+        """`unsafe_get_paths` are the paths that change something even by a method that should not."""
         self._app = app
         self._hosts = hosts
-        self._orders_by_get = orders_by_get
+        self._unsafe_get_paths = unsafe_get_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refuses(scope) if scope["type"] == "http" else None
         if error is None:
             await self._app(scope, receive, send)
             return
-        await respond(problem_of(error))(scope, receive, send)
+        await problem_response(to_problem(error))(scope, receive, send)
 
     def _refuses(self, scope: Scope) -> RequestError | None:
         headers = Headers(scope=scope)
         host = headers.get("host")
-        if not self._hosts.answers(host):
+        if not self._hosts.allows_host(host):
             return MisdirectedError(
                 "this server does not answer for the host that the request names",
                 hint="Use its address or `localhost`, or add the name to `allowed_hosts`.",
             )
-        if scope["method"] in SAFE_METHODS and scope["path"] not in self._orders_by_get:
+        if scope["method"] in SAFE_METHODS and scope["path"] not in self._unsafe_get_paths:
             return None
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
-        if self._hosts.takes_orders(host=host, origin=origin, site=site):
+        if self._hosts.allows_origin(host=host, origin=origin, site=site):
             return None
         return ForbiddenError(
             "a web page of another site may not send this", hint="Add the site's name to `allowed_hosts`."

@@ -19,30 +19,30 @@ from rollout_service.http.problems import MEDIA_TYPE
 PROBLEM_SCHEMA = "#/components/schemas/Problem"
 BINARY = {"type": "string", "format": "binary"}
 
-Answers = dict[int | str, dict[str, Any]]
+Responses = dict[int | str, dict[str, Any]]
 
 
-def raises(*errors: type[ServiceError]) -> Answers:
+def raises(*errors: type[ServiceError]) -> Responses:
     """Return the `responses` of a route that raises these errors."""
-    declared: Answers = {}
+    declared: Responses = {}
     for error in errors:
         add_error(declared.setdefault(int(error.status), {}), error)
     return declared
 
 
-def also(status: HTTPStatus, model: type[BaseModel] | None, description: str) -> Answers:
+def extra_response(status: HTTPStatus, model: type[BaseModel] | None, description: str) -> Responses:
     """Return the `responses` of a route that has this answer beside its usual one; without a model it has no body."""
     body = {} if model is None else {"model": model}
     return {int(status): {"description": description, **body}}
 
 
-def answers(
+def media_response(
     media_type: str,
     description: str,
     *,
     status: HTTPStatus = HTTPStatus.OK,
     schema: dict[str, Any] | None = None,
-) -> Answers:
+) -> Responses:
     """Return the `responses` of a route that answers with a media type other than JSON; binary without a schema."""
     content = {media_type: {"schema": BINARY if schema is None else schema}}
     return {int(status): {"description": description, "content": content}}
