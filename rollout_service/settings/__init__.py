@@ -171,7 +171,7 @@ class HttpSettings(Section):
 class RetentionSettings(Section):
     """How long what has ended is kept, in seconds; for ever when left out.
 
-    Nothing is deleted that a trainer has still to acknowledge. See docs/runs.md.
+    Nothing is deleted that a trainer has still to acknowledge. See docs/reference/runs.md, Retention.
     """
 
     ended_run_seconds: float | None = Field(None, ge=0)

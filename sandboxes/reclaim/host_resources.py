@@ -112,7 +112,7 @@ class ServiceBacking:
             log.error(
                 "something of this service could not be removed",
                 what=failure,
-                hint="its guard goes on, and the next start tries again; see docs/sandboxes.md, Reclaim",
+                hint="its guard goes on, and the next start tries again; see docs/explanation/sandbox-reclaim.md",
             )
         for guard in guards:
             guard.dismiss(clean=not any(left))

@@ -1,4 +1,4 @@
-"""What docs/deployment.md promises: the unit, a proxy's limits, probes, a backup, and a store that 0.1 wrote."""
+"""What docs/how-to/deploy.md promises: the unit, a proxy's limits, probes, a backup, and a store that 0.1 wrote."""
 
 import getpass
 import gzip

@@ -1,4 +1,4 @@
-"""docs/environments.md says what is so: its examples are the files of the example, and they run."""
+"""The pages on environments are true: their examples are the shipped files, and they run."""
 
 import re
 from pathlib import Path
@@ -13,17 +13,24 @@ from sandboxes import LocalConfig, make_provider
 
 pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).parents[3]
-DOCUMENT = (ROOT / "docs" / "environments.md").read_text()
-BLOCKS = re.findall(r"^```\w*\n(.*?)^```$", DOCUMENT, re.DOTALL | re.MULTILINE)
+DOCS = ROOT / "docs"
+REFERENCE = (DOCS / "reference" / "environment-toml.md").read_text()
+
+
+def blocks(page: str) -> list[str]:
+    """Return the contents of a page's blocks of code."""
+    return re.findall(r"^```\w*\n(.*?)^```$", (DOCS / "how-to" / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", ["environment.toml", "init", "evaluate", "tasks.jsonl"])
 def test_the_declarative_example_is_the_shipped_one(name):
-    assert (ROOT / "examples" / "environments" / "wordcount" / name).read_text() in BLOCKS
+    shipped = (ROOT / "examples" / "environments" / "wordcount" / name).read_text()
+    assert shipped in blocks("write-an-environment.md")
 
 
 async def test_the_python_example_runs(tmp_path):
-    [source] = [block for block in BLOCKS if "class Definitions" in block]
+    page = "write-an-environment-in-python.md"
+    [source] = [block for block in blocks(page) if "class Definitions" in block]
     names = {}
     exec(compile(source, "example.py", "exec"), names)
     environment = names["environment"]
@@ -36,7 +43,7 @@ async def test_the_python_example_runs(tmp_path):
 
 def test_every_key_is_in_the_table():
     for name in Declaration.model_fields:
-        assert f"`{name}`" in DOCUMENT or f"`[{name}]`" in DOCUMENT, name
+        assert f"`{name}`" in REFERENCE or f"`[{name}]`" in REFERENCE, name
     for field in ("limits", "sandbox"):
         for key in Declaration.model_fields[field].annotation.model_fields:
-            assert key in DOCUMENT, key
+            assert key in REFERENCE, key

@@ -1,0 +1,95 @@
+"""Documentation stays usable: links and anchors exist, code names pages that exist, and pages stay short."""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+GENERATED = {"docs/settings.md"}
+LONG = {"CHANGELOG.md"}
+MAX_LINES, MAX_CELL = 250, 300
+LINK = re.compile(
+    r"(?<!!)\[[^\]\[]*(?:\[[^\]]*\][^\]\[]*)*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)|(?:href|src(?:set)?)=\"([^\"]+)\""
+)
+PAGE = re.compile(r"(?<![\w./-])docs/[\w./-]+\.(?:md|svg)(?:#[\w-]+)?")
+FENCE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
+
+
+def tracked(*patterns: str) -> list[str]:
+    """Return the paths of tracked files, and of new ones that git does not ignore."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", "--", *patterns]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return sorted({name for name in done.stdout.split("\0") if name and (ROOT / name).is_file()})
+
+
+PAGES = tracked("*.md")
+
+
+def prose(page: str) -> str:
+    """Return a page without its blocks of code."""
+    return FENCE.sub("", (ROOT / page).read_text())
+
+
+@cache
+def anchors(page: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub forms them."""
+    found: set[str] = set()
+    for title in re.findall(r"^#{1,6} (.+)$", prose(page), re.MULTILINE):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).lower()
+        base = re.sub(r"[^\w\- ]", "", text).strip().replace(" ", "-")
+        name, number = base, 0
+        while name in found:
+            number += 1
+            name = f"{base}-{number}"
+        found.add(name)
+    return found
+
+
+def links(page: str) -> Iterator[str]:
+    for match in LINK.finditer(prose(page)):
+        target = next(group for group in match.groups() if group)
+        if not re.match(r"[a-z]+:", target):
+            yield target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_relative_link_and_its_anchor_exist(page: str) -> None:
+    for target in links(page):
+        path, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        assert file.exists(), f"{page} links to {target}, which does not exist"
+        if anchor:
+            name = str(file.resolve().relative_to(ROOT))
+            assert anchor in anchors(name), f"{page} links to {target}; {name} has no such heading"
+
+
+def test_every_page_named_outside_of_links_exists() -> None:
+    missing = []
+    for name in tracked(
+        "*.py", "*.md", "*.sh", "*.toml", "*.def", "*.service", "*.yaml", "scripts/*", "deploy/*"
+    ):
+        for named in PAGE.findall((ROOT / name).read_text(errors="replace")):
+            path, _, anchor = named.partition("#")
+            if not (ROOT / path).is_file() or (anchor and anchor not in anchors(path)):
+                missing.append(f"{name}: {named}")
+    assert not missing
+
+
+@pytest.mark.parametrize("page", sorted(set(PAGES) - GENERATED - LONG))
+def test_pages_are_short_and_tables_readable(page: str) -> None:
+    lines = (ROOT / page).read_text().splitlines()
+    assert len(lines) <= MAX_LINES, f"{page} has {len(lines)} lines: divide it"
+    cells = [cell.strip() for line in lines if line.startswith("|") for cell in re.split(r"(?<!\\)\|", line)]
+    assert not [cell for cell in cells if len(cell) > MAX_CELL], page
+
+
+def test_the_table_of_contents_names_every_page() -> None:
+    named = {
+        str(((ROOT / "docs" / target.partition("#")[0]).resolve()).relative_to(ROOT))
+        for target in links("docs/README.md")
+    }
+    assert not {page for page in PAGES if page.startswith("docs/")} - named - {"docs/README.md"}
