@@ -24,7 +24,7 @@ from sandboxes.host.uid_leases import UserLease
 from sandboxes.limits.cgroups import ControlGroup, ControlGroups, ResourceLimits, raise_open_files
 from sandboxes.limits.violations import LimitMonitor
 from sandboxes.limits.watchdog import Watchdog
-from sandboxes.reclaim.host_resources import HostBacking, ServiceBacking, Stragglers
+from sandboxes.reclaim.host_resources import LauncherResources, LeftoverProcesses, ServiceResources
 from sandboxes.reclaim.run_folders import RunFolder
 from sandboxes.runtime.control import SCRIPT, Answers, ControlShell
 from sandboxes.runtime.sandbox import ControlledSandbox, LaunchedSandbox
@@ -93,12 +93,12 @@ class HostProvider(SandboxProvider):
     """Launches control shells on this host; a subclass says how."""
 
     def __init__(self, state_dir: Path, run_dir: Path | None, start_timeout: float) -> None:
-        self._backing = ServiceBacking(state_dir, run_dir)
+        self._service_resources = ServiceResources(state_dir, run_dir)
         self._start_timeout = start_timeout
         self._live: dict[str, ControlledSandbox] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._closed = False
-        self._stragglers = Stragglers()
+        self._leftovers = LeftoverProcesses()
         self._lingering = LingeringChildren()
         self._tally: Counter[str] = Counter()
         self._watchdog = Watchdog()
@@ -117,32 +117,32 @@ class HostProvider(SandboxProvider):
         if self._closed:
             raise SandboxClosedError("the provider has been closed")
         try:
-            folder = await self._backing.new_folder(self.groups())
+            folder = await self._service_resources.new_folder(self.groups())
         except OSError as error:
             raise SandboxStartError(f"no folder for the sandbox could be made: {error}") from error
         plan = await self.plan(spec, folder)
         # From here to the sandbox's own `close` nothing may be lost, so cancellation waits at the end.
-        backing = self._backing_of(plan, folder, None)
+        resources = self._resources_of(plan, folder, None)
         control: ControlShell | None = None
         try:
             folder.create(plan.user, plan.group)
             group = self.groups().create(folder.id, plan.limits)
-            backing = self._backing_of(plan, folder, group)
+            resources = self._resources_of(plan, folder, group)
             script = folder.pipes / SCRIPT.name
             script.write_text(SCRIPT.read_text())
             script.chmod(0o644)
             with Handover() if plan.egress else nullcontext() as handover:
-                control = _launch(plan, folder, group, handover, backing)
+                control = _launch(plan, folder, group, handover, resources)
                 if handover is not None:
-                    await self._open_egress(plan, folder, backing, handover)
+                    await self._open_egress(plan, folder, resources, handover)
             await self._until_ready(control, folder)
-            watched = await backing.watched_group()
-            sandbox = self.make_sandbox(self._launched(plan, folder, control, backing, watched), spec)
+            watched = await resources.watched_group()
+            sandbox = self.make_sandbox(self._launched(plan, folder, control, resources, watched), spec)
         except BaseException as error:
             with anyio.CancelScope(shield=True):
                 if control is not None:
                     control.close()
-                await backing.release()
+                await resources.release()
             if isinstance(error, OSError):
                 raise SandboxStartError(f"the sandbox could not be launched: {error}") from error
             raise
@@ -150,12 +150,12 @@ class HostProvider(SandboxProvider):
         return sandbox
 
     async def _open_egress(
-        self, plan: LaunchPlan, folder: RunFolder, backing: HostBacking, handover: Handover
+        self, plan: LaunchPlan, folder: RunFolder, resources: LauncherResources, handover: Handover
     ) -> None:
         """Where the launcher ends instead of handing a socket over, `_until_ready` says why."""
         with anyio.move_on_after(self._start_timeout):
             if plan.egress is not None and (listening := await handover.receive()) is not None:
-                backing.before_release.push_async_callback(self.egress.close, folder.id)
+                resources.before_release.push_async_callback(self.egress.close, folder.id)
                 way, owner = plan.egress, Owner(folder.path.parent.name, plan.egress.user, plan.egress.group)
                 await self.egress.open(folder.id, way.allowed, way.private, listening, owner)
 
@@ -168,18 +168,18 @@ class HostProvider(SandboxProvider):
             ready = await control.ready()
         if ready is None:
             raise SandboxStartError(
-                f"the sandbox was not ready within {self._start_timeout:.0f} s: {folder.said()}",
+                f"the sandbox was not ready within {self._start_timeout:.0f} s: {folder.log_tail()}",
                 hint="raise sandbox.start_timeout, or see what keeps this host busy",
             )
         if not ready:
-            raise SandboxStartError(f"the sandbox ended while it started: {folder.said()}")
+            raise SandboxStartError(f"the sandbox ended while it started: {folder.log_tail()}")
 
     def _launched(
         self,
         plan: LaunchPlan,
         folder: RunFolder,
         control: ControlShell,
-        backing: HostBacking,
+        resources: LauncherResources,
         watched: ControlGroup | None,
     ) -> LaunchedSandbox:
         if self._closed:  # while this was under way: nobody would close the sandbox any more
@@ -189,12 +189,12 @@ class HostProvider(SandboxProvider):
         paths = KernelPaths(
             plan.sockets_inside,
             # The launcher's own root, which nothing inside can change: its mounts are not this process's.
-            Path(f"/proc/{backing.pid}/root{folder.overlay}/sockets") if plan.own_space else folder.sockets,
+            Path(f"/proc/{resources.pid}/root{folder.overlay}/sockets") if plan.own_space else folder.sockets,
             plan.pipes_inside,
             folder.pipes,
         )
-        monitor = LimitMonitor(plan.limits, watched, backing.pid, folder.overlay, self._tally)
-        backing.before_release.callback(monitor.close)
+        monitor = LimitMonitor(plan.limits, watched, resources.pid, folder.overlay, self._tally)
+        resources.before_release.callback(monitor.close)
         self._watchdog.add(monitor, shares_user=self.isolates and plan.lease is None)
         if plan.limits.max_processes is not None:
             control.send_now("processes", str(monitor.launcher_tasks + plan.limits.max_processes))
@@ -203,7 +203,7 @@ class HostProvider(SandboxProvider):
             provider=self.name,
             image=plan.image,
             control=control,
-            backing=backing,
+            resources=resources,
             monitor=monitor,
             kernel_paths=paths,
             context=self._context,
@@ -221,14 +221,16 @@ class HostProvider(SandboxProvider):
     def lingering(self) -> int:
         return len(self._lingering)
 
-    def _backing_of(self, plan: LaunchPlan, folder: RunFolder, group: ControlGroup | None) -> HostBacking:
-        backing = self.make_backing(folder, group)
-        backing.lease = plan.lease
-        return backing
+    def _resources_of(
+        self, plan: LaunchPlan, folder: RunFolder, group: ControlGroup | None
+    ) -> LauncherResources:
+        resources = self.make_resources(folder, group)
+        resources.lease = plan.lease
+        return resources
 
-    def make_backing(self, folder: RunFolder, group: ControlGroup | None) -> HostBacking:
+    def make_resources(self, folder: RunFolder, group: ControlGroup | None) -> LauncherResources:
         """Return what a sandbox that is being started has on this host."""
-        return HostBacking(folder, group, self._stragglers, self._lingering)
+        return LauncherResources(folder, group, self._leftovers, self._lingering)
 
     def make_sandbox(self, launched: LaunchedSandbox, spec: SandboxSpec) -> ControlledSandbox:
         """The sandbox of a control shell that is ready."""
@@ -239,7 +241,7 @@ class HostProvider(SandboxProvider):
         self._live.pop(sandbox_id, None)
 
     async def sweep(self) -> SweepReport:
-        return SweepReport(*await self._backing.sweep(self.groups()))
+        return SweepReport(*await self._service_resources.sweep(self.groups()))
 
     def live(self) -> list[SandboxInfo]:
         return [sandbox.info for sandbox in self._live.values()]
@@ -252,7 +254,7 @@ class HostProvider(SandboxProvider):
                     tasks.start_soon(sandbox.close)
             await self.egress.aclose()
             await self._lingering.wait(LINGER_SECONDS)
-            await self._backing.close()
+            await self._service_resources.close()
             self._watchdog.close()
             if self._context is not None:
                 self._context.destroy(linger=0)
@@ -264,9 +266,9 @@ def _launch(
     folder: RunFolder,
     group: ControlGroup | None,
     handover: Handover | None,
-    backing: HostBacking,
+    resources: LauncherResources,
 ) -> ControlShell:
-    """Start the launcher with one end of a socket pair as its standard input; `backing` owns it at once."""
+    """Start the launcher with one end of a socket pair as its standard input; `resources` owns it at once."""
     env = {**plan.env, MARKER: folder.id}
     if plan.egress is not None and handover is not None:
         env |= {"LAUNCH_LISTENER": str(handover.descriptor), "LAUNCH_PORT": str(plan.egress.port)}
@@ -275,7 +277,7 @@ def _launch(
     try:
         with theirs, folder.log.open("wb") as log:
             entries = "\n".join(str(path / "cgroup.procs") for path in (group.paths if group else ()))
-            backing.process = subprocess.Popen(
+            resources.process = subprocess.Popen(
                 plan.argv,
                 stdin=theirs.fileno(),
                 stdout=log,

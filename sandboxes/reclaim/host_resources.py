@@ -22,7 +22,7 @@ from sandboxes.reclaim import reaper
 from sandboxes.reclaim.guard import Guard
 from sandboxes.reclaim.rmtree import remove_tree
 from sandboxes.reclaim.run_folders import RunFolder, ServiceFolder, remember, run_base, run_bases
-from sandboxes.runtime.sandbox import Backing
+from sandboxes.runtime.sandbox import HostResources
 
 log = structlog.get_logger(__name__)
 
@@ -35,7 +35,7 @@ REMOVE_SECONDS = 30.0
 CLOSE_SECONDS = 5.0
 
 
-class ServiceBacking:
+class ServiceResources:
     """The folder and the guard of one service, made when its first sandbox starts."""
 
     def __init__(self, state_dir: Path, run_dir: Path | None) -> None:
@@ -118,7 +118,7 @@ class ServiceBacking:
             guard.dismiss(clean=not any(left))
 
 
-class Stragglers:
+class LeftoverProcesses:
     """Ends processes of sandboxes by their mark. To find them takes a reading of all of /proc: closes share it."""
 
     def __init__(self) -> None:
@@ -135,20 +135,20 @@ class Stragglers:
                 await anyio.to_thread.run_sync(kill_where, batch.__contains__)
 
 
-class HostBacking(Backing):
+class LauncherResources(HostResources):
     """The launcher's process, the folder and the control groups of one sandbox."""
 
     def __init__(
         self,
         folder: RunFolder,
         group: ControlGroup | None,
-        stragglers: Stragglers,
+        leftovers: LeftoverProcesses,
         lingering: LingeringChildren,
     ) -> None:
         """`lingering` keeps a launcher that outlives its release."""
         self._folder = folder
         self._group = group
-        self._stragglers = stragglers
+        self._leftovers = leftovers
         self._lingering = lingering
         self.process: subprocess.Popen[bytes] | None = None
         self.lease: UserLease | None = None
@@ -181,7 +181,7 @@ class HostBacking(Backing):
         if self.process is not None:
             await end_process(self.process, grace=EXIT_GRACE, kill_wait=KILL_WAIT)
         if self._group is None and self.process is not None:
-            await self._stragglers.end(self._folder.id)
+            await self._leftovers.end(self._folder.id)
         await anyio.to_thread.run_sync(reaper.kill_groups, self._paths)
         if self.process is None or await wait_exit(self.process, COLLECT_SECONDS):
             await anyio.to_thread.run_sync(self._remove)

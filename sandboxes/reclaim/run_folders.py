@@ -64,7 +64,7 @@ class RunFolder:
         """See the module."""
         return self.path / "log"
 
-    def said(self, limit: int = 4096) -> str:
+    def log_tail(self, limit: int = 4096) -> str:
         """The end of what the launcher said, for an error message."""
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - limit))

@@ -58,7 +58,7 @@ END_SECONDS = 25.0
 END_PAUSE = 0.02
 
 
-class Backing(ABC):
+class HostResources(ABC):
     """What a provider started for one sandbox, and how it ends."""
 
     @property
@@ -83,7 +83,7 @@ class LaunchedSandbox:
     provider: str
     image: str
     control: ControlShell
-    backing: Backing
+    resources: HostResources
     monitor: LimitMonitor
     kernel_paths: KernelPaths
     context: zmq.Context[zmq.Socket[bytes]]
@@ -136,7 +136,7 @@ class ControlledSandbox(Sandbox):
             image=launched.image,
             provider=launched.provider,
             started_at=time.time(),
-            pid=launched.backing.pid,
+            pid=launched.resources.pid,
         )
 
     @property
@@ -217,7 +217,7 @@ class ControlledSandbox(Sandbox):
         return bool(children_of(first.pid))
 
     async def _first_process(self) -> FirstProcess:
-        first = await self._launched.backing.first_process()
+        first = await self._launched.resources.first_process()
         if first is None:
             raise self._ended()
         return first
@@ -265,7 +265,7 @@ class ControlledSandbox(Sandbox):
             try:
                 self._launched.control.close()
                 self._launched.monitor.close()
-                await self._launched.backing.release()
+                await self._launched.resources.release()
                 await self._drain()
             finally:
                 self._forget(self.id)

@@ -32,7 +32,7 @@ from sandboxes.images.sources import packaged_names
 from sandboxes.limits.cgroups import ControlGroup, ControlGroups, ResourceLimits
 from sandboxes.providers.base import HIDE, PIPES, SOCKETS, HostProvider, LaunchPlan
 from sandboxes.providers.docker.containers import Containers, container_group
-from sandboxes.reclaim.host_resources import HostBacking, Stragglers
+from sandboxes.reclaim.host_resources import LauncherResources, LeftoverProcesses
 from sandboxes.reclaim.run_folders import RunFolder
 from sandboxes.runtime.control import ANSWERS, SCRIPT
 from sandboxes.runtime.export import export_tree, reader_command
@@ -52,18 +52,18 @@ INSIDE = FirstProcess(1, 0)
 """As a container that joins the processes of another one numbers them."""
 
 
-class DockerBacking(HostBacking):
+class ContainerResources(LauncherResources):
     """Makes sure that the container has gone where its `docker run` did not see it end."""
 
     def __init__(
         self,
         folder: RunFolder,
         group: ControlGroup | None,
-        stragglers: Stragglers,
+        leftovers: LeftoverProcesses,
         lingering: LingeringChildren,
         containers: Containers,
     ) -> None:
-        super().__init__(folder, group, stragglers, lingering)
+        super().__init__(folder, group, leftovers, lingering)
         self._containers = containers
         self._id = folder.id
 
@@ -131,8 +131,8 @@ class DockerProvider(HostProvider):
     def enforced(self) -> frozenset[str]:
         return frozenset({"disk"}) | self._containers.limits()
 
-    def make_backing(self, folder: RunFolder, group: ControlGroup | None) -> HostBacking:
-        return DockerBacking(folder, group, self._stragglers, self._lingering, self._containers)
+    def make_resources(self, folder: RunFolder, group: ControlGroup | None) -> LauncherResources:
+        return ContainerResources(folder, group, self._leftovers, self._lingering, self._containers)
 
     def make_sandbox(self, launched: LaunchedSandbox, spec: SandboxSpec) -> DockerSandbox:
         reader = self._named(self._config.image)

@@ -31,7 +31,7 @@ def test_pipes_can_be_entered_but_not_listed(tmp_path: Path) -> None:
     folder.create(os.geteuid(), os.getegid())
     assert folder.pipes.stat().st_mode & 0o777 == 0o311
     assert folder.sockets.stat().st_mode & 0o777 == 0o700
-    assert folder.said() == "nothing"
+    assert folder.log_tail() == "nothing"
     assert folder.id == f"{service.name}-1"
     assert service.new().id == f"{service.name}-2"
     service.close()
