@@ -15,7 +15,7 @@ from rollout_service.cli.common import AsJson
 
 if TYPE_CHECKING:
     from rollout_service.settings import Settings
-    from sandboxes.images.eviction import Candidate
+    from sandboxes.images.eviction import EvictionCandidate
     from sandboxes.images.facts import ImageFacts
     from sandboxes.images.sources import Source
     from sandboxes.images.store import ImageStore, StoredImage
@@ -305,7 +305,7 @@ def _show_facts(path: Path, facts: ImageFacts, *, as_json: bool) -> None:
     common.out().print(rows)
 
 
-def _show_pruned(decided: Sequence[Candidate], *, dry_run: bool, as_json: bool) -> None:
+def _show_pruned(decided: Sequence[EvictionCandidate], *, dry_run: bool, as_json: bool) -> None:
     from dataclasses import asdict
     from datetime import UTC, datetime
 

@@ -10,7 +10,7 @@ any other failure is one. Checks that attack are not run where the provider says
 
 from sandboxes.conformance import bash, exports, files, isolation, lifecycle, programs, python
 from sandboxes.conformance.expectations import Check, ConformanceError, expect, expect_error
-from sandboxes.conformance.runner import Outcome, Report, run_check, run_checks
+from sandboxes.conformance.runner import CheckResult, ConformanceReport, run_check, run_checks
 
 CHECKS: tuple[Check, ...] = (
     *bash.CHECKS,
@@ -26,9 +26,9 @@ CHECKS: tuple[Check, ...] = (
 __all__ = [
     "CHECKS",
     "Check",
+    "CheckResult",
     "ConformanceError",
-    "Outcome",
-    "Report",
+    "ConformanceReport",
     "expect",
     "expect_error",
     "run_check",

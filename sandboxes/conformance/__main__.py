@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sandboxes.config import ProviderConfig, make_provider
-from sandboxes.conformance import CHECKS, Check, Outcome, Report, run_checks
+from sandboxes.conformance import CHECKS, Check, CheckResult, ConformanceReport, run_checks
 from sandboxes.contract import SandboxProvider
 from sandboxes.errors import SandboxError
 
@@ -80,7 +80,7 @@ def _listed(checks: list[Check]) -> Table:
 
 async def _run(
     provider_name: str, config: str, checks: list[Check], image: str | None, console: Console
-) -> Report:
+) -> ConformanceReport:
     with tempfile.TemporaryDirectory() as state:
         provider = _make(provider_name, config, Path(state))
         unknown = set(provider.known_failures) - {check.__name__ for check in CHECKS}
@@ -108,7 +108,7 @@ def _make(name: str, config: str, state: Path) -> SandboxProvider:
     return provider
 
 
-def _show(outcome: Outcome, console: Console) -> None:
+def _show(outcome: CheckResult, console: Console) -> None:
     said = outcome.promise if outcome.verdict == "holds" else outcome.reason
     colour = COLOURS[outcome.verdict]
     console.print(f"[{colour}]{outcome.verdict}[/] {outcome.check} ({outcome.seconds:.1f} s): {escape(said)}")

@@ -18,7 +18,7 @@ Verdict = Literal["holds", "fails", "known failure", "holds now"]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CheckResult:
     """How one check went."""
 
     check: str
@@ -31,14 +31,14 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ConformanceReport:
     """How all of them went."""
 
     provider: str
     isolates: bool
     enforced: tuple[str, ...]
     """The limits that hold for a sandbox as a whole, as the provider says."""
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[CheckResult, ...]
 
     @property
     def conforms(self) -> bool:
@@ -68,25 +68,27 @@ async def run_checks(
     checks: Sequence[Check],
     provider: SandboxProvider,
     image: str | None = None,
-    progress: Callable[[Outcome], object] = lambda _: None,
-) -> Report:
+    progress: Callable[[CheckResult], object] = lambda _: None,
+) -> ConformanceReport:
     """Run checks one after the other; `progress` is called after each."""
     outcomes = []
     for check in checks:
-        outcome = await judge(check, provider, image)
+        outcome = await assess_check(check, provider, image)
         progress(outcome)
         outcomes.append(outcome)
-    return Report(provider.name, provider.isolates, tuple(sorted(provider.enforced)), tuple(outcomes))
+    return ConformanceReport(
+        provider.name, provider.isolates, tuple(sorted(provider.enforced)), tuple(outcomes)
+    )
 
 
-async def judge(check: Check, provider: SandboxProvider, image: str | None = None) -> Outcome:
+async def assess_check(check: Check, provider: SandboxProvider, image: str | None = None) -> CheckResult:
     """Run one check and say how it went; one that attacks is not run where nothing isolates it."""
     known = provider.known_failures.get(check.__name__)
     begun = time.monotonic()
     found = "the check attacks what is outside, and nothing here isolates it: not run"
     if provider.isolates or check.__name__ not in ATTACKS:
         found = await _failure(check, provider, image)
-    return Outcome(
+    return CheckResult(
         check=check.__name__,
         promise=" ".join((check.__doc__ or "").split()),
         verdict=_verdict(found, known),

@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 import anyio
 
 from sandboxes.egress.counts import EgressCounts
-from sandboxes.egress.messages import PACKET_BYTES, Request, decode_counts
+from sandboxes.egress.messages import PACKET_BYTES, ProxyRequest, decode_counts
 from sandboxes.egress.rules import AllowList
 from sandboxes.errors import SandboxStartError
 from sandboxes.host.children import LingeringChildren, end_process
@@ -22,7 +22,7 @@ ENV = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", 
 """What Python and the resolver look at; the process gets nothing else of the service's, such as its keys."""
 
 
-class Owner(NamedTuple):
+class ProxyOwner(NamedTuple):
     """For whom the process of the proxies runs."""
 
     service: str
@@ -34,7 +34,7 @@ class Owner(NamedTuple):
     group: int
 
 
-class Handover:
+class SocketHandover:
     """A pair of sockets, over which a launcher hands a socket of the sandbox's network to this process."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Handover:
         """The launcher's end."""
         return self._theirs.fileno()
 
-    def given(self) -> None:
+    def close_remote_end(self) -> None:
         """The launcher has its end: when it ends, ours is told."""
         self._theirs.close()
 
@@ -82,7 +82,7 @@ class EgressHost:
         allowed: AllowList,
         private: bool,
         listening: socket.socket,
-        owner: Owner,
+        owner: ProxyOwner,
     ) -> None:
         """Serve a sandbox from a socket that listens in its network, which is closed here.
 
@@ -90,7 +90,7 @@ class EgressHost:
             SandboxStartError: there is no process to serve it.
         """
         with listening:
-            request = Request("open", sandbox, allowed.entries, private)
+            request = ProxyRequest("open", sandbox, allowed.entries, private)
             async with self._lock:
                 if self._channel is None:
                     await self._start(owner)
@@ -104,7 +104,7 @@ class EgressHost:
             if sandbox not in self._open:
                 return EgressCounts()
             self._open.discard(sandbox)
-            counts = await self._ask(Request("close", sandbox)) or EgressCounts()
+            counts = await self._ask(ProxyRequest("close", sandbox)) or EgressCounts()
             self._ended.add(counts)
         return counts
 
@@ -114,7 +114,7 @@ class EgressHost:
         async with self._lock:
             total.add(self._ended)
             if self._open:
-                total.add(await self._ask(Request("counts")) or EgressCounts())
+                total.add(await self._ask(ProxyRequest("counts")) or EgressCounts())
         return total
 
     async def aclose(self) -> None:
@@ -124,14 +124,14 @@ class EgressHost:
         if process is not None and not await end_process(process, grace=GRACE, kill_wait=GRACE):
             self._lingering.keep(process)
 
-    async def _start(self, owner: Owner) -> None:
+    async def _start(self, owner: ProxyOwner) -> None:
         await self.aclose()  # one that ended by itself is still to be collected
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.setblocking(False)
         with theirs:
             self.process = _spawn(theirs, owner)
 
-    async def _ask(self, request: Request, descriptors: list[int] | None = None) -> EgressCounts | None:
+    async def _ask(self, request: ProxyRequest, descriptors: list[int] | None = None) -> EgressCounts | None:
         """One request and its answer, which cancellation does not part; None where the process has ended."""
         packet = b""
         with anyio.move_on_after(ANSWER_SECONDS, shield=True):
@@ -154,7 +154,7 @@ class EgressHost:
             self._channel = None
 
 
-def _spawn(channel: socket.socket, owner: Owner) -> subprocess.Popen[bytes]:
+def _spawn(channel: socket.socket, owner: ProxyOwner) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "sandboxes.egress.process", str(owner.user), str(owner.group)]
     return subprocess.Popen(
         command,

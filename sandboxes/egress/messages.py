@@ -11,7 +11,7 @@ PACKET_BYTES = 192 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ProxyRequest:
     """`open` comes with the listening socket; `close` answers with what its proxy counted, `counts` with all."""
 
     act: Literal["open", "close", "counts"]
@@ -24,7 +24,7 @@ class Request:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def decode(cls, packet: bytes) -> "Request":
+    def decode(cls, packet: bytes) -> "ProxyRequest":
         """From a packet."""
         return cls(**json.loads(packet))
 

@@ -13,14 +13,14 @@ import anyio
 import structlog
 
 from sandboxes.egress.counts import EgressCounts
-from sandboxes.egress.messages import PACKET_BYTES, Request, encode_counts
+from sandboxes.egress.messages import PACKET_BYTES, ProxyRequest, encode_counts
 from sandboxes.egress.proxy import EgressProxy, resolve
-from sandboxes.egress.rules import AllowList, normal_host
+from sandboxes.egress.rules import AllowList, normalize_host
 from sandboxes.limits.cgroups import raise_open_files
 
 
 @dataclass(slots=True)
-class Running:
+class RunningProxy:
     """The proxy of one sandbox."""
 
     proxy: EgressProxy
@@ -41,18 +41,18 @@ class Running:
         await self.ended.wait()
 
 
-class Proxies:
+class ProxySet:
     """The proxies by sandbox."""
 
     def __init__(self, tasks: anyio.abc.TaskGroup) -> None:
         self._tasks = tasks
-        self._running: dict[str, Running] = {}
+        self._running: dict[str, RunningProxy] = {}
 
-    async def answer(self, request: Request, descriptors: list[int]) -> EgressCounts:
+    async def answer(self, request: ProxyRequest, descriptors: list[int]) -> EgressCounts:
         """Do what a request says; what the sandbox's proxy, or all together, have counted."""
         if request.act == "open":
             proxy = EgressProxy(request.sandbox, AllowList(request.allowed), private=request.private)
-            one = self._running[request.sandbox] = Running(proxy)
+            one = self._running[request.sandbox] = RunningProxy(proxy)
             self._tasks.start_soon(one.serve, socket.socket(fileno=descriptors[0]))
             return proxy.counts
         if request.act == "counts":
@@ -70,21 +70,21 @@ class Proxies:
 async def serve(channel: socket.socket, user: int, group: int) -> None:
     """Hold proxies until the service's end of the channel closes."""
     await load_everything()
-    become(user, group)
+    drop_root(user, group)
     async with anyio.create_task_group() as tasks:
-        proxies = Proxies(tasks)
+        proxies = ProxySet(tasks)
         while True:
             await anyio.wait_readable(channel)
             packet, descriptors, _, _ = socket.recv_fds(channel, PACKET_BYTES, 1)
             if not packet:
                 tasks.cancel_scope.cancel()
                 return
-            channel.send(encode_counts(await proxies.answer(Request.decode(packet), descriptors)))
+            channel.send(encode_counts(await proxies.answer(ProxyRequest.decode(packet), descriptors)))
 
 
 async def load_everything() -> None:
     """Serve one request of our own: modules that are loaded when needed may be out of reach without root."""
-    normal_host("ü.example")
+    normalize_host("ü.example")
     await resolve("localhost", 80)
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -100,7 +100,7 @@ async def load_everything() -> None:
             tasks.cancel_scope.cancel()
 
 
-def become(user: int, group: int) -> None:
+def drop_root(user: int, group: int) -> None:
     """Give up root, if we have it."""
     if os.geteuid() == 0:
         os.setgroups([])
@@ -108,7 +108,7 @@ def become(user: int, group: int) -> None:
         os.setuid(user)
 
 
-def log_as_lines() -> None:
+def configure_logging() -> None:
     """JSON on standard error, which is the service's."""
     structlog.configure(
         processors=[
@@ -123,7 +123,7 @@ def log_as_lines() -> None:
 def main() -> None:
     """`python -m sandboxes.egress.process USER GROUP`, with the channel as standard input."""
     user, group = map(int, sys.argv[1:])
-    log_as_lines()
+    configure_logging()
     raise_open_files()
     with socket.socket(fileno=0) as channel:
         channel.setblocking(False)

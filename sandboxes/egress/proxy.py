@@ -21,7 +21,7 @@ import structlog
 from anyio.abc import SocketListener, SocketStream
 
 from sandboxes.egress.counts import EgressCounts
-from sandboxes.egress.rules import Address, AllowList, normal_host, parse_address, split_port
+from sandboxes.egress.rules import Address, AllowList, normalize_host, parse_address, split_port
 
 log = structlog.get_logger(__name__)
 
@@ -82,12 +82,12 @@ class Target(NamedTuple):
             host, port = split_port(text)
             if port is None:
                 raise ValueError("CONNECT needs HOST:PORT")
-            return cls(normal_host(host), port, None)
+            return cls(normalize_host(host), port, None)
         parts = urlsplit(text)
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError("this is a proxy: give http://HOST/PATH, or CONNECT HOST:PORT")
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        return cls(normal_host(parts.hostname), parts.port or HTTP_PORT, path)
+        return cls(normalize_host(parts.hostname), parts.port or HTTP_PORT, path)
 
     @property
     def authority(self) -> str:
@@ -215,7 +215,9 @@ class EgressProxy:
         host, port, _ = target
         self._check_name(host, port)
         addresses = await self._addresses(host, port)
-        accepted = [one for one in addresses if self._allowed.accepts(one, port, private=self._private)]
+        accepted = [
+            one for one in addresses if self._allowed.accepts_address(one, port, private=self._private)
+        ]
         if not accepted:
             raise RefusedError(
                 HTTPStatus.FORBIDDEN,
@@ -229,7 +231,7 @@ class EgressProxy:
         raise RefusedError(HTTPStatus.BAD_GATEWAY, "unreachable", f"host {host}:{port} does not answer")
 
     def _check_name(self, host: str, port: int) -> None:
-        if self._allowed.has(host, port):
+        if self._allowed.allows(host, port):
             return
         if self._allowed.has_host(host):
             message = (

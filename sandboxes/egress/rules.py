@@ -53,7 +53,7 @@ def parse_address(text: str) -> Address | None:
     return address
 
 
-def normal_host(text: str) -> str:
+def normalize_host(text: str) -> str:
     """The one form of a name or an address, which may be in brackets.
 
     Raises:
@@ -91,7 +91,7 @@ def split_port(text: str) -> tuple[str, int | None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class HostRule:
     """One entry of a list."""
 
     host: str
@@ -101,7 +101,7 @@ class Rule:
     """None: `DEFAULT_PORTS`."""
 
     @classmethod
-    def parse(cls, entry: str) -> "Rule":
+    def parse(cls, entry: str) -> "HostRule":
         """
         Raises:
             SandboxConfigError: it is not an entry; the message names it.
@@ -109,11 +109,11 @@ class Rule:
         try:
             host, port = split_port(entry)
             subdomains = host.startswith("*.")
-            name = normal_host(host.removeprefix("*."))
+            name = normalize_host(host.removeprefix("*."))
         except ValueError as error:
-            raise _no_entry(entry, str(error)) from error
+            raise _invalid_entry(entry, str(error)) from error
         if subdomains and parse_address(name) is not None:
-            raise _no_entry(entry, "an address has no subdomains")
+            raise _invalid_entry(entry, "an address has no subdomains")
         return cls(name, subdomains, port)
 
     def has_host(self, host: str) -> bool:
@@ -127,7 +127,7 @@ class Rule:
         return port in DEFAULT_PORTS if self.port is None else port == self.port
 
 
-def _no_entry(entry: str, why: str) -> SandboxConfigError:
+def _invalid_entry(entry: str, why: str) -> SandboxConfigError:
     return SandboxConfigError(f"the network's entry {entry!r} is not valid: {why}", hint=HINT)
 
 
@@ -145,22 +145,22 @@ class AllowList:
                 f"the network's list has {len(self.entries)} entries, and may have {MAX_ENTRIES}",
                 hint="use *.HOST for many hosts of one domain",
             )
-        self._rules = tuple(Rule.parse(entry) for entry in self.entries)
+        self._rules = tuple(HostRule.parse(entry) for entry in self.entries)
 
     def has_host(self, host: str) -> bool:
         """Whether the host, in its normal form, is listed with any port."""
         return any(rule.has_host(host) for rule in self._rules)
 
-    def has(self, host: str, port: int) -> bool:
+    def allows(self, host: str, port: int) -> bool:
         """Whether the host, in its normal form, is listed with this port."""
         return any(rule.has_host(host) and rule.has_port(port) for rule in self._rules)
 
-    def accepts(self, address: Address, port: int, *, private: bool) -> bool:
+    def accepts_address(self, address: Address, port: int, *, private: bool) -> bool:
         """Whether a listed name may be this address: it is public, or listed itself, or private where these may be.
 
         Loopback and link-local addresses (such as a cloud's metadata service) are only reached when listed.
         """
-        if self.has(str(address), port):
+        if self.allows(str(address), port):
             return True
         return all(_is_reachable(one, private=private) for one in (address, *_embedded(address)))
 

@@ -37,7 +37,7 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def marked_with(pid: int) -> str | None:
+def sandbox_of(pid: int) -> str | None:
     """The sandbox that a process belongs to; None for none, or where we may not know."""
     try:
         entries = _read(f"/proc/{pid}/environ").split(b"\0")
@@ -63,25 +63,25 @@ def _user_of(pid: int) -> int:
     return int(found[1]) if found else -1
 
 
-def processes_where(belongs: Callable[[str], bool]) -> list[int]:
+def find_processes(belongs: Callable[[str], bool]) -> list[int]:
     """The processes of the sandboxes for whose id `belongs` holds. It reads all of /proc: call it in a thread."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [pid for pid in pids if (mark := marked_with(pid)) is not None and belongs(mark)]
+    return [pid for pid in pids if (mark := sandbox_of(pid)) is not None and belongs(mark)]
 
 
-def marked_processes(ids: set[str]) -> list[int]:
+def processes_of(ids: set[str]) -> list[int]:
     """The processes of these sandboxes. It reads all of /proc: call it in a thread."""
-    return processes_where(ids.__contains__)
+    return find_processes(ids.__contains__)
 
 
-def kill_where(belongs: Callable[[str], bool], spared: int | None = None) -> int:
+def kill_processes(belongs: Callable[[str], bool], spared: int | None = None) -> int:
     """SIGKILL the processes of the sandboxes for whose id `belongs` holds, but `spared`; how many. It blocks."""
 
     def still(pid: int) -> bool:
-        mark = marked_with(pid)
+        mark = sandbox_of(pid)
         return mark is not None and belongs(mark) and pid != spared
 
-    return sum(kill_if(pid, still) for pid in processes_where(belongs))
+    return sum(kill_if(pid, still) for pid in find_processes(belongs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class FirstProcess:
     parent: int
 
 
-def first_process_below(launcher: int) -> FirstProcess | None:
+def find_first_process(launcher: int) -> FirstProcess | None:
     """Find the first process of the process namespace that a launcher made; None where it has ended.
 
     The one nearest to the launcher is meant: namespaces that code inside made are further down.

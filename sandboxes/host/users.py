@@ -13,7 +13,7 @@ FIRST_ID, ID_COUNT = 100_000, 65_536
 """Where distributions begin to give subordinate ids, and how many they give."""
 
 
-def ids_of(name: str) -> tuple[int, int]:
+def resolve_user(name: str) -> tuple[int, int]:
     """User and group: this service's own, or, where that is root, those of the user with the name.
 
     Raises:

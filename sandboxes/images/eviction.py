@@ -6,7 +6,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class EvictionCandidate:
     """Something that takes space."""
 
     kind: Literal["image", "unpacked"]
@@ -27,7 +27,9 @@ class Candidate:
     evicted: bool = False
 
 
-def choose(candidates: Iterable[Candidate], budget_bytes: int | None) -> list[Candidate]:
+def choose_evictions(
+    candidates: Iterable[EvictionCandidate], budget_bytes: int | None
+) -> list[EvictionCandidate]:
     """All candidates in the order in which they go; `evicted` is set for as few of the first as it takes.
 
     What must stay counts, too, so that the budget may be missed. None is no budget: nothing goes.

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from sandboxes.errors import ImageBuildError, ImageNotFoundError
 from sandboxes.images.build import ApptainerBuilder, ImageBuilder, Progress
-from sandboxes.images.eviction import Candidate, choose
+from sandboxes.images.eviction import EvictionCandidate, choose_evictions
 from sandboxes.images.shared_folder import SharedFolder, modified
 from sandboxes.images.sources import (
     REFERENCE,
@@ -198,7 +198,7 @@ class ImageStore:
         keep: Collection[str] = (),
         grace_seconds: float = GRACE_SECONDS,
         dry_run: bool = False,
-    ) -> Sequence[Candidate]:
+    ) -> Sequence[EvictionCandidate]:
         """Give up names until all images fit the budget: pulled ones first, each kind by its last use.
 
         Kept are what `keep` names and what any node used within the grace period. What dead builders left, and
@@ -212,7 +212,7 @@ class ImageStore:
         if not dry_run:
             self._shared.remove_dead_drafts()
         with self._shared.lock("store"):
-            decided = choose(self._candidates(keep, grace_seconds), budget_bytes)
+            decided = choose_evictions(self._candidates(keep, grace_seconds), budget_bytes)
             if not dry_run:
                 for one in decided:
                     if one.evicted:
@@ -220,7 +220,7 @@ class ImageStore:
                 self._collect()
         return decided
 
-    def _candidates(self, keep: Iterable[str], grace_seconds: float) -> Iterator[Candidate]:
+    def _candidates(self, keep: Iterable[str], grace_seconds: float) -> Iterator[EvictionCandidate]:
         kept = {self._key_or_none(text) for text in keep}
         now = self._shared.now()
         seen: set[str] = set()
@@ -233,7 +233,7 @@ class ImageStore:
                 reason = "an environment uses it"
             elif not image.key:
                 reason = "it was put there by hand"
-            yield Candidate(
+            yield EvictionCandidate(
                 kind="image",
                 name=image.name,
                 size_bytes=0 if stem in seen else image.size_bytes,

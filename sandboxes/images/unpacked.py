@@ -18,7 +18,7 @@ from pathlib import Path
 
 from sandboxes.errors import ImageError
 from sandboxes.images import squashfs, toolkit
-from sandboxes.images.eviction import Candidate, choose
+from sandboxes.images.eviction import EvictionCandidate, choose_evictions
 from sandboxes.images.facts import ImageFacts, read_facts
 from sandboxes.images.shared_folder import SharedFolder
 
@@ -107,7 +107,7 @@ class UnpackedImages:
 
     def prune(
         self, budget_bytes: int | None, *, grace_seconds: float = GRACE_SECONDS, dry_run: bool = False
-    ) -> Sequence[Candidate]:
+    ) -> Sequence[EvictionCandidate]:
         """Remove folders until all fit the budget, by their last use; what dead services left goes in any case.
 
         Returns:
@@ -118,7 +118,7 @@ class UnpackedImages:
         if not dry_run:
             self._shared.remove_dead_drafts()
         with self._shared.lock("store"):
-            decided = choose(self._candidates(grace_seconds), budget_bytes)
+            decided = choose_evictions(self._candidates(grace_seconds), budget_bytes)
             for one in decided:
                 if one.evicted and not dry_run:
                     self._remove(one.name)
@@ -177,7 +177,7 @@ class UnpackedImages:
             (draft / file.name).write_text(json.dumps(data))
             (draft / file.name).replace(file)
 
-    def _candidates(self, grace_seconds: float) -> Iterator[Candidate]:
+    def _candidates(self, grace_seconds: float) -> Iterator[EvictionCandidate]:
         now, mounted = self._shared.now(), _mounted()
         for folder in self.root.iterdir():
             if re.fullmatch(r"[0-9a-f]{24}", folder.name) is None:
@@ -187,7 +187,9 @@ class UnpackedImages:
             if not reason and now - used < grace_seconds:
                 reason = f"used {now - used:.0f} s ago"
             size = self._facts(folder.name, folder, "").size_bytes
-            yield Candidate("unpacked", folder.name, size, used, self._image_of(folder.name), kept=reason)
+            yield EvictionCandidate(
+                "unpacked", folder.name, size, used, self._image_of(folder.name), kept=reason
+            )
 
     def _image_of(self, name: str) -> str:
         try:

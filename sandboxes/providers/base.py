@@ -15,7 +15,7 @@ import zmq
 
 from sandboxes.contract import SandboxInfo, SandboxProvider, SandboxSpec, SweepReport
 from sandboxes.egress.counts import EgressCounts
-from sandboxes.egress.host import EgressHost, Handover, Owner
+from sandboxes.egress.host import EgressHost, ProxyOwner, SocketHandover
 from sandboxes.egress.rules import AllowList
 from sandboxes.errors import SandboxClosedError, SandboxStartError
 from sandboxes.host.children import LingeringChildren
@@ -131,7 +131,7 @@ class HostProvider(SandboxProvider):
             script = folder.pipes / SCRIPT.name
             script.write_text(SCRIPT.read_text())
             script.chmod(0o644)
-            with Handover() if plan.egress else nullcontext() as handover:
+            with SocketHandover() if plan.egress else nullcontext() as handover:
                 control = _launch(plan, folder, group, handover, resources)
                 if handover is not None:
                     await self._open_egress(plan, folder, resources, handover)
@@ -150,13 +150,16 @@ class HostProvider(SandboxProvider):
         return sandbox
 
     async def _open_egress(
-        self, plan: LaunchPlan, folder: RunFolder, resources: LauncherResources, handover: Handover
+        self, plan: LaunchPlan, folder: RunFolder, resources: LauncherResources, handover: SocketHandover
     ) -> None:
         """Where the launcher ends instead of handing a socket over, `_until_ready` says why."""
         with anyio.move_on_after(self._start_timeout):
             if plan.egress is not None and (listening := await handover.receive()) is not None:
                 resources.before_release.push_async_callback(self.egress.close, folder.id)
-                way, owner = plan.egress, Owner(folder.path.parent.name, plan.egress.user, plan.egress.group)
+                way, owner = (
+                    plan.egress,
+                    ProxyOwner(folder.path.parent.name, plan.egress.user, plan.egress.group),
+                )
                 await self.egress.open(folder.id, way.allowed, way.private, listening, owner)
 
     async def egress_counts(self) -> EgressCounts:
@@ -265,7 +268,7 @@ def _launch(
     plan: LaunchPlan,
     folder: RunFolder,
     group: ControlGroup | None,
-    handover: Handover | None,
+    handover: SocketHandover | None,
     resources: LauncherResources,
 ) -> ControlShell:
     """Start the launcher with one end of a socket pair as its standard input; `resources` owns it at once."""
@@ -288,7 +291,7 @@ def _launch(
                 pass_fds=[handover.descriptor] if handover is not None else [],
             )
         if handover is not None:
-            handover.given()
+            handover.close_remote_end()
         return ControlShell(ours, folder.pipes, answers, plan.prefix)
     except BaseException:
         ours.close()

@@ -18,7 +18,7 @@ import structlog
 from sandboxes.config import LocalConfig
 from sandboxes.contract import SandboxSpec
 from sandboxes.errors import SandboxConfigError
-from sandboxes.host.processes import kill_where
+from sandboxes.host.processes import kill_processes
 from sandboxes.limits.cgroups import ControlGroups, ResourceLimits
 from sandboxes.providers.base import HostProvider, LaunchPlan
 from sandboxes.reclaim.run_folders import RunFolder
@@ -92,7 +92,7 @@ class LocalSandbox(ControlledSandbox):
     async def _left(self) -> bool:
         """End what has left the control shell's session, by the mark that it inherited unless it took that off."""
         control = self.info.pid
-        ended = await anyio.to_thread.run_sync(kill_where, frozenset({self.id}).__contains__, control)
+        ended = await anyio.to_thread.run_sync(kill_processes, frozenset({self.id}).__contains__, control)
         return ended > 0
 
     def _export(self, path: str, limit: int) -> AsyncGenerator[bytes, None]:

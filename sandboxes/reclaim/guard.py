@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from sandboxes.reclaim.reaper import sweep_one
+from sandboxes.reclaim.reaper import sweep_service
 
 WAIT = 'trap "" HUP INT TERM; if read -r word; then exit 0; fi; exec "$@"'
 # The package without its `__init__`, which imports all that a service needs.
@@ -88,7 +88,7 @@ def main(folder: str, *groups: str) -> None:
     """Sweep what the service left, again until nothing is left. Its lock is free as soon as it is dead."""
     deadline = time.monotonic() + GUARD_SECONDS
     while time.monotonic() < deadline:
-        swept = sweep_one(Path(folder), groups)
+        swept = sweep_service(Path(folder), groups)
         if swept is not None and not swept.failures:
             return
         time.sleep(PAUSE)

@@ -15,7 +15,7 @@ import structlog
 
 from sandboxes.errors import SandboxClosedError
 from sandboxes.host.children import LingeringChildren, end_process, wait_exit
-from sandboxes.host.processes import FirstProcess, first_process_below, kill_where
+from sandboxes.host.processes import FirstProcess, find_first_process, kill_processes
 from sandboxes.host.uid_leases import UserLease
 from sandboxes.limits.cgroups import ControlGroup, ControlGroups
 from sandboxes.reclaim import reaper
@@ -82,14 +82,14 @@ class ServiceResources:
         """The processes that watch over this service; one, but for a folder that was taken away."""
         return [guard.process.pid for guard in self._guards if guard.alive]
 
-    async def sweep(self, groups: ControlGroups) -> reaper.Swept:
+    async def sweep(self, groups: ControlGroups) -> reaper.ReclaimResult:
         """Reclaim what dead services of this user left."""
         parents = sorted({str(path.parent) for path in groups.paths_of("").values()})
 
-        def sweep_all() -> reaper.Swept:
+        def sweep_all() -> reaper.ReclaimResult:
             return sum(
                 (reaper.sweep(base, parents) for base in run_bases(self._run_dir, self._state_dir)),
-                reaper.Swept(),
+                reaper.ReclaimResult(),
             )
 
         return await anyio.to_thread.run_sync(sweep_all)
@@ -132,7 +132,7 @@ class LeftoverProcesses:
         async with self._lock:
             if batch is self._waiting:  # else it was done together with another that had to wait
                 self._waiting = set()
-                await anyio.to_thread.run_sync(kill_where, batch.__contains__)
+                await anyio.to_thread.run_sync(kill_processes, batch.__contains__)
 
 
 class LauncherResources(HostResources):
@@ -161,7 +161,7 @@ class LauncherResources(HostResources):
         return self.process.pid if self.process else None
 
     async def first_process(self) -> FirstProcess | None:
-        return first_process_below(self.process.pid) if self.process and self.process.poll() is None else None
+        return find_first_process(self.process.pid) if self.process and self.process.poll() is None else None
 
     async def watched_group(self) -> ControlGroup | None:
         """The control groups whose counters tell which limits the sandbox reaches, once it is ready."""

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from sandboxes.host.processes import kill_if, kill_where
+from sandboxes.host.processes import kill_if, kill_processes
 from sandboxes.reclaim.rmtree import remove_tree
 
 OWNER = "owner"
@@ -35,17 +35,17 @@ QUIET_ROUNDS = 2
 PAUSE = 0.02
 
 
-class Swept(NamedTuple):
+class ReclaimResult(NamedTuple):
     """What was removed, and what could not be and why."""
 
     sandboxes: int = 0
     processes: int = 0
     failures: tuple[str, ...] = ()
 
-    def __add__(self, other: object) -> "Swept":
-        if not isinstance(other, Swept):
+    def __add__(self, other: object) -> "ReclaimResult":
+        if not isinstance(other, ReclaimResult):
             return NotImplemented
-        return Swept(
+        return ReclaimResult(
             self.sandboxes + other.sandboxes,
             self.processes + other.processes,
             (*self.failures, *other.failures),
@@ -58,30 +58,30 @@ def write_owner(folder: Path, groups: Iterable[str]) -> None:
     (folder / OWNER).write_text(json.dumps(owner))
 
 
-def sweep(base: Path, groups: Iterable[str] = ()) -> Swept:
+def sweep(base: Path, groups: Iterable[str] = ()) -> ReclaimResult:
     """Reclaim what dead services left below a folder. It blocks for as long as the kernel needs.
 
     `groups` are the paths of control groups' parents, for folders that do not say where theirs are.
     """
-    total = Swept()
+    total = ReclaimResult()
     with suppress(OSError):
         for folder in sorted(base.iterdir()):
             if NAME.fullmatch(folder.name):
                 guesses = [f"{parent}/rollout-{folder.name}" for parent in groups]
-                total += sweep_one(folder, guesses) or Swept()
+                total += sweep_service(folder, guesses) or ReclaimResult()
     return total
 
 
-def sweep_one(folder: Path, groups: Iterable[str] = ()) -> Swept | None:
+def sweep_service(folder: Path, groups: Iterable[str] = ()) -> ReclaimResult | None:
     """Reclaim what one service left; None where it lives, is not ours, or another is at it."""
-    with claimed(folder) as owner:
+    with claim(folder) as owner:
         if owner is None:
             return None
         return reclaim(folder, {*_groups_of(owner), *groups})
 
 
 @contextmanager
-def claimed(folder: Path) -> Iterator[dict[str, object] | None]:
+def claim(folder: Path) -> Iterator[dict[str, object] | None]:
     """Hold a dead service's folder: what its owner file says, `{}` without one or without a folder; else None."""
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -108,7 +108,7 @@ def lock(handle: int) -> bool:
 
 def reclaim(
     folder: Path, groups: Iterable[str], seconds: float = RECLAIM_SECONDS, rounds: int = QUIET_ROUNDS
-) -> Swept:
+) -> ReclaimResult:
     """End what a service started and remove what it made; the caller holds its lock.
 
     It is done when nothing was found `rounds` times; one is enough for a service that starts nothing any more.
@@ -119,7 +119,7 @@ def reclaim(
     killed = quiet = 0
     while time.monotonic() < deadline:
         paths = [path for group in groups for path in _groups_like(group)]
-        found = kill_where(lambda mark: mark.startswith(prefix)) + kill_groups(paths)
+        found = kill_processes(lambda mark: mark.startswith(prefix)) + kill_groups(paths)
         killed += found
         quiet = 0 if found or not remove_groups(paths, 0) else quiet + 1
         if quiet >= rounds:
@@ -128,24 +128,26 @@ def reclaim(
     failures = [] if quiet >= rounds else ["processes or control groups are still in use"]
     if not failures and (problem := remove_tree(folder, deadline)):
         failures.append(problem)
-    return Swept(sandboxes if not failures else 0, killed, tuple(f"{folder}: {what}" for what in failures))
+    return ReclaimResult(
+        sandboxes if not failures else 0, killed, tuple(f"{folder}: {what}" for what in failures)
+    )
 
 
 def kill_groups(paths: Iterable[Path]) -> int:
     """SIGKILL what is in control groups; how many."""
     killed = 0
     for path in paths:
-        killed += sum(kill_if(pid, _is_member(path)) for pid in members(path))
+        killed += sum(kill_if(pid, _is_member(path)) for pid in group_members(path))
         with suppress(OSError):  # what forks faster than it is counted; only version 2 can
             (path / "cgroup.kill").write_text("1")
     return killed
 
 
 def _is_member(path: Path) -> Callable[[int], bool]:
-    return lambda pid: pid in members(path)
+    return lambda pid: pid in group_members(path)
 
 
-def members(path: Path) -> set[int]:
+def group_members(path: Path) -> set[int]:
     """The processes in a control group."""
     try:
         return {int(line) for line in (path / "cgroup.procs").read_text().split()}

@@ -14,7 +14,7 @@ import pytest
 from sandboxes import SandboxProvider, SandboxSpec, make_provider
 from sandboxes.config import DockerConfig, LimitDefaults
 from sandboxes.conformance import CHECKS, Check
-from sandboxes.conformance.runner import judge
+from sandboxes.conformance.runner import assess_check
 from sandboxes.errors import (
     ImageNotFoundError,
     LimitExceededError,
@@ -76,7 +76,7 @@ async def provider(daemon: str, tmp_path: Path) -> AsyncIterator[SandboxProvider
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 async def test_docker(provider: SandboxProvider, check: Check) -> None:
-    outcome = await judge(check, provider)
+    outcome = await assess_check(check, provider)
     assert outcome.verdict == "holds", outcome.reason
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from sandboxes import ApptainerConfig, LocalConfig, SandboxProvider, make_provider
 from sandboxes.conformance import CHECKS, Check
-from sandboxes.conformance.runner import judge
+from sandboxes.conformance.runner import assess_check
 from tests.support.as_user import OrdinaryUser, ordinary_user
 
 pytestmark = pytest.mark.anyio
@@ -30,7 +30,7 @@ async def apptainer(tmp_path: Path) -> AsyncIterator[SandboxProvider]:
 
 async def conforms(check: Check, provider: SandboxProvider) -> None:
     """It holds, or fails as the provider says: a known failure that has gone is one too many."""
-    outcome = await judge(check, provider)
+    outcome = await assess_check(check, provider)
     expected = "known failure" if check.__name__ in provider.known_failures else "holds"
     assert outcome.verdict == expected, outcome.reason
 

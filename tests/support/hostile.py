@@ -34,7 +34,7 @@ from sandboxes import (
     SessionDiedError,
     make_provider,
 )
-from sandboxes.host.processes import marked_processes
+from sandboxes.host.processes import processes_of
 from sandboxes.providers.base import HostProvider
 from sandboxes.reclaim.run_folders import run_base
 
@@ -68,7 +68,7 @@ async def works(sandbox: Sandbox) -> bool:
 
 async def left_of(provider: SandboxProvider, sandbox_id: str) -> list[str]:
     """What of a closed sandbox is still on this host."""
-    found = [f"process {pid}" for pid in await anyio.to_thread.run_sync(marked_processes, {sandbox_id})]
+    found = [f"process {pid}" for pid in await anyio.to_thread.run_sync(processes_of, {sandbox_id})]
     folder = run_base(None).joinpath(*sandbox_id.split("-"))
     paths = [folder]
     if isinstance(provider, HostProvider):

@@ -11,7 +11,7 @@ from pathlib import Path
 from pwd import getpwnam
 
 from sandboxes import Sandbox, SandboxProvider, SandboxSpec
-from sandboxes.host.processes import marked_processes
+from sandboxes.host.processes import processes_of
 from tests.support.hostile import (
     PATIENCE,
     NothingToAttackError,
@@ -261,7 +261,7 @@ async def users_of_the_host(provider: SandboxProvider) -> None:
 def users_of(sandbox: Sandbox) -> set[int]:
     """Return the host's numbers of the users that processes in a sandbox have."""
     found = set()
-    for pid in marked_processes({sandbox.id}):
+    for pid in processes_of({sandbox.id}):
         with suppress(OSError):
             status = Path(f"/proc/{pid}/status").read_text()
             found.add(int(status.partition("\nUid:")[2].split()[0]))

@@ -24,7 +24,7 @@ from sandboxes.errors import ProviderUnavailableError, SandboxConfigError
 from sandboxes.host.facts import INSTALL_HINT, find_apptainer
 from sandboxes.host.processes import MARKER
 from sandboxes.host.uid_leases import HostUsers, UserLease
-from sandboxes.host.users import has_subordinate_ids, ids_of, subordinate_ids_command
+from sandboxes.host.users import has_subordinate_ids, resolve_user, subordinate_ids_command
 from sandboxes.images.store import ImageStore
 from sandboxes.limits.cgroups import ControlGroups, ResourceLimits, find_control_groups
 from sandboxes.providers.apptainer.launcher import NAMESPACES_HINT, Launcher
@@ -79,7 +79,7 @@ class ApptainerProvider(HostProvider):
         self._config = config
         self._binary = _binary(config.binary)
         self._images = images or ImageStore()
-        self._user, self._group = ids_of(config.user)
+        self._user, self._group = resolve_user(config.user)
         numbers = None if config.fakeroot or os.geteuid() != 0 else numbers_of(config.user_range)
         self._users = None if numbers is None else HostUsers(numbers)
         self.launcher = Launcher(self._user, self._group, fakeroot=config.fakeroot)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sandboxes.config import ApptainerConfig, numbers_of
 from sandboxes.host.uid_leases import HostUsers
-from sandboxes.host.users import ids_of
+from sandboxes.host.users import resolve_user
 from sandboxes.images.store import default_cache
 from sandboxes.providers.apptainer import seccomp
 from sandboxes.providers.apptainer.launch import PTYS
@@ -47,7 +47,7 @@ def read_sharing(config: ApptainerConfig, kernel: Path = Path("/proc/sys")) -> S
     Raises:
         SandboxConfigError: there is no user of the configured name.
     """
-    launcher = Launcher(*ids_of(config.user), fakeroot=config.fakeroot)
+    launcher = Launcher(*resolve_user(config.user), fakeroot=config.fakeroot)
     counts = {name: found for name, path in COUNTED_BY_USER.items() if (found := _number(kernel / path))}
     terminals = (_number(kernel / PTYS_OF_HOST) or 0) - (_number(kernel / PTYS_RESERVED) or 0)
     return Sharing(

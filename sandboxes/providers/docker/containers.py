@@ -10,9 +10,9 @@ import anyio
 import anyio.to_thread
 
 from sandboxes.errors import SandboxClosedError
-from sandboxes.host.processes import marked_processes
+from sandboxes.host.processes import processes_of
 from sandboxes.limits.cgroups import CGROUPS, ControlGroup
-from sandboxes.reclaim.reaper import claimed
+from sandboxes.reclaim.reaper import claim
 
 ASK_SECONDS = 30.0
 
@@ -130,7 +130,7 @@ def container_group(sandbox_id: str) -> ControlGroup | None:
     It reads all of /proc: call it in a thread.
     """
     ours = _memory_folder("self")
-    folders = (_memory_folder(str(pid)) for pid in marked_processes({sandbox_id}))
+    folders = (_memory_folder(str(pid)) for pid in processes_of({sandbox_id}))
     # Other than ours: the client that started the container has the mark, too.
     found = next((folder for folder in folders if folder is not None and folder != ours), None)
     return ControlGroup({"memory": found}) if found is not None else None
@@ -150,5 +150,5 @@ def _memory_folder(pid: str) -> Path | None:
 
 def _is_dead(folder: Path) -> bool:
     """Whether nobody holds the folder: its service is gone, or never was on this host."""
-    with claimed(folder) as owner:
+    with claim(folder) as owner:
         return owner is not None

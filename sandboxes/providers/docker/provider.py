@@ -27,7 +27,7 @@ from sandboxes.contract import Bind, SandboxSpec, SweepReport
 from sandboxes.errors import ImageNotFoundError, ProviderUnavailableError, SandboxConfigError
 from sandboxes.host.children import LingeringChildren
 from sandboxes.host.processes import MARKER, FirstProcess
-from sandboxes.host.users import ids_of
+from sandboxes.host.users import resolve_user
 from sandboxes.images.sources import packaged_names
 from sandboxes.limits.cgroups import ControlGroup, ControlGroups, ResourceLimits
 from sandboxes.providers.base import HIDE, PIPES, SOCKETS, HostProvider, LaunchPlan
@@ -119,7 +119,7 @@ class DockerProvider(HostProvider):
         if binary is None:
             raise ProviderUnavailableError(f"there is no command {config.binary!r}", hint=HINT)
         self._config = config
-        self._user, self._group = ids_of(config.user)
+        self._user, self._group = resolve_user(config.user)
         self._binary = binary
         self._env = _client_env(config.host)
         self._containers = Containers(binary, self._env)

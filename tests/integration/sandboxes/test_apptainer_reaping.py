@@ -23,7 +23,7 @@ from sandboxes import (
     SandboxStartError,
     make_provider,
 )
-from sandboxes.host.processes import marked_processes, processes_where
+from sandboxes.host.processes import find_processes, processes_of
 from sandboxes.limits.cgroups import find_groups
 from tests.support.as_user import ordinary_user
 
@@ -159,7 +159,7 @@ def traces(run: Path, name: str) -> list[str]:
     mounts = Path("/proc/self/mountinfo").read_text()
     prefixes = set(find_groups().paths_of(name).values())
     return [
-        *(f"process {pid}" for pid in processes_where(lambda mark: mark.startswith(f"{name}-"))),
+        *(f"process {pid}" for pid in find_processes(lambda mark: mark.startswith(f"{name}-"))),
         *(f"group {path}" for prefix in prefixes for path in prefix.parent.glob(f"{prefix.name}-*")),
         *(f"folder {path}" for path in run.glob(f"{name}*")),
         *(["a mount"] if name in mounts else []),
@@ -221,7 +221,7 @@ async def test_kill_9_of_service_and_guard_leaves_the_rest_to_the_next_start(
         guard.kill()
     owner.kill()
     deadline = time.monotonic() + ALLOWED_SECONDS
-    while await anyio.to_thread.run_sync(processes_where, lambda mark: mark.startswith(f"{name}-")):
+    while await anyio.to_thread.run_sync(find_processes, lambda mark: mark.startswith(f"{name}-")):
         assert time.monotonic() < deadline, "processes end without anybody's help"
         await anyio.sleep(0.05)
     report = await provider.sweep()
@@ -337,7 +337,7 @@ async def test_close_leaves_nothing(run: Path, provider: SandboxProvider) -> Non
     assert provider.live()[0].id == sandbox.id
     await sandbox.close()
     await sandbox.close()
-    assert await anyio.to_thread.run_sync(marked_processes, {sandbox.id}) == []
+    assert await anyio.to_thread.run_sync(processes_of, {sandbox.id}) == []
     assert contents(run) == ["owner"]
     assert provider.live() == []
     await provider.close()

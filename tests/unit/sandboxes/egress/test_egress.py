@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandboxes import SandboxConfigError, SandboxStartError
-from sandboxes.egress.host import EgressHost, Owner
+from sandboxes.egress.host import EgressHost, ProxyOwner
 from sandboxes.egress.proxy import BURST, CHUNK_BYTES, HEAD_BYTES, EgressProxy, Pace, ProxyLimits
-from sandboxes.egress.rules import AllowList, Rule, normal_host, split_port
-from sandboxes.host.processes import kill_where, marked_with
+from sandboxes.egress.rules import AllowList, HostRule, normalize_host, split_port
+from sandboxes.host.processes import kill_processes, sandbox_of
 
 pytestmark = pytest.mark.anyio
 
-OWNER = Owner(secrets.token_hex(4), 65534, 65534)
+OWNER = ProxyOwner(secrets.token_hex(4), 65534, 65534)
 """Of this process of the tests alone, since what belongs to it is killed by its name."""
 
 LABELS = st.from_regex(r"[a-z]([a-z0-9-]{0,8}[a-z0-9])?", fullmatch=True)
@@ -32,27 +32,27 @@ PORTS = st.integers(1, 65535)
 
 @given(NAMES)
 def test_a_name_has_one_form(name: str) -> None:
-    assert normal_host(name.upper()) == normal_host(f"{name}.") == normal_host(name) == name
-    assert AllowList([name.upper() + "."]).has(normal_host(name), 443)
+    assert normalize_host(name.upper()) == normalize_host(f"{name}.") == normalize_host(name) == name
+    assert AllowList([name.upper() + "."]).allows(normalize_host(name), 443)
 
 
 @given(NAMES, NAMES, PORTS)
 def test_a_name_stands_for_itself_alone(name: str, other: str, port: int) -> None:
     allowed = AllowList([f"{name}:{port}"])
-    assert allowed.has(name, port)
-    assert not allowed.has(name, port % 65535 + 1)
-    assert allowed.has(other, port) == (other == name)
-    assert not allowed.has(f"{other}.{name}", port)
-    assert not allowed.has(f"{other}{name}", port)
+    assert allowed.allows(name, port)
+    assert not allowed.allows(name, port % 65535 + 1)
+    assert allowed.allows(other, port) == (other == name)
+    assert not allowed.allows(f"{other}.{name}", port)
+    assert not allowed.allows(f"{other}{name}", port)
 
 
 @given(NAMES, NAMES)
 def test_a_star_stands_for_what_is_below(name: str, other: str) -> None:
     allowed = AllowList([f"*.{name}"])
-    assert not allowed.has(name, 443)
-    assert allowed.has(f"{other}.{name}", 443)
-    assert not allowed.has(f"{other}-{name}", 443)
-    assert allowed.has(other, 443) == other.endswith(f".{name}")
+    assert not allowed.allows(name, 443)
+    assert allowed.allows(f"{other}.{name}", 443)
+    assert not allowed.allows(f"{other}-{name}", 443)
+    assert allowed.allows(other, 443) == other.endswith(f".{name}")
 
 
 @given(st.ip_addresses(), PORTS)
@@ -60,26 +60,26 @@ def test_addresses_are_themselves_in_every_spelling(address: object, port: int) 
     text = str(address)
     entry = f"[{text}]:{port}" if ":" in text else f"{text}:{port}"
     allowed = AllowList([entry])
-    parsed = ip_address(normal_host(text))
-    assert allowed.has(str(parsed), port)
-    assert allowed.accepts(parsed, port, private=False)
+    parsed = ip_address(normalize_host(text))
+    assert allowed.allows(str(parsed), port)
+    assert allowed.accepts_address(parsed, port, private=False)
     assert split_port(entry)[1] == port
 
 
 @given(st.text(max_size=30))
 def test_any_text_is_an_entry_or_an_error_that_names_it(text: str) -> None:
     try:
-        rule = Rule.parse(text)
+        rule = HostRule.parse(text)
     except SandboxConfigError as error:
         assert repr(text) in str(error)  # noqa: PT017
     else:
-        assert normal_host(rule.host) == rule.host
+        assert normalize_host(rule.host) == rule.host
 
 
 def test_international_names_are_compared_in_ascii() -> None:
     allowed = AllowList(["Bücher.example"])
-    assert allowed.has(normal_host("xn--bcher-kva.example"), 443)
-    assert allowed.has(normal_host("BÜCHER.example."), 80)
+    assert allowed.allows(normalize_host("xn--bcher-kva.example"), 443)
+    assert allowed.allows(normalize_host("BÜCHER.example."), 80)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,8 @@ def test_a_list_has_an_end() -> None:
 )
 def test_what_a_listed_name_may_be(address: str, private: bool, accepted: bool) -> None:
     assert (
-        AllowList(["name.example"]).accepts(ip_address(normal_host(address)), 80, private=private) is accepted
+        AllowList(["name.example"]).accepts_address(ip_address(normalize_host(address)), 80, private=private)
+        is accepted
     )
 
 
@@ -435,10 +436,10 @@ async def test_the_process_is_found_by_its_service_and_has_nothing_else_of_it(
     host = EgressHost()
     await host.open("a", AllowList([]), False, socket.create_server(("127.0.0.1", 0)), OWNER)
     assert host.process is not None
-    assert marked_with(host.process.pid) == f"{OWNER.service}-egress"
+    assert sandbox_of(host.process.pid) == f"{OWNER.service}-egress"
     environment = await anyio.Path(f"/proc/{host.process.pid}/environ").read_bytes()
     assert b"SOME_KEY" not in environment
     host.process.send_signal(signal.SIGSTOP)
-    assert kill_where(lambda mark: mark.startswith(f"{OWNER.service}-")) == 1
+    assert kill_processes(lambda mark: mark.startswith(f"{OWNER.service}-")) == 1
     assert host.process.wait(10) == -signal.SIGKILL
     await host.aclose()

@@ -11,11 +11,11 @@ from support.children import killed
 from sandboxes.host.processes import (
     FOLDERS,
     MARKER,
+    find_processes,
     kill_if,
-    kill_where,
-    marked_processes,
-    marked_with,
-    processes_where,
+    kill_processes,
+    processes_of,
+    sandbox_of,
     start_time,
 )
 
@@ -42,11 +42,11 @@ def test_start_time_tells_processes_apart() -> None:
 
 def test_marks_and_kills_only_what_matches() -> None:
     with started(STUBBORN, **{MARKER: "some-id"}) as process:
-        assert marked_with(process.pid) == "some-id"
-        assert marked_processes({"some-id"}) == [process.pid]
+        assert sandbox_of(process.pid) == "some-id"
+        assert processes_of({"some-id"}) == [process.pid]
         assert not kill_if(process.pid, lambda pid: False)
         assert process.poll() is None
-        assert kill_if(process.pid, lambda pid: marked_with(pid) == "some-id")
+        assert kill_if(process.pid, lambda pid: sandbox_of(pid) == "some-id")
         assert process.wait() == -9
         assert not kill_if(process.pid, lambda pid: True)
 
@@ -56,14 +56,14 @@ def test_kills_by_the_service_and_spares_the_neighbour() -> None:
         started(STUBBORN, **{MARKER: "0a0a0a0a-12"}) as mine,
         started(STUBBORN, **{MARKER: "0a0a0a0b-12"}) as neighbour,
     ):
-        assert processes_where(lambda mark: mark.startswith("0a0a0a0a-")) == [mine.pid]
-        assert kill_where(lambda mark: mark.startswith("0a0a0a0a-")) == 1
+        assert find_processes(lambda mark: mark.startswith("0a0a0a0a-")) == [mine.pid]
+        assert kill_processes(lambda mark: mark.startswith("0a0a0a0a-")) == 1
         assert mine.wait() == -9
         assert neighbour.poll() is None
 
 
 def test_processes_that_have_gone_are_not_ours() -> None:
-    assert marked_with(2**22 + 1) is None
+    assert sandbox_of(2**22 + 1) is None
 
 
 def test_a_sandbox_is_told_by_its_mounts() -> None:

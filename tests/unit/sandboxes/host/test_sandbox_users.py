@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sandboxes.errors import SandboxConfigError
-from sandboxes.host.users import has_subordinate_ids, ids_of, subordinate_ids_command
+from sandboxes.host.users import has_subordinate_ids, resolve_user, subordinate_ids_command
 
 
 @pytest.mark.parametrize("owner", [str(os.geteuid()), pwd.getpwuid(os.geteuid()).pw_name])
@@ -24,14 +24,14 @@ def test_ids_are_found_by_name_and_by_number(tmp_path: Path, owner: str) -> None
 def test_root_runs_sandboxes_as_another_and_others_as_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     entry = pwd.getpwnam("nobody")
-    assert ids_of("nobody") == (entry.pw_uid, entry.pw_gid)
+    assert resolve_user("nobody") == (entry.pw_uid, entry.pw_gid)
     with pytest.raises(SandboxConfigError, match="never run as root"):
-        ids_of("root")
+        resolve_user("root")
     with pytest.raises(SandboxConfigError, match="no user"):
-        ids_of("nobody-of-this-name")
+        resolve_user("nobody-of-this-name")
     monkeypatch.setattr(os, "geteuid", lambda: 1234)
     monkeypatch.setattr(os, "getegid", lambda: 5678)
-    assert ids_of("nobody") == (1234, 5678)
+    assert resolve_user("nobody") == (1234, 5678)
 
 
 def test_the_ids_that_are_proposed_are_nobody_elses(tmp_path: Path) -> None:

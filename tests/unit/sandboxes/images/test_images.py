@@ -19,7 +19,7 @@ from support.children import killed
 
 from sandboxes.errors import ImageBuildError, ImageError, ImageNotFoundError
 from sandboxes.images.build import ApptainerBuilder, Progress, hint_for
-from sandboxes.images.eviction import Candidate, choose
+from sandboxes.images.eviction import EvictionCandidate, choose_evictions
 from sandboxes.images.sources import (
     DEFINITIONS,
     Definition,
@@ -471,7 +471,7 @@ def test_pruning_nothing_makes_nothing(tmp_path: Path, builder: CountingBuilder)
 
 candidates = st.lists(
     st.builds(
-        Candidate,
+        EvictionCandidate,
         kind=st.just("image"),
         name=st.text("abc", min_size=1),
         size_bytes=st.integers(0, 100),
@@ -483,8 +483,8 @@ candidates = st.lists(
 
 
 @given(candidates, st.integers(0, 500))
-def test_as_little_goes_as_keeps_the_budget(ones: list[Candidate], budget: int) -> None:
-    decided = choose(ones, budget)
+def test_as_little_goes_as_keeps_the_budget(ones: list[EvictionCandidate], budget: int) -> None:
+    decided = choose_evictions(ones, budget)
     gone = [one for one in decided if one.evicted]
     assert not any(one.kept for one in gone)
     stays = sum(one.size_bytes for one in decided if not one.evicted)

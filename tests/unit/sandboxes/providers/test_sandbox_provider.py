@@ -9,7 +9,7 @@ import pytest
 from support.children import children, held
 
 from sandboxes import LocalConfig, SandboxError, SandboxSpec
-from sandboxes.host.processes import processes_where
+from sandboxes.host.processes import find_processes
 from sandboxes.providers.local import LocalProvider
 
 pytestmark = pytest.mark.anyio
@@ -32,7 +32,7 @@ async def provider(run_dir: Path, tmp_path: Path) -> AsyncIterator[LocalProvider
 def left(run_dir: Path) -> list[object]:
     """The folders of sandboxes, and the processes in sandboxes of the services below a folder."""
     services = {path.name for path in run_dir.iterdir()}
-    return [*run_dir.glob("*/[0-9]*"), *processes_where(lambda mark: mark.split("-")[0] in services)]
+    return [*run_dir.glob("*/[0-9]*"), *find_processes(lambda mark: mark.split("-")[0] in services)]
 
 
 @pytest.mark.parametrize("step", ["_until_ready", "_launched", "make_sandbox"])

@@ -19,7 +19,7 @@ from support.children import killed
 
 from sandboxes.host.processes import MARKER
 from sandboxes.reclaim.guard import Guard
-from sandboxes.reclaim.reaper import OWNER, Swept, reclaim, sweep, sweep_one
+from sandboxes.reclaim.reaper import OWNER, ReclaimResult, reclaim, sweep, sweep_service
 from sandboxes.reclaim.run_folders import ServiceFolder
 
 SLEEP = [sys.executable, "-c", "print(flush=True); import signal; signal.pause()"]
@@ -75,17 +75,17 @@ def service(base: Path) -> Iterator[ServiceFolder]:
 def test_a_dead_service_is_swept_with_its_processes(base: Path, stack: ExitStack) -> None:
     folder = dead_service(base, 2)
     process = start_marked(stack, f"{folder.name}-1")
-    assert sweep(base) == Swept(2, 1)
+    assert sweep(base) == ReclaimResult(2, 1)
     assert process.wait() == -signal.SIGKILL
     assert list(base.iterdir()) == []
-    assert sweep(base) == Swept()
+    assert sweep(base) == ReclaimResult()
 
 
 def test_a_live_service_is_not_swept(base: Path, service: ServiceFolder, stack: ExitStack) -> None:
     service.new().create(os.geteuid(), os.getegid())
     process = start_marked(stack, f"{service.name}-1")
-    assert sweep(base) == Swept()
-    assert sweep_one(service.path) is None
+    assert sweep(base) == ReclaimResult()
+    assert sweep_service(service.path) is None
     assert process.poll() is None
     assert (service.path / "1").exists()
 
@@ -95,7 +95,7 @@ def test_strangers_are_not_touched(base: Path) -> None:
         (base / name).mkdir()
     (base / "0000000f").symlink_to(base / "notes")
     (base / "0000000e").touch()
-    assert sweep(base) == Swept()
+    assert sweep(base) == ReclaimResult()
     assert len(list(base.iterdir())) == 6
 
 
@@ -104,7 +104,7 @@ def test_a_folder_of_another_host_is_not_touched(base: Path) -> None:
     owner = json.loads((folder / OWNER).read_text())
     assert owner["host"] == socket.gethostname()
     (folder / OWNER).write_text(json.dumps({**owner, "host": "another"}))
-    assert sweep(base) == Swept()
+    assert sweep(base) == ReclaimResult()
     assert (folder / "1").exists()
 
 
@@ -112,7 +112,7 @@ def test_a_folder_of_another_user_is_not_touched(base: Path, monkeypatch: pytest
     folder = dead_service(base)
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    assert sweep(base) == Swept()
+    assert sweep(base) == ReclaimResult()
     assert (folder / "1").exists()
 
 
@@ -131,7 +131,7 @@ def test_a_damaged_owner_file_is_no_hindrance(
     base = tmp_path_factory.mktemp("run")
     folder = dead_service(base)
     (folder / OWNER).write_bytes(damage)
-    assert sweep(base) == Swept(1)
+    assert sweep(base) == ReclaimResult(1)
     assert list(base.iterdir()) == []
 
 
@@ -145,20 +145,20 @@ def test_control_groups_elsewhere_are_not_believed(base: Path, tmp_path: Path) -
         "/sys/fs/cgroup/memory",
     ]
     (folder / OWNER).write_text(json.dumps({"groups": groups}))
-    assert sweep(base) == Swept(1)
+    assert sweep(base) == ReclaimResult(1)
     assert victim.exists()
 
 
 def test_a_service_killed_before_its_owner_file(base: Path) -> None:
     (base / "0123abcd").mkdir()
-    assert sweep(base) == Swept()
+    assert sweep(base) == ReclaimResult()
     assert list(base.iterdir()) == []
 
 
 def test_processes_go_also_where_the_folder_has_gone(base: Path, stack: ExitStack) -> None:
     process = start_marked(stack, "0c0c0c0c-3")
-    swept = sweep_one(base / "0c0c0c0c")
-    assert swept == Swept(0, 1)
+    swept = sweep_service(base / "0c0c0c0c")
+    assert swept == ReclaimResult(0, 1)
     assert process.wait() == -signal.SIGKILL
 
 
@@ -166,7 +166,7 @@ def test_many_sweeps_at_once_do_no_harm(base: Path, service: ServiceFolder) -> N
     service.new().create(os.geteuid(), os.getegid())
     for _ in range(6):
         dead_service(base, 3)
-    results: list[Swept] = []
+    results: list[ReclaimResult] = []
     threads = [threading.Thread(target=lambda: results.append(sweep(base))) for _ in range(6)]
     for thread in threads:
         thread.start()
@@ -244,7 +244,7 @@ def test_the_guard_spares_a_service_that_lives_without_its_pipe(base: Path, stac
     stack.enter_context(killed(guard.process))
     guard.dismiss(clean=False)
     eventually(lambda: b"guard" not in Path(f"/proc/{guard.process.pid}/cmdline").read_bytes().split(b"\0"))
-    assert sweep(base) == Swept()
+    assert sweep(base) == ReclaimResult()
     assert guard.alive
     assert process.poll() is None
     service.close()
