@@ -37,13 +37,13 @@ from simulated_engine import DrawnTask, SimulatedEngine, Workload, tasks
 
 from rollout_service.groups import (
     AcceptanceRate,
+    AdmissionState,
     FilterChain,
     GroupOutcome,
-    Progress,
+    GroupProgress,
     SampleOutcome,
-    Standing,
-    too_old,
-    wanted,
+    groups_to_start,
+    is_too_old,
 )
 from rollout_service.groups.filters import ZeroVariance
 
@@ -123,7 +123,7 @@ class OpenGroup:
     version: int
     """The trainer's when it began."""
     samples: list[SampleOutcome] = field(default_factory=list)
-    path: list[Progress] = field(default_factory=lambda: [Progress()])
+    path: list[GroupProgress] = field(default_factory=lambda: [GroupProgress()])
 
 
 class Service:
@@ -144,10 +144,10 @@ class Service:
 
     def begin(self) -> None:
         """Begin as many groups as the service would."""
-        run = Standing(
+        run = AdmissionState(
             batch_size=BATCH,
             max_concurrent=(ETA + 1) * BATCH,
-            eta=ETA,
+            max_staleness=ETA,
             prefetch_batches=self._setting.ahead,
             version=self.delivered,
             running=len(self._open),
@@ -155,7 +155,7 @@ class Service:
             acknowledged=self.delivered * BATCH,
         )
         under_way = Counter(group.path[-1] for group in self._open.values())
-        for task in islice(self._stream, wanted(run, under_way, self._acceptance)):
+        for task in islice(self._stream, groups_to_start(run, under_way, self._acceptance)):
             self._open[task.number] = OpenGroup(task, self.delivered)
             self.engine.run([task])
             self.begun.append(task)
@@ -168,7 +168,7 @@ class Service:
         group.samples.append(SampleOutcome(sample, group.task.rewards[sample]))
         if len(group.samples) < len(group.task.rewards):
             varied = len({outcome.reward for outcome in group.samples}) > 1
-            group.path.append(Progress(len(group.samples), varied))
+            group.path.append(GroupProgress(len(group.samples), varied))
             return
         del self._open[number]
         keep = self._chain.judge(GroupOutcome(number, tuple(group.samples))).keep
@@ -181,7 +181,9 @@ class Service:
         if len(self._ready) < BATCH:
             return
         fresh = [
-            group for group in self._ready if not too_old(group.version, version=self.delivered, eta=ETA)
+            group
+            for group in self._ready
+            if not is_too_old(group.version, version=self.delivered, max_staleness=ETA)
         ]
         self.stale += len(self._ready) - len(fresh)
         self._ready = fresh

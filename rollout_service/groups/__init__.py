@@ -1,7 +1,13 @@
-"""Groups worth training on: filters, statistics, demand, staleness, fair shares. Pure logic, without IO or clock."""
+"""Which groups are worth training on: filters, statistics, acceptance, staleness, fair shares. No I/O, no clock."""
 
-from rollout_service.groups.acceptance import AcceptanceRate, Progress, groups_to_begin
-from rollout_service.groups.admission import Standing, admissible, admission_capacity, too_old, wanted
+from rollout_service.groups.acceptance import AcceptanceRate, GroupProgress, groups_needed
+from rollout_service.groups.admission import (
+    AdmissionState,
+    admission_capacity,
+    groups_to_start,
+    is_too_old,
+    oldest_allowed_version,
+)
 from rollout_service.groups.filters import FilterChain, GroupFilter, Verdict
 from rollout_service.groups.outcome import (
     CANCELLED,
@@ -15,7 +21,7 @@ from rollout_service.groups.registry import FilterRegistry
 from rollout_service.groups.scheduler import Claim, FairScheduler
 from rollout_service.groups.statistics import (
     GroupStatistics,
-    group_normalised,
+    group_normalized,
     group_statistics,
     leave_one_out,
     soft_overlong_penalty,
@@ -28,6 +34,7 @@ __all__ = [
     "STRAGGLER",
     "SURPLUS",
     "AcceptanceRate",
+    "AdmissionState",
     "Claim",
     "CompletionTimes",
     "FairScheduler",
@@ -35,19 +42,18 @@ __all__ = [
     "FilterRegistry",
     "GroupFilter",
     "GroupOutcome",
+    "GroupProgress",
     "GroupStatistics",
-    "Progress",
     "SampleOutcome",
-    "Standing",
     "StragglerRule",
     "Verdict",
-    "admissible",
     "admission_capacity",
-    "group_normalised",
+    "group_normalized",
     "group_statistics",
-    "groups_to_begin",
+    "groups_needed",
+    "groups_to_start",
+    "is_too_old",
     "leave_one_out",
+    "oldest_allowed_version",
     "soft_overlong_penalty",
-    "too_old",
-    "wanted",
 ]

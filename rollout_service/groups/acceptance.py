@@ -27,7 +27,7 @@ _LOWEST_RATE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class GroupProgress:
     """What a group has shown so far."""
 
     ended: int = 0
@@ -63,21 +63,21 @@ class AcceptanceRate:
     half_life: float = _HALF_LIFE
     closed: int = 0
     _overall: BetaRate = field(default_factory=BetaRate)
-    _by_progress: dict[Progress, BetaRate] = field(default_factory=dict)
+    _by_progress: dict[GroupProgress, BetaRate] = field(default_factory=dict)
 
     @property
     def rate(self) -> float:
         """The share of groups that begin now and will be kept."""
         return max(_LOWEST_RATE, self._overall.mean(self.prior, self.prior_strength))
 
-    def given(self, progress: Progress) -> float:
+    def given(self, progress: GroupProgress) -> float:
         """The probability that a group which has shown this will be kept."""
         if progress.ended == 0:
             return self.rate
         seen = self._by_progress.get(progress, _NOTHING_SEEN)
         return seen.mean(self.rate, self.prior_strength)
 
-    def learn(self, *, kept: bool, path: Iterable[Progress] = ()) -> None:
+    def learn(self, *, kept: bool, path: Iterable[GroupProgress] = ()) -> None:
         """A group was closed, after having shown what is on its path."""
         self.closed += 1
         fade = 0.5 ** (1.0 / self.half_life)
@@ -95,8 +95,8 @@ class AcceptanceRate:
 _NOTHING_SEEN = BetaRate()
 
 
-def groups_to_begin(
-    *, need: int, under_way: Mapping[Progress, int], acceptance: AcceptanceRate, confidence: float
+def groups_needed(
+    *, need: int, under_way: Mapping[GroupProgress, int], acceptance: AcceptanceRate, confidence: float
 ) -> int:
     """How many groups must begin so that, with this confidence, at least `need` of all under way will be kept.
 

@@ -56,7 +56,7 @@ def group_statistics(group: GroupOutcome) -> GroupStatistics:
     )
 
 
-def group_normalised(rewards: Sequence[float | None]) -> list[float | None]:
+def group_normalized(rewards: Sequence[float | None]) -> list[float | None]:
     """GRPO's advantages, one for each entry; None where the reward is missing, or is the only one."""
     present = [reward for reward in rewards if reward is not None]
     if len(present) < 2:

@@ -14,7 +14,7 @@ from rollout_service.groups import (
     FilterChain,
     GroupOutcome,
     SampleOutcome,
-    group_normalised,
+    group_normalized,
     group_statistics,
     leave_one_out,
     soft_overlong_penalty,
@@ -30,7 +30,7 @@ _TRUNCATIONS = frozenset(
         StopReason.AGENT_TIMEOUT,
     }
 )
-_ADVANTAGES = {Advantages.GROUP_NORM: group_normalised, Advantages.LEAVE_ONE_OUT: leave_one_out}
+_ADVANTAGES = {Advantages.GROUP_NORM: group_normalized, Advantages.LEAVE_ONE_OUT: leave_one_out}
 
 
 def sample_outcome(member: GroupMember, rollout: Rollout) -> SampleOutcome:
@@ -74,7 +74,7 @@ def close_group(
     whole = GroupOutcome(number, tuple(sample_outcome(member, rollout) for member, rollout in samples))
     scored = whole.without_older_than(bound)
     reason = cancel_reason or _dropped_because(chain, scored, whole)
-    group = GroupOutcome(number, tuple(_penalised(sample, request.overlong) for sample in scored.samples))
+    group = GroupOutcome(number, tuple(_with_penalty(sample, request.overlong) for sample in scored.samples))
     statistics = group_statistics(group)
     advantages = _advantages(group, request.advantages)
     closed = [
@@ -106,7 +106,7 @@ def _dropped_because(chain: FilterChain, group: GroupOutcome, before: GroupOutco
     return STALE if group is not before and chain.judge(before).keep else verdict.reason
 
 
-def _penalised(sample: SampleOutcome, overlong: OverlongPenalty | None) -> SampleOutcome:
+def _with_penalty(sample: SampleOutcome, overlong: OverlongPenalty | None) -> SampleOutcome:
     if overlong is None or sample.reward is None:
         return sample
     penalty = soft_overlong_penalty(

@@ -1,4 +1,4 @@
-"""What a manager learns of a run: it makes decisions better, and losing it in a crash makes none wrong."""
+"""What the run manager estimates about a run. A crash loses the estimates; decisions stay correct without them."""
 
 from __future__ import annotations
 
@@ -7,81 +7,83 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from api_schemas.rollouts import Rollout, Stage
-from rollout_service.groups import AcceptanceRate, CompletionTimes, Progress
+from rollout_service.groups import AcceptanceRate, CompletionTimes, GroupProgress
 from rollout_service.store.runs_contract import GroupClosure, OpenGroup, RunRecord
 from rollout_service.store.sqlite.batch_statements import dropped_counts
 
-NOT_JUDGED = frozenset({"stale", "surplus", "cancelled"})
-"""Reasons that say nothing about whether a group was informative."""
-_REMEMBERED = 256
+NOT_FILTERED = frozenset({"stale", "surplus", "cancelled"})
+"""Reasons for dropping a group that do not come from a filter, and so say nothing about the tasks."""
+_MAX_CASES = 256
 
 
 @dataclass(slots=True)
-class Learned:
-    """The figures of one run."""
+class RunEstimates:
+    """The acceptance rate and the completion times of one run."""
 
     acceptance: AcceptanceRate = field(default_factory=AcceptanceRate)
     times: CompletionTimes = field(default_factory=CompletionTimes)
     _epoch: int | None = None
-    _paths: dict[int, list[Progress]] = field(default_factory=dict)
+    _paths: dict[int, list[GroupProgress]] = field(default_factory=dict)
 
     @classmethod
-    def restored(cls, run: RunRecord) -> Learned:
-        """The acceptance rate as the counts of a run tell it."""
-        learned = cls()
-        kept, dropped = judged(run)
-        cases = min(kept + dropped, _REMEMBERED)
+    def from_record(cls, run: RunRecord) -> RunEstimates:
+        """Return estimates whose acceptance rate follows from the run's counters."""
+        estimates = cls()
+        kept, dropped = filter_counts(run)
+        cases = min(kept + dropped, _MAX_CASES)
         for case in range(cases):
             share = kept / (kept + dropped)
-            learned.acceptance.learn(kept=int((case + 1) * share) > int(case * share))
-        return learned
+            estimates.acceptance.learn(kept=int((case + 1) * share) > int(case * share))
+        return estimates
 
-    def reached(self, epoch: int) -> None:
-        """Groups of an epoch begin; in a new one, what was learned of the same tasks before counts less."""
+    def start_epoch(self, epoch: int) -> None:
+        """Note that groups of this epoch start; a new epoch discounts the evidence from earlier ones."""
         if self._epoch is not None and epoch > self._epoch:
             self.acceptance.new_epoch()
         self._epoch = epoch
 
-    def look(self, groups: Sequence[OpenGroup]) -> Counter[Progress]:
-        """How many groups have shown what so far."""
-        under_way: Counter[Progress] = Counter()
+    def observe(self, groups: Sequence[OpenGroup]) -> Counter[GroupProgress]:
+        """Record the progress of the open groups, and return how many groups are at each."""
+        under_way: Counter[GroupProgress] = Counter()
         for group in groups:
-            progress = shown(group)
+            progress = group_progress(group)
             under_way[progress] += 1
             path = self._paths.setdefault(group.number, [])
             if progress.ended and progress not in path:
                 path.append(progress)
         return under_way
 
-    def closed(self, closure: GroupClosure, rollouts: Sequence[Rollout], cut: Sequence[bool]) -> None:
-        """A group was closed."""
+    def record_closure(
+        self, closure: GroupClosure, rollouts: Sequence[Rollout], stragglers: Sequence[bool]
+    ) -> None:
+        """Learn from a group that was closed; `stragglers` tells for each rollout whether it was cut off."""
         path = self._paths.pop(closure.number, [])
-        if closure.reason not in NOT_JUDGED:
+        if closure.reason not in NOT_FILTERED:
             self.acceptance.learn(kept=closure.reason is None, path=path)
-        for rollout, was_cut in zip(rollouts, cut, strict=True):
-            if was_cut and rollout.reward is None:
+        for rollout, is_straggler in zip(rollouts, stragglers, strict=True):
+            if is_straggler and rollout.reward is None:
                 self.times.add_cut_off()
             elif rollout.reward is not None:
-                self.times.add(rolling_seconds(rollout))
+                self.times.add(rollout_seconds(rollout))
 
 
-def judged(run: RunRecord) -> tuple[int, int]:
-    """How many groups of a run passed its filters, and how many they dropped."""
+def filter_counts(run: RunRecord) -> tuple[int, int]:
+    """Return how many groups of a run passed its filters, and how many the filters dropped."""
     kept = sum(run.count(name) for name in ("ready", "batched", "acknowledged"))
     kept += run.count("dropped:stale")
-    dropped = sum(n for reason, n in dropped_counts(run.counters).items() if reason not in NOT_JUDGED)
+    dropped = sum(n for reason, n in dropped_counts(run.counters).items() if reason not in NOT_FILTERED)
     return kept, dropped
 
 
-def shown(group: OpenGroup) -> Progress:
-    """What a group under way has shown."""
+def group_progress(group: OpenGroup) -> GroupProgress:
+    """Return how far an open group has come."""
     ended = [member for member in group.members if member.state.terminal]
     rewards = {member.reward for member in ended if member.reward is not None}
-    return Progress(len(ended), len(rewards) > 1)
+    return GroupProgress(len(ended), len(rewards) > 1)
 
 
-def rolling_seconds(rollout: Rollout) -> float:
-    """How long the agent of a rollout worked in its last attempt."""
+def rollout_seconds(rollout: Rollout) -> float:
+    """Return how long the agent of a rollout worked in its last attempt."""
     return sum(
         span.seconds
         for span in rollout.spans

@@ -30,8 +30,15 @@ from rollout_service.groups import (
 )
 from rollout_service.pipeline.pipeline import retry_until_stored
 from rollout_service.runs.closing import close_group
-from rollout_service.runs.demand import Active, claim, has_enough, new_group, retry_of, rollout_request
-from rollout_service.runs.estimates import Learned
+from rollout_service.runs.estimates import RunEstimates
+from rollout_service.runs.planning import (
+    ActiveRun,
+    claim_groups,
+    has_surplus,
+    new_group,
+    retry_of,
+    rollout_request,
+)
 from rollout_service.runs.task_source import Reopen, RunTasks
 from rollout_service.store.codec.rollouts import RESTORE
 from rollout_service.store.contract import Store
@@ -76,7 +83,7 @@ class RunManager:
         self._retention = retention or RetentionPolicy()
         self._clock = clock
         self._scheduler = FairScheduler()
-        self._learned: dict[str, Learned] = {}
+        self._estimates: dict[str, RunEstimates] = {}
         self._tasks: dict[str, tuple[int, RunTasks]] = {}
         self._stuck: dict[str, RunState] = {}
         """The state in which a run could not be settled; tried again only in another one."""
@@ -94,7 +101,7 @@ class RunManager:
 
     def acceptance_rate(self, run: RunRecord) -> float:
         """The share of a run's groups that are expected to pass its filters."""
-        return (self._learned.get(run.run_id) or Learned.restored(run)).acceptance.rate
+        return (self._estimates.get(run.run_id) or RunEstimates.from_record(run)).acceptance.rate
 
     def chain(self, request: RunRequest) -> FilterChain:
         """The filters of a run. Raises InvalidFieldError, ConfigurationError."""
@@ -151,7 +158,7 @@ class RunManager:
 
         Raises StoreError, where the store failed for one run alone after the others have had their turn.
         """
-        active: list[Active] = []
+        active: list[ActiveRun] = []
         failure: StoreError | None = None
         runs = await self._runs.active()
         for gone in self._stuck.keys() - {run.run_id for run in runs}:
@@ -164,7 +171,7 @@ class RunManager:
                 continue
             if found is not None:
                 active.append(found)
-                rate = found.learned.acceptance.rate
+                rate = found.estimates.acceptance.rate
                 self._metrics.run_stands(run.run_id, found.run.counters, rate)
         await self._begin(active)
         if failure is not None:
@@ -173,15 +180,15 @@ class RunManager:
         return bool(active)
 
     def _forget_all_but(self, kept: set[str]) -> None:
-        for gone in self._learned.keys() - kept:
-            del self._learned[gone]
+        for gone in self._estimates.keys() - kept:
+            del self._estimates[gone]
             self._tasks.pop(gone, None)
             self._strict.discard(gone)
             self._scheduler.forget(gone)
             self._metrics.run_over(gone)
             log.info("run has no more to do", run=gone)
 
-    async def _guarded(self, run: RunRecord) -> Active | None:
+    async def _guarded(self, run: RunRecord) -> ActiveRun | None:
         """Settle one run; whatever is wrong with it pauses it. Raises StoreError."""
         if self._stuck.get(run.run_id) is run.state:
             return None
@@ -214,10 +221,10 @@ class RunManager:
 
     # -- groups under way ------------------------------------------------------
 
-    async def _settle(self, run: RunRecord) -> Active:
+    async def _settle(self, run: RunRecord) -> ActiveRun:
         run = await self.sync_version(run)
-        learned = self._learned.setdefault(run.run_id, Learned.restored(run))
-        active = Active(run, self.chain(run.request), learned, await self._runs.open_groups(run.run_id))
+        estimates = self._estimates.setdefault(run.run_id, RunEstimates.from_record(run))
+        active = ActiveRun(run, self.chain(run.request), estimates, await self._runs.open_groups(run.run_id))
         for group in active.groups:
             cancel_reason = CANCELLED if run.state is RunState.ENDED else group.cancel_reason
             if cancel_reason is not None:
@@ -225,13 +232,13 @@ class RunManager:
             await self._settle_group(active, group, cancel_reason)
         await self._mask_stale(run, active.chain)
         active.run = await self._runs.get(run.run_id)
-        if has_enough(active.run):
+        if has_surplus(active.run):
             await self._runs.cancel_groups(run.run_id, SURPLUS)
         active.groups = await self._runs.open_groups(run.run_id)
         await self._cut_stragglers(active)
         return active
 
-    async def _settle_group(self, active: Active, group: OpenGroup, cancel_reason: str | None) -> None:
+    async def _settle_group(self, active: ActiveRun, group: OpenGroup, cancel_reason: str | None) -> None:
         """Repeat what failed, and close the group if all has ended."""
         repeated = False
         if cancel_reason is None:
@@ -253,7 +260,7 @@ class RunManager:
             bound=self._bound(active.run),
         )
         await self._runs.close_group(active.run.run_id, closure)
-        active.learned.closed(
+        active.estimates.record_closure(
             closure, [rollout for _, rollout in samples], [member.is_straggler for member, _ in samples]
         )
 
@@ -292,12 +299,12 @@ class RunManager:
             if not member.state.terminal:
                 await self._store.cancel(member.rollout_id)
 
-    async def _cut_stragglers(self, active: Active) -> None:
+    async def _cut_stragglers(self, active: ActiveRun) -> None:
         asked = active.run.request.stragglers
         if asked is None:
             return
         rule = StragglerRule(asked.quantile, asked.factor, asked.min_samples)
-        limit = rule.limit(active.learned.times)
+        limit = rule.limit(active.estimates.times)
         for group in active.groups:
             usable = sum(member.reward is not None for member in group.members)
             if limit is not None and usable >= rule.min_samples:
@@ -315,12 +322,12 @@ class RunManager:
 
     # -- new groups ------------------------------------------------------------
 
-    async def _begin(self, active: Sequence[Active]) -> None:
+    async def _begin(self, active: Sequence[ActiveRun]) -> None:
         """Share the free places among the runs that want to begin groups."""
         under_way = sum(
             not member.state.terminal for one in active for group in one.groups for member in group.members
         )
-        claims = {one.run.run_id: claim(one) for one in active}
+        claims = {one.run.run_id: claim_groups(one) for one in active}
         wanting = [one for one in active if claims[one.run.run_id].groups > 0]
         if not wanting:
             return
@@ -335,8 +342,10 @@ class RunManager:
         try:
             taken = await (await self._tasks_of(run)).take(run.cursor, count)
             if taken:
-                self._learned[run.run_id].reached(taken[-1][0].epoch)
-            await self._runs.start_groups(run.run_id, [new_group(run, place, task) for place, task in taken])
+                self._estimates[run.run_id].start_epoch(taken[-1][0].epoch)
+            await self._runs.start_groups(
+                run.run_id, [new_group(run, position, task) for position, task in taken]
+            )
         except StoreError:
             raise
         except Exception as error:  # noqa: BLE001 - it is shown in the run, and must not stop the others

@@ -61,40 +61,43 @@ Reopen = Callable[[FileTasks | DatasetTasks, str | None], Rows]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a task number lies."""
+class TaskPosition:
+    """Where a task number is found."""
 
     number: int
     epoch: int
-    position: int
+    row: int
+    """The task's index in its source."""
 
 
-class Order:
-    """From task numbers to epochs and positions, for a number of tasks in an epoch."""
+class TaskOrder:
+    """Maps task numbers to epochs and rows."""
 
     def __init__(self, source: TaskSource, size: int) -> None:
+        """`size` is the number of tasks in an epoch."""
         self._source = source
         self._size = size
         self._epoch = -1
-        self._positions: Sequence[int] = ()
+        self._shuffled: Sequence[int] = ()
 
-    def places(self, first: int, count: int) -> list[Place]:
-        """The places of these task numbers; fewer at the end of the last epoch. Sorts once an epoch."""
-        return [self._place(number) for number in range(first, min(first + count, self._end(first + count)))]
+    def positions(self, first: int, count: int) -> list[TaskPosition]:
+        """Return the positions of these task numbers; fewer at the end of the last epoch. Sorts once an epoch."""
+        end = self._end(first + count)
+        return [self._position(number) for number in range(first, min(first + count, end))]
 
-    def _end(self, wanted: int) -> int:
+    def _end(self, requested: int) -> int:
         if isinstance(self._source, InlineTasks) and self._source.open:
             return self._size
-        return wanted if self._source.epochs is None else self._size * self._source.epochs
+        return requested if self._source.epochs is None else self._size * self._source.epochs
 
-    def _place(self, number: int) -> Place:
+    def _position(self, number: int) -> TaskPosition:
         epoch, index = divmod(number, self._size)
         if not self._source.shuffle:
-            return Place(number, epoch, index)
+            return TaskPosition(number, epoch, index)
         if epoch != self._epoch:
-            self._positions = shuffled(self._size, self._source.seed, epoch)
+            self._shuffled = shuffled(self._size, self._source.seed, epoch)
             self._epoch = epoch
-        return Place(number, epoch, self._positions[index])
+        return TaskPosition(number, epoch, self._shuffled[index])
 
 
 def shuffled(size: int, seed: int, epoch: int) -> list[int]:
@@ -246,9 +249,9 @@ def reopen_file(source: FileTasks, digest: str | None) -> Rows:
     return rows
 
 
-def task_of(source: FileTasks | DatasetTasks, rows: Rows, place: Place) -> Task:
+def task_of(source: FileTasks | DatasetTasks, rows: Rows, position: TaskPosition) -> Task:
     """Return the task at a position of a file or data set."""
-    return Task(environment=source.environment, instance=rows.read(place.position))
+    return Task(environment=source.environment, instance=rows.read(position.row))
 
 
 class RunTasks:
@@ -257,7 +260,7 @@ class RunTasks:
     def __init__(self, source: TaskSource, size: int, rows: Rows | None, inline: Inline) -> None:
         """`rows` are those of a file or data set; `inline` reads appended and inline tasks from the store."""
         self._source = source
-        self._order = Order(source, size)
+        self._order = TaskOrder(source, size)
         self._rows = rows
         self._inline = inline
 
@@ -270,13 +273,15 @@ class RunTasks:
             rows = await anyio.to_thread.run_sync(reopen, source, run.digest)
         return cls(source, run.tasks, rows, inline)
 
-    async def take(self, first: int, count: int) -> list[tuple[Place, Task]]:
+    async def take(self, first: int, count: int) -> list[tuple[TaskPosition, Task]]:
         """The tasks of these numbers; fewer at the end."""
-        places = await anyio.to_thread.run_sync(self._order.places, first, count)
+        positions = await anyio.to_thread.run_sync(self._order.positions, first, count)
         if not isinstance(self._source, InlineTasks) and self._rows is not None:
-            return await anyio.to_thread.run_sync(_read, self._source, self._rows, places)
-        return [(place, task) for place in places for task in await self._inline(place.position, 1)]
+            return await anyio.to_thread.run_sync(_read, self._source, self._rows, positions)
+        return [(one, task) for one in positions for task in await self._inline(one.row, 1)]
 
 
-def _read(source: FileTasks | DatasetTasks, rows: Rows, places: Sequence[Place]) -> list[tuple[Place, Task]]:
-    return [(place, task_of(source, rows, place)) for place in places]
+def _read(
+    source: FileTasks | DatasetTasks, rows: Rows, positions: Sequence[TaskPosition]
+) -> list[tuple[TaskPosition, Task]]:
+    return [(position, task_of(source, rows, position)) for position in positions]

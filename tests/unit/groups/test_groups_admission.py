@@ -5,7 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rollout_service.groups import AcceptanceRate, Standing, admissible, admission_capacity, too_old, wanted
+from rollout_service.groups import (
+    AcceptanceRate,
+    AdmissionState,
+    admission_capacity,
+    groups_to_start,
+    is_too_old,
+)
 
 
 class AdmissionMachine(RuleBasedStateMachine):
@@ -27,11 +33,11 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.granted_in_step = 0
 
     @property
-    def standing(self):
-        return Standing(
+    def state(self):
+        return AdmissionState(
             batch_size=self.size,
             max_concurrent=self.most,
-            eta=self.eta,
+            max_staleness=self.eta,
             prefetch_batches=1_000,
             version=self.step,
             running=self.running,
@@ -44,10 +50,10 @@ class AdmissionMachine(RuleBasedStateMachine):
         position = self.trained + self.batched + self.ready + self.running
         return self.running < self.most and position // self.size <= self.step + self.eta
 
-    @precondition(lambda self: admissible(self.standing) > 0)
+    @precondition(lambda self: admission_capacity(self.state) > 0)
     @rule(data=st.data())
     def begin(self, data):
-        groups = data.draw(st.integers(1, admissible(self.standing)))
+        groups = data.draw(st.integers(1, admission_capacity(self.state)))
         self.running += groups
 
     @precondition(lambda self: self.running)
@@ -86,7 +92,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     @invariant()
     def grants_as_the_model_does(self):
         if hasattr(self, "size"):
-            assert (admissible(self.standing) > 0) == self.may_begin()
+            assert (admission_capacity(self.state) > 0) == self.may_begin()
 
     @invariant()
     def never_runs_further_ahead_than_eta(self):
@@ -99,12 +105,13 @@ TestAdmission = AdmissionMachine.TestCase
 count = st.integers(0, 50)
 
 
-@given(st.integers(-3, 50), st.integers(1, 20), count, count, count, count)
-def test_the_formula(most, size, eta, version, accepted, running):
-    capacity = admission_capacity(
-        max_concurrent=most, batch_size=size, eta=eta, version=version, accepted=accepted, running=running
+@given(st.integers(-3, 50), st.integers(1, 20), count, count, count, count, count)
+def test_the_formula(most, size, eta, version, ready, acknowledged, running):
+    state = AdmissionState(
+        size, most, eta, 1, version, running=running, ready=ready, acknowledged=acknowledged
     )
-    assert capacity == min(max(1, most) - running, (eta + version + 1) * size - (accepted + running))
+    allowed = (eta + version + 1) * size - (state.accepted + running)
+    assert admission_capacity(state) == min(max(1, most) - running, allowed)
 
 
 @given(st.integers(1, 20), st.integers(0, 8), st.integers(0, 10_000), st.data())
@@ -113,8 +120,8 @@ def test_a_restart_is_granted_no_more_than_eta_and_one_batches(size, eta, versio
     acknowledged = data.draw(st.integers(0, (version + 2) * size))
     granted = ready = 0
     while True:
-        standing = Standing(size, 10**9, eta, 10**6, version, ready=ready, acknowledged=acknowledged)
-        groups = admissible(standing)
+        state = AdmissionState(size, 10**9, eta, 10**6, version, ready=ready, acknowledged=acknowledged)
+        groups = admission_capacity(state)
         if groups <= 0:
             break
         granted += groups
@@ -126,15 +133,15 @@ def test_a_restart_is_granted_no_more_than_eta_and_one_batches(size, eta, versio
 
 @given(count, st.integers(1, 30))
 def test_without_eta_only_concurrency_limits(running, most):
-    standing = Standing(1, most, None, 1, version=0, running=running, ready=10**6)
-    assert admissible(standing) == most - running
+    state = AdmissionState(1, most, None, 1, version=0, running=running, ready=10**6)
+    assert admission_capacity(state) == most - running
 
 
 @given(st.integers(1, 20), st.integers(0, 8), st.integers(0, 4), count, count)
-def test_what_is_wanted_is_admissible_and_never_negative(size, eta, ahead, running, ready):
-    standing = Standing(size, 16, eta, ahead, version=0, running=running, ready=ready)
-    groups = wanted(standing, {}, AcceptanceRate())
-    assert 0 <= groups <= max(0, admissible(standing))
+def test_groups_to_start_are_within_the_capacity_and_never_negative(size, eta, ahead, running, ready):
+    state = AdmissionState(size, 16, eta, ahead, version=0, running=running, ready=ready)
+    groups = groups_to_start(state, {}, AcceptanceRate())
+    assert 0 <= groups <= max(0, admission_capacity(state))
     if ready >= (1 + ahead) * size:
         assert groups == 0
 
@@ -143,4 +150,4 @@ def test_what_is_wanted_is_admissible_and_never_negative(size, eta, ahead, runni
     ("oldest", "eta", "old"), [(None, 0, False), (3, None, False), (5, 0, False), (4, 0, True), (3, 2, False)]
 )
 def test_too_old(oldest, eta, old):
-    assert too_old(oldest, version=5, eta=eta) is old
+    assert is_too_old(oldest, version=5, max_staleness=eta) is old

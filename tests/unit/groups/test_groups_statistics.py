@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rollout_service.groups import (
     GroupOutcome,
     SampleOutcome,
-    group_normalised,
+    group_normalized,
     group_statistics,
     leave_one_out,
     soft_overlong_penalty,
@@ -17,7 +17,7 @@ from rollout_service.groups import (
 
 rewards = st.floats(-100, 100).map(lambda value: round(value, 3))
 entries = st.lists(st.none() | rewards, max_size=12)
-ADVANTAGES = [group_normalised, leave_one_out]
+ADVANTAGES = [group_normalized, leave_one_out]
 
 
 def there(values):
@@ -37,7 +37,7 @@ def test_leave_one_out_is_the_reward_less_the_mean_of_the_others(given_rewards):
 @given(entries)
 def test_group_norm_is_a_standard_score_over_what_is_there(given_rewards):
     present = there(given_rewards)
-    advantages = group_normalised(given_rewards)
+    advantages = group_normalized(given_rewards)
     assert [value is None for value in advantages] == [
         value is None or len(present) < 2 for value in given_rewards
     ]
@@ -49,12 +49,12 @@ def test_group_norm_is_a_standard_score_over_what_is_there(given_rewards):
 
 @given(rewards, st.integers(2, 12))
 def test_equal_rewards_have_no_advantage(reward, count):
-    assert group_normalised([reward] * count) == [0.0] * count
+    assert group_normalized([reward] * count) == [0.0] * count
     assert leave_one_out([reward] * count) == pytest.approx([0.0] * count, abs=1e-9)
 
 
 def test_rounding_is_not_blown_up_to_an_advantage():
-    assert group_normalised([0.1 + 0.2, 0.3, 0.3]) == [0.0, 0.0, 0.0]
+    assert group_normalized([0.1 + 0.2, 0.3, 0.3]) == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("advantages", ADVANTAGES)

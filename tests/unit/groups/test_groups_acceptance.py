@@ -7,10 +7,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rollout_service.groups import AcceptanceRate, CompletionTimes, Progress, StragglerRule, groups_to_begin
+from rollout_service.groups import (
+    AcceptanceRate,
+    CompletionTimes,
+    GroupProgress,
+    StragglerRule,
+    groups_needed,
+)
 from rollout_service.groups.acceptance import CONFIDENCE
 
-NEW = Progress()
+NEW = GroupProgress()
 
 
 def learned(share, groups=400, **options):
@@ -27,7 +33,7 @@ def expected(under_way, acceptance):
     return mean, sum(chance * (1 - chance) * count for chance, count in chances)
 
 
-progresses = st.builds(Progress, st.integers(0, 7), st.booleans())
+progresses = st.builds(GroupProgress, st.integers(0, 7), st.booleans())
 confidences = st.floats(0.05, 0.99)
 
 
@@ -51,7 +57,7 @@ def test_begins_as_many_as_are_needed_with_this_confidence_and_no_more(need, und
             or need <= 0
         )
 
-    more = groups_to_begin(need=need, under_way=under_way, acceptance=acceptance, confidence=confidence)
+    more = groups_needed(need=need, under_way=under_way, acceptance=acceptance, confidence=confidence)
     assert suffices(more)
     assume(z >= 0)
     assert more == 0 or not suffices(more - 1) or more == 1
@@ -60,15 +66,15 @@ def test_begins_as_many_as_are_needed_with_this_confidence_and_no_more(need, und
 @given(st.integers(1, 100), st.integers(0, 100))
 def test_needs_are_met_before_more_is_begun(need, running):
     acceptance = learned(0.5)
-    first = groups_to_begin(need=need, under_way={}, acceptance=acceptance, confidence=CONFIDENCE)
+    first = groups_needed(need=need, under_way={}, acceptance=acceptance, confidence=CONFIDENCE)
     under_way = {NEW: min(running, first)} if running else {}
-    rest = groups_to_begin(need=need, under_way=under_way, acceptance=acceptance, confidence=CONFIDENCE)
+    rest = groups_needed(need=need, under_way=under_way, acceptance=acceptance, confidence=CONFIDENCE)
     assert abs(sum(under_way.values()) + rest - first) <= 1
 
 
 def test_the_confidence_is_kept():
     acceptance, draw = learned(0.4, 4_000), random.Random(2)
-    begun = groups_to_begin(need=32, under_way={}, acceptance=acceptance, confidence=0.9)
+    begun = groups_needed(need=32, under_way={}, acceptance=acceptance, confidence=0.9)
     enough = sum(sum(draw.random() < acceptance.rate for _ in range(begun)) >= 32 for _ in range(4_000))
     assert 0.86 < enough / 4_000 < 0.95
     assert begun < 1.4 * 32 / 0.4
@@ -93,18 +99,18 @@ def test_the_rate_follows_a_drift_and_a_new_epoch_makes_it_follow_faster():
 
 def test_without_evidence_the_prior_decides():
     assert AcceptanceRate(prior=0.3).rate == pytest.approx(0.3)
-    assert AcceptanceRate(prior=0.3).given(Progress(3, varied=True)) == pytest.approx(0.3)
+    assert AcceptanceRate(prior=0.3).given(GroupProgress(3, varied=True)) == pytest.approx(0.3)
 
 
 def test_what_a_group_has_shown_changes_its_worth():
     acceptance = AcceptanceRate()
-    mixed, alike = Progress(5, varied=True), Progress(5, varied=False)
+    mixed, alike = GroupProgress(5, varied=True), GroupProgress(5, varied=False)
     for turn in range(200):
         acceptance.learn(kept=bool(turn % 2), path=[mixed if turn % 2 else alike])
     assert acceptance.given(mixed) > 0.95
     assert acceptance.given(alike) < 0.05
-    few = groups_to_begin(need=10, under_way={mixed: 10}, acceptance=acceptance, confidence=0.5)
-    many = groups_to_begin(need=10, under_way={alike: 10}, acceptance=acceptance, confidence=0.5)
+    few = groups_needed(need=10, under_way={mixed: 10}, acceptance=acceptance, confidence=0.5)
+    many = groups_needed(need=10, under_way={alike: 10}, acceptance=acceptance, confidence=0.5)
     assert few <= 1 < 15 < many
 
 

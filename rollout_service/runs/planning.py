@@ -1,0 +1,97 @@
+"""How many groups a run may start now, and the rollout requests a group consists of.
+
+Guarantees: pure functions; the same run and task always give the same ids, so repeating an interrupted step has no
+further effect.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from api_schemas.rollouts import RolloutRequest
+from api_schemas.runs import RunState, Surplus
+from api_schemas.tasks import Task
+from rollout_service.groups import AdmissionState, Claim, FilterChain, groups_to_start
+from rollout_service.runs.estimates import RunEstimates
+from rollout_service.runs.task_source import TaskPosition
+from rollout_service.store.runs_contract import NewGroup, OpenGroup, RunRecord
+
+
+@dataclass(slots=True)
+class ActiveRun:
+    """A run that is being worked on."""
+
+    run: RunRecord
+    chain: FilterChain
+    estimates: RunEstimates
+    groups: Sequence[OpenGroup] = ()
+
+
+def has_surplus(run: RunRecord) -> bool:
+    """Return whether the groups under way are surplus that the run asks to cancel."""
+    return run.request.surplus is Surplus.CANCEL and run.count("ready") >= run.request.batch_size
+
+
+def claim_groups(active: ActiveRun) -> Claim:
+    """Return how many groups a run would start now."""
+    run, request = active.run, active.run.request
+    under_way = active.estimates.observe(active.groups)
+    if run.state is not RunState.RUNNING or run.exhausted or run.tasks == 0:
+        return Claim(0)
+    count = groups_to_start(_admission_state(run), under_way, active.estimates.acceptance)
+    return Claim(int(min(count, _tasks_left(run))), request.priority, request.weight)
+
+
+def _tasks_left(run: RunRecord) -> float:
+    """Return how many tasks can be taken now."""
+    if run.total is not None:
+        return run.total - run.cursor
+    source = run.request.source
+    return run.tasks - run.cursor if source.kind == "inline" and source.open else math.inf
+
+
+def _admission_state(run: RunRecord) -> AdmissionState:
+    """Return the admission state of a run; versions count from the run's first one."""
+    request = run.request
+    return AdmissionState(
+        batch_size=request.batch_size,
+        max_concurrent=request.max_concurrent,
+        max_staleness=request.max_staleness,
+        prefetch_batches=request.prefetch_batches if request.surplus is Surplus.CARRY_OVER else 0,
+        version=run.version - run.first_version,
+        running=run.count("open"),
+        ready=run.count("ready"),
+        batched=run.count("batched"),
+        acknowledged=run.count("acknowledged"),
+    )
+
+
+def new_group(run: RunRecord, position: TaskPosition, task: Task) -> NewGroup:
+    """Return the group of a task, with a rollout request for each of its samples."""
+    size = run.request.group_size
+    requests = [rollout_request(run, position.number, sample, task, 0) for sample in range(size)]
+    return NewGroup(position.number, position.epoch, requests)
+
+
+def rollout_request(run: RunRecord, number: int, sample: int, task: Task, retry: int) -> RolloutRequest:
+    """Return the rollout request for one sample of a group."""
+    request, sampling = run.request, run.request.sampling
+    if sampling.seed is not None:
+        sampling = sampling.model_copy(update={"seed": sampling.seed + sample})
+    suffix = f".{retry}" if retry else ""
+    return RolloutRequest(
+        rollout_id=f"{run.run_id}.{number}.{sample}{suffix}",
+        task=task,
+        pool=request.pool,
+        sampling=sampling,
+        limits=request.limits,
+        metadata=request.metadata,
+    )
+
+
+def retry_of(rollout_id: str) -> int:
+    """Return how often a sample was retried before this rollout of it; run ids contain no dots."""
+    parts = rollout_id.split(".")
+    return int(parts[3]) if len(parts) > 3 else 0
