@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from rollout_service.inference.contract import GenerateRequest, Generation, Sampling, new_request_id
+from rollout_service.inference.contract import GenerateRequest, Generation, SamplingOptions, new_request_id
 from rollout_service.testing.kv_cache import KVCache
 
 GROUPS, GROUP_SIZE, TURNS = 8, 8, 10
@@ -134,7 +134,7 @@ async def drive(sessions: list[Session], ask: Ask, release: Callable[[str], None
         ids = list(session.prompt)
         for turn in session.turns:
             request = GenerateRequest(
-                new_request_id(), list(ids), Sampling(max_new_tokens=turn.budget, temperature=0.0)
+                new_request_id(), list(ids), SamplingOptions(max_new_tokens=turn.budget, temperature=0.0)
             )
             number, asked = next(numbers), time.perf_counter()
             answer = await ask(session.name, request)

@@ -37,7 +37,7 @@ import anyio
 from common import HERE, Options, report, run
 
 from api_schemas.inference import PauseMode, PoolOutcome
-from rollout_service.inference.contract import GenerateRequest, Generation, Sampling, new_request_id
+from rollout_service.inference.contract import GenerateRequest, Generation, SamplingOptions, new_request_id
 from rollout_service.inference.engines.sglang.backend import SGLangBackend
 from rollout_service.inference.local_servers.sglang_cpu import DEFAULT_ENVIRONMENT, SGLangCpuServer
 from rollout_service.inference.pool.options import PoolOptions
@@ -136,7 +136,7 @@ async def roll_out(pool: BackendPool, record: Record, name: str, seed: int) -> N
         affinity = f"{name}-{conversation}"
         ids = rng.choices(VOCABULARY, k=60)
         for _ in range(5):
-            sampling = Sampling(max_new_tokens=rng.randint(20, 80), seed=rng.randrange(2**31))
+            sampling = SamplingOptions(max_new_tokens=rng.randint(20, 80), seed=rng.randrange(2**31))
             request = GenerateRequest(new_request_id(), list(ids), sampling)
             answer = await pool.generate(request, affinity=affinity)
             record.turns.append((request, answer))

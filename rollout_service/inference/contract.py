@@ -13,13 +13,13 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from api_schemas.inference import EngineKind, PauseMode
+from api_schemas.trajectories import FinishReason
 
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}(-\d{4})?")
 
@@ -29,16 +29,8 @@ def new_request_id() -> str:
     return os.urandom(16).hex()
 
 
-class FinishReason(StrEnum):
-    """Why a generation ended."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
+class SamplingOptions:
     """How to sample.
 
     Every field is sent, because an engine's own defaults (a model's top_k of 50, say) would change the
@@ -72,7 +64,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exports:
+class RequestedExtras:
     """What is wanted beside the sampled ids with their logprobs and versions; by default nothing."""
 
     top_logprobs: int = 0
@@ -89,7 +81,7 @@ class Exports:
             raise ValueError("a token's index is not negative")
 
 
-NO_EXPORTS = Exports()
+NO_EXTRAS = RequestedExtras()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +93,8 @@ class GenerateRequest:
 
     request_id: str
     input_ids: Sequence[int]
-    sampling: Sampling = field(default_factory=Sampling)
-    exports: Exports = NO_EXPORTS
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    extras: RequestedExtras = NO_EXTRAS
     known: int = 0
     """How many of the first ids were sent or sampled in an earlier turn of the conversation, and looked at then."""
 
@@ -111,10 +103,10 @@ class GenerateRequest:
             raise ValueError(f"request id {self.request_id!r} is not from new_request_id()")
         if not self.input_ids:
             raise ValueError("input_ids is empty; a prompt has at least one token")
-        exports = self.exports
-        first = max(exports.prompt_logprobs_from or 0, exports.routed_experts_from or 0)
+        extras = self.extras
+        first = max(extras.prompt_logprobs_from or 0, extras.routed_experts_from or 0)
         if first > len(self.input_ids):
-            raise ValueError(f"the prompt has {len(self.input_ids)} tokens, but exports begin at {first}")
+            raise ValueError(f"the prompt has {len(self.input_ids)} tokens, but extras begin at {first}")
 
 
 class TopLogprob(NamedTuple):
@@ -125,8 +117,8 @@ class TopLogprob(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
-    """What `Exports` asked for; None where it did not ask, or where nothing was sampled."""
+class ReturnedExtras:
+    """What `RequestedExtras` asked for; None where it did not ask, or where nothing was sampled."""
 
     top_logprobs: list[list[TopLogprob]] | None = None
     """For each sampled token the likeliest ones, best first, of the distribution that `logprobs` is of."""
@@ -138,7 +130,7 @@ class Exported:
     `routed_experts_from` on. The last sampled token has not been read and has no row."""
 
 
-NOTHING_EXPORTED = Exported()
+NOTHING_RETURNED = ReturnedExtras()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +156,7 @@ class Generation:
     """The backend that served the last attempt."""
     engine_seconds: float
     """Seconds spent waiting for engines, summed over the attempts."""
-    exported: Exported = NOTHING_EXPORTED
+    extras: ReturnedExtras = NOTHING_RETURNED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,8 +173,8 @@ class ModelInfo:
     """Layers and experts per token of a mixture of experts; None for other models, and where the model folder is not
     readable from here."""
     kind: EngineKind = EngineKind.SGLANG
-    exports: frozenset[str] = frozenset()
-    """What it was found to give of `Exports`, when it was registered."""
+    extras: frozenset[str] = frozenset()
+    """What it was found to give of `RequestedExtras`, when it was registered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

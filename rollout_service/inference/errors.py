@@ -4,7 +4,7 @@ InferenceError
 ├── BackendUnreachable      no answer, a broken connection, or a 5xx: the engine did not serve the request
 ├── BackendRejected         a 4xx: the engine refused this request and would refuse it again
 │   ├── PromptTooLong       ... because the prompt and its budget do not fit the context
-│   └── ExportUnsupported   ... because it does not give what was asked for beside ids and logprobs
+│   └── ExtraUnsupported   ... because it does not give what was asked for beside ids and logprobs
 ├── BackendProtocolError    an answer that cannot be trusted: missing logprobs, wrong counts, no JSON
 ├── NoBackendError          the pool has nothing that could serve the request
 ├── UnknownBackend          no backend of that id is registered
@@ -71,7 +71,7 @@ class PromptTooLong(BackendRejected):
     code = "prompt_too_long"
 
 
-class ExportUnsupported(BackendRejected):
+class ExtraUnsupported(BackendRejected):
     """The engine does not give top-k logprobs, prompt logprobs or routed experts, which were asked for."""
 
     code = "export_unsupported"

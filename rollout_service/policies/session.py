@@ -14,14 +14,13 @@ from typing import Protocol
 import anyio.to_thread
 
 from api_schemas.rollouts import Exports, Sampling, Usage
-from api_schemas.trajectories import FinishReason, ForkReason, Message, Trajectory
+from api_schemas.trajectories import ForkReason, Message, Trajectory
 from rollout_service.agents.errors import ContextFullError
 from rollout_service.environments.contract import PolicyTurn
 from rollout_service.inference import contract as inference
 from rollout_service.inference.errors import PromptTooLong
 from rollout_service.tokens import AssistantTurn, Conversation
 
-_FINISH = {reason: FinishReason(reason.value) for reason in inference.FinishReason}
 INLINE_CHARS = 4_096
 """Above this many characters a prompt is rendered in a thread: 4 ms of work at most stay on the event loop, against
 0.13 ms for the way to a thread and back."""
@@ -62,7 +61,7 @@ class PolicySession:
         self._usage = Usage()
         self._engine_seconds = 0.0
         self._kept_kv: frozenset[int] = frozenset()
-        self._last_sampling: inference.Sampling | None = None
+        self._last_sampling: inference.SamplingOptions | None = None
 
     async def respond(self, new_messages: list[Message], *, max_tokens: int) -> PolicyTurn:
         """Continue the conversation by these messages and sample one turn of at most `max_tokens` tokens.
@@ -83,8 +82,8 @@ class PolicySession:
             generation.output_ids,
             generation.logprobs,
             generation.versions,
-            _FINISH[generation.finish_reason],
-            generation.exported if generation.exported is not inference.NOTHING_EXPORTED else None,
+            generation.finish_reason,
+            generation.extras if generation.extras is not inference.NOTHING_RETURNED else None,
         )
         malformed = sum([call.error is not None for call in turn.tool_calls])
         self._count(turn, generation, malformed)
@@ -132,8 +131,8 @@ class PolicySession:
             inference.new_request_id(),
             prompt,
             self._engine_sampling(budget),
-            self._engine_exports(),
-            self._conversation.unread(),
+            self._engine_extras(),
+            self._conversation.recorded_length(),
         )
         started = time.perf_counter()
         try:
@@ -143,22 +142,22 @@ class PolicySession:
         finally:
             self._engine_seconds += time.perf_counter() - started
 
-    def _engine_exports(self) -> inference.Exports:
+    def _engine_extras(self) -> inference.RequestedExtras:
         """What the segment lacks of what was ordered."""
         ordered = self._exports
         if not (ordered.top_logprobs or ordered.prompt_logprobs or ordered.routed_experts):
-            return inference.NO_EXPORTS
-        return inference.Exports(
+            return inference.NO_EXTRAS
+        return inference.RequestedExtras(
             top_logprobs=ordered.top_logprobs,
-            prompt_logprobs_from=self._conversation.unread() if ordered.prompt_logprobs else None,
-            routed_experts_from=self._conversation.unrouted() if ordered.routed_experts else None,
+            prompt_logprobs_from=self._conversation.recorded_length() if ordered.prompt_logprobs else None,
+            routed_experts_from=self._conversation.routed_length() if ordered.routed_experts else None,
         )
 
-    def _engine_sampling(self, budget: int) -> inference.Sampling:
+    def _engine_sampling(self, budget: int) -> inference.SamplingOptions:
         """The same from turn to turn, until the tokens run short."""
         if self._last_sampling is not None and self._last_sampling.max_new_tokens == budget:
             return self._last_sampling
-        self._last_sampling = inference.Sampling(
+        self._last_sampling = inference.SamplingOptions(
             max_new_tokens=budget,
             temperature=self._sampling.temperature,
             top_p=self._sampling.top_p,

@@ -51,9 +51,9 @@ class Fault(StrEnum):
     """A sampled id is outside the vocabulary."""
     BAD_LOGPROB = "bad_logprob"
     """A logprob is null, as servers write one that is not a number."""
-    NO_EXPORTS = "no_exports"
+    NO_EXTRAS = "no_extras"
     """What was asked for beside ids and logprobs is left out."""
-    SHORT_EXPORTS = "short_exports"
+    SHORT_EXTRAS = "short_extras"
     """One entry of it is missing."""
     QUEUE_ABORT = "queue_abort"
     """The answer is an abort without tokens, logprobs and counts, as SGLang's for a request in its queue."""
@@ -284,7 +284,7 @@ class ScriptedEngine:
             "cached_tokens": turn.cached_tokens,
             "weight_version": self.version,
             "output_token_logprobs": logprobs,
-        } | self._exports(turn, fault)
+        } | self._extras(turn, fault)
         if fault is Fault.NO_LOGPROBS:
             del meta["output_token_logprobs"]
         if turn.spans:
@@ -307,25 +307,25 @@ class ScriptedEngine:
             pairs[-1] = (None, pairs[-1][1])
         return pairs[:-1] if fault is Fault.SHORT_LOGPROBS else pairs
 
-    def _exports(self, turn: Turn, fault: Fault | None) -> dict[str, Any]:
-        if fault is Fault.NO_EXPORTS:
+    def _extras(self, turn: Turn, fault: Fault | None) -> dict[str, Any]:
+        if fault is Fault.NO_EXTRAS:
             return {}
-        asked, less = turn.asked, int(fault is Fault.SHORT_EXPORTS)
-        exports: dict[str, Any] = {}
+        asked, less = turn.asked, int(fault is Fault.SHORT_EXTRAS)
+        extras: dict[str, Any] = {}
         if asked.top_logprobs:
             rows = [likeliest(id_, asked.top_logprobs, self._vocab_size) for id_ in turn.sampled]
-            exports["output_top_logprobs"] = [
+            extras["output_top_logprobs"] = [
                 [[value, id_, None] for id_, value in row] for row in rows[: len(rows) - less]
             ]
         if (first := asked.prompt_logprobs_from) is not None:
             values = [None, *(prompt_logprob(position) for position in range(first + 1, len(asked.ids)))]
             pairs = [[value, id_, None] for value, id_ in zip(values, asked.ids[first:], strict=True)]
-            exports["input_token_logprobs"] = pairs[: len(pairs) - less]
+            extras["input_token_logprobs"] = pairs[: len(pairs) - less]
         if (first := asked.routed_experts_from) is not None and self._routing:
             rows_wanted = turn.prompt_tokens + turn.done - 1 - first - less
             flat = np.array(list(experts(first, rows_wanted, self._routing)), "<i4")
-            exports["routed_experts"] = base64.b64encode(flat.tobytes()).decode()
-        return exports
+            extras["routed_experts"] = base64.b64encode(flat.tobytes()).decode()
+        return extras
 
     async def _break(self, fault: Fault | None, request: web.BaseRequest) -> web.StreamResponse:
         if fault is Fault.HANG:

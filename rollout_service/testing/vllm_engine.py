@@ -131,21 +131,21 @@ class ScriptedVllm(ScriptedEngine):
             "stop_reason": reason.get("matched"),
             "logprobs": None if fault is Fault.NO_LOGPROBS else {"content": self._content(turn, fault)},
             "weight_versions": turn.version_spans(self.version),
-            "routed_experts": None if fault is Fault.NO_EXPORTS else self._routed(turn, fault),
+            "routed_experts": None if fault is Fault.NO_EXTRAS else self._routed(turn, fault),
         }
         return json_answer(
             {
                 "request_id": _ID_PREFIX + turn.rid,
                 "choices": [choice],
                 "usage": usage | {"prompt_tokens_details": details},
-                "prompt_logprobs": None if fault is Fault.NO_EXPORTS else _prompt(turn, fault),
+                "prompt_logprobs": None if fault is Fault.NO_EXTRAS else _prompt(turn, fault),
             }
         )
 
     def _content(self, turn: Turn, fault: Fault | None) -> list[dict[str, Any]]:
         content = []
         for value, token in self._logprobs(turn, fault):
-            less = int(fault is Fault.SHORT_EXPORTS)
+            less = int(fault is Fault.SHORT_EXTRAS)
             count = max(turn.asked.top_logprobs, 1) - less
             rows = likeliest(token, count, self._vocab_size)
             content.append(
@@ -161,7 +161,7 @@ class ScriptedVllm(ScriptedEngine):
         first = turn.asked.routed_experts_from
         if self._routing is None or first is None or not turn.done:
             return None
-        rows = turn.prompt_tokens + turn.done - 1 - first - int(fault is Fault.SHORT_EXPORTS)
+        rows = turn.prompt_tokens + turn.done - 1 - first - int(fault is Fault.SHORT_EXTRAS)
         array = np.array(list(experts(first, rows, self._routing)), np.uint8).reshape(-1, *self._routing)
         file = io.BytesIO()
         np.save(file, array)
@@ -233,4 +233,4 @@ def _prompt(turn: Turn, fault: Fault | None) -> list[dict[str, Any] | None] | No
     if turn.asked.prompt_logprobs_from is None:
         return None
     rows = [{str(id_): {"logprob": prompt_logprob(i + 1)}} for i, id_ in enumerate(ids[1:])]
-    return [None, *rows][: len(ids) - int(fault is Fault.SHORT_EXPORTS)]
+    return [None, *rows][: len(ids) - int(fault is Fault.SHORT_EXTRAS)]

@@ -14,7 +14,7 @@ from math import isfinite
 
 from api_schemas.trajectories import FinishReason, ForkReason, Message, ToolCall, Trajectory
 from rollout_service.tokens.errors import ConversationStateError, RecordError
-from rollout_service.tokens.extras import TurnExports
+from rollout_service.tokens.extras import TurnExtras
 from rollout_service.tokens.renderer import ChatRenderer, ParsedTurn, ToolSpec
 from rollout_service.tokens.trajectory import GrowingSegment, shared_length
 
@@ -118,13 +118,13 @@ class Conversation:
             self._pending = self._next_prompt()
         return list(self._pending[0])
 
-    def unread(self) -> int:
+    def recorded_length(self) -> int:
         """How many tokens of `prompt()` are in its segment already; 0 where it begins one."""
         return len(self._segments[-1].token_ids) if self._extends else 0
 
-    def unrouted(self) -> int:
+    def routed_length(self) -> int:
         """How many tokens of `prompt()` the segment has experts of already."""
-        return self._segments[-1].exports.routed if self._extends else 0
+        return self._segments[-1].extras.routed if self._extends else 0
 
     @property
     def _extends(self) -> bool:
@@ -136,10 +136,10 @@ class Conversation:
         logprobs: Sequence[float],
         versions: Sequence[int],
         finish_reason: FinishReason,
-        exported: TurnExports | None = None,
+        extras: TurnExtras | None = None,
     ) -> AssistantTurn:
         """Take the engine's answer to `prompt()`: three lists of equal length, one entry a sampled token; and what
-        it gave beside them, from `unread()` and `unrouted()` on.
+        it gave beside them, from `recorded_length()` and `routed_length()` on.
 
         Raises:
             ConversationStateError: no prompt was asked for.
@@ -153,9 +153,9 @@ class Conversation:
         turn_id = len(self._turns)
         is_new = fork_reason is not None
         segment = self._new_segment(fork_reason, prompt) if fork_reason is not None else self._segments[-1]
-        if exported is not None:
+        if extras is not None:
             sizes = {"before": len(segment.token_ids), "prompt": len(prompt), "sampled": len(output)}
-            segment.exports.add_turn(exported, **sizes)
+            segment.extras.add_turn(extras, **sizes)
         if is_new:
             self._segments.append(segment)
             self._refused = self._refused or fork_reason is ForkReason.BRIDGE_REFUSED

@@ -1,4 +1,4 @@
-"""Texts of messages are spelt out, so that none of them becomes a control token.
+"""Texts of messages are escaped, so that none of them becomes a control token.
 
 A chat format joins its own control tokens with the texts of messages, and most do so before the text is cut into
 tokens: a tool's output that holds `<|im_end|>` would end its own turn. Here a mark is put inside whatever
@@ -20,7 +20,7 @@ MARK = "\ufdd0"
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-class Spelling:
+class SpecialTokenEscaper:
     """Finds the control tokens of one tokenizer in texts."""
 
     def __init__(self, tokens: Iterable[str], normalize: Callable[[str], str] | None = None) -> None:
@@ -39,7 +39,7 @@ class Spelling:
         self._any_first = re.compile("|".join(map(re.escape, sorted(self._firsts))) or "(?!)")
         self._normalize = normalize
 
-    def spell(self, text: str) -> str:
+    def escape(self, text: str) -> str:
         """The text with a mark inside each control token, and at its end if it could become one there."""
         text = text.replace(MARK, _REPLACEMENT)
         if self._normalize is None and self._any_first.search(text) is None:
@@ -51,17 +51,17 @@ class Spelling:
             if len(found) != len(starts):  # normalizing made a token of what was none, as of full-width signs
                 text, starts = normal, found
         cuts = [0, *(start + 1 for start in starts), len(text)]
-        spelt = MARK.join(text[begin:end] for begin, end in pairwise(cuts))
-        return spelt + MARK if self._may_go_on(text) else spelt
+        escaped = MARK.join(text[begin:end] for begin, end in pairwise(cuts))
+        return escaped + MARK if self._may_go_on(text) else escaped
 
-    def spell_all(self, value: Any) -> Any:
+    def escape_all(self, value: Any) -> Any:
         """The same for every text inside a JSON value."""
         if isinstance(value, str):
-            return self.spell(value)
+            return self.escape(value)
         if isinstance(value, list):
-            return [self.spell_all(item) for item in value]
+            return [self.escape_all(item) for item in value]
         if isinstance(value, dict):
-            return {self.spell_all(key): self.spell_all(item) for key, item in value.items()}
+            return {self.escape_all(key): self.escape_all(item) for key, item in value.items()}
         return value
 
     def _starts(self, text: str) -> list[int]:

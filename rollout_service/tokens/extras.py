@@ -21,8 +21,8 @@ _Name = Literal["uint8", "uint16", "int32"]
 _DTYPES: tuple[tuple[_Name, str], ...] = (("uint8", "u1"), ("uint16", "<u2"), ("int32", "<i4"))
 
 
-class TurnExports(Protocol):
-    """What came with one turn, as `inference.contract.Exported` has it; None for what was not asked for."""
+class TurnExtras(Protocol):
+    """What came with one turn, as `inference.contract.ReturnedExtras` has it; None for what was not asked for."""
 
     @property
     def top_logprobs(self) -> Sequence[Sequence[tuple[int, float]]] | None:
@@ -38,8 +38,8 @@ class TurnExports(Protocol):
 
 
 @dataclass(slots=True)
-class GrowingExports:
-    """The exports of a segment to which turns are added."""
+class GrowingExtras:
+    """The extras of a segment to which turns are added."""
 
     top_ids: list[list[int]] | None = None
     top_logprobs: list[list[float]] | None = None
@@ -51,7 +51,7 @@ class GrowingExports:
         """How many tokens it has experts of."""
         return sum(len(part) for part in self._experts)
 
-    def add_turn(self, turn: TurnExports, *, before: int, prompt: int, sampled: int) -> None:
+    def add_turn(self, turn: TurnExtras, *, before: int, prompt: int, sampled: int) -> None:
         """Take what came with a turn: `before` tokens were in the segment, the prompt has `prompt` tokens.
 
         Raises:
@@ -82,7 +82,7 @@ class GrowingExports:
         data = base64.b64encode(values.astype(code).tobytes()).decode()
         return RoutedExperts.model_construct(shape=list(values.shape), dtype=name, data=data)
 
-    def _check(self, turn: TurnExports, *, before: int, prompt: int, sampled: int) -> None:
+    def _check(self, turn: TurnExtras, *, before: int, prompt: int, sampled: int) -> None:
         lengths = (
             ("top_logprobs", turn.top_logprobs, sampled),
             ("prompt_logprobs", turn.prompt_logprobs, prompt - before),

@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 from api_schemas.trajectories import Message, ToolCall
 from rollout_service.tokens import template_bridge
 from rollout_service.tokens.errors import RendererMismatchError, RenderError, UnknownRendererError
-from rollout_service.tokens.escaping import Spelling
+from rollout_service.tokens.escaping import SpecialTokenEscaper
 from rollout_service.tokens.tokenizer import (
     ChatTokenizer,
     TransformersTokenizer,
@@ -90,9 +90,9 @@ class ChatRenderer:
         self._backend = backend
         self._tokenizer = tokenizer
         self._stop = frozenset(self.stop_token_ids)
-        spelt = name not in _OWN_ENCODERS
-        self._spelling = tokenizer.spelling() if spelt else Spelling(())
-        self._system_spelling = tokenizer.spelling(special_only=True) if spelt else Spelling(())
+        escaped = name not in _OWN_ENCODERS
+        self._escaper = tokenizer.escaper() if escaped else SpecialTokenEscaper(())
+        self._system_escaper = tokenizer.escaper(special_only=True) if escaped else SpecialTokenEscaper(())
 
     @property
     def rereads_history(self) -> bool:
@@ -214,7 +214,7 @@ class ChatRenderer:
         return ParsedTurn(parsed.content, parsed.reasoning_content, tuple(calls.values()), closed)
 
     def _wire(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        system, other = self._system_spelling, self._spelling
+        system, other = self._system_escaper, self._escaper
         try:
             return [
                 _to_wire(message, system if message.role in ("system", "developer") else other)
@@ -330,8 +330,8 @@ def _ends_of_turn(path: str) -> list[int]:
     return [ids] if isinstance(ids, int) else list(ids)
 
 
-def _to_wire(message: Message, spelling: Spelling) -> dict[str, Any]:
-    """A message as the library takes it, spelt out: the OpenAI chat format."""
+def _to_wire(message: Message, escaper: SpecialTokenEscaper) -> dict[str, Any]:
+    """A message as the library takes it, escaped: the OpenAI chat format."""
     # Few formats know developers; the others would leave their messages out.
     role = "system" if message.role == "developer" else message.role
     wire: dict[str, Any] = {"content": message.content}
@@ -344,7 +344,7 @@ def _to_wire(message: Message, spelling: Spelling) -> dict[str, Any]:
     if message.tool_calls:
         wire["content"], wire["tool_calls"] = _split_calls(message)
     for name, value in wire.items():
-        wire[name] = spelling.spell(value) if isinstance(value, str) else spelling.spell_all(value)
+        wire[name] = escaper.escape(value) if isinstance(value, str) else escaper.escape_all(value)
     wire["role"] = role
     return wire
 

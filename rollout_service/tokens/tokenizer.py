@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import tokenizers
 
 from rollout_service.tokens.errors import TokenizerNotFoundError
-from rollout_service.tokens.escaping import MARK, Spelling, pieces
+from rollout_service.tokens.escaping import MARK, SpecialTokenEscaper, pieces
 
 _CACHED_TEXTS = 512
 _CACHED_CHARACTERS = 8192  # with the line above: some 10 MB at most
@@ -30,14 +30,14 @@ class ChatTokenizer(Protocol):
     def __len__(self) -> int: ...
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """The ids of a text. Its marks cut it (see `spelling`), and have no ids."""
+        """The ids of a text. Its marks cut it (see `escaping`), and have no ids."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of ids; bytes that are not valid UTF-8 become U+FFFD."""
         ...
 
-    def spelling(self, *, special_only: bool = False) -> Spelling:
+    def escaper(self, *, special_only: bool = False) -> SpecialTokenEscaper:
         """What keeps texts from becoming added tokens: all of them, or those that are marked as special."""
         ...
 
@@ -89,11 +89,11 @@ class FastTokenizer:
             raise ValueError("character offsets are not recovered from decoded texts")
         return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
-    def spelling(self, *, special_only: bool = False) -> Spelling:
+    def escaper(self, *, special_only: bool = False) -> SpecialTokenEscaper:
         """What keeps texts from becoming added tokens: all of them, or those that are marked as special."""
         added = self._backend.get_added_tokens_decoder().values()
         normalizer = self._backend.normalizer
-        return Spelling(
+        return SpecialTokenEscaper(
             (token.content for token in added if token.special or not special_only),
             normalizer.normalize_str if normalizer is not None else None,
         )
@@ -146,12 +146,12 @@ class TransformersTokenizer:
         """The id of a token, `unk_token_id` when the vocabulary lacks it."""
         return self._inner.convert_tokens_to_ids(token)
 
-    def spelling(self, *, special_only: bool = False) -> Spelling:
+    def escaper(self, *, special_only: bool = False) -> SpecialTokenEscaper:
         """What keeps texts from becoming added tokens: all of them, or those that are marked as special."""
         if self._fast is not None:
-            return self._fast.spelling(special_only=special_only)
+            return self._fast.escaper(special_only=special_only)
         added = self._inner.added_tokens_decoder.values()
-        return Spelling(token.content for token in added if token.special or not special_only)
+        return SpecialTokenEscaper(token.content for token in added if token.special or not special_only)
 
     def template_text(self, messages: Sequence[Any], **options: Any) -> str:
         """A conversation as the model's template writes it.

@@ -14,7 +14,7 @@ from math import isfinite
 
 from api_schemas.trajectories import ForkReason, Segment, Trajectory
 from rollout_service.tokens.errors import InvariantError
-from rollout_service.tokens.extras import GrowingExports
+from rollout_service.tokens.extras import GrowingExtras
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class GrowingSegment:
     logprobs: array[float] = field(default_factory=lambda: array("d"))
     versions: array[int] = field(default_factory=lambda: array("q"))
     turn_ids: array[int] = field(default_factory=lambda: array("i"))
-    exports: GrowingExports = field(default_factory=GrowingExports)
+    extras: GrowingExtras = field(default_factory=GrowingExtras)
 
     def add_context(self, ids: Sequence[int]) -> None:
         """Add tokens that the policy reads and did not sample here."""
@@ -71,10 +71,10 @@ class GrowingSegment:
             fork_reason=self.fork_reason,
             parent=self.parent,
             shared_prefix=self.shared_prefix,
-            top_ids=self.exports.top_ids,
-            top_logprobs=self.exports.top_logprobs,
-            prompt_logprobs=self.exports.prompt_logprobs,
-            routed_experts=self.exports.routed_experts(),
+            top_ids=self.extras.top_ids,
+            top_logprobs=self.extras.top_logprobs,
+            prompt_logprobs=self.extras.prompt_logprobs,
+            routed_experts=self.extras.routed_experts(),
         )
 
 

@@ -11,11 +11,11 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 
 from rollout_service.inference.contract import (
-    Exports,
     GenerateRequest,
     Generation,
     ModelInfo,
-    Sampling,
+    RequestedExtras,
+    SamplingOptions,
     new_request_id,
 )
 from rollout_service.inference.engines.embedded.process import EmbeddedEngine
@@ -51,20 +51,20 @@ class EngineUnderTest:
         return isinstance(self.backend, VllmBackend)
 
     def request(
-        self, prompt: Sequence[int], exports: Exports | None = None, **sampling: Any
+        self, prompt: Sequence[int], extras: RequestedExtras | None = None, **sampling: Any
     ) -> GenerateRequest:
         """Greedy unless told otherwise."""
-        settings = Sampling(**{"temperature": 0.0, **sampling})
-        return GenerateRequest(new_request_id(), prompt, settings, exports or Exports())
+        settings = SamplingOptions(**{"temperature": 0.0, **sampling})
+        return GenerateRequest(new_request_id(), prompt, settings, extras or RequestedExtras())
 
     def cached(self, tokens: int) -> int:
         """How many of so many tokens that it has read it can have kept."""
         return tokens // self.cache_block * self.cache_block
 
     async def generate(
-        self, prompt: Sequence[int], exports: Exports | None = None, **sampling: Any
+        self, prompt: Sequence[int], extras: RequestedExtras | None = None, **sampling: Any
     ) -> Generation:
-        return await self.backend.generate(self.request(prompt, exports, **sampling))
+        return await self.backend.generate(self.request(prompt, extras, **sampling))
 
     @asynccontextmanager
     async def running(self, request: GenerateRequest) -> AsyncIterator[list[Generation]]:

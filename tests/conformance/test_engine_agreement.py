@@ -10,7 +10,7 @@ import aiohttp
 import anyio
 import pytest
 
-from rollout_service.inference.contract import GenerateRequest, Sampling, new_request_id
+from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.inference.engines.sglang.backend import SGLangBackend
 from rollout_service.inference.local_servers.sglang_cpu import DEFAULT_ENVIRONMENT
 
@@ -21,10 +21,10 @@ RECOMPUTE = Path(__file__).parents[1] / "support" / "recompute_logprobs.py"
 ENGINES_TOLERANCE = 1e-4
 TRANSFORMERS_TOLERANCE = 1e-4
 SAMPLINGS = [
-    Sampling(max_new_tokens=24, temperature=1.0),
-    Sampling(max_new_tokens=24, temperature=0.6),
-    Sampling(max_new_tokens=24, temperature=1.3, top_p=0.9, top_k=20),
-    Sampling(max_new_tokens=24, temperature=0.0),
+    SamplingOptions(max_new_tokens=24, temperature=1.0),
+    SamplingOptions(max_new_tokens=24, temperature=0.6),
+    SamplingOptions(max_new_tokens=24, temperature=1.3, top_p=0.9, top_k=20),
+    SamplingOptions(max_new_tokens=24, temperature=0.0),
 ]
 
 

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from api_schemas.inference import PauseMode
-from rollout_service.inference.contract import FinishReason
+from api_schemas.trajectories import FinishReason
 from rollout_service.inference.engines.sglang.wire import generate_body
 from rollout_service.inference.errors import BackendRejected, PromptTooLong
 from rollout_service.inference.pool.continuation import Continuation

@@ -10,7 +10,12 @@ import anyio.to_thread
 import numpy as np
 import pytest
 
-from rollout_service.inference.contract import Exports, GenerateRequest, Sampling, new_request_id
+from rollout_service.inference.contract import (
+    GenerateRequest,
+    RequestedExtras,
+    SamplingOptions,
+    new_request_id,
+)
 from rollout_service.inference.engines.sglang.backend import SGLangBackend
 from rollout_service.inference.local_servers.sglang_cpu import DEFAULT_ENVIRONMENT, SGLangCpuServer
 from rollout_service.inference.pool.continuation import Continuation
@@ -42,8 +47,8 @@ def routed_by_transformers(model, ids):
 
 
 def request(prompt, first, budget):
-    sampling = Sampling(max_new_tokens=budget, temperature=0.0)
-    return GenerateRequest(new_request_id(), prompt, sampling, Exports(routed_experts_from=first))
+    sampling = SamplingOptions(max_new_tokens=budget, temperature=0.0)
+    return GenerateRequest(new_request_id(), prompt, sampling, RequestedExtras(routed_experts_from=first))
 
 
 async def interrupted(backend, asked):
@@ -74,11 +79,11 @@ async def test_the_experts_are_those_that_transformers_routes_to(tmp_path):
     model = write_random_checkpoint(tmp_path / "model", MIXTURE, seed=4, dtype="F32")
     async with SGLangCpuServer(model, routed_experts=True) as server, closing(server.url) as backend:
         info = await check_backend(backend, seconds=60)
-        assert (info.routing_shape, "routed_experts" in info.exports) == ((3, 2), True)
+        assert (info.routing_shape, "routed_experts" in info.extras) == ((3, 2), True)
         first = await interrupted(backend, request(PROMPT, 0, LONG))
         first_turn = [*PROMPT, *first.output_ids]
         second = await backend.generate(request([*first_turn, 5, 6], len(first_turn) - 1, 8))
     ids = [*first_turn, 5, 6, *second.output_ids]
-    experts = np.concatenate([first.exported.routed_experts, second.exported.routed_experts])
+    experts = np.concatenate([first.extras.routed_experts, second.extras.routed_experts])
     expected = await anyio.to_thread.run_sync(routed_by_transformers, model, ids)
     np.testing.assert_array_equal(np.sort(experts, axis=-1), expected[:-1])

@@ -10,7 +10,7 @@ import anyio.to_thread
 import pytest
 
 from api_schemas.inference import PauseMode
-from rollout_service.inference.contract import GenerateRequest, Sampling, new_request_id
+from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.inference.engines.vllm.backend import VllmBackend
 from rollout_service.inference.errors import BackendRejected
 from rollout_service.inference.local_servers.vllm_cpu import DEFAULT_ENVIRONMENT
@@ -24,7 +24,7 @@ pytestmark = [
 
 RECOMPUTE = Path(__file__).parents[1] / "support" / "recompute_logprobs.py"
 TOLERANCE = 1e-4
-SAMPLINGS = [Sampling(max_new_tokens=24, temperature=each) for each in (1.0, 0.6, 1.3, 0.0)]
+SAMPLINGS = [SamplingOptions(max_new_tokens=24, temperature=each) for each in (1.0, 0.6, 1.3, 0.0)]
 
 
 def some_requests(seed):
@@ -102,7 +102,9 @@ async def test_each_token_is_of_the_weights_that_its_version_names(backend, unti
     async def generate():
         parts.append(
             await backend.generate(
-                GenerateRequest(new_request_id(), prompt, Sampling(max_new_tokens=1500, temperature=1.0))
+                GenerateRequest(
+                    new_request_id(), prompt, SamplingOptions(max_new_tokens=1500, temperature=1.0)
+                )
             )
         )
 
@@ -115,7 +117,7 @@ async def test_each_token_is_of_the_weights_that_its_version_names(backend, unti
     await backend.resume()
     (first,) = parts
     resumed = GenerateRequest(
-        new_request_id(), [*prompt, *first.output_ids], Sampling(max_new_tokens=30, temperature=1.0)
+        new_request_id(), [*prompt, *first.output_ids], SamplingOptions(max_new_tokens=30, temperature=1.0)
     )
     second = await backend.generate(resumed)
     assert set(first.versions) <= {1}

@@ -309,7 +309,7 @@ async def escalation_of_roles(target: Target) -> None:
 
 @check
 async def escalation_by_the_path(target: Target) -> None:
-    """No spelling of a path makes it one for another role."""
+    """No escaper of a path makes it one for another role."""
     for path in (
         "/v1/rollouts/../weights",
         "/v1/rollouts/%2e%2e/weights",

@@ -18,11 +18,11 @@ _EXPERTS_A_TOKEN = 128 * 16
 
 def generation_bytes(request: GenerateRequest, info: ModelInfo | None) -> int:
     """Return how many bytes the answer to a request may take."""
-    sampled, prompt, exports = request.sampling.max_new_tokens, len(request.input_ids), request.exports
-    size = _BASE_BYTES + sampled * (_TOKEN_BYTES + exports.top_logprobs * _CANDIDATE_BYTES)
-    if exports.prompt_logprobs_from is not None:
-        size += prompt * (_TOKEN_BYTES + exports.top_logprobs * _CANDIDATE_BYTES)
-    if exports.routed_experts_from is not None:
+    sampled, prompt, extras = request.sampling.max_new_tokens, len(request.input_ids), request.extras
+    size = _BASE_BYTES + sampled * (_TOKEN_BYTES + extras.top_logprobs * _CANDIDATE_BYTES)
+    if extras.prompt_logprobs_from is not None:
+        size += prompt * (_TOKEN_BYTES + extras.top_logprobs * _CANDIDATE_BYTES)
+    if extras.routed_experts_from is not None:
         shape = info.routing_shape if info is not None else None
         size += (prompt + sampled) * (shape[0] * shape[1] if shape else _EXPERTS_A_TOKEN) * _EXPERT_BYTES
     return min(size, CEILING_BYTES)

@@ -1,7 +1,7 @@
 """What trainers may want of an engine beside ids, logprobs and versions, in the terms of the wire formats.
 
 Guarantees: what was asked for comes in full, one entry for each token it is of, or the answer is refused: with
-`ExportUnsupported` where the engine leaves it out altogether, with `BackendProtocolError` where it is wrong.
+`ExtraUnsupported` where the engine leaves it out altogether, with `BackendProtocolError` where it is wrong.
 """
 
 import base64
@@ -12,11 +12,11 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_service.inference.contract import NO_EXPORTS, Exports, GenerateRequest
-from rollout_service.inference.errors import BackendProtocolError, ExportUnsupported
+from rollout_service.inference.contract import NO_EXTRAS, GenerateRequest, RequestedExtras
+from rollout_service.inference.errors import BackendProtocolError, ExtraUnsupported
 
 
-class Export(StrEnum):
+class ExtraKind(StrEnum):
     """One kind of export."""
 
     TOP_LOGPROBS = "top_logprobs"
@@ -24,28 +24,28 @@ class Export(StrEnum):
     ROUTED_EXPERTS = "routed_experts"
 
 
-def wanted(exports: Exports) -> frozenset[Export]:
+def wanted(extras: RequestedExtras) -> frozenset[ExtraKind]:
     """The kinds that are asked for."""
-    if exports == NO_EXPORTS:  # as of most requests
+    if extras == NO_EXTRAS:  # as of most requests
         return frozenset()
     kinds = {
-        Export.TOP_LOGPROBS: exports.top_logprobs > 0,
-        Export.PROMPT_LOGPROBS: exports.prompt_logprobs_from is not None,
-        Export.ROUTED_EXPERTS: exports.routed_experts_from is not None,
+        ExtraKind.TOP_LOGPROBS: extras.top_logprobs > 0,
+        ExtraKind.PROMPT_LOGPROBS: extras.prompt_logprobs_from is not None,
+        ExtraKind.ROUTED_EXPERTS: extras.routed_experts_from is not None,
     }
     return frozenset(kind for kind, is_wanted in kinds.items() if is_wanted)
 
 
-def unsupported(kind: Export, *, hint: str, backend_id: str = "") -> ExportUnsupported:
+def unsupported(kind: ExtraKind, *, hint: str, backend_id: str = "") -> ExtraUnsupported:
     """The error of an engine that does not give a kind of export."""
-    return ExportUnsupported(
+    return ExtraUnsupported(
         f"does not give {kind.value}", hint=hint, backend_id=backend_id, context={"export": kind.value}
     )
 
 
 def routed_rows(request: GenerateRequest, sampled: int) -> int:
     """How many tokens' experts an answer with `sampled` tokens has."""
-    return len(request.input_ids) + sampled - 1 - (request.exports.routed_experts_from or 0)
+    return len(request.input_ids) + sampled - 1 - (request.extras.routed_experts_from or 0)
 
 
 def flat_experts(encoded: object, rows: int, shape: tuple[int, int]) -> NDArray[np.int32]:

@@ -10,7 +10,7 @@ from api_schemas.inference import BackendState, BackendView
 from rollout_service.inference.contract import Backend, GenerateRequest, Generation, ModelInfo
 from rollout_service.inference.errors import BackendUnreachable
 from rollout_service.inference.pool.locality import is_local
-from rollout_service.inference.pool.probe import refuse_missing_exports
+from rollout_service.inference.pool.probe import refuse_missing_extras
 
 _SMALLEST_SHARE = 0.1
 _CLOSE_SECONDS = 5.0
@@ -68,7 +68,7 @@ class BackendHandle:
         """Call the backend; a call that is open when the backend leaves service ends with
         BackendUnreachable.
         """
-        refuse_missing_exports(request.exports, self.info, self.id)
+        refuse_missing_extras(request.extras, self.info, self.id)
         self.in_flight += 1
         scope = anyio.CancelScope()
         self._calls[scope] = self.clock()
@@ -143,7 +143,7 @@ class BackendHandle:
             tokenizer_path=self.info.tokenizer_path,
             weight_version=self.info.weight_version,
             context_length=self.info.context_length,
-            exports=sorted(self.info.exports),
+            exports=sorted(self.info.extras),
             in_flight=self.in_flight,
             served=self.served,
             failures=self.failures,

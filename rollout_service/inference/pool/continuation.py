@@ -8,8 +8,9 @@ has the tokens of N.
 
 from dataclasses import dataclass, field, replace
 
-from rollout_service.inference.contract import FinishReason, GenerateRequest, Generation
-from rollout_service.inference.pool.merge_extras import MergedExports
+from api_schemas.trajectories import FinishReason
+from rollout_service.inference.contract import GenerateRequest, Generation
+from rollout_service.inference.pool.merge_extras import MergedExtras
 
 _MAX_ATTEMPTS = 10_000  # what the attempt suffix of a request id can count
 
@@ -26,10 +27,10 @@ class Continuation:
     engine_seconds: float = 0.0
     _cached_tokens: int | None = None
     _exposed: set[int] = field(default_factory=set)
-    _exports: MergedExports = field(init=False)
+    _extras: MergedExtras = field(init=False)
 
     def __post_init__(self) -> None:
-        self._exports = MergedExports(self.request.exports)
+        self._extras = MergedExtras(self.request.extras)
 
     def next_request(self) -> GenerateRequest:
         """The request for what is left, under an id of its own."""
@@ -40,7 +41,7 @@ class Continuation:
         if self.output_ids:
             sampling = replace(sampling, max_new_tokens=sampling.max_new_tokens - len(self.output_ids))
             prompt = [*prompt, *self.output_ids]
-        return GenerateRequest(request_id, prompt, sampling, self._exports.next(), self.request.known)
+        return GenerateRequest(request_id, prompt, sampling, self._extras.next(), self.request.known)
 
     def add(self, part: Generation, read_by: int | None = None) -> Generation | None:
         """Take an engine's answer; gives the whole generation once there is nothing left to ask for.
@@ -55,7 +56,7 @@ class Continuation:
         self.output_ids.extend(part.output_ids)
         self.logprobs.extend(part.logprobs)
         self.versions.extend(part.versions)
-        self._exports.add(part.exported)
+        self._extras.add(part.extras)
         self.engine_seconds += part.engine_seconds
         if self._cached_tokens is None and part.output_ids:
             self._cached_tokens = part.cached_tokens
@@ -75,5 +76,5 @@ class Continuation:
             backend_id=part.backend_id,
             engine_seconds=self.engine_seconds,
             kept_kv_versions=frozenset(self._exposed),
-            exported=self._exports.whole(),
+            extras=self._extras.whole(),
         )

@@ -77,7 +77,7 @@ class HealthChecks:
                 handle.failed(error)
                 return
             if handle.state is BackendState.FAILED:
-                handle.bring_back(replace(info, weight_version=version, exports=handle.info.exports))
+                handle.bring_back(replace(info, weight_version=version, extras=handle.info.extras))
                 log.info(
                     "backend is back", backend_id=handle.id, pool=self._registry.name, weight_version=version
                 )

@@ -1,4 +1,4 @@
-"""What was exported with the parts of an interrupted generation, put together again.
+"""What was extras with the parts of an interrupted generation, put together again.
 
 Guarantees: each token's figures are those of the attempt that sampled or read it first: nothing that an update of the
 weights came after is asked for a second time.
@@ -9,19 +9,19 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_service.inference.contract import Exported, Exports, TopLogprob
+from rollout_service.inference.contract import RequestedExtras, ReturnedExtras, TopLogprob
 
 
 @dataclass(slots=True)
-class MergedExports:
+class MergedExtras:
     """What came so far of what `wanted` asks for."""
 
-    wanted: Exports
+    wanted: RequestedExtras
     _top_logprobs: list[list[TopLogprob]] = field(default_factory=list)
     _prompt_logprobs: list[float | None] | None = None
     _experts: list[NDArray[np.int32]] = field(default_factory=list)
 
-    def next(self) -> Exports:
+    def next(self) -> RequestedExtras:
         """What is to be asked of the next attempt, whose prompt has everything that was sampled at its end."""
         first = self.wanted.routed_experts_from
         if first is None and self.wanted.prompt_logprobs_from is None:
@@ -34,7 +34,7 @@ class MergedExports:
             routed_experts_from=first,
         )
 
-    def add(self, part: Exported) -> None:
+    def add(self, part: ReturnedExtras) -> None:
         """Take what came with an attempt; one that sampled nothing has nothing."""
         self._top_logprobs += part.top_logprobs or []
         if self._prompt_logprobs is None:
@@ -42,9 +42,9 @@ class MergedExports:
         if part.routed_experts is not None:
             self._experts.append(part.routed_experts)
 
-    def whole(self) -> Exported:
+    def whole(self) -> ReturnedExtras:
         """Everything that came, as if it had come at once."""
-        return Exported(
+        return ReturnedExtras(
             top_logprobs=self._top_logprobs if self.wanted.top_logprobs else None,
             prompt_logprobs=self._prompt_logprobs,
             routed_experts=np.concatenate(self._experts) if self._experts else None,

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from anyio.from_thread import start_blocking_portal
 
-from rollout_service.inference.contract import GenerateRequest, Sampling, new_request_id
+from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.inference.engines.embedded.process import EmbeddedEngine
 from rollout_service.inference.engines.sglang.backend import SGLangBackend
 from rollout_service.inference.local_servers.process import EngineStartError
@@ -196,7 +196,9 @@ async def test_more_requests_than_the_kv_budget_holds_are_all_served(engine):
     results = []
 
     async def generate(seed):
-        request = GenerateRequest(new_request_id(), [seed] * 400, Sampling(max_new_tokens=50, seed=seed))
+        request = GenerateRequest(
+            new_request_id(), [seed] * 400, SamplingOptions(max_new_tokens=50, seed=seed)
+        )
         results.append(await backend.generate(request))
 
     async with anyio.create_task_group() as tasks:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from rollout_service.inference.contract import FinishReason, GenerateRequest, Sampling, new_request_id
+from api_schemas.trajectories import FinishReason
+from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.inference.engines.sglang.backend import SGLangBackend
 from rollout_service.inference.errors import BackendUnreachable
 from rollout_service.testing import Counting, Fault, Replies, ScriptedEngine, write_random_checkpoint
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.anyio
 
 
 def request(prompt, budget=100):
-    return GenerateRequest(new_request_id(), prompt, Sampling(max_new_tokens=budget))
+    return GenerateRequest(new_request_id(), prompt, SamplingOptions(max_new_tokens=budget))
 
 
 @given(

@@ -6,12 +6,17 @@ import anyio
 import pytest
 
 from api_schemas.inference import BackendState, EngineKind, PauseMode
-from rollout_service.inference.contract import Exports, GenerateRequest, Sampling, new_request_id
+from rollout_service.inference.contract import (
+    GenerateRequest,
+    RequestedExtras,
+    SamplingOptions,
+    new_request_id,
+)
 from rollout_service.inference.errors import (
     BackendProtocolError,
     BackendRejected,
     BackendUnreachable,
-    ExportUnsupported,
+    ExtraUnsupported,
     PromptTooLong,
 )
 from rollout_service.inference.pool.options import PoolOptions
@@ -24,9 +29,9 @@ SCRIPT = Counting(512)
 OPTIONS = PoolOptions(hold_seconds=5, probe_interval=0.05, healthy_after=1, slow_start=0.0)
 
 
-def request(budget=12, prompt=(1, 2, 3), exports=None, **sampling):
-    settings = Sampling(max_new_tokens=budget, **sampling)
-    return GenerateRequest(new_request_id(), prompt, settings, exports or Exports())
+def request(budget=12, prompt=(1, 2, 3), extras=None, **sampling):
+    settings = SamplingOptions(max_new_tokens=budget, **sampling)
+    return GenerateRequest(new_request_id(), prompt, settings, extras or RequestedExtras())
 
 
 def is_exact(generation, budget=12, prompt=3):
@@ -193,10 +198,10 @@ async def test_gauges_that_an_abort_left_behind_are_seen_through():
 async def test_an_export_that_is_left_out_or_short_is_typed(kind):
     engine = kind(SCRIPT)
     async with running(engine) as pool:
-        exports = Exports(top_logprobs=2, prompt_logprobs_from=0)
-        assert len((await pool.generate(request(exports=exports))).exported.top_logprobs) == 12
-        engine.inject(Fault.SHORT_EXPORTS)
-        assert len((await pool.generate(request(exports=exports))).exported.prompt_logprobs) == 3
-        with pytest.raises(ExportUnsupported, match="routed_experts"):
-            await pool.generate(request(exports=Exports(routed_experts_from=0)))
+        extras = RequestedExtras(top_logprobs=2, prompt_logprobs_from=0)
+        assert len((await pool.generate(request(extras=extras))).extras.top_logprobs) == 12
+        engine.inject(Fault.SHORT_EXTRAS)
+        assert len((await pool.generate(request(extras=extras))).extras.prompt_logprobs) == 3
+        with pytest.raises(ExtraUnsupported, match="routed_experts"):
+            await pool.generate(request(extras=RequestedExtras(routed_experts_from=0)))
         assert pool.views()[0].state is BackendState.READY

@@ -22,7 +22,8 @@ from api_schemas.inference import (
     WeightsGroupRequest,
     WeightsRequest,
 )
-from rollout_service.inference.contract import FinishReason, GenerateRequest, Sampling, new_request_id
+from api_schemas.trajectories import FinishReason
+from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.inference.errors import WeightsConflict
 from rollout_service.inference.local_servers.sglang_cpu import DEFAULT_ENVIRONMENT, SGLangCpuServer
 from rollout_service.inference.pool.options import PoolOptions
@@ -39,7 +40,7 @@ OPTIONS = PoolOptions(slow_start=0.0, probe_interval=0.5, hold_seconds=60.0)
 
 
 def request(budget=LONG, prompt=PROMPT, **sampling):
-    return GenerateRequest(new_request_id(), prompt, Sampling(max_new_tokens=budget, **sampling))
+    return GenerateRequest(new_request_id(), prompt, SamplingOptions(max_new_tokens=budget, **sampling))
 
 
 @pytest.fixture(scope="module")

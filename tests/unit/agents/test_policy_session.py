@@ -53,7 +53,7 @@ class ScriptedPool:
         if isinstance(answer, Exception):
             raise answer
         ids = [*map(ord, answer), STOP][: request.sampling.max_new_tokens]
-        reason = inference.FinishReason.STOP if ids[-1] == STOP else inference.FinishReason.LENGTH
+        reason = FinishReason.STOP if ids[-1] == STOP else FinishReason.LENGTH
         return inference.Generation(
             output_ids=ids,
             logprobs=[-0.5] * len(ids),
@@ -102,7 +102,7 @@ async def test_a_turn_goes_to_the_pool_and_is_recorded_to_the_id():
     request, affinity = pool.requests[0]
     assert affinity == "rollout-7"
     assert list(request.input_ids) == [97, 98, 99, 0]
-    assert request.sampling == inference.Sampling(
+    assert request.sampling == inference.SamplingOptions(
         max_new_tokens=50, temperature=0.5, top_k=-1, stop=("\n",), stop_token_ids=(STOP,), seed=9
     )
     await policy.respond([Message(role="tool", content="ok")], max_tokens=50)

@@ -147,7 +147,7 @@ def test_no_text_of_a_message_becomes_a_control_token(chat, role):
     assert forged in chat.decode(bridges[1])
 
 
-def test_each_control_token_is_spelt_out_by_itself(chat):
+def test_each_control_token_is_escaped_by_itself(chat):
     prompt, output = called(chat)
     clean = control_ids(chat, chat.bridge(prompt, output, [result("X")], [TOOL]))
     for token in control_tokens(chat.name):

@@ -1,4 +1,4 @@
-"""Sampling of one token for every sequence of a batch, with SGLang's definitions.
+"""SamplingOptions of one token for every sequence of a batch, with SGLang's definitions.
 
 - The logprob of a token is that of the temperature-scaled softmax; top_k, top_p and min_p restrict what is
   drawn and do not renormalise it. Greedy requests report logprobs at temperature 1.

@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from api_schemas.trajectories import FinishReason
 from rollout_service.inference.contract import (
-    NO_EXPORTS,
-    NOTHING_EXPORTED,
-    Exported,
-    FinishReason,
+    NO_EXTRAS,
+    NOTHING_RETURNED,
     GenerateRequest,
     Generation,
     ModelInfo,
+    ReturnedExtras,
     TopLogprob,
 )
 from rollout_service.inference.engines import checks as check
 from rollout_service.inference.engines.checks import mapping, parse_version
-from rollout_service.inference.engines.token_extras import Export, flat_experts, routed_rows, unsupported
+from rollout_service.inference.engines.token_extras import ExtraKind, flat_experts, routed_rows, unsupported
 from rollout_service.inference.errors import BackendProtocolError
 
 _REASONS: Mapping[object, FinishReason] = {reason.value: reason for reason in FinishReason}
@@ -60,7 +60,7 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
         "return_logprob": True,
         "logprob_start_len": _logprob_start(request),
         "stream": False,
-    } | _export_fields(request)
+    } | _extra_fields(request)
 
 
 def parse_generation(
@@ -75,7 +75,7 @@ def parse_generation(
 
     Raises:
         BackendProtocolError: anything is missing or contradicts the rest.
-        ExportUnsupported: the engine left out what was asked for beside ids and logprobs.
+        ExtraUnsupported: the engine left out what was asked for beside ids and logprobs.
     """
     try:
         return _parse(answer, request, backend_id, info, engine_seconds)
@@ -113,7 +113,9 @@ def _parse(
         ),
         backend_id=backend_id,
         engine_seconds=engine_seconds,
-        exported=_exported(meta, request, output_ids, info, backend_id) if output_ids else NOTHING_EXPORTED,
+        extras=_returned_extras(meta, request, output_ids, info, backend_id)
+        if output_ids
+        else NOTHING_RETURNED,
     )
 
 
@@ -161,46 +163,46 @@ def _versions(meta: Mapping[str, Any], count: int) -> list[int]:
     return check.versions_of_spans(spans, count)
 
 
-# ---- exports
+# ---- extras
 
 
 def _logprob_start(request: GenerateRequest) -> int:
     """The prompt token before the first whose logprob is wanted: SGLang gives the first one none; -1 for no token."""
-    first = request.exports.prompt_logprobs_from
+    first = request.extras.prompt_logprobs_from
     return -1 if first is None or first == len(request.input_ids) else max(first - 1, 0)
 
 
-def _export_fields(request: GenerateRequest) -> dict[str, Any]:
+def _extra_fields(request: GenerateRequest) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    if request.exports.top_logprobs:
-        fields["top_logprobs_num"] = request.exports.top_logprobs
-    if request.exports.routed_experts_from is not None:
+    if request.extras.top_logprobs:
+        fields["top_logprobs_num"] = request.extras.top_logprobs
+    if request.extras.routed_experts_from is not None:
         fields |= {
             "return_routed_experts": True,
-            "routed_experts_start_len": request.exports.routed_experts_from,
+            "routed_experts_start_len": request.extras.routed_experts_from,
         }
     return fields
 
 
-def _exported(
+def _returned_extras(
     meta: Mapping[str, Any],
     request: GenerateRequest,
     output_ids: Sequence[int],
     info: ModelInfo | None,
     backend_id: str,
-) -> Exported:
-    exports = request.exports
-    if exports is NO_EXPORTS:
-        return NOTHING_EXPORTED
-    return Exported(
+) -> ReturnedExtras:
+    extras = request.extras
+    if extras is NO_EXTRAS:
+        return NOTHING_RETURNED
+    return ReturnedExtras(
         top_logprobs=_top_logprobs(meta, request, len(output_ids), info, backend_id)
-        if exports.top_logprobs
+        if extras.top_logprobs
         else None,
         prompt_logprobs=_prompt_logprobs(meta, request, backend_id)
-        if exports.prompt_logprobs_from is not None
+        if extras.prompt_logprobs_from is not None
         else None,
         routed_experts=_routed_experts(meta, request, len(output_ids), info, backend_id)
-        if exports.routed_experts_from is not None
+        if extras.routed_experts_from is not None
         else None,
     )
 
@@ -210,10 +212,10 @@ def _top_logprobs(
 ) -> list[list[TopLogprob]]:
     rows = meta.get("output_top_logprobs")
     if not isinstance(rows, list):
-        raise unsupported(Export.TOP_LOGPROBS, hint="Use SGLang itself", backend_id=backend_id)
+        raise unsupported(ExtraKind.TOP_LOGPROBS, hint="Use SGLang itself", backend_id=backend_id)
     return check.top_logprobs(
         [[_top_logprob(entry) for entry in row] if isinstance(row, list) else [] for row in rows],
-        wanted=request.exports.top_logprobs,
+        wanted=request.extras.top_logprobs,
         tokens=count,
         vocab_size=info.vocab_size if info else None,
     )
@@ -233,7 +235,7 @@ def _prompt_logprobs(
         return []
     tokens, entries = request.input_ids[start:], meta.get("input_token_logprobs")
     if not isinstance(entries, list):
-        raise unsupported(Export.PROMPT_LOGPROBS, hint="Use SGLang itself", backend_id=backend_id)
+        raise unsupported(ExtraKind.PROMPT_LOGPROBS, hint="Use SGLang itself", backend_id=backend_id)
     if len(entries) != len(tokens):
         raise BackendProtocolError(f"{len(entries)} logprobs came for {len(tokens)} prompt tokens")
     values = [
@@ -241,7 +243,7 @@ def _prompt_logprobs(
         for i, (each, id_) in enumerate(zip(entries, tokens, strict=True))
     ]
     known: list[float | None] = [check.logprob(value, "a prompt's logprob") for value in values[1:]]
-    return known if request.exports.prompt_logprobs_from else [None, *known]
+    return known if request.extras.prompt_logprobs_from else [None, *known]
 
 
 def _routed_experts(
@@ -249,10 +251,10 @@ def _routed_experts(
 ) -> NDArray[np.int32]:
     encoded = meta.get("routed_experts")
     if encoded is None:
-        raise unsupported(Export.ROUTED_EXPERTS, hint=_START_ROUTED, backend_id=backend_id)
+        raise unsupported(ExtraKind.ROUTED_EXPERTS, hint=_START_ROUTED, backend_id=backend_id)
     if info is None or info.routing_shape is None:
         raise unsupported(
-            Export.ROUTED_EXPERTS,
+            ExtraKind.ROUTED_EXPERTS,
             hint="Let this service read the engine's model folder, whose config.json tells layers and experts",
             backend_id=backend_id,
         )

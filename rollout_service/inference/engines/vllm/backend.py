@@ -20,7 +20,7 @@ from rollout_service.inference.contract import (
     GenerateRequest,
     Generation,
     ModelInfo,
-    Sampling,
+    SamplingOptions,
     new_request_id,
 )
 from rollout_service.inference.engines.answer_size import generation_bytes
@@ -164,7 +164,7 @@ class VllmBackend(HttpBackend):
 
     async def _find_mode(self) -> wire.LogprobsMode:
         """Which logprobs the server gives, by asking for some that tell the modes apart."""
-        request = GenerateRequest(new_request_id(), _PROBE_PROMPT, Sampling(max_new_tokens=1))
+        request = GenerateRequest(new_request_id(), _PROBE_PROMPT, SamplingOptions(max_new_tokens=1))
         body = wire.generate_body(request)
         body["sampling_params"] |= {"top_k": 1, "logprobs": 2}
         answer = await self._ask(body, generation_bytes(request, None))

@@ -9,18 +9,18 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
+from api_schemas.trajectories import FinishReason
 from rollout_service.inference.contract import (
-    Exported,
-    FinishReason,
     GenerateRequest,
     Generation,
     ModelInfo,
-    Sampling,
+    ReturnedExtras,
+    SamplingOptions,
     TopLogprob,
 )
 from rollout_service.inference.engines import checks as check
 from rollout_service.inference.engines.checks import mapping
-from rollout_service.inference.engines.token_extras import Export, npy_experts, routed_rows, unsupported
+from rollout_service.inference.engines.token_extras import ExtraKind, npy_experts, routed_rows, unsupported
 from rollout_service.inference.errors import BackendProtocolError, BackendRejected
 
 GENERATE = "/inference/v1/generate"
@@ -46,7 +46,7 @@ def engine_request_id(request_id: str) -> str:
 
 def generate_body(request: GenerateRequest) -> dict[str, Any]:
     """The body of the route; it leaves nothing that shapes the distribution to the server's defaults."""
-    sampling, exports = request.sampling, request.exports
+    sampling, extras = request.sampling, request.extras
     parameters: dict[str, Any] = {
         "n": 1,
         "max_tokens": sampling.max_new_tokens,
@@ -66,14 +66,14 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
         "spaces_between_special_tokens": False,
         "include_stop_str_in_output": True,
         # The sampled token takes one of the places, whatever its rank.
-        "logprobs": exports.top_logprobs + 1 if exports.top_logprobs else 0,
+        "logprobs": extras.top_logprobs + 1 if extras.top_logprobs else 0,
     }
     if sampling.seed is not None:
         parameters["seed"] = sampling.seed
-    if exports.prompt_logprobs_from is not None:
+    if extras.prompt_logprobs_from is not None:
         parameters["prompt_logprobs"] = 0
-    if exports.routed_experts_from is not None:
-        parameters["routed_experts_prompt_start"] = exports.routed_experts_from
+    if extras.routed_experts_from is not None:
+        parameters["routed_experts_prompt_start"] = extras.routed_experts_from
     return {
         "request_id": request.request_id,
         "token_ids": request.input_ids if isinstance(request.input_ids, list) else list(request.input_ids),
@@ -82,12 +82,12 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
     }
 
 
-def is_greedy(sampling: Sampling) -> bool:
+def is_greedy(sampling: SamplingOptions) -> bool:
     """Whether the likeliest token is taken."""
     return sampling.temperature == 0 or sampling.top_k == 1
 
 
-def refuse_other_distribution(sampling: Sampling, mode: LogprobsMode, backend_id: str) -> None:
+def refuse_other_distribution(sampling: SamplingOptions, mode: LogprobsMode, backend_id: str) -> None:
     """Refuse a sampling whose logprobs the server does not have: scaled by the temperature, of all tokens.
 
     Raises:
@@ -166,7 +166,7 @@ def parse_generation(
 
     Raises:
         BackendProtocolError: anything is missing or contradicts the rest.
-        ExportUnsupported: the engine left out what was asked for beside ids and logprobs.
+        ExtraUnsupported: the engine left out what was asked for beside ids and logprobs.
     """
     with check.answer_of(backend_id):
         return _parse(mapping(answer, "the answer"), request, backend_id, info, engine_seconds)
@@ -204,7 +204,9 @@ def _parse(
         cached_tokens=_cached_tokens(usage, prompt_tokens),
         backend_id=backend_id,
         engine_seconds=engine_seconds,
-        exported=_exported(body, choice, request, output_ids, info, backend_id) if output_ids else Exported(),
+        extras=_returned_extras(body, choice, request, output_ids, info, backend_id)
+        if output_ids
+        else ReturnedExtras(),
     )
 
 
@@ -274,30 +276,28 @@ def _cached_tokens(usage: Mapping[str, Any], prompt_tokens: int) -> int:
     return check.cached_count(cached, name, prompt_tokens, required=True, hint=_START_CACHED)
 
 
-# ---- exports
+# ---- extras
 
 
-def _exported(
+def _returned_extras(
     body: Mapping[str, Any],
     choice: Mapping[str, Any],
     request: GenerateRequest,
     output_ids: Sequence[int],
     info: ModelInfo | None,
     backend_id: str,
-) -> Exported:
-    exports, count = request.exports, len(output_ids)
+) -> ReturnedExtras:
+    extras, count = request.extras, len(output_ids)
     routed = choice.get("routed_experts")
-    if exports.routed_experts_from is not None and routed is None:
-        raise unsupported(Export.ROUTED_EXPERTS, hint=_START_ROUTED, backend_id=backend_id)
-    return Exported(
-        top_logprobs=_top_logprobs(choice, exports.top_logprobs, count, info)
-        if exports.top_logprobs
-        else None,
-        prompt_logprobs=_prompt_logprobs(body, request, exports.prompt_logprobs_from)
-        if exports.prompt_logprobs_from is not None
+    if extras.routed_experts_from is not None and routed is None:
+        raise unsupported(ExtraKind.ROUTED_EXPERTS, hint=_START_ROUTED, backend_id=backend_id)
+    return ReturnedExtras(
+        top_logprobs=_top_logprobs(choice, extras.top_logprobs, count, info) if extras.top_logprobs else None,
+        prompt_logprobs=_prompt_logprobs(body, request, extras.prompt_logprobs_from)
+        if extras.prompt_logprobs_from is not None
         else None,
         routed_experts=npy_experts(routed, routed_rows(request, count))
-        if exports.routed_experts_from is not None
+        if extras.routed_experts_from is not None
         else None,
     )
 

@@ -1,4 +1,4 @@
-"""Sampling has SGLang's definitions, and each draw depends on its seed and position alone."""
+"""SamplingOptions has SGLang's definitions, and each draw depends on its seed and position alone."""
 
 import numpy as np
 import pytest

@@ -8,7 +8,12 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from api_schemas.inference import BackendSpec
-from rollout_service.inference.contract import Exports, GenerateRequest, Sampling, new_request_id
+from rollout_service.inference.contract import (
+    GenerateRequest,
+    RequestedExtras,
+    SamplingOptions,
+    new_request_id,
+)
 from rollout_service.inference.engines.answer_size import CEILING_BYTES, generation_bytes
 from rollout_service.inference.engines.sglang.backend import SGLangBackend
 from rollout_service.inference.errors import BackendProtocolError, BackendRejected, InferenceError
@@ -33,9 +38,9 @@ async def listening(handler: Handler) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-def request(tokens: int = 8, exports: Exports | None = None) -> GenerateRequest:
-    sampling = Sampling(max_new_tokens=tokens)
-    return GenerateRequest(new_request_id(), (1, 2, 3), sampling, exports or Exports())
+def request(tokens: int = 8, extras: RequestedExtras | None = None) -> GenerateRequest:
+    sampling = SamplingOptions(max_new_tokens=tokens)
+    return GenerateRequest(new_request_id(), (1, 2, 3), sampling, extras or RequestedExtras())
 
 
 @pytest.mark.parametrize("status", [200, 302, 404, 500])
@@ -93,9 +98,9 @@ async def test_an_answer_without_end_is_an_error_before_it_fills_the_memory() ->
 def test_the_size_of_an_answer_follows_what_was_asked_for() -> None:
     plain = generation_bytes(request(1_000), None)
     assert plain >= 1_000 * 1_024
-    assert generation_bytes(request(1_000, Exports(top_logprobs=5)), None) > plain
-    assert generation_bytes(request(1_000, Exports(prompt_logprobs_from=0)), None) > plain
-    assert generation_bytes(request(10**6, Exports(routed_experts_from=0)), None) == CEILING_BYTES
+    assert generation_bytes(request(1_000, RequestedExtras(top_logprobs=5)), None) > plain
+    assert generation_bytes(request(1_000, RequestedExtras(prompt_logprobs_from=0)), None) > plain
+    assert generation_bytes(request(10**6, RequestedExtras(routed_experts_from=0)), None) == CEILING_BYTES
 
 
 @pytest.mark.parametrize("tail", ["?key=1", "#part", "?"])

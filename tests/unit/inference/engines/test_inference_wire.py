@@ -6,18 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.inference.contract import (
-    FinishReason,
-    GenerateRequest,
-    ModelInfo,
-    Sampling,
-    new_request_id,
-)
+from api_schemas.trajectories import FinishReason
+from rollout_service.inference.contract import GenerateRequest, ModelInfo, SamplingOptions, new_request_id
 from rollout_service.inference.engines.checks import parse_version
 from rollout_service.inference.engines.sglang.wire import generate_body, parse_generation
 from rollout_service.inference.errors import BackendProtocolError
 
-REQUEST = GenerateRequest(new_request_id(), [1, 2, 3], Sampling(max_new_tokens=8))
+REQUEST = GenerateRequest(new_request_id(), [1, 2, 3], SamplingOptions(max_new_tokens=8))
 
 
 def good_answer():
@@ -215,7 +210,7 @@ def test_the_request_asks_for_the_logprobs_of_the_output_alone():
 )
 def test_impossible_sampling_is_refused_before_it_is_sent(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
-        Sampling(**bad)
+        SamplingOptions(**bad)
 
 
 @pytest.mark.parametrize("request_id", ["", "r1", "A" * 32, "0" * 31, "0" * 32 + "-1"])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.inference.contract import GenerateRequest, Sampling, new_request_id
+from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.inference.engines.sglang.backend import SGLangBackend
 from rollout_service.testing import Counting, Hardware, ScriptedEngine
 from rollout_service.testing.kv_cache import KVCache
@@ -78,7 +78,7 @@ def test_a_bounded_cache_keeps_its_bound_and_never_claims_more_than_an_unbounded
 
 
 def ask(backend, ids, budget=4):
-    return backend.generate(GenerateRequest(new_request_id(), ids, Sampling(max_new_tokens=budget)))
+    return backend.generate(GenerateRequest(new_request_id(), ids, SamplingOptions(max_new_tokens=budget)))
 
 
 async def test_an_engine_reports_what_it_had_cached():

@@ -4,13 +4,8 @@ import copy
 
 import pytest
 
-from rollout_service.inference.contract import (
-    FinishReason,
-    GenerateRequest,
-    ModelInfo,
-    Sampling,
-    new_request_id,
-)
+from api_schemas.trajectories import FinishReason
+from rollout_service.inference.contract import GenerateRequest, ModelInfo, SamplingOptions, new_request_id
 from rollout_service.inference.engines.vllm.metrics import parse_load
 from rollout_service.inference.engines.vllm.wire import (
     LogprobsMode,
@@ -21,7 +16,7 @@ from rollout_service.inference.engines.vllm.wire import (
 )
 from rollout_service.inference.errors import BackendProtocolError, BackendRejected
 
-REQUEST = GenerateRequest(new_request_id(), [1, 2, 3], Sampling(max_new_tokens=8))
+REQUEST = GenerateRequest(new_request_id(), [1, 2, 3], SamplingOptions(max_new_tokens=8))
 INFO = ModelInfo(model_path="m", tokenizer_path="m", weight_version=0, vocab_size=10, context_length=100)
 
 
@@ -156,10 +151,10 @@ def test_a_servers_mode_is_read_from_what_top_k_leaves():
 )
 def test_a_sampling_whose_logprobs_the_server_does_not_have_is_refused(mode, sampling, is_exact):
     if is_exact:
-        refuse_other_distribution(Sampling(**sampling), mode, "b")
+        refuse_other_distribution(SamplingOptions(**sampling), mode, "b")
         return
     with pytest.raises(BackendRejected, match="not those of the sampling asked for") as caught:
-        refuse_other_distribution(Sampling(**sampling), mode, "b")
+        refuse_other_distribution(SamplingOptions(**sampling), mode, "b")
     assert "--logprobs-mode" in caught.value.hint
 
 

@@ -3,13 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.inference.contract import (
-    FinishReason,
-    GenerateRequest,
-    Generation,
-    Sampling,
-    new_request_id,
-)
+from api_schemas.trajectories import FinishReason
+from rollout_service.inference.contract import GenerateRequest, Generation, SamplingOptions, new_request_id
 from rollout_service.inference.pool.continuation import Continuation
 
 
@@ -38,7 +33,9 @@ def answer(request, count, finish_reason, version=0):
     cuts=st.lists(st.integers(0, 20), max_size=12),
 )
 def test_any_aborts_give_exactly_the_budget(budget, prompt, cuts):
-    continuation = Continuation(GenerateRequest(new_request_id(), prompt, Sampling(max_new_tokens=budget)))
+    continuation = Continuation(
+        GenerateRequest(new_request_id(), prompt, SamplingOptions(max_new_tokens=budget))
+    )
     whole, sizes, ids = None, [], set()
     for version, cut in enumerate([*cuts, budget]):
         request = continuation.next_request()
@@ -65,7 +62,7 @@ def test_any_aborts_give_exactly_the_budget(budget, prompt, cuts):
 
 
 def make(budget):
-    return Continuation(GenerateRequest(new_request_id(), [1, 2, 3], Sampling(max_new_tokens=budget)))
+    return Continuation(GenerateRequest(new_request_id(), [1, 2, 3], SamplingOptions(max_new_tokens=budget)))
 
 
 def test_a_stop_ends_it_early():

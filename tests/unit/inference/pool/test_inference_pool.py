@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from api_schemas.inference import BackendState, PauseMode
-from rollout_service.inference.contract import FinishReason, GenerateRequest, Sampling, new_request_id
+from api_schemas.trajectories import FinishReason
+from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.inference.errors import (
     BackendProtocolError,
     BackendRejected,
@@ -42,7 +43,7 @@ RETRIED = [
 
 
 def request(budget=12, prompt=(1, 2, 3)):
-    return GenerateRequest(new_request_id(), prompt, Sampling(max_new_tokens=budget))
+    return GenerateRequest(new_request_id(), prompt, SamplingOptions(max_new_tokens=budget))
 
 
 def is_exact(generation, budget=12, prompt=(1, 2, 3)):

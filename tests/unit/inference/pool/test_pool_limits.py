@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.inference.contract import GenerateRequest, Sampling, new_request_id
+from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.inference.errors import InferenceError
 from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.inference.pool.pools import Pools
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 
 
 def request(budget=4):
-    return GenerateRequest(new_request_id(), [1, 2, 3], Sampling(max_new_tokens=budget))
+    return GenerateRequest(new_request_id(), [1, 2, 3], SamplingOptions(max_new_tokens=budget))
 
 
 @asynccontextmanager

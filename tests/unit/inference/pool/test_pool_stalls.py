@@ -4,7 +4,8 @@ import anyio
 import pytest
 
 from api_schemas.inference import PauseMode
-from rollout_service.inference.contract import FinishReason, GenerateRequest, Sampling, new_request_id
+from api_schemas.trajectories import FinishReason
+from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.inference.pool.locality import is_local
 from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.inference.pool.pools import Pools
@@ -16,7 +17,7 @@ OPTIONS = PoolOptions(load_interval=0.02, stall_seconds=0.2, probe_interval=30.0
 
 
 def request(budget=8):
-    return GenerateRequest(new_request_id(), [1, 2, 3], Sampling(max_new_tokens=budget))
+    return GenerateRequest(new_request_id(), [1, 2, 3], SamplingOptions(max_new_tokens=budget))
 
 
 async def test_a_request_that_an_engine_swallows_goes_elsewhere_though_the_engine_is_healthy():

@@ -14,13 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from api_schemas.inference import PauseMode, WeightsRequest
-from rollout_service.inference.contract import (
-    FinishReason,
-    GenerateRequest,
-    Generation,
-    Sampling,
-    new_request_id,
-)
+from api_schemas.trajectories import FinishReason
+from rollout_service.inference.contract import GenerateRequest, Generation, SamplingOptions, new_request_id
 from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.inference.pool.pools import Pools
 from rollout_service.testing import Counting, Fault, ScriptedEngine
@@ -109,7 +104,9 @@ class WeightUpdates(RuleBasedStateMachine):
 
     @rule(budget=st.integers(1, 30), prompt=st.integers(1, 5))
     def ask(self, budget: int, prompt: int) -> None:
-        request = GenerateRequest(new_request_id(), list(range(prompt)), Sampling(max_new_tokens=budget))
+        request = GenerateRequest(
+            new_request_id(), list(range(prompt)), SamplingOptions(max_new_tokens=budget)
+        )
         self.asked.append((request, self.portal.start_task_soon(self.pool.generate, request)))
         if not self.paused:
             self.portal.call(self.until_sent, len(self.asked))

@@ -18,9 +18,9 @@ from api_schemas.inference import (
     WeightsGroupRequest,
     WeightsRequest,
 )
-from api_schemas.rollouts import Sampling as RolloutSampling
+from api_schemas.rollouts import SamplingOptions as RolloutSampling
 from api_schemas.trajectories import Message, Trajectory
-from rollout_service.inference.contract import GenerateRequest, Sampling, new_request_id
+from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.inference.engines.sglang.backend import SGLangBackend
 from rollout_service.inference.errors import BackendRejected, NoBackendError, PoolPaused, WeightsConflict
 from rollout_service.inference.pool.options import PoolOptions
@@ -71,7 +71,7 @@ async def running(*engines: ScriptedEngine, options: PoolOptions = OPTIONS):
 
 
 def request(budget: int = 12) -> GenerateRequest:
-    return GenerateRequest(new_request_id(), (1, 2, 3), Sampling(max_new_tokens=budget))
+    return GenerateRequest(new_request_id(), (1, 2, 3), SamplingOptions(max_new_tokens=budget))
 
 
 def states(pool) -> list[BackendState]:

@@ -7,13 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_service.inference.contract import (
-    BackendLoad,
-    FinishReason,
-    GenerateRequest,
-    Generation,
-    new_request_id,
-)
+from api_schemas.trajectories import FinishReason
+from rollout_service.inference.contract import BackendLoad, GenerateRequest, Generation, new_request_id
 from rollout_service.inference.routing import Candidate, CostRouter, Reason
 from rollout_service.inference.routing.block_hashes import BLOCK_TOKENS
 

@@ -13,13 +13,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rollout_service.inference.contract import (
-    BackendLoad,
-    FinishReason,
-    GenerateRequest,
-    Generation,
-    new_request_id,
-)
+from api_schemas.trajectories import FinishReason
+from rollout_service.inference.contract import BackendLoad, GenerateRequest, Generation, new_request_id
 from rollout_service.inference.routing import Candidate, CostRouter, LeastLoaded
 from rollout_service.testing.kv_cache import KVCache
 

@@ -4,7 +4,7 @@ from math import exp
 
 import pytest
 
-from rollout_service.inference.contract import Exports
+from rollout_service.inference.contract import RequestedExtras
 from rollout_service.inference.pool.continuation import Continuation
 from rollout_service.inference.pool.probe import check_backend
 
@@ -22,15 +22,15 @@ real_engines = pytest.mark.parametrize("model_engine", GIVE_ALL, indirect=True)
 @real_engines
 async def test_they_are_found_at_registration(model_engine):
     info = await check_backend(model_engine.backend, seconds=60)
-    assert info.exports == {"top_logprobs", "prompt_logprobs"}, "the model is no mixture of experts"
+    assert info.extras == {"top_logprobs", "prompt_logprobs"}, "the model is no mixture of experts"
 
 
 @real_engines
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 async def test_the_likeliest_tokens_are_of_the_distribution_that_logprobs_are_of(model_engine, temperature):
-    exports = Exports(top_logprobs=5)
-    generation = await model_engine.generate(PROMPT, exports, max_new_tokens=30, temperature=temperature)
-    rows = generation.exported.top_logprobs
+    extras = RequestedExtras(top_logprobs=5)
+    generation = await model_engine.generate(PROMPT, extras, max_new_tokens=30, temperature=temperature)
+    rows = generation.extras.top_logprobs
     assert [len(row) for row in rows] == [5] * len(generation.output_ids)
     for token, logprob, row in zip(generation.output_ids, generation.logprobs, rows, strict=True):
         values = dict(row)
@@ -48,8 +48,8 @@ async def test_a_prompts_logprobs_are_those_that_its_tokens_were_sampled_with(mo
     turn = await model_engine.generate(PROMPT, max_new_tokens=30)
     again = [*PROMPT, *turn.output_ids]
     for first in (0, 1, len(PROMPT), len(again)):
-        exports = Exports(prompt_logprobs_from=first)
-        values = (await model_engine.generate(again, exports, max_new_tokens=1)).exported.prompt_logprobs
+        extras = RequestedExtras(prompt_logprobs_from=first)
+        values = (await model_engine.generate(again, extras, max_new_tokens=1)).extras.prompt_logprobs
         assert len(values) == len(again) - first
         assert (None in values) == (first == 0)
         sampled = values[len(PROMPT) - first :] if first <= len(PROMPT) else values
@@ -58,23 +58,23 @@ async def test_a_prompts_logprobs_are_those_that_its_tokens_were_sampled_with(mo
 
 @real_engines
 async def test_an_interruption_changes_nothing_of_it(model_engine):
-    exports = Exports(top_logprobs=3, prompt_logprobs_from=0)
-    whole = await model_engine.generate(PROMPT, exports, max_new_tokens=LONG)
-    continuation = Continuation(model_engine.request(PROMPT, exports, max_new_tokens=LONG))
+    extras = RequestedExtras(top_logprobs=3, prompt_logprobs_from=0)
+    whole = await model_engine.generate(PROMPT, extras, max_new_tokens=LONG)
+    continuation = Continuation(model_engine.request(PROMPT, extras, max_new_tokens=LONG))
     first = continuation.next_request()
     async with model_engine.running(first) as result:
         await model_engine.backend.abort(first.request_id)
     assert continuation.add(result[0]) is None
     second = continuation.next_request()
-    assert second.exports.prompt_logprobs_from == (None if result[0].output_ids else 0)
+    assert second.extras.prompt_logprobs_from == (None if result[0].output_ids else 0)
     resumed = continuation.add(await model_engine.backend.generate(second))
     assert resumed.output_ids == whole.output_ids
-    assert resumed.exported.prompt_logprobs[1:] == pytest.approx(whole.exported.prompt_logprobs[1:], abs=1e-3)
-    for row, expected in zip(resumed.exported.top_logprobs, whole.exported.top_logprobs, strict=True):
+    assert resumed.extras.prompt_logprobs[1:] == pytest.approx(whole.extras.prompt_logprobs[1:], abs=1e-3)
+    for row, expected in zip(resumed.extras.top_logprobs, whole.extras.top_logprobs, strict=True):
         assert [value for _, value in row] == pytest.approx([value for _, value in expected], abs=1e-3)
 
 
 @pytest.mark.parametrize("model_engine", ["embedded"], indirect=True)
 async def test_an_engine_that_gives_nothing_more_is_known_for_it(model_engine):
     info = await check_backend(model_engine.backend, seconds=60)
-    assert info.exports == frozenset()
+    assert info.extras == frozenset()

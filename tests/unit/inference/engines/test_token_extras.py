@@ -1,4 +1,4 @@
-"""Exports on the wire and over interruptions: one entry for each token that they are of, or a typed refusal."""
+"""RequestedExtras on the wire and over interruptions: one entry for each token that they are of, or a typed refusal."""
 
 import base64
 import copy
@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from api_schemas.trajectories import FinishReason
 from rollout_service.inference.contract import (
-    Exported,
-    Exports,
-    FinishReason,
     GenerateRequest,
     Generation,
     ModelInfo,
-    Sampling,
+    RequestedExtras,
+    ReturnedExtras,
+    SamplingOptions,
     TopLogprob,
     new_request_id,
 )
 from rollout_service.inference.engines.sglang import wire as sglang_wire
 from rollout_service.inference.engines.vllm import wire as vllm_wire
-from rollout_service.inference.errors import BackendProtocolError, ExportUnsupported
+from rollout_service.inference.errors import BackendProtocolError, ExtraUnsupported
 from rollout_service.inference.pool.continuation import Continuation
 
 LAYERS, WIDTH = 2, 3
@@ -34,8 +34,8 @@ INFO = ModelInfo(
     context_length=100,
     routing_shape=(LAYERS, WIDTH),
 )
-EXPORTS = Exports(top_logprobs=2, prompt_logprobs_from=1, routed_experts_from=1)
-REQUEST = GenerateRequest(new_request_id(), [1, 2, 3], Sampling(max_new_tokens=8), EXPORTS)
+EXPORTS = RequestedExtras(top_logprobs=2, prompt_logprobs_from=1, routed_experts_from=1)
+REQUEST = GenerateRequest(new_request_id(), [1, 2, 3], SamplingOptions(max_new_tokens=8), EXPORTS)
 ROWS = 3  # of 3 prompt tokens and 2 sampled ones, without the first and the last
 
 
@@ -111,20 +111,20 @@ def parse(wire, answer, info=INFO, request=REQUEST):
 
 @wires
 def test_what_was_asked_for_comes_in_the_projects_terms(wire):
-    exported = parse(wire, WIRES[wire][1]()).exported
-    assert exported.top_logprobs == [
+    extras = parse(wire, WIRES[wire][1]()).extras
+    assert extras.top_logprobs == [
         [TopLogprob(5, -0.5), TopLogprob(7, -1.5)],
         [TopLogprob(8, -0.1), TopLogprob(6, -0.6)],
     ]
-    assert exported.prompt_logprobs == [-0.25, -0.75]
-    assert exported.routed_experts.dtype == np.int32
-    np.testing.assert_array_equal(exported.routed_experts, experts())
+    assert extras.prompt_logprobs == [-0.25, -0.75]
+    assert extras.routed_experts.dtype == np.int32
+    np.testing.assert_array_equal(extras.routed_experts, experts())
 
 
 @wires
 def test_what_was_not_asked_for_is_none(wire):
     plain = GenerateRequest(REQUEST.request_id, REQUEST.input_ids, REQUEST.sampling)
-    assert parse(wire, WIRES[wire][1](), request=plain).exported == Exported()
+    assert parse(wire, WIRES[wire][1](), request=plain).extras == ReturnedExtras()
 
 
 def edited(answer, path, change):
@@ -188,7 +188,7 @@ def test_a_flaw_is_refused_by_name(wire, path, change, message):
     ],
 )
 def test_an_engine_that_leaves_it_out_is_named_as_one_that_does_not_give_it(wire, path, kind):
-    with pytest.raises(ExportUnsupported, match=f"does not give {kind}") as caught:
+    with pytest.raises(ExtraUnsupported, match=f"does not give {kind}") as caught:
         parse(wire, edited(WIRES[wire][1](), path, nothing))
     assert caught.value.context["export"] == kind
     assert caught.value.hint
@@ -196,7 +196,7 @@ def test_an_engine_that_leaves_it_out_is_named_as_one_that_does_not_give_it(wire
 
 def test_routed_experts_need_a_model_folder_that_tells_their_shape():
     info = ModelInfo(model_path="m", tokenizer_path="m", weight_version=0, vocab_size=50, context_length=100)
-    with pytest.raises(ExportUnsupported) as caught:
+    with pytest.raises(ExtraUnsupported) as caught:
         parse("sglang", sglang_answer(), info=info)
     assert "config.json" in caught.value.hint
 
@@ -210,18 +210,18 @@ def prompt_logprob(position):
 
 def figures(request, count, version):
     """What an engine gives whose figures at each position are known, but for the version that gave them."""
-    start, exports = len(request.input_ids), request.exports
+    start, extras = len(request.input_ids), request.extras
     if not count:
-        return Exported()
-    first = exports.prompt_logprobs_from
-    rows = range(exports.routed_experts_from or 0, start + count - 1)
-    return Exported(
+        return ReturnedExtras()
+    first = extras.prompt_logprobs_from
+    rows = range(extras.routed_experts_from or 0, start + count - 1)
+    return ReturnedExtras(
         top_logprobs=[[TopLogprob(position, -0.5)] for position in range(start, start + count)]
-        if exports.top_logprobs
+        if extras.top_logprobs
         else None,
         prompt_logprobs=None if first is None else [prompt_logprob(i) for i in range(first, start)],
         routed_experts=None
-        if exports.routed_experts_from is None
+        if extras.routed_experts_from is None
         else np.array([[[row, version]] for row in rows], np.int32).reshape(-1, 1, 2),
     )
 
@@ -234,8 +234,10 @@ def figures(request, count, version):
 )
 def test_any_interruptions_give_the_exports_of_one_generation(budget, prompt, cuts, firsts):
     first_prompt, first_routed = (min(first, prompt) for first in firsts)
-    exports = Exports(top_logprobs=1, prompt_logprobs_from=first_prompt, routed_experts_from=first_routed)
-    request = GenerateRequest(new_request_id(), [3] * prompt, Sampling(max_new_tokens=budget), exports)
+    extras = RequestedExtras(
+        top_logprobs=1, prompt_logprobs_from=first_prompt, routed_experts_from=first_routed
+    )
+    request = GenerateRequest(new_request_id(), [3] * prompt, SamplingOptions(max_new_tokens=budget), extras)
     continuation, whole = Continuation(request), None
     for version, cut in enumerate([*cuts, budget]):
         attempt = continuation.next_request()
@@ -250,15 +252,15 @@ def test_any_interruptions_give_the_exports_of_one_generation(budget, prompt, cu
                 cached_tokens=0,
                 backend_id="b",
                 engine_seconds=0.0,
-                exported=figures(attempt, size, version),
+                extras=figures(attempt, size, version),
             )
         )
         if whole is not None:
             break
-    exported = whole.exported
-    assert exported.top_logprobs == [[TopLogprob(prompt + i, -0.5)] for i in range(budget)]
-    assert exported.prompt_logprobs == [prompt_logprob(i) for i in range(first_prompt, prompt)]
-    rows = exported.routed_experts
+    extras = whole.extras
+    assert extras.top_logprobs == [[TopLogprob(prompt + i, -0.5)] for i in range(budget)]
+    assert extras.prompt_logprobs == [prompt_logprob(i) for i in range(first_prompt, prompt)]
+    rows = extras.routed_experts
     assert rows[:, 0, 0].tolist() == list(range(first_routed, prompt + budget - 1))
     # The token that is read to sample a token is read by the weights that sample it.
     sampled_by = dict(zip(range(prompt - 1, prompt + budget - 1), whole.versions, strict=True))

@@ -9,7 +9,7 @@ import pytest
 from api_schemas.inference import PauseMode
 from api_schemas.rollouts import Exports, RolloutRequest, Sampling
 from api_schemas.trajectories import ForkReason, Message, Segment
-from rollout_service.inference.errors import ExportUnsupported
+from rollout_service.inference.errors import ExtraUnsupported
 from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.inference.pool.pools import Pools
 from rollout_service.policies.session import PolicySession
@@ -133,7 +133,7 @@ async def test_an_engine_without_experts_refuses_the_order_typed():
     async with engine, Pools(OPTIONS) as pools:
         await pools.register(engine.url)
         policy = session(pools["policy"], Exports(routed_experts=True))
-        with pytest.raises(ExportUnsupported, match="does not give routed_experts"):
+        with pytest.raises(ExtraUnsupported, match="does not give routed_experts"):
             await policy.respond([Message(role="user", content="first")], max_tokens=9)
 
 
