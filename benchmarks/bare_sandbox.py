@@ -17,7 +17,7 @@ from accounting import Account
 from common import START_SECONDS
 from jupyter_client.blocking.client import BlockingKernelClient
 
-from sandboxes.sessions.kernel import connection_info
+from sandboxes.sessions.kernel import make_connection_info
 
 QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
@@ -99,7 +99,7 @@ def kernel(python: Sequence[str]) -> Iterator[BlockingKernelClient]:
     with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as folder:
         file = Path(folder) / "kernel.json"
         client = BlockingKernelClient()
-        file.write_text(json.dumps(connection_info(f"{folder}/kernel")))
+        file.write_text(json.dumps(make_connection_info(f"{folder}/kernel")))
         client.load_connection_file(str(file))
         argv = [*python, "-m", "ipykernel_launcher", "-f", str(file)]
         with subprocess.Popen(argv, **QUIET) as process:

@@ -54,7 +54,7 @@ class ControlGroup:
         """
         if limits.memory_bytes is not None and (memory := self.folders.get("memory")):
             swap = "memory.swap.max" if (memory / "memory.max").exists() else "memory.memsw.limit_in_bytes"
-            _write(_first(memory, "memory.max", "memory.limit_in_bytes"), limits.memory_bytes)
+            _write(_first_existing(memory, "memory.max", "memory.limit_in_bytes"), limits.memory_bytes)
             with suppress(OSError):  # there only where the kernel counts swap
                 _write(memory / swap, 0 if swap == "memory.swap.max" else limits.memory_bytes)
         if limits.max_processes is not None and (pids := self.folders.get("pids")):
@@ -211,18 +211,20 @@ def _unified_parents(own: Path) -> dict[str, Path]:
     for folder in (own, own.parent):
         control = folder / "cgroup.subtree_control"
         with suppress(OSError):
-            if not _gives(control):
+            if not _delegates(control):
                 _write(control, "+memory +pids")
-            if "cpu" in (folder / "cgroup.controllers").read_text().split() and not _gives(control, "cpu"):
+            if "cpu" in (folder / "cgroup.controllers").read_text().split() and not _delegates(
+                control, "cpu"
+            ):
                 with suppress(OSError):  # where only the first two are delegated, they alone are limited
                     _write(control, "+cpu")
-            if _gives(control) and _can_make(folder):
+            if _delegates(control) and _can_make(folder):
                 enabled = control.read_text().split()
                 return {name: folder for name in ("memory", "pids", "cpu") if name in enabled}
     return {}
 
 
-def _gives(control: Path, *controllers: str) -> bool:
+def _delegates(control: Path, *controllers: str) -> bool:
     return set(controllers or ("memory", "pids")) <= set(control.read_text().split())
 
 
@@ -236,7 +238,7 @@ def _can_make(folder: Path) -> bool:
     return True
 
 
-def _first(folder: Path, *names: str) -> Path:
+def _first_existing(folder: Path, *names: str) -> Path:
     return next((folder / name for name in names if (folder / name).exists()), folder / names[-1])
 
 

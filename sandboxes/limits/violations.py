@@ -48,23 +48,23 @@ class LimitMonitor:
         self._peak = group.file("pids", "pids.peak") if group else None
         self._tasks = group.file("pids", "pids.current") if group else None
         self._space = _open_space(launcher, space)
-        self.launcher_tasks = _settled(group, limits) if group else 0
+        self.launcher_tasks = _settle(group, limits) if group else 0
         """Processes and threads of the launcher, which share the limit of what is inside: so it is made wider."""
         if self.launcher_tasks == 0 and launcher is not None:
-            self.launcher_tasks = _threads(launcher)
+            self.launcher_tasks = _count_threads(launcher)
 
-    def counts(self) -> Mapping[str, int]:
+    def read_counts(self) -> Mapping[str, int]:
         """How often each limit has been reached so far."""
         with self._lock:
             if not self.closed:
-                self._look()
+                self._refresh()
             return dict(self._counts)
 
-    def at_end(self, limit: str) -> bool:
+    def is_reached(self, limit: str) -> bool:
         """Whether a limit was at its end when it was last looked at."""
         return self._at.get(limit, False)
 
-    def note(self, limit: str) -> None:
+    def record(self, limit: str) -> None:
         """Count what somebody else has found."""
         with self._lock:
             self._add(limit)
@@ -73,11 +73,11 @@ class LimitMonitor:
         self._counts[limit] += times
         self.tally[limit] += times
 
-    def error(self, limit: str) -> LimitExceededError:
+    def make_error(self, limit: str) -> LimitExceededError:
         """What to tell of a limit that was reached."""
         match limit:
             case "memory":
-                size = _size(self.limits.memory_bytes)
+                size = _format_size(self.limits.memory_bytes)
                 return LimitExceededError(
                     f"the sandbox used up its memory{size} and a process in it was ended", limit=limit
                 )
@@ -86,7 +86,7 @@ class LimitMonitor:
                     f"the sandbox's limit of processes ({self.limits.max_processes}) was reached", limit=limit
                 )
             case "disk":
-                size = _size(self.limits.disk_bytes)
+                size = _format_size(self.limits.disk_bytes)
                 return LimitExceededError(f"the sandbox's disk{size} was full", limit=limit)
             case "watches":
                 return LimitExceededError(
@@ -108,20 +108,20 @@ class LimitMonitor:
             if self._space is not None:
                 os.close(self._space)
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         if self._oom_kills is not None:
             before, self._kills = self._kills, self._oom_kills.number("oom_kill")
             if self._kills > before:
                 self._add("memory", self._kills - before)
-        self._reached("processes", self._crowded())
-        self._reached("disk", self._full())
+        self._update("processes", self._is_crowded())
+        self._update("disk", self._is_full())
 
-    def _reached(self, limit: str, at_its_end: bool) -> None:
+    def _update(self, limit: str, at_its_end: bool) -> None:
         if at_its_end and not self._at.get(limit, False):
             self._add(limit)
         self._at[limit] = at_its_end
 
-    def _crowded(self) -> bool:
+    def _is_crowded(self) -> bool:
         """Whether the limit of processes is reached; the kernel remembers the first time, later ones are seen."""
         if self.limits.max_processes is None:
             return False
@@ -132,7 +132,7 @@ class LimitMonitor:
             return False
         return file.number() >= self.launcher_tasks + self.limits.max_processes
 
-    def _full(self) -> bool:
+    def _is_full(self) -> bool:
         if self._space is None:
             return False
         found = os.fstatvfs(self._space)
@@ -144,15 +144,17 @@ class LimitViolations:
 
     def __init__(self, monitor: LimitMonitor) -> None:
         self._monitor = monitor
-        self._seen = monitor.counts()
+        self._seen = monitor.read_counts()
 
     def drain(self) -> tuple[LimitExceededError, ...]:
         """The limits that were reached since this was last asked, each once."""
-        counts, before = self._monitor.counts(), self._seen
+        counts, before = self._monitor.read_counts(), self._seen
         if counts == before:
             return ()
         self._seen = counts
-        return tuple(self._monitor.error(limit) for limit in counts if counts[limit] > before.get(limit, 0))
+        return tuple(
+            self._monitor.make_error(limit) for limit in counts if counts[limit] > before.get(limit, 0)
+        )
 
     def drain_with_call(
         self, timeout: float | None, output_limit: int | None
@@ -181,19 +183,19 @@ def _open_space(launcher: int | None, space: Path | None) -> int | None:
     return None
 
 
-def _settled(group: ControlGroup, limits: ResourceLimits) -> int:
+def _settle(group: ControlGroup, limits: ResourceLimits) -> int:
     with suppress(OSError):  # the sandbox has ended already
         return group.settle(limits.max_processes)
     return 0
 
 
-def _threads(pid: int) -> int:
+def _count_threads(pid: int) -> int:
     with suppress(OSError):
         return sum(1 for _ in os.scandir(f"/proc/{pid}/task"))
     return 0
 
 
-def _size(count: int | None) -> str:
+def _format_size(count: int | None) -> str:
     """A number of bytes for people, in parentheses."""
     if count is None:
         return ""

@@ -29,7 +29,7 @@ import structlog
 
 from sandboxes.limits.cgroups import ControlGroup
 from sandboxes.limits.violations import LimitMonitor
-from sandboxes.limits.watches import exceed, share
+from sandboxes.limits.watches import exceeds, watches_per_sandbox
 
 log = structlog.get_logger(__name__)
 
@@ -67,7 +67,7 @@ class Processes:
         for process in self._all.values():
             self._children[process.parent].append(process)
 
-    def below(self, pid: int) -> list[Process]:
+    def descendants(self, pid: int) -> list[Process]:
         """The descendants of a process."""
         found, at = list(self._children.get(pid, ())), 0
         while at < len(found):
@@ -77,8 +77,8 @@ class Processes:
 
     def inside(self, launcher: int) -> list[Process]:
         """The processes in the sandbox of a launcher, the control shell first; none where that has ended."""
-        first = next((process for process in self.below(launcher) if _is_first(process.pid)), None)
-        return [] if first is None else [first, *self.below(first.pid)]
+        first = next((process for process in self.descendants(launcher) if _is_first(process.pid)), None)
+        return [] if first is None else [first, *self.descendants(first.pid)]
 
 
 def _read(name: str) -> Process | None:
@@ -107,7 +107,7 @@ def _is_first(pid: int) -> bool:
     return False
 
 
-def _proportional(process: Process) -> int:
+def _proportional_size(process: Process) -> int:
     """Its memory in bytes, with its share of what it shares; all of that where the kernel does not tell."""
     with suppress(OSError):
         for line in Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines():
@@ -147,7 +147,7 @@ class ProcessorYield:
         self._restless = 0
         self._yields = False
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """`now` is of the monotonic clock."""
         if self._file is None:
             return
@@ -182,45 +182,45 @@ class WatchedSandbox:
         self._crowded = False
 
     @property
-    def unheld(self) -> bool:
+    def needs_scan(self) -> bool:
         """Whether its processes must be looked at, since no group holds their limits."""
         limits = (self._memory or self._processes) is not None
         return self.monitor.launcher is not None and (limits or self._shares_user)
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Look at the groups' counters."""
-        self.monitor.counts()  # what is over at the end of a call is noticed now
+        self.monitor.read_counts()  # what is over at the end of a call is noticed now
         if self._yielding is not None:
-            self._yielding.look(now)
+            self._yielding.check(now)
 
-    def look_inside(self, processes: Processes, watches: int | None) -> None:
+    def check_processes(self, processes: Processes, watches: int | None) -> None:
         """Look at the processes; `watches` is how many one sandbox may have."""
         inside = processes.inside(self.monitor.launcher or 0)
         if self._processes is not None:
             crowded = sum(process.threads for process in inside) >= self._processes - _slack(self._processes)
             if crowded and not self._crowded:
-                self.monitor.note("processes")
+                self.monitor.record("processes")
             self._crowded = crowded
-        if self._memory is not None and self._over(inside, self._memory):
-            self._end(inside, "memory")
-        elif self._takes_all_watches(inside, watches):
-            self._end(inside, "watches")
+        if self._memory is not None and self._exceeds(inside, self._memory):
+            self._kill_all(inside, "memory")
+        elif self._has_too_many_watches(inside, watches):
+            self._kill_all(inside, "watches")
 
-    def _takes_all_watches(self, inside: list[Process], limit: int | None) -> bool:
+    def _has_too_many_watches(self, inside: list[Process], limit: int | None) -> bool:
         if limit is None or not self._shares_user:
             return False
-        return exceed((process.pid for process in inside[1:]), limit)
+        return exceeds((process.pid for process in inside[1:]), limit)
 
-    def _end(self, inside: list[Process], limit: str) -> None:
-        self.monitor.note(limit)
+    def _kill_all(self, inside: list[Process], limit: str) -> None:
+        self.monitor.record(limit)
         for process in inside[1:]:
             _kill(process)
 
     @staticmethod
-    def _over(inside: list[Process], limit: int) -> bool:
+    def _exceeds(inside: list[Process], limit: int) -> bool:
         if sum(process.resident for process in inside) <= limit:
             return False
-        return sum(_proportional(process) for process in inside) > limit
+        return sum(_proportional_size(process) for process in inside) > limit
 
     def close(self) -> None:
         """Let go of files."""
@@ -248,7 +248,7 @@ class Watchdog:
                 self._thread.start()
 
     @property
-    def watching(self) -> bool:
+    def is_running(self) -> bool:
         """Whether the thread runs."""
         return self._thread is not None
 
@@ -269,19 +269,19 @@ class Watchdog:
                     return
                 wards = list(self._wards)
             try:
-                self._look(wards)
+                self._check(wards)
             except Exception:
                 # Nobody sees a thread end, and limits that it holds would hold no longer.
                 log.exception("the limits of sandboxes could not be looked at; trying again")
 
-    def _look(self, wards: list[WatchedSandbox]) -> None:
+    def _check(self, wards: list[WatchedSandbox]) -> None:
         begun = time.thread_time()
         now = time.monotonic()
         for ward in wards:
-            ward.look(now)
-        if unheld := [ward for ward in wards if ward.unheld]:
+            ward.check(now)
+        if needs_scan := [ward for ward in wards if ward.needs_scan]:
             processes = Processes()
-            watches = share(len(wards))
-            for ward in unheld:
-                ward.look_inside(processes, watches)
+            watches = watches_per_sandbox(len(wards))
+            for ward in needs_scan:
+                ward.check_processes(processes, watches)
         self.cost = time.thread_time() - begun

@@ -17,27 +17,27 @@ FEW = 128
 """The size of a table of descriptors that is passed over: hundreds of such processes have too few watches to matter."""
 
 
-def share(sandboxes: int) -> int | None:
+def watches_per_sandbox(sandboxes: int) -> int | None:
     """Return a sandbox's share of half of a user's watches; None where the kernel does not say how many there are."""
     with suppress(OSError, ValueError):
         return int(MOST.read_text()) // 2 // max(1, sandboxes)
     return None
 
 
-def exceed(pids: Iterable[int], limit: int) -> bool:
+def exceeds(pids: Iterable[int], limit: int) -> bool:
     """Return whether processes may together have more watches than that."""
-    tables = [(pid, _descriptors(pid)) for pid in pids]
+    tables = [(pid, _count_descriptors(pid)) for pid in pids]
     if sum((size // 2) ** 2 for _, size in tables) <= limit:
         return False  # as many instances as there is room for would not do
     found = 0
     for pid, size in tables:
-        found += _most_watches(pid, size)
+        found += _max_watches(pid, size)
         if found > limit:
             return True
     return False
 
 
-def _descriptors(pid: int) -> int:
+def _count_descriptors(pid: int) -> int:
     """Return how many descriptors a process has, or its limit where they cannot be seen; 0 for few."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
@@ -55,7 +55,7 @@ def _descriptors(pid: int) -> int:
         return 0
 
 
-def _most_watches(pid: int, size: int) -> int:
+def _max_watches(pid: int, size: int) -> int:
     """Return the product of epoll instances and descriptors."""
     try:
         with os.scandir(f"/proc/{pid}/fd") as entries:

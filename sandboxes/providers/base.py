@@ -135,9 +135,9 @@ class HostProvider(SandboxProvider):
                 control = _launch(plan, folder, group, handover, resources)
                 if handover is not None:
                     await self._open_egress(plan, folder, resources, handover)
-            await self._until_ready(control, folder)
+            await self._wait_until_ready(control, folder)
             watched = await resources.watched_group()
-            sandbox = self.make_sandbox(self._launched(plan, folder, control, resources, watched), spec)
+            sandbox = self.make_sandbox(self._make_launched(plan, folder, control, resources, watched), spec)
         except BaseException as error:
             with anyio.CancelScope(shield=True):
                 if control is not None:
@@ -152,7 +152,7 @@ class HostProvider(SandboxProvider):
     async def _open_egress(
         self, plan: LaunchPlan, folder: RunFolder, resources: LauncherResources, handover: SocketHandover
     ) -> None:
-        """Where the launcher ends instead of handing a socket over, `_until_ready` says why."""
+        """Where the launcher ends instead of handing a socket over, `_wait_until_ready` says why."""
         with anyio.move_on_after(self._start_timeout):
             if plan.egress is not None and (listening := await handover.receive()) is not None:
                 resources.before_release.push_async_callback(self.egress.close, folder.id)
@@ -165,10 +165,10 @@ class HostProvider(SandboxProvider):
     async def egress_counts(self) -> EgressCounts:
         return await self.egress.counts()
 
-    async def _until_ready(self, control: ControlShell, folder: RunFolder) -> None:
+    async def _wait_until_ready(self, control: ControlShell, folder: RunFolder) -> None:
         ready = None
         with anyio.move_on_after(self._start_timeout):
-            ready = await control.ready()
+            ready = await control.wait_until_ready()
         if ready is None:
             raise SandboxStartError(
                 f"the sandbox was not ready within {self._start_timeout:.0f} s: {folder.log_tail()}",
@@ -177,7 +177,7 @@ class HostProvider(SandboxProvider):
         if not ready:
             raise SandboxStartError(f"the sandbox ended while it started: {folder.log_tail()}")
 
-    def _launched(
+    def _make_launched(
         self,
         plan: LaunchPlan,
         folder: RunFolder,

@@ -89,7 +89,7 @@ class LocalSandbox(ControlledSandbox):
             return posixpath.normpath(posixpath.join(self.workdir, posixpath.relpath(given, named)))
         return given
 
-    async def _left(self) -> bool:
+    async def _has_processes_left(self) -> bool:
         """End what has left the control shell's session, by the mark that it inherited unless it took that off."""
         control = self.info.pid
         ended = await anyio.to_thread.run_sync(kill_processes, frozenset({self.id}).__contains__, control)

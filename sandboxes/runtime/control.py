@@ -67,14 +67,14 @@ class ControlShell:
         """Whether the shell is there to take a message."""
         return not self._other_end.ended
 
-    async def ready(self) -> bool:
+    async def wait_until_ready(self) -> bool:
         """Wait for the shell to come up; False where it ended instead."""
-        ready = await self._reply() == "ready"
+        ready = await self._next_reply() == "ready"
         if self._answers is not None:
             self._answers.unlink()
         return ready
 
-    async def _reply(self) -> str | None:
+    async def _next_reply(self) -> str | None:
         """The next answer; None where the shell has ended."""
         line: str | None = None
         async with anyio.create_task_group() as tasks:
@@ -110,7 +110,7 @@ class ControlShell:
         try:
             entries = [f"{name}={value}" for name, value in env.items()]
             await self.send("spawn", token, mode, cwd, str(len(entries)), *entries, *self._prefix, *argv)
-            await child.started()
+            await child.wait_until_started()
         except BaseException:
             child.discard()
             raise
@@ -138,25 +138,25 @@ class ControlShell:
         Raises:
             SandboxClosedError: the sandbox has ended, or does not answer.
         """
-        if not await self._answered("end", END_TIMEOUT):
+        if not await self._ask("end", END_TIMEOUT):
             raise SandboxClosedError("the sandbox did not end its processes")
 
-    async def rest(self) -> None:
+    async def wait_until_done(self) -> None:
         """Wait until everything that was sent has been done, signals among it.
 
         Raises:
             SandboxClosedError: the sandbox has ended, or does not answer.
         """
-        if not await self._answered("rest", REST_TIMEOUT):
+        if not await self._ask("rest", REST_TIMEOUT):
             raise SandboxClosedError("the sandbox does not answer")
 
-    async def _answered(self, question: str, timeout: float) -> bool:
+    async def _ask(self, question: str, timeout: float) -> bool:
         """Whether the shell has done what it is asked. Answers to those who were cancelled are passed over."""
         token = secrets.token_hex(8)
         async with self._asking:
             await self.send(question, token)
             with anyio.move_on_after(timeout):
-                while (line := await self._reply()) is not None:
+                while (line := await self._next_reply()) is not None:
                     if line == token:
                         return True
         return False
@@ -168,7 +168,7 @@ class ControlShell:
             SandboxClosedError: the sandbox has ended, or takes no messages any more, so that it was ended.
             ValueError: a field has a NUL character.
         """
-        message = _encoded(fields)
+        message = _encode(fields)
         async with self._lock:
             view = memoryview(message)
             while view:
@@ -177,11 +177,11 @@ class ControlShell:
                 try:
                     view = view[self._channel.send(view) :]
                 except BlockingIOError:
-                    await self._room(begun=len(view) < len(message))
+                    await self._wait_for_room(begun=len(view) < len(message))
                 except OSError as error:
                     raise SandboxClosedError("the sandbox has ended") from error
 
-    async def _room(self, *, begun: bool) -> None:
+    async def _wait_for_room(self, *, begun: bool) -> None:
         """Wait for room. The rest of a message that was begun must follow: another one would be read as part of it."""
         with anyio.move_on_after(SEND_TIMEOUT, shield=begun) as scope:
             await anyio.wait_writable(self._channel)
@@ -191,7 +191,7 @@ class ControlShell:
 
     def send_now(self, *fields: str) -> None:
         """Send a short message without waiting, as from a cancelled task; lost where the sandbox has ended."""
-        message = _encoded(fields)
+        message = _encode(fields)
         if self.alive and not self._lock.locked():
             try:
                 self._channel.send(message)
@@ -207,7 +207,7 @@ class ControlShell:
         self._channel.close()
 
 
-def _encoded(fields: Sequence[str]) -> bytes:
+def _encode(fields: Sequence[str]) -> bytes:
     """A message as the shell reads it."""
     message = "".join(f"{field}\0" for field in (str(len(fields)), *fields)).encode(
         "utf-8", "surrogateescape"
@@ -254,7 +254,7 @@ class Child:
         self.group = 0
         """Its process id inside, and that of its group."""
 
-    async def started(self) -> None:
+    async def wait_until_started(self) -> None:
         """Wait until the process has opened its pipes."""
         line: str | None = None
         with anyio.move_on_after(SPAWN_TIMEOUT):
@@ -264,14 +264,14 @@ class Child:
         if line is None or line[:1] != "+" or not line[1:].isdigit():
             raise NoProcessError("no process could be started in the sandbox")
         self.group = int(line[1:])
-        self.pipes.opened()
+        self.pipes.mark_opened()
 
-    async def exit_code(self) -> int | None:
+    async def wait_for_exit(self) -> int | None:
         """Wait for the end of a process of mode "run"; None where it was killed together with its parent."""
         line = await self.status.next()
         return int(line) if line is not None and line.isdigit() else None
 
-    def counted(self, code: int | None) -> int:
+    def shell_exit_code(self, code: int | None) -> int:
         """An exit code as a shell counts, also of a process that was killed with its whole group.
 
         Raises:
@@ -282,7 +282,7 @@ class Child:
         return KILLED if code is None else code
 
     @property
-    def done(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether it is known to have ended; a process of mode "run" writes nothing else after its start."""
         return self.status.ended or self.status.waiting
 

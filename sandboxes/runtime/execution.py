@@ -40,7 +40,7 @@ async def run_collected(
         try:
             readers[OUTPUT].start(out.add)
             readers[ERROR].start(err.add)
-            code = child.counted(await _feed(child, stdin))
+            code = child.shell_exit_code(await _feed(child, stdin))
         finally:
             if scope.cancel_called:
                 await _terminate(child)
@@ -71,7 +71,7 @@ async def _feed(child: Child, stdin: bytes) -> int | None:
             tasks.start_soon(write)
         else:
             child.pipes.close(INPUT)
-        code = await child.exit_code()
+        code = await child.wait_for_exit()
         tasks.cancel_scope.cancel()
     return code
 
@@ -80,7 +80,7 @@ async def _terminate(child: Child) -> None:
     """End the group of a program whose time is over; what it prints on its way out is kept."""
     with anyio.CancelScope(shield=True), anyio.move_on_after(GRACE):
         await child.signal("TERM")
-        await child.exit_code()
+        await child.wait_for_exit()
 
 
 class ProgramFailedError(Exception):
@@ -114,7 +114,7 @@ async def stream_out(
             if limit is not None and total > limit:
                 raise FileTooLargeError(f"more than {limit} bytes", hint="allow more, or ask for less")
             yield data
-        code = await _ended(child)
+        code = await _wait_for_exit(child)
         reader.stop()
         if code != 0:
             raise ProgramFailedError(code, errors.text())
@@ -148,7 +148,7 @@ async def stream_in(
                 break
             total += len(part)
         child.pipes.close(INPUT)
-        code = await _ended(child)
+        code = await _wait_for_exit(child)
         for reader in readers:
             reader.stop()
         if code != 0:
@@ -162,7 +162,7 @@ async def stream_in(
 
 async def _read_some(fd: int) -> bytes:
     """The next bytes, b"" at the end; others have their turn in between, however fast they come."""
-    with _patience():
+    with _stall_limit():
         await anyio.lowlevel.checkpoint()
         while (data := read_some(fd, READ_SIZE)) is None:
             await anyio.wait_readable(fd)
@@ -172,20 +172,20 @@ async def _read_some(fd: int) -> bytes:
 async def _write_piece(child: Child, part: bytes) -> bool:
     """Write all of a piece, a little at a time; False where the program takes no more."""
     for at in range(0, len(part), READ_SIZE):
-        with _patience():
+        with _stall_limit():
             await anyio.lowlevel.checkpoint()
             if child.stdin is None or not await write_all(child.stdin, part[at : at + READ_SIZE]):
                 return False
     return True
 
 
-async def _ended(child: Child) -> int:
-    with _patience():
-        return child.counted(await child.exit_code())
+async def _wait_for_exit(child: Child) -> int:
+    with _stall_limit():
+        return child.shell_exit_code(await child.wait_for_exit())
 
 
 @contextmanager
-def _patience() -> Iterator[None]:
+def _stall_limit() -> Iterator[None]:
     try:
         with anyio.fail_after(STALL_SECONDS):
             yield

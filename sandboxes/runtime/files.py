@@ -99,7 +99,7 @@ class ScriptRunner(Protocol):
     ) -> Awaitable[ExecResult]: ...
 
 
-def script(text: str, *arguments: str) -> list[str]:
+def bash_argv(text: str, *arguments: str) -> list[str]:
     """The argument list of a bash script with its positional parameters: no quoting is needed."""
     return ["bash", "--norc", "-c", text, "files", *arguments]
 
@@ -133,45 +133,45 @@ class Files:
     async def read_stream(self, path: str, limit: int | None) -> AsyncGenerator[bytes, None]:
         """See `Sandbox.read_stream`."""
         allowed = "" if limit is None else str(limit)
-        stream = self._stream(script(READ, self._resolve(path), allowed), limit)
+        stream = self._stream(bash_argv(READ, self._resolve(path), allowed), limit)
         try:
             async with aclosing(stream):
                 async for part in stream:
                     yield part
         except ProgramFailedError as error:
-            raise _failure(path, error.exit_code, error.said) from error
+            raise _make_error(path, error.exit_code, error.said) from error
 
     async def write(self, path: str, data: bytes | str) -> None:
         """See `Sandbox.write_file`."""
         content = data.encode() if isinstance(data, str) else data
-        await self._give(path, WRITE, secrets.token_hex(8), _once(content), size=len(content))
+        await self._feed_script(path, WRITE, secrets.token_hex(8), _as_stream(content), size=len(content))
 
     async def write_stream(self, path: str, data: AsyncIterable[bytes]) -> None:
         """See `Sandbox.write_stream`."""
         token = secrets.token_hex(8)
         try:
-            size = await self._give(path, RECEIVE, token, data)
-            await self._give(path, COMMIT, token, _once(b""), size=size)
+            size = await self._feed_script(path, RECEIVE, token, data)
+            await self._feed_script(path, COMMIT, token, _as_stream(b""), size=size)
         except BaseException:
-            await self._drop(path, token)
+            await self._remove_draft(path, token)
             raise
 
-    async def _give(
+    async def _feed_script(
         self, path: str, text: str, token: str, data: AsyncIterable[bytes], *, size: int | None = None
     ) -> int:
         """Hand bytes to one of the scripts for writing."""
         arguments = [self._resolve(path), token, *([] if size is None else [str(size)])]
         try:
-            return await self._feed(script(text, *arguments), data)
+            return await self._feed(bash_argv(text, *arguments), data)
         except ProgramFailedError as error:
-            raise _failure(path, error.exit_code, error.said) from error
+            raise _make_error(path, error.exit_code, error.said) from error
 
-    async def _drop(self, path: str, token: str) -> None:
+    async def _remove_draft(self, path: str, token: str) -> None:
         """Remove what a write that failed, or was cancelled, has left; a sandbox that is closed has nothing left."""
         with anyio.CancelScope(shield=True):
             try:
                 await self._run(
-                    script(DROP, self._resolve(path), token), timeout=DROP_SECONDS, output_limit=4096
+                    bash_argv(DROP, self._resolve(path), token), timeout=DROP_SECONDS, output_limit=4096
                 )
             except SandboxError:
                 return
@@ -195,31 +195,31 @@ class Files:
     async def list(self, path: str) -> list[FileEntry]:
         """See `Sandbox.list`."""
         result = await self._run(
-            script(LIST, self._resolve(path)), timeout=FILE_TIMEOUT, output_limit=LIST_LIMIT
+            bash_argv(LIST, self._resolve(path)), timeout=FILE_TIMEOUT, output_limit=LIST_LIMIT
         )
         if result.timed_out:
             raise SandboxFileError(f"{path}: no answer within {FILE_TIMEOUT:.0f} s")
         if result.exit_code != 0:
-            raise _failure(path, result.exit_code, result.stderr.decode("utf-8", errors="replace"))
+            raise _make_error(path, result.exit_code, result.stderr.decode("utf-8", errors="replace"))
         if result.truncated:
             raise FileTooLargeError(f"{path}: the listing has more than {LIST_LIMIT} bytes")
-        entries = [_entry(path, part) for part in result.stdout.split(b"\0")[:-1]]
+        entries = [_parse_entry(path, part) for part in result.stdout.split(b"\0")[:-1]]
         return sorted(entries, key=lambda entry: entry.name)
 
     async def import_(self, parent: str, tar: AsyncIterable[bytes]) -> None:
         """See `Sandbox.import_path`."""
         try:
-            await self._feed(script(IMPORT, self._resolve(parent)), tar)
+            await self._feed(bash_argv(IMPORT, self._resolve(parent)), tar)
         except ProgramFailedError as error:
-            raise _failure(parent, error.exit_code, error.said) from error
+            raise _make_error(parent, error.exit_code, error.said) from error
 
 
-async def _once(data: bytes) -> AsyncIterator[bytes]:
+async def _as_stream(data: bytes) -> AsyncIterator[bytes]:
     if data:
         yield data
 
 
-def _failure(path: str, code: int | None, said: str) -> SandboxFileError:
+def _make_error(path: str, code: int | None, said: str) -> SandboxFileError:
     """What a script's exit code and its last words mean."""
     said = said.strip()
     if code == MISSING:
@@ -233,7 +233,7 @@ def _failure(path: str, code: int | None, said: str) -> SandboxFileError:
     return SandboxFileError(f"{path}: {said or f'failed with {code}'}")
 
 
-def _entry(path: str, part: bytes) -> FileEntry:
+def _parse_entry(path: str, part: bytes) -> FileEntry:
     """One entry of `LIST`.
 
     Raises:

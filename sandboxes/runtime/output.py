@@ -45,24 +45,24 @@ class OutputBuffer:
         head, tail = bytes(self._head), b"".join(self._tail)
         if not self.truncated:
             return head + tail
-        return _noted(head, tail[-self._tail_limit :] if self._tail_limit else b"", self.total)
+        return _join_with_note(head, tail[-self._tail_limit :] if self._tail_limit else b"", self.total)
 
     def text(self) -> str:
         """The same as text; what is no UTF-8 becomes U+FFFD, and a character that the cut divides is left out."""
         if not self.truncated:
             return self.bytes().decode("utf-8", errors="replace")
         tail = b"".join(self._tail)[-self._tail_limit :] if self._tail_limit else b""
-        kept = _noted(_whole_end(bytes(self._head)), _whole_start(tail), self.total)
+        kept = _join_with_note(_drop_partial_end(bytes(self._head)), _drop_partial_start(tail), self.total)
         return kept.decode("utf-8", errors="replace")
 
 
-def _noted(head: bytes, tail: bytes, total: int) -> bytes:
+def _join_with_note(head: bytes, tail: bytes, total: int) -> bytes:
     """Both ends of a stream of `total` bytes, and how many are missing between them."""
     left_out = total - len(head) - len(tail)
     return head + f"\n[... {left_out} bytes left out ...]\n".encode() + tail
 
 
-def _whole_end(data: bytes) -> bytes:
+def _drop_partial_end(data: bytes) -> bytes:
     """Without the beginning of a character that is cut off at the end."""
     for length in range(1, min(len(data), 3) + 1):
         first = data[-length]
@@ -74,7 +74,7 @@ def _whole_end(data: bytes) -> bytes:
     return data
 
 
-def _whole_start(data: bytes) -> bytes:
+def _drop_partial_start(data: bytes) -> bytes:
     """Without the end of a character that is cut off at the start."""
     at = 0
     while at < min(len(data), 3) and CONTINUATION <= data[at] < FIRST_BYTE:

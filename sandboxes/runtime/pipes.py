@@ -62,7 +62,7 @@ class Pipes:
     def _path(self, name: str) -> Path:
         return self._base.with_name(f"{self._base.name}.{name}")
 
-    def opened(self) -> None:
+    def mark_opened(self) -> None:
         """The process has opened its ends: forget the names, and keep input for writing alone, to see it close."""
         self.unlink()
         both = self.fds.pop(INPUT)
@@ -87,7 +87,7 @@ class Pipes:
                 os.close(fd)
 
 
-def pending(fd: int) -> int:
+def count_pending(fd: int) -> int:
     """Bytes that can be read at once."""
     count = array.array("i", [0])
     fcntl.ioctl(fd, termios.FIONREAD, count)
@@ -150,8 +150,8 @@ class Reader:
         """Hand on what is in the pipe at this moment, and no more; a writer that never rests cannot prolong it."""
         if self._sink is None:
             return
-        self._rest()
-        left = pending(self._fd)
+        self._stop_watching()
+        left = count_pending(self._fd)
         while left > 0 and (data := read_some(self._fd, min(left, READ_SIZE))):
             left -= len(data)
             self._sink(data)
@@ -161,9 +161,9 @@ class Reader:
         """Stop at once; what is still in the pipe is left. Idempotent, also after the pipe has been closed."""
         if self._sink is not None:
             self._sink = None
-            self._rest()
+            self._stop_watching()
 
-    def _rest(self) -> None:
+    def _stop_watching(self) -> None:
         """Be woken no more."""
         if self._timer is None:
             self._loop.remove_reader(self._fd)

@@ -104,7 +104,7 @@ class ControlledSandbox(Sandbox):
         self._env = {**launched.env, **spec.env}
         self._closing = False
         self._closed = anyio.Event()
-        self._over: LimitExceededError | None = None
+        self._lifetime_error: LimitExceededError | None = None
         """The limit that ended the whole sandbox."""
         seen = LimitViolations(launched.monitor), LimitViolations(launched.monitor)
         self._shell = ShellSession(
@@ -164,12 +164,12 @@ class ControlledSandbox(Sandbox):
         self._refuse_if_ended()
         if not self._shell.is_open:
             with self._operation():
-                await self._shell.ensure()
+                await self._shell.ensure_open()
         return self._shell
 
     async def python(self) -> KernelSession:
         with self._operation():
-            await self._kernel.ensure()
+            await self._kernel.ensure_open()
         return self._kernel
 
     async def exec(
@@ -205,13 +205,13 @@ class ControlledSandbox(Sandbox):
             self._kernel.discard()
             with anyio.move_on_after(END_SECONDS):
                 await self._launched.control.end_all()
-                while await self._left():
+                while await self._has_processes_left():
                     await anyio.sleep(END_PAUSE)
                     await self._launched.control.end_all()
                 return
         raise SandboxClosedError(f"the processes of the sandbox {self.id} did not end")
 
-    async def _left(self) -> bool:
+    async def _has_processes_left(self) -> bool:
         """Return whether the host sees any process inside but the first one."""
         first = await self._first_process()
         return bool(children_of(first.pid))
@@ -219,7 +219,7 @@ class ControlledSandbox(Sandbox):
     async def _first_process(self) -> FirstProcess:
         first = await self._launched.resources.first_process()
         if first is None:
-            raise self._ended()
+            raise self._make_ended_error()
         return first
 
     async def read_file(self, path: str, *, limit: int = DEFAULT_FILE_LIMIT) -> bytes:
@@ -274,8 +274,8 @@ class ControlledSandbox(Sandbox):
     async def _drain(self) -> None:
         """Let calls under way see that all has ended; then close what they may have left open."""
         with anyio.move_on_after(DRAIN_SECONDS):
-            await self._shell.idle()
-            await self._kernel.idle()
+            await self._shell.wait_until_idle()
+            await self._kernel.wait_until_idle()
             while self._under_way:
                 self._at_rest = anyio.Event()
                 await self._at_rest.wait()
@@ -284,7 +284,7 @@ class ControlledSandbox(Sandbox):
 
     def _refuse_if_ended(self) -> None:
         if self._closing or not self._launched.control.alive:
-            raise self._ended()
+            raise self._make_ended_error()
 
     @contextmanager
     def _operation(self) -> Iterator[None]:
@@ -293,8 +293,8 @@ class ControlledSandbox(Sandbox):
         try:
             yield
         except SandboxStartError as error:
-            if self._launched.monitor.at_end("processes"):
-                raise self._launched.monitor.error("processes") from error
+            if self._launched.monitor.is_reached("processes"):
+                raise self._launched.monitor.make_error("processes") from error
             raise
         finally:
             self._under_way -= 1
@@ -317,22 +317,22 @@ class ControlledSandbox(Sandbox):
 
     def _expire(self) -> None:
         seconds = self._spec.lifetime_seconds or 0.0
-        self._over = LimitExceededError(
+        self._lifetime_error = LimitExceededError(
             f"the sandbox {self.id} has ended: its lifetime of {seconds:g} s is over", limit="lifetime"
         )
-        self._launched.monitor.note("lifetime")
+        self._launched.monitor.record("lifetime")
         self._launched.control.close()
 
-    def _ended(self) -> SandboxError:
-        if self._over is not None:
-            return self._over
+    def _make_ended_error(self) -> SandboxError:
+        if self._lifetime_error is not None:
+            return self._lifetime_error
         how = "has been closed" if self._closing else "has ended by itself"
         return SandboxClosedError(f"the sandbox {self.id} {how}")
 
     async def _explain(self, violations: LimitViolations, error: SessionDiedError) -> SandboxError:
         """Why a session died, as far as the sandbox knows."""
         if self._closing or not self._launched.control.alive:
-            return self._ended()
+            return self._make_ended_error()
         for violation in violations.drain():
             if violation.limit in {"memory", "watches"}:
                 violation.output = error.output

@@ -58,7 +58,7 @@ class OpenHow(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint64) for name in ("flags", "mode", "resolve")]
 
 
-def checked(result: int, name: str) -> int:
+def check(result: int, name: str) -> int:
     """Call a function of the C library that answers -1 with errno where it fails."""
     if result < 0:
         number = ctypes.get_errno()
@@ -81,19 +81,19 @@ def enter_user_namespace(pid: int) -> None:
     if os.geteuid() == 0:
         os.setgroups([])
     namespace = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
-    checked(libc.setns(namespace, CLONE_NEWUSER), "setns")
+    check(libc.setns(namespace, CLONE_NEWUSER), "setns")
     os.close(namespace)
     with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
         ids = {line.split()[0]: int(line.split()[1]) for line in file if line.startswith(("Uid:", "Gid:"))}
-    checked(libc.prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0), "prctl")
+    check(libc.prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0), "prctl")
     os.setresgid(ids["Gid:"], ids["Gid:"], ids["Gid:"])
     os.setresuid(ids["Uid:"], ids["Uid:"], ids["Uid:"])
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
     sets = (ctypes.c_uint32 * 6)()
-    checked(libc.capget(header, sets), "capget")
+    check(libc.capget(header, sets), "capget")
     sets[0], sets[3] = sets[1], sets[4]  # effective is what is permitted
-    checked(libc.capset(header, sets), "capset")
-    checked(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")
+    check(libc.capset(header, sets), "capset")
+    check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")
 
 
 def open_root(pid: int, launcher: int) -> int:
@@ -113,7 +113,7 @@ def open_below(root: int, path: str, flags: int) -> int:
     """Open a path as the sandbox would see it: `root` is the top, and links of /proc lead nowhere."""
     how = OpenHow(flags | os.O_CLOEXEC, 0, RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS)
     name = ctypes.c_char_p(os.fsencode(path))
-    return checked(
+    return check(
         libc.syscall(SYS_OPENAT2, root, name, ctypes.byref(how), ctypes.c_size_t(ctypes.sizeof(how))), path
     )
 
@@ -132,22 +132,22 @@ def stays_within(target: str, below: "list[str]", top: str) -> bool:
     return ".." not in parts[ups:] and ups < len(below)
 
 
-def padded(data: bytes) -> bytes:
+def pad(data: bytes) -> bytes:
     """Return the data, padded to the end of its last block."""
     return data + bytes(-len(data) % BLOCK)
 
 
-def field(value: int, width: int) -> bytes:
+def encode_number(value: int, width: int) -> bytes:
     """Encode a number as octal digits, or as plain bytes where there are too few digits."""
     if value < 8 ** (width - 1):
         return b"%0*o\0" % (width - 1, value)
     return b"\x80" + value.to_bytes(width - 1, "big")
 
 
-def block(name: bytes, kind: bytes, mode: int, size: int, mtime: int, link: bytes) -> bytes:
+def make_header(name: bytes, kind: bytes, mode: int, size: int, mtime: int, link: bytes) -> bytes:
     """Return the header block of an entry, with its names cut to fit."""
-    start = name[:NAME_SIZE].ljust(NAME_SIZE, b"\0") + field(mode, 8) + field(0, 8) * 2
-    start += field(size, 12) + field(mtime, 12)
+    start = name[:NAME_SIZE].ljust(NAME_SIZE, b"\0") + encode_number(mode, 8) + encode_number(0, 8) * 2
+    start += encode_number(size, 12) + encode_number(mtime, 12)
     end = (kind + link[:NAME_SIZE].ljust(NAME_SIZE, b"\0") + b"ustar  ").ljust(BLOCK - len(start) - 8, b"\0")
     checksum = sum(start) + sum(end) + 8 * ord(" ")
     return start + b"%06o\0 " % checksum + end
@@ -170,8 +170,8 @@ class Entry:
         name = self.name + b"/" if self.kind == FOLDER else self.name
         for kind, text in ((LONG_LINK, self.link), (LONG_NAME, name)):
             if len(text) > NAME_SIZE:
-                found += block(b"././@LongLink", kind, 0, len(text) + 1, 0, b"") + padded(text + b"\0")
-        return found + block(name, self.kind, self.mode, self.size, self.mtime, self.link)
+                found += make_header(b"././@LongLink", kind, 0, len(text) + 1, 0, b"") + pad(text + b"\0")
+        return found + make_header(name, self.kind, self.mode, self.size, self.mtime, self.link)
 
 
 class Archive:
@@ -273,7 +273,7 @@ class Archive:
         self._out.write(bytes(-size % BLOCK))
 
 
-def kernel_devices(root: int) -> "set[int]":
+def find_kernel_devices(root: int) -> "set[int]":
     """Return the devices of file systems that the kernel makes up: their files are nobody's work."""
     devices = set()
     for name in ("proc", "sys"):
@@ -298,7 +298,7 @@ def main(path: str, limit: int, pid: int, launcher: int) -> None:
         os.lstat(name, dir_fd=folder)
     except OSError:
         stop(MISSING)  # also where links go in a ring, or lead to where nobody may go
-    archive = Archive(limit, path.rstrip("/"), kernel_devices(root))
+    archive = Archive(limit, path.rstrip("/"), find_kernel_devices(root))
     archive.add(folder, name, [])
     archive.close()
 

@@ -27,63 +27,63 @@ class HostReader:
             {path.stat().st_dev: path for path in there}.values()
         )  # one for each file system
         self._proc = proc
-        self._groups = _own_groups(proc, cgroups)
+        self._groups = _find_own_groups(proc, cgroups)
         self.cpus = len(os.sched_getaffinity(0))
 
     def read(self) -> HostMetrics:
         """The present state."""
-        available, total = self._memory()
+        available, total = self._read_memory()
         return HostMetrics(
             cpus=self.cpus,
-            load=self._load(),
-            cpu_stall=self._stall("cpu", "some"),
-            memory_stall=self._stall("memory", "some"),
-            io_stall=self._stall("io", "full"),
+            load=self._read_load(),
+            cpu_stall=self._read_stall("cpu", "some"),
+            memory_stall=self._read_stall("memory", "some"),
+            io_stall=self._read_stall("io", "full"),
             memory_available=available,
             memory_total=total,
-            disks=tuple(space for folder in self._folders if (space := _space(folder)) is not None),
-            descriptors_free=_descriptors_free(),
-            processes_free=self._processes_free(),
+            disks=tuple(space for folder in self._folders if (space := _read_space(folder)) is not None),
+            descriptors_free=_read_descriptors_free(),
+            processes_free=self._read_processes_free(),
         )
 
-    def _load(self) -> float | None:
-        fields = _text(self._proc / "loadavg").split()
+    def _read_load(self) -> float | None:
+        fields = _read_text(self._proc / "loadavg").split()
         return float(fields[0]) if fields else None
 
-    def _stall(self, name: str, kind: str) -> float | None:
+    def _read_stall(self, name: str, kind: str) -> float | None:
         """The worse of the host's and our control group's."""
         files = [self._proc / "pressure" / name, *(group / f"{name}.pressure" for group in self._groups)]
-        return max((value for file in files for value in _averages(file, kind)), default=None)
+        return max((value for file in files for value in _read_averages(file, kind)), default=None)
 
-    def _memory(self) -> tuple[int | None, int | None]:
+    def _read_memory(self) -> tuple[int | None, int | None]:
         """What is available, and of how much: of the host or of the control group that has the least left."""
         entries = dict(
-            line.split(":", 1) for line in _text(self._proc / "meminfo").splitlines() if ":" in line
+            line.split(":", 1) for line in _read_text(self._proc / "meminfo").splitlines() if ":" in line
         )
         numbers = {name: int(text.split()[0]) * KIB for name, text in entries.items()}
         available, total = numbers.get("MemAvailable"), numbers.get("MemTotal")
         found = [(available, total)] if available is not None and total is not None else []
         for group in self._groups:
-            found += _group_memory(group, total)
+            found += _read_group_memory(group, total)
         return min(found, default=(None, None))
 
-    def _processes_free(self) -> int | None:
+    def _read_processes_free(self) -> int | None:
         """Return how many processes the kernel's limits and our control groups leave, whichever is lowest."""
-        running = _text(self._proc / "loadavg").split()
+        running = _read_text(self._proc / "loadavg").split()
         threads = int(running[3].split("/")[1]) if len(running) > 3 else 0
-        limits = [_number(self._proc / "sys/kernel" / name) for name in ("pid_max", "threads-max")]
+        limits = [_read_number(self._proc / "sys/kernel" / name) for name in ("pid_max", "threads-max")]
         left = [limit - threads for limit in limits if limit is not None and running]
         for group in self._groups:
-            limit, current = _number(group / "pids.max"), _number(group / "pids.current")
+            limit, current = _read_number(group / "pids.max"), _read_number(group / "pids.current")
             if limit is not None and current is not None:
                 left.append(limit - current)
         return min(left, default=None)
 
 
-def _own_groups(proc: Path, cgroups: Path) -> list[Path]:
+def _find_own_groups(proc: Path, cgroups: Path) -> list[Path]:
     """The control groups that this process is in, and those above them, as far as they can be seen."""
     found: list[Path] = []
-    for line in _text(proc / "self/cgroup").splitlines():
+    for line in _read_text(proc / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         root = cgroups / controllers if controllers else cgroups
         group = root / path.lstrip("/")
@@ -92,27 +92,27 @@ def _own_groups(proc: Path, cgroups: Path) -> list[Path]:
     return [it for it in dict.fromkeys(found) if any((it / name).exists() for name in useful)]
 
 
-def _group_memory(group: Path, total: int | None) -> Iterator[tuple[int, int]]:
+def _read_group_memory(group: Path, total: int | None) -> Iterator[tuple[int, int]]:
     """What a control group has left of its limit, if it has one: its files in cache count as free."""
     for most, current, cache in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        limit, used = _number(group / most), _number(group / current)
+        limit, used = _read_number(group / most), _read_number(group / current)
         if limit is None or used is None or (total is not None and limit >= total):
             continue
-        stat = dict(line.split() for line in _text(group / "memory.stat").splitlines())
+        stat = dict(line.split() for line in _read_text(group / "memory.stat").splitlines())
         yield max(0, limit - used + int(stat.get(cache, 0))), limit
 
 
-def _averages(file: Path, kind: str) -> Iterator[float]:
-    for line in _text(file).splitlines():
+def _read_averages(file: Path, kind: str) -> Iterator[float]:
+    for line in _read_text(file).splitlines():
         name, first, *_ = line.split()
         if name == kind:
             yield float(first.removeprefix("avg10="))
 
 
-def _space(folder: Path) -> DiskSpace | None:
+def _read_space(folder: Path) -> DiskSpace | None:
     """Read the free space of a folder's disk, or of the folder above if it was removed; None if the disk fails."""
     for place in (folder, *folder.parents):
         try:
@@ -125,7 +125,7 @@ def _space(folder: Path) -> DiskSpace | None:
     return None
 
 
-def _descriptors_free() -> int:
+def _read_descriptors_free() -> int:
     """Descriptors are given from the lowest number on, so the next one tells how many are in use, closely enough."""
     try:
         probe = os.open("/", os.O_PATH | os.O_CLOEXEC)
@@ -135,12 +135,12 @@ def _descriptors_free() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - probe
 
 
-def _number(file: Path) -> int | None:
-    text = _text(file).strip()
+def _read_number(file: Path) -> int | None:
+    text = _read_text(file).strip()
     return int(text) if text.isdigit() else None
 
 
-def _text(file: Path) -> str:
+def _read_text(file: Path) -> str:
     """What a file holds; nothing where the kernel has no such file, or none that it gives us."""
     with suppress(OSError):
         return file.read_text()

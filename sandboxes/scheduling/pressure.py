@@ -124,12 +124,12 @@ class PressureController:
             return self.decision
         pressures = measure_pressure(metrics, self._config)
         held = [it for it in pressures if it.ratio >= (RELEASE if it.resource in self._held else 1.0)]
-        target = self._shrunk(used, held) if held else self._grown(used, waiting)
+        target = self._shrink(used, held) if held else self._grow(used, waiting)
         self._held = frozenset(pressure.resource for pressure in held)
         self.decision = ConcurrencyDecision(target, tuple(pressure.hold_reason for pressure in held))
         return self.decision
 
-    def _shrunk(self, used: int, held: list[ResourcePressure]) -> int:
+    def _shrink(self, used: int, held: list[ResourcePressure]) -> int:
         target = self.decision.target
         if any(pressure.resource not in SLOW for pressure in held):
             return max(1, min(target, used))
@@ -139,7 +139,7 @@ class PressureController:
         self._since_cut = 0
         return min(target, max(self._floor, int(min(target, used) * DECREASE)))
 
-    def _grown(self, used: int, waiting: int) -> int:
+    def _grow(self, used: int, waiting: int) -> int:
         target = self.decision.target
         return min(self._ceiling, target + self._step) if used + waiting >= target else target
 
@@ -147,21 +147,23 @@ class PressureController:
 def measure_pressure(metrics: HostMetrics, config: PressureConfig) -> list[ResourcePressure]:
     """How near each resource that the host tells of is to its mark."""
     found = [
-        *_cpu(metrics, config),
-        *_stalled("memory", "some", metrics.memory_stall, config.memory_percent),
-        *_stalled("io", "full", metrics.io_stall, config.io_percent),
+        *_measure_cpu(metrics, config),
+        *_measure_stall("memory", "some", metrics.memory_stall, config.memory_percent),
+        *_measure_stall("io", "full", metrics.io_stall, config.io_percent),
     ]
     if metrics.memory_available is not None:
         kept = config.memory_free_bytes or memory_reserve(metrics.memory_total)
-        found.append(_scarce("memory", metrics.memory_available, kept, "available", _size))
+        found.append(_measure_scarcity("memory", metrics.memory_available, kept, "available", _format_size))
     for disk in metrics.disks:
         kept = min(config.disk_free_bytes, disk.total_bytes // 2)
-        found.append(_scarce("disk", disk.free_bytes, kept, f"free at {disk.path}", _size))
+        found.append(_measure_scarcity("disk", disk.free_bytes, kept, f"free at {disk.path}", _format_size))
     if metrics.descriptors_free is not None:
         kept = config.descriptors_free
-        found.append(_scarce("descriptors", metrics.descriptors_free, kept, "free", str))
+        found.append(_measure_scarcity("descriptors", metrics.descriptors_free, kept, "free", str))
     if metrics.processes_free is not None:
-        found.append(_scarce("processes", metrics.processes_free, config.processes_free, "free", str))
+        found.append(
+            _measure_scarcity("processes", metrics.processes_free, config.processes_free, "free", str)
+        )
     return found
 
 
@@ -170,9 +172,9 @@ def memory_reserve(total: int | None) -> int:
     return MEMORY_MOST if total is None else min(MEMORY_MOST, int(total * MEMORY_SHARE))
 
 
-def _cpu(metrics: HostMetrics, config: PressureConfig) -> list[ResourcePressure]:
+def _measure_cpu(metrics: HostMetrics, config: PressureConfig) -> list[ResourcePressure]:
     if metrics.cpu_stall is not None or metrics.load is None:
-        return _stalled("cpu", "some", metrics.cpu_stall, config.cpu_percent)
+        return _measure_stall("cpu", "some", metrics.cpu_stall, config.cpu_percent)
     load, mark = metrics.load / metrics.cpus, config.load_per_cpu
     text = f"cpu: load {load:.1f} for each processor"
     return [
@@ -182,7 +184,9 @@ def _cpu(metrics: HostMetrics, config: PressureConfig) -> list[ResourcePressure]
     ]
 
 
-def _stalled(resource: Resource, kind: str, percent: float | None, mark: float) -> list[ResourcePressure]:
+def _measure_stall(
+    resource: Resource, kind: str, percent: float | None, mark: float
+) -> list[ResourcePressure]:
     if percent is None:
         return []
     text = f"{resource}: {kind} avg10 {percent:.0f} %"
@@ -190,7 +194,7 @@ def _stalled(resource: Resource, kind: str, percent: float | None, mark: float) 
     return [ResourcePressure(resource, percent / mark, f"{text} > {mark:.0f} %", easing)]
 
 
-def _scarce(
+def _measure_scarcity(
     resource: Resource, there: int, kept: int, what: str, show: Callable[[int], str]
 ) -> ResourcePressure:
     ratio = kept / there if there > 0 else math.inf
@@ -199,5 +203,5 @@ def _scarce(
     return ResourcePressure(resource, ratio, f"{text}, {show(kept)} kept free", easing)
 
 
-def _size(count: int) -> str:
+def _format_size(count: int) -> str:
     return f"{count / GIB:.1f} GiB"

@@ -119,7 +119,7 @@ class WarmPool(SandboxProvider):
         self._starting = 0
         self._cold = 0
         self._ending = 0
-        self._moved = anyio.Event()
+        self._changed = anyio.Event()
 
     def resize(self, ceiling: int) -> None:
         """Change the ceiling; warm sandboxes above it are ended, and those in use stay."""
@@ -174,7 +174,7 @@ class WarmPool(SandboxProvider):
             SandboxStartError: also where the ceiling is reached by sandboxes that are in use.
         """
         began = self._clock()
-        kind = await self._want(spec)
+        kind = await self._record_demand(spec)
         # From here to the return of a warm one nothing is awaited: a cancelled start cannot have taken it.
         sandbox = self._take(kind, spec)
         warm = sandbox is not None
@@ -204,16 +204,18 @@ class WarmPool(SandboxProvider):
             self._warm.clear()
             await self._provider.close()
 
-    async def _want(self, spec: SandboxSpec) -> Kind:
+    async def _record_demand(self, spec: SandboxSpec) -> Kind:
         """Remember that this was asked for; the kind of it."""
         identity = await self._provider.identity(spec)
         kept = replace(spec, label="")
-        kind = _kind(kept, identity)
+        kind = _make_kind(kept, identity)
         if self._config.size and spec.lifetime_seconds is None:  # a lifetime begins with the start
             demand = self._demands.pop(kind, None) or _Demand(kept, 0.0)
             demand.wanted_at = self._clock()
             rebuilt = [
-                old for old, other in self._demands.items() if _kind(other.spec, "") == _kind(kept, "")
+                old
+                for old, other in self._demands.items()
+                if _make_kind(other.spec, "") == _make_kind(kept, "")
             ]
             for old in rebuilt:
                 del self._demands[old]
@@ -235,7 +237,7 @@ class WarmPool(SandboxProvider):
         """Start one, and whether it was warm after all: one may come up while this waits for a place."""
         self._cold += 1
         try:
-            while self._alive() >= max(self._ceiling, self._promised()):
+            while self._count_alive() >= max(self._ceiling, self._promised()):
                 await self._make_place()
                 if sandbox := self._take(kind, spec):
                     return sandbox, True
@@ -251,7 +253,7 @@ class WarmPool(SandboxProvider):
             self._starting -= 1
             self._notify()
 
-    def _alive(self) -> int:
+    def _count_alive(self) -> int:
         return len(self._provider.live()) + self._starting
 
     async def _make_place(self) -> None:
@@ -262,10 +264,10 @@ class WarmPool(SandboxProvider):
             self._warm.remove(last)
             await self._end(last)
         elif self._refills.total() or self._ending:
-            await self._moved.wait()
+            await self._changed.wait()
         else:
             raise SandboxStartError(
-                f"{self._alive()} sandboxes are alive, which is the ceiling",
+                f"{self._count_alive()} sandboxes are alive, which is the ceiling",
                 hint="raise sandboxes.ceiling, or close sandboxes first",
             )
 
@@ -281,14 +283,14 @@ class WarmPool(SandboxProvider):
             self._notify()
 
     def _notify(self) -> None:
-        self._moved.set()
-        self._moved = anyio.Event()
+        self._changed.set()
+        self._changed = anyio.Event()
 
     async def _keep(self, tasks: TaskGroup) -> None:
         """Keep what is wanted and end what is not, whenever something moved, and once a second."""
         while True:
-            moved = self._moved
-            for kept in self._unwanted():
+            moved = self._changed
+            for kept in self._find_unwanted():
                 self._warm.remove(kept)
                 tasks.start_soon(self._end, kept, name=f"end {kept.sandbox.id}")
             while (kind := self._next_refill()) is not None:
@@ -298,19 +300,19 @@ class WarmPool(SandboxProvider):
             with anyio.move_on_after(LOOK_SECONDS if self._demands or self._warm else None):
                 await moved.wait()
 
-    def _unwanted(self) -> list[_Warm]:
+    def _find_unwanted(self) -> list[_Warm]:
         """Warm sandboxes that nobody will be given: too many, forgotten, or not well."""
         oldest = self._clock() - self._config.idle_seconds
         self._demands = {kind: it for kind, it in self._demands.items() if it.wanted_at >= oldest}
         found = [kept for kept in self._warm if kept.kind not in self._demands or not kept.sandbox.healthy]
-        surplus = -self._headroom(self._alive()) - len(found)
+        surplus = -self._headroom(self._count_alive()) - len(found)
         if surplus > 0:
             found += [kept for kept in self._warm if kept not in found][:surplus]
         return found
 
     def _next_refill(self) -> Kind | None:
         """The kind to start ahead next, the most recently wanted first; None where none may be."""
-        alive = self._alive()
+        alive = self._count_alive()
         if self._cold or alive >= self._ceiling or self._refills.total() >= self._config.starts:
             return None
         if self._headroom(alive) <= 0:
@@ -327,7 +329,7 @@ class WarmPool(SandboxProvider):
         try:
             sandbox = await self._start_ready(spec)
         except Exception as error:  # noqa: BLE001 - counted and logged; whoever asks meets it in a cold start
-            self._failed(kind, error)
+            self._record_failure(kind, error)
         else:
             if demand := self._demands.get(kind):
                 demand.failures = 0
@@ -350,7 +352,7 @@ class WarmPool(SandboxProvider):
             raise
         return sandbox
 
-    def _failed(self, kind: Kind, error: Exception) -> None:
+    def _record_failure(self, kind: Kind, error: Exception) -> None:
         self._observer.refill_failed()
         if demand := self._demands.get(kind):
             delay = min(RETRY_LIMIT, RETRY_SECONDS * 2**demand.failures)
@@ -362,12 +364,12 @@ class WarmPool(SandboxProvider):
             )
 
 
-def _kind(spec: SandboxSpec, identity: str) -> Kind:
+def _make_kind(spec: SandboxSpec, identity: str) -> Kind:
     """Equal for specifications that ask for the same, whatever types their collections are of."""
-    return identity, *(_frozen(getattr(spec, entry.name)) for entry in fields(spec))
+    return identity, *(_freeze(getattr(spec, entry.name)) for entry in fields(spec))
 
 
-def _frozen(value: object) -> Hashable:
+def _freeze(value: object) -> Hashable:
     if isinstance(value, Mapping):
         return frozenset(value.items())
     if isinstance(value, Set):

@@ -21,8 +21,8 @@ from sandboxes.errors import SandboxClosedError, SandboxError, SessionDiedError
 from sandboxes.limits.violations import LimitViolations
 from sandboxes.runtime.control import Child, ControlShell, ticks_now
 from sandboxes.runtime.output import OutputBuffer
-from sandboxes.runtime.pipes import ERROR, FIRST_LOOK, INPUT, Reader, pending, write_all
-from sandboxes.sessions.bash_protocol import SETUP, framed, report
+from sandboxes.runtime.pipes import ERROR, FIRST_LOOK, INPUT, Reader, count_pending, write_all
+from sandboxes.sessions.bash_protocol import SETUP, frame_command, frame_report
 from sandboxes.sessions.restart_limit import RestartLimiter
 
 ARGV = ("bash", "--norc", "--noprofile", "--noediting", "-i")
@@ -75,7 +75,7 @@ class ShellSession(BashSession):
         self._jobs: list[int] = []
         """What ran in the background when the present command began."""
         self._running: _Command | None = None
-        self._wanted: anyio.Event | None = None
+        self._interrupt_done: anyio.Event | None = None
         """The end of the present command, where somebody wants it interrupted."""
 
     async def open(self) -> None:
@@ -111,14 +111,14 @@ class ShellSession(BashSession):
                 raise
 
     async def _run(self, command: str, timeout: float, output: OutputBuffer) -> BashResult:
-        child, reader = self._opened()
+        child, reader = self._require_open()
         begun, until = time.monotonic(), asyncio.get_running_loop().time() + timeout
         this = self._running = _Command(os.urandom(8).hex(), ticks_now())
         self._jobs = []
         reader.start(output.add)
         try:
-            code = await self._code(child, this, framed(command, this.nonce), until)
-            if code is None or self._wanted is not None:
+            code = await self._run_to_code(child, this, frame_command(command, this.nonce), until)
+            if code is None or self._interrupt_done is not None:
                 await self._settle(child)
         except SessionDiedError as error:
             reader.stop()
@@ -126,9 +126,9 @@ class ShellSession(BashSession):
             raise await self._explain(error) from None
         finally:
             self._running = None
-            if self._wanted is not None:
-                self._wanted.set()
-                self._wanted = None
+            if self._interrupt_done is not None:
+                self._interrupt_done.set()
+                self._interrupt_done = None
             reader.stop()
         seconds, timed_out = time.monotonic() - begun, code is None
         violations = self._violations.drain_with_call(
@@ -136,21 +136,21 @@ class ShellSession(BashSession):
         )
         return BashResult(output.text(), code, timed_out, output.truncated, seconds, violations)
 
-    def _opened(self) -> tuple[Child, Reader]:
+    def _require_open(self) -> tuple[Child, Reader]:
         if self._child is None or self._reader is None:
             raise SessionDiedError("the shell ended before the command ran")
         return self._child, self._reader
 
-    async def _code(self, child: Child, this: _Command, frame: bytes, until: float) -> int | None:
+    async def _run_to_code(self, child: Child, this: _Command, frame: bytes, until: float) -> int | None:
         """Have it run; its exit code, or None where its time-out ended it."""
         with suppress(TimeoutError):
             await write_all(child.pipes.fds[INPUT], frame, until)
-            return await self._status(child, this.nonce, until, heeds=True)
-        if self._wanted is not None:
+            return await self._read_report(child, this.nonce, until, heeds=True)
+        if self._interrupt_done is not None:
             if (code := await self._stop(child, this, INTERRUPTS, until)) is not None:
                 return code
             with suppress(TimeoutError):
-                return await self._status(child, this.nonce, until)
+                return await self._read_report(child, this.nonce, until)
         if await self._stop(child, this, STEPS) is None:
             raise SessionDiedError(
                 "the command ran into its time-out and nothing less than its shell's end stopped it",
@@ -165,7 +165,7 @@ class ShellSession(BashSession):
         for _ in range(LOOKS):
             await anyio.sleep(FIRST_LOOK)
             # A shell that is interrupted while it reads would take the rest for another command.
-            if child.stdin is None or not pending(child.stdin):
+            if child.stdin is None or not count_pending(child.stdin):
                 break
         now = asyncio.get_running_loop().time
         for number, (name, grace) in enumerate(steps):
@@ -173,7 +173,7 @@ class ShellSession(BashSession):
             end, asks = min(until, now() + grace), False
             while now() < end:
                 with suppress(TimeoutError):
-                    return await self._status(child, this.nonce, min(end, now() + NUDGE_PAUSE))
+                    return await self._read_report(child, this.nonce, min(end, now() + NUDGE_PAUSE))
                 if asks:  # the report may be what was interrupted
                     self._ask(child, this.nonce)
                 else:
@@ -183,12 +183,12 @@ class ShellSession(BashSession):
 
     async def _settle(self, child: Child) -> None:
         """Wait until no interrupt is under way any more, which would end the next command."""
-        await self._control.rest()
+        await self._control.wait_until_done()
         for _ in range(QUESTIONS):
             nonce = os.urandom(8).hex()
             self._ask(child, nonce)
             with suppress(TimeoutError):
-                await self._status(child, nonce, asyncio.get_running_loop().time() + QUESTION_PAUSE)
+                await self._read_report(child, nonce, asyncio.get_running_loop().time() + QUESTION_PAUSE)
                 return
         raise SessionDiedError("the shell did not come to rest after it was interrupted")
 
@@ -197,19 +197,19 @@ class ShellSession(BashSession):
         """Have the shell report once more, if it still reads."""
         if child.stdin is not None:
             with suppress(BlockingIOError, BrokenPipeError):
-                os.write(child.stdin, report(nonce))
+                os.write(child.stdin, frame_report(nonce))
 
     async def interrupt(self) -> None:
         if not self._control.alive:
             raise SandboxClosedError("the sandbox has ended")
         if self._child is None or self._running is None:
             return
-        wanted = self._wanted = self._wanted or anyio.Event()
+        wanted = self._interrupt_done = self._interrupt_done or anyio.Event()
         self._child.status.expire()
         with anyio.move_on_after(sum(seconds for _, seconds in INTERRUPTS)):
             await wanted.wait()
 
-    async def ensure(self) -> None:
+    async def ensure_open(self) -> None:
         """Start the shell at the first call; `run` says where it has ended since, and starts others."""
         if self._child is None:
             async with self._lock:
@@ -226,12 +226,12 @@ class ShellSession(BashSession):
         """Whether the shell runs, or has not been opened."""
         return self._child is None or not self._child.status.ended
 
-    async def idle(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Wait until no command runs."""
         async with self._lock:
             pass
 
-    async def _status(
+    async def _read_report(
         self, child: Child, nonce: str, until: float | None = None, *, heeds: bool = False
     ) -> int:
         """Wait for the report of a command; the one before has named the jobs.
@@ -240,7 +240,7 @@ class ShellSession(BashSession):
             TimeoutError: it has not come `until` then; or, where it `heeds` that, an interrupt is wanted.
             SessionDiedError: the shell has ended.
         """
-        while not (heeds and self._wanted is not None):
+        while not (heeds and self._interrupt_done is not None):
             line = await child.status.next(until)
             if line is None:
                 raise SessionDiedError("the shell ended while the command ran")

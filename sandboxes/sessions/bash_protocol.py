@@ -28,16 +28,16 @@ SETUP = (
 """The report: the code, and then, while the host goes on, the jobs. It leaves `$?` as the command left it."""
 
 
-def framed(command: str, nonce: str) -> bytes:
+def frame_command(command: str, nonce: str) -> bytes:
     """The command with none of the session's own pipes, and then a report that an interrupt does not skip.
 
     The shell's own output is /dev/null, open for both ways: to open it again takes longer than all the rest of this.
     """
     line = f"eval {shlex.quote(command)} <&1 >&8 2>&8 8>&- 9>&-\n"
-    return line.encode("utf-8", "surrogatepass") + report(nonce)
+    return line.encode("utf-8", "surrogatepass") + frame_report(nonce)
 
 
-def report(nonce: str) -> bytes:
+def frame_report(nonce: str) -> bytes:
     """Two lines: at the end of the first the shell waits for what an interrupt made it leave alone.
 
     Without quotes: an interrupt while they are read leaves the end of one, which must not open what nothing closes.

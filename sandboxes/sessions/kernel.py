@@ -22,7 +22,7 @@ from sandboxes.errors import SandboxStartError, SessionDiedError
 from sandboxes.runtime.control import Child
 from sandboxes.runtime.output import OutputBuffer
 from sandboxes.runtime.pipes import ERROR, INPUT, OUTPUT, Reader
-from sandboxes.sessions.kernel_wire import Wire, mapping
+from sandboxes.sessions.kernel_wire import Wire, as_mapping
 
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 """Jupyter's, in the order of our port numbers, from 1."""
@@ -41,7 +41,7 @@ SILENCE = 4.0
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 
-def connection_info(prefix: str) -> dict[str, object]:
+def make_connection_info(prefix: str) -> dict[str, object]:
     """Jupyter's connection file for Unix sockets PREFIX-1 to PREFIX-5.
 
     Without a key: who can reach the sockets could read it too, so it would guard nothing.
@@ -77,29 +77,29 @@ class Cell:
         """Messages so far."""
         self._limit = limit
 
-    def take(self, kind: str, content: Mapping[str, Any]) -> None:
+    def add_message(self, kind: str, content: Mapping[str, Any]) -> None:
         """Add one message: the reply, or one of the output channel."""
         self.taken += 1
         if kind == "execute_reply":
             self.replied.set()
         elif kind == "stream":
-            self.output.add(_encoded(content.get("text")))
+            self.output.add(_encode(content.get("text")))
         elif kind == "display_data":
-            self.output.add(_encoded(_plain(content)) + b"\n")
+            self.output.add(_encode(_plain_text(content)) + b"\n")
         elif kind == "execute_result":
-            self.result = self._cut(_plain(content))
+            self.result = self._cut(_plain_text(content))
         elif kind == "error":
             self.error = PythonErrorInfo(
                 ename=self._cut(content.get("ename")),
                 evalue=self._cut(content.get("evalue")),
-                traceback=self._cut(_joined(content.get("traceback"))),
+                traceback=self._cut(_join_lines(content.get("traceback"))),
             )
         elif kind == "status" and content.get("execution_state") == "idle":
             self.idle.set()
 
     def _cut(self, text: object) -> str:
         buffer = OutputBuffer(self._limit)
-        buffer.add(_encoded(text))
+        buffer.add(_encode(text))
         self.truncated = self.truncated or buffer.truncated
         return ANSI.sub("", buffer.text())
 
@@ -130,7 +130,7 @@ class Kernel:
         if READY in data:
             self._announced.set()
 
-    def said(self) -> str:
+    def log_tail(self) -> str:
         """For an error message: what the process printed by itself."""
         return f"it said: {self._log.text().strip() or 'nothing'}"
 
@@ -154,13 +154,13 @@ class Kernel:
             for reader in self._readers:
                 reader.stop()
             raise SandboxStartError(
-                f"the Python kernel ended while it started; {self.said()}",
+                f"the Python kernel ended while it started; {self.log_tail()}",
                 hint='set sandbox.python to "toolkit", for which `rollout-service image build base` makes the Python '
                 "once, or use an image that has python3 with ipykernel",
             )
 
     async def _cancel_at_end(self, scope: anyio.CancelScope) -> None:
-        await self.child.exit_code()
+        await self.child.wait_for_exit()
         scope.cancel()
 
     async def _hold(self, channel: str) -> None:
@@ -173,55 +173,55 @@ class Kernel:
     async def _probe(self, wire: Wire) -> bool:
         """Run an empty cell; False where the output channel was not connected in time to see it."""
         cell = Cell(LOG_LIMIT)
-        wire.listen(wire.execute("", silent=True), cell.take)
+        wire.listen(wire.execute("", silent=True), cell.add_message)
         try:
             with anyio.move_on_after(PROBE):
                 await cell.replied.wait()
                 await cell.idle.wait()
             return cell.idle.is_set()
         finally:
-            wire.rest()
+            wire.stop()
 
-    def request(self, code: str) -> str:
+    def send_cell(self, code: str) -> str:
         """Send a cell; the id of its message.
 
         Raises:
             SessionDiedError: it cannot be sent.
         """
         try:
-            return self._connected().execute(code)
+            return self._require_wire().execute(code)
         except BlockingIOError as error:
             raise SessionDiedError(str(error)) from error
 
-    def _connected(self) -> Wire:
+    def _require_wire(self) -> Wire:
         if self._wire is None:
             raise SessionDiedError("the Python kernel is not connected")
         return self._wire
 
-    async def follow(self, request: str, cell: Cell) -> None:
+    async def collect(self, request: str, cell: Cell) -> None:
         """Collect the messages of a request until it is done.
 
         Raises:
             SessionDiedError: the kernel ended.
         """
-        done, wire = False, self._connected()
-        wire.listen(request, cell.take)
+        done, wire = False, self._require_wire()
+        wire.listen(request, cell.add_message)
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._cancel_at_end, tasks.cancel_scope)
                 await cell.replied.wait()
-                await self._until_idle(cell)
+                await self._wait_until_idle(cell)
                 done = True
                 tasks.cancel_scope.cancel()
         finally:
-            wire.rest()
+            wire.stop()
         if not done:
             raise SessionDiedError("the Python kernel ended while the cell ran")
         if not cell.idle.is_set():
             # ZeroMQ disconnects for good from a peer that sends more than it may.
             raise SessionDiedError("the kernel's output was lost: it sent too much at once")
 
-    async def _until_idle(self, cell: Cell) -> None:
+    async def _wait_until_idle(self, cell: Cell) -> None:
         """Wait for the rest of the output, which comes on a channel of its own, for as long as it keeps coming."""
         seen = -1
         while not cell.idle.is_set() and cell.taken != seen:
@@ -252,13 +252,13 @@ def _open_socket(path: Path) -> int | None:
     return None
 
 
-def _plain(content: Mapping[str, Any]) -> object:
-    return mapping(content.get("data")).get("text/plain")
+def _plain_text(content: Mapping[str, Any]) -> object:
+    return as_mapping(content.get("data")).get("text/plain")
 
 
-def _joined(lines: object) -> str:
+def _join_lines(lines: object) -> str:
     return "\n".join(line for line in lines if isinstance(line, str)) if isinstance(lines, list) else ""
 
 
-def _encoded(text: object) -> bytes:
+def _encode(text: object) -> bytes:
     return text.encode("utf-8", "replace") if isinstance(text, str) else b""

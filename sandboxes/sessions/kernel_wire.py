@@ -3,7 +3,7 @@
 Messages are written and read by jupyter_client's `Session`; its clients are left out, since they take each message
 apart several times and have no bounds. The peer is hostile: a message that answers another request is dropped before
 it is decoded, one that is not well formed is dropped too, and a flood is read at a bounded rate. Messages are not
-signed, see `kernel.connection_info`.
+signed, see `kernel.make_connection_info`.
 """
 
 import asyncio
@@ -85,14 +85,14 @@ class Wire:
         for stream in self._streams:
             stream.start(take)
 
-    def rest(self) -> None:
+    def stop(self) -> None:
         """Stop reading; what comes is left in the queue, which is bounded. Idempotent."""
         for stream in self._streams:
             stream.stop()
 
     def close(self) -> None:
         """Disconnect. Idempotent."""
-        self.rest()
+        self.stop()
         for socket in self._sockets:
             socket.close(linger=0)
 
@@ -161,17 +161,17 @@ def decode(session: Session, frames: Sequence[bytes], request: str) -> tuple[str
         message = session.deserialize(parts, content=False)
         if message["parent_header"].get("msg_id") != request:
             return None
-        return str(message["msg_type"]), mapping(_decoded(message["content"]))
+        return str(message["msg_type"]), as_mapping(_decode_json(message["content"]))
     except MALFORMED:
         return None
 
 
-def mapping(value: object) -> Mapping[str, Any]:
-    """The value, or an empty mapping where it is none."""
+def as_mapping(value: object) -> Mapping[str, Any]:
+    """The value, or an empty as_mapping where it is none."""
     return value if isinstance(value, Mapping) else {}
 
 
-def _decoded(data: bytes) -> object:
+def _decode_json(data: bytes) -> object:
     try:
         return orjson.loads(data)
     except ValueError:  # numbers and characters that Python's own writer lets through

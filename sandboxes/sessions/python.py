@@ -16,7 +16,7 @@ from sandboxes.contract import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, PythonResu
 from sandboxes.errors import SandboxError, SandboxStartError, SessionDiedError
 from sandboxes.limits.violations import LimitViolations
 from sandboxes.runtime.control import ControlShell
-from sandboxes.sessions.kernel import PROGRAM, Cell, Kernel, KernelPaths, connection_info
+from sandboxes.sessions.kernel import PROGRAM, Cell, Kernel, KernelPaths, make_connection_info
 from sandboxes.sessions.restart_limit import RestartLimiter
 
 PROGRAM_INSIDE = "kernel.py"
@@ -64,7 +64,7 @@ class KernelSession(PythonSession):
             SessionDiedError: the one that there was ended since its last cell, or another did not come up after it.
         """
         if self._kernel is not None:
-            if not self._kernel.child.done:
+            if not self._kernel.child.has_ended:
                 return
             self.discard()
             raise await self._explain(SessionDiedError("the Python kernel ended after its last cell"))
@@ -73,11 +73,11 @@ class KernelSession(PythonSession):
         inside = self._write_connection(token)
         try:
             child = await self._control.spawn("run", (*self._argv, inside), cwd=self._cwd, env=self._env)
-            self._kernel = await self._ready(Kernel(child, self._context, self._paths, token))
+            self._kernel = await self._wait_until_ready(Kernel(child, self._context, self._paths, token))
         finally:
             (self._paths.files / f"{token}.json").unlink()
 
-    async def _ready(self, kernel: Kernel) -> Kernel:
+    async def _wait_until_ready(self, kernel: Kernel) -> Kernel:
         """Wait until a kernel is ready. Once one was, code inside is to blame where the next one is not."""
         try:
             await self._connect(kernel)
@@ -94,7 +94,7 @@ class KernelSession(PythonSession):
                 await kernel.connect()
         except TimeoutError as error:
             raise SandboxStartError(
-                f"the Python kernel was not ready within {self._start_timeout:.0f} s; {kernel.said()}"
+                f"the Python kernel was not ready within {self._start_timeout:.0f} s; {kernel.log_tail()}"
             ) from error
         finally:
             if not kernel.ready:
@@ -103,7 +103,7 @@ class KernelSession(PythonSession):
     def _write_connection(self, token: str) -> str:
         """Write the program and its connection file; the latter's path inside."""
         name = f"{token}.json"
-        info = json.dumps(connection_info(f"{self._paths.sockets_inside}/{token}"))
+        info = json.dumps(make_connection_info(f"{self._paths.sockets_inside}/{token}"))
         for path, text in ((name, info), (PROGRAM_INSIDE, PROGRAM.read_text())):
             file = self._paths.files / path
             file.write_text(text)
@@ -135,9 +135,9 @@ class KernelSession(PythonSession):
         if (kernel := self._kernel) is None:
             raise SessionDiedError("the Python kernel ended before the cell ran")
         begun = time.monotonic()
-        request = kernel.request(code)
+        request = kernel.send_cell(code)
         with anyio.move_on_after(timeout) as scope:
-            await kernel.follow(request, cell)
+            await kernel.collect(request, cell)
         if scope.cancelled_caught:
             await _stop(kernel, request, cell)
         timed_out, truncated = scope.cancelled_caught, cell.truncated or cell.output.truncated
@@ -157,7 +157,7 @@ class KernelSession(PythonSession):
         if self._running and self._kernel is not None:
             await self._kernel.child.signal("INT")
 
-    async def ensure(self) -> None:
+    async def ensure_open(self) -> None:
         """Start the kernel if there is none; `execute` says where it has ended since, and starts others."""
         async with self._lock:
             if self._kernel is None:
@@ -166,9 +166,9 @@ class KernelSession(PythonSession):
     @property
     def healthy(self) -> bool:
         """Whether the kernel runs, or has not been opened."""
-        return self._kernel is None or not self._kernel.child.done
+        return self._kernel is None or not self._kernel.child.has_ended
 
-    async def idle(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Wait until no cell runs."""
         async with self._lock:
             pass
@@ -189,7 +189,7 @@ async def _stop(kernel: Kernel, request: str, cell: Cell) -> None:
     """Interrupt the cell that runs and keep the kernel, if it can be done."""
     await kernel.child.signal("INT")
     with anyio.move_on_after(INTERRUPT_GRACE):
-        await kernel.follow(request, cell)
+        await kernel.collect(request, cell)
         return
     raise SessionDiedError(
         "the cell ran into its time-out and nothing less than its kernel's end stopped it", timed_out=True

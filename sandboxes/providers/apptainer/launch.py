@@ -113,7 +113,7 @@ def new_user_namespace(others: int, user: int, group: int, inside: int) -> None:
     write("/proc/self/gid_map", f"{group} {group} 1")
 
 
-def become(user: int, group: int) -> None:
+def drop_root(user: int, group: int) -> None:
     """Give up root for good. Without "dumpable" the kernel would keep the files of /proc/self for root."""
     os.setgroups([])
     os.setresgid(group, group, group)
@@ -129,7 +129,7 @@ def allow_one_user_namespace() -> None:
         return
 
 
-def limit() -> None:
+def set_limits() -> None:
     """Set the limits for good. In a new user namespace: the shares that are counted in the host's stay as they were."""
     for what, most in LIMITS.items():
         _, hard = resource.getrlimit(what)
@@ -198,7 +198,7 @@ def mount_terminals() -> None:
         mount("/dev/pts/ptmx", "/dev/ptmx", None, MS_BIND)
 
 
-def exchange(owner: int, user: int) -> str:
+def swap_ids(owner: int, user: int) -> str:
     """Return the lines of a map in which `owner` is `user`, nobody is `owner`, and all others are themselves."""
     low, high = sorted((owner, user))
     spans = ((0, low), (low + 1, high), (high + 1, ALL_IDS))
@@ -206,7 +206,7 @@ def exchange(owner: int, user: int) -> str:
     return "\n".join([*lines, f"{owner} {user} 1"])
 
 
-def mapping(owner: int, user: int) -> int:
+def make_id_mapping(owner: int, user: int) -> int:
     """Return a descriptor of a user namespace that maps `owner` to `user`, and all others to themselves."""
     ready, made = os.pipe()
     wait, end = os.pipe()
@@ -225,7 +225,7 @@ def mapping(owner: int, user: int) -> int:
     try:
         if not os.read(ready, 1):
             raise OSError("no user namespace could be made")
-        write(f"/proc/{child}/uid_map", exchange(owner, user))
+        write(f"/proc/{child}/uid_map", swap_ids(owner, user))
         write(f"/proc/{child}/gid_map", f"0 0 {ALL_IDS}")
         return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     finally:
@@ -240,7 +240,7 @@ class MountAttributes(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "namespace"))
 
 
-def show_as(source: str, target: str, namespace: int) -> None:
+def bind_mapped(source: str, target: str, namespace: int) -> None:
     """Show a folder where the sandbox's user can reach it and owns what the namespace says, and nobody can write."""
     os.mkdir(target)
     tree = call("syscall", OPEN_TREE, AT_FDCWD, os.fsencode(source), OPEN_TREE_CLONE | AT_RECURSIVE)
@@ -251,7 +251,7 @@ def show_as(source: str, target: str, namespace: int) -> None:
     os.close(tree)
 
 
-def show(source: str, target: str) -> None:
+def bind(source: str, target: str) -> None:
     """A file or folder of root's where the sandbox's user can reach it."""
     if stat.S_ISDIR(os.stat(source).st_mode):
         os.mkdir(target)
@@ -260,7 +260,7 @@ def show(source: str, target: str) -> None:
     mount(source, target, None, MS_BIND | MS_REC)
 
 
-def show_fuse(space: str) -> None:
+def bind_fuse(space: str) -> None:
     """Image files are mounted through FUSE, whose device many hosts keep for root."""
     device = f"{space}/fuse"
     try:
@@ -298,13 +298,13 @@ class ApptainerLaunch:
         else:
             resource.setrlimit(resource.RLIMIT_FSIZE, (self._size, self._size))
         if self._root:
-            self._show_what_is_roots()
+            self._bind_sources()
         for name in ("data", "conf", "sockets"):
             os.mkdir(f"{self._space}/{name}", 0o700)
             os.chown(f"{self._space}/{name}", self._user, self._group)
         write(f"{self._space}/hosts", HOSTS)
         os.chown(f"{self._space}/hosts", self._user, self._group)
-        self._end_all_rights()
+        self._drop_rights()
 
     def _enter_namespaces(self) -> None:
         """Root's belong to the host's user namespace, in which nobody inside has any rights at all."""
@@ -314,42 +314,42 @@ class ApptainerLaunch:
         elif self._mounts:
             new_user_namespace(others, self._user, self._group, self._user)
 
-    def _show_what_is_roots(self) -> None:
-        namespace = mapping(self._owner, self._user) if self._owner != self._user else None
+    def _bind_sources(self) -> None:
+        namespace = make_id_mapping(self._owner, self._user) if self._owner != self._user else None
         if "IMAGE" in self._told:
-            self._show(self._told["IMAGE"], f"{self._space}/image", namespace, needed=True)
+            self._bind(self._told["IMAGE"], f"{self._space}/image", namespace, needed=True)
         for number, source in enumerate(self._told.get("BINDS", "").splitlines()):
-            self._show(source, f"{self._space}/bind{number}", namespace)
-        show_fuse(self._space)
+            self._bind(source, f"{self._space}/bind{number}", namespace)
+        bind_fuse(self._space)
         if namespace is not None:
             os.close(namespace)
 
     @staticmethod
-    def _show(source: str, target: str, namespace: "int | None", *, needed: bool = False) -> None:
+    def _bind(source: str, target: str, namespace: "int | None", *, needed: bool = False) -> None:
         """Files keep their owner: whoever may read an image file sees what is in it as its own."""
         if namespace is None or not os.path.isdir(source):
-            show(source, target)
+            bind(source, target)
             return
         try:
-            show_as(source, target, namespace)
+            bind_mapped(source, target, namespace)
         except OSError:
             if needed:
                 raise
             os.rmdir(target)
-            show(source, target)  # a file system that cannot: as others see it
+            bind(source, target)  # a file system that cannot: as others see it
 
-    def _end_all_rights(self) -> None:
+    def _drop_rights(self) -> None:
         """Those of an own user namespace go with `exec`, since the user there is not root."""
         if self._root:
             self._set_filter()
-            become(self._user, self._group)
+            drop_root(self._user, self._group)
             if "NAMESPACES" in self._told:
                 new_user_namespace(0, self._user, self._group, self._owner)
         if "NAMESPACES" in self._told:
             allow_one_user_namespace()
         if "PROFILE" in self._told:
             write(f"{self._space}/filter.json", self._told["PROFILE"])
-        limit()
+        set_limits()
         if not self._root:
             self._set_filter()
 

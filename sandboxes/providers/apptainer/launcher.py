@@ -51,8 +51,8 @@ class Launcher:
         """Whether it can make namespaces of its own, and Apptainer others in them. It tries once: 20 ms."""
         if self._fakeroot:
             return False
-        told = {"LAUNCH_NAMESPACES": "1", "LAUNCH_NETWORK": "1"} | self._whom()
-        failure = self._attempt(["unshare", "--user", "true"], told)
+        told = {"LAUNCH_NAMESPACES": "1", "LAUNCH_NETWORK": "1"} | self._user_env()
+        failure = self._try_launch(["unshare", "--user", "true"], told)
         if failure is not None:
             log.warning(
                 "sandboxes cannot be held to a list of hosts, and those of ordinary users not to a limit of the disk",
@@ -66,7 +66,7 @@ class Launcher:
         """Whether a sandbox gets a file system of its own, of limited size."""
         return self.root or self.namespaces
 
-    def command(self, apptainer: Sequence[str]) -> list[str]:
+    def make_command(self, apptainer: Sequence[str]) -> list[str]:
         """What to run, for what Apptainer is to run."""
         return [sys.executable, "-I", "-S", self._script, *apptainer]
 
@@ -78,7 +78,7 @@ class Launcher:
         except (OSError, py_compile.PyCompileError):
             return str(SCRIPT)
 
-    def variables(
+    def make_env(
         self,
         space: Path,
         disk_bytes: int,
@@ -95,7 +95,9 @@ class Launcher:
         conf = str(space / "conf")
         told = {"PATH": PATH, "HOME": conf, "APPTAINER_CONFIGDIR": conf, "APPTAINER_CACHEDIR": conf}
         told |= (
-            {"LAUNCH_SPACE": str(space), "LAUNCH_BYTES": str(disk_bytes)} | self._whom(user) | self._filter()
+            {"LAUNCH_SPACE": str(space), "LAUNCH_BYTES": str(disk_bytes)}
+            | self._user_env(user)
+            | self._filter_env()
         )
         if self.namespaces:
             told["LAUNCH_NAMESPACES"] = "1"
@@ -105,7 +107,7 @@ class Launcher:
             told |= {"LAUNCH_IMAGE": str(image), "LAUNCH_BINDS": "\n".join(binds)}
         return told
 
-    def flags(self, space: Path, *, network: bool) -> list[str]:
+    def apptainer_flags(self, space: Path, *, network: bool) -> list[str]:
         """Apptainer's, for what `launch.py` makes in `space` and for what it cannot make."""
         # Images without /etc/hosts are common. /dev/shm counts as disk, where Apptainer's own has no limit.
         mounts = ["sys:/sys:ro", "shm:/dev/shm"] if self.mounts else []
@@ -113,7 +115,7 @@ class Launcher:
         found = ["--overlay", str(space / "data")]
         for bind in binds:
             found += ["--bind", f"{space}/{bind}"]
-        if self._profile:
+        if self._apptainer_filters:
             found += ["--security", f"seccomp:{space}/filter.json"]
         if self.mounts:
             found += ["--no-mount", "devpts", "--bind", "/dev/pts", "--bind", "/dev/ptmx"]
@@ -136,13 +138,13 @@ class Launcher:
                     hint=f"chmod o+x {parent}, or set sandbox.run_dir to a folder that all may enter",
                 )
 
-    def _whom(self, user: int | None = None) -> dict[str, str]:
+    def _user_env(self, user: int | None = None) -> dict[str, str]:
         if not self.root:
             return {}
         told = {"LAUNCH_USER": str(self._user if user is None else user), "LAUNCH_GROUP": str(self._group)}
         return told if user is None else told | {"LAUNCH_OWNER": str(self._user)}
 
-    def maps(self, folder: Path, user: int) -> bool:
+    def can_map(self, folder: Path, user: int) -> bool:
         """Return whether a folder's files can be shown as another user's; it tries once per file system: 30 ms.
 
         That takes root, user namespaces, a kernel whose overlays know such mounts (5.19), and a file system that does.
@@ -151,23 +153,23 @@ class Launcher:
             return False
         device = folder.stat().st_dev
         if device not in self._maps:
-            failure = self._attempt(
-                ["true"], {"LAUNCH_NAMESPACES": "1", "LAUNCH_IMAGE": str(folder)} | self._whom(user)
+            failure = self._try_launch(
+                ["true"], {"LAUNCH_NAMESPACES": "1", "LAUNCH_IMAGE": str(folder)} | self._user_env(user)
             )
-            if failure is None and _kernel() < OVERLAYS_OF_MAPPED:
+            if failure is None and _kernel_version() < OVERLAYS_OF_MAPPED:
                 failure = f"Linux {os.uname().release}"
             if failure is not None:
                 log.warning("sandboxes share one user of the host", folder=str(folder), reason=failure)
             self._maps[device] = failure is None
         return self._maps[device]
 
-    def _attempt(self, command: Sequence[str], told: dict[str, str]) -> str | None:
+    def _try_launch(self, command: Sequence[str], told: dict[str, str]) -> str | None:
         """Launch a plain program; return what it says when it fails."""
         with tempfile.TemporaryDirectory(prefix="rollout-") as space:
-            told |= {"LAUNCH_SPACE": space, "LAUNCH_BYTES": str(PROBE_BYTES)} | self._filter()
+            told |= {"LAUNCH_SPACE": space, "LAUNCH_BYTES": str(PROBE_BYTES)} | self._filter_env()
             path = shutil.which(command[0], path=PATH) or command[0]
             done = subprocess.run(
-                self.command([path, *command[1:]]),
+                self.make_command([path, *command[1:]]),
                 env={"PATH": PATH, **told},
                 capture_output=True,
                 text=True,
@@ -176,18 +178,18 @@ class Launcher:
             )
         return None if done.returncode == 0 else done.stderr.strip()
 
-    def _filter(self) -> dict[str, str]:
+    def _filter_env(self) -> dict[str, str]:
         """Return the variable with the filter of system calls, where this machine's are known."""
-        if self._profile:
-            return {"LAUNCH_PROFILE": seccomp.profile()}
-        program = seccomp.program()
+        if self._apptainer_filters:
+            return {"LAUNCH_PROFILE": seccomp.build_profile()}
+        program = seccomp.build_program()
         return {} if program is None else {"LAUNCH_FILTER": program.hex()}
 
     @property
-    def _profile(self) -> bool:
+    def _apptainer_filters(self) -> bool:
         """Whether Apptainer has to set the filter: with it an ordinary user could not start newuidmap."""
         return self._fakeroot and not self.root
 
 
-def _kernel() -> tuple[int, ...]:
+def _kernel_version() -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])

@@ -77,7 +77,7 @@ class ApptainerProvider(HostProvider):
         """
         super().__init__(state_dir, config.run_dir, config.start_timeout)
         self._config = config
-        self._binary = _binary(config.binary)
+        self._binary = _find_binary(config.binary)
         self._images = images or ImageStore()
         self._user, self._group = resolve_user(config.user)
         numbers = None if config.fakeroot or os.geteuid() != 0 else numbers_of(config.user_range)
@@ -101,7 +101,7 @@ class ApptainerProvider(HostProvider):
     def enforced(self) -> frozenset[str]:
         """The limits that hold here for a whole sandbox, of memory, processes, cpus, disk and users."""
         disk = {"disk"} if self.launcher.mounts else set()
-        users = {"users"} if self._own_users else set()
+        users = {"users"} if self._gives_own_users else set()
         return self._groups.enforced | disk | users | {"processes"}
 
     async def identity(self, spec: SandboxSpec) -> str:
@@ -120,7 +120,7 @@ class ApptainerProvider(HostProvider):
         )
 
     async def plan(self, spec: SandboxSpec, folder: RunFolder) -> LaunchPlan:
-        allowed = _allowed(spec)
+        allowed = _parse_allow_list(spec)
         self.launcher.require_enterable(folder.path.parent, others=self._users is not None)
         namespaces = await anyio.to_thread.run_sync(lambda: self.launcher.namespaces)
         if allowed is not None and not namespaces:
@@ -139,7 +139,7 @@ class ApptainerProvider(HostProvider):
             spec.disk_bytes or defaults.disk_bytes,
         )
         command = [
-            *self._exec(spec, folder),
+            *self._exec_command(spec, folder),
             str(folder.overlay / "image" if self.launcher.root else prepared.image),
             *("/bin/bash", "--norc", "-c", HIDE, "hide"),
             *(f"{PIPES}/{SCRIPT.name}", PIPES, spec.workdir, str(limits.max_processes)),
@@ -150,8 +150,8 @@ class ApptainerProvider(HostProvider):
         lease = await anyio.to_thread.run_sync(self._lease_user, prepared.image)
         user = self._user if lease is None else lease.number
         return LaunchPlan(
-            argv=self.launcher.command(command),
-            env=self.launcher.variables(
+            argv=self.launcher.make_command(command),
+            env=self.launcher.make_env(
                 folder.overlay,
                 spec.disk_bytes or defaults.disk_bytes,
                 network=spec.network != "full",
@@ -171,10 +171,10 @@ class ApptainerProvider(HostProvider):
             prefix=GIVE_UP if self._config.fakeroot else (),
             python=prepared.python,
             session_env={"HOME": "/root", "TERM": "dumb", "LANG": "C.UTF-8"} | _proxy_env(allowed),
-            egress=self._egress(allowed),
+            egress=self._plan_egress(allowed),
         )
 
-    def _egress(self, allowed: AllowList | None) -> EgressPlan | None:
+    def _plan_egress(self, allowed: AllowList | None) -> EgressPlan | None:
         if allowed is None:
             return None
         return EgressPlan(allowed, PROXY_PORT, self._config.private_addresses, self._user, self._group)
@@ -187,10 +187,10 @@ class ApptainerProvider(HostProvider):
         """Return whether sandboxes of this image can each have a separate user."""
         if self._users is None or not self._users.available:
             return False
-        return self.launcher.maps(image, self._users.first) if image.is_dir() else self.launcher.namespaces
+        return self.launcher.can_map(image, self._users.first) if image.is_dir() else self.launcher.namespaces
 
     @cached_property
-    def _own_users(self) -> bool:
+    def _gives_own_users(self) -> bool:
         folder = self.prepared_images.unpacked.root
         return self._has_users(next(path for path in (folder, *folder.parents) if path.is_dir()))
 
@@ -199,7 +199,7 @@ class ApptainerProvider(HostProvider):
         if self._users is not None:
             self._users.close()
 
-    def _exec(self, spec: SandboxSpec, folder: RunFolder) -> list[str]:
+    def _exec_command(self, spec: SandboxSpec, folder: RunFolder) -> list[str]:
         """The command up to the image."""
         return [
             *(
@@ -209,13 +209,13 @@ class ApptainerProvider(HostProvider):
                 *FLAGS,
                 *(FAKEROOT if self._config.fakeroot else ORDINARY),
             ),
-            *self.launcher.flags(folder.overlay, network=spec.network != "full"),
+            *self.launcher.apptainer_flags(folder.overlay, network=spec.network != "full"),
             *("--bind", f"{folder.pipes}:{PIPES}:ro", "--bind", f"{folder.overlay}/sockets:{SOCKETS}"),
-            *(flag for bind in self._binds(spec, folder) for flag in ("--bind", bind)),
+            *(flag for bind in self._format_binds(spec, folder) for flag in ("--bind", bind)),
             *("--env", f"{MARKER}={folder.id}"),
         ]
 
-    def _binds(self, spec: SandboxSpec, folder: RunFolder) -> list[str]:
+    def _format_binds(self, spec: SandboxSpec, folder: RunFolder) -> list[str]:
         """Apptainer's form of the binds; as root the launcher shows their sources where its user can see them."""
         found = []
         for number, bind in enumerate(spec.read_only_binds):
@@ -229,7 +229,7 @@ class ApptainerProvider(HostProvider):
         return found
 
 
-def _allowed(spec: SandboxSpec) -> AllowList | None:
+def _parse_allow_list(spec: SandboxSpec) -> AllowList | None:
     """The list of hosts, if the network is one."""
     if spec.network in {"none", "full"}:
         return None
@@ -254,7 +254,7 @@ def _proxy_env(allowed: AllowList | None) -> dict[str, str]:
     return variables | {name.lower(): value for name, value in variables.items()}
 
 
-def _binary(configured: Path | None) -> Path:
+def _find_binary(configured: Path | None) -> Path:
     if configured is None:
         return find_apptainer()
     if not os.access(configured, os.X_OK):

@@ -59,7 +59,7 @@ class SyscallRule:
     conditions: tuple[Condition | Given, ...] = ()
 
 
-def _refused(error: int, *names: str) -> tuple[SyscallRule, ...]:
+def _refuse(error: int, *names: str) -> tuple[SyscallRule, ...]:
     return tuple(SyscallRule(name, error) for name in names)
 
 
@@ -76,15 +76,15 @@ RULES: tuple[SyscallRule, ...] = (
     SyscallRule("setpriority", errno.EPERM, (Condition(0, (PRIO_USER,)),)),
     SyscallRule("ioprio_set", errno.EPERM, (Condition(1, (FIRST_PROCESS,)),)),
     SyscallRule("ioprio_set", errno.EPERM, (Condition(0, (IOPRIO_WHO_USER,)),)),
-    *_refused(
+    *_refuse(
         errno.ENOSYS, "io_uring_setup", "io_uring_enter", "io_uring_register", "io_setup", "memfd_secret"
     ),
-    *_refused(errno.EPERM, "add_key", "request_key", "keyctl", "userfaultfd", "bpf", "perf_event_open"),
-    *_refused(errno.EPERM, "fanotify_init", "open_by_handle_at", "lookup_dcookie", "quotactl", "quotactl_fd"),
-    *_refused(errno.EPERM, "move_pages", "migrate_pages", "syslog", "acct", "vhangup", "reboot"),
-    *_refused(errno.EPERM, "kexec_load", "kexec_file_load", "init_module", "finit_module", "delete_module"),
-    *_refused(errno.EPERM, "swapon", "swapoff", "settimeofday", "clock_settime", "iopl", "ioperm"),
-    *_refused(0, "sync", "syncfs"),
+    *_refuse(errno.EPERM, "add_key", "request_key", "keyctl", "userfaultfd", "bpf", "perf_event_open"),
+    *_refuse(errno.EPERM, "fanotify_init", "open_by_handle_at", "lookup_dcookie", "quotactl", "quotactl_fd"),
+    *_refuse(errno.EPERM, "move_pages", "migrate_pages", "syslog", "acct", "vhangup", "reboot"),
+    *_refuse(errno.EPERM, "kexec_load", "kexec_file_load", "init_module", "finit_module", "delete_module"),
+    *_refuse(errno.EPERM, "swapon", "swapoff", "settimeofday", "clock_settime", "iopl", "ioperm"),
+    *_refuse(0, "sync", "syncfs"),
 )
 
 
@@ -148,14 +148,14 @@ ARCHITECTURES = {"x86_64": _X86_64, "aarch64": _AARCH64}
 
 
 @cache
-def program(machine: str = "") -> bytes | None:
+def build_program(machine: str = "") -> bytes | None:
     """Return the kernel's program for a machine, this one by default; None where its calls are not known."""
     architecture = ARCHITECTURES.get(machine or platform.machine())
     return None if architecture is None else b"".join(assemble(architecture))
 
 
 @cache
-def profile() -> str:
+def build_profile() -> str:
     """Much the same as a profile of the OCI's runtime specification, for Apptainer to set: its only error is EPERM."""
     calls = [
         {"names": [rule.name], "action": "SCMP_ACT_ERRNO", "args": arguments}
@@ -201,23 +201,23 @@ def assemble(architecture: Architecture, rules: Sequence[SyscallRule] = RULES) -
         ]
     for rule in rules:
         if (number := architecture.numbers.get(rule.name)) is not None:
-            found += _of_rule(number, rule)
+            found += _assemble_rule(number, rule)
     return [*found, _instruction(RETURN, ALLOW)]
 
 
-def _of_rule(number: int, rule: SyscallRule) -> list[bytes]:
+def _assemble_rule(number: int, rule: SyscallRule) -> list[bytes]:
     """It leaves the number loaded for the next rule, and is jumped over for another call."""
     refusal = _instruction(RETURN, ERRNO | rule.error)
     if not rule.conditions:
         return [_instruction(EQUAL, number, if_false=1), refusal]
     body: list[bytes] = [refusal]
     for condition in reversed(rule.conditions):
-        body = _of_condition(condition, len(body)) + body
+        body = _assemble_condition(condition, len(body)) + body
     body.append(_instruction(LOAD, NUMBER_AT))
     return [_instruction(EQUAL, number, if_false=len(body)), *body]
 
 
-def _of_condition(condition: Condition | Given, rest: int) -> list[bytes]:
+def _assemble_condition(condition: Condition | Given, rest: int) -> list[bytes]:
     """Fall through to the `rest` instructions where it holds, else jump over them."""
     at = ARGUMENTS_AT + 8 * condition.argument
     if isinstance(condition, Given):

@@ -52,7 +52,7 @@ def read_sharing(config: ApptainerConfig, kernel: Path = Path("/proc/sys")) -> S
     terminals = (_number(kernel / PTYS_OF_HOST) or 0) - (_number(kernel / PTYS_RESERVED) or 0)
     return Sharing(
         own_users=_has_own_users(config, launcher),
-        filtered=seccomp.program() is not None and (kernel / FILTERS).exists(),
+        filtered=seccomp.build_program() is not None and (kernel / FILTERS).exists(),
         own_terminals=terminals // PTYS if launcher.mounts else None,
         counts=counts,
     )
@@ -66,7 +66,7 @@ def _has_own_users(config: ApptainerConfig, launcher: Launcher) -> bool:
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
     users = HostUsers(numbers)
     try:
-        return users.available and launcher.maps(there, numbers.start)
+        return users.available and launcher.can_map(there, numbers.start)
     finally:
         users.close()
 

@@ -49,7 +49,7 @@ class Containers:
         said = done.stdout if done.returncode == 0 else done.stderr
         return done.returncode, said.decode("utf-8", errors="replace")
 
-    def limits(self) -> frozenset[str]:
+    def find_limits(self) -> frozenset[str]:
         """Return the limits that the daemon can hold here; none where it does not answer. It blocks."""
         code, said = self._ask(("info", "--format", "{{json .}}"))
         try:
@@ -65,7 +65,7 @@ class Containers:
         for container, _ in await self._labelled(f"{self.SANDBOX}={sandbox_id}"):
             await self.ask("rm", "--force", "--volumes", container)
 
-    async def processes(self, sandbox_id: str) -> int:
+    async def count_processes(self, sandbox_id: str) -> int:
         """Count the processes of a sandbox's container.
 
         Raises:
@@ -78,7 +78,7 @@ class Containers:
             )
         return len(said.split()) - 1  # but for the heading
 
-    async def reader(self, sandbox_id: str, image: str, command: Sequence[str]) -> list[str]:
+    async def make_reader(self, sandbox_id: str, image: str, command: Sequence[str]) -> list[str]:
         """Return the command that runs the reader of files in a container beside the sandbox's.
 
         It sees the sandbox's processes, and through them its files, and has nothing else: no network, no rights but to

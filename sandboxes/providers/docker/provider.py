@@ -92,11 +92,13 @@ class DockerSandbox(ControlledSandbox):
         self._containers = containers
         self._image = image
 
-    async def _left(self) -> bool:
-        return await self._containers.processes(self.id) > 1
+    async def _has_processes_left(self) -> bool:
+        return await self._containers.count_processes(self.id) > 1
 
     async def _export(self, path: str, limit: int) -> AsyncGenerator[bytes, None]:
-        command = await self._containers.reader(self.id, self._image, reader_command(path, limit, INSIDE))
+        command = await self._containers.make_reader(
+            self.id, self._image, reader_command(path, limit, INSIDE)
+        )
         async with aclosing(export_tree(path, command, self._containers.env)) as parts:
             async for part in parts:
                 yield part
@@ -129,13 +131,13 @@ class DockerProvider(HostProvider):
 
     @cached_property
     def enforced(self) -> frozenset[str]:
-        return frozenset({"disk"}) | self._containers.limits()
+        return frozenset({"disk"}) | self._containers.find_limits()
 
     def make_resources(self, folder: RunFolder, group: ControlGroup | None) -> LauncherResources:
         return ContainerResources(folder, group, self._leftovers, self._lingering, self._containers)
 
     def make_sandbox(self, launched: LaunchedSandbox, spec: SandboxSpec) -> DockerSandbox:
-        reader = self._named(self._config.image)
+        reader = self._resolve_name(self._config.image)
         return DockerSandbox(launched, spec, self.forget, self._containers, reader)
 
     async def identity(self, spec: SandboxSpec) -> str:
@@ -154,7 +156,7 @@ class DockerProvider(HostProvider):
                 f"{name!r} is not a reference of an image that {self._config.binary} has",
                 hint="name it as `docker images` does; scripts/docker-image imports one of the service's own",
             )
-        name = self._named(name)
+        name = self._resolve_name(name)
         code, said = await self._containers.ask("image", "inspect", "--format", "{{.Id}}", name)
         if code == 0:
             return said.strip()
@@ -165,7 +167,7 @@ class DockerProvider(HostProvider):
             )
         raise ProviderUnavailableError(f"{self._config.binary} does not answer: {said.strip()}", hint=HINT)
 
-    def _named(self, name: str) -> str:
+    def _resolve_name(self, name: str) -> str:
         """Return the daemon's name of an image that environments name for every provider."""
         return f"{OWN_IMAGES}/{name}" if name in packaged_names() else name
 
@@ -174,9 +176,9 @@ class DockerProvider(HostProvider):
         image = await self._image_id(name)
         command = [
             *(self._binary, "run", "--rm", "--interactive", "--pull", "never", "--log-driver", "none"),
-            *self._isolation(spec),
-            *self._limits(spec),
-            *self._mounts(spec, folder),
+            *self._isolation_flags(spec),
+            *self._limit_flags(spec),
+            *self._mount_flags(spec, folder),
             *("--label", f"{Containers.SANDBOX}={folder.id}"),
             *("--label", f"{Containers.SERVICE}={folder.path.parent}"),
             *("--env", f"{MARKER}={folder.id}", "--workdir", "/", "--entrypoint", "/bin/bash", image),
@@ -186,7 +188,7 @@ class DockerProvider(HostProvider):
             argv=command,
             env=self._env,
             image=name,
-            limits=ResourceLimits(self._memory(spec), None, None),  # the daemon holds them
+            limits=ResourceLimits(self._memory_limit(spec), None, None),  # the daemon holds them
             user=self._user,
             group=self._group,
             pipes_inside=PIPES,
@@ -196,7 +198,7 @@ class DockerProvider(HostProvider):
             answers=True,
         )
 
-    def _isolation(self, spec: SandboxSpec) -> list[str]:
+    def _isolation_flags(self, spec: SandboxSpec) -> list[str]:
         if spec.network not in {"none", "full"}:
             raise SandboxConfigError(
                 "containers cannot be held to a list of hosts yet",
@@ -215,10 +217,10 @@ class DockerProvider(HostProvider):
         flags += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--ulimit", "core=0"]
         return flags
 
-    def _limits(self, spec: SandboxSpec) -> list[str]:
+    def _limit_flags(self, spec: SandboxSpec) -> list[str]:
         defaults, found = self._config.limits, []
         held = self.enforced
-        if (memory := self._memory(spec)) is not None:
+        if (memory := self._memory_limit(spec)) is not None:
             found += ["--memory", str(memory), "--memory-swap", str(memory)]
         if "processes" in held:
             processes = (spec.max_processes or defaults.max_processes) + OVERHEAD_PROCESSES
@@ -227,20 +229,20 @@ class DockerProvider(HostProvider):
             found += ["--cpus", str(cpus)]
         return found
 
-    def _memory(self, spec: SandboxSpec) -> int | None:
+    def _memory_limit(self, spec: SandboxSpec) -> int | None:
         """The limit in bytes that the daemon holds; None where it holds none."""
         held = "memory" in self.enforced
         return spec.memory_bytes or self._config.limits.memory_bytes if held else None
 
-    def _mounts(self, spec: SandboxSpec, folder: RunFolder) -> list[str]:
+    def _mount_flags(self, spec: SandboxSpec, folder: RunFolder) -> list[str]:
         disk = spec.disk_bytes or self._config.limits.disk_bytes
         shared = f"rw,exec,nosuid,nodev,size={disk},mode=1777"
         # Executable, since the control shell runs from a copy there.
         found = ["--tmpfs", f"/dev/shm:rw,exec,nosuid,nodev,size={SHM_BYTES},mode=1777"]  # noqa: S108  inside
-        for path in ("/tmp", "/var/tmp", "/root", _absolute(spec.workdir)):  # noqa: S108  inside
+        for path in ("/tmp", "/var/tmp", "/root", _require_mountable(spec.workdir)):  # noqa: S108  inside
             found += ["--tmpfs", f"{path}:{shared}"]
         for bind in (Bind(str(folder.pipes), PIPES), *spec.read_only_binds):
-            source, target = _absolute(bind.source), _absolute(bind.target)
+            source, target = _require_mountable(bind.source), _require_mountable(bind.target)
             found += ["--mount", f"type=bind,source={source},target={target},readonly"]
         return [*found, "--mount", f"type=bind,source={folder.sockets},target={SOCKETS}"]
 
@@ -265,7 +267,7 @@ def _client_env(host: str | None) -> dict[str, str]:
     return {**found, **({"DOCKER_HOST": host} if host else {})}
 
 
-def _absolute(path: str) -> str:
+def _require_mountable(path: str) -> str:
     """A path that can be part of a flag.
 
     Raises:

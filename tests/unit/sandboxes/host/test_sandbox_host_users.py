@@ -9,7 +9,7 @@ import pytest
 
 from sandboxes import ApptainerConfig
 from sandboxes.host.uid_leases import BLOCK, HostUsers, UserLease, is_taken, subordinate_ranges
-from sandboxes.providers.apptainer.launch import exchange
+from sandboxes.providers.apptainer.launch import swap_ids
 
 NUMBERS = range(464_000 * BLOCK, 464_004 * BLOCK)
 
@@ -107,7 +107,7 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("owner", [0, 1, 65_534, 3_000_000_000])
 def test_the_map_gives_the_owners_files_to_the_user_and_leaves_all_others(owner: int) -> None:
     user = NUMBERS.start
-    lines = [tuple(map(int, line.split())) for line in exchange(owner, user).splitlines()]
+    lines = [tuple(map(int, line.split())) for line in swap_ids(owner, user).splitlines()]
 
     def seen(number: int) -> int | None:
         return next(

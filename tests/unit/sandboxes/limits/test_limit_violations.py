@@ -58,7 +58,7 @@ def test_a_full_group_is_told_again_only_after_it_had_room(tmp_path: Path) -> No
 def test_a_call_adds_its_own_limits(tmp_path: Path) -> None:
     monitor = make_monitor(tmp_path)
     seen = LimitViolations(monitor)
-    monitor.note("disk")
+    monitor.record("disk")
     assert [violation.limit for violation in seen.drain_with_call(2.5, 1000)] == ["disk", "time", "output"]
     assert "2.5 s" in str(seen.drain_with_call(2.5, None)[0])
     assert seen.drain_with_call(None, None) == ()
@@ -69,7 +69,7 @@ def test_a_call_adds_its_own_limits(tmp_path: Path) -> None:
 def test_a_closed_monitor_keeps_what_it_knew(tmp_path: Path) -> None:
     monitor = make_monitor(tmp_path)
     seen = LimitViolations(monitor)
-    monitor.note("memory")
+    monitor.record("memory")
     monitor.close()
     monitor.close()
     for path in tmp_path.iterdir():
@@ -84,4 +84,4 @@ def test_groups_that_tell_nothing_are_no_violation(tmp_path: Path) -> None:
     assert LimitViolations(monitor).drain() == ()
     (tmp_path / "pids.current").write_text("max")
     monitor.close()
-    assert monitor.counts() == {}
+    assert monitor.read_counts() == {}

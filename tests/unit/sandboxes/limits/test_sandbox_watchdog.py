@@ -22,16 +22,16 @@ def test_descendants_are_found_and_nobody_else() -> None:
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
-        below = Processes().below(process.pid)
+        below = Processes().descendants(process.pid)
         assert {found.parent for found in below} == {process.pid}
         assert len(below) == 2
         assert all(found.threads == 1 and found.start > 0 for found in below)
         assert Processes().inside(process.pid) == []  # no namespace, so no sandbox
     finally:
-        for found in Processes().below(process.pid):
+        for found in Processes().descendants(process.pid):
             os.kill(found.pid, signal.SIGKILL)
         process.communicate()
-    assert Processes().below(process.pid) == []
+    assert Processes().descendants(process.pid) == []
 
 
 @pytest.mark.parametrize(("name", "unit"), [("cpuacct.usage", 10**9), ("cpu.stat", 10**6)])
@@ -54,20 +54,20 @@ def test_who_does_not_rest_yields_until_it_rests(tmp_path: Path, name: str, unit
     )
     for now, (used, idle) in enumerate(looks):
         use(used)
-        yielding.look(now)
+        yielding.check(now)
         assert (tmp_path / "cpu.idle").read_text() == idle
     yielding.close()
-    yielding.look(5.0)
+    yielding.check(5.0)
 
 
 def test_only_what_no_group_holds_is_looked_at(tmp_path: Path) -> None:
     limits = ResourceLimits(1 << 30, 10, None)
     whole = ControlGroup({"memory": tmp_path, "pids": tmp_path})
-    for group, unheld in ((whole, False), (ControlGroup({"pids": tmp_path}), True), (None, True)):
+    for group, needs_scan in ((whole, False), (ControlGroup({"pids": tmp_path}), True), (None, True)):
         monitor = LimitMonitor(limits, group, os.getpid(), None, Counter())
-        assert WatchedSandbox(monitor).unheld == unheld
+        assert WatchedSandbox(monitor).needs_scan == needs_scan
         monitor.close()
-    assert not WatchedSandbox(LimitMonitor(NONE, None, os.getpid(), None, Counter())).unheld
+    assert not WatchedSandbox(LimitMonitor(NONE, None, os.getpid(), None, Counter())).needs_scan
 
 
 def test_the_thread_ends_with_the_last_sandbox() -> None:
@@ -77,7 +77,7 @@ def test_the_thread_ends_with_the_last_sandbox() -> None:
     assert _threads() >= 1
     monitor.close()
     deadline = time.monotonic() + 30
-    while watchdog.watching:
+    while watchdog.is_running:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     watchdog.add(monitor)

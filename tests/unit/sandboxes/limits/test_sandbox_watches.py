@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sandboxes.limits.watches import exceed, share
+from sandboxes.limits.watches import exceeds, watches_per_sandbox
 
 HOLDER = """
 import ctypes, os, select, sys
@@ -30,29 +30,29 @@ def holder(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.parametrize("holder", [["100", "200"]], indirect=True)
 def test_instances_times_descriptors(holder: subprocess.Popen[str]) -> None:
-    assert not exceed([holder.pid], 100 * 320)
-    assert exceed([holder.pid], 20_000)
-    assert exceed([holder.pid, holder.pid], 40_000), "of all together"
+    assert not exceeds([holder.pid], 100 * 320)
+    assert exceeds([holder.pid], 20_000)
+    assert exceeds([holder.pid, holder.pid], 40_000), "of all together"
 
 
 @pytest.mark.parametrize("holder", [["3", "20"], ["0", "400"]], indirect=True)
 def test_programs_as_they_usually_are_have_next_to_none(holder: subprocess.Popen[str]) -> None:
-    assert not exceed([holder.pid], 3 * 50)
+    assert not exceeds([holder.pid], 3 * 50)
 
 
 @pytest.mark.parametrize("holder", [["100", "200", "hidden"]], indirect=True)
 def test_a_process_that_hides_is_thought_to_have_what_it_has_room_for(holder: subprocess.Popen[str]) -> None:
-    assert exceed([holder.pid], 20_000)
+    assert exceeds([holder.pid], 20_000)
 
 
 def test_a_process_that_has_gone_has_none() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    assert not exceed([process.pid], 0)
+    assert not exceeds([process.pid], 0)
 
 
 def test_all_sandboxes_together_leave_half() -> None:
-    one = share(1)
+    one = watches_per_sandbox(1)
     assert one is not None
-    assert share(10) == pytest.approx(one / 10, abs=1)
-    assert share(0) == one
+    assert watches_per_sandbox(10) == pytest.approx(one / 10, abs=1)
+    assert watches_per_sandbox(0) == one

@@ -35,7 +35,7 @@ def left(run_dir: Path) -> list[object]:
     return [*run_dir.glob("*/[0-9]*"), *find_processes(lambda mark: mark.split("-")[0] in services)]
 
 
-@pytest.mark.parametrize("step", ["_until_ready", "_launched", "make_sandbox"])
+@pytest.mark.parametrize("step", ["_wait_until_ready", "_make_launched", "make_sandbox"])
 async def test_what_fails_after_the_launch_has_an_owner(
     provider: LocalProvider, run_dir: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -52,7 +52,7 @@ async def test_what_fails_after_the_launch_has_an_owner(
         assert (await sandbox.exec(["true"])).exit_code == 0
 
 
-@pytest.mark.parametrize("step", ["plan", "_until_ready"])
+@pytest.mark.parametrize("step", ["plan", "_wait_until_ready"])
 async def test_a_start_under_way_when_the_provider_closes_makes_no_sandbox(
     provider: LocalProvider, run_dir: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:

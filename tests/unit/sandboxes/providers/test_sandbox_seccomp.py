@@ -19,7 +19,7 @@ def verdict(machine: str, name: str | int, *arguments: int, audit: int | None = 
     number = name if isinstance(name, int) else architecture.numbers[name]
     values = (*arguments, *[0] * (6 - len(arguments)))
     data = struct.pack("=IIQ6Q", number, audit or architecture.audit, 0, *values)
-    program = seccomp.program(machine)
+    program = seccomp.build_program(machine)
     assert program is not None
     code = list(struct.iter_unpack("=HBBI", program))
     at = held = 0
@@ -77,13 +77,13 @@ def test_every_rule_has_a_number() -> None:
     names = {rule.name for rule in seccomp.RULES}
     assert names == set(seccomp.ARCHITECTURES["x86_64"].numbers)
     assert names - {"iopl", "ioperm"} == set(seccomp.ARCHITECTURES["aarch64"].numbers)
-    assert seccomp.program("riscv64") is None
+    assert seccomp.build_program("riscv64") is None
 
 
 def test_the_profile_says_the_same_of_families() -> None:
     """As libseccomp reads it: a call is refused where all arguments of one entry match."""
     matches = {"SCMP_CMP_EQ": int.__eq__, "SCMP_CMP_NE": int.__ne__, "SCMP_CMP_GT": int.__gt__}
-    calls = json.loads(seccomp.profile())["syscalls"]
+    calls = json.loads(seccomp.build_profile())["syscalls"]
 
     def refused(name: str, *arguments: int) -> bool:
         return any(
@@ -105,7 +105,7 @@ def test_the_kernel_takes_the_program() -> None:
         "call('prctl', 38, 1, 0, 0, 0); "
         "set_filter(bytes.fromhex(sys.argv[1])); import socket; socket.socket(40, 1)"
     )
-    program = seccomp.program()
+    program = seccomp.build_program()
     assert program is not None
     done = subprocess.run(
         [sys.executable, "-c", code, program.hex()], capture_output=True, text=True, check=False

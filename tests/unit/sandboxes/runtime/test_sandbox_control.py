@@ -76,7 +76,7 @@ async def test_an_answer_to_one_who_was_cancelled_is_no_answer_to_the_next(
 ) -> None:
     shell, theirs = ends
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(shell.rest)
+        tasks.start_soon(shell.wait_until_done)
         await anyio.wait_all_tasks_blocked()
         tasks.cancel_scope.cancel()
     first = token_of(theirs)

@@ -16,7 +16,7 @@ from sandboxes.runtime.pipes import INPUT, NAMES, OUTPUT, Pipes, Reader, StatusL
 async def test_names_are_gone_once_opened(tmp_path: Path) -> None:
     pipes = Pipes(tmp_path / "token")
     inside = os.open(tmp_path / "token.in", os.O_RDONLY | os.O_NONBLOCK)
-    pipes.opened()
+    pipes.mark_opened()
     assert not any((tmp_path / f"token.{name}").exists() for name in NAMES)
     assert await write_all(pipes.fds[INPUT], b"hello")
     assert read_some(inside) == b"hello"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandboxes.sessions.kernel import Cell, _open_socket, connection_info
+from sandboxes.sessions.kernel import Cell, _open_socket, make_connection_info
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),
@@ -24,14 +24,16 @@ FIELDS = st.sampled_from(["text", "data", "ename", "evalue", "traceback", "execu
 )
 def test_any_message_is_survived(kind: str, content: dict[str, object]) -> None:
     cell = Cell(100)
-    cell.take(kind, content)
+    cell.add_message(kind, content)
     assert isinstance(cell.output.text(), str)
     assert cell.result is None or isinstance(cell.result, str)
 
 
 def test_colours_are_taken_out_and_long_values_cut() -> None:
     cell = Cell(100)
-    cell.take("error", {"ename": "E", "evalue": "v" * 1000, "traceback": ["\x1b[31mred\x1b[0m", "end"]})
+    cell.add_message(
+        "error", {"ename": "E", "evalue": "v" * 1000, "traceback": ["\x1b[31mred\x1b[0m", "end"]}
+    )
     assert cell.error is not None
     assert cell.error.traceback == "red\nend"
     assert "left out" in cell.error.evalue
@@ -60,7 +62,7 @@ def test_only_sockets_are_opened_and_no_link_is_followed(tmp_path: Path) -> None
 
 
 def test_connection_info_names_all_channels() -> None:
-    info = connection_info("/x/y")
+    info = make_connection_info("/x/y")
     assert info["ip"] == "/x/y"
     assert sorted(value for key, value in info.items() if key.endswith("_port")) == [1, 2, 3, 4, 5]
 
@@ -68,5 +70,5 @@ def test_connection_info_names_all_channels() -> None:
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_the_smallest_limits(limit: int) -> None:
     cell = Cell(limit)
-    cell.take("stream", {"text": "abcdef"})
+    cell.add_message("stream", {"text": "abcdef"})
     assert cell.output.truncated

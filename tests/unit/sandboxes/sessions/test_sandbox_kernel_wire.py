@@ -91,7 +91,7 @@ async def test_a_request_and_a_flood_of_answers(folder: Path) -> None:
                     text = f"{number:08}" + "x" * 10_000
                     iopub.send_multipart(frames("stream", {"text": text}, {"msg_id": request}))
                 await done.wait()
-                wire.rest()
+                wire.stop()
                 iopub.send_multipart(frames("stream", {"text": "late"}, {"msg_id": request}))
                 await anyio.sleep(0.05)
             assert seen == [f"{number:08}" for number in range(500)]
