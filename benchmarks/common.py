@@ -23,6 +23,7 @@ from rich.table import Table
 from rollout_client.client import RolloutClient
 from rollout_service.cli.figures import write_figures
 from rollout_service.cli.server_child import running_server, stop
+from sandboxes.host.children import start_process
 
 HERE = Path(__file__).parent
 START_SECONDS = 60.0
@@ -131,11 +132,8 @@ async def service(
 @asynccontextmanager
 async def child(arguments: Sequence[str], address: Path) -> AsyncIterator[str]:
     """A Python program as a process that writes its URL to a file once it listens; ended with the block."""
-    # Shielded, since a start that is cancelled half-way would lose the process.
-    with address.with_suffix(".log").open("wb") as log, anyio.CancelScope(shield=True):
-        process = await anyio.open_process(
-            [sys.executable, *arguments], stdin=None, stdout=log, stderr=log, start_new_session=True
-        )
+    with address.with_suffix(".log").open("wb") as log:
+        process = await start_process([sys.executable, *arguments], stdout=log, stderr=log, new_session=True)
     try:
         with anyio.fail_after(START_SECONDS):
             while not await anyio.Path(address).exists():

@@ -32,6 +32,7 @@ from api_schemas.runs import FileTasks, RunRequest
 from rollout_client.client import RolloutClient
 from rollout_service.cli.server_child import stop
 from rollout_service.store import SqliteStore
+from sandboxes.host.children import start_process
 
 RUN_ID = "crash"
 TASKS = 50
@@ -95,9 +96,9 @@ class Victims:
 
     async def start(self, name: str) -> None:
         """Start one of them."""
-        with (self.folder / f"{name}.log").open("ab") as log, anyio.CancelScope(shield=True):
-            self.processes[name] = await anyio.open_process(
-                [sys.executable, *self._commands[name]], stdin=None, stdout=log, stderr=log
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = await start_process(
+                [sys.executable, *self._commands[name]], stdout=log, stderr=log
             )
 
     async def kill(self, names: Sequence[str]) -> None:

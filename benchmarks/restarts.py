@@ -33,6 +33,7 @@ from crash import RUN_ID, Ledger, compare, free_port, order
 
 from rollout_client.client import RolloutClient
 from rollout_service.cli.server_child import stop
+from sandboxes.host.children import start_process
 
 ROUNDS, QUICK_ROUNDS = 20, 3
 ORDERS_PER_ROUND = 100
@@ -138,10 +139,8 @@ class Attached:
         return written, len(Ledger.read(self.path("ledger.jsonl")).acknowledged)
 
     async def _start(self, name: str, arguments: list[str]) -> None:
-        with self.path(f"{name}.log").open("ab") as log, anyio.CancelScope(shield=True):
-            self.processes[name] = await anyio.open_process(
-                [sys.executable, *arguments], stdin=None, stdout=log, stderr=log
-            )
+        with self.path(f"{name}.log").open("ab") as log:
+            self.processes[name] = await start_process([sys.executable, *arguments], stdout=log, stderr=log)
 
 
 async def main(given: Options) -> None:

@@ -17,6 +17,7 @@ from anyio.abc import Process
 
 from rollout_client.client import RolloutClient, UnavailableError, UnreachableError
 from rollout_service.cli.common import CommandError
+from sandboxes.host.children import start_process
 
 START_SECONDS = 120.0
 STOP_SECONDS = 20.0
@@ -37,11 +38,8 @@ async def running_server(
     command = [setpriv, "--pdeathsig", "TERM", "--"] if setpriv else []
     command += [sys.executable, "-m", "rollout_service.cli", "serve", "--host", "127.0.0.1", "--port", "0"]
     command += ["--state-dir", str(state_dir), "--port-file", str(address), *flags]
-    # Shielded, since a start that is cancelled half-way would lose the process.
-    with log.open("wb") as file, anyio.CancelScope(shield=True):
-        process = await anyio.open_process(
-            command, stdin=None, stdout=file, stderr=file, start_new_session=True
-        )
+    with log.open("wb") as file:
+        process = await start_process(command, stdout=file, stderr=file, new_session=True)
     try:
         url = await _ready_address(process, address, log, start_seconds)
         async with RolloutClient(url) as client:

@@ -1,4 +1,4 @@
-"""Children of this process, and how they end: ask, wait, kill, wait again for a bounded time.
+"""Children of this process: how they start, and how they end (ask, wait, kill, wait again for a bounded time).
 
 A child may outlive that: the kernel can hold a killed process for as long as it needs, and on a busy machine all
 processes end late. Such a child is kept, so that it is collected whenever it ends.
@@ -6,16 +6,48 @@ processes end late. Such a child is kept, so that it is collected whenever it en
 
 import os
 import subprocess
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, NamedTuple
 
 import anyio
 import anyio.to_thread
 import structlog
+from anyio.abc import Process
 
 log = structlog.get_logger(__name__)
 
 PAUSE = 0.05
+
+
+async def start_process(
+    command: Sequence[str],
+    *,
+    stdin: int | IO[bytes] | None = None,
+    stdout: int | IO[bytes] | None = None,
+    stderr: int | IO[bytes] | None = None,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    new_session: bool = False,
+) -> Process:
+    """Start a child process, shielded: a start that is cancelled halfway would lose the process.
+
+    Without `env` it has this process's variables. A standard stream is inherited unless one is given.
+
+    Raises:
+        OSError: The program cannot be started.
+    """
+    with anyio.CancelScope(shield=True):
+        process = await anyio.open_process(
+            command,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=env,
+            cwd=cwd,
+            start_new_session=new_session,
+        )
+    return process  # noqa: RET504  to mypy, a cancel scope may swallow what its block returns
 
 
 async def wait_exit(process: subprocess.Popen[bytes], timeout: float) -> bool:

@@ -12,6 +12,7 @@ import anyio
 from anyio.abc import Process
 
 from sandboxes.errors import FileMissingError, FileTooLargeError, SandboxClosedError, SandboxFileError
+from sandboxes.host.children import start_process
 from sandboxes.host.processes import FirstProcess
 from sandboxes.runtime.tree_reader import ENDED, MISSING, TOO_LARGE
 
@@ -39,10 +40,14 @@ async def export_tree(
         SandboxClosedError: the sandbox has ended.
         SandboxFileError: it cannot be read, or nothing came for `STALL_SECONDS`.
     """
-    with anyio.CancelScope(shield=True):  # a start that is cancelled half-way would lose the process
-        process = await anyio.open_process(
-            command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=dict(env), cwd="/"
-        )
+    process = await start_process(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=dict(env),
+        cwd="/",
+    )
     try:
         while (part := await _next_part(path, process)) is not None:
             yield part

@@ -25,6 +25,7 @@ import anyio
 import anyio.abc
 
 from rollout_service.errors import ConfigurationError
+from sandboxes.host.children import start_process
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 3.0
@@ -138,18 +139,16 @@ def _tail(folder: Path) -> str:
 
 
 async def _start(launch: Launch, folder: Path) -> anyio.abc.Process:
-    # Shielded, since a start that is cancelled half-way would lose the process.
-    with _log(folder).open("wb") as output, anyio.CancelScope(shield=True):
-        process = await anyio.open_process(
+    with _log(folder).open("wb") as output:
+        return await start_process(
             launch.command,
             stdin=subprocess.PIPE,  # it closes when this process ends, however that happens
             stdout=output,
             stderr=output,
             env=dict(launch.environment),
             cwd=folder,
-            start_new_session=True,
+            new_session=True,
         )
-    return process  # noqa: RET504  to mypy, a cancel scope may swallow what its block returns
 
 
 async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:

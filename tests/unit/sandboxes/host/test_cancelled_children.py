@@ -49,3 +49,15 @@ def test_a_cancellation_at_any_step_leaves_no_process(
     for step in range(steps):
         with nothing_uncollected():
             anyio.run(cancelled_after, step)
+
+
+def test_only_one_function_starts_children() -> None:
+    """Every other start could lose its process to a cancellation."""
+    root = Path(__file__).parents[4]
+    modules = [
+        path
+        for package in ("sandboxes", "rollout_service", "benchmarks")
+        for path in (root / package).rglob("*.py")
+    ]
+    users = [str(path.relative_to(root)) for path in modules if "open_process" in path.read_text()]
+    assert users == ["sandboxes/host/children.py"]
