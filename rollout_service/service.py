@@ -31,7 +31,7 @@ from rollout_service.inference.engines.embedded.process import EmbeddedEngine
 from rollout_service.inference.local_servers.keep_running import kept_running
 from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.inference.pool.pools import Pools
-from rollout_service.pipeline.attempt import Services, Stages
+from rollout_service.pipeline.attempt import AttemptContext, Stages
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.stage import StageLimiter
@@ -180,7 +180,7 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
         await _start_engine(settings, stack, serving)
         metrics.registry.register(HealthMetrics(serving.views, store, node.free_bytes))
         await stack.enter_async_context(serving.reconnecting(settings.backends))
-        services = Services(
+        context = AttemptContext(
             owner=f"{gethostname()}-{uuid4().hex}",  # services on one host, or in containers of one name, differ
             store=store,
             stages=_stages(settings.pipeline, metrics),
@@ -191,7 +191,7 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
             metrics=metrics,
             max_attempts=settings.pipeline.max_attempts,
         )
-        pipeline = Pipeline(services, settings.pipeline)
+        pipeline = Pipeline(context, settings.pipeline)
         await stack.enter_async_context(pipeline.running())
         manager = await _manager(settings, store, environments, serving, metrics)
         await stack.enter_async_context(manager.running())
@@ -206,13 +206,13 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
             environments=environments,
             sandboxes=sandboxes,
             node=node,
-            concurrency=Concurrency(services.stages, node, settings, lambda it: manager.resize(_places(it))),
+            concurrency=Concurrency(context.stages, node, settings, lambda it: manager.resize(_places(it))),
             serving=serving,
             metrics=metrics,
             run_service=run_service,
             delivery=Delivery(store.runs, manager),
             run_exporter=RunExporter(store.runs, run_service),
-            rescorer=Rescorer(services, check_environment),
+            rescorer=Rescorer(context, check_environment),
             shutdown=shutdown,
         )
 

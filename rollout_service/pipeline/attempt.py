@@ -87,7 +87,7 @@ class Stages:
 
 
 @dataclass(frozen=True, slots=True)
-class Services:
+class AttemptContext:
     """What an attempt works with."""
 
     owner: str
@@ -104,12 +104,12 @@ class Services:
 class Attempt:
     """One leased rollout on its way."""
 
-    def __init__(self, services: Services, lease: Lease) -> None:
+    def __init__(self, context: AttemptContext, lease: Lease) -> None:
         """The lease comes with a place before the init stage, which the attempt gives back."""
-        self._services = services
+        self._context = context
         self.lease = lease
         self._episode: Episode | None = None
-        self._slot = Slot(services.stages.init.places)
+        self._slot = Slot(context.stages.init.places)
         self._left = time.perf_counter() - (datetime.now(UTC) - lease.queued_at).total_seconds()
         self._artifacts: Artifacts | None = None
         self._ticket: Ticket | None = None
@@ -122,7 +122,7 @@ class Attempt:
 
     async def run(self) -> Score:
         """Pass all stages; raises whatever ends the attempt early."""
-        environment = self._services.environments.get(self.lease.request.task.environment)
+        environment = self._context.environments.get(self.lease.request.task.environment)
         await self._init(environment)
         await self._rollout(environment)
         return await self._evaluate(environment)
@@ -131,8 +131,8 @@ class Attempt:
         spec, request = environment.spec, self.lease.request
         limits = spec.limits.model_copy(update=request.limits.model_dump(exclude_none=True))
         purpose = Purpose.AGENT if spec.image is not None else None
-        async with self._stage(self._services.stages.init, limits.init_seconds, purpose) as timer:
-            policy = await self._services.policies.open(request, environment)
+        async with self._stage(self._context.stages.init, limits.init_seconds, purpose) as timer:
+            policy = await self._context.policies.open(request, environment)
             episode = Episode(
                 request=request, attempt=self.lease.attempt, spec=spec, limits=limits, policy=policy
             )
@@ -160,40 +160,40 @@ class Attempt:
 
     async def _rollout(self, environment: Environment) -> None:
         episode = self.episode
-        async with self._stage(self._services.stages.rollout, episode.limits.rollout_seconds) as timer:
+        async with self._stage(self._context.stages.rollout, episode.limits.rollout_seconds) as timer:
             try:
                 self._stop_reason = await environment.run(episode)
             finally:
                 timer.engine_seconds = episode.policy.engine_seconds
                 timer.tool_seconds = episode.tool_seconds
                 for violation in episode.limit_violations:
-                    self._services.metrics.limit_violated(violation.limit)
+                    self._context.metrics.limit_violated(violation.limit)
             if self._stop_reason is StopReason.CONTEXT_FULL and episode.policy.usage.turns == 0:
                 raise PromptTooLongError(
                     "the first prompt of this task does not fit the model's context",
                     hint="Shorten the prompt or the tools' descriptions, or serve the model with a longer context.",
                 )
             if environment.spec.evaluate_in is EvaluateIn.FRESH and episode.sandbox is not None:
-                self._artifacts = await self._services.sandboxes.pack(episode.sandbox, episode.spec)
+                self._artifacts = await self._context.sandboxes.pack(episode.sandbox, episode.spec)
                 episode.notes += self._artifacts.notes
             if environment.spec.evaluate_in is not EvaluateIn.SAME:
                 await self._close_sandbox()
-            self._services.policies.close(self.lease.request)
+            self._context.policies.close(self.lease.request)
 
     async def _evaluate(self, environment: Environment) -> Score:
         """Score the outcome; where it was not the agent's sandbox that failed, only this stage is tried again."""
         seconds = self.episode.limits.evaluate_seconds
         purpose = Purpose.GRADER if environment.spec.evaluate_in is EvaluateIn.FRESH else None
-        for tries_left in reversed(range(self._services.max_attempts)):
+        for tries_left in reversed(range(self._context.max_attempts)):
             try:
-                async with self._stage(self._services.stages.evaluate, seconds, purpose) as timer:
+                async with self._stage(self._context.stages.evaluate, seconds, purpose) as timer:
                     return await self._score(environment, timer)
             except Exception as error:
                 info = describe(error, stage=Stage.EVALUATE, attempt=self.lease.attempt)
                 in_place = environment.spec.evaluate_in is not EvaluateIn.SAME
                 if not (info.retryable and in_place and tries_left):
                     raise
-                self._services.metrics.retried(info)
+                self._context.metrics.retried(info)
             finally:
                 with anyio.CancelScope(shield=True):
                     await self._close_sandbox()
@@ -223,27 +223,27 @@ class Attempt:
             self.spans.append(timer.span())
 
     def _check_served(self) -> None:
-        pools, _ = self._services.policies.in_service()
+        pools, _ = self._context.policies.in_service()
         if self.lease.request.pool not in pools:
             raise NotServedError(self.lease.request.pool)
 
     async def _advance(self, state: RolloutState) -> None:
         if state is self._state:
             return
-        if not await self._services.store.advance(self.lease, self._services.owner, state):
+        if not await self._context.store.advance(self.lease, self._context.owner, state):
             raise LeaseLostError(self.lease.rollout_id)
         self._state = state
 
     async def _be_admitted(self, purpose: Purpose) -> None:
         """Wait until the host bears one more sandbox; the ticket goes when that sandbox has ended."""
-        self._ticket = await self._services.admission.admit(purpose)
+        self._ticket = await self._context.admission.admit(purpose)
 
     async def _start_sandbox(
         self, spec: EnvironmentSpec, timer: Timer, sessions: frozenset[SessionName] = frozenset()
     ) -> None:
         started = time.perf_counter()
         try:
-            self.episode.sandbox = await self._services.sandboxes.start(spec, self.lease.rollout_id, sessions)
+            self.episode.sandbox = await self._context.sandboxes.start(spec, self.lease.rollout_id, sessions)
         finally:
             timer.sandbox_seconds += time.perf_counter() - started
 
@@ -272,11 +272,11 @@ class Attempt:
         """End the agent's processes where it is scored in its own sandbox; False where that has ended itself."""
         if evaluate_in is EvaluateIn.NONE or self.episode.sandbox is None:
             return True
-        return await self._services.sandboxes.end_agent(self.episode.sandbox, self.episode.notes)
+        return await self._context.sandboxes.end_agent(self.episode.sandbox, self.episode.notes)
 
     async def _unpack(self) -> None:
         if self.episode.sandbox is not None and self._artifacts is not None:
-            await self._services.sandboxes.unpack(self.episode.sandbox, self._artifacts)
+            await self._context.sandboxes.unpack(self.episode.sandbox, self._artifacts)
 
     async def _end_sandbox(self) -> None:
         """Close it and keep the ticket, for the next one in its place."""
@@ -299,7 +299,7 @@ class Attempt:
                     await self._artifacts.close()
             finally:
                 self._slot.free()
-                self._services.policies.close(self.lease.request)
+                self._context.policies.close(self.lease.request)
 
     @property
     def episode(self) -> Episode:

@@ -23,7 +23,7 @@ from anyio.abc import TaskGroup
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutState
 from rollout_service.errors import AttemptsExhaustedError, StoreError, describe
-from rollout_service.pipeline.attempt import Attempt, LeaseLostError, NotServedError, Services
+from rollout_service.pipeline.attempt import Attempt, LeaseLostError, NotServedError, AttemptContext
 from rollout_service.pipeline.seats import Seating
 from rollout_service.settings import PipelineSettings
 from rollout_service.store.contract import Lease
@@ -48,8 +48,8 @@ class Job:
 class Pipeline:
     """The three stages at work."""
 
-    def __init__(self, services: Services, settings: PipelineSettings) -> None:
-        self._services = services
+    def __init__(self, context: AttemptContext, settings: PipelineSettings) -> None:
+        self._context = context
         self._settings = settings
         self._jobs: dict[str, Job] = {}
         self._pools_changed = anyio.Event()
@@ -62,7 +62,7 @@ class Pipeline:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Work until the block is left; then drain, cancel what is left, and hand it back to the store."""
-        recovered = await self._services.store.recover(self._services.owner)
+        recovered = await self._context.store.recover(self._context.owner)
         if recovered:
             log.info("queued again what a crash left", rollouts=recovered)
         async with anyio.create_task_group() as work:
@@ -119,7 +119,7 @@ class Pipeline:
 
     async def _hand_all_back(self) -> None:
         try:
-            handed_back = await self._services.store.release(self._services.owner)
+            handed_back = await self._context.store.release(self._context.owner)
         except StoreError as error:
             log.error("what is unfinished waits for the next start", error=str(error), hint=error.hint)
         else:
@@ -131,7 +131,7 @@ class Pipeline:
 
     async def _admit_until_drained(self, work: TaskGroup) -> None:
         """Lease rollouts for all free places before the init stage, as soon as there is one of either."""
-        places = self._services.stages.init.places
+        places = self._context.stages.init.places
         while True:
             taken = await acquire_available(places)
             leases: list[Lease] = []
@@ -147,27 +147,27 @@ class Pipeline:
 
     async def _claim(self, limit: int) -> list[Lease]:
         """Wait until the store has work; it may be that another service takes it first."""
-        services = self._services
+        context = self._context
 
         async def claim() -> list[Lease]:
-            await first_of(services.store.wait_for_work, self._pools_changed.wait)
+            await first_of(context.store.wait_for_work, self._pools_changed.wait)
             await self._started.wait()
-            pools, self._pools_changed = services.policies.in_service()
+            pools, self._pools_changed = context.policies.in_service()
             if not pools:
                 await self._pools_changed.wait()
                 return []
-            return await services.store.claim(
-                services.owner, limit=limit, lease_seconds=self._settings.lease_seconds, pools=pools
+            return await context.store.claim(
+                context.owner, limit=limit, lease_seconds=self._settings.lease_seconds, pools=pools
             )
 
         return await retry_until_stored("lease work", claim)
 
     async def _renew_leases(self) -> None:
-        services = self._services
+        context = self._context
 
         async def renew() -> None:
-            await services.store.renew(
-                services.owner, list(self._jobs), lease_seconds=self._settings.lease_seconds
+            await context.store.renew(
+                context.owner, list(self._jobs), lease_seconds=self._settings.lease_seconds
             )
 
         while True:
@@ -177,12 +177,12 @@ class Pipeline:
     async def _watch_cancels(self) -> None:
         """Cancel what was asked to be, whichever service was asked."""
         while True:
-            await retry_until_stored("wait for cancellations", self._services.store.wait_for_cancels)
+            await retry_until_stored("wait for cancellations", self._context.store.wait_for_cancels)
             await self._apply_cancels()
 
     async def _apply_cancels(self) -> None:
         async def requested() -> list[str]:
-            return await self._services.store.cancel_requested(self._services.owner)
+            return await self._context.store.cancel_requested(self._context.owner)
 
         for rollout_id in await retry_until_stored("look for cancellations", requested):
             if job := self._jobs.get(rollout_id):
@@ -194,7 +194,7 @@ class Pipeline:
             try:
                 await self._attempt(job)
             except LeaseLostError:
-                self._services.metrics.lost_lease()
+                self._context.metrics.lost_lease()
                 log.warning("the lease was lost; the attempt is dropped")
             except Exception as error:
                 log.exception("an attempt could not be settled")
@@ -205,7 +205,7 @@ class Pipeline:
                 self._idle.set()
 
     async def _attempt(self, job: Job) -> None:
-        attempt = Attempt(self._services, job.lease)
+        attempt = Attempt(self._context, job.lease)
         try:
             with job.scope:
                 await self._run(attempt)
@@ -229,7 +229,7 @@ class Pipeline:
         )
 
         async def finish() -> bool:
-            return await self._services.store.finish(lease, self._services.owner, result)
+            return await self._context.store.finish(lease, self._context.owner, result)
 
         try:
             await retry_until_stored("write a result", finish)
@@ -261,7 +261,7 @@ class Pipeline:
     async def _settle_failure(self, attempt: Attempt, error: Exception) -> None:
         number = attempt.lease.attempt if attempt.stage is not None else None  # before a stage none has begun
         info = describe(error, stage=attempt.stage, attempt=number)
-        self._services.metrics.failed(info)
+        self._context.metrics.failed(info)
         log.warning(
             "attempt failed",
             code=info.code,
@@ -278,31 +278,31 @@ class Pipeline:
 
     async def _retry(self, attempt: Attempt, info: ErrorInfo) -> None:
         delay = self._settings.retry_seconds * 2 ** (attempt.lease.attempt - 1)
-        self._services.metrics.retried(info)
+        self._context.metrics.retried(info)
 
         async def retry() -> bool:
-            return await self._services.store.retry(
-                attempt.lease, self._services.owner, info, spans=attempt.spans, delay_seconds=delay
+            return await self._context.store.retry(
+                attempt.lease, self._context.owner, info, spans=attempt.spans, delay_seconds=delay
             )
 
         await self._settle("queue a rollout again", attempt, retry)
 
     async def _hand_back(self, attempt: Attempt) -> None:
         """Let an attempt that has not begun wait in the store, where it holds no place."""
-        services, rollout_id = self._services, attempt.lease.rollout_id
+        context, rollout_id = self._context, attempt.lease.rollout_id
         await attempt.release()
         with anyio.CancelScope(shield=True):
             await retry_until_stored(
-                "hand a rollout back", partial(services.store.release, services.owner, [rollout_id])
+                "hand a rollout back", partial(context.store.release, context.owner, [rollout_id])
             )
 
     async def _finish(self, attempt: Attempt, result: Rollout) -> None:
         async def finish() -> bool:
-            return await self._services.store.finish(attempt.lease, self._services.owner, result)
+            return await self._context.store.finish(attempt.lease, self._context.owner, result)
 
         await attempt.release()
         await self._settle("write a result", attempt, finish)
-        self._services.metrics.finished(result)
+        self._context.metrics.finished(result)
         self._finished += self._draining
 
     async def _settle(self, what: str, attempt: Attempt, write: Callable[[], Awaitable[bool]]) -> None:

@@ -22,7 +22,7 @@ from api_schemas.trajectories import Trajectory
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.contract import Environment, Episode, EvaluateIn, Policy, Score
 from rollout_service.errors import InvalidFieldError, describe, prefix_field_paths
-from rollout_service.pipeline.attempt import Attempt, Services
+from rollout_service.pipeline.attempt import Attempt, AttemptContext
 from rollout_service.pipeline.stage import Slot
 from rollout_service.policies.replay import NotReplayableError, RecordedPolicy, recorded_answer
 from rollout_service.store.contract import Lease
@@ -37,9 +37,9 @@ AT_ONCE = 16
 class Rescorer:
     """Evaluates rollouts again."""
 
-    def __init__(self, services: Services, check_environment: Callable[[str], Awaitable[object]]) -> None:
+    def __init__(self, context: AttemptContext, check_environment: Callable[[str], Awaitable[object]]) -> None:
         """`check_environment` raises InvalidFieldError when the one of that name cannot be used."""
-        self._services = services
+        self._context = context
         self._check_environment = check_environment
         self._places = anyio.Semaphore(AT_ONCE, max_value=AT_ONCE)
         """Those before the init stage belong to the pipeline, which takes all of them while it waits for work."""
@@ -51,7 +51,7 @@ class Rescorer:
 
     async def of_run(self, run_id: str, order: RescoreRun) -> AsyncIterator[Rescored]:
         """Rollouts of a run, by their groups; raises NotFoundError, InvalidFieldError before the first."""
-        known = await self._services.store.runs.rollout_ids(run_id)
+        known = await self._context.store.runs.rollout_ids(run_id)
         there = set(known)
         chosen = known if order.rollout_ids is None else order.rollout_ids
         missing = [
@@ -62,7 +62,7 @@ class Rescorer:
         if missing:
             raise InvalidFieldError(missing, hint=f"GET /v1/runs/{run_id}/export lists those there are.")
         await self._check(order)
-        return self._in_parts(chosen, self._services.store.runs.recorded_rollouts, order)
+        return self._in_parts(chosen, self._context.store.runs.recorded_rollouts, order)
 
     async def _check(self, options: RescoreOptions) -> None:
         if options.environment is None:
@@ -96,7 +96,7 @@ class Rescorer:
         request = recorded.request.model_copy(update={"task": task, "rollout_id": rollout.rollout_id})
         attempt: ReplayAttempt | None = None
         try:
-            environment = self._services.environments.get(name)
+            environment = self._context.environments.get(name)
             environment.check(request.task.instance)
             trajectory = evaluated_before(rollout)
             policy = await anyio.to_thread.run_sync(RecordedPolicy, recorded, trajectory)
@@ -104,7 +104,7 @@ class Rescorer:
             if replays:
                 policy.check()
             await self._places.acquire()
-            attempt = ReplayAttempt(self._services, request, policy, Slot(self._places), replays=replays)
+            attempt = ReplayAttempt(self._context, request, policy, Slot(self._places), replays=replays)
             score = await attempt.run()
             return _rescored(name, rollout, attempt, score, None)
         except Exception as failure:  # noqa: BLE001 - it is told with its rollout, and must not stop the others
@@ -120,7 +120,7 @@ class ReplayAttempt(Attempt):
 
     def __init__(
         self,
-        services: Services,
+        context: AttemptContext,
         request: RolloutRequest,
         policy: RecordedPolicy,
         slot: Slot,
@@ -139,7 +139,7 @@ class ReplayAttempt(Attempt):
             queued_at=now,
             token=0,
         )
-        super().__init__(replace(services, policies=_Recorded(policy, request.pool)), lease)
+        super().__init__(replace(context, policies=_Recorded(policy, request.pool)), lease)
         self._slot = slot
         self.policy = policy
         self.replays = replays
@@ -149,7 +149,7 @@ class ReplayAttempt(Attempt):
         if self.replays:
             return await super().run()
         request = self.lease.request
-        environment = self._services.environments.get(request.task.environment)
+        environment = self._context.environments.get(request.task.environment)
         limits = environment.spec.limits.model_copy(update=request.limits.model_dump(exclude_none=True))
         self._episode = Episode(
             request=request,

@@ -24,7 +24,7 @@ from rollout_service.environments.contract import (
     Score,
 )
 from rollout_service.errors import EnvironmentFailedError, UnavailableError
-from rollout_service.pipeline.attempt import EnvironmentSource, Services, Stages
+from rollout_service.pipeline.attempt import EnvironmentSource, AttemptContext, Stages
 from rollout_service.pipeline.pipeline import Pipeline, acquire_available
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.seats import Seats
@@ -190,11 +190,11 @@ class Bench:
         self,
         store: SqliteStore,
         pipeline: Pipeline,
-        services: Services,
+        context: AttemptContext,
         provider: CountingProvider,
         policies: Policies,
     ):
-        self.store, self.pipeline, self.services, self.provider = store, pipeline, services, provider
+        self.store, self.pipeline, self.context, self.provider = store, pipeline, context, provider
         self.policies = policies
 
     async def submit(self, rollout_id: str, *, pool: str = "policy", **limits: float) -> None:
@@ -223,7 +223,7 @@ class Bench:
             while self.pipeline.live():
                 await anyio.sleep(0.001)
         assert not self.provider.alive
-        for limiter in (self.services.stages.rollout, self.services.stages.evaluate):
+        for limiter in (self.context.stages.rollout, self.context.stages.evaluate):
             assert limiter.idle
 
 
@@ -261,7 +261,7 @@ async def bench(
         )
         for stage in Stage
     }
-    services = Services(
+    context = AttemptContext(
         owner="here",
         store=store,
         stages=Stages(**{stage.value: limiter for stage, limiter in limiters.items()}),
@@ -272,9 +272,9 @@ async def bench(
         metrics=metrics,
         max_attempts=settings.max_attempts,
     )
-    pipeline = Pipeline(services, settings)
+    pipeline = Pipeline(context, settings)
     async with pipeline.running():
-        yield Bench(store, pipeline, services, provider, policies)
+        yield Bench(store, pipeline, context, provider, policies)
 
 
 async def forever(_: Episode) -> None:
@@ -501,7 +501,7 @@ async def test_limits_that_were_reached_are_counted() -> None:
 
     async with bench(Played(run=run)) as b:
         await b.run()
-        assert b'rollout_sandbox_breaches_total{limit="memory"} 1.0' in b.services.metrics.render()
+        assert b'rollout_sandbox_breaches_total{limit="memory"} 1.0' in b.context.metrics.render()
 
 
 async def test_an_infrastructure_failure_is_tried_again() -> None:
@@ -762,7 +762,7 @@ async def test_a_stage_grows_and_shrinks_while_it_works() -> None:
                 await anyio.sleep(0.002)
 
     async with bench(Played(run=run)) as b:
-        stage = b.services.stages.rollout
+        stage = b.context.stages.rollout
         for i in range(20):
             await b.submit(f"r{i}")
         await until(2)

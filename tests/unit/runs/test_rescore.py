@@ -19,7 +19,7 @@ from rollout_service.environments.builtin.code import environment as code
 from rollout_service.environments.contract import Environment, EnvironmentSpec, Episode, Policy, Score
 from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
-from rollout_service.pipeline.attempt import Services, Stages
+from rollout_service.pipeline.attempt import AttemptContext, Stages
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.stage import StageLimiter
@@ -78,25 +78,25 @@ def renamed(spec: EnvironmentSpec, name: str) -> EnvironmentSpec:
 
 
 class Bench:
-    def __init__(self, services: Services, policies: Policies) -> None:
-        self._services = services
+    def __init__(self, context: AttemptContext, policies: Policies) -> None:
+        self._context = context
         self._policies = policies
         self.checked: list[str] = []
-        self.rescorer = Rescorer(services, self._check)
+        self.rescorer = Rescorer(context, self._check)
 
     async def _check(self, name: str) -> None:
         self.checked.append(name)
-        self._services.environments.get(name)
+        self._context.environments.get(name)
 
     async def roll_out(
         self, environment: str, instance: dict, script: Iterable[ScriptedTurn]
     ) -> RecordedRollout:
         self._policies.script = script
         request = RolloutRequest(rollout_id="r", task=Task(environment=environment, instance=instance))
-        await self._services.store.submit(request)
-        rollout = await self._services.store.wait_for_result("r")
+        await self._context.store.submit(request)
+        rollout = await self._context.store.wait_for_result("r")
         assert rollout is not None
-        trajectory = await self._services.store.trajectory("r")
+        trajectory = await self._context.store.trajectory("r")
         self._policies.script = None
         return without_tokens(request, rollout.model_copy(update={"trajectory": trajectory}))
 
@@ -128,7 +128,7 @@ async def opened(folder: Path) -> AsyncIterator[Bench]:
     controller = PressureController(PressureConfig(enabled=False), 16, cpus=1)
     try:
         async with await SqliteStore.open(":memory:") as store:
-            services = Services(
+            context = AttemptContext(
                 owner="here",
                 store=store,
                 stages=Stages(**stages),
@@ -139,8 +139,8 @@ async def opened(folder: Path) -> AsyncIterator[Bench]:
                 metrics=metrics,
                 max_attempts=1,
             )
-            async with Pipeline(services, settings).running():
-                yield Bench(services, policies)
+            async with Pipeline(context, settings).running():
+                yield Bench(context, policies)
             assert all(limiter.idle for limiter in stages.values())
             assert provider.live() == []
     finally:
