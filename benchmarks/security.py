@@ -27,7 +27,7 @@ from common import HERE, Options, report, run
 sys.path.insert(0, str(HERE.parent))  # the attacks are the tests' own
 from neighbours import ATTACK_SECONDS, LIMITS, SHELL, probes, ratios
 
-from rollout_service.attacks import SCRIPTS, Verdict, attack_environment
+from rollout_service.attacks import SCRIPTS, AttackVerdict, attack_environment
 from rollout_service.cli.env.check import load_environment
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from sandboxes import ApptainerConfig, Sandbox, SandboxProvider, SandboxSpec, make_provider
@@ -44,7 +44,7 @@ QUICK = ("process_1", "other_socket_families", "users_of_the_host", "kill_everyt
 
 QUICK_HACKS = 3
 ENVIRONMENTS = ("calc", "code")
-BROKEN = (Verdict.FORGED, Verdict.NULLED)
+BROKEN = (AttackVerdict.FORGED, AttackVerdict.NULLED)
 
 
 class Outcome(NamedTuple):

@@ -32,7 +32,7 @@ class LastResort:
         self._thread = threading.Thread(target=self._run, name="last-resort", daemon=True)
         self._thread.start()
 
-    def within(self, seconds: float, exit_code: int) -> None:
+    def end_within(self, seconds: float, exit_code: int) -> None:
         """Have the process end so soon; of several orders the earliest counts."""
         self._orders.put((time.monotonic() + seconds, exit_code))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from api_schemas.trajectories import FinishReason, Message
-from rollout_service.environments.builtin.calc.problems import Problem, is_held_out, make_problem
+from rollout_service.environments.builtin.calc.problems import CalcProblem, is_held_out, make_problem
 from rollout_service.tokens import ChatRenderer, Conversation
 from training.prompts import CALC_SETUP, CALL_FAILURES, TOOL_FAILURES, Setup, random_setup
 
@@ -84,7 +84,7 @@ class Examples:
 class Case:
     """A problem, the number that is answered in the end, and the calls before it with what each returned."""
 
-    problem: Problem
+    problem: CalcProblem
     result: str
     calls: tuple[tuple[str, str], ...]
     learn_first: bool = True
@@ -131,7 +131,7 @@ def _say(conversation: Conversation, renderer: ChatRenderer, text: str) -> None:
     conversation.record(ids, [0.0] * len(ids), [0] * len(ids), FinishReason.STOP)
 
 
-def _guess(problem: Problem, rng: random.Random) -> str:
+def _guess(problem: CalcProblem, rng: random.Random) -> str:
     """A number of the answer's sign and length; hardly ever the answer."""
     digits = len(problem["answer"].removeprefix("-"))
     sign = "-" if problem["answer"].startswith("-") else ""

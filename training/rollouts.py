@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from api_schemas.trajectories import FinishReason, Message
-from rollout_service.environments.builtin.calc.problems import Problem, evaluate_expression
+from rollout_service.environments.builtin.calc.problems import CalcProblem, evaluate_expression
 from rollout_service.tokens import AssistantTurn, ChatRenderer, Conversation
 from training.model import PAD_ID, STOP_ID
 from training.prompts import Setup
@@ -24,7 +24,7 @@ _PRINT = re.compile(r"print\((?!.*\*\s*\*)(.{1,80})\)", re.DOTALL)
 class Attempt:
     """One rollout: its conversation, and how it went."""
 
-    problem: Problem
+    problem: CalcProblem
     conversation: Conversation
     done: bool = False
     right_call: bool = False
@@ -49,7 +49,7 @@ def roll_out(
     model: transformers.Qwen3ForCausalLM,
     renderer: ChatRenderer,
     setup: Setup,
-    problems: Sequence[Problem],
+    problems: Sequence[CalcProblem],
     temperature: float,
 ) -> list[Attempt]:
     """Roll all problems out side by side; temperature 0 is greedy."""

@@ -50,7 +50,7 @@ def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
     """Return the service as an ASGI app; it works for its lifespan, and drains once the shutdown begins."""
     metrics = Metrics()
     hosts = AllowedHosts(settings.allowed_hosts, bound=settings.host, keyed=settings.is_keyed)
-    keyring = Keyring(settings.keys, settings.keys_file, reloaded=metrics.keys_reloaded)
+    keyring = Keyring(settings.keys, settings.keys_file, reloaded=metrics.count_key_reload)
     ending = shutdown or Shutdown(settings.pipeline.drain_seconds)
 
     @asynccontextmanager

@@ -151,7 +151,7 @@ class RequestMetricsMiddleware:
         async def count(message: Message) -> None:
             if message["type"] == "http.response.start":
                 route = getattr(scope.get("route"), "path", "unknown")
-                self._metrics.request(scope["method"], route, message["status"])
+                self._metrics.count_request(scope["method"], route, message["status"])
             await send(message)
 
         await self._app(scope, receive, count)

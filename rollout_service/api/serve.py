@@ -103,7 +103,7 @@ def _connections(settings: Settings, metrics: Metrics) -> dict[str, Any]:
         body_seconds=http.body_seconds,
         write_seconds=http.write_seconds,
     )
-    return {"connections": connections, "limits": limits, "observe": metrics.refused_connection}
+    return {"connections": connections, "limits": limits, "observe": metrics.count_refused_connection}
 
 
 def _run(server: DrainingServer, shutdown: Shutdown) -> int:

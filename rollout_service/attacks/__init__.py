@@ -3,7 +3,7 @@
 `attack_environment` runs them and returns a report; `SCRIPTS` are the attacks.
 """
 
-from rollout_service.attacks.runner import Outcome, Report, Verdict, attack_environment
+from rollout_service.attacks.runner import AttackOutcome, AttackReport, AttackVerdict, attack_environment
 from rollout_service.attacks.scripts import SCRIPTS, Attack
 
-__all__ = ["SCRIPTS", "Attack", "Outcome", "Report", "Verdict", "attack_environment"]
+__all__ = ["SCRIPTS", "Attack", "AttackOutcome", "AttackReport", "AttackVerdict", "attack_environment"]

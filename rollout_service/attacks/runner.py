@@ -29,11 +29,11 @@ ATTACK_SECONDS = 60.0
 """For the attack itself; what it left running goes on."""
 GRACE_SECONDS = 120.0
 """Beyond the evaluation's own time, for the attack, the sandboxes' starts and the transfer of files."""
-AT_ONCE = 4
+MAX_CONCURRENT = 4
 IDLE_ANSWER = "done"
 
 
-class Verdict(StrEnum):
+class AttackVerdict(StrEnum):
     """How an attack went."""
 
     HELD = "held"
@@ -47,12 +47,12 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class AttackOutcome:
     """One attack, and how it went."""
 
     attack: str
     does: str
-    verdict: Verdict
+    verdict: AttackVerdict
     reward: float | None
     detail: str
     """Why there is no reward."""
@@ -60,19 +60,21 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class AttackReport:
     """All attacks on one environment."""
 
     environment: str
     evaluate_in: EvaluateIn
     idle_reward: float
     """The reward of an agent that does nothing."""
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[AttackOutcome, ...]
 
     @property
     def broken(self) -> int:
         """How many attacks should have been held and were not."""
-        return sum(outcome.verdict in (Verdict.FORGED, Verdict.NULLED) for outcome in self.outcomes)
+        return sum(
+            outcome.verdict in (AttackVerdict.FORGED, AttackVerdict.NULLED) for outcome in self.outcomes
+        )
 
     def as_dict(self) -> dict[str, JsonValue]:
         """Return it for `--json` and for programs."""
@@ -81,7 +83,7 @@ class Report:
             **asdict(self),
             "attacks": len(self.outcomes),
             "broken": self.broken,
-            "counts": {verdict.value: counts[verdict.value] for verdict in Verdict},
+            "counts": {verdict.value: counts[verdict.value] for verdict in AttackVerdict},
         }
 
 
@@ -91,8 +93,8 @@ async def attack_environment(
     *,
     instance: dict[str, JsonValue] | None = None,
     attacks: Sequence[Attack] = SCRIPTS,
-    at_once: int = AT_ONCE,
-) -> Report:
+    max_concurrent: int = MAX_CONCURRENT,
+) -> AttackReport:
     """Run the attacks against one instance, by default the first of the environment's data set.
 
     Raises:
@@ -104,14 +106,14 @@ async def attack_environment(
             "the environment has no instance to attack",
             hint="Pass one with --instance, or give it a data set.",
         )
-    idle, detail = await _attacked(environment, chosen, sandboxes, None)
+    idle, detail = await _run_attack(environment, chosen, sandboxes, None)
     if idle is None:
         raise EnvironmentFailedError(
             f"an agent that does nothing is not scored: {detail}",
             hint="Mend the grader first: it must give a reward.",
         )
-    outcomes: dict[str, Outcome] = {}
-    limiter = anyio.CapacityLimiter(at_once)
+    outcomes: dict[str, AttackOutcome] = {}
+    limiter = anyio.CapacityLimiter(max_concurrent)
 
     async def run(attack: Attack) -> None:
         async with limiter:
@@ -121,7 +123,7 @@ async def attack_environment(
         for attack in sorted(attacks, key=lambda attack: not attack.waits):
             tasks.start_soon(run, attack)
     spec = environment.spec
-    return Report(spec.name, spec.evaluate_in, idle, tuple(outcomes[attack.name] for attack in attacks))
+    return AttackReport(spec.name, spec.evaluate_in, idle, tuple(outcomes[attack.name] for attack in attacks))
 
 
 async def _outcome(
@@ -130,21 +132,27 @@ async def _outcome(
     sandboxes: SandboxSource,
     attack: Attack,
     idle: float,
-) -> Outcome:
+) -> AttackOutcome:
     started = time.perf_counter()
-    reward, detail = await _attacked(environment, instance, sandboxes, attack)
-    verdict = Verdict.NULLED if reward is None else Verdict.FORGED if reward > idle else Verdict.HELD
+    reward, detail = await _run_attack(environment, instance, sandboxes, attack)
+    verdict = (
+        AttackVerdict.NULLED
+        if reward is None
+        else AttackVerdict.FORGED
+        if reward > idle
+        else AttackVerdict.HELD
+    )
     same = environment.spec.evaluate_in is EvaluateIn.SAME
-    if verdict is not Verdict.HELD and same and attack.changes_programs:
-        verdict = Verdict.NOT_PROMISED
-    return Outcome(attack.name, attack.does, verdict, reward, detail, time.perf_counter() - started)
+    if verdict is not AttackVerdict.HELD and same and attack.changes_programs:
+        verdict = AttackVerdict.NOT_PROMISED
+    return AttackOutcome(attack.name, attack.does, verdict, reward, detail, time.perf_counter() - started)
 
 
-async def _attacked(
+async def _run_attack(
     environment: Environment, instance: dict[str, JsonValue], sandboxes: SandboxSource, attack: Attack | None
 ) -> tuple[float | None, str]:
     """Return the reward under an attack, or None and the reason."""
-    watched = _Watched(sandboxes)
+    watched = _AgentSandboxRecorder(sandboxes)
     try:
         with anyio.fail_after(environment.spec.limits.evaluate_seconds + GRACE_SECONDS):
             trial = await play(environment, dict(instance), _Attacker(watched, attack), watched)
@@ -155,7 +163,7 @@ async def _attacked(
     return trial.score.reward, ""
 
 
-class _Watched(SandboxSource):
+class _AgentSandboxRecorder(SandboxSource):
     """Remembers the agent's sandbox, which is the first that is started."""
 
     def __init__(self, sandboxes: SandboxSource) -> None:
@@ -174,7 +182,7 @@ class _Watched(SandboxSource):
 class _Attacker(ScriptedPolicy):
     """Runs a script in the agent's sandbox when it is its turn, and says that it is done."""
 
-    def __init__(self, watched: _Watched, attack: Attack | None) -> None:
+    def __init__(self, watched: _AgentSandboxRecorder, attack: Attack | None) -> None:
         super().__init__([attack.answer if attack and attack.answer else IDLE_ANSWER])
         self._watched = watched
         self._attack = attack

@@ -26,7 +26,7 @@ from sandboxes import LimitExceededError, Sandbox, SandboxConfigError, SessionNa
 from sandboxes.egress.rules import AllowList
 
 
-class Settings(BaseModel):
+class EnvironmentSettings(BaseModel):
     """A part of an environment's settings; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -35,7 +35,7 @@ class Settings(BaseModel):
 Size = Annotated[str, Field(pattern=r"^\d+(\.\d+)?[KMGT]?$")]
 
 
-class EpisodeLimits(Settings):
+class EpisodeLimits(EnvironmentSettings):
     """The limits of an environment; a request may set each of them anew (see `api_schemas.tasks.Limits`)."""
 
     max_turns: int = Field(16, ge=1)
@@ -52,7 +52,7 @@ class EpisodeLimits(Settings):
     evaluate_seconds: float = Field(300.0, gt=0)
 
 
-class SandboxSettings(Settings):
+class SandboxSettings(EnvironmentSettings):
     """What the sandbox of an environment may use."""
 
     network: Literal["none", "full"] | tuple[str, ...] = "none"
@@ -85,19 +85,19 @@ class SandboxSettings(Settings):
     @property
     def memory_bytes(self) -> int:
         """`memory` as a number of bytes."""
-        return size_in_bytes(self.memory)
+        return parse_size(self.memory)
 
     @property
     def disk_bytes(self) -> int | None:
         """`disk` as a number of bytes."""
-        return None if self.disk is None else size_in_bytes(self.disk)
+        return None if self.disk is None else parse_size(self.disk)
 
 
 DEFAULT_DISK_BYTES = 1 << 30
 """The defaults of providers, unless their settings say otherwise."""
 
 
-def size_in_bytes(size: str) -> int:
+def parse_size(size: str) -> int:
     """Return the bytes that a size stands for."""
     number, suffix = size.rstrip("KMGT"), size[-1]
     return int(float(number) * 1024 ** ("KMGT".find(suffix) + 1))
@@ -118,7 +118,7 @@ SESSIONS: frozenset[SessionName] = frozenset(get_args(SessionName))
 """Each is used by the built-in tool of its name."""
 
 
-class EnvironmentSpec(Settings):
+class EnvironmentSpec(EnvironmentSettings):
     """What is known of an environment without running it; `GET /v1/environments` shows it."""
 
     name: Name
@@ -148,7 +148,7 @@ class EnvironmentSpec(Settings):
     def artifacts_bytes(self) -> int:
         """`artifacts_size` in bytes, and so many that the grader's sandbox has room for the grader too."""
         room = [self.sandbox.memory_bytes, self.sandbox.disk_bytes or DEFAULT_DISK_BYTES]
-        return min(size_in_bytes(self.artifacts_size), min(room) // 2)
+        return min(parse_size(self.artifacts_size), min(room) // 2)
 
     @property
     def sessions(self) -> frozenset[SessionName]:
@@ -164,7 +164,7 @@ class Score:
     parts: dict[str, float] = field(default_factory=dict)
 
 
-NOTHING_LEFT = Score(0.0, {"sandbox_ended": 1.0})
+SANDBOX_ENDED_SCORE = Score(0.0, {"sandbox_ended": 1.0})
 """The note for an agent that ended the sandbox in which it is to be scored."""
 
 

@@ -18,27 +18,27 @@ SPLIT = "split"
 Instance = dict[str, JsonValue]
 
 
-def split_of(instance: Instance) -> str | None:
+def get_split(instance: Instance) -> str | None:
     """Return the split that an instance belongs to, None for none."""
     name = instance.get(SPLIT)
     return name if isinstance(name, str) else None
 
 
-def splits_of(dataset: Sequence[Instance]) -> dict[str, int]:
+def count_splits(dataset: Sequence[Instance]) -> dict[str, int]:
     """Count the instances of each split, in the order in which the splits appear; empty for a data set without any."""
-    return dict(Counter(name for name in map(split_of, dataset) if name is not None))
+    return dict(Counter(name for name in map(get_split, dataset) if name is not None))
 
 
-def in_split(dataset: Sequence[Instance], split: str | None, *, field: str) -> list[Instance]:
+def select_split(dataset: Sequence[Instance], split: str | None, *, field: str) -> list[Instance]:
     """Return the instances of a split, or all instances of a data set without splits.
 
     Raises InvalidFieldError at `field` for a split that is not there, or when one must be named.
     """
-    known = splits_of(dataset)
+    known = count_splits(dataset)
     if split is None and not known:
         return list(dataset)
     if split in known:
-        return [instance for instance in dataset if split_of(instance) == split]
+        return [instance for instance in dataset if get_split(instance) == split]
     there = ", ".join(f"{name} ({count})" for name, count in known.items())
     message = (
         "the data set has splits, and none is named"

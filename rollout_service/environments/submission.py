@@ -14,7 +14,7 @@ import anyio
 from pydantic import JsonValue
 
 from api_schemas.errors import FieldError
-from rollout_service.environments.contract import size_in_bytes
+from rollout_service.environments.contract import parse_size
 from rollout_service.environments.declarative.declaration import RunTable
 from rollout_service.errors import InvalidFieldError
 from sandboxes import Sandbox
@@ -26,7 +26,7 @@ MAX_OUTPUT_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SubmissionRun:
     """The outcome of one run."""
 
     stdout: str = ""
@@ -38,7 +38,7 @@ class Run:
     """Whether output is missing in the middle."""
 
 
-def inputs_of(table: RunTable, instance: dict[str, JsonValue]) -> list[str]:
+def read_inputs(table: RunTable, instance: dict[str, JsonValue]) -> list[str]:
     """Return what each run reads; raises InvalidFieldError where the instance does not say it."""
     if table.stdin is None:
         return [""]
@@ -52,20 +52,24 @@ def inputs_of(table: RunTable, instance: dict[str, JsonValue]) -> list[str]:
     raise InvalidFieldError([FieldError(path=f"instance.{table.stdin}", message=message)])
 
 
-async def run_submission(sandbox: Sandbox, table: RunTable, inputs: list[str], seconds: float) -> list[Run]:
+async def run_submission(
+    sandbox: Sandbox, table: RunTable, inputs: list[str], seconds: float
+) -> list[SubmissionRun]:
     """Run the program on each input; a run that would begin after `seconds` has timed out."""
-    limit = max(1, min(size_in_bytes(table.output_size), MAX_OUTPUT_BYTES // (2 * len(inputs))))
+    limit = max(1, min(parse_size(table.output_size), MAX_OUTPUT_BYTES // (2 * len(inputs))))
     deadline = anyio.current_time() + seconds
     runs = []
     for text in inputs:
         left = min(table.seconds, deadline - anyio.current_time())
         runs.append(
-            await _run(sandbox, table.command, text, left, limit) if left > 0 else Run(timed_out=True)
+            await _run(sandbox, table.command, text, left, limit)
+            if left > 0
+            else SubmissionRun(timed_out=True)
         )
     return runs
 
 
-async def _run(sandbox: Sandbox, command: str, text: str, seconds: float, limit: int) -> Run:
+async def _run(sandbox: Sandbox, command: str, text: str, seconds: float, limit: int) -> SubmissionRun:
     try:
         done = await sandbox.exec(
             ["bash", "-c", command],
@@ -76,8 +80,8 @@ async def _run(sandbox: Sandbox, command: str, text: str, seconds: float, limit:
         )
         await sandbox.end_processes()
     except (SandboxStartError, SandboxClosedError, LimitExceededError) as error:
-        return Run(stderr=str(error))
-    return Run(
+        return SubmissionRun(stderr=str(error))
+    return SubmissionRun(
         done.stdout.decode(errors="replace"),
         done.stderr.decode(errors="replace"),
         done.exit_code,
@@ -86,6 +90,6 @@ async def _run(sandbox: Sandbox, command: str, text: str, seconds: float, limit:
     )
 
 
-def as_json(runs: list[Run]) -> bytes:
+def encode_runs(runs: list[SubmissionRun]) -> bytes:
     """Return the runs as the grader reads them."""
     return json.dumps([asdict(run) for run in runs]).encode()

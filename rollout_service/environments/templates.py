@@ -44,7 +44,7 @@ class _Undefined(StrictUndefined):
         super().__init__(hint, obj, name, partial(_MissingError, obj, str(name)))  # type: ignore[arg-type]
 
 
-class _Environment(ImmutableSandboxedEnvironment):
+class _TemplateEnvironment(ImmutableSandboxedEnvironment):
     """Where `instance.items` means the field `items`, not a method of dict."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -60,7 +60,7 @@ class PromptTemplate:
         """Compile it; raises ConfigurationError, naming `where`, when it is not valid."""
         self._where = where
         # Text for a model is not HTML: nothing is to be escaped.
-        environment = _Environment(undefined=_Undefined, autoescape=False, keep_trailing_newline=True)
+        environment = _TemplateEnvironment(undefined=_Undefined, autoescape=False, keep_trailing_newline=True)
         try:
             unknown = find_undeclared_variables(environment.parse(source)) - {
                 "instance",

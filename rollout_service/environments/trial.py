@@ -14,7 +14,7 @@ from pydantic import JsonValue
 from api_schemas.rollouts import RolloutRequest, StopReason
 from api_schemas.tasks import Task
 from rollout_service.environments.contract import (
-    NOTHING_LEFT,
+    SANDBOX_ENDED_SCORE,
     Environment,
     Episode,
     EvaluateIn,
@@ -75,16 +75,16 @@ async def play(
 
 async def _score_in_place(environment: Environment, episode: Episode, sandboxes: SandboxSource) -> Score:
     """Score in the agent's own sandbox, as long as that is there."""
-    if not await _ended(episode, sandboxes):
-        return NOTHING_LEFT
+    if not await _end_agent(episode, sandboxes):
+        return SANDBOX_ENDED_SCORE
     if environment.spec.runs_submission:
         await environment.execute(episode)
-        if not await _ended(episode, sandboxes):
-            return NOTHING_LEFT
+        if not await _end_agent(episode, sandboxes):
+            return SANDBOX_ENDED_SCORE
     return await environment.evaluate(episode)
 
 
-async def _ended(episode: Episode, sandboxes: SandboxSource) -> bool:
+async def _end_agent(episode: Episode, sandboxes: SandboxSource) -> bool:
     return episode.sandbox is None or await sandboxes.end_agent(episode.sandbox, episode.notes)
 
 

@@ -65,14 +65,14 @@ class DrainingServer(Server):
             self._end_in_time(drain_seconds, 128 + sig)
             self._loop.call_soon_threadsafe(self._shutdown.begin, signal.Signals(sig).name)
         else:
-            self._last_resort.within(0.0, 128 + sig)
+            self._last_resort.end_within(0.0, 128 + sig)
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether to stop listening, which is not before the service is drained."""
         return await super().on_tick(counter) or self._shutdown.drained
 
     def _end_in_time(self, drain_seconds: float, exit_code: int) -> None:
-        self._last_resort.within(drain_seconds + LAST_SECONDS, exit_code)
+        self._last_resort.end_within(drain_seconds + LAST_SECONDS, exit_code)
 
     def _still_open(self) -> list[str]:
         """Connections, and what runs on the event loop; read from another thread, since the loop may stand still."""

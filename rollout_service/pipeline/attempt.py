@@ -20,7 +20,7 @@ import anyio
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span, Stage, StopReason
 from rollout_service.environments.contract import (
-    NOTHING_LEFT,
+    SANDBOX_ENDED_SCORE,
     Environment,
     EnvironmentSpec,
     Episode,
@@ -167,7 +167,7 @@ class Attempt:
                 timer.engine_seconds = episode.policy.engine_seconds
                 timer.tool_seconds = episode.tool_seconds
                 for violation in episode.limit_violations:
-                    self._context.metrics.limit_violated(violation.limit)
+                    self._context.metrics.count_limit_violation(violation.limit)
             if self._stop_reason is StopReason.CONTEXT_FULL and episode.policy.usage.turns == 0:
                 raise PromptTooLongError(
                     "the first prompt of this task does not fit the model's context",
@@ -193,7 +193,7 @@ class Attempt:
                 in_place = environment.spec.evaluate_in is not EvaluateIn.SAME
                 if not (info.retryable and in_place and tries_left):
                     raise
-                self._context.metrics.retried(info)
+                self._context.metrics.count_retry(info)
             finally:
                 with anyio.CancelScope(shield=True):
                     await self._close_sandbox()
@@ -257,11 +257,11 @@ class Attempt:
                 await self._end_sandbox()
             await self._start_with_artifacts(spec, timer)
         elif not await self._end_agent(spec.evaluate_in):
-            return NOTHING_LEFT
+            return SANDBOX_ENDED_SCORE
         elif spec.runs_submission:
             await environment.execute(self.episode)
             if not await self._end_agent(spec.evaluate_in):
-                return NOTHING_LEFT
+                return SANDBOX_ENDED_SCORE
         return await environment.evaluate(self.episode)
 
     async def _start_with_artifacts(self, spec: EnvironmentSpec, timer: Timer) -> None:

@@ -23,8 +23,8 @@ from anyio.abc import TaskGroup
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutState
 from rollout_service.errors import AttemptsExhaustedError, StoreError, describe
-from rollout_service.pipeline.attempt import Attempt, LeaseLostError, NotServedError, AttemptContext
-from rollout_service.pipeline.seats import Seating
+from rollout_service.pipeline.attempt import Attempt, AttemptContext, LeaseLostError, NotServedError
+from rollout_service.pipeline.semaphore import SemaphoreLike
 from rollout_service.settings import PipelineSettings
 from rollout_service.store.contract import Lease
 
@@ -38,8 +38,8 @@ CLOSE_SECONDS = 1.0
 
 
 @dataclass(slots=True)
-class Job:
-    """A lease that is being worked on."""
+class ActiveRollout:
+    """A leased rollout in the pipeline, and the scope that cancels it."""
 
     lease: Lease
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
@@ -51,7 +51,7 @@ class Pipeline:
     def __init__(self, context: AttemptContext, settings: PipelineSettings) -> None:
         self._context = context
         self._settings = settings
-        self._jobs: dict[str, Job] = {}
+        self._active: dict[str, ActiveRollout] = {}
         self._pools_changed = anyio.Event()
         self._idle = anyio.Event()
         self._started = anyio.Event()
@@ -93,7 +93,7 @@ class Pipeline:
 
     def live(self) -> int:
         """How many rollouts are being worked on or wait inside of the pipeline."""
-        return len(self._jobs)
+        return len(self._active)
 
     @property
     def _draining(self) -> bool:
@@ -102,7 +102,7 @@ class Pipeline:
     async def drain(self) -> None:
         """Begin nothing more, and wait until what is under way has ended."""
         self._admission.cancel()
-        while self._jobs:
+        while self._active:
             self._idle = anyio.Event()
             await self._idle.wait()
 
@@ -113,8 +113,8 @@ class Pipeline:
         work.cancel_scope.cancel()
         with anyio.move_on_after(CLOSE_SECONDS):
             await self.drain()
-        if self._jobs:
-            log.warning("sandboxes take long to close", rollouts=sorted(self._jobs))
+        if self._active:
+            log.warning("sandboxes take long to close", rollouts=sorted(self._active))
             await self._hand_all_back()
 
     async def _hand_all_back(self) -> None:
@@ -141,9 +141,9 @@ class Pipeline:
                 for _ in range(taken - len(leases)):
                     places.release()
             for lease in leases:
-                job = self._jobs[lease.rollout_id] = Job(lease)
-                work.start_soon(self._work, job, name=f"rollout {lease.rollout_id}")
-            await self._apply_cancels()  # one may have come between the lease and the job
+                active = self._active[lease.rollout_id] = ActiveRollout(lease)
+                work.start_soon(self._work, active, name=f"rollout {lease.rollout_id}")
+            await self._apply_cancels()  # one may have come in between
 
     async def _claim(self, limit: int) -> list[Lease]:
         """Wait until the store has work; it may be that another service takes it first."""
@@ -167,7 +167,7 @@ class Pipeline:
 
         async def renew() -> None:
             await context.store.renew(
-                context.owner, list(self._jobs), lease_seconds=self._settings.lease_seconds
+                context.owner, list(self._active), lease_seconds=self._settings.lease_seconds
             )
 
         while True:
@@ -185,31 +185,33 @@ class Pipeline:
             return await self._context.store.cancel_requested(self._context.owner)
 
         for rollout_id in await retry_until_stored("look for cancellations", requested):
-            if job := self._jobs.get(rollout_id):
-                job.scope.cancel()
+            if active := self._active.get(rollout_id):
+                active.scope.cancel()
 
-    async def _work(self, job: Job) -> None:
-        rollout_id = job.lease.rollout_id
-        with structlog.contextvars.bound_contextvars(rollout_id=rollout_id, attempt=job.lease.attempt):
+    async def _work(self, active: ActiveRollout) -> None:
+        rollout_id = active.lease.rollout_id
+        with structlog.contextvars.bound_contextvars(rollout_id=rollout_id, attempt=active.lease.attempt):
             try:
-                await self._attempt(job)
+                await self._attempt(active)
             except LeaseLostError:
-                self._context.metrics.lost_lease()
+                self._context.metrics.count_lost_lease()
                 log.warning("the lease was lost; the attempt is dropped")
             except Exception as error:
                 log.exception("an attempt could not be settled")
-                await self._give_up(job.lease, error)
+                await self._give_up(active.lease, error)
             finally:
-                if self._jobs.get(rollout_id) is job:  # one that is tried again at once may be back already
-                    del self._jobs[rollout_id]
+                if (
+                    self._active.get(rollout_id) is active
+                ):  # one that is tried again at once may be back already
+                    del self._active[rollout_id]
                 self._idle.set()
 
-    async def _attempt(self, job: Job) -> None:
-        attempt = Attempt(self._context, job.lease)
+    async def _attempt(self, active: ActiveRollout) -> None:
+        attempt = Attempt(self._context, active.lease)
         try:
-            with job.scope:
+            with active.scope:
                 await self._run(attempt)
-            if job.scope.cancelled_caught:
+            if active.scope.cancelled_caught:
                 await self._finish(attempt, attempt.result(RolloutState.CANCELLED))
         finally:
             await attempt.release()
@@ -261,7 +263,7 @@ class Pipeline:
     async def _settle_failure(self, attempt: Attempt, error: Exception) -> None:
         number = attempt.lease.attempt if attempt.stage is not None else None  # before a stage none has begun
         info = describe(error, stage=attempt.stage, attempt=number)
-        self._context.metrics.failed(info)
+        self._context.metrics.count_failure(info)
         log.warning(
             "attempt failed",
             code=info.code,
@@ -278,7 +280,7 @@ class Pipeline:
 
     async def _retry(self, attempt: Attempt, info: ErrorInfo) -> None:
         delay = self._settings.retry_seconds * 2 ** (attempt.lease.attempt - 1)
-        self._context.metrics.retried(info)
+        self._context.metrics.count_retry(info)
 
         async def retry() -> bool:
             return await self._context.store.retry(
@@ -302,7 +304,7 @@ class Pipeline:
 
         await attempt.release()
         await self._settle("write a result", attempt, finish)
-        self._context.metrics.finished(result)
+        self._context.metrics.count_finished(result)
         self._finished += self._draining
 
     async def _settle(self, what: str, attempt: Attempt, write: Callable[[], Awaitable[bool]]) -> None:
@@ -338,7 +340,7 @@ async def first_of(*waits: Callable[[], Awaitable[object]]) -> None:
             tasks.start_soon(wait, one)
 
 
-async def acquire_available(semaphore: Seating) -> int:
+async def acquire_available(semaphore: SemaphoreLike) -> int:
     """Acquire a semaphore as often as it goes, at least once; returns how often."""
     await semaphore.acquire()
     taken = 1

@@ -18,7 +18,7 @@ import anyio
 
 from api_schemas.rollouts import Span, Stage
 from rollout_service.errors import StageTimeoutError
-from rollout_service.pipeline.seats import Seating, Seats
+from rollout_service.pipeline.semaphore import ResizableSemaphore, SemaphoreLike
 from rollout_service.telemetry.metrics import Metrics
 
 
@@ -54,17 +54,17 @@ class Timer:
 class Slot:
     """What a rollout holds of the pipeline: at most one place in a queue and one worker."""
 
-    def __init__(self, place: Seating | None = None) -> None:
+    def __init__(self, place: SemaphoreLike | None = None) -> None:
         self._place = place
-        self._worker: Seating | None = None
+        self._worker: SemaphoreLike | None = None
 
-    async def take_place(self, places: Seating) -> None:
+    async def take_place(self, places: SemaphoreLike) -> None:
         """Hold a place in a queue, unless one is held already."""
         if self._place is None:
             await places.acquire()
             self._place = places
 
-    async def take_worker(self, workers: Seating) -> None:
+    async def take_worker(self, workers: SemaphoreLike) -> None:
         """Exchange the worker of the stage before, then the place, for a worker of this stage."""
         self._free_worker()
         await workers.acquire()
@@ -92,8 +92,8 @@ class StageLimiter:
 
     def __init__(self, stage: Stage, *, places: int, workers: int, metrics: Metrics) -> None:
         self.stage = stage
-        self.places = Seats(places)
-        self.workers = Seats(workers)
+        self.places = ResizableSemaphore(places)
+        self.workers = ResizableSemaphore(workers)
         self._metrics = metrics
         metrics.watch_stage(stage, {"queue": lambda: self.places.size, "workers": lambda: self.workers.size})
 
@@ -114,20 +114,20 @@ class StageLimiter:
 
         `since` is a reading of `time.perf_counter`; `then` is what the worker has to wait for as well.
         """
-        with self._metrics.waiting(self.stage):
+        with self._metrics.track_waiting(self.stage):
             await slot.take_place(self.places)
             await slot.take_worker(self.workers)
             if then is not None:
                 await then()
         waited = time.perf_counter() - since
-        self._metrics.waited(self.stage, waited)
+        self._metrics.observe_queue_seconds(self.stage, waited)
         return waited
 
     @asynccontextmanager
     async def deadline(self, seconds: float) -> AsyncIterator[None]:
         """Work under an absolute deadline; raises StageTimeoutError when it passes."""
         with (
-            self._metrics.working(self.stage),
+            self._metrics.track_work(self.stage),
             anyio.CancelScope(deadline=anyio.current_time() + seconds) as scope,
         ):
             yield

@@ -37,7 +37,7 @@ class RecordedPolicy:
         self.engine_seconds = 0.0
         self._trajectory = trajectory
         self._cut_short = recorded.rollout.stop_reason is StopReason.CONTEXT_FULL
-        self._turns = recorded_turns(trajectory.messages)
+        self._turns = split_turns(trajectory.messages)
         sampled = recorded.sampled_tokens
         if sampled is None:
             sampled = without_tokens(recorded.request, recorded.rollout).sampled_tokens
@@ -119,7 +119,7 @@ class RecordedPolicy:
         )
 
 
-def recorded_turns(messages: Sequence[Message]) -> list[tuple[list[Message], Message]]:
+def split_turns(messages: Sequence[Message]) -> list[tuple[list[Message], Message]]:
     """Each turn of the policy behind the messages that came since the one before."""
     turns: list[tuple[list[Message], Message]] = []
     before: list[Message] = []
@@ -132,9 +132,9 @@ def recorded_turns(messages: Sequence[Message]) -> list[tuple[list[Message], Mes
     return turns
 
 
-def recorded_answer(trajectory: Trajectory) -> str | None:
+def final_answer(trajectory: Trajectory) -> str | None:
     """The built-in agent's answer: what it passed to `finish`, or its last message."""
-    turns = recorded_turns(trajectory.messages)
+    turns = split_turns(trajectory.messages)
     if not turns:
         return None
     _, last = turns[-1]

@@ -14,7 +14,7 @@ from pydantic import JsonValue
 from api_schemas.errors import FieldError
 from api_schemas.runs import DatasetTasks, FileTasks
 from rollout_service.environments.contract import Environment
-from rollout_service.environments.splits import in_split
+from rollout_service.environments.splits import select_split
 from rollout_service.errors import InvalidFieldError
 from rollout_service.runs.task_source import FIELD, Reopen, Rows, SourceChangedError, reopen_file
 
@@ -76,7 +76,7 @@ def reopening(environment_of: EnvironmentOf) -> Reopen:
 
 
 def _rows(source: DatasetTasks, environment: Environment) -> DatasetRows:
-    instances = in_split(environment.dataset(), source.split, field=f"{FIELD}.split")
+    instances = select_split(environment.dataset(), source.split, field=f"{FIELD}.split")
     if not instances:
         message = f"{source.environment!r} ships with no instance"
         raise InvalidFieldError([FieldError(path=f"{FIELD}.environment", message=message)])

@@ -172,7 +172,7 @@ class RunManager:
             if found is not None:
                 active.append(found)
                 rate = found.estimates.acceptance.rate
-                self._metrics.run_stands(run.run_id, found.run.counters, rate)
+                self._metrics.set_run(run.run_id, found.run.counters, rate)
         await self._begin(active)
         if failure is not None:
             raise failure
@@ -185,7 +185,7 @@ class RunManager:
             self._tasks.pop(gone, None)
             self._strict.discard(gone)
             self._scheduler.forget(gone)
-            self._metrics.run_over(gone)
+            self._metrics.clear_run(gone)
             log.info("run has no more to do", run=gone)
 
     async def _guarded(self, run: RunRecord) -> ActiveRun | None:
@@ -208,7 +208,7 @@ class RunManager:
         state = RunState.PAUSED if run.state is RunState.RUNNING else None
         stopped = await self._runs.update(run.run_id, state=state, problem=info)
         self._tasks.pop(run.run_id, None)
-        self._metrics.run_stopped(info)
+        self._metrics.count_stopped_run(info)
         log.error(
             "a run cannot go on",
             run=run.run_id,

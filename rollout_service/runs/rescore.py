@@ -24,32 +24,34 @@ from rollout_service.environments.contract import Environment, Episode, Evaluate
 from rollout_service.errors import InvalidFieldError, describe, prefix_field_paths
 from rollout_service.pipeline.attempt import Attempt, AttemptContext
 from rollout_service.pipeline.stage import Slot
-from rollout_service.policies.replay import NotReplayableError, RecordedPolicy, recorded_answer
+from rollout_service.policies.replay import NotReplayableError, RecordedPolicy, final_answer
 from rollout_service.store.contract import Lease
 
 T = TypeVar("T")
 Load = Callable[[Sequence[T]], Awaitable[Sequence[RecordedRollout]]]
 
-AT_ONCE = 16
+MAX_CONCURRENT = 16
 """Rollouts that are evaluated at once; the stages have limits of their own."""
 
 
 class Rescorer:
     """Evaluates rollouts again."""
 
-    def __init__(self, context: AttemptContext, check_environment: Callable[[str], Awaitable[object]]) -> None:
+    def __init__(
+        self, context: AttemptContext, check_environment: Callable[[str], Awaitable[object]]
+    ) -> None:
         """`check_environment` raises InvalidFieldError when the one of that name cannot be used."""
         self._context = context
         self._check_environment = check_environment
-        self._places = anyio.Semaphore(AT_ONCE, max_value=AT_ONCE)
+        self._places = anyio.Semaphore(MAX_CONCURRENT, max_value=MAX_CONCURRENT)
         """Those before the init stage belong to the pipeline, which takes all of them while it waits for work."""
 
-    async def rollouts(self, order: RescoreRollouts) -> AsyncIterator[Rescored]:
+    async def rescore_rollouts(self, order: RescoreRollouts) -> AsyncIterator[Rescored]:
         """Rollouts that the caller holds, in their order; raises InvalidFieldError before the first."""
         await self._check(order)
-        return self._in_parts(order.rollouts, _themselves, order)
+        return self._rescore_in_batches(order.rollouts, _return_given, order)
 
-    async def of_run(self, run_id: str, order: RescoreRun) -> AsyncIterator[Rescored]:
+    async def rescore_run(self, run_id: str, order: RescoreRun) -> AsyncIterator[Rescored]:
         """Rollouts of a run, by their groups; raises NotFoundError, InvalidFieldError before the first."""
         known = await self._context.store.runs.rollout_ids(run_id)
         there = set(known)
@@ -62,7 +64,7 @@ class Rescorer:
         if missing:
             raise InvalidFieldError(missing, hint=f"GET /v1/runs/{run_id}/export lists those there are.")
         await self._check(order)
-        return self._in_parts(chosen, self._context.store.runs.recorded_rollouts, order)
+        return self._rescore_in_batches(chosen, self._context.store.runs.recorded_rollouts, order)
 
     async def _check(self, options: RescoreOptions) -> None:
         if options.environment is None:
@@ -70,26 +72,28 @@ class Rescorer:
         with prefix_field_paths("body"):
             await self._check_environment(options.environment)
 
-    async def _in_parts(
+    async def _rescore_in_batches(
         self, chosen: Sequence[T], load: Load[T], options: RescoreOptions
     ) -> AsyncIterator[Rescored]:
-        for first in range(0, len(chosen), AT_ONCE):
-            recorded = await load(chosen[first : first + AT_ONCE])
-            for rescored in await self._together(recorded, options):
+        for first in range(0, len(chosen), MAX_CONCURRENT):
+            recorded = await load(chosen[first : first + MAX_CONCURRENT])
+            for rescored in await self._rescore_batch(recorded, options):
                 yield rescored
 
-    async def _together(self, recorded: Sequence[RecordedRollout], options: RescoreOptions) -> list[Rescored]:
+    async def _rescore_batch(
+        self, recorded: Sequence[RecordedRollout], options: RescoreOptions
+    ) -> list[Rescored]:
         results: dict[int, Rescored] = {}
 
         async def one(index: int) -> None:
-            results[index] = await self._one(recorded[index], options)
+            results[index] = await self._rescore(recorded[index], options)
 
         async with anyio.create_task_group() as tasks:
             for index in range(len(recorded)):
                 tasks.start_soon(one, index)
         return [results[index] for index in range(len(recorded))]
 
-    async def _one(self, recorded: RecordedRollout, options: RescoreOptions) -> Rescored:
+    async def _rescore(self, recorded: RecordedRollout, options: RescoreOptions) -> Rescored:
         rollout = recorded.rollout
         name = options.environment or rollout.task.environment
         task = rollout.task.model_copy(update={"environment": name})
@@ -98,7 +102,7 @@ class Rescorer:
         try:
             environment = self._context.environments.get(name)
             environment.check(request.task.instance)
-            trajectory = evaluated_before(rollout)
+            trajectory = require_trajectory(rollout)
             policy = await anyio.to_thread.run_sync(RecordedPolicy, recorded, trajectory)
             replays = options.replay == "always" or needs_replay(environment)
             if replays:
@@ -157,7 +161,7 @@ class ReplayAttempt(Attempt):
             spec=environment.spec,
             limits=limits,
             policy=self.policy,
-            answer=recorded_answer(self.policy.trajectory()),
+            answer=final_answer(self.policy.trajectory()),
         )
         return await self._evaluate(environment)
 
@@ -182,7 +186,7 @@ class _Recorded:
         """Nothing is held."""
 
 
-async def _themselves(recorded: Sequence[RecordedRollout]) -> Sequence[RecordedRollout]:
+async def _return_given(recorded: Sequence[RecordedRollout]) -> Sequence[RecordedRollout]:
     return recorded
 
 
@@ -193,7 +197,7 @@ def needs_replay(environment: Environment) -> bool:
     return environment.spec.evaluate_in is not EvaluateIn.NONE or not plain
 
 
-def evaluated_before(rollout: Rollout) -> Trajectory:
+def require_trajectory(rollout: Rollout) -> Trajectory:
     """The trajectory of a rollout whose agent came to its end; NotReplayableError for any other."""
     failed_late = rollout.error is not None and rollout.error.stage == Stage.EVALUATE
     if rollout.state is not RolloutState.COMPLETED and not failed_late:

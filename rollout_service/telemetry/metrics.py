@@ -140,15 +140,15 @@ class Metrics:
         """The metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def request(self, method: str, route: str, status: int) -> None:
+    def count_request(self, method: str, route: str, status: int) -> None:
         """Count a request of the API."""
         self._requests.labels(method, route, str(status)).inc()
 
-    def keys_reloaded(self, succeeded: bool) -> None:
+    def count_key_reload(self, succeeded: bool) -> None:
         """Count a reading of the keys file."""
         self._key_reloads.labels("succeeded" if succeeded else "failed").inc()
 
-    def refused_connection(self, reason: str) -> None:
+    def count_refused_connection(self, reason: str) -> None:
         """Count a connection that was closed for what its peer did."""
         self._refused.labels(reason).inc()
 
@@ -163,18 +163,18 @@ class Metrics:
         for state in counts():
             gauge.labels(state).set_function(partial(_one, counts, state))
 
-    def waited(self, stage: Stage, seconds: float) -> None:
+    def observe_queue_seconds(self, stage: Stage, seconds: float) -> None:
         """Record how long a rollout waited for a worker."""
         self._queue_seconds.labels(stage).observe(seconds)
 
     @contextmanager
-    def waiting(self, stage: Stage) -> Iterator[None]:
+    def track_waiting(self, stage: Stage) -> Iterator[None]:
         """Count a rollout as waiting for a worker of this stage."""
         with self._waiting.labels(stage).track_inprogress():
             yield
 
     @contextmanager
-    def working(self, stage: Stage) -> Iterator[None]:
+    def track_work(self, stage: Stage) -> Iterator[None]:
         """Count a rollout as worked on in this stage, and time it."""
         with self._active.labels(stage).track_inprogress(), self._stage_seconds.labels(stage).time():
             yield
@@ -211,38 +211,38 @@ class Metrics:
         """Count a sandbox that has to wait."""
         self._holds.labels(resource).inc()
 
-    def limit_violated(self, limit: str) -> None:
+    def count_limit_violation(self, limit: str) -> None:
         """Count a limit of a sandbox that an agent's code reached."""
         self._limit_violations.labels(limit).inc()
 
-    def run_stands(self, run: str, groups: Mapping[str, int], acceptance_rate: float) -> None:
+    def set_run(self, run: str, groups: Mapping[str, int], acceptance_rate: float) -> None:
         """Show where the groups of a run are."""
         for state, count in groups.items():
             self._run_groups.labels(run, state).set(count)
         self._run_acceptance.labels(run).set(acceptance_rate)
 
-    def run_stopped(self, error: ErrorInfo) -> None:
+    def count_stopped_run(self, error: ErrorInfo) -> None:
         """Count a run that could not go on."""
         self._run_problems.labels(error.code).inc()
 
-    def run_over(self, run: str) -> None:
+    def clear_run(self, run: str) -> None:
         """Show a run no longer."""
         self._run_groups.remove_by_labels({"run": run})
         self._run_acceptance.remove_by_labels({"run": run})
 
-    def failed(self, error: ErrorInfo) -> None:
+    def count_failure(self, error: ErrorInfo) -> None:
         """Count a failed attempt."""
         self._errors.labels(error.boundary, error.code, error.stage or "").inc()
 
-    def retried(self, error: ErrorInfo) -> None:
+    def count_retry(self, error: ErrorInfo) -> None:
         """Count an attempt that is tried again."""
         self._retries.labels(error.code).inc()
 
-    def lost_lease(self) -> None:
+    def count_lost_lease(self) -> None:
         """Count a result that nobody wanted any more."""
         self._lost.inc()
 
-    def finished(self, rollout: Rollout) -> None:
+    def count_finished(self, rollout: Rollout) -> None:
         """Count a rollout that reached its terminal state, and what it cost."""
         self._finished.labels(rollout.task.environment, rollout.state, rollout.stop_reason or "").inc()
         self._turns.inc(rollout.usage.turns)

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from api_schemas.rollouts import StopReason
-from rollout_service.attacks import SCRIPTS, Attack, Verdict, attack_environment
+from rollout_service.attacks import SCRIPTS, Attack, AttackVerdict, attack_environment
 from rollout_service.cli.env.new import make_environment
 from rollout_service.environments.builtin.calc import environment as calc
 from rollout_service.environments.builtin.code import environment as code
@@ -79,8 +79,12 @@ def bash(command):
 
 
 async def attacked(environment, sandboxes, instance=None):
-    report = await attack_environment(environment, sandboxes, instance=instance, at_once=AT_ONCE)
-    broken = [outcome for outcome in report.outcomes if outcome.verdict in (Verdict.FORGED, Verdict.NULLED)]
+    report = await attack_environment(environment, sandboxes, instance=instance, max_concurrent=AT_ONCE)
+    broken = [
+        outcome
+        for outcome in report.outcomes
+        if outcome.verdict in (AttackVerdict.FORGED, AttackVerdict.NULLED)
+    ]
     assert broken == []
     assert {outcome.attack for outcome in report.outcomes} == NAMES
     return report
@@ -153,7 +157,11 @@ async def test_a_grader_that_can_be_forged_is_found_out(tmp_path, sandboxes):
         Attack("nothing", "does nothing", ":"),
     ]
     report = await attack_environment(environment, sandboxes, attacks=scripts)
-    assert [outcome.verdict for outcome in report.outcomes] == [Verdict.FORGED, Verdict.NULLED, Verdict.HELD]
+    assert [outcome.verdict for outcome in report.outcomes] == [
+        AttackVerdict.FORGED,
+        AttackVerdict.NULLED,
+        AttackVerdict.HELD,
+    ]
     assert "left no result" in report.outcomes[1].detail
     assert report.broken == 2
     assert json.loads(json.dumps(report.as_dict()))["counts"]["forged"] == 1

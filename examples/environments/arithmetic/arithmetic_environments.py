@@ -21,7 +21,7 @@ from pydantic import JsonValue
 from rollout_service.agents.errors import ToolInputError
 from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolContext
 from rollout_service.environments.builtin.calc.environment import Calc
-from rollout_service.environments.builtin.calc.problems import Problem, sample_problems
+from rollout_service.environments.builtin.calc.problems import CalcProblem, sample_problems
 from rollout_service.environments.contract import EnvironmentSpec, EpisodeLimits, SandboxSettings
 from sandboxes import BashSession
 
@@ -74,7 +74,7 @@ def is_number(text: str) -> bool:
     return re.fullmatch(r"-?\d+", text) is not None
 
 
-def tasks(seed: int, count: int, *, held_out: bool) -> list[Problem]:
+def tasks(seed: int, count: int, *, held_out: bool) -> list[CalcProblem]:
     """Problems of exactly two operations, on one side of `calc`'s own split."""
     found = sample_problems(seed, 8 * count, held_out)
     return [each for each in found if len(re.findall(r"[-+*]", each["expression"])) == OPERATIONS][:count]
@@ -92,7 +92,7 @@ class Steps(Calc):
 
 
 @cache
-def _sides() -> dict[str, list[Problem]]:
+def _sides() -> dict[str, list[CalcProblem]]:
     return {
         "held_out": tasks(SEED, HELD_OUT, held_out=True),
         "train": tasks(SEED, TRAINING, held_out=False),

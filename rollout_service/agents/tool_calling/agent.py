@@ -44,10 +44,10 @@ class ToolCallingAgent:
         Raises whatever the engine, the renderer or the sandbox fails with.
         """
         with anyio.move_on_after(episode.limits.agent_seconds):
-            return await self._turns(episode, list(messages))
+            return await self._run_turns(episode, list(messages))
         return StopReason.AGENT_TIMEOUT
 
-    async def _turns(self, episode: Episode, messages: list[Message]) -> StopReason:
+    async def _run_turns(self, episode: Episode, messages: list[Message]) -> StopReason:
         limits, policy = episode.limits, episode.policy
         malformed_turns = 0
         for _ in range(limits.max_turns):
@@ -60,17 +60,17 @@ class ToolCallingAgent:
                 return StopReason.CONTEXT_FULL
             episode.answer = turn.message.content or None
             well_formed = any(call.error is None for call in turn.message.tool_calls)
-            if not well_formed and (reason := _ended_by(turn, episode)):
+            if not well_formed and (reason := _stop_reason_of(turn, episode)):
                 return reason
             malformed_turns = 0 if well_formed else malformed_turns + 1
             if malformed_turns >= limits.max_malformed:
                 return StopReason.MALFORMED
-            messages = await self._results(episode, turn.message.tool_calls)
+            messages = await self._run_calls(episode, turn.message.tool_calls)
             if not messages:
                 return StopReason.FINISHED
         return StopReason.MAX_TURNS
 
-    async def _results(self, episode: Episode, calls: Sequence[ToolCall]) -> list[Message]:
+    async def _run_calls(self, episode: Episode, calls: Sequence[ToolCall]) -> list[Message]:
         """The results of a turn's calls; nothing when one of them ended the agent."""
         limits = episode.limits
         context = ToolContext(
@@ -83,9 +83,9 @@ class ToolCallingAgent:
                 together = list(batch)
                 episode.tool_calls += len(together)
                 results = (
-                    await self._at_once(together, context)
+                    await self._run_in_parallel(together, context)
                     if parallel and len(together) > 1
-                    else await self._in_order(together, context)
+                    else await self._run_in_order(together, context)
                 )
                 for call, result in zip(together, results, strict=False):
                     if result.answer is not None:
@@ -100,20 +100,20 @@ class ToolCallingAgent:
         tool = self._tools.get(call.name or "")
         return call.error is None and tool is not None and tool.parallel
 
-    async def _in_order(self, calls: Sequence[ToolCall], context: ToolContext) -> list[ToolResult]:
+    async def _run_in_order(self, calls: Sequence[ToolCall], context: ToolContext) -> list[ToolResult]:
         """Results up to the last call, or to the first one that ends the agent."""
         results: list[ToolResult] = []
         for call in calls:
-            results.append(await self._call(call, context))
+            results.append(await self._run_call(call, context))
             if results[-1].answer is not None:
                 break
         return results
 
-    async def _at_once(self, calls: Sequence[ToolCall], context: ToolContext) -> list[ToolResult]:
+    async def _run_in_parallel(self, calls: Sequence[ToolCall], context: ToolContext) -> list[ToolResult]:
         results: list[ToolResult] = [ToolResult("")] * len(calls)
 
         async def one(index: int) -> None:
-            results[index] = await self._call(calls[index], context)
+            results[index] = await self._run_call(calls[index], context)
 
         try:
             async with anyio.create_task_group() as group:
@@ -123,7 +123,7 @@ class ToolCallingAgent:
             raise failures.exceptions[0] from failures  # typed, as from a single call
         return results
 
-    async def _call(self, call: ToolCall, context: ToolContext) -> ToolResult:
+    async def _run_call(self, call: ToolCall, context: ToolContext) -> ToolResult:
         if call.error is not None or call.arguments is None:
             return ToolResult(f"This call is malformed ({call.error}); nothing was run. Write it again.")
         tool = self._tools.get(call.name or "")
@@ -143,7 +143,7 @@ class ToolCallingAgent:
         return ToolResult(f"[stopped: it took longer than {context.seconds:g} s]")
 
 
-def _ended_by(turn: PolicyTurn, episode: Episode) -> StopReason | None:
+def _stop_reason_of(turn: PolicyTurn, episode: Episode) -> StopReason | None:
     """Why a turn without a well-formed call is the last one; None when it holds malformed calls to answer."""
     if not turn.truncated:
         return None if turn.message.tool_calls else StopReason.ANSWERED

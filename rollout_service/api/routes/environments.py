@@ -13,7 +13,7 @@ from rollout_service.api.openapi.responses import raises
 from rollout_service.api.routes.dependencies import ServiceDep
 from rollout_service.api.routes.strict import StrictRoute
 from rollout_service.environments.contract import EnvironmentSpec
-from rollout_service.environments.splits import in_split
+from rollout_service.environments.splits import select_split
 from rollout_service.errors import InvalidFieldError, NotFoundError
 
 router = APIRouter(prefix="/v1/environments", tags=["environments"], route_class=StrictRoute)
@@ -42,5 +42,5 @@ async def list_instances(
         raise NotFoundError(error.fields[0].message, hint=error.hint, context=error.context) from error
     found = await run_sync(environment.dataset)  # some make it, or read it from a disk
     if split is not None:
-        found = in_split(found, split, field="query.split")
+        found = select_split(found, split, field="query.split")
     return found[offset : offset + limit]

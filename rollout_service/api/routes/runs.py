@@ -162,14 +162,16 @@ async def export_run(
 async def rescore_run(service: ServiceDep, run_id: RunId, order: RescoreRun) -> StreamingResponse:
     """Evaluate rollouts of a run again, without inference: a `Rescored` a line, then a `RescoreEnd`."""
     return StreamingResponse(
-        _rescored(await service.rescorer.of_run(run_id, order)), media_type=EXPORT_MEDIA_TYPE
+        _rescored(await service.rescorer.rescore_run(run_id, order)), media_type=EXPORT_MEDIA_TYPE
     )
 
 
 @router.post("/rescore", response_class=StreamingResponse, responses=_RESCORED)
 async def rescore_rollouts(service: ServiceDep, order: RescoreRollouts) -> StreamingResponse:
     """Evaluate rollouts again that come with the request, as those of an export."""
-    return StreamingResponse(_rescored(await service.rescorer.rollouts(order)), media_type=EXPORT_MEDIA_TYPE)
+    return StreamingResponse(
+        _rescored(await service.rescorer.rescore_rollouts(order)), media_type=EXPORT_MEDIA_TYPE
+    )
 
 
 async def _rescored(results: AsyncIterator[Rescored]) -> AsyncIterator[bytes]:

@@ -9,7 +9,7 @@ import anyio.to_thread
 from rich.console import Console
 from rich.text import Text
 
-from rollout_service.attacks import SCRIPTS, Report, Verdict, attack_environment
+from rollout_service.attacks import SCRIPTS, AttackReport, AttackVerdict, attack_environment
 from rollout_service.cli import common
 from rollout_service.cli.common import CommandError
 from rollout_service.cli.console import id_column, table
@@ -20,7 +20,12 @@ from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.settings import load_settings
 from sandboxes import make_provider
 
-STYLES = {Verdict.HELD: "green", Verdict.FORGED: "red", Verdict.NULLED: "red", Verdict.NOT_PROMISED: "yellow"}
+STYLES = {
+    AttackVerdict.HELD: "green",
+    AttackVerdict.FORGED: "red",
+    AttackVerdict.NULLED: "red",
+    AttackVerdict.NOT_PROMISED: "yellow",
+}
 
 
 async def attack(
@@ -40,7 +45,7 @@ async def attack(
         try:
             common.err().print(f"Running {common.count(len(chosen), 'attack')}")
             report = await attack_environment(
-                loaded, SandboxSource(provider), instance=data, attacks=chosen, at_once=at_once
+                loaded, SandboxSource(provider), instance=data, attacks=chosen, max_concurrent=at_once
             )
         finally:
             await provider.close()
@@ -51,7 +56,7 @@ async def attack(
     return 1 if report.broken else 0
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: AttackReport, console: Console) -> None:
     """Print a line for each attack, and how many did not hold."""
     rows = table(id_column("attack"), "verdict", "reward", "description")
     for outcome in report.outcomes:
@@ -59,7 +64,7 @@ def show(report: Report, console: Console) -> None:
         verdict = Text(outcome.verdict, style=STYLES[outcome.verdict])
         rows.add_row(outcome.attack, verdict, reward, f"{outcome.does} {outcome.detail}".strip())
     console.print(rows)
-    left = sum(outcome.verdict is Verdict.NOT_PROMISED for outcome in report.outcomes)
+    left = sum(outcome.verdict is AttackVerdict.NOT_PROMISED for outcome in report.outcomes)
     attacks = common.count(len(report.outcomes), "attack")
     console.print(
         f"{report.environment}: {attacks}, {report.broken} broken, {left} not promised; "

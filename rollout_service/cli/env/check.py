@@ -16,7 +16,7 @@ from rollout_service.cli.image import unpacked_images
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.declarative.declaration import FILE_NAME
 from rollout_service.environments.registry import EnvironmentRegistry, load_path
-from rollout_service.environments.splits import split_of, splits_of
+from rollout_service.environments.splits import count_splits, get_split
 from rollout_service.errors import InvalidFieldError
 from rollout_service.settings import Settings, load_settings
 from sandboxes.errors import ImageError, ProviderUnavailableError
@@ -128,7 +128,7 @@ def check_environment(name_or_path: str) -> EnvironmentReport:
         spec.image,
         tool_names(environment),
         len(dataset),
-        splits_of(dataset),
+        count_splits(dataset),
         findings,
         environment.warnings(),
     )
@@ -149,8 +149,8 @@ def _check_image(environment: Environment, settings: Settings) -> Iterator[str]:
 
 
 def _find_unsplit(dataset: Sequence[dict[str, JsonValue]]) -> Iterator[str]:
-    without = sum(1 for instance in dataset if split_of(instance) is None)
-    if without and splits_of(dataset):
+    without = sum(1 for instance in dataset if get_split(instance) is None)
+    if without and count_splits(dataset):
         yield f"data set: {count(without, 'instance')} in no split, so no run can take them"
 
 

@@ -16,11 +16,11 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from api_schemas.base import Name
 from rollout_service.environments.contract import (
+    EnvironmentSettings,
     EnvironmentSpec,
     EpisodeLimits,
     EvaluateIn,
     SandboxSettings,
-    Settings,
     Size,
 )
 from rollout_service.errors import ConfigurationError, did_you_mean
@@ -30,7 +30,7 @@ INSIDE = "/environment"
 """The path under which commands find the environment's folder."""
 
 
-class InitTable(Settings):
+class InitTable(EnvironmentSettings):
     """`[init]`: what prepares the sandbox."""
 
     command: str = Field(min_length=1)
@@ -45,7 +45,7 @@ class GraderSandbox(StrEnum):
     SAME = "same"
 
 
-class RunTable(Settings):
+class RunTable(EnvironmentSettings):
     """`[evaluate.run]`: how the agent's program is run before the grader, the instance and the result are there."""
 
     command: str = Field(min_length=1)
@@ -57,7 +57,7 @@ class RunTable(Settings):
     """How much of standard output, and of standard error, is kept of each run."""
 
 
-class EvaluateTable(Settings):
+class EvaluateTable(EnvironmentSettings):
     """`[evaluate]`: what scores the outcome."""
 
     command: str = Field(min_length=1)
@@ -69,7 +69,7 @@ class EvaluateTable(Settings):
     """The limit for all artifacts together; an agent that leaves more has left nothing."""
 
 
-class DatasetTable(Settings):
+class DatasetTable(EnvironmentSettings):
     """`[dataset]`: the instances that ship with the environment."""
 
     path: str | None = Field(None, min_length=1)
@@ -90,7 +90,7 @@ class DatasetTable(Settings):
         return [(folder / path, name) for name, path in self.splits.items()]
 
 
-class Declaration(Settings):
+class Declaration(EnvironmentSettings):
     """The whole file."""
 
     name: Name

@@ -31,7 +31,7 @@ from rollout_service.environments.declarative.declaration import (
 )
 from rollout_service.environments.declarative.files import PackedFile, archive, exported_file, read_folder
 from rollout_service.environments.declarative.from_image import empty_folder
-from rollout_service.environments.submission import as_json, inputs_of, run_submission
+from rollout_service.environments.submission import encode_runs, read_inputs, run_submission
 from rollout_service.errors import ConfigurationError, EnvironmentFailedError
 from sandboxes import ExecResult, Sandbox
 from sandboxes.errors import FileMissingError, FileStalledError, SandboxFileError
@@ -84,7 +84,7 @@ class DeclarativeEnvironment(AgentEnvironment):
     async def init(self, episode: Episode) -> None:
         sandbox = _sandbox(episode)
         if init := self._declaration.init:
-            place = await Place.make(sandbox, [_instance_file(episode.instance), *self._init_files])
+            place = await SecretFolder.make(sandbox, [_instance_file(episode.instance), *self._init_files])
             result = await place.run(init.command, cwd=sandbox.workdir, seconds=episode.limits.init_seconds)
             _require_success("init", init.command, result)
             await _enter_again(sandbox, self.spec, init.command)
@@ -94,11 +94,11 @@ class DeclarativeEnvironment(AgentEnvironment):
         """Refuse an instance that lacks what the prompts or the runs of the agent's program use."""
         super().check(instance)
         if run := self._declaration.evaluate.run:
-            inputs_of(run, instance)
+            read_inputs(run, instance)
 
     async def execute(self, episode: Episode) -> None:
         if run := self._declaration.evaluate.run:
-            inputs, seconds = inputs_of(run, episode.instance), episode.limits.evaluate_seconds / 2
+            inputs, seconds = read_inputs(run, episode.instance), episode.limits.evaluate_seconds / 2
             episode.state[RUNS] = await run_submission(_sandbox(episode), run, inputs, seconds)
 
     async def evaluate(self, episode: Episode) -> Score:
@@ -106,9 +106,9 @@ class DeclarativeEnvironment(AgentEnvironment):
         inputs = [
             _instance_file(episode.instance),
             PackedFile("answer.txt", (episode.answer or "").encode(errors="replace")),
-            PackedFile(RUNS, as_json(episode.state.get(RUNS, []))),
+            PackedFile(RUNS, encode_runs(episode.state.get(RUNS, []))),
         ]
-        place = await Place.make(sandbox, [*inputs, *_below(self._files)])
+        place = await SecretFolder.make(sandbox, [*inputs, *_below(self._files)])
         command, seconds = self._declaration.evaluate.command, episode.limits.evaluate_seconds
         # Not in the working folder: a module there could shadow one that the grader imports.
         result = await place.run(command, cwd=place.path, seconds=seconds)
@@ -129,14 +129,14 @@ class DeclarativeEnvironment(AgentEnvironment):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SecretFolder:
     """A folder in a sandbox whose path nobody could know before, with what one command needs."""
 
     sandbox: Sandbox
     path: str
 
     @classmethod
-    async def make(cls, sandbox: Sandbox, files: list[PackedFile]) -> Place:
+    async def make(cls, sandbox: Sandbox, files: list[PackedFile]) -> SecretFolder:
         """Copy the files to a new place.
 
         Raises FileStalledError when a program of the sandbox hangs, another SandboxFileError when it fails.

@@ -7,7 +7,7 @@ import pytest
 
 from rollout_service.environments.declarative.declaration import read_declaration
 from rollout_service.environments.declarative.environment import DeclarativeEnvironment, load_folder
-from rollout_service.environments.splits import splits_of
+from rollout_service.environments.splits import count_splits
 from rollout_service.errors import ConfigurationError, InvalidFieldError
 
 MINIMAL = 'name = "e"\nimage = "base"\n[evaluate]\ncommand = "true"\n'
@@ -152,7 +152,7 @@ def test_a_data_set_may_have_a_file_for_each_split(tmp_path):
         {"question": "a\u2028b", "split": "train"},
         {"question": "c", "split": "held_out"},
     ]
-    assert splits_of(environment.dataset()) == {"train": 1, "held_out": 1}
+    assert count_splits(environment.dataset()) == {"train": 1, "held_out": 1}
     (tmp_path / "train.jsonl").write_text('{"question": "a", "split": "held_out"}')
     with pytest.raises(ConfigurationError, match=r"train\.jsonl:1 says that its split is 'held_out'"):
         load_folder(tmp_path)

@@ -8,7 +8,7 @@ from rollout_service.environments.builtin.math import worker as math_worker
 from rollout_service.environments.builtin.math.environment import Math, environment
 from rollout_service.environments.builtin.math.problems import sample_problems
 from rollout_service.environments.builtin.math.verifier import MathVerifier
-from rollout_service.environments.builtin.math.worker import Verdict
+from rollout_service.environments.builtin.math.worker import MathVerdict
 from rollout_service.environments.trial import play
 from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.pipeline.sandbox_source import SandboxSource
@@ -29,17 +29,17 @@ async def test_one_verifier_judges_them_all(tmp_path):
     verifier = MathVerifier(processes=1, cpu_seconds=1)
     pwned = tmp_path / "pwned"
     for gold, answer, verdict in [
-        (r"\frac12", "0.5", Verdict.EQUAL),
-        (r"2\sqrt{3}", r"\sqrt{12}", Verdict.EQUAL),
-        (r"\{1, 2\}", "2, 1", Verdict.EQUAL),
-        ("3", "x = 3", Verdict.EQUAL),
-        (r"\frac12", "0.4", Verdict.DIFFERENT),
-        ("3", "3$ and $4", Verdict.DIFFERENT),
-        ("3", f"__import__('os').system('touch {pwned}')", Verdict.DIFFERENT),
-        ("3", "", Verdict.UNREADABLE),
-        ("3", "1" * 10_000, Verdict.UNREADABLE),
-        ("3", ENDLESS, Verdict.TOO_COSTLY),
-        ("3", "2", Verdict.DIFFERENT),
+        (r"\frac12", "0.5", MathVerdict.EQUAL),
+        (r"2\sqrt{3}", r"\sqrt{12}", MathVerdict.EQUAL),
+        (r"\{1, 2\}", "2, 1", MathVerdict.EQUAL),
+        ("3", "x = 3", MathVerdict.EQUAL),
+        (r"\frac12", "0.4", MathVerdict.DIFFERENT),
+        ("3", "3$ and $4", MathVerdict.DIFFERENT),
+        ("3", f"__import__('os').system('touch {pwned}')", MathVerdict.DIFFERENT),
+        ("3", "", MathVerdict.UNREADABLE),
+        ("3", "1" * 10_000, MathVerdict.UNREADABLE),
+        ("3", ENDLESS, MathVerdict.TOO_COSTLY),
+        ("3", "2", MathVerdict.DIFFERENT),
     ]:
         assert await verifier.compare(gold, answer) is verdict, (gold, answer)
     assert not pwned.exists()
@@ -47,7 +47,7 @@ async def test_one_verifier_judges_them_all(tmp_path):
         with pytest.raises(EnvironmentFailedError, match=why):
             await verifier.compare(gold, "3")
     for problem in sample_problems(per_maker=1):
-        assert await verifier.compare(problem["answer"], problem["answer"]) is Verdict.EQUAL, problem
+        assert await verifier.compare(problem["answer"], problem["answer"]) is MathVerdict.EQUAL, problem
 
 
 async def test_a_check_can_be_cancelled():
@@ -71,18 +71,18 @@ def test_memory_that_runs_out_is_a_verdict_only_after_the_gold_answer_was_read(m
     if at_fault == "gold":
         assert said == ["it took too much memory"]
     else:
-        assert said == [math_worker.GOLD_READ, Verdict.TOO_COSTLY]
+        assert said == [math_worker.GOLD_READ, MathVerdict.TOO_COSTLY]
 
 
 async def test_a_worker_that_dies_is_no_verdict_and_is_replaced():
     verifier = MathVerifier(processes=1)
-    assert await verifier.compare("3", "3") is Verdict.EQUAL
+    assert await verifier.compare("3", "3") is MathVerdict.EQUAL
     [worker] = verifier._idle
     worker._process.kill()
     worker._process.wait()
     with pytest.raises(EnvironmentFailedError, match="ended"):
         await verifier.compare("3", "3")
-    assert await verifier.compare("3", "4") is Verdict.DIFFERENT
+    assert await verifier.compare("3", "4") is MathVerdict.DIFFERENT
 
 
 class FixedVerifier(MathVerifier):
@@ -96,7 +96,12 @@ class FixedVerifier(MathVerifier):
 
 @pytest.mark.parametrize(
     ("verdict", "reward"),
-    [(Verdict.EQUAL, 1.0), (Verdict.DIFFERENT, 0.0), (Verdict.UNREADABLE, 0.0), (Verdict.TOO_COSTLY, 0.0)],
+    [
+        (MathVerdict.EQUAL, 1.0),
+        (MathVerdict.DIFFERENT, 0.0),
+        (MathVerdict.UNREADABLE, 0.0),
+        (MathVerdict.TOO_COSTLY, 0.0),
+    ],
 )
 async def test_a_verdict_is_a_score(sandboxes, verdict, reward):
     task = environment.dataset()[0]
@@ -104,13 +109,13 @@ async def test_a_verdict_is_a_score(sandboxes, verdict, reward):
     trial = await play(Math(verifier=FixedVerifier(verdict)), task, policy, sandboxes)
     assert trial.stop_reason is StopReason.ANSWERED
     assert trial.score.reward == reward
-    assert trial.score.parts["too_costly"] == float(verdict is Verdict.TOO_COSTLY)
+    assert trial.score.parts["too_costly"] == float(verdict is MathVerdict.TOO_COSTLY)
     assert policy.messages[0].role == "system"
 
 
 async def test_an_answer_without_a_box_is_wrong(sandboxes):
     trial = await play(
-        Math(verifier=FixedVerifier(Verdict.EQUAL)),
+        Math(verifier=FixedVerifier(MathVerdict.EQUAL)),
         environment.dataset()[0],
         ScriptedPolicy(["1"]),
         sandboxes,

@@ -7,7 +7,7 @@ import pytest
 from api_schemas.rollouts import StopReason
 from rollout_service.environments.contract import Environment, EnvironmentSpec, Score
 from rollout_service.environments.registry import GROUP, EnvironmentRegistry, load_path
-from rollout_service.environments.splits import in_split, splits_of
+from rollout_service.environments.splits import count_splits, select_split
 from rollout_service.errors import ConfigurationError, InvalidFieldError
 
 
@@ -54,8 +54,8 @@ def test_the_built_in_environments_are_plug_ins_like_others():
     for environment in registry.list():
         for task in environment.dataset():
             environment.check(task)
-        assert set(splits_of(environment.dataset())) == {"train", "held_out"}
-        sides = (in_split(environment.dataset(), split, field="split") for split in ("train", "held_out"))
+        assert set(count_splits(environment.dataset())) == {"train", "held_out"}
+        sides = (select_split(environment.dataset(), split, field="split") for split in ("train", "held_out"))
         train, held_out = ({task["question"] for task in side} for side in sides)
         assert not train & held_out
 

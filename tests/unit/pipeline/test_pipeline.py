@@ -24,10 +24,10 @@ from rollout_service.environments.contract import (
     Score,
 )
 from rollout_service.errors import EnvironmentFailedError, UnavailableError
-from rollout_service.pipeline.attempt import EnvironmentSource, AttemptContext, Stages
+from rollout_service.pipeline.attempt import AttemptContext, EnvironmentSource, Stages
 from rollout_service.pipeline.pipeline import Pipeline, acquire_available
 from rollout_service.pipeline.sandbox_source import SandboxSource
-from rollout_service.pipeline.seats import Seats
+from rollout_service.pipeline.semaphore import ResizableSemaphore
 from rollout_service.pipeline.stage import Slot, StageLimiter
 from rollout_service.settings import PipelineSettings
 from rollout_service.store.sqlite.store import SqliteStore
@@ -792,22 +792,22 @@ async def test_a_stage_grows_and_shrinks_while_it_works() -> None:
 )
 def test_seats_are_counted_right_through_any_change(steps: list[tuple[str, int]]) -> None:
     async def main() -> None:
-        seats, held, size = Seats(3), 0, 3
+        semaphore, held, size = ResizableSemaphore(3), 0, 3
         for step, number in steps:
             if step == "resize":
-                seats.resize(number)
+                semaphore.resize(number)
                 size = number
             elif step == "give" and held:
-                seats.release()
+                semaphore.release()
                 held -= 1
             elif step == "take":
                 if held < size:
-                    seats.acquire_nowait()
+                    semaphore.acquire_nowait()
                     held += 1
                 else:
                     with pytest.raises(anyio.WouldBlock):
-                        seats.acquire_nowait()
-            assert (seats.in_use, seats.size) == (held, size)
+                        semaphore.acquire_nowait()
+            assert (semaphore.in_use, semaphore.size) == (held, size)
 
     anyio.run(main)
 

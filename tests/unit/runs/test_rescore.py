@@ -102,7 +102,7 @@ class Bench:
 
     async def rescore(self, recorded: RecordedRollout, **options: str) -> Rescored:
         order = RescoreRollouts.model_validate({"rollouts": [recorded], **options})
-        (result,) = [one async for one in await self.rescorer.rollouts(order)]
+        (result,) = [one async for one in await self.rescorer.rescore_rollouts(order)]
         return result
 
 
@@ -195,7 +195,7 @@ async def test_a_failure_stops_no_other(bench: Bench) -> None:
     pruned = rollout.model_copy(update={"trajectory": None})
     elsewhere = rollout.model_copy(update={"task": Task(environment="gone")})
     asked = [recorded.model_copy(update={"rollout": one}) for one in (cancelled, pruned, elsewhere, rollout)]
-    results = [one async for one in await bench.rescorer.rollouts(RescoreRollouts(rollouts=asked))]
+    results = [one async for one in await bench.rescorer.rescore_rollouts(RescoreRollouts(rollouts=asked))]
     assert [one.error and one.error.code for one in results] == [
         "not_replayable",
         "not_replayable",

@@ -10,7 +10,7 @@ from pydantic import JsonValue
 from api_schemas.errors import FieldError
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.builtin.boxed import last_boxed
-from rollout_service.environments.builtin.calc.problems import Problem, sample_problems
+from rollout_service.environments.builtin.calc.problems import CalcProblem, sample_problems
 from rollout_service.environments.contract import (
     EnvironmentSpec,
     Episode,
@@ -67,7 +67,7 @@ class Calc(AgentEnvironment):
 
 
 @cache
-def _splits() -> dict[str, list[Problem]]:
+def _splits() -> dict[str, list[CalcProblem]]:
     return {
         "held_out": sample_problems(DATASET_SEED, HELD_OUT_PROBLEMS, held_out=True),
         "train": sample_problems(DATASET_SEED + 1, TRAINING_PROBLEMS, held_out=False),

@@ -42,7 +42,7 @@ _PHRASINGS: Final = (
 _OPERATORS: Final = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
 
-class Problem(TypedDict):
+class CalcProblem(TypedDict):
     """A question, its expression without spaces, and the answer as decimal digits."""
 
     question: str
@@ -50,14 +50,14 @@ class Problem(TypedDict):
     answer: str
 
 
-def make_problem(rng: random.Random) -> Problem:
+def make_problem(rng: random.Random) -> CalcProblem:
     """A question with one to three of `+ - *` over numbers of up to four digits; some with spaces."""
     expression = _number(rng)
     for _ in range(rng.choices((1, 2, 3), weights=(4, 3, 2))[0]):
         expression += rng.choice("+-*") + _number(rng)
     shown = _spaced(expression) if rng.random() < 0.3 else expression
     question = rng.choice(_PHRASINGS).format(shown)
-    return Problem(question=question, expression=expression, answer=str(evaluate_expression(expression)))
+    return CalcProblem(question=question, expression=expression, answer=str(evaluate_expression(expression)))
 
 
 def is_held_out(expression: str) -> bool:
@@ -65,10 +65,10 @@ def is_held_out(expression: str) -> bool:
     return zlib.crc32(expression.encode()) % HELD_OUT_SHARE == 0
 
 
-def sample_problems(seed: int, n: int, held_out: bool) -> list[Problem]:
+def sample_problems(seed: int, n: int, held_out: bool) -> list[CalcProblem]:
     """The same `n` problems for the same seed, all of them held out or none."""
     rng = random.Random(seed)  # noqa: S311 - questions, not secrets
-    problems: list[Problem] = []
+    problems: list[CalcProblem] = []
     while len(problems) < n:
         problem = make_problem(rng)
         if is_held_out(problem["expression"]) == held_out:

@@ -167,14 +167,14 @@ async def _refuse_without_python(sandbox: Sandbox) -> None:
 
 async def _passed(sandbox: Sandbox, instance: _StdioInstance | _AssertInstance, seconds: float) -> list[bool]:
     """Return which tests pass. Those without time left fail: the program itself used it up."""
-    runner = _Runner(sandbox, instance.time_limit, anyio.current_time() + seconds)
+    runner = _TestRunner(sandbox, instance.time_limit, anyio.current_time() + seconds)
     if isinstance(instance, _StdioInstance):
         return [await runner.passes_output(test) for test in instance.tests]
     return [await runner.passes_assertion(assertion) for assertion in _assertions(instance)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Runner:
+class _TestRunner:
     """Runs the tests of one program."""
 
     sandbox: Sandbox

@@ -13,7 +13,7 @@ from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.builtin.boxed import last_boxed
 from rollout_service.environments.builtin.math.problems import splits
 from rollout_service.environments.builtin.math.verifier import MAX_CHARS, MathVerifier
-from rollout_service.environments.builtin.math.worker import Verdict
+from rollout_service.environments.builtin.math.worker import MathVerdict
 from rollout_service.environments.contract import EnvironmentSpec, Episode, EpisodeLimits, EvaluateIn, Score
 from rollout_service.errors import InvalidFieldError
 
@@ -43,11 +43,11 @@ class Math(AgentEnvironment):
             return Score(0.0, {"boxed": 0.0})
         verdict = await self._verifier.compare(_gold(episode.instance), boxed)
         return Score(
-            float(verdict is Verdict.EQUAL),
+            float(verdict is MathVerdict.EQUAL),
             {
                 "boxed": 1.0,
-                "readable": float(verdict is not Verdict.UNREADABLE),
-                "too_costly": float(verdict is Verdict.TOO_COSTLY),
+                "readable": float(verdict is not MathVerdict.UNREADABLE),
+                "too_costly": float(verdict is MathVerdict.TOO_COSTLY),
             },
         )
 

@@ -15,27 +15,27 @@ SEED: Final = 1_905
 PER_MAKER: Final = 5
 
 
-class Problem(TypedDict):
+class MathProblem(TypedDict):
     """A question, and its answer in LaTeX."""
 
     question: str
     answer: str
 
 
-def sample_problems(seed: int = SEED, per_maker: int = PER_MAKER) -> list[Problem]:
+def sample_problems(seed: int = SEED, per_maker: int = PER_MAKER) -> list[MathProblem]:
     """The same problems for the same seed, `per_maker` of each kind, no question twice."""
     rng = random.Random(seed)  # noqa: S311 - questions, not secrets
-    problems: list[Problem] = []
+    problems: list[MathProblem] = []
     for maker in MAKERS:
-        kind: dict[str, Problem] = {}
+        kind: dict[str, MathProblem] = {}
         while len(kind) < per_maker:
             question, answer = maker(rng)
-            kind.setdefault(question, Problem(question=question, answer=answer))
+            kind.setdefault(question, MathProblem(question=question, answer=answer))
         problems += kind.values()
     return problems
 
 
-def splits() -> dict[str, list[Problem]]:
+def splits() -> dict[str, list[MathProblem]]:
     """Return the problems to train on and others of the same kinds, with no question in both."""
     train = sample_problems()
     seen = {problem["question"] for problem in train}

@@ -17,7 +17,7 @@ import anyio
 import anyio.to_thread
 from anyio.lowlevel import RunVar
 
-from rollout_service.environments.builtin.math.worker import Verdict
+from rollout_service.environments.builtin.math.worker import MathVerdict
 from rollout_service.errors import EnvironmentFailedError
 
 CPU_SECONDS: Final = 5
@@ -35,18 +35,18 @@ class MathVerifier:
         self._limiters: RunVar[anyio.CapacityLimiter] = RunVar(f"math-verifier-{id(self)}")
         weakref.finalize(self, _close, self._idle)
 
-    async def compare(self, gold: str, answer: str) -> Verdict:
+    async def compare(self, gold: str, answer: str) -> MathVerdict:
         """Compare two pieces of LaTeX by their mathematics.
 
         Raises EnvironmentFailedError when the gold answer cannot be read, or the check itself fails.
         """
         if len(answer) > MAX_CHARS:
-            return Verdict.UNREADABLE
+            return MathVerdict.UNREADABLE
         found = await anyio.to_thread.run_sync(
             self._compare, gold, answer, abandon_on_cancel=True, limiter=self._limiter()
         )
         try:
-            return Verdict(found)
+            return MathVerdict(found)
         except ValueError:
             raise EnvironmentFailedError(
                 f"the gold answer {gold[:200]!r} could not be checked: {found}",

@@ -33,7 +33,7 @@ WALL_SECONDS: Final = 60.0
 GOLD_READ: Final = "gold read"
 
 
-class Verdict(StrEnum):
+class MathVerdict(StrEnum):
     """What a check found."""
 
     EQUAL = "equal"
@@ -53,7 +53,7 @@ def main() -> None:
         answers.flush()
 
 
-def compare_in_fork(gold: str, answer: str, cpu_seconds: int) -> Verdict | str:
+def compare_in_fork(gold: str, answer: str, cpu_seconds: int) -> MathVerdict | str:
     """The verdict, or why there is none. To be called where there is one thread, which may fork."""
     import math_verify  # noqa: F401 - imported before the fork, so that each child has it
 
@@ -71,7 +71,7 @@ def compare_in_fork(gold: str, answer: str, cpu_seconds: int) -> Verdict | str:
         receiver.close()
 
 
-def _await_verdict(receiver: Connection, child: Any) -> Verdict | str:
+def _await_verdict(receiver: Connection, child: Any) -> MathVerdict | str:
     gold_read = False
     while receiver.poll(WALL_SECONDS):
         try:
@@ -79,10 +79,10 @@ def _await_verdict(receiver: Connection, child: Any) -> Verdict | str:
         except EOFError:
             child.join()
             if child.exitcode == -signal.SIGXCPU:
-                return Verdict.TOO_COSTLY if gold_read else "it took too much CPU time"
+                return MathVerdict.TOO_COSTLY if gold_read else "it took too much CPU time"
             return f"the process ended with {child.exitcode}"
         if message != GOLD_READ:
-            return Verdict(message) if gold_read else str(message)
+            return MathVerdict(message) if gold_read else str(message)
         gold_read = True
     return f"nothing came of it in {WALL_SECONDS:g} s"
 
@@ -110,9 +110,9 @@ def judge(send: Callable[[str], None], gold: str, answer: str) -> None:
         given = _parse(answer)
         equal = _equal(expected, given)
     except (MemoryError, RecursionError):
-        send(Verdict.TOO_COSTLY)
+        send(MathVerdict.TOO_COSTLY)
     else:
-        send(Verdict.EQUAL if equal else Verdict.DIFFERENT if given else Verdict.UNREADABLE)
+        send(MathVerdict.EQUAL if equal else MathVerdict.DIFFERENT if given else MathVerdict.UNREADABLE)
 
 
 def _limit_self(cpu_seconds: int) -> None:

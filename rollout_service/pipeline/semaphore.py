@@ -1,7 +1,7 @@
-"""A semaphore whose size can be changed while it is used.
+"""A semaphore that can be resized while it is in use.
 
-Guarantees: seats are given in order of arrival; a larger size lets those in who wait; a smaller one takes no seat from
-anybody: those in use above it are not given again when they are freed.
+Guarantees: permits are granted in order of arrival; growing admits waiters at once; shrinking takes no permit from a
+holder: permits above the new size disappear as they are released.
 """
 
 from __future__ import annotations
@@ -11,50 +11,58 @@ from typing import Protocol
 import anyio
 
 
-class Seating(Protocol):
-    """A semaphore to acquire and release: `Seats`, or a plain one."""
+class SemaphoreLike(Protocol):
+    """A semaphore to acquire and release: `ResizableSemaphore` or anyio's own."""
 
     async def acquire(self) -> None:
-        """Wait for a seat."""
+        """Wait for a permit."""
 
     def acquire_nowait(self) -> None:
-        """Take a seat; raises WouldBlock."""
+        """Take a permit.
+
+        Raises:
+            WouldBlock: none is free.
+        """
 
     def release(self) -> None:
-        """Give a seat back."""
+        """Return a permit."""
 
 
-class Seats:
-    """So many seats."""
+class ResizableSemaphore:
+    """A semaphore with a size that can change."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._free = anyio.Semaphore(size)
         self._surplus = 0
-        """Seats in use that go when they are freed."""
+        """Permits in use that disappear when they are released."""
 
     @property
     def in_use(self) -> int:
-        """How many are taken; more than the size for a while after it has shrunk."""
+        """The number of permits held; above `size` for a while after it has shrunk."""
         return self.size + self._surplus - self._free.value
 
     async def acquire(self) -> None:
-        """Wait for a seat."""
+        """Wait for a permit."""
         await self._free.acquire()
 
     def acquire_nowait(self) -> None:
-        """Take a seat; raises WouldBlock."""
+        """Take a permit.
+
+        Raises:
+            WouldBlock: none is free.
+        """
         self._free.acquire_nowait()
 
     def release(self) -> None:
-        """Give a seat back."""
+        """Return a permit."""
         if self._surplus:
             self._surplus -= 1
         else:
             self._free.release()
 
     def resize(self, size: int) -> None:
-        """Change how many there are."""
+        """Change the number of permits."""
         for _ in range(size, self.size):
             try:
                 self._free.acquire_nowait()
