@@ -31,7 +31,7 @@ from common import HERE, Options, child, report, run
 from api_schemas.runs import FileTasks, RunRequest
 from rollout_client.client import RolloutClient
 from rollout_service.cli.server_child import stop
-from rollout_service.store import SqliteStore
+from rollout_service.store.sqlite import SqliteStore
 from sandboxes.host.children import start_process
 
 RUN_ID = "crash"

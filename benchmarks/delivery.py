@@ -32,8 +32,8 @@ from api_schemas.trajectories import FinishReason, ForkReason, Segment, Trajecto
 from rollout_client._download import LargeBody
 from rollout_client.arrays import BatchArrays
 from rollout_client.client import ClientRun, RolloutClient
-from rollout_service.store import SqliteStore
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure, NewGroup
+from rollout_service.store.sqlite import SqliteStore
 
 RUN_ID = "delivery"
 GROUPS, SAMPLES, TOKENS = 32, 8, 32_000

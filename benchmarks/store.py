@@ -21,7 +21,8 @@ from common import Options, report, run
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
-from rollout_service.store import Lease, SqliteStore
+from rollout_service.store import Lease
+from rollout_service.store.sqlite import SqliteStore
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from api_schemas.runs import Batch
 from rollout_client.arrays import TYPES
 from rollout_service.errors import StoreError, root_cause
-from rollout_service.store.codec.trajectories import COLUMNS, Columns
+from rollout_service.store.columns import COLUMNS, Columns
 from rollout_service.store.runs_contract import GroupHead
 
 ReadColumns = Callable[[int], Awaitable[Sequence[Columns]]]

@@ -1,6 +1,5 @@
-"""The durable store: rollouts, results, events, and the queue."""
+"""The durable store: rollouts, results, events, and the queue. Each implementation is a package of its own."""
 
 from rollout_service.store.contract import Lease, Store
-from rollout_service.store.sqlite.store import SqliteStore
 
-__all__ = ["Lease", "SqliteStore", "Store"]
+__all__ = ["Lease", "Store"]

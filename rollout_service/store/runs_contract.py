@@ -22,7 +22,7 @@ from api_schemas.exports import ExportedSample, RecordedRollout
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.runs import Group, RunRequest, RunState
 from api_schemas.tasks import Task
-from rollout_service.store.codec.trajectories import Columns
+from rollout_service.store.columns import Columns
 
 
 @dataclass(frozen=True, slots=True)

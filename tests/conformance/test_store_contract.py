@@ -22,7 +22,8 @@ from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, StopReas
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
 from rollout_service.errors import ConflictError, InvalidFieldError, StoreError
-from rollout_service.store import Lease, SqliteStore, Store
+from rollout_service.store import Lease, Store
+from rollout_service.store.sqlite import SqliteStore
 
 pytestmark = pytest.mark.anyio
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from api_schemas.events import Event
-from rollout_service.store import SqliteStore
+from rollout_service.store.sqlite import SqliteStore
 
 pytestmark = pytest.mark.anyio
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sqlite3
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -17,7 +16,8 @@ import zstandard
 
 from api_schemas.runs import Group
 from rollout_service.store.codec import runs as run_codec
-from rollout_service.store.codec.trajectories import Columns
+from rollout_service.store.codec.row import Row
+from rollout_service.store.columns import Columns
 from rollout_service.store.runs_contract import GroupHead
 
 _LEVEL = 1
@@ -30,7 +30,7 @@ def group_json(group: Group) -> bytes:
     return b'{"samples":[' + samples + b"]," + rest[1:]
 
 
-def made(row: sqlite3.Row, group: Group, columns: Sequence[Sequence[Columns]]) -> GroupHead:
+def made(row: Row, group: Group, columns: Sequence[Sequence[Columns]]) -> GroupHead:
     """Return the head of a group without tokens, from its row and the columns of its samples' segments."""
     return _head(row, group_json(group), [[len(segment) for segment in sample] for sample in columns])
 
@@ -41,14 +41,14 @@ def encode(head: GroupHead) -> dict[str, Any]:
     return {"form": _form(), "tokens": json.dumps(head.tokens), "json": data}
 
 
-def decode(row: sqlite3.Row) -> GroupHead | None:
+def decode(row: Row) -> GroupHead | None:
     """Return the head in a group's row joined with it; None where there is none that this release can use."""
     if row["form"] != _form():
         return None
     return _head(row, zstandard.ZstdDecompressor().decompress(row["json"]), json.loads(row["tokens"]))
 
 
-def _head(row: sqlite3.Row, text: bytes, tokens: Sequence[Sequence[int]]) -> GroupHead:
+def _head(row: Row, text: bytes, tokens: Sequence[Sequence[int]]) -> GroupHead:
     summary = json.loads(row["summary"])
     return GroupHead(
         number=row["number"],

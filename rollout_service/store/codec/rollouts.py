@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sqlite3
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span, StopReason
 from api_schemas.trajectories import Trajectory
 from rollout_service.errors import RecordLostError
+from rollout_service.store.codec.row import Row
 from rollout_service.store.contract import Lease
 
 _RETRIES = TypeAdapter(list[ErrorInfo])
@@ -73,7 +73,7 @@ def trajectory_tokens(trajectory: Trajectory) -> int:
     return sum(len(segment.token_ids) for segment in trajectory.segments)
 
 
-def decode_rollout(row: sqlite3.Row) -> Rollout:
+def decode_rollout(row: Row) -> Rollout:
     """Return a rollout from its row joined with its request and, when it has one, its result.
 
     Raises RecordLostError.
@@ -82,7 +82,7 @@ def decode_rollout(row: sqlite3.Row) -> Rollout:
         return _decode_rollout(row)
 
 
-def _decode_rollout(row: sqlite3.Row) -> Rollout:
+def _decode_rollout(row: Row) -> Rollout:
     request = RolloutRequest.model_validate_json(row["request"])
     state = RolloutState(row["state"])
     result: dict[str, Any] = json.loads(row["result"] or "{}")
@@ -108,7 +108,7 @@ def encode_spans(spans: Sequence[Span]) -> str:
     return _SPANS.dump_json(list(spans)).decode()
 
 
-def decode_lease(row: sqlite3.Row) -> Lease:
+def decode_lease(row: Row) -> Lease:
     """A lease from a claimed row joined with its request."""
     return Lease(
         rollout_id=row["rollout_id"],
@@ -122,7 +122,7 @@ def decode_lease(row: sqlite3.Row) -> Lease:
     )
 
 
-def decode_event(row: sqlite3.Row) -> Event:
+def decode_event(row: Row) -> Event:
     """An event from its row."""
     return Event(
         event_id=row["event_id"],

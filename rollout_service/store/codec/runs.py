@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sqlite3
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
@@ -16,6 +15,7 @@ from api_schemas.rollouts import Rollout, RolloutRequest
 from api_schemas.runs import Group, GroupSample, InlineTasks, RunRequest, RunState
 from rollout_service.errors import RecordLostError
 from rollout_service.store.codec import rollouts as codec
+from rollout_service.store.codec.row import Row
 from rollout_service.store.runs_contract import BatchLease, ClosedSample, GroupClosure, RunRecord
 
 _SAMPLES = TypeAdapter(list[ClosedSample])
@@ -39,7 +39,7 @@ def encode_request(request: RunRequest) -> str:
     return without_tasks(request).model_dump_json()
 
 
-def decode_run(row: sqlite3.Row, counters: Mapping[str, int]) -> RunRecord:
+def decode_run(row: Row, counters: Mapping[str, int]) -> RunRecord:
     """A run from its row."""
     return RunRecord(
         run_id=row["run_id"],
@@ -74,7 +74,7 @@ def encode_summary(closure: GroupClosure) -> str:
     return json.dumps({field: getattr(closure, field) for field in fields})
 
 
-def decode_group(row: sqlite3.Row, rollouts: Mapping[str, Rollout]) -> Group:
+def decode_group(row: Row, rollouts: Mapping[str, Rollout]) -> Group:
     """Return a closed group from its row and its rollouts by id; raises RecordLostError if one is missing."""
     closed = decode_samples(row["samples"])
     for gone in (sample.rollout_id for sample in closed if sample.rollout_id not in rollouts):
@@ -101,9 +101,7 @@ def decode_group(row: sqlite3.Row, rollouts: Mapping[str, Rollout]) -> Group:
     )
 
 
-def decode_exported(
-    row: sqlite3.Row, group: Group, members: Mapping[str, sqlite3.Row]
-) -> list[ExportedSample]:
+def decode_exported(row: Row, group: Group, members: Mapping[str, Row]) -> list[ExportedSample]:
     """The samples of a closed group, from its row joined with its batch's and those of its rollouts."""
     in_batch = None if row["batch_number"] is None else batch_id(row["run_id"], row["batch_number"])
     exported = []
@@ -133,7 +131,7 @@ def batch_id(run_id: str, number: int) -> str:
     return f"{run_id}.b{number}"
 
 
-def decode_batch(row: sqlite3.Row, run_id: str, groups: Sequence[int]) -> BatchLease:
+def decode_batch(row: Row, run_id: str, groups: Sequence[int]) -> BatchLease:
     """A leased batch from its row and the numbers of its groups."""
     until: datetime = codec.when(row["lease_until"])
     return BatchLease(

@@ -25,15 +25,8 @@ import zstandard
 from numpy.typing import NDArray
 
 from api_schemas.trajectories import Segment, Trajectory
+from rollout_service.store.columns import COLUMNS, Columns, PackedColumn, cast_into
 
-COLUMNS: dict[str, np.dtype[Any]] = {
-    "token_ids": np.dtype("<i4"),
-    "loss_mask": np.dtype("u1"),
-    "logprobs": np.dtype("<f4"),
-    "versions": np.dtype("<i4"),
-    "turn_ids": np.dtype("<i4"),
-}
-"""The columns of a segment and their types."""
 _EXACT: np.dtype[Any] = np.dtype("<f8")
 _COLUMNAR, _COLUMNAR_ZLIB = b"\x02", b"\x01"
 _LENGTH = struct.Struct("<I")
@@ -44,8 +37,8 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """A column as it is at rest."""
+class CompressedColumn(PackedColumn):
+    """A column as the store keeps it: compressed."""
 
     dtype: np.dtype[Any]
     data: memoryview
@@ -60,44 +53,12 @@ class Packed:
         if self.unpack is _unpack and target.dtype == self.dtype and len(target):
             _unpack_into(self.data, target.data.cast("B"))
         else:
-            _cast(self.array(), target)
+            cast_into(self.array(), target)
 
-    def own(self) -> Packed:
-        """Return the same in memory of its own, if it shares that of its trajectory."""
+    def detached(self) -> CompressedColumn:
+        """Return the column in memory of its own, if it shares that of its trajectory."""
         shared = self.data.nbytes < memoryview(self.data.obj).nbytes
         return replace(self, data=memoryview(bytes(self.data))) if shared else self
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """The columns of one segment, of equal length, by name."""
-
-    tokens: int
-    columns: Mapping[str, Packed | NDArray[Any]]
-
-    def __len__(self) -> int:
-        return self.tokens
-
-    def array(self, name: str) -> NDArray[Any]:
-        """One column; unpacks it anew each time."""
-        column = self.columns[name]
-        return column.array() if isinstance(column, Packed) else column
-
-    def fill(self, name: str, target: NDArray[Any]) -> None:
-        """Unpack one column into an array of this length, whose type may be narrower."""
-        column = self.columns[name]
-        if isinstance(column, Packed):
-            column.fill(target)
-        else:
-            _cast(column, target)
-
-    def without(self, name: str) -> Columns:
-        """Return the other columns, so that the memory of this one is freed."""
-        others = {other: column for other, column in self.columns.items() if other != name}
-        kept = {
-            other: column.own() if isinstance(column, Packed) else column for other, column in others.items()
-        }
-        return Columns(self.tokens, kept)
 
 
 def encode(trajectory: Trajectory) -> bytes:
@@ -159,19 +120,19 @@ def _located(data: bytes) -> tuple[Any, list[Columns]]:
     at += length
     segments = []
     for layout in header["layout"]:
-        columns_of: dict[str, Packed | NDArray[Any]] = {}
+        columns_of: dict[str, CompressedColumn | NDArray[Any]] = {}
         for name, (dtype, size) in layout.get("columns", layout).items():
-            columns_of[name] = Packed(np.dtype(dtype), view[at : at + size], unpack)
+            columns_of[name] = CompressedColumn(np.dtype(dtype), view[at : at + size], unpack)
             at += size
         segments.append(_counted(layout.get("tokens"), columns_of))
     return header["rest"], segments
 
 
-def _counted(tokens: int | None, columns: dict[str, Packed | NDArray[Any]]) -> Columns:
+def _counted(tokens: int | None, columns: dict[str, CompressedColumn | NDArray[Any]]) -> Columns:
     """Columns with their length, which an earlier release did not write down."""
     if tokens is None:
         mask = columns["loss_mask"]
-        unpacked = mask.array() if isinstance(mask, Packed) else mask
+        unpacked = mask.array() if isinstance(mask, CompressedColumn) else mask
         tokens = len(unpacked)
     return Columns(tokens, columns)
 
@@ -195,12 +156,6 @@ def _unpack_into(data: memoryview, target: memoryview) -> None:
     with _decompressors.own.stream_reader(data) as reader:
         if reader.readinto(target) != len(target) or reader.read(1):
             raise ValueError(f"a column does not have the {len(target)} bytes that are expected of it")
-
-
-def _cast(values: NDArray[Any], target: NDArray[Any]) -> None:
-    """Copy numbers, rounded to the target's type."""
-    with np.errstate(over="ignore"):
-        target[:] = values
 
 
 def _is_columnar(data: bytes) -> bool:

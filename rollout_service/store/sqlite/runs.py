@@ -19,7 +19,7 @@ from rollout_service.store.codec import heads as head_codec
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.codec import trajectories as trajectory_codec
-from rollout_service.store.codec.trajectories import Columns
+from rollout_service.store.columns import Columns
 from rollout_service.store.runs_contract import (
     BatchLease,
     BatchLeaseRequest,

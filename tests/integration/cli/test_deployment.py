@@ -14,8 +14,8 @@ from support.api_server import api_server
 
 from rollout_service.api.routes import rollouts, runs
 from rollout_service.settings import Settings
-from rollout_service.store import SqliteStore
 from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest
+from rollout_service.store.sqlite import SqliteStore
 
 pytestmark = pytest.mark.anyio
 

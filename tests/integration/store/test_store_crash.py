@@ -12,7 +12,7 @@ import pytest
 
 from api_schemas.rollouts import RolloutState
 from rollout_service.errors import StoreError
-from rollout_service.store import SqliteStore
+from rollout_service.store.sqlite import SqliteStore
 
 pytestmark = pytest.mark.anyio
 
@@ -21,7 +21,7 @@ import itertools, os, sys
 import anyio
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.tasks import Task
-from rollout_service.store import SqliteStore
+from rollout_service.store.sqlite import SqliteStore
 
 def acknowledge(*words):
     os.write(1, (" ".join(words) + "\\n").encode())

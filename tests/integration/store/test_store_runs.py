@@ -17,9 +17,8 @@ from api_schemas.runs import FileTasks, Group, InlineTasks, RunRequest, RunState
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Segment, Trajectory
 from rollout_service.errors import ConflictError, NotFoundError, StoreError
-from rollout_service.store import SqliteStore
 from rollout_service.store.codec.heads import group_json
-from rollout_service.store.codec.trajectories import COLUMNS
+from rollout_service.store.columns import COLUMNS
 from rollout_service.store.runs_contract import (
     BatchLease,
     BatchLeaseRequest,
@@ -29,7 +28,7 @@ from rollout_service.store.runs_contract import (
     NoBatch,
     RetentionPolicy,
 )
-from rollout_service.store.sqlite import schema
+from rollout_service.store.sqlite import SqliteStore, schema
 from rollout_service.store.sqlite.retention_statements import tries
 
 pytestmark = pytest.mark.anyio

@@ -24,7 +24,7 @@ from rollout_service.errors import StoreError
 from rollout_service.runs.batch_encoding import BatchFile
 from rollout_service.store.codec import trajectories as trajectory_codec
 from rollout_service.store.codec.heads import group_json
-from rollout_service.store.codec.trajectories import Columns
+from rollout_service.store.columns import Columns
 from rollout_service.store.runs_contract import ClosedSample, GroupHead
 
 INT32 = st.integers(-(2**31), 2**31 - 1)

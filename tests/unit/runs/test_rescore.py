@@ -26,7 +26,7 @@ from rollout_service.pipeline.stage import StageLimiter
 from rollout_service.policies.replay import RecordedPolicy
 from rollout_service.runs.rescore import Rescorer
 from rollout_service.settings import PipelineSettings
-from rollout_service.store import SqliteStore
+from rollout_service.store.sqlite import SqliteStore
 from rollout_service.telemetry.metrics import Metrics
 from rollout_service.testing.scripted_policy import ScriptedPolicy, ScriptedTurn, call, malformed_call, turn
 from sandboxes import LocalConfig, make_provider

@@ -38,8 +38,9 @@ from rollout_service.groups import FilterRegistry
 from rollout_service.runs import Delivery, RunManager, RunOverError
 from rollout_service.runs.dataset import open_dataset, reopening
 from rollout_service.runs.task_source import JsonLines, open_file
-from rollout_service.store import Lease, SqliteStore
+from rollout_service.store import Lease
 from rollout_service.store.runs_contract import BatchLeaseRequest
+from rollout_service.store.sqlite import SqliteStore
 from rollout_service.telemetry.metrics import Metrics
 
 pytestmark = pytest.mark.anyio

@@ -1,0 +1,74 @@
+"""The token columns of a trajectory's segments, whatever form a store keeps them in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+COLUMNS: dict[str, np.dtype[Any]] = {
+    "token_ids": np.dtype("<i4"),
+    "loss_mask": np.dtype("u1"),
+    "logprobs": np.dtype("<f4"),
+    "versions": np.dtype("<i4"),
+    "turn_ids": np.dtype("<i4"),
+}
+"""The columns of a segment and their types."""
+
+
+class PackedColumn(Protocol):
+    """A column in the form that a store keeps."""
+
+    def array(self) -> NDArray[Any]:
+        """Return the numbers; slow for long columns, so call it in a thread."""
+        ...
+
+    def fill(self, target: NDArray[Any]) -> None:
+        """Unpack into an array of the same length."""
+        ...
+
+    def detached(self) -> PackedColumn:
+        """Return the column in memory of its own, so that the memory of others can be freed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The columns of one segment by name, all of the same length."""
+
+    tokens: int
+    columns: Mapping[str, PackedColumn | NDArray[Any]]
+
+    def __len__(self) -> int:
+        return self.tokens
+
+    def array(self, name: str) -> NDArray[Any]:
+        """Return one column; it is unpacked anew on each call."""
+        column = self.columns[name]
+        return column if isinstance(column, np.ndarray) else column.array()
+
+    def fill(self, name: str, target: NDArray[Any]) -> None:
+        """Unpack one column into an array of this length, whose type may be narrower."""
+        column = self.columns[name]
+        if isinstance(column, np.ndarray):
+            cast_into(column, target)
+        else:
+            column.fill(target)
+
+    def without(self, name: str) -> Columns:
+        """Return the other columns, so that the memory of this one can be freed."""
+        others = {other: column for other, column in self.columns.items() if other != name}
+        kept = {
+            other: column if isinstance(column, np.ndarray) else column.detached()
+            for other, column in others.items()
+        }
+        return Columns(self.tokens, kept)
+
+
+def cast_into(values: NDArray[Any], target: NDArray[Any]) -> None:
+    """Copy numbers into an array, rounded to its type."""
+    with np.errstate(over="ignore"):
+        target[:] = values
