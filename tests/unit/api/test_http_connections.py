@@ -45,7 +45,7 @@ def test_admitted_connections_take_no_place_of_pending_ones_and_lose_none_to_the
 
 def test_the_longest_idle_connection_makes_room_and_a_busy_one_never_does() -> None:
     bench = Bench(admitted=2)
-    first, second = bench.add("first"), bench.enter("second")
+    first, second = bench.add("first"), bench.add("second")
     assert first.admit()
     assert second.admit()
     second.mark_idle()
