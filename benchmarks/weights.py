@@ -46,7 +46,7 @@ from rollout_service.inference.pool.pools import Pools
 from rollout_service.testing import write_random_checkpoint
 
 ENGINES, ROLLOUTS = 2, 32
-RECOMPUTE = HERE.parent / "tests" / "support" / "recompute_logprobs.py"
+RECOMPUTE = HERE.parent / "tests" / "support" / "engines" / "recompute_logprobs.py"
 BASE_ID_LENGTH = 32  # the part of a request id that its attempts share
 VOCABULARY = range(3, 250)
 AIMS = {

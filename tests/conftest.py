@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from sandboxes import LocalConfig, Sandbox, SandboxSpec, make_provider
-from tests.support.order import longest_first
+from tests.support.longest_first import longest_first
 
 # A busy machine makes the drawing of examples slow, which says nothing about them.
 settings.register_profile("patient", suppress_health_check=[HealthCheck.too_slow], deadline=None)

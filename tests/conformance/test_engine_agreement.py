@@ -17,7 +17,7 @@ from rollout_service.inference.local_servers.sglang_cpu import DEFAULT_ENVIRONME
 pytestmark = [pytest.mark.anyio, pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 
 POLICIES = Path(__file__).parents[2] / "rollout_service" / "policies" / "checkpoints"
-RECOMPUTE = Path(__file__).parents[1] / "support" / "recompute_logprobs.py"
+RECOMPUTE = Path(__file__).parents[1] / "support" / "engines" / "recompute_logprobs.py"
 ENGINES_TOLERANCE = 1e-4
 TRANSFORMERS_TOLERANCE = 1e-4
 SAMPLINGS = [

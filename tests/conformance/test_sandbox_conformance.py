@@ -9,7 +9,7 @@ import pytest
 from sandboxes import ApptainerConfig, LocalConfig, SandboxProvider, make_provider
 from sandboxes.conformance import CHECKS, Check
 from sandboxes.conformance.runner import assess_check
-from tests.support.as_user import OrdinaryUser, ordinary_user
+from tests.support.users.as_user import OrdinaryUser, ordinary_user
 
 pytestmark = pytest.mark.anyio
 

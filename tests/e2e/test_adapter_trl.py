@@ -10,7 +10,7 @@ from statistics import mean
 
 import pytest
 
-from tests.support.adapter_service import service
+from tests.support.adapters.service import service
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-trl" / "bin" / "python"

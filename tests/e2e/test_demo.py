@@ -12,7 +12,7 @@ from rollout_service.inference.local_servers.sglang_cpu import DEFAULT_ENVIRONME
 from rollout_service.policies.shipped import policy_folder
 from rollout_service.tokens.trajectory import check_invariants
 
-RECOMPUTE = Path(__file__).parents[1] / "support" / "recompute_logprobs.py"
+RECOMPUTE = Path(__file__).parents[1] / "support" / "engines" / "recompute_logprobs.py"
 TOLERANCE = 1e-3
 COMMAND = [sys.executable, "-m", "rollout_service.cli", "demo"]
 

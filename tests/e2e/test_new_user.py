@@ -11,7 +11,7 @@ import pytest
 
 from sandboxes.conformance import CHECKS
 from sandboxes.images.store import ImageStore
-from tests.support.new_user import NewUser, new_user, shared_folder
+from tests.support.users.new_user import NewUser, new_user, shared_folder
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.timeout(600), pytest.mark.xdist_group("a new user")]
 ROLLOUTS = 8

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.adapter_service import engine, service
+from tests.support.adapters.service import engine, service
 
 ROWS = Path(__file__).parents[3] / "examples" / "adapters" / "rows.py"
 ANSWER = r"It is \boxed{4}.<|im_end|>"

@@ -24,7 +24,7 @@ QUIET = {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREAD
 def test_a_failure_is_neither_trained_on_nor_a_zero(rewards, mean, moves):
     command = [
         ROOT / ".venv-trl" / "bin" / "python",
-        ROOT / "tests" / "support" / "trl_failures.py",
+        ROOT / "tests" / "support" / "adapters" / "trl_failures.py",
         *rewards,
     ]
     done = subprocess.run(

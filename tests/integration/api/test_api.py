@@ -23,7 +23,7 @@ from rollout_service.tokens import check_invariants
 from sandboxes import make_provider
 from sandboxes.config import ApptainerConfig, LocalConfig
 from sandboxes.errors import ImageNotFoundError
-from tests.support.api_server import wait_until_ready
+from tests.support.api.server import wait_until_ready
 
 pytestmark = pytest.mark.xdist_group("api")
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.api_attacks import CHECKS, Target, attack
-from tests.support.api_server import api_server
+from tests.support.api.attacks import CHECKS, Target, attack
+from tests.support.api.server import api_server
 
 pytestmark = [pytest.mark.anyio, pytest.mark.xdist_group("api_attacks")]
 

@@ -10,13 +10,13 @@ from urllib.parse import urlsplit
 import anyio
 import httpx
 import pytest
-from support.relay import relay_to
-from support.service_process import Running, eventually, scripted_engine, service
 
 from api_schemas.events import Event
 from api_schemas.rollouts import RolloutRequest
 from api_schemas.tasks import Task
 from rollout_client.client import RolloutClient
+from tests.support.processes.relay import relay_to
+from tests.support.processes.service import Running, eventually, scripted_engine, service
 
 HANG_UPS = 20
 CONFIG = "[sandboxes.pressure]\nenabled = false\n"

@@ -16,7 +16,7 @@ import pytest
 import schemathesis
 
 from api_schemas.runs import BINARY_MEDIA_TYPE
-from tests.support.api_server import wait_until_ready
+from tests.support.api.server import wait_until_ready
 
 pytestmark = pytest.mark.xdist_group("openapi")
 

@@ -14,7 +14,7 @@ from rollout_service.cli import app as cli
 from rollout_service.errors import ConfigurationError
 from rollout_service.http.tls import Certificate
 from rollout_service.settings import load_settings
-from tests.support.api_server import api_server, make_certificate
+from tests.support.api.server import api_server, make_certificate
 
 KEY = "a-key-of-enough-characters"
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.api_server import api_server
 
 from rollout_service.api.routes import rollouts, runs
 from rollout_service.settings import Settings
 from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest
 from rollout_service.store.sqlite import SqliteStore
+from tests.support.api.server import api_server
 
 pytestmark = pytest.mark.anyio
 

@@ -33,7 +33,7 @@ from rollout_service.testing import write_random_checkpoint
 pytestmark = [pytest.mark.anyio, pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 
 PYTHON = DEFAULT_ENVIRONMENT / "bin" / "python"
-TRAINER = Path(__file__).parents[2] / "support" / "broadcast_weights.py"
+TRAINER = Path(__file__).parents[2] / "support" / "engines" / "broadcast_weights.py"
 PROMPT = [11, 42, 7, 199, 23, 5, 310]
 LONG = 400
 OPTIONS = PoolOptions(slow_start=0.0, probe_interval=0.5, hold_seconds=60.0)

@@ -1,6 +1,6 @@
 """Code that attacks its sandbox: the host, the service and the neighbours do not notice.
 
-The attacks are those of `tests.support.hostile` and `hostile_kernel`, run as the user who runs the tests and as an
+The attacks are those of `tests.support.hostile`, run as the user who runs the tests and as an
 ordinary user.
 """
 
@@ -19,9 +19,8 @@ from sandboxes import (
     SandboxSpec,
     make_provider,
 )
-from tests.support import hostile_kernel  # noqa: F401  its checks come onto the list
-from tests.support.as_user import OrdinaryUser, ordinary_user
 from tests.support.hostile import CHECKS, NothingToAttackError
+from tests.support.users.as_user import OrdinaryUser, ordinary_user
 
 pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
 

@@ -22,8 +22,8 @@ from sandboxes.images.sources import Definition, Reference, Tree, packaged_defin
 from sandboxes.images.store import ImageStore, packaged
 from sandboxes.images.unpacked import UnpackedImages
 from sandboxes.providers.apptainer.provider import ApptainerProvider
-from tests.support.children import killed
-from tests.support.oci import make_layout, registry
+from tests.support.images.oci import make_layout, registry
+from tests.support.processes.children import killed
 
 pytestmark = pytest.mark.apptainer
 

@@ -22,8 +22,8 @@ import pytest
 
 from sandboxes import ApptainerConfig, Sandbox, SandboxConfigError, SandboxSpec, make_provider
 from sandboxes.providers.apptainer.provider import ApptainerProvider
-from tests.support.as_user import ordinary_user
-from tests.support.children import killed
+from tests.support.processes.children import killed
+from tests.support.users.as_user import ordinary_user
 
 pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
 MIB = 1024**2

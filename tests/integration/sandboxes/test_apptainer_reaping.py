@@ -25,7 +25,7 @@ from sandboxes import (
 )
 from sandboxes.host.processes import find_processes, processes_of
 from sandboxes.limits.cgroups import find_groups
-from tests.support.as_user import ordinary_user
+from tests.support.users.as_user import ordinary_user
 
 pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
 ALLOWED_SECONDS = 5.0

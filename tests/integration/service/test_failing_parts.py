@@ -12,10 +12,10 @@ from pathlib import Path
 import anyio
 import httpx
 import pytest
-from support.service_process import Running, scripted_engine, service
 
 from rollout_service.errors import StoreError
 from rollout_service.store.sqlite.thread import DatabaseThread
+from tests.support.processes.service import Running, scripted_engine, service
 
 READING_SECONDS = 2.5
 """The host's pressure is read every second."""

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.service_process import Running, eventually, running, service
 
 from rollout_service.inference.local_servers.process import free_port
 from rollout_service.policies.shipped import policy_folder
+from tests.support.processes.service import Running, eventually, running, service
 
 CONFIG = 'log_format = "json"\nlog_level = "debug"\n'
 FAKE = "rollout_service.testing"

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.service_process import Running, eventually, scripted_engine, service
 
 from api_schemas.errors import Problem
+from tests.support.processes.service import Running, eventually, scripted_engine, service
 
 DRAIN_SECONDS = 2.0
 LAST_SECONDS = 3.0

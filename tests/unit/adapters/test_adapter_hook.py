@@ -10,7 +10,7 @@ import pytest
 from api_schemas.rollouts import RolloutState
 from rollout_client.adapters.submit import Orders, TaskRowError
 from rollout_client.adapters.trl import RolloutHook, columns, rows, service_reward
-from tests.support.adapter_rollouts import TASK, rollout, segment
+from tests.support.adapters.rollouts import TASK, rollout, segment
 
 END = 2
 ONE = rollout(segment([1, 2, 3, 4, 5], [0, 1, 1, 0, 1]), rollout_id="a")

@@ -22,7 +22,7 @@ from pydantic import BaseModel, create_model
 from api_schemas.rollouts import RolloutState, StopReason
 from rollout_client.adapters import areal, nemo_gym, openrlhf, skyrl, slime, verl
 from rollout_client.adapters.submit import NoRewardError
-from tests.support.adapter_rollouts import TASK, FakeClient, rollout, segment
+from tests.support.adapters.rollouts import TASK, FakeClient, rollout, segment
 
 pytestmark = pytest.mark.anyio
 

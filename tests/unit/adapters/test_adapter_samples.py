@@ -23,7 +23,7 @@ from rollout_client.adapters.submit import (
 )
 from rollout_client.adapters.weights import WeightsFolder
 from rollout_client.errors import WeightsError
-from tests.support.adapter_rollouts import FakeClient, rollout, segment
+from tests.support.adapters.rollouts import FakeClient, rollout, segment
 
 pytestmark = pytest.mark.anyio
 

@@ -7,7 +7,6 @@ import tracemalloc
 import anyio
 import psutil
 import pytest
-from support.children import children
 
 from rollout_service.environments.builtin.code.environment import Code
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, SandboxSettings
@@ -17,6 +16,7 @@ from rollout_service.pipeline.sandbox_source import SandboxSource
 from sandboxes import LocalConfig, SandboxSpec, make_provider
 from sandboxes.errors import FileTooLargeError, SandboxFileError
 from sandboxes.runtime.tree_reader import stays_within
+from tests.support.processes.children import children
 
 pytestmark = pytest.mark.anyio
 MIB = 1 << 20

@@ -8,8 +8,8 @@ from renderers.configs import _CONFIG_BY_NAME
 from api_schemas.trajectories import FinishReason, ForkReason, Message, ToolCall
 from rollout_service.tokens import Conversation
 from rollout_service.tokens.renderer import ChatRenderer
-from tests.support.chat_formats import FAMILIES, control_tokens, is_special, load
-from tests.support.conversations import QUESTION, TOOL, TURNS, WRITTEN, answers_to, as_written
+from tests.support.tokens.chat_formats import FAMILIES, control_tokens, is_special, load
+from tests.support.tokens.conversations import QUESTION, TOOL, TURNS, WRITTEN, answers_to, as_written
 
 TOOL_ORDER_NEEDED = {"deepseek-v4"}
 """Formats that order parallel results by their calls, which a bridge cannot know."""

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api_schemas.trajectories import Message
-from tests.support.chat_formats import FAMILIES, control_tokens, load
-from tests.support.conversations import TOOL
+from tests.support.tokens.chat_formats import FAMILIES, control_tokens, load
+from tests.support.tokens.conversations import TOOL
 
 ALL_CONTROL = sorted({token for family in FAMILIES for token in control_tokens(family)})
 TEXT = st.lists(

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from tests.support.chat_formats import FAMILIES, load
-from tests.support.conversations import Format, hold
+from tests.support.tokens.chat_formats import FAMILIES, load
+from tests.support.tokens.conversations import Format, hold
 
 EACH = 400
 

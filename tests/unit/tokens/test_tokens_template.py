@@ -9,8 +9,8 @@ from rollout_service.policies.shipped import policy_folder
 from rollout_service.tokens import ChatRenderer, Conversation, check_invariants
 from rollout_service.tokens.errors import RenderError
 from rollout_service.tokens.template_bridge import Template, extend
-from tests.support.chat_formats import write_model
-from tests.support.conversations import TOOL, Format, hold
+from tests.support.tokens.chat_formats import write_model
+from tests.support.tokens.conversations import TOOL, Format, hold
 
 CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "print(1)"}}\n</tool_call>'
 SPACED_CALL = CALL.replace(": ", " :  ")

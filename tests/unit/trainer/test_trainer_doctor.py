@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from support.trainer_batches import PROMPT, write_batch
 from typer.testing import CliRunner
 
 from rollout_client.arrays import BatchArrays
 from rollout_service.cli import app
 from rollout_service.testing import Shape, write_random_checkpoint
+from tests.support.adapters.trainer_batches import PROMPT, write_batch
 
 SHAPE = Shape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=48, vocab=300, context=600)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.trainer_batches import PROMPT, write_batch
 from trainer.checkpoint import STATE, Checkpoints, load_state, weights_of
 from trainer.learner import Learner, Recipe
 from trainer.policy import Sample, sampled_logprobs, samples_of
@@ -18,6 +17,7 @@ from trainer.policy import Sample, sampled_logprobs, samples_of
 from rollout_client.arrays import BatchArrays
 from rollout_service.inference.engines.embedded.weights import read_tensors
 from rollout_service.testing import Shape, write_random_checkpoint
+from tests.support.adapters.trainer_batches import PROMPT, write_batch
 
 SHAPE = Shape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=48, vocab=300, context=600)
 RECIPE = Recipe(learning_rate=1e-2, warm_up=1, epochs=1, updates=1, portion=3)

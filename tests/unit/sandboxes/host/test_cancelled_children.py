@@ -6,11 +6,11 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 import pytest
-from support.children import nothing_uncollected
 
 from rollout_service.cli.server_child import running_server
 from rollout_service.inference.local_servers.process import Launch, ServerProcess
 from sandboxes.runtime.export import export_tree
+from tests.support.processes.children import nothing_uncollected
 
 
 class Sleeping(ServerProcess):

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from support.children import held, killed
 
 from sandboxes.host.children import LingeringChildren, end_process, wait_exit
+from tests.support.processes.children import held, killed
 
 pytestmark = pytest.mark.anyio
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from support.children import killed
-
 from sandboxes.host.processes import (
     FOLDERS,
     MARKER,
@@ -18,6 +16,7 @@ from sandboxes.host.processes import (
     sandbox_of,
     start_time,
 )
+from tests.support.processes.children import killed
 
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
 

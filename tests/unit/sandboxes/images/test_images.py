@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.children import killed
 
 from sandboxes.errors import ImageBuildError, ImageError, ImageNotFoundError
 from sandboxes.images.build import ApptainerBuilder, Progress, hint_for
@@ -32,6 +31,7 @@ from sandboxes.images.sources import (
     source_of_reference,
 )
 from sandboxes.images.store import NAME, ImageStore, _hash, default_cache, packaged
+from tests.support.processes.children import killed
 
 
 @dataclass

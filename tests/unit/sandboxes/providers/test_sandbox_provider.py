@@ -6,11 +6,11 @@ from pathlib import Path
 
 import anyio
 import pytest
-from support.children import children, held
 
 from sandboxes import LocalConfig, SandboxError, SandboxSpec
 from sandboxes.host.processes import find_processes
 from sandboxes.providers.local import LocalProvider
+from tests.support.processes.children import children, held
 
 pytestmark = pytest.mark.anyio
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.children import killed
 
 from sandboxes.host.processes import MARKER
 from sandboxes.reclaim.guard import Guard
 from sandboxes.reclaim.reaper import OWNER, ReclaimResult, reclaim, sweep, sweep_service
 from sandboxes.reclaim.run_folders import ServiceFolder
+from tests.support.processes.children import killed
 
 SLEEP = [sys.executable, "-c", "print(flush=True); import signal; signal.pause()"]
 

@@ -1,9 +1,9 @@
 """Runs commands as a real ordinary user, for tests that are themselves run by root.
 
-    python -m tests.support.as_user -- python -m sandboxes.conformance apptainer
-    python -m tests.support.as_user --fuse -- pytest tests/conformance -k "test_apptainer and bash"
+    python -m tests.support.users.as_user -- python -m sandboxes.conformance apptainer
+    python -m tests.support.users.as_user --fuse -- pytest tests/conformance -k "test_apptainer and bash"
 
-    from tests.support.as_user import ordinary_user
+    from tests.support.users.as_user import ordinary_user
     with ordinary_user() as user:
         done = user.run(["python", "-m", "sandboxes.conformance", "apptainer"], timeout=300)
         assert done.returncode == 0, done.stdout
@@ -32,7 +32,7 @@ from pathlib import Path
 
 from sandboxes.images.store import ImageStore
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 FIRST_USER = 1_000_000
 """A user's number is this plus the number of the process that asked, so that no two at a time are the same."""
 FIRST_SUBORDINATE, SUBORDINATES = 200_000_000, 65_536

@@ -14,7 +14,7 @@ from random import Random
 from api_schemas.trajectories import FinishReason, ForkReason, Message, ToolCall, Trajectory
 from rollout_service.tokens import ChatRenderer, Conversation, check_invariants
 from rollout_service.tokens.errors import RenderError
-from tests.support.chat_formats import control_tokens
+from tests.support.tokens.chat_formats import control_tokens
 
 TOOL = {
     "type": "function",

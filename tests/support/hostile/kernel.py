@@ -12,7 +12,7 @@ from pwd import getpwnam
 
 from sandboxes import Sandbox, SandboxProvider, SandboxSpec
 from sandboxes.host.processes import processes_of
-from tests.support.hostile import (
+from tests.support.hostile.checks import (
     PATIENCE,
     NothingToAttackError,
     attacked,

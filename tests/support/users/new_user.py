@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 PREFIX = "rollout-test-"
 END_SECONDS = 10.0
 HANDED_ON = ("PIP_", "UV_", "SSL_CERT_", "ROLLOUT_APPTAINER", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")

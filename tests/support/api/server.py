@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.support.children import killed
+from tests.support.processes.children import killed
 
 START_SECONDS = 90.0
 

@@ -1,29 +1,19 @@
-"""Code that attacks its sandbox, as checks that any runner can call: by root in the tests, by others as a program.
+"""Checks that attack a sandbox, its neighbors, and the host through files, processes, memory, and sessions.
 
-    python -m tests.support.hostile --list
-    python -m tests.support.as_user -- python -m tests.support.hostile fork_bomb
-
-A check takes a provider of real sandboxes, and asserts three things: the attacker's caller is told what happened, by
-a typed error that names the limit where there is one; a neighbour works as before; and when both are closed, no
-process, mount, control group or folder is left. Nothing waits for a fixed time for something to happen.
+The docstring of `tests.support.hostile` says what every check asserts.
 """
 
-import argparse
-import logging
 import resource
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.to_thread
 
 from sandboxes import (
-    ApptainerConfig,
     FileMissingError,
     FileTooLargeError,
     LimitExceededError,
@@ -32,7 +22,6 @@ from sandboxes import (
     SandboxProvider,
     SandboxSpec,
     SessionDiedError,
-    make_provider,
 )
 from sandboxes.host.processes import processes_of
 from sandboxes.providers.base import HostProvider
@@ -536,41 +525,3 @@ for content in ({}, {"text": 7}, {"text": None}, {"data": []}, {"execution_state
             await recovers(sandbox)
             return
         await recovers(sandbox)
-
-
-def main() -> int:
-    """Run the named checks, all without a name; the exit code is the number of failures."""
-    import tests.support.hostile_kernel  # noqa: F401  its checks come onto the list
-
-    parser = argparse.ArgumentParser(description="attacks on sandboxes")
-    parser.add_argument("--list", action="store_true", help="name the checks")
-    parser.add_argument("names", nargs="*", help="which to run; all without one")
-    arguments = parser.parse_args()
-    if arguments.list:
-        sys.stdout.write("".join(f"{name}\n" for name in CHECKS))
-        return 0
-    return sum(not anyio.run(_passes, name) for name in arguments.names or CHECKS)
-
-
-async def _passes(name: str) -> bool:
-    with tempfile.TemporaryDirectory() as state:
-        provider = make_provider(ApptainerConfig(), Path(state))
-        begun = time.monotonic()
-        try:
-            await CHECKS[name](provider)
-        except NothingToAttackError as error:
-            sys.stdout.write(f"{name}: {NOTHING}: {error}\n")
-            return True
-        except Exception:
-            logging.exception(name)
-            return False
-        finally:
-            await provider.close()
-    sys.stdout.write(f"{name} passed in {time.monotonic() - begun:.1f} s\n")
-    return True
-
-
-if __name__ == "__main__":
-    from tests.support import hostile  # the module that other modules put their checks on the list of
-
-    sys.exit(hostile.main())

@@ -16,7 +16,7 @@ from renderers.configs import _CONFIG_BY_NAME
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rollout_service.tokens import ChatRenderer
-from tests.support.harmony import HarmonyStandIn
+from tests.support.tokens.harmony import HarmonyStandIn
 
 FAMILIES = sorted(set(_CONFIG_BY_NAME) - {"auto", "default"})
 """All chat formats that are written by hand."""

@@ -1,6 +1,6 @@
 """Attacks on the API, as checks that any runner can call against a server that listens.
 
-    python -m tests.support.api_attacks URL ADMIN_KEY READ_KEY SUBMIT_KEY
+    python -m tests.support.api.attacks URL ADMIN_KEY READ_KEY SUBMIT_KEY
 
 A check raises where its attack succeeded. After each one the server still answers its probe in seconds. `attack`
 tries all of them, one after the other.

@@ -18,9 +18,9 @@ from trl import GRPOConfig, GRPOTrainer
 from api_schemas.rollouts import RolloutState
 from rollout_client.adapters.submit import Orders
 from rollout_client.adapters.trl import RolloutHook, rows, service_reward
-from tests.support.adapter_rollouts import TASK, rollout, segment
+from tests.support.adapters.rollouts import TASK, rollout, segment
 
-POLICY = Path(__file__).parents[2] / "rollout_service" / "policies" / "checkpoints" / "calc-base"
+POLICY = Path(__file__).parents[3] / "rollout_service" / "policies" / "checkpoints" / "calc-base"
 REWARDS = json.loads(f"[{','.join(sys.argv[1:])}]")
 
 
