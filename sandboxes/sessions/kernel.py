@@ -156,7 +156,7 @@ class Kernel:
             raise SandboxStartError(
                 f"the Python kernel ended while it started; {self.log_tail()}",
                 hint='set sandbox.python to "toolkit", for which `rollout-service image build base` makes the Python '
-                "once, or use an image that has python3 with ipykernel",
+                "once, or use an image that has python3 with ipykernel 6.29 to 7",
             )
 
     async def _cancel_at_end(self, scope: anyio.CancelScope) -> None:

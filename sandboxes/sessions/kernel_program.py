@@ -1,11 +1,17 @@
-"""The program of each kernel: ipykernel, without what no cell here uses, and with bounds on what it sends.
+"""Run ipykernel without the parts that no cell here uses, and with bounds on the messages it sends.
 
-Written into each sandbox as text, never imported. It leaves out the client side of Jupyter, collections of garbage
-while modules load, the thread for heartbeats, and waits for output that is not there. Nothing that code computes is
-changed: long prints go out in several messages, long results and exceptions are cut in the middle, so that
-no message gets so large that the host would refuse it. Who prints faster than the host reads waits, as at a pipe's
-end: nothing is dropped, and at a time-out what is still to be read is little. Only plain text is made of a value, and
-IPython's second copy of everything printed is not kept.
+The program is written into each sandbox as text and never imported. It leaves out Jupyter's client side, garbage
+collection while modules load, the heartbeat thread, and waits for output that does not exist. It changes nothing that
+code computes:
+
+- Long prints go out in several messages. Long results and exceptions are cut in the middle. The host refuses no
+  message for its size.
+- Code that prints faster than the host reads has to wait, as at the end of a pipe. Nothing is dropped, and at a
+  time-out little is left to read.
+- Values are shown as plain text only, and IPython's second copy of everything printed is not kept.
+
+To do so it replaces private parts of ipykernel, which the image brings. `require_parts` refuses a version that lacks
+one of them.
 """
 
 from __future__ import annotations
@@ -25,26 +31,34 @@ from importlib import import_module
 from typing import Any
 
 LIMIT = 256 * 1024
-"""Characters of one message, and of what is printed before it goes out."""
+"""The most characters in one message, and the most printed before a message goes out."""
 BACKLOG = 8
-"""Messages that wait in this process, and again in ZeroMQ, before who sends more has to wait."""
+"""How many messages may wait in this process, and again in ZeroMQ, before the sender has to wait."""
 BACKLOG_PAUSE = 0.005
 SETTINGS = {
     "HistoryManager": {"enabled": False},
     "InteractiveShell": {"colors": "nocolor", "cache_size": 100},
     "IPKernelApp": {"log_level": "ERROR"},
 }
-"""They win over a configuration in the image."""
+"""Settings that override a configuration in the image."""
 TAKING = threading.Lock()
-"""Held from the reading of a descriptor until what was read is in its stream."""
+"""Held from reading a descriptor until the data is in its stream."""
+
+
+class UnsupportedKernelError(Exception):
+    """The installed ipykernel lacks a part that this program replaces or reads."""
 
 
 def main() -> None:
-    """Run the kernel of the connection file that is the one argument."""
+    """Run the kernel for the connection file that is the only argument."""
     gc.disable()
     if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):  # noqa: PTH100, PTH120
-        del sys.path[0]  # this file's folder is no place for modules
+        del sys.path[0]  # this file's folder holds no modules
     load_at_first_use("jupyter_client", "jupyter_client.connect")
+    try:
+        require_parts()
+    except UnsupportedKernelError as error:
+        sys.exit(f"unsupported ipykernel: {error}")
     bound_streams()
     bound_sending()
     app = make_app(sys.argv[1])
@@ -55,8 +69,40 @@ def main() -> None:
     app.start()
 
 
+def require_parts() -> None:
+    """Require the parts of ipykernel that this program replaces or reads.
+
+    Raises:
+        UnsupportedKernelError: one is missing; the message names it.
+    """
+    from ipykernel import _version, iostream, kernelapp, kernelbase
+
+    of_class: dict[Any, str] = {
+        iostream.OutStream: "_flush_buffers flush write _watch_pipe_fd _is_master_process",
+        iostream.IOPubThread: "schedule",
+        kernelapp.IPKernelApp: "blocking_class init_iopub iopub_thread init_heartbeat log_connection_info",
+        kernelbase.Kernel: "_execute_sleep",
+    }
+    of_instances: dict[Any, str] = {
+        iostream.OutStream: "_buffers _fid _should_watch",
+        iostream.IOPubThread: "thread _events",
+    }
+    found = [(owner, name, hasattr(owner, name)) for owner in of_class for name in of_class[owner].split()]
+    for owner, names in of_instances.items():
+        found += [(owner, name, name in names_in_methods(owner)) for name in names.split()]
+    for owner, name, exists in found:
+        if not exists:
+            raise UnsupportedKernelError(f"ipykernel {_version.__version__} has no {owner.__name__}.{name}")
+
+
+def names_in_methods(owner: Any) -> set[str]:
+    """Return the names that the methods of a class use, among them the attributes they set."""
+    codes = (getattr(method, "__code__", None) for method in vars(owner).values())
+    return {name for code in codes if code is not None for name in code.co_names}
+
+
 def load_at_first_use(name: str, part: str) -> None:
-    """Have a package run its own code when something is asked of it that this part of it has not."""
+    """Defer a package's own code until something is requested that its submodule `part` does not have."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.loader is None:
         return
@@ -75,7 +121,7 @@ def load_at_first_use(name: str, part: str) -> None:
 
 
 def make_app(connection_file: str) -> Any:
-    """A kernel with its sockets, ready to be started."""
+    """Return a kernel with bound sockets, ready to start."""
     import traitlets
     import zmq
     from ipykernel import kernelapp
@@ -87,19 +133,19 @@ def make_app(connection_file: str) -> Any:
         blocking_class = traitlets.Any()  # the inherited one would load the client side
 
         def parse_command_line(self, argv: object = None) -> None:  # noqa: ARG002
-            """Take the settings from here."""
+            """Use the settings of this program."""
             self.update_config(Config(SETTINGS))
             self.connection_file = connection_file
 
         def init_iopub(self, context: Any) -> None:
-            """Have the output channel wait for its reader, where it would drop what is too much."""
+            """Make the output channel wait for its reader instead of dropping messages."""
             defaults, context.sockopts = context.sockopts, {**context.sockopts, zmq.SNDHWM: BACKLOG}
             super().init_iopub(context)
             context.sockopts = defaults
             self.iopub_thread.socket.setsockopt(zmq.XPUB_NODROP, 1)
 
         def init_heartbeat(self) -> None:
-            """Nobody listens: the host watches the process."""
+            """Start no heartbeat: the host watches the process."""
 
         def log_connection_info(self) -> None:
             """Tell the host that all sockets are bound."""
@@ -111,7 +157,7 @@ def make_app(connection_file: str) -> Any:
 
 
 def cut(text: Any) -> Any:
-    """The text, cut in the middle if it is too long."""
+    """Return the text, cut in the middle if it is too long."""
     if not isinstance(text, str) or len(text) <= LIMIT:
         return text
     half, left_out = LIMIT // 2, len(text) - LIMIT
@@ -119,7 +165,7 @@ def cut(text: Any) -> Any:
 
 
 def bound_streams() -> None:
-    """Send long prints in several messages, and wait for the sending thread only where something was printed."""
+    """Send long prints in several messages, and wait for the sending thread only if something was printed."""
     from ipykernel.iostream import OutStream
 
     stream: Any = OutStream
@@ -133,7 +179,7 @@ def bound_streams() -> None:
     def flush_if_any(self: Any) -> None:
         if getattr(self, "_fid", None) is not None and not os.get_blocking(self._fid):
             take_written(self)
-        # What has left the buffers is in the thread's queue already, before whatever is sent from now on.
+        # Text that has left the buffers is already in the thread's queue, ahead of anything sent from now on.
         if any(buffer.tell() for buffer in list(self._buffers.values())):
             flush(self)
 
@@ -150,7 +196,7 @@ def bound_streams() -> None:
 
 
 def bound_sending() -> None:
-    """Have who sends wait while many messages are to be sent; the thread that sends them excepted."""
+    """Make senders wait while many messages are queued, except for the thread that sends them."""
     from ipykernel.iostream import IOPubThread
 
     thread: Any = IOPubThread
@@ -166,7 +212,7 @@ def bound_sending() -> None:
 
 
 def watch_pipe(stream: Any) -> None:
-    """Take what is written to a stream's descriptor, by processes for example, as it comes; in a thread of its own."""
+    """Take data written to a stream's descriptor, for example by child processes, as it comes. Runs in a thread."""
     if stream._fid is None:
         return
     os.set_blocking(stream._fid, False)
@@ -177,11 +223,14 @@ def watch_pipe(stream: Any) -> None:
 
 
 def take_written(stream: Any) -> bool:
-    """Take what is there now; False at the end. Called at a cell's end too, so that its output is there by then."""
+    """Take the data that is available; return False at the end of the stream.
+
+    Also called at the end of a cell, so that its output is complete by then.
+    """
     if not stream._is_master_process():
         return True
     with TAKING:
-        for _ in range(16):  # a writer that never rests holds up no cell
+        for _ in range(16):  # a writer that never pauses must not hold up the cell
             try:
                 data = os.read(stream._fid, 65536)
             except BlockingIOError:
@@ -193,7 +242,7 @@ def take_written(stream: Any) -> bool:
 
 
 def bound_shell(shell: Any) -> None:
-    """Make values and exceptions short and plain, and answer at once."""
+    """Keep values and exceptions short and plain, and reply at once."""
     represent, send = shell.display_formatter.format, shell.kernel.session.send
 
     def bounded_format(value: object, **wanted: Any) -> tuple[dict[str, Any], Any]:
@@ -209,12 +258,12 @@ def bound_shell(shell: Any) -> None:
     shell.display_formatter.active_types = ["text/plain"]
     shell.display_formatter.format = bounded_format
     shell.kernel.session.send = bounded_send
-    shell.kernel._execute_sleep = 0  # for clients that take a reply for the end of the output
-    shell._tee = lambda channel: nullcontext()  # noqa: ARG005  its name is given
+    shell.kernel._execute_sleep = 0  # it serves clients that take a reply for the end of the output
+    shell._tee = lambda channel: nullcontext()  # noqa: ARG005  passed by name
 
 
 def wake_at_signals() -> None:
-    """Have a signal wake the event loop: an interrupted cell that awaits is cancelled by the loop's next round."""
+    """Make signals wake the event loop: its next iteration cancels an interrupted cell that is awaiting."""
     from tornado.ioloop import IOLoop
 
     woken, waker = socket.socketpair()

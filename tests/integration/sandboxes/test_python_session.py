@@ -1,5 +1,6 @@
 """What code finds in a Python session is what any IPython kernel gives it, although the kernel starts with less."""
 
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from sandboxes.config import LocalConfig, make_provider
 from sandboxes.contract import PythonSession, SandboxSpec
+from sandboxes.errors import SandboxStartError
 
 pytestmark = pytest.mark.anyio
 
@@ -77,3 +79,30 @@ async def test_what_a_process_wrote_is_in_the_cell_that_waited_for_it(python: Py
     for number in range(100):
         found = await python.execute(f"import os\nos.system('echo {number}; echo {number} >&2') == 0")
         assert (sorted(found.output.split()), found.result) == ([str(number)] * 2, "True")
+
+
+WITHOUT_A_PART = """#!/bin/sh
+exec {python} -c '
+import runpy, sys
+from ipykernel import iostream
+del iostream.OutStream._flush_buffers
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+' "$@"
+"""
+
+
+async def test_a_kernel_that_lacks_a_part_is_refused_by_the_name_of_the_part(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(WITHOUT_A_PART.format(python=sys.executable))
+    python.chmod(0o755)
+    provider = make_provider(LocalConfig(provider="local", python=python), tmp_path)
+    try:
+        async with await provider.start(SandboxSpec()) as sandbox:
+            with pytest.raises(
+                SandboxStartError, match=r"ipykernel .* has no OutStream\._flush_buffers"
+            ) as caught:
+                await sandbox.python()
+            assert "6.29 to 7" in (caught.value.hint or "")
+    finally:
+        await provider.close()
