@@ -17,7 +17,7 @@ from accounting import Account, Memory, account, host_cpu_seconds, read_memory
 from bare_sandbox import bare_apptainer, bare_bash, bare_kernels
 from common import HERE, Options, report
 
-from sandboxes.config import ApptainerConfig, WarmPoolConfig, make_provider
+from sandboxes import ApptainerConfig, WarmPoolConfig, make_provider
 from sandboxes.contract import Sandbox, SandboxProvider, SandboxSpec, SessionName
 from sandboxes.host.facts import find_apptainer
 from sandboxes.images.store import ImageStore

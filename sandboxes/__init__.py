@@ -1,10 +1,24 @@
 """Sandboxes: places to run untrusted code, with persistent bash and Python sessions.
 
-`make_provider(config, state_dir)` gives a provider, `await provider.start(SandboxSpec(...))` a sandbox.
+`make_provider(config, state_dir)` returns a provider, and `await provider.start(SandboxSpec(...))` a sandbox. All names
+that a user of the package needs can be imported from here.
 """
 
-from sandboxes.config import ApptainerConfig, LimitDefaults, LocalConfig, ProviderConfig, make_provider
+from sandboxes.config import (
+    ApptainerConfig,
+    DockerConfig,
+    LimitDefaults,
+    LocalConfig,
+    PressureConfig,
+    ProviderConfig,
+    WarmPoolConfig,
+    default_state_dir,
+)
 from sandboxes.contract import (
+    DEFAULT_FILE_LIMIT,
+    DEFAULT_OUTPUT_LIMIT,
+    DEFAULT_TIMEOUT,
+    DEFAULT_TREE_LIMIT,
     BashResult,
     BashSession,
     Bind,
@@ -21,14 +35,18 @@ from sandboxes.contract import (
     SessionName,
     SweepReport,
 )
+from sandboxes.egress.counts import EgressCounts
 from sandboxes.errors import (
+    DiskFullError,
     EditMatchError,
     FileMissingError,
     FileStalledError,
     FileTooLargeError,
+    ImageBuildError,
     ImageError,
     ImageNotFoundError,
     LimitExceededError,
+    NoProcessError,
     ProviderUnavailableError,
     SandboxClosedError,
     SandboxConfigError,
@@ -37,24 +55,35 @@ from sandboxes.errors import (
     SandboxStartError,
     SessionDiedError,
 )
+from sandboxes.factory import make_provider
 
 __all__ = [
+    "DEFAULT_FILE_LIMIT",
+    "DEFAULT_OUTPUT_LIMIT",
+    "DEFAULT_TIMEOUT",
+    "DEFAULT_TREE_LIMIT",
     "ApptainerConfig",
     "BashResult",
     "BashSession",
     "Bind",
+    "DiskFullError",
+    "DockerConfig",
     "EditMatchError",
+    "EgressCounts",
     "ExecResult",
     "FileEntry",
     "FileMissingError",
     "FileStalledError",
     "FileTooLargeError",
+    "ImageBuildError",
     "ImageError",
     "ImageNotFoundError",
     "LimitDefaults",
     "LimitExceededError",
     "LocalConfig",
     "Network",
+    "NoProcessError",
+    "PressureConfig",
     "ProviderConfig",
     "ProviderUnavailableError",
     "PythonErrorInfo",
@@ -72,5 +101,7 @@ __all__ = [
     "SessionDiedError",
     "SessionName",
     "SweepReport",
+    "WarmPoolConfig",
+    "default_state_dir",
     "make_provider",
 ]

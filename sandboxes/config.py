@@ -1,12 +1,10 @@
-"""The settings of the providers, and the one factory that turns settings into a provider."""
+"""The settings of the providers, the warm pool and admission."""
 
 import os
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
-
-from sandboxes.contract import SandboxProvider
 
 GIB = 1024**3
 FIRST_FREE_USER, LAST_USER, LEAST_USERS = 65_536, 2**32 - 1, 4096
@@ -87,11 +85,11 @@ class ApptainerConfig(_Config):
     @field_validator("user_range")
     @classmethod
     def _is_range(cls, value: str) -> str:
-        numbers_of(value)
+        parse_user_range(value)
         return value
 
 
-def numbers_of(user_range: str) -> range | None:
+def parse_user_range(user_range: str) -> range | None:
     """Return the numbers of a range such as "1000000-1999999"; None for "none".
 
     Raises:
@@ -210,29 +208,3 @@ def default_state_dir() -> Path:
     """Where it is noted which run folders were in use: $XDG_STATE_HOME/rollout-service, or below the home folder."""
     base = os.environ.get("XDG_STATE_HOME")
     return (Path(base) if base else Path.home() / ".local/state") / "rollout-service"
-
-
-def make_provider(
-    config: ProviderConfig, state_dir: Path | None = None, images_dir: Path | None = None
-) -> SandboxProvider:
-    """The provider that the settings describe. Nothing is started; `state_dir` is made when it is first used.
-
-    `images_dir` is where named images are; None is the default place.
-
-    Raises:
-        ProviderUnavailableError: this host lacks what the provider needs; the hint says how to install it.
-        SandboxConfigError: the settings contradict this host, for example a user that does not exist.
-    """
-    state = state_dir or default_state_dir()
-    if isinstance(config, LocalConfig):
-        from sandboxes.providers.local import LocalProvider
-
-        return LocalProvider(config, state)
-    if isinstance(config, DockerConfig):
-        from sandboxes.providers.docker.provider import DockerProvider
-
-        return DockerProvider(config, state)
-    from sandboxes.images.store import ImageStore
-    from sandboxes.providers.apptainer.provider import ApptainerProvider
-
-    return ApptainerProvider(config, state, ImageStore(images_dir))

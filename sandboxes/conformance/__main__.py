@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sandboxes.config import ProviderConfig, make_provider
+from sandboxes.config import ProviderConfig
 from sandboxes.conformance import CHECKS, Check, CheckResult, ConformanceReport, run_checks
 from sandboxes.contract import SandboxProvider
 from sandboxes.errors import SandboxError
+from sandboxes.factory import make_provider
 
 COLOURS = {"holds": "green", "fails": "red", "known failure": "yellow", "holds now": "magenta"}
 UNUSABLE = 2

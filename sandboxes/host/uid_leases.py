@@ -22,7 +22,7 @@ from pathlib import Path
 
 import structlog
 
-from sandboxes.reclaim.reaper import lock
+from sandboxes.host.locks import is_still_at, try_lock
 
 log = structlog.get_logger(__name__)
 
@@ -116,7 +116,7 @@ class HostUsers:
             with suppress(OSError):
                 handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
                 try:
-                    if lock(handle) and _is_at(handle, path):
+                    if try_lock(handle) and is_still_at(handle, path):
                         path.unlink()
                 finally:
                     os.close(handle)
@@ -134,7 +134,7 @@ class HostUsers:
         block = range(first, first + BLOCK)
         path = self._folder / str(first)
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        if not lock(handle) or not _is_at(handle, path):
+        if not try_lock(handle) or not is_still_at(handle, path):
             os.close(handle)
             return False
         self._handle, self._path, self._free = handle, path, deque(block)
@@ -199,11 +199,3 @@ def covered_by_this_namespace(numbers: range) -> bool:
         return False
     maps = [tuple(map(int, line.split())) for line in lines if line]
     return any(inside <= numbers.start and numbers.stop <= inside + count for inside, _, count in maps)
-
-
-def _is_at(handle: int, path: Path) -> bool:
-    """Return whether the file is still there: giving a block back removes it."""
-    try:
-        return os.path.samestat(os.fstat(handle), path.lstat())
-    except OSError:
-        return False

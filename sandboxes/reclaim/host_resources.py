@@ -22,7 +22,6 @@ from sandboxes.reclaim import reaper
 from sandboxes.reclaim.guard import Guard
 from sandboxes.reclaim.rmtree import remove_tree
 from sandboxes.reclaim.run_folders import RunFolder, ServiceFolder, remember, run_base, run_bases
-from sandboxes.runtime.sandbox import HostResources
 
 log = structlog.get_logger(__name__)
 
@@ -135,7 +134,7 @@ class LeftoverProcesses:
                 await anyio.to_thread.run_sync(kill_processes, batch.__contains__)
 
 
-class LauncherResources(HostResources):
+class LauncherResources:
     """The launcher's process, the folder and the control groups of one sandbox."""
 
     def __init__(
@@ -158,9 +157,11 @@ class LauncherResources(HostResources):
 
     @property
     def pid(self) -> int | None:
+        """The launcher's process on the host."""
         return self.process.pid if self.process else None
 
     async def first_process(self) -> FirstProcess | None:
+        """Return process 1 inside, which is the control shell; None if it has ended."""
         return find_first_process(self.process.pid) if self.process and self.process.poll() is None else None
 
     async def watched_group(self) -> ControlGroup | None:

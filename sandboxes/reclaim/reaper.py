@@ -11,7 +11,6 @@ Folders of other users, of other hosts and with other names are not touched.
 Only the standard library is used here, since the guard starts without anything else.
 """
 
-import fcntl
 import json
 import os
 import re
@@ -22,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from sandboxes.host.locks import try_lock
 from sandboxes.host.processes import kill_if, kill_processes
 from sandboxes.reclaim.rmtree import remove_tree
 
@@ -92,18 +92,9 @@ def claim(folder: Path) -> Iterator[dict[str, object] | None]:
         yield None
         return
     try:
-        yield _read_owner(folder) if os.fstat(handle).st_uid == os.geteuid() and lock(handle) else None
+        yield _read_owner(folder) if os.fstat(handle).st_uid == os.geteuid() and try_lock(handle) else None
     finally:
         os.close(handle)
-
-
-def lock(handle: int) -> bool:
-    """Take the lock of a service's folder, or say that another has it."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def reclaim(

@@ -20,7 +20,8 @@ from itertools import count
 from pathlib import Path
 
 from sandboxes.errors import SandboxConfigError
-from sandboxes.reclaim.reaper import lock, write_owner
+from sandboxes.host.locks import is_still_at, try_lock
+from sandboxes.reclaim.reaper import write_owner
 
 SOCKET_PATH_LIMIT = 107
 NAME_BYTES = 4
@@ -113,7 +114,7 @@ class ServiceFolder:
     @property
     def intact(self) -> bool:
         """Whether it is where it was made: somebody may have emptied /tmp."""
-        return _is_at(self._handle, self.path)
+        return is_still_at(self._handle, self.path)
 
     def new(self) -> RunFolder:
         """A folder for a new sandbox; nothing is made yet."""
@@ -134,7 +135,7 @@ def _make_locked(path: Path) -> int | None:
             raise
         return None
     try:
-        if lock(handle) and _is_at(handle, path):
+        if try_lock(handle) and is_still_at(handle, path):
             return handle
     except OSError as error:
         path.rmdir()
@@ -144,13 +145,6 @@ def _make_locked(path: Path) -> int | None:
         ) from error
     os.close(handle)
     return None
-
-
-def _is_at(handle: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), path.lstat())
-    except OSError:
-        return False
 
 
 def run_base(configured: Path | None) -> Path:

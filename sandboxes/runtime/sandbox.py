@@ -7,7 +7,6 @@ that. Everything else is the same for all providers.
 import asyncio
 import posixpath
 import time
-from abc import ABC, abstractmethod
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
@@ -20,6 +19,7 @@ from collections.abc import (
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import anyio
 import zmq
@@ -58,19 +58,16 @@ END_SECONDS = 25.0
 END_PAUSE = 0.02
 
 
-class HostResources(ABC):
-    """What a provider started for one sandbox, and how it ends."""
+class HostResources(Protocol):
+    """What a provider started on the host for one sandbox, and how it ends."""
 
     @property
-    @abstractmethod
     def pid(self) -> int | None:
         """The launcher's process on the host."""
 
-    @abstractmethod
     async def first_process(self) -> FirstProcess | None:
-        """Return process 1 inside, which is the control shell; None where it has ended."""
+        """Return process 1 inside, which is the control shell; None if it has ended."""
 
-    @abstractmethod
     async def release(self) -> None:
         """End every process and remove folders and limits. Called once, with the channel closed."""
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from sandboxes.config import ApptainerConfig, numbers_of
+from sandboxes.config import ApptainerConfig, parse_user_range
 from sandboxes.contract import SandboxSpec
 from sandboxes.egress.rules import AllowList
 from sandboxes.errors import ProviderUnavailableError, SandboxConfigError
@@ -80,7 +80,7 @@ class ApptainerProvider(HostProvider):
         self._binary = _find_binary(config.binary)
         self._images = images or ImageStore()
         self._user, self._group = resolve_user(config.user)
-        numbers = None if config.fakeroot or os.geteuid() != 0 else numbers_of(config.user_range)
+        numbers = None if config.fakeroot or os.geteuid() != 0 else parse_user_range(config.user_range)
         self._users = None if numbers is None else HostUsers(numbers)
         self.launcher = Launcher(self._user, self._group, fakeroot=config.fakeroot)
         if config.fakeroot and not has_subordinate_ids(self._user):

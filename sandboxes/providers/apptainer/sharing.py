@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandboxes.config import ApptainerConfig, numbers_of
+from sandboxes.config import ApptainerConfig, parse_user_range
 from sandboxes.host.uid_leases import HostUsers
 from sandboxes.host.users import resolve_user
 from sandboxes.images.store import default_cache
@@ -59,7 +59,7 @@ def read_sharing(config: ApptainerConfig, kernel: Path = Path("/proc/sys")) -> S
 
 
 def _has_own_users(config: ApptainerConfig, launcher: Launcher) -> bool:
-    numbers = numbers_of(config.user_range)
+    numbers = parse_user_range(config.user_range)
     if numbers is None or config.fakeroot or os.geteuid() != 0:
         return False
     folder = (config.unpacked_dir or default_cache() / "unpacked").expanduser().absolute()

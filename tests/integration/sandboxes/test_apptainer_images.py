@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rollout_service.cli import app
-from sandboxes.config import ApptainerConfig, make_provider
+from sandboxes import ApptainerConfig, make_provider
 from sandboxes.errors import ImageBuildError, ImageError
 from sandboxes.host.facts import find_apptainer, read_host_facts
 from sandboxes.images.sources import Definition, Reference, Tree, packaged_definition, source_of_reference

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.config import LocalConfig, make_provider
+from sandboxes import LocalConfig, make_provider
 from sandboxes.contract import PythonSession, SandboxSpec
 from sandboxes.errors import SandboxStartError
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sandboxes.errors import SandboxConfigError
-from sandboxes.reclaim.reaper import lock
+from sandboxes.host.locks import try_lock
 from sandboxes.reclaim.run_folders import NOTES, ServiceFolder, remember, run_base, run_bases
 
 
@@ -40,9 +40,9 @@ def test_pipes_can_be_entered_but_not_listed(tmp_path: Path) -> None:
 def test_a_service_folder_is_locked_until_it_is_closed(tmp_path: Path) -> None:
     service = ServiceFolder(tmp_path)
     handle = os.open(service.path, os.O_RDONLY)
-    assert not lock(handle)
+    assert not try_lock(handle)
     service.close()
-    assert lock(handle)
+    assert try_lock(handle)
     os.close(handle)
 
 

@@ -1,0 +1,35 @@
+"""The one factory that turns settings into a provider.
+
+A provider's module is imported only when its settings are used, so a service that runs Apptainer never loads Docker's.
+"""
+
+from pathlib import Path
+
+from sandboxes.config import DockerConfig, LocalConfig, ProviderConfig, default_state_dir
+from sandboxes.contract import SandboxProvider
+
+
+def make_provider(
+    config: ProviderConfig, state_dir: Path | None = None, images_dir: Path | None = None
+) -> SandboxProvider:
+    """Return the provider that the settings describe, without starting anything.
+
+    `state_dir` is created when it is first used. `images_dir` holds the named images; None is the default folder.
+
+    Raises:
+        ProviderUnavailableError: This host lacks what the provider needs; the hint says how to install it.
+        SandboxConfigError: The settings contradict this host, for example a user that does not exist.
+    """
+    state = state_dir or default_state_dir()
+    if isinstance(config, LocalConfig):
+        from sandboxes.providers.local import LocalProvider
+
+        return LocalProvider(config, state)
+    if isinstance(config, DockerConfig):
+        from sandboxes.providers.docker.provider import DockerProvider
+
+        return DockerProvider(config, state)
+    from sandboxes.images.store import ImageStore
+    from sandboxes.providers.apptainer.provider import ApptainerProvider
+
+    return ApptainerProvider(config, state, ImageStore(images_dir))
