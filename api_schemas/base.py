@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from datetime import datetime
 from typing import Annotated, Any
 
 from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, Strict, StringConstraints
+
+if sys.version_info >= (3, 11):
+    from enum import StrEnum as StrEnum
+else:
+    from enum import Enum
+
+    class StrEnum(str, Enum):
+        """The standard library's, which Python 3.10 lacks."""
+
+        __str__ = str.__str__
+
 
 MAX_INT = 2**62
 """The largest integer on the wire: fits 64 bits with room for sums, and is exact where JSON numbers are floats."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Any
 
 from pydantic import Field
 
-from api_schemas.base import Flag, Integer, WireModel
+from api_schemas.base import Flag, Integer, StrEnum, WireModel
 
 
 class Boundary(StrEnum):

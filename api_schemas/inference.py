@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, HttpUrl, field_validator, model_validator
+from typing_extensions import Self
 
 from api_schemas.base import (
     MAX_INT,
@@ -17,6 +17,7 @@ from api_schemas.base import (
     RolloutId,
     Seconds,
     SecondsOrZero,
+    StrEnum,
     WireModel,
     tagged,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field, JsonValue
@@ -16,6 +15,7 @@ from api_schemas.base import (
     Real,
     RolloutId,
     Signed,
+    StrEnum,
     Timestamp,
     WireModel,
 )

@@ -7,10 +7,10 @@ Counting is in groups unless a name says otherwise. The rollouts of a group are 
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, JsonValue, StringConstraints, model_validator
+from typing_extensions import Self
 
 from api_schemas.base import (
     MAX_INT,
@@ -22,6 +22,7 @@ from api_schemas.base import (
     RolloutId,
     SecondsOrZero,
     Signed,
+    StrEnum,
     Timestamp,
     WireModel,
     tagged,

@@ -7,10 +7,9 @@ and versions come from the engine and are never derived from text.
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Any, Literal
 
-from api_schemas.base import Integer, Real, WireModel
+from api_schemas.base import Integer, Real, StrEnum, WireModel
 
 
 class ForkReason(StrEnum):

@@ -11,7 +11,7 @@ import anyio
 
 from api_schemas.rollouts import Rollout, RolloutRequest
 from api_schemas.tasks import Task
-from rollout_client.client import RolloutClient
+from rollout_client import RolloutClient
 
 TASKS, GROUP_SIZE = 4, 8
 

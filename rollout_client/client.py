@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 import anyio
@@ -23,6 +23,7 @@ import httpx
 from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectSendStream
 from pydantic import JsonValue, TypeAdapter
+from typing_extensions import Self
 
 from api_schemas.events import Event
 from api_schemas.exports import ExportedSample, RecordedRollout, Rescored, RescoreRollouts, without_tokens

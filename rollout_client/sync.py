@@ -13,10 +13,11 @@ from contextlib import ExitStack, suppress
 from functools import partial, update_wrapper
 from pathlib import Path
 from types import TracebackType
-from typing import Concatenate, Generic, ParamSpec, Self, TypeVar
+from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 import httpx
 from anyio.from_thread import BlockingPortal, start_blocking_portal
+from typing_extensions import Self
 
 from api_schemas.runs import Batch, Group, RunRequest
 from rollout_client.arrays import BatchArrays

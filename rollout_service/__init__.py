@@ -1,3 +1,3 @@
 """Rollout-as-a-Service: a standalone HTTP service that runs agentic rollouts for any RL trainer."""
 
-__version__ = "0.1.0"
+from rollout_client import __version__ as __version__

@@ -131,11 +131,20 @@ bootstrap_uv() {
 # --- the project --------------------------------------------------------------------------------------------
 
 venv_fingerprint() {
-    { cat "$root/requirements.lock" "$root/pyproject.toml"; echo "$root"; } | sha256sum | cut -d' ' -f1
+    { cat "$root/requirements.lock" "$root/pyproject.toml" "$root/packaging/client/pyproject.toml"; echo "$root"; } | sha256sum | cut -d' ' -f1
 }
 
 venv_is_ready() {
     [[ -x $venv/bin/rollout-service && -f $venv/.installed && $(<"$venv/.installed") == "$(venv_fingerprint)" ]]
+}
+
+# install_editable ENVIRONMENT PROJECT...: without dependencies. Each is built in an environment of its own, from the
+# build backend of the lock.
+install_editable() {
+    local environment=$1
+    shift
+    "$uv" pip install --quiet --python "$environment/bin/python" --no-deps "${@/#/--editable=}" \
+        --build-constraints "$root/scripts/bootstrap.lock" --require-build-hashes
 }
 
 ensure_venv() {
@@ -145,9 +154,7 @@ ensure_venv() {
     rm -f "$venv/.installed"
     step "install the locked packages" "$uv" pip install --quiet --python "$venv/bin/python" --require-hashes \
         --requirement "$root/requirements.lock"
-    # It is built in an environment of its own, from the build backend of the lock.
-    step "install the project" "$uv" pip install --quiet --python "$venv/bin/python" --no-deps --editable "$root" \
-        --build-constraints "$root/scripts/bootstrap.lock" --require-build-hashes
+    step "install the project" install_editable "$venv" "$root/packaging/client" "$root"
     venv_fingerprint >"$venv/.installed"
 }
 

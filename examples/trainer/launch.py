@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout_client.client import RolloutClient
+from rollout_client import RolloutClient
 from rollout_service.cli.server_child import running_server
 from rollout_service.inference.local_servers.sglang_cpu import SGLangCpuServer
 from rollout_service.policies.shipped import policy_folder

@@ -17,7 +17,7 @@ from anyio.to_thread import run_sync
 from torch.distributed import distributed_c10d as c10d
 
 from api_schemas.inference import BackendState, DistributedWeights, WeightsGroupRequest
-from rollout_client.client import RolloutClient
+from rollout_client import RolloutClient
 
 from .checkpoint import weights_of
 

@@ -13,6 +13,7 @@ SkyRL must have a reward for each row: a rollout without one is ordered anew, an
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +23,9 @@ import anyio
 from api_schemas.rollouts import Rollout, RolloutRequest, StopReason
 from rollout_client.adapters.samples import Sample, largest, samples_of
 from rollout_client.adapters.submit import Orders, sampling_of
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import ExceptionGroup
 
 CUT_OFF = {StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.TRUNCATED}
 
