@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -27,7 +28,6 @@ from sandboxes.host.children import start_process
 
 HERE = Path(__file__).parent
 START_SECONDS = 60.0
-
 
 Main = Callable[["Options"], Awaitable[None]]
 
@@ -68,6 +68,17 @@ def _options(description: str) -> Options:
     parser.add_argument("--quick", action="store_true", help="at most a minute, with the same keys")
     arguments = parser.parse_args()
     return Options(json=arguments.json, quick=arguments.quick)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the value below which this share of the values lies."""
+    return sorted(values)[int(len(values) * share)]
+
+
+def free_port() -> int:
+    """Return a port that nothing listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def report(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import random
-import socket
 import sys
 import tempfile
 import time
@@ -26,7 +25,7 @@ from pathlib import Path
 
 import anyio
 from anyio.abc import Process
-from common import HERE, Options, child, report, run
+from common import HERE, Options, child, free_port, report, run
 
 from api_schemas.runs import FileTasks, RunRequest
 from rollout_client.client import RolloutClient
@@ -90,7 +89,7 @@ class Victims:
         serve += ["--state-dir", str(folder / "state"), "--sandbox", "local", "--log-level", "warning"]
         self._commands: dict[str, Sequence[str]] = {
             "service": [*serve, "--engine", "none", "--backend", engine_url],
-            "trainer": [str(HERE / "crash_trainer.py"), self.url, RUN_ID, str(self.ledger)],
+            "trainer": [str(HERE / "programs" / "crash_trainer.py"), self.url, RUN_ID, str(self.ledger)],
         }
         self.processes: dict[str, Process] = {}
 
@@ -122,14 +121,6 @@ class Victims:
         """End what runs."""
         for process in self.processes.values():
             await stop(process)
-
-
-def free_port() -> int:
-    """A port that nobody listens at now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def order(folder: Path) -> RunRequest:

@@ -33,7 +33,7 @@ from itertools import islice
 
 import anyio
 from common import Options, report, run
-from simulated_engine import DrawnTask, SimulatedEngine, Workload, tasks
+from support.simulated_engine import DrawnTask, SimulatedEngine, Workload, tasks
 
 from rollout_service.groups import (
     AcceptanceRate,

@@ -183,7 +183,7 @@ async def measure(
     disk_seconds = await anyio.to_thread.run_sync(written, folder / "arrays", content)
     (folder / "batch").write_bytes(content)
     address = folder / "file.address"
-    server = [str(HERE / "static_file.py"), str(folder / "batch"), "--address", str(address)]
+    server = [str(HERE / "programs" / "static_file.py"), str(folder / "batch"), "--address", str(address)]
     async with child(server, address) as url:
         await pair(run_of, url, lease_first=True)
         pairs = [await pair(run_of, url, lease_first=number % 2 == 0) for number in range(rounds)]

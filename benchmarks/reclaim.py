@@ -2,10 +2,10 @@
 
 Run: python benchmarks/reclaim.py [--json FILE] [--quick]
 
-Each round starts a service (`churn.py`), kills it after a random time, every other round with its process group, and
-counts what is left 5 s later: processes (this one adopts every orphan, so that none can hide), mounts in any mount
-namespace that can be read, control groups, and whatever is in the run folder. A second service in the same run folder
-keeps a sandbox through all rounds and must stay well.
+Each round starts a service (`programs/churn.py`) and kills it after a random time; every other round kills its process
+group too. Five seconds later the benchmark counts what is left: processes (it adopts every orphan, so none can hide),
+mounts in any mount namespace that it can read, control groups, and whatever is in the run folder. A second service in
+the same run folder keeps a sandbox through all rounds and must keep working.
 """
 
 from __future__ import annotations
@@ -65,7 +65,12 @@ class Arena:
         self.services = {path.name for path in self.run.iterdir()}
 
     def start(self, workers: int) -> subprocess.Popen[str]:
-        command = [sys.executable, str(HERE / "churn.py"), str(self.run), str(self.folder / "state")]
+        command = [
+            sys.executable,
+            str(HERE / "programs" / "churn.py"),
+            str(self.run),
+            str(self.folder / "state"),
+        ]
         pipe = None if workers else subprocess.PIPE
         with (self.folder / "log").open("ab") as log:
             return subprocess.Popen(

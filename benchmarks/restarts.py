@@ -28,8 +28,8 @@ from pathlib import Path
 
 import anyio
 from anyio.abc import Process
-from common import HERE, Options, child, report, run
-from crash import RUN_ID, Ledger, compare, free_port, order
+from common import HERE, Options, child, free_port, report, run
+from crash import RUN_ID, Ledger, compare, order
 
 from rollout_client.client import RolloutClient
 from rollout_service.cli.server_child import stop
@@ -98,7 +98,8 @@ class Attached:
         submit += ["--url", self.url, "--concurrency", str(IN_FLIGHT)]
         await self._start("submit", ["-m", "rollout_service.cli", *submit])
         await self._start(
-            "trainer", [str(HERE / "crash_trainer.py"), self.url, RUN_ID, str(self.path("ledger.jsonl"))]
+            "trainer",
+            [str(HERE / "programs" / "crash_trainer.py"), self.url, RUN_ID, str(self.path("ledger.jsonl"))],
         )
 
     async def restart(self) -> None:

@@ -28,8 +28,8 @@ from pathlib import Path
 import anyio
 import httpx
 from common import HERE, Options, child, report, run
-from sglang_router import SGLangRouter
-from traffic import Ask, Shape, draw, drive
+from support.sglang_router import SGLangRouter
+from support.traffic import Ask, Shape, draw, drive
 
 from rollout_service.inference.contract import GenerateRequest, Generation
 from rollout_service.inference.engines.sglang.backend import SGLangBackend
@@ -110,7 +110,7 @@ async def simulated(setting: Setting) -> AsyncIterator[list[str]]:
         urls = []
         for number in range(setting.engines):
             address = folder / f"engine-{number}"
-            flags = [str(HERE / "kv_engine.py"), "--address", str(address)]
+            flags = [str(HERE / "programs" / "kv_engine.py"), "--address", str(address)]
             flags += ["--kv-tokens", str(setting.kv_tokens)]
             flags += ["--time-scale", str(setting.shape.time_scale)]
             urls.append(await stack.enter_async_context(child(flags, address)))

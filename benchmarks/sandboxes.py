@@ -8,7 +8,7 @@ scripts/install-swerex makes), in one run on one machine. SWE-ReX's sessions are
 - `cold_start_*`: from the call that starts a sandbox to both of its sessions open; `_bash_`: to bash alone.
   `close_*`: from the call that closes it until nothing of it is left.
 - `cpu_s_per_sandbox_*`: CPU time of all processes over the same starts and closes, the benchmark's own process
-  included, by `accounting.py`; `host_cpu_*` is what the whole machine spent meanwhile.
+  included, by `support/accounting.py`; `host_cpu_*` is what the whole machine spent meanwhile.
 - `parallel_sleep_s`: `sleep 1` in 16 sandboxes at once; SWE-ReX: in 16 sessions of one runtime at once.
 - `starts_per_second`: sandboxes that were started, had both sessions opened and were closed, by 8 tasks at once.
 - `mb_per_sandbox_*`: so many live at once, both sessions open or bash alone. What their processes, the growth of this
@@ -27,7 +27,7 @@ sys.path.append(sys.path.pop(0))
 
 if __name__ == "__main__":
     from common import run
-    from sandbox_costs import main
+    from support.sandbox_costs import main
 
     run(main, "What sandboxes cost.")
 else:

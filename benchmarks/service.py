@@ -31,9 +31,9 @@ from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
 import anyio
-from bare import bare_turns
-from common import HERE, Options, Server, child, report, run, service
+from common import HERE, Options, Server, child, percentile, report, run, service
 from engine import COMMAND, MODEL, read_turns
+from support.bare_turns import bare_turns
 from tokenizers import Tokenizer
 
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
@@ -181,12 +181,12 @@ def latencies(file: Path, numbers: Sequence[int], tool_ms: float) -> dict[str, f
     inside = [
         (turn, after) for turn, after in pairs if begin <= turn.answered and after.asked <= end
     ] or pairs
-    added = sorted((after.asked - turn.answered) * 1e3 - tool_ms for turn, after in inside)
+    added = [(after.asked - turn.answered) * 1e3 - tool_ms for turn, after in inside]
     count = len(numbers)
     return {
         f"added_ms_p50_c{count}": statistics.median(added),
-        f"added_ms_p90_c{count}": added[int(len(added) * 0.9)],
-        f"added_ms_p99_c{count}": added[int(len(added) * 0.99)],
+        f"added_ms_p90_c{count}": percentile(added, 0.9),
+        f"added_ms_p99_c{count}": percentile(added, 0.99),
         f"turns_timed_c{count}": len(added),
     }
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
 import httpx
+from common import free_port
 
 from rollout_service.inference.local_servers.process import EngineStartError, Launch, ServerProcess
 
 _POLL_SECONDS = 0.2
-ENVIRONMENT = Path(__file__).parents[1] / ".venv-sglang-router"
+ENVIRONMENT = Path(__file__).parents[2] / ".venv-sglang-router"
 
 
 class SGLangRouter(ServerProcess):
@@ -58,9 +58,3 @@ class SGLangRouter(ServerProcess):
         ]
         environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(folder)}
         return Launch(command, environment, lambda: self._port)
-
-
-def free_port() -> int:
-    """A port that nothing listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

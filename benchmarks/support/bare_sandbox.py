@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from accounting import Account
 from common import START_SECONDS
 from jupyter_client.blocking.client import BlockingKernelClient
+from support.accounting import Account
 
 from sandboxes.sessions.kernel import make_connection_info
 

@@ -1,6 +1,6 @@
 """One file over HTTP, from the service's own HTTP server: what any answer of its size costs at least.
 
-Run: python benchmarks/static_file.py FILE --address WHERE-TO-WRITE-THE-URL
+Run: python benchmarks/programs/static_file.py FILE --address WHERE-TO-WRITE-THE-URL
 """
 
 from __future__ import annotations

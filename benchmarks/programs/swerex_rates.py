@@ -1,6 +1,6 @@
 """SWE-ReX's local runtime by the same measures as ours; runs in .venv-swerex, with nothing of this project.
 
-Run: .venv-swerex/bin/python benchmarks/swerex_rates.py CALLS SESSIONS
+Run: .venv-swerex/bin/python benchmarks/programs/swerex_rates.py CALLS SESSIONS
 
 It prints one JSON object: `run_ms`, how long each `run_in_session` took in milliseconds; `parallel_sleep_s`, how long
 `sleep 1` in all sessions of one runtime takes when they are asked at once; and `time_outs`, how many calls ran into

@@ -1,6 +1,6 @@
 """A scripted engine with a simulated prefix cache that counts its tokens as SGLang does, for `routing.py`.
 
-Run: python benchmarks/kv_engine.py --address FILE --kv-tokens N --time-scale X
+Run: python benchmarks/programs/kv_engine.py --address FILE --kv-tokens N --time-scale X
 """
 
 from __future__ import annotations

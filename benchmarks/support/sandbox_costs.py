@@ -13,9 +13,9 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
-from accounting import Account, Memory, account, host_cpu_seconds, read_memory
-from bare_sandbox import bare_apptainer, bare_bash, bare_kernels
-from common import HERE, Options, report
+from common import HERE, Options, percentile, report
+from support.accounting import Account, Memory, account, host_cpu_seconds, read_memory
+from support.bare_sandbox import bare_apptainer, bare_bash, bare_kernels
 
 from sandboxes import ApptainerConfig, WarmPoolConfig, make_provider
 from sandboxes.contract import Sandbox, SandboxProvider, SandboxSpec, SessionName
@@ -157,8 +157,7 @@ async def latencies(name: str, call: Callable[[], Awaitable[object]], count: int
         begun = time.perf_counter()
         await call()
         taken.append((time.perf_counter() - begun) * 1e3)
-    taken.sort()
-    return {f"{name}_p50_ms": statistics.median(taken), f"{name}_p99_ms": taken[int(count * 0.99)]}
+    return {f"{name}_p50_ms": statistics.median(taken), f"{name}_p99_ms": percentile(taken, 0.99)}
 
 
 async def sleepers(bench: Bench) -> Figures:
@@ -275,7 +274,7 @@ def bare_figures(counted: Account, plan: Plan) -> Figures:
 async def swerex_figures(plan: Plan) -> Figures:
     """SWE-ReX's local runtime, by a program in its own environment."""
     python = ROOT / ".venv-swerex" / "bin" / "python"
-    script = [str(python), str(HERE / "swerex_rates.py"), str(plan.swerex_calls), str(SLEEPERS)]
+    script = [str(python), str(HERE / "programs" / "swerex_rates.py"), str(plan.swerex_calls), str(SLEEPERS)]
     done = await anyio.run_process(script, check=False)
     if done.returncode:
         raise SystemExit(f"SWE-ReX failed: {done.stderr.decode(errors='replace')[-2000:]}")

@@ -1,6 +1,6 @@
-"""A service that starts, uses and closes sandboxes without rest, to be killed: see `reclaim.py`.
+"""A service that starts, uses and closes sandboxes without rest, to be killed: see `reclaim.py` one folder up.
 
-Run: python benchmarks/churn.py RUN_DIR STATE_DIR WORKERS [PROVIDER]
+Run: python benchmarks/programs/churn.py RUN_DIR STATE_DIR WORKERS [PROVIDER]
 
 With no workers it keeps one sandbox instead, and answers each line of its input with what a command in it says.
 """

@@ -1,6 +1,6 @@
 """A trainer that may be killed at any moment: it writes what it got and what was acknowledged to a ledger.
 
-Run: python benchmarks/crash_trainer.py URL RUN_ID LEDGER
+Run: python benchmarks/programs/crash_trainer.py URL RUN_ID LEDGER
 """
 
 from __future__ import annotations
