@@ -25,8 +25,8 @@ from rollout_service.errors import InvalidFieldError, prefix_field_paths
 from rollout_service.runs.dataset import open_dataset
 from rollout_service.runs.manager import RunManager
 from rollout_service.runs.task_source import Rows, open_file
+from rollout_service.store.rules import dropped_counts
 from rollout_service.store.runs_contract import RunRecord, RunStore
-from rollout_service.store.sqlite.batch_statements import dropped_counts
 
 CheckEnvironment = Callable[[str], Awaitable[Environment]]
 """The environment of a name, with an image that can be used; raises InvalidFieldError at `environment`."""

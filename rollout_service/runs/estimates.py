@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from api_schemas.rollouts import Rollout, Stage
 from rollout_service.groups import AcceptanceRate, CompletionTimes, GroupProgress
+from rollout_service.store.rules import dropped_counts
 from rollout_service.store.runs_contract import GroupClosure, OpenGroup, RunRecord
-from rollout_service.store.sqlite.batch_statements import dropped_counts
 
 NOT_FILTERED = frozenset({"stale", "surplus", "cancelled"})
 """Reasons for dropping a group that do not come from a filter, and so say nothing about the tasks."""

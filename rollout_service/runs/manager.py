@@ -42,8 +42,8 @@ from rollout_service.runs.planning import (
 from rollout_service.runs.task_source import Reopen, RunTasks
 from rollout_service.store.codec.rollouts import RESTORE
 from rollout_service.store.contract import Store
+from rollout_service.store.rules import oldest_allowed
 from rollout_service.store.runs_contract import GroupMember, OpenGroup, RetentionPolicy, RunRecord
-from rollout_service.store.sqlite.batch_statements import oldest_allowed
 from rollout_service.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)

@@ -123,6 +123,11 @@ class GroupClosure:
     """The lowest version of a token in a usable sample."""
     newest_version: int | None
 
+    @property
+    def state(self) -> str:
+        """The state of the group once it is closed."""
+        return "ready" if self.reason is None else "dropped"
+
 
 @dataclass(frozen=True, slots=True)
 class GroupHead:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from api_schemas.runs import RunState, Surplus
-from rollout_service.errors import ConflictError, NotFoundError
-from rollout_service.groups import STALE
+from rollout_service.errors import NotFoundError
+from rollout_service.groups import SURPLUS
+from rollout_service.store import rules
 from rollout_service.store.codec import runs as run_codec
+from rollout_service.store.rules import BatchState, ReadyGroup
 from rollout_service.store.runs_contract import (
     BatchLease,
     BatchLeaseRequest,
     GroupClosure,
     NoBatch,
     OpenGroup,
-    RunRecord,
 )
 from rollout_service.store.sqlite import run_statements
 from rollout_service.store.sqlite.run_statements import (
@@ -37,21 +37,21 @@ ORDER BY number LIMIT 1
 """
 _DUE = "SELECT min(lease_until) AS due FROM batches WHERE run = ? AND state = 'leased'"
 _GROUPS = "SELECT number FROM groups WHERE batch = ? ORDER BY number"
-_STALE_IN_BATCH = "SELECT count(*) FROM groups WHERE batch = ? AND oldest_version < ?"
+_OLDEST_IN_BATCH = "SELECT min(oldest_version) FROM groups WHERE batch = ?"
 _FREE_OF_BATCH = "UPDATE groups SET state = 'ready', batch = NULL, changed_at = :now WHERE batch = :batch"
-_STALE_READY = "SELECT EXISTS (SELECT 1 FROM groups WHERE run = ? AND state = 'ready' AND oldest_version < ?)"
 _RETURNED = "SELECT * FROM batches WHERE run = ? AND state = 'returned'"
 _DROP_SURPLUS = """
-UPDATE groups SET state = 'dropped', reason = 'surplus', changed_at = :now WHERE run = :run AND state = 'ready'
+UPDATE groups SET state = 'dropped', reason = 'surplus', changed_at = :now
+WHERE run = :run AND number IN (SELECT value FROM json_each(:groups))
 """
-_READY = "SELECT seq FROM groups WHERE run = ? AND state = 'ready' ORDER BY number LIMIT ?"
+_READY = "SELECT number, oldest_version FROM groups WHERE run = ? AND state = 'ready' ORDER BY number"
 _NEW = """
 INSERT INTO batches (run, number, state, lease_key, lease_until, deliveries, version, dropped, changed_at)
 VALUES (:run, :number, 'leased', :key, :until, 1, :version, :dropped, :now) RETURNING *
 """
 _TAKE = """
 UPDATE groups SET state = 'batched', batch = :batch, changed_at = :now
-WHERE seq IN (SELECT value FROM json_each(:groups))
+WHERE run = :run AND number IN (SELECT value FROM json_each(:groups))
 """
 _COUNT_BATCH = "UPDATE runs SET batches = batches + 1, reported = :reported WHERE seq = :run"
 _LEASE_AGAIN = """
@@ -94,42 +94,36 @@ WHERE rollout_id IN (SELECT value FROM json_each(?))
 _BATCH = "SELECT * FROM batches WHERE run = ? AND number = ?"
 
 
-def lease(db: sqlite3.Connection, order: BatchLeaseRequest, now: float) -> BatchLease | NoBatch:
-    """A batch for this consumer: the one it holds already, one that is free again, or a new one."""
-    row = row_of(db, order.run_id)
+def lease(db: sqlite3.Connection, request: BatchLeaseRequest, now: float) -> BatchLease | NoBatch:
+    """Lease a batch: the one this consumer holds already, one that is free again, or a new one."""
+    row = row_of(db, request.run_id)
     run = record_of(db, row)
-    held = db.execute(_HELD, {"run": row["seq"], "key": order.key, "now": now}).fetchone()
+    held = db.execute(_HELD, {"run": row["seq"], "key": request.key, "now": now}).fetchone()
     if held is not None:
-        (again,) = db.execute(_EXTEND, {"batch": held["seq"], "until": now + order.seconds}).fetchall()
-        return _batch(db, again, order.run_id)
-    bound = None if order.allow_stale else oldest_allowed(run)
+        (again,) = db.execute(_EXTEND, {"batch": held["seq"], "until": now + request.seconds}).fetchall()
+        return _batch(db, again, request.run_id)
+    bound = None if request.allow_stale else rules.oldest_allowed(run)
     while free := db.execute(_FREE, {"run": row["seq"], "now": now}).fetchone():
-        if bound is not None and _dissolve_if_stale(db, free, bound, now):
+        if _dissolve_if_stale(db, free, bound, now):
             continue
-        values = {"batch": free["seq"], "key": order.key, "until": now + order.seconds}
+        values = {"batch": free["seq"], "key": request.key, "until": now + request.seconds}
         (again,) = db.execute(_LEASE_AGAIN, values | {"version": run.version, "now": now}).fetchall()
-        return _batch(db, again, order.run_id)
-    return _new_batch(db, row, order, bound, now)
+        return _batch(db, again, request.run_id)
+    return _new_batch(db, request, bound, now)
 
 
-def oldest_allowed(run: RunRecord) -> int | None:
-    """The oldest version that a token of a batch may have; None when the run does not look."""
-    eta = run.request.max_staleness
-    return None if eta is None else run.version - eta
-
-
-def _dissolve_if_stale(db: sqlite3.Connection, batch: sqlite3.Row, bound: int, now: float) -> bool:
-    (stale,) = db.execute(_STALE_IN_BATCH, (batch["seq"], bound)).fetchone()
-    if not stale:
+def _dissolve_if_stale(db: sqlite3.Connection, batch: sqlite3.Row, bound: int | None, now: float) -> bool:
+    (oldest,) = db.execute(_OLDEST_IN_BATCH, (batch["seq"],)).fetchone()
+    if not rules.is_stale(oldest, bound):
         return False
     values = {"batch": batch["seq"], "now": now}
     db.execute(_FREE_OF_BATCH, values)
-    db.execute(_SETTLE, values | {"state": "dissolved"})
+    db.execute(_SETTLE, values | {"state": BatchState.DISSOLVED})
     return True
 
 
 def stale_groups(db: sqlite3.Connection, run_id: str, bound: int, now: float) -> list[OpenGroup]:
-    """The groups that wait with samples older than this version, also those of batches that were returned."""
+    """Return the ready groups with samples older than this version, after dissolving returned batches with such."""
     run = row_of(db, run_id)["seq"]
     for batch in db.execute(_RETURNED, (run,)).fetchall():
         _dissolve_if_stale(db, batch, bound, now)
@@ -137,46 +131,32 @@ def stale_groups(db: sqlite3.Connection, run_id: str, bound: int, now: float) ->
 
 
 def _new_batch(
-    db: sqlite3.Connection, row: sqlite3.Row, order: BatchLeaseRequest, bound: int | None, now: float
+    db: sqlite3.Connection, request: BatchLeaseRequest, bound: int | None, now: float
 ) -> BatchLease | NoBatch:
-    if bound is not None and db.execute(_STALE_READY, (row["seq"], bound)).fetchone()[0]:
-        return NoBatch(over=False, due=math.inf, stale=True)
-    run = record_of(db, row_of(db, order.run_id))
-    size = run.request.batch_size
-    groups = [ready["seq"] for ready in db.execute(_READY, (row["seq"], size))]
-    last = run.exhausted and not run.count("open")
-    if not groups or (len(groups) < size and not last):
-        over = run.state is RunState.FINISHED or (last and not groups and not run.count("batched"))
-        (due,) = db.execute(_DUE, (row["seq"],)).fetchone()
-        return NoBatch(over=over, due=math.inf if due is None else due)
-    dropped = dropped_counts(run.counters)
-    values = {
-        "run": row["seq"],
+    row = row_of(db, request.run_id)
+    run = record_of(db, row)  # dissolved batches have changed its counters
+    ready = [ReadyGroup(one["number"], one["oldest_version"]) for one in db.execute(_READY, (row["seq"],))]
+    (due,) = db.execute(_DUE, (row["seq"],)).fetchone()
+    decision = rules.next_batch(run, ready, bound=bound, due=math.inf if due is None else due)
+    if isinstance(decision, NoBatch):
+        return decision
+    dropped = rules.dropped_counts(run.counters)
+    of_run = {"run": row["seq"], "now": now}
+    values = of_run | {
         "number": row["batches"],
-        "key": order.key,
-        "until": now + order.seconds,
+        "key": request.key,
+        "until": now + request.seconds,
         "version": run.version,
-        "dropped": json.dumps(since(json.loads(row["reported"]), dropped)),
-        "now": now,
+        "dropped": json.dumps(rules.added_counts(json.loads(row["reported"]), dropped)),
     }
     (made,) = db.execute(_NEW, values).fetchall()
-    db.execute(_TAKE, {"batch": made["seq"], "groups": json.dumps(groups), "now": now})
+    db.execute(_TAKE, of_run | {"batch": made["seq"], "groups": json.dumps(decision.groups)})
     db.execute(_COUNT_BATCH, {"run": row["seq"], "reported": json.dumps(dropped)})
-    if run.request.surplus is Surplus.CANCEL:
-        db.execute(_DROP_SURPLUS, {"run": row["seq"], "now": now})
-        cancel_groups(db, row["seq"], "surplus")
-    return _batch(db, made, order.run_id)
-
-
-def dropped_counts(counters: Mapping[str, int]) -> dict[str, int]:
-    """Dropped groups by reason."""
-    prefix = "dropped:"
-    return {name.removeprefix(prefix): n for name, n in counters.items() if name.startswith(prefix)}
-
-
-def since(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
-    """What was added to counts, without zeros."""
-    return {name: count - before.get(name, 0) for name, count in now.items() if count > before.get(name, 0)}
+    if decision.surplus:
+        db.execute(_DROP_SURPLUS, of_run | {"groups": json.dumps(decision.surplus)})
+    if decision.cancels_open:
+        cancel_groups(db, row["seq"], SURPLUS)
+    return _batch(db, made, request.run_id)
 
 
 def _batch(db: sqlite3.Connection, row: sqlite3.Row, run_id: str) -> BatchLease:
@@ -185,44 +165,29 @@ def _batch(db: sqlite3.Connection, row: sqlite3.Row, run_id: str) -> BatchLease:
 
 
 def acknowledge(db: sqlite3.Connection, run_id: str, number: int, now: float) -> None:
-    """Settle a batch for good; again changes nothing."""
-    row, batch = row_of(db, run_id), _row(db, run_id, number)
-    if batch["state"] == "acknowledged":
+    """Settle a batch for good; repeating it changes nothing."""
+    run, batch = row_of(db, run_id)["seq"], _row(db, run_id, number)
+    if not rules.check_acknowledge(run_codec.batch_id(run_id, number), BatchState(batch["state"])):
         return
-    if batch["state"] == "dissolved":
-        raise ConflictError(
-            f"the batch {run_codec.batch_id(run_id, number)} was dissolved: its lease had run out or been "
-            "given back, and a group of it had grown too old",
-            hint="Do not count it as trained; acknowledge within the lease, or lease for longer.",
-        )
-    db.execute(_SETTLE, {"batch": batch["seq"], "state": "acknowledged", "now": now})
+    db.execute(_SETTLE, {"batch": batch["seq"], "state": BatchState.ACKNOWLEDGED, "now": now})
     db.execute(_ACKNOWLEDGE_GROUPS, {"batch": batch["seq"], "now": now})
-    add_to_counter(db, row["seq"], "batches:acknowledged")
-    finish_if_done(db, row["seq"], now)
+    add_to_counter(db, run, "batches:acknowledged")
+    finish_if_done(db, run_id, now)
 
 
 def renew(db: sqlite3.Connection, run_id: str, number: int, key: str | None, until: float) -> None:
-    """Put off the end of a lease."""
+    """Extend the lease of a batch."""
     batch = _row(db, run_id, number)
-    if batch["state"] != "leased" or key not in (None, batch["lease_key"]):
-        why = "leased by another" if batch["state"] == "leased" else batch["state"]
-        raise ConflictError(
-            f"the batch {run_codec.batch_id(run_id, number)} is {why}",
-            hint="Its lease ran out or was given back: do not count it as trained unless it is acknowledged.",
-        )
+    name, state = run_codec.batch_id(run_id, number), BatchState(batch["state"])
+    rules.check_renewal(name, state, holder=batch["lease_key"], key=key)
     db.execute(_EXTEND, {"batch": batch["seq"], "until": until}).fetchall()
 
 
 def give_back(db: sqlite3.Connection, run_id: str, number: int, now: float) -> None:
-    """Return a batch to be leased again at once; what was returned or dissolved is there already."""
+    """Return a batch, so that it can be leased again at once; repeating it changes nothing."""
     batch = _row(db, run_id, number)
-    if batch["state"] == "acknowledged":
-        raise ConflictError(
-            f"the batch {run_codec.batch_id(run_id, number)} is acknowledged",
-            hint="What was acknowledged never comes again.",
-        )
-    if batch["state"] == "leased":
-        db.execute(_SETTLE, {"batch": batch["seq"], "state": "returned", "now": now})
+    if rules.check_return(run_codec.batch_id(run_id, number), BatchState(batch["state"])):
+        db.execute(_SETTLE, {"batch": batch["seq"], "state": BatchState.RETURNED, "now": now})
 
 
 def _row(db: sqlite3.Connection, run_id: str, number: int) -> sqlite3.Row:
@@ -275,7 +240,7 @@ def read_heads(db: sqlite3.Connection, run_id: str, numbers: Sequence[int]) -> l
 def read_trajectories(db: sqlite3.Connection, run_id: str, number: int) -> list[bytes]:
     """Return the packed trajectories of a closed group, in its order, without those that are too old."""
     samples = run_codec.decode_samples(_closed_group(db, run_id, number)["samples"])
-    kept = [sample.rollout_id for sample in samples if sample.masked_because != STALE]
+    kept = rules.delivered_rollouts(samples)
     found = {row["rollout_id"]: row["trajectory"] for row in db.execute(_TRAJECTORIES, (json.dumps(kept),))}
     return [found[one] for one in kept if found.get(one) is not None]
 

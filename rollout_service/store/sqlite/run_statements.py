@@ -14,11 +14,11 @@ from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.runs import InlineTasks, RunRequest, RunState
 from api_schemas.tasks import Task
 from rollout_service.errors import ConflictError, NotFoundError
-from rollout_service.groups import STALE
+from rollout_service.store import rules
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import runs as run_codec
+from rollout_service.store.rules import SettledGroup
 from rollout_service.store.runs_contract import (
-    ClosedSample,
     GroupClosure,
     GroupMember,
     NewGroup,
@@ -26,8 +26,6 @@ from rollout_service.store.runs_contract import (
     RunRecord,
 )
 from rollout_service.store.sqlite import rollout_statements as statements
-
-_OVER = (RunState.ENDED, RunState.FINISHED)
 
 _CREATE = """
 INSERT INTO runs (run_id, fingerprint, request, state, version, first_version, tasks, total, digest,
@@ -98,14 +96,9 @@ INSERT OR REPLACE INTO group_heads (seq, form, tokens, json)
 SELECT seq, :form, :tokens, :json FROM groups WHERE run = :run AND number = :number AND state = 'ready'
 """
 _READY_SAMPLES = "SELECT samples FROM groups WHERE run = ? AND number = ? AND state = 'ready'"
-_FINISH = """
-UPDATE runs SET state = 'finished', changed_at = :now
-WHERE seq = :seq AND state IN ('running', 'paused') AND total IS NOT NULL AND cursor >= total AND NOT EXISTS (
-    SELECT 1 FROM tallies WHERE run = :seq AND name IN ('open', 'ready', 'batched') AND count > 0
-)
-"""
+_FINISH = "UPDATE runs SET state = 'finished', changed_at = :now WHERE run_id = :id"
 _PRUNABLE = """
-SELECT seq, bytes, changed_at FROM groups
+SELECT number, bytes, changed_at FROM groups
 WHERE run = ? AND state IN ('acknowledged', 'dropped') AND NOT pruned ORDER BY changed_at DESC
 """
 _PRUNE_RESULTS = """
@@ -113,11 +106,11 @@ UPDATE results SET trajectory = NULL WHERE seq IN (
     SELECT rollouts.seq FROM rollouts
     WHERE rollout_id IN (
         SELECT sample.value ->> 'rollout_id' FROM groups, json_each(groups.samples) AS sample
-        WHERE groups.seq = :seq
+        WHERE groups.run = :run AND groups.number = :number
     )
 )
 """
-_PRUNED = "UPDATE groups SET pruned = 1 WHERE seq = :seq"
+_PRUNED = "UPDATE groups SET pruned = 1 WHERE run = :run AND number = :number"
 
 
 def row_of(db: sqlite3.Connection, run_id: str) -> sqlite3.Row:
@@ -178,18 +171,16 @@ def update(
     request: RunRequest | None,
     problem: ErrorInfo | None,
 ) -> RunRecord:
-    """Change what is given; ConflictError when a run that is over is to go on."""
+    """Change what is given; a run that is over stays over.
+
+    Raises:
+        ConflictError: the run is over and cannot be paused or resumed.
+    """
     row = row_of(db, run_id)
-    standing = RunState(row["state"])
-    wanted = standing if state is None else state
-    if standing in _OVER and wanted is not standing:
-        if wanted is not RunState.ENDED:
-            raise ConflictError(f"the run {run_id} is {standing}", hint="Create a new run.")
-        wanted = standing
     kept = None if state is RunState.RUNNING else row["problem"]
     values = {
         "seq": row["seq"],
-        "state": wanted,
+        "state": rules.next_state(record_of(db, row), state),
         "version": row["version"] if version is None else version,
         "request": row["request"] if request is None else run_codec.encode_request(request),
         "problem": kept if problem is None else problem.model_dump_json(),
@@ -202,36 +193,18 @@ def update(
 def append(
     db: sqlite3.Connection, run_id: str, tasks: Sequence[Task], *, offset: int | None, close: bool, now: float
 ) -> RunRecord:
-    """Append tasks; the same at the same offset again change nothing, anything else there is a conflict."""
+    """Append tasks; repeating the same tasks at the same offset changes nothing, anything else there is a conflict."""
     row = row_of(db, run_id)
-    first = row["tasks"] if offset is None else offset
-    if (
-        offset is not None
-        and _are_there(db, row["seq"], first, tasks)
-        and (row["total"] is not None) == close
-    ):
-        return record_of(db, row)
-    if row["total"] is not None or row["state"] in _OVER or not _is_open(row):
-        raise ConflictError(
-            f"the run {run_id} takes no more tasks",
-            hint="Only a run whose inline source is `open`, and was not closed, can be appended to.",
-        )
-    if first != row["tasks"]:
-        raise ConflictError(
-            f"the run {run_id} has {row['tasks']} tasks, not {first}",
-            hint="Append at the number of tasks that the run has, or leave the offset out.",
-            context={"tasks": row["tasks"]},
-        )
+    run = record_of(db, row)
+    first = run.tasks if offset is None else offset
+    if offset is not None and _are_there(db, row["seq"], first, tasks) and (run.total is not None) == close:
+        return run
+    rules.check_append(run, first)
     _add_tasks(db, row["seq"], first, tasks)
     count = first + len(tasks)
     db.execute(_APPENDED, {"seq": row["seq"], "tasks": count, "total": count if close else None, "now": now})
-    finish_if_done(db, row["seq"], now)
+    finish_if_done(db, run_id, now)
     return get(db, run_id)
-
-
-def _is_open(row: sqlite3.Row) -> bool:
-    source = json.loads(row["request"])["source"]
-    return bool(source.get("open"))
 
 
 def _are_there(db: sqlite3.Connection, run: int, first: int, tasks: Sequence[Task]) -> bool:
@@ -249,7 +222,7 @@ def inline_tasks(db: sqlite3.Connection, run_id: str, first: int, limit: int) ->
 def start_groups(db: sqlite3.Connection, run_id: str, groups: Sequence[NewGroup], now: float) -> int:
     """Begin groups that follow the cursor; how many were begun."""
     row = row_of(db, run_id)
-    if row["state"] != RunState.RUNNING or not groups or groups[0].number != row["cursor"]:
+    if not rules.can_start(record_of(db, row), groups):
         return 0
     for group in groups:
         ids = [_submit(db, request, now) for request in group.requests]
@@ -342,8 +315,8 @@ def close_group(
     }
     if db.execute(_CLOSE, values).rowcount:
         _keep_head(db, run, closure.number, head)
-        _count_masked(db, run, closure.samples)
-        finish_if_done(db, run, now)
+        _count(db, run, rules.masked_counts(closure.samples))
+        finish_if_done(db, run_id, now)
 
 
 def reclose_group(
@@ -354,11 +327,11 @@ def reclose_group(
     row = db.execute(_READY_SAMPLES, (run, closure.number)).fetchone()
     if row is None:
         return
-    masked = {sample.sample for sample in run_codec.decode_samples(row["samples"]) if not sample.usable}
+    before = run_codec.decode_samples(row["samples"])
     db.execute(_RECLOSE, _closed(run, closure, now))
     _keep_head(db, run, closure.number, head)
-    _count_masked(db, run, [sample for sample in closure.samples if sample.sample not in masked])
-    finish_if_done(db, run, now)
+    _count(db, run, rules.masked_counts(closure.samples, before))
+    finish_if_done(db, run_id, now)
 
 
 def _keep_head(db: sqlite3.Connection, run: int, number: int, head: Mapping[str, Any] | None) -> None:
@@ -370,7 +343,7 @@ def _closed(run: int, closure: GroupClosure, now: float) -> dict[str, Any]:
     return {
         "run": run,
         "number": closure.number,
-        "state": "ready" if closure.reason is None else "dropped",
+        "state": closure.state,
         "reason": closure.reason,
         "samples": run_codec.encode_samples(closure.samples),
         "summary": run_codec.encode_summary(closure),
@@ -379,32 +352,26 @@ def _closed(run: int, closure: GroupClosure, now: float) -> dict[str, Any]:
     }
 
 
-def _count_masked(db: sqlite3.Connection, run: int, samples: Sequence[ClosedSample]) -> None:
-    """Count what is masked, and apart from that what is stale."""
-    for name, count in (
-        ("masked", sum(not sample.usable for sample in samples)),
-        ("masked:stale", sum(sample.masked_because == STALE for sample in samples)),
-    ):
-        if count:
-            add_to_counter(db, run, name, count)
+def _count(db: sqlite3.Connection, run: int, counts: Mapping[str, int]) -> None:
+    for name, count in counts.items():
+        add_to_counter(db, run, name, count)
 
 
-def finish_if_done(db: sqlite3.Connection, run: int, now: float) -> None:
+def finish_if_done(db: sqlite3.Connection, run_id: str, now: float) -> None:
     """Finish a run whose tasks are all taken and whose batches are all acknowledged."""
-    db.execute(_FINISH, {"seq": run, "now": now})
+    if rules.is_finished(get(db, run_id)):
+        db.execute(_FINISH, {"id": run_id, "now": now})
 
 
 def prune(
     db: sqlite3.Connection, run_id: str, *, seconds: float | None, max_bytes: int | None, now: float
 ) -> int:
-    """Delete the trajectories of settled groups beyond these limits, the oldest first."""
-    rows = db.execute(_PRUNABLE, (row_of(db, run_id)["seq"],)).fetchall()
-    held, pruned = 0, 0
-    for row in rows:
-        held += row["bytes"]
-        too_old = seconds is not None and row["changed_at"] <= now - seconds
-        if too_old or (max_bytes is not None and held > max_bytes):
-            db.execute(_PRUNE_RESULTS, {"seq": row["seq"]})
-            db.execute(_PRUNED, {"seq": row["seq"]})
-            pruned += 1
-    return pruned
+    """Delete the trajectories of settled groups beyond these limits, the oldest first; return how many groups."""
+    run = row_of(db, run_id)["seq"]
+    rows = db.execute(_PRUNABLE, (run,)).fetchall()
+    settled = [SettledGroup(row["number"], row["bytes"], row["changed_at"]) for row in rows]
+    pruned = rules.groups_to_prune(settled, seconds=seconds, max_bytes=max_bytes, now=now)
+    for number in pruned:
+        db.execute(_PRUNE_RESULTS, {"run": run, "number": number})
+        db.execute(_PRUNED, {"run": run, "number": number})
+    return len(pruned)

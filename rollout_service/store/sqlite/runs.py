@@ -12,9 +12,9 @@ import anyio.to_thread
 from api_schemas.errors import ErrorInfo
 from api_schemas.exports import ExportedSample, RecordedRollout, without_tokens
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
-from api_schemas.runs import Group, InlineTasks, RunRequest, RunState, TaskSource
+from api_schemas.runs import Group, RunRequest, RunState
 from api_schemas.tasks import Task
-from rollout_service.groups import STALE
+from rollout_service.store import rules
 from rollout_service.store.codec import heads as head_codec
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import runs as run_codec
@@ -66,7 +66,7 @@ class SqliteRuns(RunStore):
             "request": run_codec.encode_request(request),
             "version": version,
             "tasks": tasks,
-            "total": total_tasks(request.source, tasks),
+            "total": rules.total_tasks(request.source, tasks),
             "digest": digest,
             "now": self._clock(),
         }
@@ -263,25 +263,17 @@ class SqliteRuns(RunStore):
         return await self._thread.run(job, writes=False)
 
 
-def total_tasks(source: TaskSource, tasks: int) -> int | None:
-    """Tasks over all epochs; None while there is no end to them."""
-    if isinstance(source, InlineTasks) and source.open:
-        return None
-    return None if source.epochs is None else source.epochs * tasks
-
-
 def _decode_group(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> Group:
     """As a trainer gets it: without the tokens that are too old for it."""
-    kept = _not_stale(row)
+    kept = _delivered(row)
     rollouts = (
         _whole(member) if member["rollout_id"] in kept else codec.decode_rollout(member) for member in members
     )
     return run_codec.decode_group(row, {rollout.rollout_id: rollout for rollout in rollouts})
 
 
-def _not_stale(row: sqlite3.Row) -> set[str]:
-    samples = run_codec.decode_samples(row["samples"])
-    return {sample.rollout_id for sample in samples if sample.masked_because != STALE}
+def _delivered(row: sqlite3.Row) -> set[str]:
+    return set(rules.delivered_rollouts(run_codec.decode_samples(row["samples"])))
 
 
 def _decode_exported(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> list[ExportedSample]:
@@ -311,7 +303,7 @@ def _whole(row: sqlite3.Row) -> Rollout:
 def _make_head(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> GroupHead:
     rollouts: dict[str, Rollout] = {}
     columns: dict[str, list[Columns]] = {}
-    kept = _not_stale(row)
+    kept = _delivered(row)
     for member in members:
         rollout = codec.decode_rollout(member)
         columns[rollout.rollout_id] = []

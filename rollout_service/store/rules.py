@@ -1,0 +1,253 @@
+"""The rules of runs, groups and batches as pure functions, for every store.
+
+A store reads records, asks a rule, and writes the decision in the same transaction. So all stores decide alike, and a
+rule can be tested without a database. Where a store filters rows itself for speed, the bound comes from a rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from api_schemas.runs import InlineTasks, RunState, Surplus, TaskSource
+from rollout_service.errors import ConflictError
+from rollout_service.groups import STALE, oldest_allowed_version
+from rollout_service.store.runs_contract import ClosedSample, NewGroup, NoBatch, RunRecord
+
+DROPPED = "dropped:"
+"""The prefix of the counters of dropped groups; the reason follows."""
+OVER = frozenset({RunState.ENDED, RunState.FINISHED})
+
+
+class BatchState(StrEnum):
+    """The states of a batch; the last two are final."""
+
+    LEASED = "leased"
+    RETURNED = "returned"
+    ACKNOWLEDGED = "acknowledged"
+    DISSOLVED = "dissolved"
+
+
+# -- versions ------------------------------------------------------------------
+
+
+def oldest_allowed(run: RunRecord) -> int | None:
+    """Return the oldest version that a token in a batch may have; None if the run sets no limit."""
+    return oldest_allowed_version(version=run.version, max_staleness=run.request.max_staleness)
+
+
+def is_stale(oldest_version: int | None, bound: int | None) -> bool:
+    """Return whether tokens of this version are older than the bound; without a bound nothing is stale."""
+    return bound is not None and oldest_version is not None and oldest_version < bound
+
+
+# -- the next batch ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyGroup:
+    """A kept group that waits for a batch."""
+
+    number: int
+    oldest_version: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class NewBatch:
+    """What to put into a new batch, and what becomes of the rest."""
+
+    groups: Sequence[int]
+    surplus: Sequence[int] = ()
+    """Ready groups to drop."""
+    cancels_open: bool = False
+    """Whether to cancel the groups under way as surplus too."""
+
+
+def next_batch(
+    run: RunRecord, ready: Sequence[ReadyGroup], *, bound: int | None, due: float = math.inf
+) -> NewBatch | NoBatch:
+    """Return the next new batch of a run, or why there is none now.
+
+    Args:
+        run: the run, with its current counters.
+        ready: all its ready groups, in the order of their numbers.
+        bound: the oldest version that a token may have; None takes stale groups too.
+        due: when the next lease of another batch runs out, in Unix seconds.
+    """
+    if any(is_stale(group.oldest_version, bound) for group in ready):
+        return NoBatch(over=False, due=math.inf, stale=True)
+    size = run.request.batch_size
+    is_last = run.exhausted and not run.count("open")
+    if not ready or (len(ready) < size and not is_last):
+        delivered = is_last and not ready and not run.count("batched")
+        return NoBatch(over=run.state is RunState.FINISHED or delivered, due=due)
+    numbers = [group.number for group in ready]
+    if run.request.surplus is Surplus.CANCEL:
+        return NewBatch(numbers[:size], surplus=numbers[size:], cancels_open=True)
+    return NewBatch(numbers[:size])
+
+
+# -- counters ------------------------------------------------------------------
+
+
+def dropped_counts(counters: Mapping[str, int]) -> dict[str, int]:
+    """Return how many groups were dropped, by reason."""
+    return {name.removeprefix(DROPPED): n for name, n in counters.items() if name.startswith(DROPPED)}
+
+
+def added_counts(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    """Return by how much counts have grown, without zeros."""
+    return {name: count - before.get(name, 0) for name, count in now.items() if count > before.get(name, 0)}
+
+
+def masked_counts(
+    samples: Sequence[ClosedSample], before: Sequence[ClosedSample] | None = None
+) -> dict[str, int]:
+    """Return what to add to a run's counters when a group is closed; `before` are its samples at an earlier close."""
+    counted = {sample.sample for sample in before or () if not sample.usable}
+    added = [sample for sample in samples if sample.sample not in counted]
+    counts = {
+        "masked": sum(not sample.usable for sample in added),
+        "masked:stale": sum(sample.masked_because == STALE for sample in added),
+    }
+    return {name: count for name, count in counts.items() if count}
+
+
+def delivered_rollouts(samples: Sequence[ClosedSample]) -> list[str]:
+    """Return the ids of the rollouts whose tokens are delivered: all but the stale ones."""
+    return [sample.rollout_id for sample in samples if sample.masked_because != STALE]
+
+
+# -- runs ----------------------------------------------------------------------
+
+
+def total_tasks(source: TaskSource, tasks: int) -> int | None:
+    """Return the number of tasks over all epochs; None while it is unbounded."""
+    if isinstance(source, InlineTasks) and source.open:
+        return None
+    return None if source.epochs is None else source.epochs * tasks
+
+
+def is_finished(run: RunRecord) -> bool:
+    """Return whether a run has taken all its tasks and every batch of it is acknowledged."""
+    if run.state in OVER or run.total is None or run.cursor < run.total:
+        return False
+    return not any(run.count(state) for state in ("open", "ready", "batched"))
+
+
+def next_state(run: RunRecord, requested: RunState | None) -> RunState:
+    """Return the state of a run after a request to change it; None requests no change.
+
+    Raises:
+        ConflictError: the run is over and cannot be paused or resumed.
+    """
+    if requested is None or requested is run.state:
+        return run.state
+    if run.state not in OVER:
+        return requested
+    if requested is not RunState.ENDED:
+        raise ConflictError(f"the run {run.run_id} is {run.state}", hint="Create a new run.")
+    return run.state
+
+
+def can_start(run: RunRecord, groups: Sequence[NewGroup]) -> bool:
+    """Return whether these groups may start: the run is running, and the first group is the one at its cursor."""
+    return run.state is RunState.RUNNING and bool(groups) and groups[0].number == run.cursor
+
+
+def check_append(run: RunRecord, offset: int) -> None:
+    """Raise an error unless tasks can be appended to a run at this offset.
+
+    Raises:
+        ConflictError: the run takes no more tasks, or has another number of them.
+    """
+    source = run.request.source
+    is_open = isinstance(source, InlineTasks) and source.open
+    if not is_open or run.total is not None or run.state in OVER:
+        raise ConflictError(
+            f"the run {run.run_id} takes no more tasks",
+            hint="You can append only to a run whose inline source is `open` and that was not closed.",
+        )
+    if offset != run.tasks:
+        raise ConflictError(
+            f"the run {run.run_id} has {run.tasks} tasks, not {offset}",
+            hint="Append at the run's current number of tasks, or omit the offset.",
+            context={"tasks": run.tasks},
+        )
+
+
+# -- batches -------------------------------------------------------------------
+
+
+def check_acknowledge(batch_id: str, state: BatchState) -> bool:
+    """Return whether to acknowledge a batch; False if it is acknowledged already.
+
+    Raises:
+        ConflictError: the batch was dissolved.
+    """
+    if state is BatchState.DISSOLVED:
+        raise ConflictError(
+            f"the batch {batch_id} was dissolved: its lease had expired or been returned, "
+            "and one of its groups had become too old",
+            hint="Do not count it as trained. Acknowledge within the lease, or lease for longer.",
+        )
+    return state is not BatchState.ACKNOWLEDGED
+
+
+def check_renewal(batch_id: str, state: BatchState, *, holder: str | None, key: str | None) -> None:
+    """Raise an error unless the lease of a batch can be renewed with this key; None stands for any key.
+
+    Raises:
+        ConflictError: the batch is no longer leased, or is leased under another key.
+    """
+    if state is BatchState.LEASED and key in (None, holder):
+        return
+    why = "leased by another consumer" if state is BatchState.LEASED else str(state)
+    raise ConflictError(
+        f"the batch {batch_id} is {why}",
+        hint="Its lease expired or was returned. Do not count it as trained unless it is acknowledged.",
+    )
+
+
+def check_return(batch_id: str, state: BatchState) -> bool:
+    """Return whether to return a batch; False if it is returned or dissolved already.
+
+    Raises:
+        ConflictError: the batch is acknowledged.
+    """
+    if state is BatchState.ACKNOWLEDGED:
+        raise ConflictError(
+            f"the batch {batch_id} is acknowledged", hint="An acknowledged batch is never delivered again."
+        )
+    return state is BatchState.LEASED
+
+
+# -- pruning -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SettledGroup:
+    """A group that was acknowledged or dropped, and that still has its trajectories."""
+
+    number: int
+    bytes: int
+    settled_at: float
+    """Unix seconds."""
+
+
+def groups_to_prune(
+    settled: Sequence[SettledGroup], *, seconds: float | None, max_bytes: int | None, now: float
+) -> list[int]:
+    """Return the groups whose trajectories to delete: those beyond an age, and the oldest beyond a total size.
+
+    `settled` is ordered from newest to oldest; None sets no limit.
+    """
+    held, pruned = 0, []
+    for group in settled:
+        held += group.bytes
+        is_too_old = seconds is not None and group.settled_at <= now - seconds
+        if is_too_old or (max_bytes is not None and held > max_bytes):
+            pruned.append(group.number)
+    return pruned

@@ -1,0 +1,253 @@
+"""The rules of runs, groups and batches, against models that are written another way."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rollout_service
+from api_schemas.runs import InlineTasks, RunRequest, RunState, Surplus
+from api_schemas.tasks import Task
+from rollout_service.errors import ConflictError
+from rollout_service.store import rules
+from rollout_service.store.rules import BatchState, NewBatch, ReadyGroup, SettledGroup
+from rollout_service.store.runs_contract import ClosedSample, NewGroup, NoBatch, RunRecord
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+TASK = Task(environment="calc", instance={})
+counts = st.integers(0, 6)
+
+
+def run_of(
+    state: RunState = RunState.RUNNING,
+    *,
+    version: int = 0,
+    total: int | None = 8,
+    cursor: int = 0,
+    **asked: Any,
+) -> RunRecord:
+    counters = asked.pop("counters", {})
+    source = asked.pop("source", InlineTasks(tasks=[TASK]))
+    request = RunRequest(run_id="r", source=source, group_size=2, **{"batch_size": 2} | asked)
+    return RunRecord(
+        run_id="r",
+        request=request,
+        state=state,
+        version=version,
+        first_version=0,
+        tasks=8,
+        total=total,
+        digest=None,
+        cursor=cursor,
+        counters=counters,
+        problem=None,
+        created_at=NOW,
+        changed_at=NOW,
+    )
+
+
+runs = st.builds(
+    lambda state, cursor, total, size, surplus, counters: run_of(
+        state, cursor=cursor, total=total, batch_size=size, surplus=surplus, counters=counters
+    ),
+    st.sampled_from(RunState),
+    counts,
+    st.none() | counts,
+    st.integers(1, 4),
+    st.sampled_from(Surplus),
+    st.fixed_dictionaries({"open": counts, "batched": counts}),
+)
+ready_groups = st.lists(st.none() | st.integers(0, 9), max_size=8).map(
+    lambda versions: [ReadyGroup(number, version) for number, version in enumerate(versions)]
+)
+
+
+@given(runs, ready_groups, st.none() | st.integers(0, 9))
+def test_a_new_batch_is_full_or_the_last_and_never_stale(run, ready, bound):
+    decision = rules.next_batch(run, ready, bound=bound, due=7.0)
+    no_more = (run.total is not None and run.cursor >= run.total) or run.state in rules.OVER
+    if isinstance(decision, NewBatch):
+        assert 1 <= len(decision.groups) <= run.request.batch_size
+        assert len(decision.groups) == run.request.batch_size or (no_more and not run.count("open"))
+        numbers = [group.number for group in ready]
+        taken = len(decision.groups)
+        assert list(decision.groups) == numbers[:taken], "the oldest groups come first"
+        assert not any(rules.is_stale(group.oldest_version, bound) for group in ready)
+        cancels = run.request.surplus is Surplus.CANCEL
+        assert list(decision.surplus) == (numbers[taken:] if cancels else [])
+        assert decision.cancels_open == cancels
+    else:
+        stale = bound is not None and any(
+            group.oldest_version is not None and group.oldest_version < bound for group in ready
+        )
+        assert decision.stale == stale
+        assert stale or decision.due == 7.0
+
+
+@given(runs, ready_groups)
+def test_a_run_has_no_further_batch_only_when_nothing_can_become_one(run, ready):
+    decision = rules.next_batch(run, ready, bound=None)
+    if isinstance(decision, NoBatch) and decision.over and run.state is not RunState.FINISHED:
+        assert not ready
+        assert not run.count("open")
+        assert not run.count("batched")
+        assert run.exhausted
+
+
+@given(st.integers(0, 9), st.none() | st.integers(0, 9), st.none() | st.integers(0, 9))
+def test_a_group_is_stale_when_it_lags_by_more_than_the_run_allows(version, max_staleness, oldest):
+    bound = rules.oldest_allowed(run_of(version=version, max_staleness=max_staleness))
+    lags = None if oldest is None else version - oldest
+    assert rules.is_stale(oldest, bound) == (
+        max_staleness is not None and lags is not None and lags > max_staleness
+    )
+
+
+names = st.sampled_from(["dropped:stale", "dropped:too_long", "ready", "masked"])
+
+
+@given(st.dictionaries(names, counts), st.dictionaries(names, counts))
+def test_what_is_reported_as_dropped_adds_up(first, added):
+    second = {name: first.get(name, 0) + added.get(name, 0) for name in first.keys() | added.keys()}
+    before, after = rules.dropped_counts(first), rules.dropped_counts(second)
+    reported = rules.added_counts(before, after)
+    assert {name: before.get(name, 0) + reported.get(name, 0) for name in after} == after
+    assert all(reported.values())
+    assert not reported.keys() - {"stale", "too_long"}
+
+
+def closed(sample: int, masked: str | None) -> ClosedSample:
+    return ClosedSample(sample, f"r.0.{sample}", masked is None, masked, None, None)
+
+
+masks = st.lists(st.sampled_from([None, "stale", "tool_failed"]), min_size=1, max_size=5)
+
+
+@given(st.data(), masks)
+def test_closing_a_group_again_counts_only_what_is_newly_masked(data, before):
+    after = [mask or data.draw(st.sampled_from([None, "stale"])) for mask in before]
+    first, second = ([closed(n, mask) for n, mask in enumerate(masks)] for masks in (before, after))
+    added = [rules.masked_counts(first), rules.masked_counts(second, first)]
+    total = {name: sum(counts.get(name, 0) for counts in added) for name in ("masked", "masked:stale")}
+    assert total == {
+        "masked": sum(mask is not None for mask in after),
+        "masked:stale": sum(mask == "stale" for mask in after),
+    }
+    assert rules.delivered_rollouts(second) == [f"r.0.{n}" for n, mask in enumerate(after) if mask != "stale"]
+
+
+@given(runs, counts)
+def test_a_run_is_finished_when_all_its_tasks_were_taken_and_delivered(run, ready):
+    run = replace(run, counters={**run.counters, "ready": ready})
+    alive = run.state in (RunState.RUNNING, RunState.PAUSED)
+    taken = run.total is not None and run.cursor >= run.total
+    settled = run.count("open") == run.count("ready") == run.count("batched") == 0
+    assert rules.is_finished(run) == (alive and taken and settled)
+
+
+@pytest.mark.parametrize("state", [RunState.ENDED, RunState.FINISHED])
+def test_a_run_that_is_over_stays_over(state):
+    run = run_of(state)
+    assert rules.next_state(run, None) is state
+    assert rules.next_state(run, RunState.ENDED) is state
+    assert rules.next_state(run, state) is state
+    for requested in (RunState.RUNNING, RunState.PAUSED):
+        with pytest.raises(ConflictError, match=f"the run r is {state}"):
+            rules.next_state(run, requested)
+
+
+def test_a_run_that_is_not_over_takes_the_requested_state():
+    assert rules.next_state(run_of(), RunState.PAUSED) is RunState.PAUSED
+    assert rules.next_state(run_of(RunState.PAUSED), None) is RunState.PAUSED
+    assert rules.next_state(run_of(RunState.PAUSED), RunState.ENDED) is RunState.ENDED
+
+
+def test_groups_start_only_at_the_cursor_of_a_running_run():
+    third = NewGroup(3, 0, [])
+    assert rules.can_start(run_of(cursor=3), [third])
+    assert not rules.can_start(run_of(cursor=3), [])
+    assert not rules.can_start(run_of(cursor=2), [third])
+    assert not rules.can_start(run_of(RunState.PAUSED, cursor=3), [third])
+
+
+def test_tasks_are_appended_at_the_end_of_an_open_run():
+    open_run = run_of(total=None, source=InlineTasks(tasks=[], open=True))
+    rules.check_append(open_run, 8)
+    with pytest.raises(ConflictError, match="has 8 tasks, not 7"):
+        rules.check_append(open_run, 7)
+    for refused in (replace(open_run, total=8), replace(open_run, state=RunState.ENDED), run_of()):
+        with pytest.raises(ConflictError, match="takes no more tasks"):
+            rules.check_append(refused, 8)
+
+
+def test_total_tasks_counts_the_epochs():
+    assert rules.total_tasks(InlineTasks(tasks=[TASK], epochs=3), 5) == 15
+    assert rules.total_tasks(InlineTasks(tasks=[TASK], epochs=None), 5) is None
+    assert rules.total_tasks(InlineTasks(tasks=[TASK], open=True), 5) is None
+
+
+def test_a_batch_is_acknowledged_once_and_never_after_it_was_dissolved():
+    assert rules.check_acknowledge("r.b0", BatchState.LEASED)
+    assert rules.check_acknowledge("r.b0", BatchState.RETURNED), "its lease ran out, and nobody else has it"
+    assert not rules.check_acknowledge("r.b0", BatchState.ACKNOWLEDGED)
+    with pytest.raises(ConflictError, match=r"r\.b0 was dissolved"):
+        rules.check_acknowledge("r.b0", BatchState.DISSOLVED)
+
+
+def test_only_the_holder_renews_a_lease():
+    rules.check_renewal("r.b0", BatchState.LEASED, holder="a", key="a")
+    rules.check_renewal("r.b0", BatchState.LEASED, holder="a", key=None)
+    with pytest.raises(ConflictError, match="leased by another consumer"):
+        rules.check_renewal("r.b0", BatchState.LEASED, holder="a", key="b")
+    for state in (BatchState.RETURNED, BatchState.ACKNOWLEDGED, BatchState.DISSOLVED):
+        with pytest.raises(ConflictError, match=f"is {state}"):
+            rules.check_renewal("r.b0", state, holder="a", key="a")
+
+
+def test_a_batch_is_returned_unless_it_is_acknowledged():
+    assert rules.check_return("r.b0", BatchState.LEASED)
+    assert not rules.check_return("r.b0", BatchState.RETURNED)
+    assert not rules.check_return("r.b0", BatchState.DISSOLVED)
+    with pytest.raises(ConflictError, match="is acknowledged"):
+        rules.check_return("r.b0", BatchState.ACKNOWLEDGED)
+
+
+settled_groups = st.lists(st.tuples(counts, st.integers(0, 20)), max_size=8).map(
+    lambda rows: [
+        SettledGroup(number, size, at)
+        for number, (size, at) in enumerate(sorted(rows, key=lambda row: -row[1]))
+    ]
+)
+
+
+@given(settled_groups, st.none() | st.integers(0, 20), st.none() | st.integers(0, 30))
+def test_pruning_keeps_the_newest_groups_within_both_limits(settled, seconds, max_bytes):
+    pruned = rules.groups_to_prune(settled, seconds=seconds, max_bytes=max_bytes, now=20)
+    kept = [group for group in settled if group.number not in pruned]
+    assert kept == settled[: len(kept)], "the oldest go first"
+    assert max_bytes is None or sum(group.bytes for group in kept) <= max_bytes
+    assert seconds is None or all(group.settled_at > 20 - seconds for group in kept)
+    if pruned:
+        next_one = settled[len(kept)]
+        size = sum(group.bytes for group in kept) + next_one.bytes
+        aged = seconds is not None and next_one.settled_at <= 20 - seconds
+        assert aged or (max_bytes is not None and size > max_bytes), "nothing is pruned needlessly"
+
+
+def test_no_module_of_runs_or_rules_imports_a_store():
+    """Whoever writes another store reuses the rules, the codecs and the run manager as they are."""
+    root = Path(rollout_service.__file__).parent
+    shared = [*root.glob("runs/*.py"), *root.glob("groups/*.py"), *root.glob("store/*.py")]
+    shared += root.glob("store/codec/*.py")
+    for path in shared:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not any("sqlite" in name for name in names), path
