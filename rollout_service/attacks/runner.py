@@ -17,10 +17,11 @@ from pydantic import JsonValue
 
 from api_schemas.trajectories import Message
 from rollout_service.attacks.scripts import PRELUDE, SCRIPTS, Attack
-from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn, PolicyTurn
-from rollout_service.environments.trial import play
+from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
+from rollout_service.episodes import PolicyTurn
 from rollout_service.errors import EnvironmentFailedError, describe
 from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 from sandboxes import Sandbox, SessionName
 from sandboxes.errors import SandboxError

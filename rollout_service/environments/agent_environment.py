@@ -11,8 +11,9 @@ from api_schemas.trajectories import Message
 from rollout_service.agents.tool_calling.agent import ToolCallingAgent
 from rollout_service.agents.tool_calling.builtin_tools import NEEDS_SANDBOX, builtin_tools
 from rollout_service.agents.tool_calling.tools import Tool
-from rollout_service.environments.contract import Environment, EnvironmentSpec, Episode, EvaluateIn
+from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.environments.templates import PromptTemplate
+from rollout_service.episodes import Episode
 from rollout_service.errors import ConfigurationError
 from rollout_service.tokens import ToolSpec
 from sandboxes.errors import LimitExceededError, SandboxClosedError

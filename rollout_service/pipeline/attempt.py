@@ -19,21 +19,15 @@ import anyio
 
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span, Stage, StopReason
-from rollout_service.environments.contract import (
-    SANDBOX_ENDED_SCORE,
-    Environment,
-    EnvironmentSpec,
-    Episode,
-    EvaluateIn,
-    Policy,
-    Score,
-)
+from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
+from rollout_service.episodes import SANDBOX_ENDED_SCORE, Episode, Policy, Score
 from rollout_service.errors import RequestError, describe
 from rollout_service.pipeline.artifacts import Artifacts
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.stage import Slot, StageLimiter, Timer
 from rollout_service.store.contract import Lease, Store
 from rollout_service.telemetry.metrics import Metrics
+from rollout_service.tokens import ToolSpec
 from sandboxes import Sandbox, SessionName
 from sandboxes.scheduling.admission import AdmissionController, Purpose, Ticket
 from sandboxes.sessions.opening import open_sessions
@@ -68,7 +62,7 @@ class PolicyFactory(Protocol):
         """Return the pools with a backend in service, paused ones too, and the event of the next change."""
         ...
 
-    async def open(self, request: RolloutRequest, environment: Environment) -> Policy:
+    async def open(self, request: RolloutRequest, tools: list[ToolSpec]) -> Policy:
         """Open it; raises NoBackendError when the pool is empty, TokenError when its tokenizer cannot be used."""
         ...
 
@@ -132,10 +126,8 @@ class Attempt:
         limits = spec.limits.model_copy(update=request.limits.model_dump(exclude_none=True))
         purpose = Purpose.AGENT if spec.image is not None else None
         async with self._stage(self._context.stages.init, limits.init_seconds, purpose) as timer:
-            policy = await self._context.policies.open(request, environment)
-            episode = Episode(
-                request=request, attempt=self.lease.attempt, spec=spec, limits=limits, policy=policy
-            )
+            policy = await self._context.policies.open(request, environment.tool_definitions())
+            episode = Episode(request=request, attempt=self.lease.attempt, limits=limits, policy=policy)
             self._episode = episode
             if spec.image is not None:
                 await self._start_sandbox(spec, timer, spec.sessions)
@@ -146,15 +138,15 @@ class Attempt:
         try:
             async with anyio.create_task_group() as tasks:
                 if episode.sandbox is not None:
-                    tasks.start_soon(self._open_sessions, episode.sandbox, timer)
+                    tasks.start_soon(self._open_sessions, episode.sandbox, environment.spec.sessions, timer)
                 await environment.init(episode)
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures  # typed, as from one of the two
 
-    async def _open_sessions(self, sandbox: Sandbox, timer: Timer) -> None:
+    async def _open_sessions(self, sandbox: Sandbox, sessions: frozenset[SessionName], timer: Timer) -> None:
         started = time.perf_counter()
         try:
-            await open_sessions(sandbox, self.episode.spec.sessions)
+            await open_sessions(sandbox, sessions)
         finally:
             timer.sandbox_seconds += time.perf_counter() - started
 
@@ -174,7 +166,7 @@ class Attempt:
                     hint="Shorten the prompt or the tools' descriptions, or serve the model with a longer context.",
                 )
             if environment.spec.evaluate_in is EvaluateIn.FRESH and episode.sandbox is not None:
-                self._artifacts = await self._context.sandboxes.pack(episode.sandbox, episode.spec)
+                self._artifacts = await self._context.sandboxes.pack(episode.sandbox, environment.spec)
                 episode.notes += self._artifacts.notes
             if environment.spec.evaluate_in is not EvaluateIn.SAME:
                 await self._close_sandbox()

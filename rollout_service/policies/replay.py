@@ -13,9 +13,8 @@ from api_schemas.errors import Boundary
 from api_schemas.exports import Difference, RecordedRollout, without_tokens
 from api_schemas.rollouts import StopReason, Usage
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Trajectory
-from rollout_service.agents.errors import ContextFullError
 from rollout_service.agents.tool_calling.builtin_tools import FINISH
-from rollout_service.environments.contract import PolicyTurn
+from rollout_service.episodes import ContextFullError, PolicyTurn
 from rollout_service.errors import ServiceError
 
 _EDITED = (ForkReason.HISTORY_EDITED, ForkReason.COMPACTION)
@@ -29,7 +28,7 @@ class NotReplayableError(ServiceError):
 
 
 class RecordedPolicy:
-    """Plays the turns of a finished rollout; implements `environments.contract.Policy`."""
+    """Plays the turns of a finished rollout; implements `episodes.Policy`."""
 
     def __init__(self, recorded: RecordedRollout, trajectory: Trajectory) -> None:
         self.messages: list[Message] = []

@@ -27,14 +27,13 @@ from api_schemas.inference import (
     WeightsRequest,
 )
 from api_schemas.rollouts import RolloutRequest
-from rollout_service.environments.contract import Environment
 from rollout_service.errors import describe
 from rollout_service.inference.errors import InferenceError, NoBackendError, WeightsPartlyLoaded
 from rollout_service.inference.pool.pools import Pools, backend_id_of
 from rollout_service.inference.pool.weights.outcomes import judge, judge_weights
 from rollout_service.policies.session import PolicySession
 from rollout_service.private_files import write_private
-from rollout_service.tokens import ChatRenderer, Conversation
+from rollout_service.tokens import ChatRenderer, Conversation, ToolSpec
 
 log = structlog.get_logger(__name__)
 
@@ -207,7 +206,7 @@ class Serving:
         pools, changed = self._pools.in_service()
         return pools & self._served.keys(), changed
 
-    async def open(self, request: RolloutRequest, environment: Environment) -> PolicySession:
+    async def open(self, request: RolloutRequest, tools: list[ToolSpec]) -> PolicySession:
         """Open the conversation of one rollout with its pool; raise NoBackendError when nothing serves that."""
         served = self._served.get(request.pool)
         if served is None:
@@ -215,7 +214,7 @@ class Serving:
                 f"pool {request.pool!r} has no backend", hint="Register one with POST /v1/backends."
             )
         return PolicySession(
-            Conversation(served.renderer, environment.tool_definitions()),
+            Conversation(served.renderer, tools),
             self._pools[request.pool],
             affinity=request.rollout_id or "",
             sampling=request.sampling,

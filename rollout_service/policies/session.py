@@ -15,8 +15,7 @@ import anyio.to_thread
 
 from api_schemas.rollouts import Exports, Sampling, Usage
 from api_schemas.trajectories import ForkReason, Message, Trajectory
-from rollout_service.agents.errors import ContextFullError
-from rollout_service.environments.contract import PolicyTurn
+from rollout_service.episodes import ContextFullError, PolicyTurn
 from rollout_service.inference import contract as inference
 from rollout_service.inference.errors import PromptTooLong
 from rollout_service.tokens import AssistantTurn, Conversation
@@ -37,7 +36,7 @@ class Generator(Protocol):
 
 
 class PolicySession:
-    """One rollout's policy; implements `environments.contract.Policy`."""
+    """One rollout's policy; implements `episodes.Policy`."""
 
     def __init__(
         self,

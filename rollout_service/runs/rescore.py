@@ -20,12 +20,14 @@ from api_schemas.exports import RecordedRollout, Rescored, RescoreOptions, Resco
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage
 from api_schemas.trajectories import Trajectory
 from rollout_service.environments.agent_environment import AgentEnvironment
-from rollout_service.environments.contract import Environment, Episode, EvaluateIn, Policy, Score
+from rollout_service.environments.contract import Environment, EvaluateIn
+from rollout_service.episodes import Episode, Policy, Score
 from rollout_service.errors import InvalidFieldError, describe, prefix_field_paths
 from rollout_service.pipeline.attempt import Attempt, AttemptContext
 from rollout_service.pipeline.stage import Slot
 from rollout_service.policies.replay import NotReplayableError, RecordedPolicy, final_answer
 from rollout_service.store.contract import Lease
+from rollout_service.tokens import ToolSpec
 
 T = TypeVar("T")
 Load = Callable[[Sequence[T]], Awaitable[Sequence[RecordedRollout]]]
@@ -158,7 +160,6 @@ class ReplayAttempt(Attempt):
         self._episode = Episode(
             request=request,
             attempt=1,
-            spec=environment.spec,
             limits=limits,
             policy=self.policy,
             answer=final_answer(self.policy.trajectory()),
@@ -179,7 +180,7 @@ class _Recorded:
     def in_service(self) -> tuple[frozenset[str], anyio.Event]:
         return frozenset({self._pool}), anyio.Event()
 
-    async def open(self, request: RolloutRequest, environment: Environment) -> Policy:  # noqa: ARG002
+    async def open(self, request: RolloutRequest, tools: list[ToolSpec]) -> Policy:  # noqa: ARG002
         return self._policy
 
     def close(self, request: RolloutRequest) -> None:

@@ -13,7 +13,7 @@ import anyio
 
 from api_schemas.rollouts import Usage
 from api_schemas.trajectories import FinishReason, ForkReason, Message, ToolCall, Trajectory
-from rollout_service.environments.contract import PolicyTurn
+from rollout_service.episodes import PolicyTurn
 from rollout_service.errors import ServiceError
 
 
@@ -28,7 +28,7 @@ ScriptedTurn = str | PolicyTurn | ServiceError | Callable[[Sequence[Message]], "
 
 
 class ScriptedPolicy:
-    """Plays its turns in order; implements `environments.contract.Policy`.
+    """Plays its turns in order; implements `episodes.Policy`.
 
     `delay` is the time that each turn takes, in seconds, and counts as the engine's.
     """

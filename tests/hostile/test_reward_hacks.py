@@ -14,9 +14,9 @@ from rollout_service.environments.builtin.code import environment as code
 from rollout_service.environments.builtin.code.problems import problems
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.environments.declarative.from_image import extract_environment
-from rollout_service.environments.trial import play
 from rollout_service.errors import EnvironmentFailedError
 from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import ApptainerConfig, make_provider
 from sandboxes.host.facts import find_apptainer

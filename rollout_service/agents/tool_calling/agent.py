@@ -17,9 +17,9 @@ import anyio
 
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message, ToolCall
-from rollout_service.agents.errors import ContextFullError, ToolInputError
+from rollout_service.agents.errors import ToolInputError
 from rollout_service.agents.tool_calling.tools import Tool, ToolContext, ToolResult, by_name
-from rollout_service.environments.contract import Episode, PolicyTurn
+from rollout_service.episodes import ContextFullError, Episode, PolicyTurn
 from rollout_service.tokens import ToolSpec
 from sandboxes.errors import LimitExceededError
 

@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rollout_service.cli import common
+from rollout_service.cli.demo.options import DemoEngine, DemoPolicy, DemoSandbox
 
 EXAMPLE = "Example: rollout-service demo --rollouts 64 --json figures.json"
-
-
-class DemoEngine(StrEnum):
-    """What serves the policy."""
-
-    EMBEDDED = "embedded"
-    SGLANG = "sglang"
-
-
-class DemoSandbox(StrEnum):
-    """Where tools run."""
-
-    APPTAINER = "apptainer"
-    LOCAL = "local"
-
-
-class DemoPolicy(StrEnum):
-    """The shipped policies."""
-
-    TUNED = "calc-tuned"
-    BASE = "calc-base"
 
 
 def command(

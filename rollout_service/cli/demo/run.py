@@ -21,7 +21,7 @@ from api_schemas.tasks import Task
 from rollout_client.client import RolloutClient
 from rollout_service.cli import common
 from rollout_service.cli.console import Heading, SafeConsole
-from rollout_service.cli.demo import DemoEngine, DemoPolicy, DemoSandbox
+from rollout_service.cli.demo.options import DemoEngine, DemoPolicy, DemoSandbox
 from rollout_service.cli.demo.summary import Summary
 from rollout_service.cli.figures import figures_document, write_figures
 from rollout_service.cli.server_child import running_server

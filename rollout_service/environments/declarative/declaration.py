@@ -18,11 +18,11 @@ from api_schemas.base import Name
 from rollout_service.environments.contract import (
     EnvironmentSettings,
     EnvironmentSpec,
-    EpisodeLimits,
     EvaluateIn,
     SandboxSettings,
     Size,
 )
+from rollout_service.episodes import EpisodeLimits
 from rollout_service.errors import ConfigurationError, did_you_mean
 
 FILE_NAME = "environment.toml"

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from rollout_service.environments import lint
 from rollout_service.environments.agent_environment import AgentEnvironment
-from rollout_service.environments.contract import EnvironmentSpec, Episode, Score
+from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.environments.dataset_files import read_instances
 from rollout_service.environments.declarative.declaration import (
     FILE_NAME,
@@ -32,6 +32,7 @@ from rollout_service.environments.declarative.declaration import (
 from rollout_service.environments.declarative.files import PackedFile, archive, exported_file, read_folder
 from rollout_service.environments.declarative.from_image import empty_folder
 from rollout_service.environments.submission import encode_runs, read_inputs, run_submission
+from rollout_service.episodes import Episode, Score
 from rollout_service.errors import ConfigurationError, EnvironmentFailedError
 from sandboxes import ExecResult, Sandbox
 from sandboxes.errors import FileMissingError, FileStalledError, SandboxFileError

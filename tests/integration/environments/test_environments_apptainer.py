@@ -15,9 +15,9 @@ from rollout_service.environments.builtin.code.problems import problems
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.environments.declarative.from_image import extract_environment
 from rollout_service.environments.registry import load_path
-from rollout_service.environments.trial import play
 from rollout_service.errors import ConfigurationError
 from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import ApptainerConfig, make_provider
 from sandboxes.images.sources import Definition

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from rollout_service.environments.declarative.environment import load_folder
-from rollout_service.environments.trial import play
 from rollout_service.errors import ConfigurationError, InvalidFieldError
 from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import ApptainerConfig, make_provider
 

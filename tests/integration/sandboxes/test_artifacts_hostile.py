@@ -11,8 +11,8 @@ from rollout_service.cli.env.new import make_environment
 from rollout_service.environments.builtin.calc import environment as calc
 from rollout_service.environments.builtin.code import environment as code
 from rollout_service.environments.declarative.environment import load_folder
-from rollout_service.environments.trial import play
 from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import ApptainerConfig, make_provider
 

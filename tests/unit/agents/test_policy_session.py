@@ -8,7 +8,7 @@ import pytest
 
 from api_schemas.rollouts import Sampling
 from api_schemas.trajectories import FinishReason, ForkReason, Message
-from rollout_service.agents.errors import ContextFullError
+from rollout_service.episodes import ContextFullError
 from rollout_service.inference import contract as inference
 from rollout_service.inference.errors import BackendUnreachable, PromptTooLong
 from rollout_service.policies.session import INLINE_CHARS, PolicySession

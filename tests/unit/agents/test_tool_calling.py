@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from api_schemas.rollouts import RolloutRequest, StopReason
 from api_schemas.tasks import Task
 from api_schemas.trajectories import Message
-from rollout_service.agents.errors import ContextFullError, ToolInputError
+from rollout_service.agents.errors import ToolInputError
 from rollout_service.agents.tool_calling import agent as tool_calling
 from rollout_service.agents.tool_calling.agent import ToolCallingAgent
 from rollout_service.agents.tool_calling.builtin_tools import FINISH
 from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool
-from rollout_service.environments.contract import EnvironmentSpec, Episode, EpisodeLimits
+from rollout_service.episodes import ContextFullError, Episode, EpisodeLimits
 from rollout_service.testing.scripted_policy import (
     ScriptedPolicy,
     ScriptEndedError,
@@ -58,7 +58,6 @@ def episode(script, delay=0.0, **limits):
     return Episode(
         request=RolloutRequest(rollout_id="r", task=Task(environment="test")),
         attempt=1,
-        spec=EnvironmentSpec(name="test"),
         limits=EpisodeLimits(**limits),
         policy=ScriptedPolicy(script, delay=delay),
     )

@@ -11,7 +11,8 @@ from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, T
 from rollout_service.cli import app
 from rollout_service.cli.env.check import tool_names
 from rollout_service.environments.agent_environment import AgentEnvironment
-from rollout_service.environments.contract import EnvironmentSpec, Episode, Score
+from rollout_service.environments.contract import EnvironmentSpec
+from rollout_service.episodes import Episode, Score
 
 
 class Word(Arguments):

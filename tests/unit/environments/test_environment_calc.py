@@ -11,7 +11,7 @@ from api_schemas.tasks import Task
 from rollout_service.environments.builtin.boxed import last_boxed
 from rollout_service.environments.builtin.calc.environment import environment
 from rollout_service.environments.builtin.calc.problems import evaluate_expression, is_held_out
-from rollout_service.environments.contract import Episode
+from rollout_service.episodes import Episode
 from rollout_service.errors import InvalidFieldError
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 
@@ -56,7 +56,7 @@ async def score(answer, expected):
     request = RolloutRequest(rollout_id="r", task=task)
     spec = environment.spec
     episode = Episode(
-        request=request, attempt=1, spec=spec, limits=spec.limits, policy=ScriptedPolicy([]), answer=answer
+        request=request, attempt=1, limits=spec.limits, policy=ScriptedPolicy([]), answer=answer
     )
     return await environment.evaluate(episode)
 

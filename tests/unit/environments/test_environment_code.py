@@ -10,9 +10,9 @@ from rollout_service.environments.builtin.code.hidden_tests import (
     same_output,
 )
 from rollout_service.environments.builtin.code.problems import instances, problems
-from rollout_service.environments.trial import play
 from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import LocalConfig, make_provider
 

@@ -8,11 +8,11 @@ import pytest
 
 from api_schemas.rollouts import RolloutRequest, StopReason
 from api_schemas.tasks import Task
-from rollout_service.environments.contract import Episode
 from rollout_service.environments.declarative.environment import load_folder, parse_score
-from rollout_service.environments.trial import play
+from rollout_service.episodes import Episode
 from rollout_service.errors import EnvironmentFailedError
 from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import LocalConfig, make_provider
 from sandboxes.sessions.opening import open_sessions
@@ -154,7 +154,7 @@ async def test_sessions_are_in_the_working_folder_that_init_made(tmp_path, sandb
     request = RolloutRequest(rollout_id="e", task=Task(environment="e", instance={}))
     async with await sandboxes.start(env.spec, "e") as sandbox:
         await open_sessions(sandbox, env.spec.sessions)
-        episode = Episode(request, 1, env.spec, env.spec.limits, policy, sandbox)
+        episode = Episode(request, 1, env.spec.limits, policy, sandbox)
         await env.init(episode)
         await env.run(episode)
     told = [message.content.strip() for message in policy.messages if message.role == "tool"]

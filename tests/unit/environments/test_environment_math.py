@@ -9,9 +9,9 @@ from rollout_service.environments.builtin.math.environment import Math, environm
 from rollout_service.environments.builtin.math.problems import sample_problems
 from rollout_service.environments.builtin.math.verifier import MathVerifier
 from rollout_service.environments.builtin.math.worker import MathVerdict
-from rollout_service.environments.trial import play
 from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 from sandboxes import LocalConfig, make_provider
 

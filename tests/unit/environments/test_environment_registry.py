@@ -5,9 +5,10 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from api_schemas.rollouts import StopReason
-from rollout_service.environments.contract import Environment, EnvironmentSpec, Score
+from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.environments.registry import GROUP, EnvironmentRegistry, load_path
 from rollout_service.environments.splits import count_splits, select_split
+from rollout_service.episodes import Score
 from rollout_service.errors import ConfigurationError, InvalidFieldError
 
 

@@ -15,14 +15,8 @@ from hypothesis import strategies as st
 
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage, StopReason
 from api_schemas.tasks import Limits, Task
-from rollout_service.environments.contract import (
-    Environment,
-    EnvironmentSpec,
-    Episode,
-    EvaluateIn,
-    Policy,
-    Score,
-)
+from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
+from rollout_service.episodes import Episode, Policy, Score
 from rollout_service.errors import EnvironmentFailedError, UnavailableError
 from rollout_service.pipeline.attempt import AttemptContext, EnvironmentSource, Stages
 from rollout_service.pipeline.pipeline import Pipeline, acquire_available
@@ -33,6 +27,7 @@ from rollout_service.settings import PipelineSettings
 from rollout_service.store.sqlite.store import SqliteStore
 from rollout_service.telemetry.metrics import Metrics
 from rollout_service.testing.scripted_policy import ScriptedPolicy
+from rollout_service.tokens import ToolSpec
 from sandboxes import Sandbox, SandboxInfo, SandboxProvider, SandboxSpec, SweepReport
 from sandboxes.config import PressureConfig
 from sandboxes.errors import LimitExceededError, SandboxClosedError, SandboxStartError
@@ -107,7 +102,7 @@ class Policies:
         self._changed.set()
         self._changed = anyio.Event()
 
-    async def open(self, request: RolloutRequest, environment: Environment) -> Policy:
+    async def open(self, request: RolloutRequest, tools: list[ToolSpec]) -> Policy:
         assert request.rollout_id
         self.open_ids.add(request.rollout_id)
         return ScriptedPolicy(["an answer"] * 100)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rollout_service.environments.declarative.declaration import Declaration
-from rollout_service.environments.trial import play
 from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import LocalConfig, make_provider
 

@@ -16,8 +16,9 @@ from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Segment
 from rollout_service.environments.builtin.calc import environment as calc
 from rollout_service.environments.builtin.code import environment as code
-from rollout_service.environments.contract import Environment, EnvironmentSpec, Episode, Policy, Score
+from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.environments.registry import EnvironmentRegistry
+from rollout_service.episodes import Episode, Policy, Score
 from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.pipeline.attempt import AttemptContext, Stages
 from rollout_service.pipeline.pipeline import Pipeline
@@ -29,6 +30,7 @@ from rollout_service.settings import PipelineSettings
 from rollout_service.store.sqlite import SqliteStore
 from rollout_service.telemetry.metrics import Metrics
 from rollout_service.testing.scripted_policy import ScriptedPolicy, ScriptedTurn, call, malformed_call, turn
+from rollout_service.tokens import ToolSpec
 from sandboxes import LocalConfig, make_provider
 from sandboxes.scheduling.admission import AdmissionController
 from sandboxes.scheduling.host_metrics import HostReader
@@ -50,7 +52,7 @@ class Policies:
     def in_service(self) -> tuple[frozenset[str], anyio.Event]:
         return frozenset({"policy"}), anyio.Event()
 
-    async def open(self, request: RolloutRequest, environment: Environment) -> Policy:
+    async def open(self, request: RolloutRequest, tools: list[ToolSpec]) -> Policy:
         assert self.script is not None, "an engine was asked"
         return ScriptedPolicy(self.script)
 

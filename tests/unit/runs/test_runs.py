@@ -32,7 +32,8 @@ from api_schemas.runs import (
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Segment, Trajectory
 from rollout_service.environments.agent_environment import AgentEnvironment
-from rollout_service.environments.contract import Environment, EnvironmentSpec, Episode, Score
+from rollout_service.environments.contract import Environment, EnvironmentSpec
+from rollout_service.episodes import Episode, Score
 from rollout_service.errors import InvalidFieldError, RecordLostError, StoreError
 from rollout_service.groups import FilterRegistry
 from rollout_service.runs import Delivery, RunManager, RunOverError

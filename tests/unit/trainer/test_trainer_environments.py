@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from rollout_service.environments.builtin.calc.problems import evaluate_expression
 from rollout_service.environments.registry import EnvironmentRegistry
-from rollout_service.environments.trial import play
 from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import LocalConfig, make_provider
 

@@ -11,14 +11,8 @@ from api_schemas.errors import FieldError
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.builtin.boxed import last_boxed
 from rollout_service.environments.builtin.calc.problems import CalcProblem, sample_problems
-from rollout_service.environments.contract import (
-    EnvironmentSpec,
-    Episode,
-    EpisodeLimits,
-    EvaluateIn,
-    SandboxSettings,
-    Score,
-)
+from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, SandboxSettings
+from rollout_service.episodes import Episode, EpisodeLimits, Score
 from rollout_service.errors import InvalidFieldError
 
 INTEGER = re.compile(r"-?\d{1,1000}", re.ASCII)

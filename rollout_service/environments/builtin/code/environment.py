@@ -26,8 +26,9 @@ from rollout_service.environments.builtin.code.hidden_tests import (
     same_output,
 )
 from rollout_service.environments.builtin.code.problems import instances
-from rollout_service.environments.contract import EnvironmentSpec, Episode, EpisodeLimits, EvaluateIn, Score
+from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn
 from rollout_service.environments.splits import SPLIT
+from rollout_service.episodes import Episode, EpisodeLimits, Score
 from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
 from sandboxes import ExecResult, Sandbox
 from sandboxes.errors import LimitExceededError, SandboxClosedError, SandboxFileError, SandboxStartError

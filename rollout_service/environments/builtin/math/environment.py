@@ -14,7 +14,8 @@ from rollout_service.environments.builtin.boxed import last_boxed
 from rollout_service.environments.builtin.math.problems import splits
 from rollout_service.environments.builtin.math.verifier import MAX_CHARS, MathVerifier
 from rollout_service.environments.builtin.math.worker import MathVerdict
-from rollout_service.environments.contract import EnvironmentSpec, Episode, EpisodeLimits, EvaluateIn, Score
+from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn
+from rollout_service.episodes import Episode, EpisodeLimits, Score
 from rollout_service.errors import InvalidFieldError
 
 SPEC = EnvironmentSpec(

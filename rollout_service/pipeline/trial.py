@@ -13,14 +13,8 @@ from pydantic import JsonValue
 
 from api_schemas.rollouts import RolloutRequest, StopReason
 from api_schemas.tasks import Task
-from rollout_service.environments.contract import (
-    SANDBOX_ENDED_SCORE,
-    Environment,
-    Episode,
-    EvaluateIn,
-    Policy,
-    Score,
-)
+from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
+from rollout_service.episodes import SANDBOX_ENDED_SCORE, Episode, Policy, Score
 from rollout_service.pipeline.artifacts import Artifacts
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from sandboxes import Sandbox
@@ -49,8 +43,8 @@ async def play(
     environment.check(instance)
     spec = environment.spec
     request = RolloutRequest(rollout_id="trial", task=Task(environment=spec.name, instance=instance))
-    episode = Episode(request=request, attempt=1, spec=spec, limits=spec.limits, policy=policy)
-    async with _sandbox(episode, sandboxes) as sandbox:
+    episode = Episode(request=request, attempt=1, limits=spec.limits, policy=policy)
+    async with _sandbox(spec, episode, sandboxes) as sandbox:
         if sandbox is not None:
             await open_sessions(sandbox, spec.sessions)
         await environment.init(episode)
@@ -65,9 +59,9 @@ async def play(
         return Trial(await environment.evaluate(episode), stop_reason, episode)
     try:
         if spec.runs_submission:
-            async with _sandbox(episode, sandboxes, artifacts):
+            async with _sandbox(spec, episode, sandboxes, artifacts):
                 await environment.execute(episode)
-        async with _sandbox(episode, sandboxes, artifacts):
+        async with _sandbox(spec, episode, sandboxes, artifacts):
             return Trial(await environment.evaluate(episode), stop_reason, episode)
     finally:
         await artifacts.close()
@@ -90,13 +84,13 @@ async def _end_agent(episode: Episode, sandboxes: SandboxSource) -> bool:
 
 @asynccontextmanager
 async def _sandbox(
-    episode: Episode, sandboxes: SandboxSource, artifacts: Artifacts | None = None
+    spec: EnvironmentSpec, episode: Episode, sandboxes: SandboxSource, artifacts: Artifacts | None = None
 ) -> AsyncIterator[Sandbox | None]:
     """Yield the episode's sandbox with what the agent left, or None if its environment needs none."""
-    if episode.spec.image is None:
+    if spec.image is None:
         yield None
         return
-    async with await sandboxes.start(episode.spec, "trial") as sandbox:
+    async with await sandboxes.start(spec, "trial") as sandbox:
         episode.sandbox = sandbox
         if artifacts is not None:
             await sandboxes.unpack(sandbox, artifacts)
