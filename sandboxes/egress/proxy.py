@@ -22,6 +22,7 @@ from anyio.abc import SocketListener, SocketStream
 
 from sandboxes.egress.counts import EgressCounts
 from sandboxes.egress.rules import Address, AllowList, normalize_host, parse_address, split_port
+from sandboxes.limits.token_bucket import TokenBucket
 
 log = structlog.get_logger(__name__)
 
@@ -102,23 +103,6 @@ async def resolve(host: str, port: int) -> Sequence[str]:
     return [str(entry[4][0]) for entry in found]
 
 
-class Pace:
-    """Slows a client down that makes more connections than `PER_SECOND` for long."""
-
-    def __init__(self) -> None:
-        self._tokens = float(BURST)
-        self._at = time.monotonic()
-
-    async def wait(self) -> None:
-        """Until another connection may be taken."""
-        now = time.monotonic()
-        self._tokens = min(float(BURST), self._tokens + (now - self._at) * PER_SECOND)
-        self._at = now
-        self._tokens -= 1
-        if self._tokens < 0:
-            await anyio.sleep(-self._tokens / PER_SECOND)
-
-
 class EgressProxy:
     """Serves one sandbox."""
 
@@ -138,7 +122,7 @@ class EgressProxy:
         self._limits = limits or ProxyLimits()
         self._resolve = resolve
         self._logged: set[str] = set()
-        self._pace = Pace()
+        self._pace = TokenBucket(BURST, 1 / PER_SECOND)
         self._places = anyio.Semaphore(self._limits.connections)
         self.counts = EgressCounts()
 
@@ -148,7 +132,7 @@ class EgressProxy:
         async with listener, anyio.create_task_group() as tasks:
             while True:
                 await self._places.acquire()
-                await self._pace.wait()
+                await self._pace.take()
                 tasks.start_soon(self._client, await self._accept(listener))
 
     async def _accept(self, listener: SocketListener) -> SocketStream:

@@ -23,7 +23,7 @@ from sandboxes.runtime.control import Child, ControlShell, ticks_now
 from sandboxes.runtime.output import OutputBuffer
 from sandboxes.runtime.pipes import ERROR, FIRST_LOOK, INPUT, Reader, count_pending, write_all
 from sandboxes.sessions.bash_protocol import SETUP, frame_command, frame_report
-from sandboxes.sessions.restart_limit import RestartLimiter
+from sandboxes.sessions.restart_limit import restart_limiter
 
 ARGV = ("bash", "--norc", "--noprofile", "--noediting", "-i")
 ENV = {"PS1": "", "PS2": "", "PAGER": "cat", "GIT_PAGER": "cat"}
@@ -69,7 +69,7 @@ class ShellSession(BashSession):
         self._violations = violations
         self._explain = explain
         self._lock = asyncio.Lock()  # each turn takes it, and anyio's costs as much as the rest of the call
-        self._restarts = RestartLimiter()
+        self._restarts = restart_limiter()
         self._child: Child | None = None
         self._reader: Reader | None = None
         self._jobs: list[int] = []
@@ -90,7 +90,7 @@ class ShellSession(BashSession):
                 return
             self.discard()
             raise await self._explain(SessionDiedError("the shell ended after its last command"))
-        await self._restarts.wait()
+        await self._restarts.take()
         child = await self._control.spawn("session", ARGV, cwd=self._cwd, env=self._env)
         child.pipes.close(ERROR)  # the shell's own complaints go nowhere, its commands' to the output
         self._child, self._reader = child, Reader(child.stdout)

@@ -17,7 +17,7 @@ from sandboxes.errors import SandboxError, SandboxStartError, SessionDiedError
 from sandboxes.limits.violations import LimitViolations
 from sandboxes.runtime.control import ControlShell
 from sandboxes.sessions.kernel import PROGRAM, Cell, Kernel, KernelPaths, make_connection_info
-from sandboxes.sessions.restart_limit import RestartLimiter
+from sandboxes.sessions.restart_limit import restart_limiter
 
 PROGRAM_INSIDE = "kernel.py"
 INTERRUPT_GRACE = 5.0
@@ -49,7 +49,7 @@ class KernelSession(PythonSession):
         self._violations = violations
         self._explain = explain
         self._lock = anyio.Lock()
-        self._restarts = RestartLimiter()
+        self._restarts = restart_limiter()
         self._kernel: Kernel | None = None
         self._has_run = False
         """Whether there has been a kernel, which code inside may have kept from coming up again."""
@@ -68,7 +68,7 @@ class KernelSession(PythonSession):
                 return
             self.discard()
             raise await self._explain(SessionDiedError("the Python kernel ended after its last cell"))
-        await self._restarts.wait()
+        await self._restarts.take()
         token = secrets.token_hex(4)
         inside = self._write_connection(token)
         try:

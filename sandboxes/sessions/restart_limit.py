@@ -1,38 +1,18 @@
-"""Bounds how often a session is started anew, so that code that kills its session again and again costs little.
+"""Bounds how often a session is restarted, so that code that keeps killing its session costs little.
 
-A few starts are free, for the agent that types `exit` or runs out of memory; beyond these a session is started once
-in `PERIOD` seconds, and whoever wants it sooner waits. Starting a kernel costs a quarter of a processor second, which
-neighbours would feel.
+A few starts are free, for an agent that types `exit` or runs out of memory. After those, a session starts once every
+`PERIOD` seconds, and the caller waits. Starting a kernel takes a quarter of a second of processor time, which
+neighboring sandboxes would notice.
 """
 
-import time
-
-import anyio
+from sandboxes.limits.token_bucket import TokenBucket
 
 FREE = 5
-"""Starts that wait for nothing, the first one among them."""
+"""Starts without a wait, including the first."""
 PERIOD = 5.0
 """Seconds in which one more start becomes free."""
 
 
-class RestartLimiter:
-    """The starts of one session."""
-
-    __slots__ = ("_free", "_since")
-
-    def __init__(self) -> None:
-        self._free = float(FREE)
-        self._since = time.monotonic()
-
-    async def wait(self) -> None:
-        """Return when the session may be started, and count that."""
-        self._refill()
-        if self._free < 1:
-            await anyio.sleep((1 - self._free) * PERIOD)
-            self._refill()
-        self._free = max(0.0, self._free - 1)
-
-    def _refill(self) -> None:
-        now = time.monotonic()
-        self._free = min(FREE, self._free + (now - self._since) / PERIOD)
-        self._since = now
+def restart_limiter() -> TokenBucket:
+    """Return the limit on the starts of one session."""
+    return TokenBucket(FREE, PERIOD)
