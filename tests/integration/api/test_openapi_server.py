@@ -21,7 +21,7 @@ from tests.support.api.server import wait_until_ready
 pytestmark = pytest.mark.xdist_group("openapi")
 
 KEY = "a-key-of-enough-characters-for-anyone"
-FUZZ_SECONDS = int(os.environ.get("FUZZ_SECONDS", "60"))
+FUZZ_EXAMPLES = os.environ.get("FUZZ_EXAMPLES", "25")
 SEED = os.environ.get("FUZZ_SEED", "1")
 CHECKS = [
     "not_a_server_error",
@@ -204,9 +204,9 @@ def test_the_other_routes_answer_as_documented(documented: Documented, server: S
         assert next(events.iter_lines()).startswith(("event: ", "id: ", "data: ", ":"))
 
 
-@pytest.mark.timeout(FUZZ_SECONDS + 120)
+@pytest.mark.timeout(600)
 def test_generated_requests_find_nothing(tmp_path: Path) -> None:
-    """Use FUZZ_SECONDS and FUZZ_SEED to look further."""
+    """Use FUZZ_EXAMPLES and FUZZ_SEED to look further: a seed draws the same requests on every machine."""
     with serving(tmp_path) as server:  # its own, since it clears engines away and stops the work
         generate(server, tmp_path)
 
@@ -217,7 +217,7 @@ def generate(server: Server, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run"]
     command += [f"{server.url}/openapi.json", "--header", f"Authorization: Bearer {KEY}"]
     command += ["--phases", "examples,coverage,fuzzing,stateful", "--checks", ",".join(CHECKS)]
-    command += ["--max-time", str(FUZZ_SECONDS), "--seed", SEED, "--request-timeout", "20", "--no-color"]
+    command += ["--max-examples", FUZZ_EXAMPLES, "--seed", SEED, "--request-timeout", "20", "--no-color"]
     command += [flag for path in WITHOUT_END for flag in ("--exclude-path", path)]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout[-20_000:] + ran.stderr[-2_000:]
