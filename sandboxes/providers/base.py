@@ -24,10 +24,10 @@ from sandboxes.host.uid_leases import UserLease
 from sandboxes.limits.cgroups import ControlGroup, ControlGroups, ResourceLimits, raise_open_files
 from sandboxes.limits.violations import LimitMonitor
 from sandboxes.limits.watchdog import Watchdog
+from sandboxes.providers.sandbox import ControlledSandbox, LaunchedSandbox
 from sandboxes.reclaim.host_resources import LauncherResources, LeftoverProcesses, ServiceResources
 from sandboxes.reclaim.run_folders import RunFolder
 from sandboxes.runtime.control import SCRIPT, Answers, ControlShell
-from sandboxes.runtime.sandbox import ControlledSandbox, LaunchedSandbox
 from sandboxes.sessions.kernel import KernelPaths
 from sandboxes.sessions.kernel_wire import make_context
 

@@ -21,10 +21,10 @@ from sandboxes.errors import SandboxConfigError
 from sandboxes.host.processes import kill_processes
 from sandboxes.limits.cgroups import ControlGroups, ResourceLimits
 from sandboxes.providers.base import HostProvider, LaunchPlan
+from sandboxes.providers.sandbox import ControlledSandbox, LaunchedSandbox
 from sandboxes.reclaim.run_folders import RunFolder
 from sandboxes.runtime.control import SCRIPT
 from sandboxes.runtime.export import export_tree, reader_command
-from sandboxes.runtime.sandbox import ControlledSandbox, LaunchedSandbox
 
 KNOWN_FAILURES = {
     "hidden_host": "code runs as this user, among all of the host's files and processes",

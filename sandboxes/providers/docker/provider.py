@@ -32,11 +32,11 @@ from sandboxes.images.sources import packaged_names
 from sandboxes.limits.cgroups import ControlGroup, ControlGroups, ResourceLimits
 from sandboxes.providers.base import HIDE, PIPES, SOCKETS, HostProvider, LaunchPlan
 from sandboxes.providers.docker.containers import Containers, container_group
+from sandboxes.providers.sandbox import ControlledSandbox, LaunchedSandbox
 from sandboxes.reclaim.host_resources import LauncherResources, LeftoverProcesses
 from sandboxes.reclaim.run_folders import RunFolder
 from sandboxes.runtime.control import ANSWERS, SCRIPT
 from sandboxes.runtime.export import export_tree, reader_command
-from sandboxes.runtime.sandbox import ControlledSandbox, LaunchedSandbox
 
 HINT = "start the daemon, name one in DOCKER_HOST or sandbox.host, or install it with scripts/install-docker"
 REFERENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
