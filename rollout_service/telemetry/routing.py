@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from rollout_service.inference.routing import Decision
 
 log = structlog.get_logger(__name__)
-_PARTS = ("backend_id", "held_tokens", "wait", "prefill", "move", "crowd", "total")
+_PARTS = ("backend_id", "held_tokens", "wait", "prefill", "move", "contention", "total")
 _SHARES = (-1.0, -0.5, -0.2, -0.1, -0.05, -0.01, 0.01, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 

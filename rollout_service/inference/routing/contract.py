@@ -1,7 +1,7 @@
-"""What a pool and its router say to each other.
+"""The protocol between a pool and its router.
 
-Every `choose` is followed by exactly one `ended` with the decision it gave, however the request ended. Once the request
-has been sent there is a `settle`, for what a router has to do and its choice need not wait for.
+Every `choose` is followed by exactly one `ended` with its decision, however the request ended. Once the request has
+been sent there is a `settle`, for work that the choice need not wait for.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class Candidate:
     in_flight: int
     """Requests of this pool that it is working on."""
     share: float = 1.0
-    """How much of its fair share it may take, above 0 and up to 1: below 1 shortly after it came in."""
+    """The part of its fair share that it may take, above 0 and up to 1: below 1 shortly after it joined."""
     is_local: bool = False
     """Whether it runs on this node."""
 
@@ -33,40 +33,40 @@ class Reason(StrEnum):
     HOME = "home"
     """The rollout's earlier turns were there."""
     PREFIX = "prefix"
-    """A rollout without a home: it holds more of the prompt than the others do, of another rollout."""
+    """The rollout is new, and the backend holds more of the prompt than others do, from another rollout."""
     LOAD = "load"
-    """A rollout without a home, and none holds more than the others: the one with the least to do."""
+    """The rollout is new and no backend holds more than the others; this one has the least to do."""
     MOVED = "moved"
-    """The rollout's home was a candidate, and another was expected to answer sooner."""
+    """The rollout's own backend was a candidate, and another was expected to answer sooner."""
     HOMELESS = "homeless"
-    """The rollout's home is out of service, or has just failed it."""
+    """The rollout's own backend is out of service, or has just failed it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What a request is expected to cost on one backend, in seconds but for the first."""
+    """The expected cost of a request on one backend; all but the tokens are in seconds."""
 
     backend_id: str
     held_tokens: int
     """Prompt tokens that it is expected to hold."""
     wait: float
-    """Until it gets to this request."""
+    """Time until it gets to this request."""
     prefill: float
-    """The cost of the tokens that it does not hold."""
+    """Cost of the tokens that it does not hold."""
     move: float
-    """By which another engine than the home has to be better, so that rollouts do not wander: 0 for the home."""
-    crowd: float
-    """What the rollouts that live there are expected to take, now and in the turns to come."""
+    """The gain that another engine than the rollout's own must offer; 0 on its own."""
+    contention: float
+    """Time that the rollouts assigned to it are expected to take, now and in later turns."""
 
     @property
     def total(self) -> float:
-        """What is compared."""
-        return self.wait + self.prefill + self.move + self.crowd
+        """The sum, by which candidates are compared."""
+        return self.wait + self.prefill + self.move + self.contention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decision:
-    """A choice, and all that it was made from."""
+    """A choice and everything that it was based on."""
 
     backend_id: str
     reason: Reason
@@ -79,13 +79,13 @@ class Decision:
 
 
 class Observer(Protocol):
-    """Told of every decision and its outcome; must not wait."""
+    """Notified of every decision and its outcome; must not block."""
 
     def decided(self, pool: str, decision: Decision) -> None:
-        """A backend was chosen."""
+        """Note that a backend was chosen."""
 
     def served(self, pool: str, decision: Decision, cached_tokens: int) -> None:
-        """The backend answered, and had held `cached_tokens` of the prompt."""
+        """Note that the backend answered, and had held `cached_tokens` of the prompt."""
 
 
 class Router(Protocol):
@@ -94,21 +94,19 @@ class Router(Protocol):
     def choose(
         self, candidates: Sequence[Candidate], request: GenerateRequest, affinity: str | None
     ) -> Decision:
-        """One of `candidates`, which are never empty; `affinity` names the rollout that the request
-        belongs to.
-        """
+        """Choose one of `candidates`, which are never empty; `affinity` names the rollout of the request."""
 
     def settle(self) -> None:
-        """Do what `choose` left for later; where there is nothing, nothing."""
+        """Do what `choose` left for later, if anything."""
 
     def ended(self, decision: Decision, request: GenerateRequest, answer: Generation | None) -> None:
-        """The request that was decided on has ended, with None by an error or a cancellation."""
+        """Note that the request has ended; `answer` is None after an error or a cancellation."""
 
     def observe(self, backend_id: str, load: BackendLoad) -> None:
-        """What the engine says about itself."""
+        """Take in an engine's report about itself."""
 
     def release(self, affinity: str) -> None:
-        """The rollout has ended."""
+        """Forget a rollout that has ended."""
 
     def forget(self, backend_id: str) -> None:
-        """The backend has left, or lost its KV."""
+        """Forget a backend that has left, or lost its KV."""

@@ -1,4 +1,4 @@
-"""A router that only counts: for pools whose engines share no prefixes, and to compare with."""
+"""A router that only counts: for engines that share no prefixes, and as a baseline to compare with."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,29 +8,29 @@ from rollout_service.inference.routing.contract import Candidate, Decision, Reas
 
 
 class LeastLoaded:
-    """Sticky by affinity; otherwise the backend with the least load for its share.
+    """Keeps a rollout on its backend; places a new one on the backend with the least load for its share.
 
-    A backend's load is the larger of its requests in flight and the rollouts that live on it, because a
-    rollout that waits for a tool will be back.
+    A backend's load is its requests in flight or the rollouts assigned to it, whichever is more, because a rollout
+    that waits for a tool will return.
     """
 
     def __init__(self) -> None:
-        self._homes: dict[str, str] = {}
-        self._residents: Counter[str] = Counter()
+        self._sticky_backends: dict[str, str] = {}
+        self._assigned: Counter[str] = Counter()
         self._last_chosen: dict[str, int] = {}
         self._choices = 0
 
     def choose(
         self, candidates: Sequence[Candidate], request: GenerateRequest, affinity: str | None
     ) -> Decision:
-        home = self._homes.get(affinity) if affinity is not None else None
-        chosen = next((each for each in candidates if each.backend_id == home), None)
+        sticky = self._sticky_backends.get(affinity) if affinity is not None else None
+        chosen = next((each for each in candidates if each.backend_id == sticky), None)
         reason = Reason.HOME
         if chosen is None:
-            reason = Reason.LOAD if home is None else Reason.HOMELESS
+            reason = Reason.LOAD if sticky is None else Reason.HOMELESS
             chosen = min(candidates, key=self._cost)
             if affinity is not None:
-                self._move(affinity, chosen.backend_id)
+                self._assign(affinity, chosen.backend_id)
         self._choices += 1
         self._last_chosen[chosen.backend_id] = self._choices
         return Decision(
@@ -50,21 +50,23 @@ class LeastLoaded:
         del backend_id, load
 
     def release(self, affinity: str) -> None:
-        home = self._homes.pop(affinity, None)
-        if home is not None:
-            self._residents[home] -= 1
+        sticky = self._sticky_backends.pop(affinity, None)
+        if sticky is not None:
+            self._assigned[sticky] -= 1
 
     def forget(self, backend_id: str) -> None:
-        self._homes = {affinity: home for affinity, home in self._homes.items() if home != backend_id}
-        self._residents.pop(backend_id, None)
+        self._sticky_backends = {
+            affinity: sticky for affinity, sticky in self._sticky_backends.items() if sticky != backend_id
+        }
+        self._assigned.pop(backend_id, None)
         self._last_chosen.pop(backend_id, None)
 
     def _cost(self, candidate: Candidate) -> tuple[float, bool, int]:
-        load = max(candidate.in_flight, self._residents[candidate.backend_id])
+        load = max(candidate.in_flight, self._assigned[candidate.backend_id])
         last_chosen = self._last_chosen.get(candidate.backend_id, 0)
         return (load + 1) / candidate.share, not candidate.is_local, last_chosen
 
-    def _move(self, affinity: str, backend_id: str) -> None:
+    def _assign(self, affinity: str, backend_id: str) -> None:
         self.release(affinity)
-        self._homes[affinity] = backend_id
-        self._residents[backend_id] += 1
+        self._sticky_backends[affinity] = backend_id
+        self._assigned[backend_id] += 1

@@ -1,4 +1,4 @@
-"""The router that reckons: where requests go and why, what it learns, and what it keeps."""
+"""The cost router: where requests go and why, what it learns, and what it keeps."""
 
 import time
 from collections import Counter
@@ -108,7 +108,7 @@ def test_released_rollouts_weigh_nothing():
     assert serve(router, tokens(300, seed=99), "new").backend_id == "b0"
 
 
-def test_a_rollout_moves_when_its_home_has_much_to_read_and_comes_to_live_there():
+def test_a_rollout_moves_when_its_engine_has_much_to_read_and_stays_there():
     clock = Clock()
     router = CostRouter(clock=clock)
     ids = tokens(640)
@@ -121,7 +121,7 @@ def test_a_rollout_moves_when_its_home_has_much_to_read_and_comes_to_live_there(
     clock.now += 1e6  # all is read
 
 
-def test_a_rollout_whose_home_is_gone_goes_elsewhere():
+def test_a_rollout_whose_engine_is_gone_goes_elsewhere():
     router, ids = CostRouter(), tokens(640)
     serve(router, ids, "r", candidates(1))
     assert serve(router, ids, "r", [Candidate("b1", 0), Candidate("b2", 0)]).reason is Reason.HOMELESS
@@ -165,7 +165,7 @@ def test_the_decision_explains_itself():
     assert (home.held_tokens, other.held_tokens) == (639, 0)
     assert home.prefill < other.prefill
     assert home.total < other.total
-    assert other.total == other.wait + other.prefill + other.move + other.crowd
+    assert other.total == other.wait + other.prefill + other.move + other.contention
 
 
 # ---- what it learns
@@ -255,7 +255,7 @@ def test_it_chooses_among_the_candidates_only_and_keeps_nothing_of_what_has_ende
         router.release(f"r{rollout}")
     assert (len(router._sent), len(router._rollouts), len(router._chains)) == (0, 0, 0)
     for engine in router._engines.values():
-        assert (engine.in_flight, engine.residents, engine.weight) == (0, {}, 0)
+        assert (engine.in_flight, engine.assigned_rollouts, engine.weight) == (0, {}, 0)
 
 
 # ---- what it costs

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from rollout_service.inference.routing import Cost, Decision, Reason
 from rollout_service.telemetry.routing import RoutingTrace
 
-COST = Cost(backend_id="b0", held_tokens=64, wait=0.1, prefill=0.2, move=0.0, crowd=0.3)
+COST = Cost(backend_id="b0", held_tokens=64, wait=0.1, prefill=0.2, move=0.0, contention=0.3)
 DECISION = Decision(
     backend_id="b0", reason=Reason.HOME, affinity="r", prompt_tokens=100, held_tokens=64, costs=(COST,)
 )

@@ -55,7 +55,7 @@ def test_released_rollouts_no_longer_count():
     assert router.choose(candidates(0, 1), REQUEST, "new").backend_id == "b0"
 
 
-def test_a_forgotten_backend_has_no_residents():
+def test_a_forgotten_backend_has_no_rollouts():
     router = LeastLoaded()
     for i in range(10):
         router.choose(candidates(0), REQUEST, f"r{i}")
