@@ -39,7 +39,7 @@ class Sampling(WireModel):
     """Asks the engine for a repeatable sample, where it can give one."""
 
 
-class Exports(WireModel):
+class TokenExtras(WireModel):
     """What the trajectory is to have beside ids, log-probabilities and versions. An engine that does not give it
     refuses the rollout; `exports` of a backend says what it gives."""
 
@@ -144,7 +144,7 @@ class RolloutRequest(WireModel):
     pool: Name = "policy"
     """The pool of engines that serves the agent."""
     sampling: Sampling = Sampling()
-    exports: Exports = Exports()
+    exports: TokenExtras = TokenExtras()
     limits: Limits = Limits()
     metadata: dict[str, JsonValue] = {}
     """Handed back untouched."""

@@ -57,11 +57,11 @@ from rollout_client.errors import (
     UnauthorizedError,
     UnavailableError,
     UnreachableError,
+    error_from,
     parse,
-    problem_of,
-    readiness_of,
+    readiness_from,
 )
-from rollout_client.runs import ClientRun, LeasedBatch, Receive, rescored
+from rollout_client.runs import ClientRun, LeasedBatch, Receive, send_rescore
 
 __all__ = [
     "ClientError",
@@ -77,7 +77,7 @@ __all__ = [
     "UnauthorizedError",
     "UnavailableError",
     "UnreachableError",
-    "identified",
+    "with_id",
 ]
 
 T = TypeVar("T")
@@ -158,7 +158,7 @@ class RolloutClient:
         A finished one comes with its trajectory. Raises InvalidRequestError, ConflictError (this id with
         another body) and the errors of every call.
         """
-        body = identified(request).model_dump(mode="json", exclude_defaults=True)
+        body = with_id(request).model_dump(mode="json", exclude_defaults=True)
         params = {"wait": f"{wait_seconds:g}"} if wait_seconds > 0 else None
         return await self._call(
             Rollout, "POST", "/v1/rollouts", body, params=params, seconds=ANSWER_SECONDS + wait_seconds
@@ -182,7 +182,7 @@ class RolloutClient:
 
     async def run(self, request: RolloutRequest) -> Rollout:
         """Request a rollout and wait for the result, through restarts of the server."""
-        request = identified(request)
+        request = with_id(request)
         while True:
             rollout = await self.submit(request, wait_seconds=LONG_POLL_SECONDS)
             if rollout.state.terminal:
@@ -308,7 +308,7 @@ class RolloutClient:
         )
         while part := list(islice(rollouts, RESCORED_AT_ONCE)):
             order = RescoreRollouts(rollouts=part, environment=environment, replay=replay)
-            for one in await rescored(self._send, "/v1/rescore", order):
+            for one in await send_rescore(self._send, "/v1/rescore", order):
                 yield one
 
     # -- engines ---------------------------------------------------------------
@@ -417,7 +417,7 @@ class RolloutClient:
             response = await self._http.get("/ready")
         except httpx.TransportError as error:
             raise UnreachableError(f"{self.base_url} does not answer: {error}") from error
-        return readiness_of(response)
+        return readiness_from(response)
 
     async def events(self, *, after: int | None = None) -> AsyncGenerator[Event]:
         """Yield events as they happen, without end; from `after` on when it is given, each once and in order.
@@ -447,7 +447,7 @@ class RolloutClient:
         async with self._http.stream("GET", "/v1/events", headers=headers, timeout=timeout) as response:
             if not response.is_success:
                 await response.aread()
-                raise problem_of(response)
+                raise error_from(response)
             parser = SSEParser()
             async for chunk in response.aiter_bytes():
                 events = [parse(TypeAdapter(Event), item.data.encode()) for item in parser.feed(chunk)]
@@ -495,7 +495,7 @@ class RolloutClient:
                 else:
                     response = await self._received(request, into.receive if into is not None else receive)
                 if not response.is_success:
-                    raise problem_of(response)
+                    raise error_from(response)
             except (httpx.TransportError, UnavailableError) as error:
                 await patience.wait(error)
             else:
@@ -550,7 +550,7 @@ def _backend(backend_id: str) -> str:
     return f"/v1/backends/{quote(backend_id, safe='/:@')}"
 
 
-def identified(request: RolloutRequest) -> RolloutRequest:
+def with_id(request: RolloutRequest) -> RolloutRequest:
     """The request with an id, so that sending it twice orders one rollout."""
     if request.rollout_id is not None:
         return request

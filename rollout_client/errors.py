@@ -120,7 +120,7 @@ PASSING = frozenset({408, 429, 502, 503, 504})
 """Statuses that a proxy, or a server that is not ready, also sends without a problem's body."""
 
 
-def problem_of(response: httpx.Response) -> ClientError:
+def error_from(response: httpx.Response) -> ClientError:
     """The error that an answer without success stands for."""
     status, content = response.status_code, response.content
     try:
@@ -141,7 +141,7 @@ def problem_of(response: httpx.Response) -> ClientError:
     return error
 
 
-def readiness_of(response: httpx.Response) -> Readiness:
+def readiness_from(response: httpx.Response) -> Readiness:
     """Return what an answer to the question of readiness says; raises the error that it stands for otherwise.
 
     A refusal that passes by itself, as of a service that shuts down or a proxy before it, is a reason not to be ready.
@@ -150,7 +150,7 @@ def readiness_of(response: httpx.Response) -> Readiness:
         return parse(TypeAdapter(Readiness), response.content)
     with suppress(ValidationError):
         return Readiness.model_validate_json(response.content)
-    error = problem_of(response)
+    error = error_from(response)
     if not isinstance(error, UnavailableError):
         raise error
     return Readiness(ready=False, reasons=[error.problem.detail])

@@ -124,7 +124,7 @@ class LeasedBatch:
         self.settled = True
 
 
-async def _renewing(leased: LeasedBatch, seconds: float, scope: anyio.CancelScope) -> None:
+async def _renew_until_settled(leased: LeasedBatch, seconds: float, scope: anyio.CancelScope) -> None:
     """A failure ends it: acknowledging the batch tells the trainer what became of it."""
     with scope, suppress(ClientError):
         while not leased.settled:
@@ -132,7 +132,7 @@ async def _renewing(leased: LeasedBatch, seconds: float, scope: anyio.CancelScop
             await leased.renew(seconds)
 
 
-async def rescored(send: Sender, path: str, order: RescoreOptions) -> list[Rescored]:
+async def send_rescore(send: Sender, path: str, order: RescoreOptions) -> list[Rescored]:
     """The results of an order to evaluate rollouts again; raises ProtocolError when the answer was cut off."""
     response = await send("POST", path, order.model_dump(mode="json"), seconds=RESCORE_SECONDS)
     lines = response.content.splitlines()
@@ -251,7 +251,7 @@ class ClientRun:
             except GoneError:
                 return
             if leased is not None:
-                kept = self._keep(leased, lease_seconds)
+                kept = self._start_renewal(leased, lease_seconds)
                 try:
                     yield leased
                 finally:
@@ -295,13 +295,13 @@ class ClientRun:
         """
         ids = None if rollout_ids is None else list(rollout_ids)
         order = RescoreRun(rollout_ids=ids, environment=environment, replay=replay)
-        return await rescored(self._send, f"{self._path}/rescore", order)
+        return await send_rescore(self._send, f"{self._path}/rescore", order)
 
-    def _keep(self, leased: LeasedBatch, seconds: float) -> anyio.CancelScope:
+    def _start_renewal(self, leased: LeasedBatch, seconds: float) -> anyio.CancelScope:
         """Renew a lease until the scope is cancelled, the batch is settled, or it is lost."""
         scope = anyio.CancelScope()
         if self._spawn is not None:
-            self._spawn(_renewing, leased, seconds, scope)
+            self._spawn(_renew_until_settled, leased, seconds, scope)
         return scope
 
     async def settle(self, batch_id: str, how: str, /, **params: str) -> BatchAnswer:

@@ -18,7 +18,7 @@ from typing import Any
 import anyio
 
 from rollout_client.adapters import areal, nemo_gym, openrlhf, skyrl, slime, verl
-from rollout_client.adapters.submit import Orders, task_of
+from rollout_client.adapters.submit import RolloutSubmitter, parse_task
 
 TASK = '{"environment": "calc", "instance": {"question": "What is 12*7?", "answer": 84}}'
 
@@ -44,42 +44,42 @@ class Sample:
 Sample.Status = Status  # type: ignore[attr-defined]
 
 
-async def for_verl(orders: Orders, row: dict[str, Any]) -> Any:
+async def for_verl(submitter: RolloutSubmitter, row: dict[str, Any]) -> Any:
     """The fields of an AgentLoopOutput."""
-    return verl.output_fields(await orders.run_scored(orders.request(row)), response_length=2_048)
+    return verl.output_fields(await submitter.run_scored(submitter.request(row)), response_length=2_048)
 
 
-async def for_slime(orders: Orders, row: dict[str, Any]) -> Any:
+async def for_slime(submitter: RolloutSubmitter, row: dict[str, Any]) -> Any:
     """A sample, or several."""
-    del orders  # slime's hook finds the service by ROLLOUT_URL
+    del submitter  # slime's hook finds the service by ROLLOUT_URL
     filled = await slime.generate(SimpleNamespace(), Sample("", metadata=row), {"max_new_tokens": 512})
     return [vars(one) for one in (filled if isinstance(filled, list) else [filled])]
 
 
-async def for_skyrl(orders: Orders, row: dict[str, Any]) -> Any:
+async def for_skyrl(submitter: RolloutSubmitter, row: dict[str, Any]) -> Any:
     """A GeneratorOutput for a batch of two."""
     batch = {"prompts": [[], []], "env_extras": [row, row], "trajectory_ids": ["a_0", "a_1"]}
-    return await skyrl.Generator(orders).generate(batch)
+    return await skyrl.BatchGenerator(submitter).generate(batch)
 
 
-async def for_areal(orders: Orders, row: dict[str, Any]) -> Any:
+async def for_areal(submitter: RolloutSubmitter, row: dict[str, Any]) -> Any:
     """The columns of an episode, before they are tensors."""
-    return areal.padded(await orders.run(orders.request(row)))
+    return areal.padded(await submitter.run(submitter.request(row)))
 
 
-async def for_openrlhf(orders: Orders, row: dict[str, Any]) -> Any:
+async def for_openrlhf(submitter: RolloutSubmitter, row: dict[str, Any]) -> Any:
     """An executor's response."""
-    return await openrlhf.Executor(orders).execute(
+    return await openrlhf.Executor(submitter).execute(
         json.dumps(row), None, SimpleNamespace(), 2_048, None, None
     )
 
 
-async def for_nemo_gym(orders: Orders, row: dict[str, Any]) -> Any:
+async def for_nemo_gym(submitter: RolloutSubmitter, row: dict[str, Any]) -> Any:
     """The answer of an agent's /run."""
-    return await nemo_gym.run(orders, row | {"responses_create_params": {"input": []}})
+    return await nemo_gym.run(submitter, row | {"responses_create_params": {"input": []}})
 
 
-TRAINERS: dict[str, Callable[[Orders, dict[str, Any]], Awaitable[Any]]] = {
+TRAINERS: dict[str, Callable[[RolloutSubmitter, dict[str, Any]], Awaitable[Any]]] = {
     "verl": for_verl,
     "slime": for_slime,
     "skyrl": for_skyrl,
@@ -96,18 +96,18 @@ def main() -> None:
     parser.add_argument("trainers", nargs="*", metavar="TRAINER", default=list(TRAINERS))
     parser.add_argument("--task", default=TASK, help="a task as JSON")
     arguments = parser.parse_args()
-    row = task_of(arguments.task).model_dump(mode="json")
+    row = parse_task(arguments.task).model_dump(mode="json")
 
     if unknown := set(arguments.trainers) - set(TRAINERS):
         parser.error(f"no adapter for {', '.join(unknown)}; there are {', '.join(TRAINERS)}")
 
     async def show() -> dict[str, Any]:
-        orders = Orders.from_environment()
+        submitter = RolloutSubmitter.from_environment()
         try:
-            return {name: await TRAINERS[name](orders, row) for name in arguments.trainers}
+            return {name: await TRAINERS[name](submitter, row) for name in arguments.trainers}
         finally:
-            await orders.aclose()
-            await slime.orders().aclose()
+            await submitter.aclose()
+            await slime.submitter().aclose()
 
     print(json.dumps(anyio.run(show), default=str))
 

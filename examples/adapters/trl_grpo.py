@@ -21,7 +21,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from api_schemas.tasks import Task
 from rollout_client.adapters.samples import samples_of
-from rollout_client.adapters.submit import Orders
+from rollout_client.adapters.submit import RolloutSubmitter
 from rollout_client.adapters.trl import RolloutHook, rows, service_reward
 
 DATASET_LIMIT = 10_000
@@ -29,22 +29,22 @@ DATASET_LIMIT = 10_000
 POLICY = Path(__file__).parents[2] / "rollout_service" / "policies" / "checkpoints" / "calc-base"
 
 
-def tasks_of(orders: Orders, split: str, limit: int) -> list[Task]:
+def tasks_of(submitter: RolloutSubmitter, split: str, limit: int) -> list[Task]:
     """The tasks that ship with the environment `calc`."""
-    instances = orders.blocking(lambda client: client.dataset("calc", limit=DATASET_LIMIT))
+    instances = submitter.blocking(lambda client: client.dataset("calc", limit=DATASET_LIMIT))
     chosen = [one for one in instances if one["split"] == split][:limit]
     return [Task(environment="calc", instance=one) for one in chosen]
 
 
-def reward_of(orders: Orders, tasks: list[Task]) -> float:
+def reward_of(submitter: RolloutSubmitter, tasks: list[Task]) -> float:
     """The mean reward of the policy that the engines serve now."""
-    rollouts = orders.run_all_blocking([orders.request(task) for task in tasks])
+    rollouts = submitter.run_all_blocking([submitter.request(task) for task in tasks])
     return mean(rollout.reward for rollout in rollouts if rollout.reward is not None)
 
 
-def logprob_gap(orders: Orders, trainer: GRPOTrainer, tasks: list[Task]) -> float:
+def logprob_gap(submitter: RolloutSubmitter, trainer: GRPOTrainer, tasks: list[Task]) -> float:
     """The largest difference between the engine's logprobs of sampled tokens and those of the trainer's own model."""
-    rollouts = orders.run_all_blocking([orders.request(task) for task in tasks])
+    rollouts = submitter.run_all_blocking([submitter.request(task) for task in tasks])
     gaps = [0.0]
     for sample in [sample for rollout in rollouts for sample in samples_of(rollout)]:
         ids = torch.tensor([sample.token_ids])
@@ -105,18 +105,18 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
 
-    orders = Orders.from_environment(**({"url": arguments.url} if arguments.url else {}))
-    held_out = tasks_of(orders, "held_out", arguments.held_out)
+    submitter = RolloutSubmitter.from_environment(**({"url": arguments.url} if arguments.url else {}))
+    held_out = tasks_of(submitter, "held_out", arguments.held_out)
     with tempfile.TemporaryDirectory() as folder:
-        hook = RolloutHook(orders, weights=Path(folder) / "weights")
-        trainer = trainer_of(arguments, hook, tasks_of(orders, "train", arguments.tasks), folder)
+        hook = RolloutHook(submitter, weights=Path(folder) / "weights")
+        trainer = trainer_of(arguments, hook, tasks_of(submitter, "train", arguments.tasks), folder)
         hook.weights.push(0, trainer.save_model)  # the hook does this too; here it is for the reward before
-        before, wall, cpu = reward_of(orders, held_out), time.monotonic(), time.process_time()
+        before, wall, cpu = reward_of(submitter, held_out), time.monotonic(), time.process_time()
         trainer.train()
         seconds, cpu_seconds = time.monotonic() - wall, time.process_time() - cpu
         hook.weights.push(trainer.state.global_step, trainer.save_model)  # what the last step has learnt
-        after = reward_of(orders, held_out)
-        gap = logprob_gap(orders, trainer, held_out[:8])
+        after = reward_of(submitter, held_out)
+        gap = logprob_gap(submitter, trainer, held_out[:8])
     steps = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     failed = [entry["rollouts/failed"] for entry in trainer.state.log_history if "rollouts/failed" in entry]
     figures = {

@@ -17,33 +17,35 @@ from typing import Any
 
 from api_schemas.rollouts import Rollout
 from rollout_client.adapters.samples import samples_of
-from rollout_client.adapters.submit import Orders, sampling_of
+from rollout_client.adapters.submit import RolloutSubmitter, read_sampling
 
 PADDING = {"input_ids": 0, "loss_mask": 0, "logprobs": 0.0, "versions": -1, "attention_mask": False}
 """What stands where a row is shorter than the longest one of its episode."""
 
 
 class Episodes:
-    """Orders one rollout for an episode."""
+    """Order one rollout for an episode."""
 
-    def __init__(self, orders: Orders | None = None, *, url: str | None = None, gconfig: Any = None) -> None:
+    def __init__(
+        self, submitter: RolloutSubmitter | None = None, *, url: str | None = None, gconfig: Any = None
+    ) -> None:
         """`gconfig` is AReaL's GenerationHyperparameters."""
-        self.orders = orders or Orders.from_environment(**({"url": url} if url else {}))
+        self.submitter = submitter or RolloutSubmitter.from_environment(**({"url": url} if url else {}))
         names = ("temperature", "top_p", "top_k")
-        self.sampling = sampling_of({name: getattr(gconfig, name, None) for name in names})
+        self.sampling = read_sampling({name: getattr(gconfig, name, None) for name in names})
         self.max_tokens = getattr(gconfig, "max_new_tokens", None)
 
     async def arun_episode(self, engine: Any, data: Mapping[str, Any]) -> dict[str, Any] | None:
         """AReaL's hook."""
         del engine  # the service has the engines
-        request = self.orders.request(
+        request = self.submitter.request(
             data, sampling=self.sampling, max_tokens=self.max_tokens, metadata={"trainer": "areal"}
         )
-        return tensors(await self.orders.run(request))
+        return tensors(await self.submitter.run(request))
 
 
 @lru_cache(maxsize=1)
-def workflow_class() -> Any:
+def make_workflow_class() -> Any:
     """`Episodes` as one of AReaL's own workflows; also the attribute `Workflow`, for AReaL's import paths."""
     from areal.api.workflow_api import RolloutWorkflow
 
@@ -55,7 +57,7 @@ def workflow_class() -> Any:
 
 def __getattr__(name: str) -> Any:
     if name == "Workflow":  # made when it is asked for, since its base is AReaL's
-        return workflow_class()
+        return make_workflow_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -20,23 +20,23 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from api_schemas.rollouts import Rollout
-from rollout_client.adapters.samples import Sample, largest, samples_of
-from rollout_client.adapters.submit import Orders, sampling_of
+from rollout_client.adapters.samples import Sample, largest_sample, samples_of
+from rollout_client.adapters.submit import RolloutSubmitter, read_sampling
 
 
-async def run(orders: Orders, body: Mapping[str, Any]) -> dict[str, Any]:
+async def run(submitter: RolloutSubmitter, body: Mapping[str, Any]) -> dict[str, Any]:
     """The answer of an agent's `/run`."""
     params = body.get("responses_create_params") or {}
-    request = orders.request(
+    request = submitter.request(
         body,
-        sampling=sampling_of(params),
+        sampling=read_sampling(params),
         max_tokens=params.get("max_output_tokens"),
         metadata={"trainer": "nemo_gym"},
     )
-    return dict(body) | verified(await orders.run_scored(request), params)
+    return dict(body) | verified(await submitter.run_scored(request), params)
 
 
-def agent_class(orders: Orders | None = None) -> Any:
+def agent_class(submitter: RolloutSubmitter | None = None) -> Any:
     """An agent of NeMo Gym's own kind."""
     from nemo_gym.base_resources_server import BaseRunRequest, BaseVerifyResponse
     from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
@@ -52,10 +52,10 @@ def agent_class(orders: Orders | None = None) -> Any:
 
         model_config = ConfigDict(extra="allow")
 
-    service = orders or Orders.from_environment()
+    service = submitter or RolloutSubmitter.from_environment()
 
     class RolloutAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
-        """Orders a rollout for each row."""
+        """Order a rollout for each row."""
 
         config: BaseResponsesAPIAgentConfig
 
@@ -76,7 +76,7 @@ def agent_class(orders: Orders | None = None) -> Any:
 def verified(rollout: Rollout, params: Mapping[str, Any]) -> dict[str, Any]:
     """A rollout in the form of NeMo Gym's verify response."""
     samples = samples_of(rollout)
-    sample = largest(samples)
+    sample = largest_sample(samples)
     if sample is None or rollout.reward is None:
         raise ValueError(f"rollout {rollout.rollout_id} has nothing to train on")
     return {

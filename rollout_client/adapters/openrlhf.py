@@ -17,18 +17,18 @@ from __future__ import annotations
 from typing import Any
 
 from api_schemas.rollouts import Rollout, StopReason
-from rollout_client.adapters.samples import largest, samples_of
-from rollout_client.adapters.submit import Orders, TaskRowError, sampling_of, task_of
+from rollout_client.adapters.samples import largest_sample, samples_of
+from rollout_client.adapters.submit import RolloutSubmitter, TaskRowError, parse_task, read_sampling
 
 CUT_OFF = {StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.TRUNCATED}
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 
 class Executor:
-    """Orders one rollout for a prompt."""
+    """Order one rollout for a prompt."""
 
-    def __init__(self, orders: Orders | None = None) -> None:
-        self.orders = orders or Orders.from_environment()
+    def __init__(self, submitter: RolloutSubmitter | None = None) -> None:
+        self.submitter = submitter or RolloutSubmitter.from_environment()
 
     async def execute(
         self,
@@ -43,17 +43,17 @@ class Executor:
         """OpenRLHF's hook."""
         del hf_tokenizer, llm_engine  # the service has both
         given = {name: getattr(sampling_params, name, None) for name in SAMPLING}
-        request = self.orders.request(
+        request = self.submitter.request(
             _task(prompt, label),
-            sampling=sampling_of(given),
+            sampling=read_sampling(given),
             max_tokens=getattr(sampling_params, "max_tokens", None),
             metadata={"trainer": "openrlhf"},
         )
-        rollout = await self.orders.run_scored(request)
+        rollout = await self.submitter.run_scored(request)
         return {"prompt": prompt, "label": label, "images": images} | response(rollout, max_length)
 
 
-def agent_executor(orders: Orders | None = None) -> type:
+def agent_executor(submitter: RolloutSubmitter | None = None) -> type:
     """The class that OpenRLHF looks for, of its own kind."""
     from openrlhf.utils.agent import AgentExecutorBase
 
@@ -61,24 +61,24 @@ def agent_executor(orders: Orders | None = None) -> type:
         """`Executor`, as OpenRLHF asks for it."""
 
         def __init__(self) -> None:
-            super().__init__(orders)
+            super().__init__(submitter)
 
     return AgentExecutor
 
 
 def _task(prompt: object, label: object) -> object:
     try:
-        return task_of(prompt)
+        return parse_task(prompt)
     except TaskRowError:
         if label is None:
             raise
-        return task_of(label)
+        return parse_task(label)
 
 
 def response(rollout: Rollout, max_length: int) -> dict[str, Any]:
     """A rollout in the form of OpenRLHF's response, without the prompt that it repeats."""
     samples = samples_of(rollout)
-    chosen = largest(samples)
+    chosen = largest_sample(samples)
     if chosen is None:
         raise ValueError(f"rollout {rollout.rollout_id} sampled nothing")
     before = len(chosen.prompt_ids)

@@ -69,7 +69,7 @@ def samples_of(rollout: Rollout) -> list[Sample]:
     return [_sample(rollout, segments[number], number, last=number == numbers[-1]) for number in numbers]
 
 
-def largest(samples: list[Sample]) -> Sample | None:
+def largest_sample(samples: list[Sample]) -> Sample | None:
     """For a trainer that takes one row of a rollout: the one with most to train on; None when there is none."""
     return max(samples, key=lambda sample: sample.sampled, default=None)
 

@@ -21,8 +21,8 @@ from typing import Any
 import anyio
 
 from api_schemas.rollouts import Rollout, RolloutRequest, StopReason
-from rollout_client.adapters.samples import Sample, largest, samples_of
-from rollout_client.adapters.submit import Orders, sampling_of
+from rollout_client.adapters.samples import Sample, largest_sample, samples_of
+from rollout_client.adapters.submit import RolloutSubmitter, read_sampling
 
 if sys.version_info < (3, 11):
     from exceptiongroup import ExceptionGroup
@@ -30,21 +30,21 @@ if sys.version_info < (3, 11):
 CUT_OFF = {StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.TRUNCATED}
 
 
-def generator(*, orders: Orders | None = None, step_wise: bool = False) -> Any:
+def generator(*, submitter: RolloutSubmitter | None = None, step_wise: bool = False) -> Any:
     """A generator that is one of SkyRL's own kind."""
     from skyrl.train.generators.base import GeneratorInterface
 
-    class RolloutGenerator(Generator, GeneratorInterface):  # type: ignore[misc]
-        """`Generator`, as SkyRL asks for it."""
+    class RolloutGenerator(BatchGenerator, GeneratorInterface):  # type: ignore[misc]
+        """`BatchGenerator`, as SkyRL asks for it."""
 
-    return RolloutGenerator(orders or Orders.from_environment(), step_wise=step_wise)
+    return RolloutGenerator(submitter or RolloutSubmitter.from_environment(), step_wise=step_wise)
 
 
-class Generator:
-    """Orders the rollouts of a batch together, at most `concurrency` at once."""
+class BatchGenerator:
+    """Order the rollouts of a batch together, at most `concurrency` at once."""
 
-    def __init__(self, orders: Orders, *, step_wise: bool = False) -> None:
-        self.orders = orders
+    def __init__(self, submitter: RolloutSubmitter, *, step_wise: bool = False) -> None:
+        self.submitter = submitter
         self.step_wise = step_wise
 
     async def generate(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,12 +52,12 @@ class Generator:
         requests = list(self._requests(input_batch))
         rollouts: list[Rollout | None] = [None] * len(requests)
         seconds = [0.0] * len(requests)
-        places = anyio.CapacityLimiter(self.orders.concurrency)
+        places = anyio.CapacityLimiter(self.submitter.concurrency)
 
         async def one(number: int, request: RolloutRequest) -> None:
             async with places:
                 start = time.monotonic()
-                rollouts[number] = await self.orders.run_scored(request)
+                rollouts[number] = await self.submitter.run_scored(request)
                 seconds[number] = time.monotonic() - start
 
         try:
@@ -75,9 +75,9 @@ class Generator:
         params = batch.get("sampling_params") or {}
         limit = params.get("max_generate_length") or params.get("max_tokens")
         return [
-            self.orders.request(
+            self.submitter.request(
                 extra if "environment" in extra else prompt,
-                sampling=sampling_of(params),
+                sampling=read_sampling(params),
                 max_tokens=limit,
                 metadata={"trainer": "skyrl"},
             )
@@ -91,7 +91,7 @@ def columns(rollouts: Sequence[Rollout], ids: Sequence[Any] | None, *, step_wise
     left_out = 0
     for number, rollout in enumerate(rollouts):
         samples = samples_of(rollout)
-        chosen = samples if step_wise else [one for one in [largest(samples)] if one is not None]
+        chosen = samples if step_wise else [one for one in [largest_sample(samples)] if one is not None]
         left_out += sum(one.sampled for one in samples) - sum(one.sampled for one in chosen)
         rows += [(number, rollout, sample) for sample in chosen]
     output: dict[str, Any] = {

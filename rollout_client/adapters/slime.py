@@ -20,28 +20,28 @@ from typing import Any
 
 from api_schemas.rollouts import Rollout, StopReason
 from rollout_client.adapters.samples import Sample, samples_of
-from rollout_client.adapters.submit import Orders, sampling_of
+from rollout_client.adapters.submit import RolloutSubmitter, read_sampling
 
 CUT_OFF = {StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.TRUNCATED}
 
 
 @lru_cache(maxsize=1)
-def orders() -> Orders:
+def submitter() -> RolloutSubmitter:
     """One for all samples of a process."""
-    return Orders.from_environment()
+    return RolloutSubmitter.from_environment()
 
 
 async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any]) -> Any:
     """slime's hook: the sample, or several where the rollout has several segments."""
     del args  # the service has the engines
     metadata = sample.metadata or {}
-    request = orders().request(
+    request = submitter().request(
         metadata if "environment" in metadata else sample.prompt,
-        sampling=sampling_of(sampling_params),
+        sampling=read_sampling(sampling_params),
         max_tokens=sampling_params.get("max_new_tokens"),
         metadata={"trainer": "slime", "group": sample.group_index},
     )
-    rollout = await orders().run(request)
+    rollout = await submitter().run(request)
     samples = samples_of(rollout)
     if rollout.reward is None or not samples:
         return _without_reward(sample, rollout)

@@ -22,7 +22,7 @@ from api_schemas.errors import sentences
 from api_schemas.rollouts import Rollout, RolloutRequest, Sampling
 from api_schemas.tasks import Limits, Task
 from rollout_client.adapters.samples import samples_of
-from rollout_client.client import RolloutClient, identified
+from rollout_client.client import RolloutClient, with_id
 
 T = TypeVar("T")
 
@@ -52,11 +52,11 @@ class NoRewardError(RuntimeError):
 
 
 def task_text(task: Task) -> str:
-    """A task as text, for trainers that hand an adapter nothing but a prompt; `task_of` reads it."""
+    """A task as text, for trainers that hand an adapter nothing but a prompt; `parse_task` reads it."""
     return json.dumps(task.model_dump(mode="json"), sort_keys=True, ensure_ascii=False)
 
 
-def task_of(row: object) -> Task:
+def parse_task(row: object) -> Task:
     """The task that a row means: `{"environment": ..., "instance": {...}}`, that as JSON text, or a message or messages
     whose last one's content is that text. Other fields of the row are the trainer's own. Raises TaskRowError.
     """
@@ -89,7 +89,7 @@ def _parsed(value: Any) -> Any:
         raise TaskRowError(f"no task, but {value[:80]!r}. task_text() makes prompts of tasks") from error
 
 
-def sampling_of(params: Mapping[str, Any], base: Sampling | None = None) -> Sampling:
+def read_sampling(params: Mapping[str, Any], base: Sampling | None = None) -> Sampling:
     """A trainer's sampling parameters in the service's terms; those that it has no use for are left out."""
     names = ("temperature", "top_p", "top_k", "min_p", "seed")
     given = {name: params[name] for name in names if params.get(name) is not None}
@@ -102,7 +102,7 @@ def sampling_of(params: Mapping[str, Any], base: Sampling | None = None) -> Samp
 
 
 @dataclass(frozen=True, eq=False)
-class Orders:
+class RolloutSubmitter:
     """A service, and how rollouts are ordered there."""
 
     url: str = DEFAULT_URL
@@ -119,7 +119,7 @@ class Orders:
     )
 
     @classmethod
-    def from_environment(cls, **given: Any) -> Orders:
+    def from_environment(cls, **given: Any) -> RolloutSubmitter:
         """At the address in ROLLOUT_URL, with the key in ROLLOUT_KEY, as the command line has it."""
         url = os.environ.get("ROLLOUT_URL", DEFAULT_URL)
         return cls(**({"url": url, "key": os.environ.get("ROLLOUT_KEY")} | given))
@@ -143,9 +143,9 @@ class Orders:
         limits = self.limits
         if max_tokens is not None and limits.max_tokens is None:
             limits = limits.model_copy(update={"max_tokens": max_tokens})
-        return identified(
+        return with_id(
             RolloutRequest(
-                task=task_of(row),
+                task=parse_task(row),
                 pool=self.pool,
                 sampling=sampling or Sampling(),
                 limits=limits,

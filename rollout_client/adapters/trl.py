@@ -1,6 +1,6 @@
 """TRL: `rollout_func` of GRPOTrainer. Proven with TRL 1.16.
 
-    hook = RolloutHook(Orders.from_environment(), weights="/shared/weights")
+    hook = RolloutHook(RolloutSubmitter.from_environment(), weights="/shared/weights")
     trainer = GRPOTrainer(
         model=..., train_dataset=Dataset.from_list(rows(tasks)), rollout_func=hook, reward_funcs=service_reward, ...
     )
@@ -20,8 +20,8 @@ from typing import Any
 
 from api_schemas.rollouts import Rollout
 from api_schemas.tasks import Task
-from rollout_client.adapters.samples import largest, samples_of
-from rollout_client.adapters.submit import Orders, sampling_of, task_text
+from rollout_client.adapters.samples import largest_sample, samples_of
+from rollout_client.adapters.submit import RolloutSubmitter, read_sampling, task_text
 from rollout_client.adapters.weights import WeightsFolder
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
@@ -52,20 +52,20 @@ def service_reward(
 class RolloutHook:
     """A `rollout_func`: orders rollouts, and keeps the engines' weights up with the trainer's."""
 
-    def __init__(self, orders: Orders, *, weights: str | Path | None) -> None:
+    def __init__(self, submitter: RolloutSubmitter, *, weights: str | Path | None) -> None:
         """`weights` is a folder that the engines can read; None leaves their weights to someone else."""
-        self.orders = orders
-        self.weights = None if weights is None else WeightsFolder(orders, Path(weights))
+        self.submitter = submitter
+        self.weights = None if weights is None else WeightsFolder(submitter, Path(weights))
         self.__name__ = "rollout_service"
 
     def __call__(self, prompts: Sequence[object], trainer: Any) -> dict[str, list[Any]]:
         """What TRL asks for: a completion for each of its prompts, which it has repeated for each group by itself."""
         if self.weights is not None:
             self._keep_up(self.weights, trainer)
-        sampling = sampling_of({name: getattr(trainer.args, name, None) for name in SAMPLING})
+        sampling = read_sampling({name: getattr(trainer.args, name, None) for name in SAMPLING})
         step = int(trainer.state.global_step)
         requests = [
-            self.orders.request(
+            self.submitter.request(
                 prompt,
                 sampling=sampling,
                 max_tokens=trainer.args.max_completion_length,
@@ -73,7 +73,7 @@ class RolloutHook:
             )
             for prompt in prompts
         ]
-        rollouts = self.orders.run_all_blocking(requests)
+        rollouts = self.submitter.run_all_blocking(requests)
         return columns(rollouts, trainer.processing_class.eos_token_id)
 
     def _keep_up(self, weights: WeightsFolder, trainer: Any) -> None:
@@ -101,7 +101,7 @@ def columns(rollouts: Sequence[Rollout], end: int) -> dict[str, list[Any]]:
     rows = []
     for rollout in rollouts:
         samples = samples_of(rollout)
-        sample = largest(samples)
+        sample = largest_sample(samples)
         row: dict[str, Any] = dict(nothing)
         if sample is not None and sample.reward is not None:
             row = {

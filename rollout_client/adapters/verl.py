@@ -20,18 +20,18 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from api_schemas.rollouts import Rollout, Stage
-from rollout_client.adapters.samples import largest, samples_of
-from rollout_client.adapters.submit import Orders, sampling_of
+from rollout_client.adapters.samples import largest_sample, samples_of
+from rollout_client.adapters.submit import RolloutSubmitter, read_sampling
 
 if TYPE_CHECKING:
     from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
 
 @lru_cache(maxsize=8)
-def orders_at(url: str | None, key: str | None) -> Orders:
+def submitter_at(url: str | None, key: str | None) -> RolloutSubmitter:
     """One for all samples of a process, so that they share connections."""
     given = {name: value for name, value in (("url", url), ("key", key)) if value is not None}
-    return Orders.from_environment(**given)
+    return RolloutSubmitter.from_environment(**given)
 
 
 class RolloutAgentLoop:
@@ -41,18 +41,18 @@ class RolloutAgentLoop:
         self, trainer_config: Any, *, url: str | None = None, key: str | None = None, **_: object
     ) -> None:
         """`url` and `key` come from the configuration of the agent loop; the rest is what verl gives to each."""
-        self.orders = orders_at(url, key)
+        self.submitter = submitter_at(url, key)
         self.response_length = int(trainer_config.config.actor_rollout_ref.rollout.response_length)
 
     async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> AgentLoopOutput:
         """A rollout of the row's task."""
-        request = self.orders.request(
+        request = self.submitter.request(
             task_row(row),
-            sampling=sampling_of(sampling_params),
+            sampling=read_sampling(sampling_params),
             max_tokens=self.response_length,
             metadata={"trainer": "verl"},
         )
-        rollout = await self.orders.run_scored(request)
+        rollout = await self.submitter.run_scored(request)
         from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
         fields = output_fields(rollout, self.response_length)
@@ -68,7 +68,7 @@ def task_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
 def output_fields(rollout: Rollout, response_length: int) -> dict[str, Any]:
     """The fields of verl's AgentLoopOutput, without its metrics."""
     samples = samples_of(rollout)
-    chosen = largest(samples)
+    chosen = largest_sample(samples)
     if chosen is None:
         raise ValueError(f"rollout {rollout.rollout_id} sampled nothing")
     sample = chosen.cut(response_length)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from api_schemas.inference import PoolOutcome
-from rollout_client.adapters.submit import Orders
+from rollout_client.adapters.submit import RolloutSubmitter
 from rollout_client.client import RolloutClient
 from rollout_client.errors import WeightsError
 
@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 class WeightsFolder:
     """Weights of one trainer under `folder`, which the engines must be able to read."""
 
-    def __init__(self, orders: Orders, folder: Path) -> None:
-        self.orders = orders
+    def __init__(self, submitter: RolloutSubmitter, folder: Path) -> None:
+        self.submitter = submitter
         self.folder = folder.absolute()
         self.step: int | None = None
         """The step whose weights the engines serve; None before the first push."""
@@ -43,7 +43,7 @@ class WeightsFolder:
         path = self.path(step)
         path.mkdir(parents=True, exist_ok=True)
         save(str(path))
-        outcome: PoolOutcome = self.orders.blocking(lambda client: self._update(client, step))
+        outcome: PoolOutcome = self.submitter.blocking(lambda client: self._update(client, step))
         if self.step is not None and self.step != step:
             shutil.rmtree(self.path(self.step), ignore_errors=True)
         self.step, self.version = step, outcome.version
@@ -51,10 +51,14 @@ class WeightsFolder:
 
     async def _update(self, client: RolloutClient, step: int) -> PoolOutcome:
         if self.step is None:  # a service that has seen trainers before counts on from there
-            served = [one.weight_version for one in await client.backends() if one.pool == self.orders.pool]
+            served = [
+                one.weight_version for one in await client.backends() if one.pool == self.submitter.pool
+            ]
             self._base = max(served, default=0) + 1
         try:
-            return await client.update_weights(str(self.path(step)), self._base + step, pool=self.orders.pool)
+            return await client.update_weights(
+                str(self.path(step)), self._base + step, pool=self.submitter.pool
+            )
         except WeightsError as error:
             if not error.outcome.changed:
                 raise

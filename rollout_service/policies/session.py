@@ -13,7 +13,7 @@ from typing import Protocol
 
 import anyio.to_thread
 
-from api_schemas.rollouts import Exports, Sampling, Usage
+from api_schemas.rollouts import Sampling, TokenExtras, Usage
 from api_schemas.trajectories import ForkReason, Message, Trajectory
 from rollout_service.episodes import ContextFullError, PolicyTurn
 from rollout_service.inference import contract as inference
@@ -47,7 +47,7 @@ class PolicySession:
         sampling: Sampling,
         stop_token_ids: Sequence[int],
         context_length: int,
-        exports: Exports | None = None,
+        exports: TokenExtras | None = None,
     ) -> None:
         """`affinity` is the rollout's id; `context_length` counts the tokens of prompt and answer together."""
         self._conversation = conversation
@@ -56,7 +56,7 @@ class PolicySession:
         self._sampling = sampling
         self._stop_token_ids = tuple(stop_token_ids)
         self._context_length = context_length
-        self._exports = exports or Exports()
+        self._exports = exports or TokenExtras()
         self._usage = Usage()
         self._engine_seconds = 0.0
         self._kept_kv: frozenset[int] = frozenset()

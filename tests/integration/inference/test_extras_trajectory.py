@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from api_schemas.inference import PauseMode
-from api_schemas.rollouts import Exports, RolloutRequest, Sampling
+from api_schemas.rollouts import RolloutRequest, Sampling, TokenExtras
 from api_schemas.trajectories import ForkReason, Message, Segment
 from rollout_service.inference.errors import ExtraUnsupported
 from rollout_service.inference.pool.options import PoolOptions
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 
 ROUTING = (3, 2)
 CONFIG = '{"vocab_size": 512, "num_hidden_layers": 3, "num_experts_per_tok": 2}'
-ALL = Exports(top_logprobs=3, prompt_logprobs=True, routed_experts=True)
+ALL = TokenExtras(top_logprobs=3, prompt_logprobs=True, routed_experts=True)
 OPTIONS = PoolOptions(slow_start=0.0, probe_interval=0.1)
 
 
@@ -132,7 +132,7 @@ async def test_an_engine_without_experts_refuses_the_order_typed():
     engine = ScriptedEngine(Counting(512))
     async with engine, Pools(OPTIONS) as pools:
         await pools.register(engine.url)
-        policy = session(pools["policy"], Exports(routed_experts=True))
+        policy = session(pools["policy"], TokenExtras(routed_experts=True))
         with pytest.raises(ExtraUnsupported, match="does not give routed_experts"):
             await policy.respond([Message(role="user", content="first")], max_tokens=9)
 
@@ -143,4 +143,4 @@ def test_an_order_is_read_from_a_request():
         "exports": {"top_logprobs": 5, "routed_experts": True},
     }
     request = RolloutRequest.model_validate(body)
-    assert request.exports == Exports(top_logprobs=5, routed_experts=True)
+    assert request.exports == TokenExtras(top_logprobs=5, routed_experts=True)

@@ -8,7 +8,7 @@ from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutState, StopReason
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
-from rollout_client.adapters.submit import Orders
+from rollout_client.adapters.submit import RolloutSubmitter
 
 TASK = Task(environment="calc", instance={"question": "2+2", "answer": 4})
 
@@ -81,11 +81,11 @@ class FakeClient:
         self.requests.append(request)
         return self.answers.pop(0)
 
-    def orders(self, **given) -> Orders:
-        """Orders that come here."""
+    def submitter(self, **given) -> RolloutSubmitter:
+        """Return a submitter whose rollouts come from here."""
         client = self
 
-        class Here(Orders):
+        class Here(RolloutSubmitter):
             async def run(self, request) -> Rollout:
                 return await client.run(request)
 

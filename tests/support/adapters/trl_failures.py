@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from api_schemas.rollouts import RolloutState
-from rollout_client.adapters.submit import Orders
+from rollout_client.adapters.submit import RolloutSubmitter
 from rollout_client.adapters.trl import RolloutHook, rows, service_reward
 from tests.support.adapters.rollouts import TASK, rollout, segment
 
@@ -24,7 +24,7 @@ POLICY = Path(__file__).parents[3] / "rollout_service" / "policies" / "checkpoin
 REWARDS = json.loads(f"[{','.join(sys.argv[1:])}]")
 
 
-class Answers(Orders):
+class Answers(RolloutSubmitter):
     """One group, with these rewards."""
 
     def run_all_blocking(self, requests):

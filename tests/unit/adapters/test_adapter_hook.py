@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from api_schemas.rollouts import RolloutState
-from rollout_client.adapters.submit import Orders, TaskRowError
+from rollout_client.adapters.submit import RolloutSubmitter, TaskRowError
 from rollout_client.adapters.trl import RolloutHook, columns, rows, service_reward
 from tests.support.adapters.rollouts import TASK, rollout, segment
 
@@ -18,7 +18,7 @@ TWO = rollout(segment([1, 2, 3], [0, 1, 1]), segment([1, 9], [0, 1], parent=0), 
 BAD = rollout(segment([1, 2], [0, 1]), reward=None, state=RolloutState.FAILED, rollout_id="c")
 
 
-class Answers(Orders):
+class Answers(RolloutSubmitter):
     """Hands out rollouts, and keeps what was ordered."""
 
     def run_all_blocking(self, requests):
@@ -87,7 +87,7 @@ def test_each_prompt_is_one_rollout_sampled_as_trl_says():
     (row,) = rows([TASK])
     got = hook([row["prompt"]] * 2, trainer(step=7))
     assert len(got["completion_ids"]) == 2
-    requests = hook.orders.requests
+    requests = hook.submitter.requests
     assert len({request.rollout_id for request in requests}) == 2
     assert all(request.task == TASK for request in requests)
     assert (requests[0].sampling.temperature, requests[0].sampling.top_k) == (0.5, -1)

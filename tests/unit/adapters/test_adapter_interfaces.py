@@ -167,8 +167,8 @@ def agent_loop(monkeypatch):
         config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout_config))
         made_with = dict.fromkeys(interface["made with"]) | {"trainer_config": SimpleNamespace(config=config)}
         loop = verl.RolloutAgentLoop(**made_with, url="http://node-3:1")
-        assert loop.orders.url == "http://node-3:1"
-        loop.orders = client.orders(**given)
+        assert loop.submitter.url == "http://node-3:1"
+        loop.submitter = client.submitter(**given)
         return loop
 
     return make
@@ -240,7 +240,7 @@ def generate(monkeypatch):
 
     async def call(answer, **sample: Any):
         client = FakeClient(answer)
-        monkeypatch.setattr(slime, "orders", client.orders)
+        monkeypatch.setattr(slime, "submitter", client.submitter)
         params = {"temperature": 1.0, "top_k": -1, "max_new_tokens": 64, "no_stop_trim": True, "stop": None}
         return await slime.generate(SimpleNamespace(), SlimeSample(index=4, **sample), params)
 
@@ -296,8 +296,8 @@ def batch(count: int) -> dict[str, Any]:
 async def test_skyrl_gets_one_row_for_each_prompt(monkeypatch):
     modules(monkeypatch, "skyrl.train.generators.base", GeneratorInterface=type("GeneratorInterface", (), {}))
     client = FakeClient(rollout(TWO_TURNS), two_segments(reward=0.5))
-    output = await skyrl.generator(orders=client.orders(concurrency=1)).generate(batch(2))
-    assert parameters(skyrl.Generator.generate) == INTERFACES["skyrl 2026-08-21"]["hook"]
+    output = await skyrl.generator(submitter=client.submitter(concurrency=1)).generate(batch(2))
+    assert parameters(skyrl.BatchGenerator.generate) == INTERFACES["skyrl 2026-08-21"]["hook"]
     assert set(output) <= set(INTERFACES["skyrl 2026-08-21"]["fields"])
     assert output["response_ids"] == [[3, 4, 5, 6, 7], [2, 3, 4]]
     assert output["loss_masks"] == [[1, 1, 0, 0, 1], [1, 1, 1]]
@@ -309,7 +309,7 @@ async def test_skyrl_gets_one_row_for_each_prompt(monkeypatch):
 
 async def test_skyrl_step_by_step_gets_each_segment():
     client = FakeClient(two_segments(reward=0.5), rollout(TWO_TURNS))
-    output = await skyrl.Generator(client.orders(concurrency=1), step_wise=True).generate(batch(2))
+    output = await skyrl.BatchGenerator(client.submitter(concurrency=1), step_wise=True).generate(batch(2))
     assert output["is_last_step"] == [False, True, True]
     assert output["trajectory_ids"] == ["t0", "t0", "t1"]
     assert output["rewards"] == [[0.0, 0.0, 0.0], [0.5], [0.0, 0.0, 0.0, 0.0, 1.0]]
@@ -318,7 +318,7 @@ async def test_skyrl_step_by_step_gets_each_segment():
 async def test_skyrl_sees_why_a_rollout_has_no_reward():
     client = FakeClient(failed())
     with pytest.raises(NoRewardError, match="sandbox_start_failed"):
-        await skyrl.Generator(client.orders(retries=0)).generate(batch(1))
+        await skyrl.BatchGenerator(client.submitter(retries=0)).generate(batch(1))
 
 
 # -- AReaL -----------------------------------------------------------------------
@@ -338,7 +338,7 @@ async def test_areal_gets_padded_rows_and_none_for_a_failure(monkeypatch):
     client = FakeClient(failed())
     gconfig = SimpleNamespace(temperature=0.9, top_p=1.0, top_k=100, max_new_tokens=77)
     areal.workflow_class.cache_clear()
-    episodes = areal.Workflow(orders=client.orders(), gconfig=gconfig)
+    episodes = areal.Workflow(submitter=client.submitter(), gconfig=gconfig)
     assert await episodes.arun_episode(None, ROW) is None
     (request,) = client.requests
     assert (request.sampling.temperature, request.sampling.top_k, request.limits.max_tokens) == (0.9, 100, 77)
@@ -351,7 +351,7 @@ async def test_areal_gets_padded_rows_and_none_for_a_failure(monkeypatch):
 async def test_openrlhf_gets_its_response(monkeypatch, prompt, label):
     interface = INTERFACES["openrlhf 0.11.2"]
     modules(monkeypatch, "openrlhf.utils.agent", AgentExecutorBase=type("AgentExecutorBase", (), {}))
-    executor = openrlhf.agent_executor(FakeClient(rollout(TWO_TURNS)).orders())()
+    executor = openrlhf.agent_executor(FakeClient(rollout(TWO_TURNS)).submitter())()
     assert parameters(openrlhf.Executor.execute) == interface["hook"]
     given = {
         "prompt": prompt,
@@ -412,7 +412,7 @@ def test_nemo_gym_serves_rollouts_that_nemo_rl_can_read(monkeypatch):
     module.__dict__.update(agent)
 
     client = FakeClient(rollout(TWO_TURNS))
-    app = nemo_gym.agent_class(client.orders())().setup_webserver()
+    app = nemo_gym.agent_class(client.submitter())().setup_webserver()
     body = {"responses_create_params": {"input": [], "temperature": 0.8, "max_output_tokens": 50}} | ROW
     answer = TestClient(app).post("/run", json=body).json()
     assert set(INTERFACES["nemo-gym 2026-08-22"]["answer"]) <= set(answer)
@@ -430,4 +430,4 @@ def test_nemo_gym_serves_rollouts_that_nemo_rl_can_read(monkeypatch):
 def test_nemo_gym_has_no_answer_without_a_reward():
     client = FakeClient(failed())
     with pytest.raises(NoRewardError):
-        asyncio.run(nemo_gym.run(client.orders(retries=0), ROW))
+        asyncio.run(nemo_gym.run(client.submitter(retries=0), ROW))

@@ -1,4 +1,4 @@
-"""What all adapters share: rows of trajectories, tasks of a trainer's rows, orders, weights."""
+"""What all adapters share: rows of trajectories, tasks of a trainer's rows, submitter, weights."""
 
 import asyncio
 import json
@@ -12,13 +12,13 @@ from api_schemas.errors import Problem
 from api_schemas.inference import BackendOutcome, PoolOutcome
 from api_schemas.rollouts import RolloutState
 from api_schemas.tasks import Task
-from rollout_client.adapters.samples import largest, samples_of
+from rollout_client.adapters.samples import largest_sample, samples_of
 from rollout_client.adapters.submit import (
     NoRewardError,
-    Orders,
+    RolloutSubmitter,
     TaskRowError,
-    sampling_of,
-    task_of,
+    parse_task,
+    read_sampling,
     task_text,
 )
 from rollout_client.adapters.weights import WeightsFolder
@@ -57,14 +57,14 @@ def test_every_sampled_token_of_a_rollout_is_in_one_row():
     last = segment([1, 2, 3, 4, 5], [0, 0, 0, 0, 1], parent=0)
     samples = samples_of(rollout(first, untouched, last))
     assert [(one.segment, one.sampled, one.last) for one in samples] == [(0, 2, False), (2, 1, True)]
-    assert largest(samples) is samples[0]
+    assert largest_sample(samples) is samples[0]
     assert samples[1].prompt_ids == [1, 2, 3, 4]
 
 
 def test_a_rollout_that_sampled_nothing_has_no_rows():
     assert samples_of(rollout()) == []
     assert samples_of(rollout(trajectory=False)) == []
-    assert largest([]) is None
+    assert largest_sample([]) is None
 
 
 def test_a_cut_row_stays_aligned():
@@ -90,7 +90,7 @@ def test_a_cut_row_stays_aligned():
     ],
 )
 def test_what_a_row_may_look_like(row):
-    assert task_of(row) == Task(environment="calc", instance={"answer": 4})
+    assert parse_task(row) == Task(environment="calc", instance={"answer": 4})
 
 
 @pytest.mark.parametrize(
@@ -106,27 +106,27 @@ def test_what_a_row_may_look_like(row):
 )
 def test_a_bad_row_is_named_by_its_field(row, says):
     with pytest.raises(TaskRowError, match=says):
-        task_of(row)
+        parse_task(row)
 
 
 def test_sampling_in_the_services_terms():
-    sampling = sampling_of(
+    sampling = read_sampling(
         {"temperature": 0.7, "top_k": 0, "top_p": None, "stop": "END", "repetition_penalty": 2}
     )
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.stop) == (0.7, -1, 1.0, ["END"])
 
 
 def test_orders_go_to_other_processes():
-    orders = pickle.loads(pickle.dumps(Orders(url="http://node-3:8080", retries=5)))
-    assert (orders.url, orders.retries) == ("http://node-3:8080", 5)
-    request = orders.request({"environment": "calc"}, max_tokens=9, metadata={"step": 1})
+    submitter = pickle.loads(pickle.dumps(RolloutSubmitter(url="http://node-3:8080", retries=5)))
+    assert (submitter.url, submitter.retries) == ("http://node-3:8080", 5)
+    request = submitter.request({"environment": "calc"}, max_tokens=9, metadata={"step": 1})
     assert (request.limits.max_tokens, request.metadata, bool(request.rollout_id)) == (9, {"step": 1}, True)
 
 
 def test_the_address_is_the_command_lines(monkeypatch):
     monkeypatch.setenv("ROLLOUT_URL", "http://elsewhere:1")
     monkeypatch.setenv("ROLLOUT_KEY", "secret")
-    assert (Orders.from_environment().url, Orders.from_environment(key=None).key) == (
+    assert (RolloutSubmitter.from_environment().url, RolloutSubmitter.from_environment(key=None).key) == (
         "http://elsewhere:1",
         None,
     )
@@ -135,30 +135,30 @@ def test_the_address_is_the_command_lines(monkeypatch):
 async def test_a_rollout_without_a_reward_is_ordered_anew_and_then_an_error():
     good, bad = rollout(segment([1, 2], [0, 1])), rollout(reward=None, state=RolloutState.FAILED)
     client = FakeClient(bad, good)
-    orders = client.orders(retries=2)
-    request = orders.request({"environment": "calc"})
-    assert await orders.run_scored(request) is good
+    submitter = client.submitter(retries=2)
+    request = submitter.request({"environment": "calc"})
+    assert await submitter.run_scored(request) is good
     assert client.ordered == [request.rollout_id, f"{request.rollout_id}.retry-1"]
 
     client.answers = [bad] * 3
     with pytest.raises(NoRewardError, match=r"sandbox_start_failed.*free some memory") as raised:
-        await orders.run_scored(orders.request({"environment": "calc"}))
+        await submitter.run_scored(submitter.request({"environment": "calc"}))
     assert raised.value.rollout is bad
 
 
 async def test_connections_are_kept_for_a_loop_and_closed():
-    orders = Orders(url="http://127.0.0.1:9", patience_seconds=0)
-    await orders.aclose()
+    submitter = RolloutSubmitter(url="http://127.0.0.1:9", patience_seconds=0)
+    await submitter.aclose()
     with pytest.raises(Exception, match="no answer"):
-        await orders.run(orders.request({"environment": "calc"}))
-    assert len(orders._clients) == 1
-    await orders.aclose()
-    assert len(orders._clients) == 0
+        await submitter.run(submitter.request({"environment": "calc"}))
+    assert len(submitter._clients) == 1
+    await submitter.aclose()
+    assert len(submitter._clients) == 0
 
 
 def test_orders_block_also_inside_a_running_loop():
     async def main() -> str:
-        return Orders().blocking(_address)
+        return RolloutSubmitter().blocking(_address)
 
     assert asyncio.run(main()) == "http://127.0.0.1:8080"
 
@@ -167,7 +167,7 @@ async def _address(client) -> str:
     return client.base_url
 
 
-class FakeOrders(Orders):
+class FakeOrders(RolloutSubmitter):
     """A service with one engine, which refuses what it is told to."""
 
     served = 41
@@ -208,10 +208,10 @@ def test_weights_go_up_from_what_is_served_and_one_folder_stays(tmp_path):
     assert weights.path(3).is_dir()
     assert saved == [str(weights.path(0)), str(weights.path(3))]
 
-    weights.orders.__class__.partly = True
+    weights.submitter.__class__.partly = True
     assert weights.push(4, save) == 46, "the engines that failed are out of service"
     assert weights.push(3, save) == 45
-    weights.orders.__class__.refuses = True
+    weights.submitter.__class__.refuses = True
     with pytest.raises(WeightsError, match="no such folder"):
         weights.push(4, save)
     assert (weights.step, weights.path(3).is_dir()) == (3, True)
