@@ -337,7 +337,7 @@ async def test_areal_gets_padded_rows_and_none_for_a_failure(monkeypatch):
 
     client = FakeClient(failed())
     gconfig = SimpleNamespace(temperature=0.9, top_p=1.0, top_k=100, max_new_tokens=77)
-    areal.workflow_class.cache_clear()
+    areal.make_workflow_class.cache_clear()
     episodes = areal.Workflow(submitter=client.submitter(), gconfig=gconfig)
     assert await episodes.arun_episode(None, ROW) is None
     (request,) = client.requests
