@@ -11,8 +11,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from socket import gethostname
-from uuid import uuid4
 
 import anyio
 import structlog
@@ -22,6 +20,7 @@ from api_schemas.errors import FieldError, sentences
 from api_schemas.inference import BackendSpec, BackendState
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage
 from rollout_service.cluster.concurrency import Concurrency
+from rollout_service.cluster.identity import ServiceIdentity
 from rollout_service.cluster.node import Node
 from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.environments.registry import EnvironmentRegistry
@@ -181,7 +180,7 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
         metrics.registry.register(HealthMetrics(serving.views, store, node.free_bytes))
         await stack.enter_async_context(serving.reconnecting(settings.backends))
         context = AttemptContext(
-            owner=f"{gethostname()}-{uuid4().hex}",  # services on one host, or in containers of one name, differ
+            owner=str(ServiceIdentity.create()),
             store=store,
             stages=_stages(settings.pipeline, metrics),
             environments=environments,

@@ -97,9 +97,11 @@ class Store(Protocol):
         ...
 
     async def recover(self, owner: str) -> int:
-        """Queue again what services hold that are known to be dead; returns how many rollouts that were.
+        """Queue again what services that are gone held, and return how many rollouts that was.
 
-        Called by `owner` before its first claim. An attempt that had begun stays counted.
+        `owner` calls this before its first claim. An attempt that had begun stays counted. What a live service holds
+        is not touched: a store that services share asks `cluster.identity.is_gone` about each owner; in a store that
+        only one process can have open, every other owner is gone.
         """
         ...
 

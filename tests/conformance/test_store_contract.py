@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from api_schemas.errors import Boundary, ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, StopReason, Usage
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
+from rollout_service.cluster.identity import ServiceIdentity
 from rollout_service.errors import ConflictError, InvalidFieldError, StoreError
 from rollout_service.store import Lease, Store
 from rollout_service.store.sqlite import SqliteStore
@@ -267,6 +269,18 @@ async def test_what_is_given_back_is_queued_again(
     assert again.queued_at == datetime.fromtimestamp(START + 3, UTC)
     assert not await store.finish(lost, "a", outcome(lost)), "the same owner, but an earlier lease"
     assert await store.finish(again, "a", outcome(again))
+
+
+async def test_a_new_service_takes_back_at_once_what_a_dead_one_held(store: Store) -> None:
+    program = "from rollout_service.cluster.identity import ServiceIdentity as I; print(I.create())"
+    dead = (await anyio.run_process([sys.executable, "-c", program])).stdout.decode().strip()
+    mine = str(ServiceIdentity.create())
+    await store.submit(order("r1"))
+    await store.submit(order("r2"))
+    await store.claim(mine, limit=1, lease_seconds=1e6)
+    await store.claim(dead, limit=1, lease_seconds=1e6)
+    assert await store.recover(mine) == 1, "its own lease is live"
+    assert [lease.rollout_id for lease in await store.claim(mine, limit=9, lease_seconds=10)] == ["r2"]
 
 
 async def test_only_rollouts_of_the_named_pools_are_leased(store: Store, clock: Clock) -> None:

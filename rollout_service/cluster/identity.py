@@ -1,0 +1,94 @@
+"""Which service holds a lease, and whether its process is gone.
+
+Guarantees: no two services ever have the same identity, whether they share a host, a host name, a process id or even a
+process. `is_gone` is true only of a process that has certainly ended; it is false of every process that cannot be
+seen from here, on another machine or in another container, whose leases must run out instead.
+
+A store that only one process can have open knows without this that all other owners are gone. A store that services
+share asks `is_gone` which leases its `recover` may take back.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from socket import gethostname
+from typing import Self
+from uuid import uuid4
+
+from sandboxes.host.processes import boot_id, start_time
+
+_FORM = re.compile(
+    r"(?P<host>.*)/(?P<boot>[0-9a-f-]+)/(?P<pid_namespace>[0-9]+)/(?P<pid>[0-9]+)/(?P<started>[0-9]+)"
+    r"/(?P<service>[0-9a-f]{12})",
+    re.ASCII | re.DOTALL,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceIdentity:
+    """A running service; its text names the owner of a lease."""
+
+    host: str
+    """The host name, for people; others may have the same."""
+    boot: str
+    """The id of this boot of the machine."""
+    pid_namespace: int
+    """The namespace that `pid` belongs to: every container has its own."""
+    pid: int
+    started: int
+    """When the process started, in clock ticks since boot, since process ids are used again."""
+    service: str
+    """Random, since a process may run one service after another."""
+
+    @classmethod
+    def create(cls) -> Self:
+        """Return the identity of a new service in this process."""
+        pid = os.getpid()
+        return cls(
+            host=gethostname(),
+            boot=boot_id(),
+            pid_namespace=_pid_namespace(),
+            pid=pid,
+            started=start_time(pid) or 0,
+            service=uuid4().hex[:12],
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the identity with this text.
+
+        Raises:
+            ValueError: the text is not an identity.
+        """
+        found = _FORM.fullmatch(text)
+        if found is None:
+            raise ValueError(f"{text!r} is not the identity of a service")
+        host, boot, pid_namespace, pid, started, service = found.groups()
+        identity = cls(host, boot, int(pid_namespace), int(pid), int(started), service)
+        if str(identity) != text:
+            raise ValueError(f"{text!r} is not the identity of a service: a number has leading zeros")
+        return identity
+
+    def __str__(self) -> str:
+        return f"{self.host}/{self.boot}/{self.pid_namespace}/{self.pid}/{self.started}/{self.service}"
+
+    def is_gone(self) -> bool:
+        """Return whether the process of this service has certainly ended."""
+        if self.boot != boot_id() or self.pid_namespace != _pid_namespace():
+            return False
+        return start_time(self.pid) != self.started
+
+
+def is_gone(owner: str) -> bool:
+    """Return whether the owner of a lease has certainly ended; false of an owner without an identity."""
+    try:
+        return ServiceIdentity.parse(owner).is_gone()
+    except ValueError:
+        return False
+
+
+def _pid_namespace() -> int:
+    return Path("/proc/self/ns/pid").stat().st_ino
