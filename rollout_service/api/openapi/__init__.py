@@ -1,1 +1,1 @@
-"""The OpenAPI document: what every route takes, what it answers, and how it refuses."""
+"""The OpenAPI document: every route's parameters, responses, and errors."""

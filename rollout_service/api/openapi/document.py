@@ -1,7 +1,7 @@
 """Builds the OpenAPI document from the routes.
 
-Guarantees: every error that a route can give is declared, as `application/problem+json` with the schema `Problem`; what
-all routes have in common (keys, limits, a store that cannot be written) is said here once and stands at each of them.
+Guarantees: every error that a route can answer with is declared, as `application/problem+json` with the schema
+`Problem`. Errors that all routes share (keys, limits, an unavailable store) are listed here once and added to each.
 """
 
 from __future__ import annotations
@@ -59,23 +59,24 @@ WITH_BODY: tuple[type[ServiceError], ...] = (MalformedBodyError, TooLargeError, 
 DESCRIPTION = """\
 Runs agentic rollouts for any RL trainer: tasks go in, token-exact trajectories with rewards come out.
 
-Every error is a [problem](https://www.rfc-editor.org/rfc/rfc9457): `code` names it for programs, `detail` says what to
-do next, `errors` gives the paths of bad fields, and `retryable` says whether the same request may succeed later."""
+Every error is a [problem](https://www.rfc-editor.org/rfc/rfc9457): `code` names it for programs, `detail` says what
+went wrong and what to do next, `errors` lists the paths of invalid fields, and `retryable` says whether the same
+request may succeed later."""
 
 TAGS = {
-    "rollouts": "One attempt at one task: order it, wait for it, read its trajectory.",
-    "runs": "A trainer's standing orders, and the batches that they yield by lease and acknowledgement.",
-    "inference": "The engines that serve each pool, and the weights that they serve.",
-    "environments": "What tasks the service can run, and the instances that ship with them.",
-    "sandboxes": "Where code runs: live sandboxes, and what each host bears.",
+    "rollouts": "A rollout is one attempt at one task: submit it, wait for it, read its trajectory.",
+    "runs": "A run keeps producing groups of rollouts for a trainer, which leases and acknowledges them in batches.",
+    "inference": "The engines of each pool, and the weights that they serve.",
+    "environments": "The environments that tasks can name, and the instances that ship with them.",
+    "sandboxes": "Live sandboxes, and how much each host runs at once.",
     "events": "What happens in the service, in order, as server-sent events.",
-    "health": "Probes and metrics.",
-    "ProRL Agent": "The ProRL Agent server's own routes, for trainers that were written for it.",
+    "health": "Liveness and readiness probes, and metrics.",
+    "ProRL Agent": "The ProRL Agent server's own routes, for trainers written for it.",
 }
 
 
 def build(app: FastAPI, *, keyed: bool) -> Document:
-    """Return the document of an app; `keyed` says whether it asks for a key."""
+    """Return the document of an app; `keyed` says whether the app requires a key."""
     document = get_openapi(
         title=app.title,
         version=app.version,
@@ -103,13 +104,13 @@ def _operations(document: Document) -> Iterator[tuple[str, Operation]]:
 
 
 def _complete(operation: Operation, *, is_open: bool) -> None:
-    """Add what follows from the route's kind, such as its errors."""
+    """Add the errors and the security that the operation shares with others of its kind."""
     if is_open:
         operation["security"] = []
         return
     responses = operation["responses"]
     if JSON in responses.get("422", {}).get("content", {}):
-        del responses["422"]  # FastAPI's own, which this service never sends
+        del responses["422"]  # FastAPI's own error, which this service never sends
     errors = [*WITH_KEY, *EVERYWHERE, *(WITH_BODY if "requestBody" in operation else ())]
     for error in errors:
         add_error(responses.setdefault(str(int(error.status)), {}), error)
@@ -117,7 +118,7 @@ def _complete(operation: Operation, *, is_open: bool) -> None:
 
 
 def _exemplify(operation: Operation) -> None:
-    """Add the examples of an operation's body and of its answers."""
+    """Add the examples of the operation's body and responses."""
     name = operation["operationId"]
     if name in REQUESTS:
         operation["requestBody"]["content"][JSON]["example"] = REQUESTS[name]

@@ -1,4 +1,7 @@
-"""Examples of bodies, by the operation's id: every one is taken by a service with the built-in environments."""
+"""Examples of request and response bodies, by operation id.
+
+Guarantee: a service with the built-in environments accepts every request.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +94,7 @@ RESPONSES: dict[str, dict[str, Any]] = {
     "list_runs": {"200": {"runs": [_RUN]}},
     "acknowledge_batch": {"200": {"batch_id": "calc-1.b0", "state": "acknowledged"}},
 }
-"""By status."""
+"""The examples of each operation, by status."""
 
 PROBLEM = {
     "type": "about:blank",

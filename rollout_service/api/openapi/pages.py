@@ -1,7 +1,8 @@
 """Serves the OpenAPI document at `/openapi.json`, and Swagger UI at `/docs`.
 
-Guarantees: a browser loads nothing from another host, so the page works offline; it needs no key, since it shows only
-what is the same for everybody who runs this release, and sends the key that is typed into it with each request.
+Guarantees: the browser loads nothing from another host, so the page works offline. The page itself needs no key,
+since it shows only what is the same for every user of this release; it sends the key that is typed into it with each
+request.
 """
 
 from __future__ import annotations
@@ -62,13 +63,13 @@ SwaggerUIBundle({
 
 
 def install(app: FastAPI, *, keyed: bool) -> None:
-    """Add the document and its page to an app whose routes are complete."""
+    """Add the document and its page to an app that has all its routes."""
 
     @cache
     def document() -> bytes:
         return json.dumps(build(app, keyed=keyed), ensure_ascii=False).encode()
 
-    def openapi(_: Request) -> Response:  # not a coroutine, so it runs in a thread: building takes a while
+    def openapi(_: Request) -> Response:  # not a coroutine: building takes a while, so it runs in a thread
         return Response(document(), media_type="application/json")
 
     app.add_route("/openapi.json", openapi, include_in_schema=False)

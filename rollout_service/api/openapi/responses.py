@@ -1,8 +1,8 @@
-"""Declares what a route answers, for the OpenAPI document.
+"""Declarations of a route's responses, for the OpenAPI document.
 
-A route names the errors that it raises, as in `responses=raises(NotFoundError, ConflictError)`; their classes say the
-status, and their docstrings what it means. Errors that any route can give, such as a missing key, are added to all of
-them by `openapi.document`.
+A route names the errors that it raises, as in `responses=raises(NotFoundError, ConflictError)`; their classes give the
+status, and their docstrings the description. `openapi.document` adds the errors that any route can answer with, such as
+a missing key.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def raises(*errors: type[ServiceError]) -> Responses:
 
 
 def extra_response(status: HTTPStatus, model: type[BaseModel] | None, description: str) -> Responses:
-    """Return the `responses` of a route that has this answer beside its usual one; without a model it has no body."""
+    """Return the `responses` of a route for a further status; without a model the response has no body."""
     body = {} if model is None else {"model": model}
     return {int(status): {"description": description, **body}}
 
@@ -43,16 +43,16 @@ def media_response(
     status: HTTPStatus = HTTPStatus.OK,
     schema: dict[str, Any] | None = None,
 ) -> Responses:
-    """Return the `responses` of a route that answers with a media type other than JSON; binary without a schema."""
+    """Return the `responses` of a route for a media type other than JSON; without a schema it is binary."""
     content = {media_type: {"schema": BINARY if schema is None else schema}}
     return {int(status): {"description": description, "content": content}}
 
 
 def add_error(answer: dict[str, Any], error: type[ServiceError]) -> None:
-    """Let an answer of the document also stand for this error."""
+    """Add an error to the description of a response."""
     summary = (inspect.getdoc(error) or "").partition("\n")[0]
     reason = f"`{error.code}`: {summary}"
-    said = answer.get("description", "")
-    if reason not in said:
-        answer["description"] = f"{said}\n\n{reason}".strip()
+    description = answer.get("description", "")
+    if reason not in description:
+        answer["description"] = f"{description}\n\n{reason}".strip()
     answer["content"] = {MEDIA_TYPE: {"schema": {"$ref": PROBLEM_SCHEMA}}}

@@ -1,11 +1,11 @@
-"""Backends and weights: which engines serve which pool, and what they serve."""
+"""Routes for the engines of each pool, and for the weights that they serve."""
 
 from __future__ import annotations
 
 from http import HTTPStatus
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Response
+from fastapi import APIRouter, Body, Query, Response
 
 from api_schemas.base import Name
 from api_schemas.inference import (
@@ -43,13 +43,19 @@ router = APIRouter(prefix="/v1", tags=["inference"], route_class=StrictRoute)
     responses=raises(BackendUnreachable, BackendRejected, BackendProtocolError, RendererMismatchError),
 )
 async def register_backend(service: ServiceDep, spec: BackendSpec) -> BackendView:
-    """Register an engine after checking that it gives what exact trajectories need."""
+    """Register an engine with a pool, and start sending it requests.
+
+    The engine is probed first: it must return token ids with log-probabilities, and its tokenizer and chat format must
+    be known. An engine that cannot be reached, or that fails a check, is not registered, and the problem says why.
+    Registering the same engine again checks it again, ends a drain, and sets its limit. Engines registered here come
+    back after a restart of the service.
+    """
     return await service.serving.register(spec)
 
 
 @router.get("/backends")
 async def list_backends(service: ServiceDep) -> list[BackendView]:
-    """All backends of all pools."""
+    """List the engines of all pools, with their state, load, weight version, and last error."""
     return service.serving.views()
 
 
@@ -60,13 +66,13 @@ async def list_backends(service: ServiceDep) -> list[BackendView]:
     responses=raises(UnknownBackend),
 )
 async def remove_backend(service: ServiceDep, backend_id: str) -> None:
-    """Take an engine out; its requests in flight are sent elsewhere."""
+    """Remove an engine at once; its requests in flight continue on other engines of the pool."""
     await service.serving.remove(backend_id)
 
 
 @router.post("/backends/{backend_id:path}/drain", responses=raises(UnknownBackend))
 async def drain_backend(service: ServiceDep, backend_id: str) -> BackendView:
-    """Let an engine finish what it has and send it nothing new."""
+    """Stop sending an engine new requests, and let it finish those it has. Remove it when `in_flight` is 0."""
     return service.serving.drain(backend_id)
 
 
@@ -75,9 +81,11 @@ async def drain_backend(service: ServiceDep, backend_id: str) -> BackendView:
     responses=raises(NoBackendError, WeightsConflict, WeightsRefused, WeightsNotLoaded, WeightsPartlyLoaded),
 )
 async def update_weights(service: ServiceDep, request: WeightsRequest) -> PoolOutcome:
-    """Load new weights into every backend of a pool; each token carries the version that sampled it.
+    """Load new weights into every engine of a pool while rollouts run.
 
-    Once begun it is carried to its end, whether or not the caller waits for the answer.
+    No token is lost: interrupted requests continue from what they had sampled, and every token carries the version that
+    sampled it. Once started, an update runs to its end, even if you hang up. A version older than the pool's is a 409,
+    unless `force` is set.
     """
     return await service.serving.update_weights(request)
 
@@ -86,15 +94,17 @@ async def update_weights(service: ServiceDep, request: WeightsRequest) -> PoolOu
     "/weights/group", responses=raises(NoBackendError, WeightsConflict, BackendRejected, OrderFailed)
 )
 async def join_weights_group(service: ServiceDep, request: WeightsGroupRequest) -> PoolOutcome:
-    """Let the backends of a pool join the trainer's process group, over which weights will come."""
+    """Have the engines of a pool join the trainer's process group, so that it can broadcast weights to them."""
     return await service.serving.join_group(request)
 
 
 @router.delete("/weights/group", responses=raises(NoBackendError, OrderFailed))
 async def leave_weights_group(
-    service: ServiceDep, pool: Name = "policy", group_name: Name = "weights"
+    service: ServiceDep,
+    pool: Annotated[Name, Query(description="The pool whose engines leave.")] = "policy",
+    group_name: Annotated[Name, Query(description="The name that the group was joined under.")] = "weights",
 ) -> PoolOutcome:
-    """Let the backends of a pool leave a process group."""
+    """Have the engines of a pool leave a process group that they joined."""
     return await service.serving.leave_group(pool, group_name)
 
 
@@ -102,7 +112,10 @@ async def leave_weights_group(
 async def pause_pool(
     service: ServiceDep, request: Annotated[PauseRequest, Body()] = PauseRequest()
 ) -> PoolOutcome:
-    """Pause the generation of a pool; rollouts wait and go on where they were."""
+    """Pause generation in a pool; rollouts wait, and later continue where they were.
+
+    While a pool is paused, an agent's request waits for at most the setting `hold_seconds`.
+    """
     return await service.serving.pause(request)
 
 
@@ -110,5 +123,5 @@ async def pause_pool(
 async def resume_pool(
     service: ServiceDep, request: Annotated[ResumeRequest, Body()] = ResumeRequest()
 ) -> PoolOutcome:
-    """Let a paused pool go on."""
+    """Resume generation in a paused pool."""
     return await service.serving.resume(request)

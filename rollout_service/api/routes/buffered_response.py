@@ -1,6 +1,6 @@
-"""An answer whose pieces are made ahead: the next ones are made while one is sent.
+"""A streaming response that produces its next chunks while one is being sent.
 
-Guarantees: no more than `MAX_BUFFERED_CHUNKS` finished pieces wait; nothing is made any more once the client has gone.
+Guarantees: at most `MAX_BUFFERED_CHUNKS` finished chunks wait; production stops once the client has disconnected.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from starlette.types import Send
 MAX_BUFFERED_CHUNKS = 2
 
 ProduceChunks = Callable[[Callable[[memoryview], Awaitable[None]]], Awaitable[None]]
-"""Makes the pieces of an answer, and gives each to a function that waits until there is room for it."""
+"""Produces the chunks of a response, and passes each to a function that waits until there is room for it."""
 
 
 class BufferedResponse(StreamingResponse):
-    """An answer of known length, in pieces."""
+    """A response of known length, in chunks."""
 
-    def __init__(self, make: ProduceChunks, *, length: int, media_type: str) -> None:
+    def __init__(self, produce: ProduceChunks, *, length: int, media_type: str) -> None:
         super().__init__((), media_type=media_type, headers={"Content-Length": str(length)})
-        self._make = make
+        self._produce = produce
 
     async def stream_response(self, send: Send) -> None:
-        """Send the pieces while others are made."""
+        """Send chunks while others are produced."""
         sender, receiver = anyio.create_memory_object_stream[memoryview](MAX_BUFFERED_CHUNKS)
         self.body_iterator = receiver
         with sender, receiver:
             async with anyio.create_task_group() as group:
-                group.start_soon(self._work, sender)
+                group.start_soon(self._fill, sender)
                 await super().stream_response(send)
 
-    async def _work(self, sender: ObjectSendStream[memoryview]) -> None:
+    async def _fill(self, sender: ObjectSendStream[memoryview]) -> None:
         async with sender:
-            await self._make(sender.send)
+            await self._produce(sender.send)

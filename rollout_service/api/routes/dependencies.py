@@ -1,4 +1,4 @@
-"""What the routes share: the service behind them, and an answer that is serialised once."""
+"""Helpers that the routes share: access to the service, and a response that is serialized once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollout_service.service import Service
 
 
 def get_service(request: Request) -> Service:
-    """The service that the app's lifespan opened."""
+    """Return the service that the app's lifespan opened."""
     service: Service = request.app.state.service
     return service
 
@@ -22,5 +22,5 @@ ServiceDep = Annotated[Service, Depends(get_service)]
 
 
 def as_json(model: BaseModel, status: HTTPStatus = HTTPStatus.OK) -> Response:
-    """Serialise a model that is valid already; a long trajectory is not validated again on its way out."""
+    """Serialize a model that is already valid, since validating a long trajectory again takes time."""
     return Response(model.model_dump_json(), status_code=status, media_type="application/json")

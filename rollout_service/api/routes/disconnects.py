@@ -1,7 +1,7 @@
-"""Requests that wait: they end when nobody waits for their answer any more.
+"""Requests that wait, and end when their client disconnects.
 
-Guarantees: a wait is cancelled as soon as its caller hangs up, so a batch is not leased to somebody who is gone; errors
-of the wait come out as they are.
+Guarantees: a wait is cancelled as soon as its client disconnects, so no batch is leased to a client that is gone.
+Errors of the wait are raised as they are, not in a group.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from fastapi import Request
 T = TypeVar("T")
 
 CLIENT_CLOSED_REQUEST = 499
-"""The status, for the log alone, of a request whose caller hung up before there was an answer."""
+"""The status that the log shows for a request whose client disconnected before it was answered."""
 
 
 async def cancel_on_disconnect(request: Request, wait: Callable[[], Awaitable[T]]) -> T | None:
-    """Return the result of a wait, or None if the caller hung up before there was one.
+    """Return the result of `wait`, or None if the client disconnects first.
 
-    Call it where the body has been read.
+    The body must have been read before.
     """
     scope = anyio.CancelScope()
 

@@ -1,4 +1,4 @@
-"""Environments: what tasks this service can run, and the instances that ship with them."""
+"""Routes that list the environments of this service, and the instances that ship with them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ router = APIRouter(prefix="/v1/environments", tags=["environments"], route_class
 
 @router.get("")
 async def list_environments(service: ServiceDep) -> list[EnvironmentSpec]:
-    """All environments."""
+    """List the environments that tasks can name, with their image, tools, and limits."""
     return [environment.spec for environment in service.environments.list()]
 
 
@@ -29,18 +29,23 @@ async def list_environments(service: ServiceDep) -> list[EnvironmentSpec]:
 async def list_instances(
     service: ServiceDep,
     name: Name,
-    offset: Annotated[int, Query(ge=0, le=MAX_INT)] = 0,
-    limit: Annotated[int, Query(ge=1, le=10_000)] = 100,
+    offset: Annotated[int, Query(ge=0, le=MAX_INT, description="Instances to skip.")] = 0,
+    limit: Annotated[int, Query(ge=1, le=10_000, description="Instances to return at most.")] = 100,
     split: Annotated[
-        str | None, Query(max_length=256, description="only the instances of this split")
+        str | None,
+        Query(max_length=256, description="List only the instances of this split, such as `train`."),
     ] = None,
 ) -> list[dict[str, JsonValue]]:
-    """Instances that ship with an environment."""
+    """List the instances that ship with an environment, in their order.
+
+    Each is a task's `instance`, ready to be submitted. An environment without a data set answers with an empty list; an
+    unknown split is a 422 that names the known ones.
+    """
     try:
         environment = service.environments.get(name)
     except InvalidFieldError as error:
         raise NotFoundError(error.fields[0].message, hint=error.hint, context=error.context) from error
-    found = await run_sync(environment.dataset)  # some make it, or read it from a disk
+    found = await run_sync(environment.dataset)  # it may be generated, or read from a disk
     if split is not None:
         found = select_split(found, split, field="query.split")
     return found[offset : offset + limit]

@@ -1,8 +1,8 @@
-"""Events: a stream that a reader can leave and take up again without missing anything.
+"""The stream of events, which a reader can leave and resume without missing anything.
 
-Guarantees: each event is sent once and in order; the stream begins with the id that it starts after, so that a reader
-that asked for no position knows where to resume even if it has seen no event; a reader that hangs up is nothing
-unusual; the stream ends, whole, when the service shuts down.
+Guarantees: each event is sent once, in order. The stream begins with the id that it starts after, so a reader that gave
+no position knows where to resume even if it has seen no event. A reader that hangs up is not an error. When the service
+shuts down, the stream ends after a whole event.
 """
 
 from __future__ import annotations
@@ -27,24 +27,29 @@ router = APIRouter(prefix="/v1", tags=["events"], route_class=StrictRoute)
 
 MEDIA_TYPE = "text/event-stream"
 PING_SECONDS = 15.0
-"""A reader takes a stream for dead that says nothing for much longer, not even a comment."""
+"""How often an idle stream sends a comment: readers give up on a stream that stays silent for much longer."""
 
 
 @router.get(
     "/events",
     response_class=Response,
-    responses=media_response(MEDIA_TYPE, "Events, each an `Event` in JSON.", schema={"type": "string"}),
+    responses=media_response(
+        MEDIA_TYPE, "Server-sent events; the data of each is an `Event` in JSON.", schema={"type": "string"}
+    ),
 )
 async def stream_events(
     service: ServiceDep,
     last_event_id: Annotated[int | None, Header(ge=0, le=MAX_INT)] = None,
     after: Annotated[
-        int | None, Query(ge=0, le=MAX_INT, description="start after this id; the header wins")
+        int | None,
+        Query(ge=0, le=MAX_INT, description="Start after the event with this id; `Last-Event-ID` wins."),
     ] = None,
 ) -> StreamingResponse:
-    """Server-sent events: after `Last-Event-ID`, or from now on when neither it nor `after` is given.
+    """Follow what happens in the service, as server-sent events.
 
-    The first line is the `id` that the stream starts after.
+    The stream starts after the event that `Last-Event-ID` or `after` names, or with the next event if neither is given.
+    Its first line is the `id` that it starts after. To resume after a lost connection, send the last `id` that you saw
+    as `Last-Event-ID`. Idle streams carry a comment every 15 seconds.
     """
     service.shutdown.refuse()
     start = last_event_id if last_event_id is not None else after
@@ -55,7 +60,7 @@ async def stream_events(
 
 async def _events(service: Service, seen: int) -> AsyncIterator[bytes]:
     """Yield this id, then the events after it; end when the service does."""
-    yield b"id: %d\n\n" % seen  # without data it is no event, and yet what a reader sends as Last-Event-ID
+    yield b"id: %d\n\n" % seen  # not an event, since it has no data, but readers send it as Last-Event-ID
     with suppress(ShuttingDownError):
         while True:
             for event in await service.store.events(after=seen):
@@ -68,7 +73,11 @@ async def _events(service: Service, seen: int) -> AsyncIterator[bytes]:
 
 
 async def _more(service: Service, seen: int) -> bool:
-    """Wait for more events, for a while; raises ShuttingDownError."""
+    """Return whether there are more events, waiting at most `PING_SECONDS` for them.
+
+    Raises:
+        ShuttingDownError: The service is shutting down.
+    """
     with anyio.move_on_after(PING_SECONDS):
         await service.shutdown.until_begun(lambda: service.store.wait_for_events(after=seen))
         return True

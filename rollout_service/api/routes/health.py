@@ -1,6 +1,6 @@
-"""Health: is it alive, can it take work, what do its metrics say.
+"""The probes and the metrics.
 
-Guarantee: a service of which a part has failed does not say that it is alive.
+Guarantee: a service that has lost one of its parts does not report that it is alive.
 """
 
 from __future__ import annotations
@@ -22,16 +22,30 @@ router = APIRouter(tags=["health"])
 
 @router.get("/health", responses=raises(UnavailableError))
 async def get_health(request: Request) -> Health:
-    """Alive."""
+    """Check that the service is alive; use it as a liveness probe.
+
+    A 503 means that a part of the service has failed and that it must be restarted. Needs no key.
+    """
     shutdown: Shutdown = request.app.state.shutdown
     if shutdown.failed:
-        raise UnavailableError("a part of the service failed", hint="Its log says why; restart it.")
+        raise UnavailableError(
+            "a part of the service failed", hint="The log has the reason. Restart the service."
+        )
     return Health(version=__version__)
 
 
-@router.get("/ready", responses=extra_response(HTTPStatus.SERVICE_UNAVAILABLE, Readiness, "It cannot."))
+@router.get(
+    "/ready",
+    responses=extra_response(
+        HTTPStatus.SERVICE_UNAVAILABLE, Readiness, "The service cannot take work; `reasons` says why."
+    ),
+)
 async def get_readiness(service: ServiceDep, response: Response) -> Readiness:
-    """Whether the service can take work, and if not, what to do about it."""
+    """Check that the service can take work; use it as a readiness probe.
+
+    `reasons` says what is missing and what to do about it; `warnings` names problems that do not keep rollouts from
+    running. Needs no key.
+    """
     reasons = service.unready()
     response.status_code = HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK
     return Readiness(ready=not reasons, reasons=reasons, warnings=service.warnings())
@@ -40,8 +54,10 @@ async def get_readiness(service: ServiceDep, response: Response) -> Readiness:
 @router.get(
     "/metrics",
     response_class=Response,
-    responses=media_response(CONTENT_TYPE_LATEST, "Prometheus's text format.", schema={"type": "string"}),
+    responses=media_response(
+        CONTENT_TYPE_LATEST, "Metrics in Prometheus's text format.", schema={"type": "string"}
+    ),
 )
 async def get_metrics(service: ServiceDep) -> Response:
-    """Prometheus metrics."""
+    """Read the service's metrics, for a Prometheus scrape. With keys configured it needs one; any role will do."""
     return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)

@@ -1,8 +1,8 @@
-"""The ProRL Agent server's own routes, so that a trainer written for it changes only its address.
+"""The ProRL Agent server's own routes: a trainer written for it changes only its address.
 
-`/process` blocks until the rollout has ended and answers with `resolved`, `report`, `timing` and the messages,
-whose assistant turns carry `input_ids`, `output_ids` and `logprobs` as they were sampled. The instance's
-`data_source` names the environment.
+`/process` blocks until the rollout has ended and answers with `resolved`, `report`, `timing`, and the messages. Their
+assistant turns carry `input_ids`, `output_ids`, and `logprobs` as they were sampled. The instance's `data_source` names
+the environment.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ router = APIRouter(tags=["ProRL Agent"], route_class=StrictRoute)
 
 
 class ProcessSampling(BaseModel):
-    """The sampling parameters that such a trainer sends; others of its engine's are ignored, as they were there."""
+    """The sampling parameters that such a trainer sends; others are ignored, as the ProRL Agent server does."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -51,16 +51,16 @@ class ProcessSampling(BaseModel):
     max_new_tokens: Count | None = None
 
     def sampling(self) -> Sampling:
-        """The same in our terms."""
+        """Return them as a rollout's sampling parameters."""
         return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)
 
     def limits(self) -> Limits:
-        """The limit on a turn's tokens in our terms."""
+        """Return the limit on a turn's tokens as a rollout's limits."""
         return Limits(max_turn_tokens=self.max_new_tokens or self.max_tokens)
 
 
 class ProcessInstance(BaseModel):
-    """An environment's name, and the data of one problem beside it."""
+    """An environment's name, and the data of one problem as further fields."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
     __pydantic_extra__: dict[str, JsonValue]
@@ -69,7 +69,7 @@ class ProcessInstance(BaseModel):
 
 
 class ProcessRequest(BaseModel):
-    """An instance to work on."""
+    """An instance to roll out."""
 
     instance: ProcessInstance
     sampling_params: ProcessSampling = ProcessSampling()
@@ -99,7 +99,7 @@ class ProcessTiming(BaseModel):
 
 
 class ProcessAnswer(BaseModel):
-    """How an instance ended."""
+    """The outcome of an instance."""
 
     job_id: str
     resolved: bool
@@ -111,13 +111,13 @@ class ProcessAnswer(BaseModel):
 
 
 class Answer(BaseModel):
-    """An order was carried out."""
+    """The command was carried out."""
 
     status: Literal["success"] = "success"
 
 
 class CancelJobAnswer(Answer):
-    """The job, and the state that it was in; null when it is not known yet."""
+    """The job, and the state that it was in; null if the job is not known yet."""
 
     job_id: str
     was: RolloutState | None
@@ -131,19 +131,19 @@ class AddServerAnswer(Answer):
 
 
 class ClearServersAnswer(Answer):
-    """How many engines were removed."""
+    """The number of engines that were removed."""
 
     removed: int
 
 
 class StopAnswer(Answer):
-    """The jobs whose cancellation was asked for."""
+    """The jobs that will be cancelled."""
 
     cancelled: list[str]
 
 
 class StatusAnswer(BaseModel):
-    """How many jobs stand where."""
+    """The number of jobs in each stage."""
 
     status: Literal["running", "stopped"]
     running: bool
@@ -156,7 +156,11 @@ class StatusAnswer(BaseModel):
 
 @router.post("/process", response_model=ProcessAnswer, responses=raises(ConflictError, NoBackendError))
 async def process(service: ServiceDep, http: Request, request: ProcessRequest) -> Response:
-    """Run one instance to its end. It goes on if the caller hangs up; the same `job_id` waits for it again."""
+    """Roll out one instance, and answer once it has ended.
+
+    The rollout continues if you hang up: sending the same `job_id` again waits for it. Without a `job_id` one is
+    generated. The instance's `data_source` names the environment.
+    """
     instance = request.instance.model_extra or {}
     rollout_id = request.job_id or uuid.uuid4().hex
     await service.submit(
@@ -170,16 +174,16 @@ async def process(service: ServiceDep, http: Request, request: ProcessRequest) -
     try:
         ended = await cancel_on_disconnect(http, lambda: service.wait(rollout_id, math.inf))
     except ShuttingDownError as error:
-        # Whoever named no job asks for this one, or gets a second one.
+        # A caller that named no job needs this id to ask for the same job again.
         raise ShuttingDownError(context={"job_id": rollout_id}) from error
     if ended is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return JSONResponse(_result(ended))  # as it is: validating every token again would take long
+    return JSONResponse(_result(ended))  # without validating every token again, which takes long
 
 
 @router.post("/cancel")
 async def cancel_job(service: ServiceDep, request: JobRequest) -> CancelJobAnswer:
-    """Cancel a job, also one that is yet to come."""
+    """Cancel a job; one that has not been submitted yet is cancelled when it arrives."""
     was = await service.store.cancel(request.job_id)
     return CancelJobAnswer(job_id=request.job_id, was=was)
 
@@ -189,14 +193,14 @@ async def cancel_job(service: ServiceDep, request: JobRequest) -> CancelJobAnswe
     responses=raises(BackendUnreachable, BackendRejected, BackendProtocolError, RendererMismatchError),
 )
 async def add_llm_server(service: ServiceDep, request: ServerRequest) -> AddServerAnswer:
-    """Add an engine to the default pool."""
+    """Add an engine to the default pool, after checking it as `POST /v1/backends` does."""
     address = request.address
     try:
         spec = BackendSpec(url=HttpUrl(address if "://" in address else f"http://{address}"))
     except ValidationError as error:
-        message = f"{address!r} is not an address"
+        message = f"{address!r} is not a valid address"
         raise InvalidFieldError(
-            [FieldError(path="body.address", message=message)], hint="Give HOST:PORT or a URL."
+            [FieldError(path="body.address", message=message)], hint="Send HOST:PORT or a URL."
         ) from error
     view = await service.serving.register(spec)
     return AddServerAnswer(address=request.address, backend_id=view.backend_id)
@@ -210,21 +214,21 @@ async def clear_llm_server(service: ServiceDep) -> ClearServersAnswer:
 
 @router.post("/start")
 async def start_jobs(service: ServiceDep) -> Answer:
-    """Begin queued jobs."""
+    """Start queued jobs, after a `/stop`."""
     service.pipeline.start()
     return Answer()
 
 
 @router.post("/stop")
 async def stop_jobs(service: ServiceDep) -> StopAnswer:
-    """Begin no more jobs, and cancel those that are under way or wait."""
+    """Start no more jobs, and cancel those that run or wait."""
     service.pipeline.stop()
     return StopAnswer(cancelled=await service.abort(None))
 
 
 @router.get("/status")
 async def get_status(service: ServiceDep) -> StatusAnswer:
-    """How much there is to do, and where it stands."""
+    """Read whether jobs are started, and how many are in each stage."""
     counts = await service.store.counts()
     stages = {stage.value: counts.get(RolloutState(stage.value), 0) for stage in Stage}
     return StatusAnswer(
@@ -263,7 +267,7 @@ def _result(rollout: Rollout) -> dict[str, Any]:
 
 
 def _messages(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """The conversation; the k-th assistant message carries the ids of turn k."""
+    """Return the conversation, with the token ids of turn k on its k-th assistant message."""
     messages: list[dict[str, Any]] = [message.model_dump(mode="json") for message in trajectory.messages]
     assistants = iter([message for message in messages if message["role"] == "assistant"])
     for segment in trajectory.segments:

@@ -1,4 +1,4 @@
-"""Rollouts: order them, look at them, wait for them, cancel them."""
+"""Routes that submit, read, wait for, and cancel rollouts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CURSOR = r"^[0-9]{1,18}$"
     "/rollouts",
     status_code=HTTPStatus.ACCEPTED,
     response_model=Rollout,
-    response_description="The rollout is durable, and has not ended.",
+    response_description="The rollout is stored durably and has not ended.",
     responses=extra_response(HTTPStatus.OK, Rollout, "The rollout has ended.")
     | raises(ConflictError, NoBackendError),
 )
@@ -47,16 +47,23 @@ async def submit_rollout(
     service: ServiceDep,
     http: Request,
     request: RolloutRequest,
-    wait: Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="seconds to wait for its end")] = 0.0,
+    wait: Annotated[
+        float, Query(ge=0, le=MAX_WAIT_SECONDS, description="Seconds to wait for the rollout to end.")
+    ] = 0.0,
 ) -> Response:
-    """Order a rollout: 202 once it is durable; with `wait`, 200 and the whole result if it ends in time.
+    """Submit one attempt at one task.
 
-    Idempotent by `rollout_id`: the same order again changes nothing, another order under the same id is a 409.
+    Answers 202 as soon as the rollout is stored durably: from then on it survives any crash. With `wait`, the request
+    stays open, and answers 200 with the whole result, trajectory included, if the rollout ends in time.
+
+    Idempotent by `rollout_id`: repeating the same request changes nothing, and a different request under the same id is
+    a 409. Leave `rollout_id` out to get a generated one. An unknown environment, or an instance that the environment
+    rejects, is a 422 that names the field.
     """
     rollout_id = request.rollout_id or uuid.uuid4().hex
     rollout = await service.submit(request.model_copy(update={"rollout_id": rollout_id}))
     if wait:
-        with suppress(ShuttingDownError):  # the order stands
+        with suppress(ShuttingDownError):  # the rollout is stored already
             if ended := await cancel_on_disconnect(http, lambda: service.wait(rollout_id, wait)):
                 return as_json(ended)
     return as_json(rollout, HTTPStatus.ACCEPTED)
@@ -65,13 +72,17 @@ async def submit_rollout(
 @router.get("/rollouts")
 async def list_rollouts(
     service: ServiceDep,
-    state: RolloutState | None = None,
+    state: Annotated[RolloutState | None, Query(description="List only rollouts in this state.")] = None,
     cursor: Annotated[
-        str | None, Query(pattern=CURSOR, description="`next_cursor` of the page before")
+        str | None, Query(pattern=CURSOR, description="The previous page's `next_cursor`.")
     ] = None,
-    limit: Annotated[int, Query(ge=1, le=1_000)] = 100,
+    limit: Annotated[int, Query(ge=1, le=1_000, description="Rollouts per page.")] = 100,
 ) -> RolloutPage:
-    """A page of rollouts, oldest first, without trajectories."""
+    """List rollouts, oldest first, without their trajectories.
+
+    To get the next page, pass `next_cursor` as `cursor`; it is null on the last page. `counts` has the number of
+    rollouts in each state, whatever `state` selects.
+    """
     return await service.store.list(state=state, cursor=cursor, limit=limit)
 
 
@@ -80,10 +91,18 @@ async def get_rollout(
     service: ServiceDep,
     http: Request,
     rollout_id: RolloutId,
-    trajectory: bool = False,
-    wait: Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="seconds to wait for its end")] = 0.0,
+    trajectory: Annotated[
+        bool, Query(description="Include the trajectory: every token with its log-probability.")
+    ] = False,
+    wait: Annotated[
+        float, Query(ge=0, le=MAX_WAIT_SECONDS, description="Seconds to wait for the rollout to end.")
+    ] = 0.0,
 ) -> Response:
-    """A rollout as it stands; with `trajectory=true` with all its tokens."""
+    """Read a rollout: its state and, once it has ended, its reward, usage, timings, and error.
+
+    With `wait`, the request stays open until the rollout ends or the time is up, and then answers with its current
+    state. A `rollout_id` that was never submitted is a 404.
+    """
     rollout = await service.get(rollout_id, trajectory=trajectory)
     if wait and not rollout.state.terminal:
         ended = await cancel_on_disconnect(http, lambda: service.wait(rollout_id, wait))
@@ -94,13 +113,16 @@ async def get_rollout(
 
 @router.get("/rollouts/{rollout_id}/trajectory", response_model=Trajectory, responses=raises(NotFoundError))
 async def get_trajectory(service: ServiceDep, rollout_id: RolloutId) -> Response:
-    """The token-exact trajectory of a rollout that has ended."""
+    """Read the token-exact trajectory of a rollout that has ended.
+
+    A 404 means that the rollout is unknown, still running, or failed before its first turn; the problem says which.
+    """
     trajectory = await service.store.trajectory(rollout_id)
     if trajectory is None:
         rollout = await service.get(rollout_id)
         raise NotFoundError(
-            f"rollout {rollout_id} has no trajectory: its state is {rollout.state}",
-            hint="Wait until it has ended; one that failed before its first turn has none.",
+            f"rollout {rollout_id} has no trajectory; its state is {rollout.state}",
+            hint="Wait until the rollout has ended. One that failed before its first turn has no trajectory.",
         )
     return as_json(trajectory)
 
@@ -109,11 +131,16 @@ async def get_trajectory(service: ServiceDep, rollout_id: RolloutId) -> Response
     "/rollouts/{rollout_id}",
     status_code=HTTPStatus.ACCEPTED,
     response_model=CancelAnswer,
-    response_description="It will be cancelled.",
-    responses=extra_response(HTTPStatus.OK, CancelAnswer, "It had ended already."),
+    response_description="The rollout will be cancelled.",
+    responses=extra_response(HTTPStatus.OK, CancelAnswer, "The rollout had already ended; nothing changes."),
 )
 async def cancel_rollout(service: ServiceDep, rollout_id: RolloutId) -> Response:
-    """Cancel a rollout, also one that is yet to be submitted. Idempotent; what has ended stays as it is."""
+    """Cancel a rollout, whatever stage it is in.
+
+    Answers 202 if the rollout will be cancelled, and 200 if it had already ended; a rollout that has ended keeps its
+    result. Cancelling an id before it is submitted is allowed: the rollout then ends as `cancelled` when it arrives.
+    Idempotent.
+    """
     state = await service.store.cancel(rollout_id)
     ended = state is not None and state.terminal
     answer = CancelAnswer(rollout_id=rollout_id, was=state)
@@ -124,5 +151,8 @@ async def cancel_rollout(service: ServiceDep, rollout_id: RolloutId) -> Response
 async def abort_rollouts(
     service: ServiceDep, request: Annotated[AbortRequest, Body()] = AbortRequest()
 ) -> AbortAnswer:
-    """Cancel the rollouts named, or all that have not ended."""
+    """Cancel several rollouts at once: those in `rollout_ids`, or, without a list, all that have not ended.
+
+    Answers with the ids of the rollouts that will be cancelled.
+    """
     return AbortAnswer(cancelled=await service.abort(request.rollout_ids))

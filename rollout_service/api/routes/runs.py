@@ -1,4 +1,4 @@
-"""Runs: standing orders, and their batches by lease and acknowledgement."""
+"""Routes for runs, which keep producing groups of rollouts, and for the batches that a trainer leases from them."""
 
 from __future__ import annotations
 
@@ -47,20 +47,26 @@ MAX_LEASE_SECONDS = 86_400.0
 GZIP_MEDIA_TYPE = "application/gzip"
 
 _LINES = {"type": "string"}
-_EXPORT = media_response(EXPORT_MEDIA_TYPE, "The file.", schema=_LINES)
+_EXPORT = media_response(EXPORT_MEDIA_TYPE, "The rollouts, one JSON document per line.", schema=_LINES)
 _EXPORT[200]["content"] |= media_response(GZIP_MEDIA_TYPE, "")[200]["content"]
-_RESCORED = media_response(EXPORT_MEDIA_TYPE, "A `Rescored` a line, then a `RescoreEnd`.", schema=_LINES)
+_RESCORED = media_response(EXPORT_MEDIA_TYPE, "One `Rescored` per line, then a `RescoreEnd`.", schema=_LINES)
 
 
 @router.post(
     "/runs",
     status_code=HTTPStatus.CREATED,
     response_model=Run,
-    responses=extra_response(HTTPStatus.OK, Run, "The run was there already.")
+    responses=extra_response(HTTPStatus.OK, Run, "The same run already exists.")
     | raises(ConflictError, NoBackendError),
 )
 async def create_run(service: ServiceDep, request: RunRequest) -> Response:
-    """Create a run: 201 once it is durable. Idempotent by `run_id`: 200 for the same again, 409 for another."""
+    """Create a run: a standing request for groups of rollouts over a source of tasks.
+
+    The run starts groups by itself, filters them, and collects them into batches until it ends; lease the batches with
+    `POST /v1/runs/{run_id}/lease`. Answers 201 once the run is stored durably.
+
+    Idempotent by `run_id`: repeating the same request answers 200, and a different request under the same id is a 409.
+    """
     run_id = request.run_id or uuid.uuid4().hex
     run, new = await service.run_service.create(request.model_copy(update={"run_id": run_id}))
     return as_json(run, HTTPStatus.CREATED if new else HTTPStatus.OK)
@@ -68,59 +74,83 @@ async def create_run(service: ServiceDep, request: RunRequest) -> Response:
 
 @router.get("/runs")
 async def list_runs(service: ServiceDep) -> RunPage:
-    """All runs, oldest first."""
+    """List all runs, oldest first."""
     return RunPage(runs=await service.run_service.list())
 
 
 @router.get("/runs/{run_id}", responses=raises(NotFoundError))
 async def get_run(service: ServiceDep, run_id: RunId) -> Run:
-    """A run as it stands."""
+    """Read a run: its state, its counts of groups, and why it has stopped, if it has."""
     return await service.run_service.get(run_id)
 
 
 @router.patch("/runs/{run_id}", responses=raises(NotFoundError, ConflictError))
 async def patch_run(service: ServiceDep, run_id: RunId, patch: RunPatch) -> Run:
-    """Pause, resume or end a run, tell it the trainer's version, or change its share of the service."""
+    """Change a run: pause, resume, or end it, tell it the trainer's version, or change how much it runs at once.
+
+    Only the fields that are sent change. A run that has ended cannot be resumed: that is a 409.
+    """
     return await service.run_service.patch(run_id, patch)
 
 
 @router.delete("/runs/{run_id}", responses=raises(NotFoundError))
 async def end_run(service: ServiceDep, run_id: RunId) -> Run:
-    """End a run: what is under way is cancelled, what is finished can still be leased. Idempotent."""
+    """End a run for good.
+
+    Rollouts under way are cancelled. Groups that are finished can still be leased and acknowledged. Idempotent.
+    """
     return await service.run_service.end(run_id)
 
 
 @router.post("/runs/{run_id}/tasks", responses=raises(NotFoundError, ConflictError))
 async def append_tasks(service: ServiceDep, run_id: RunId, order: AppendTasks) -> Run:
-    """Append tasks to an open run; idempotent when an `offset` is given."""
+    """Append tasks to a run that was created with an open list of tasks.
+
+    With `offset`, the number of tasks that the run has before these, a request is safe to repeat: tasks that are
+    already there change nothing, and a wrong offset is a 409 that tells the right one. `close` says that no more tasks
+    will come.
+    """
     return await service.run_service.append(run_id, order)
 
 
 @router.post(
     "/runs/{run_id}/lease",
     response_model=Batch,
-    responses=extra_response(HTTPStatus.NO_CONTENT, None, "No batch in time.")
-    | media_response(BINARY_MEDIA_TYPE, "A batch.")
+    responses=extra_response(HTTPStatus.NO_CONTENT, None, "No batch became ready in time.")
+    | media_response(BINARY_MEDIA_TYPE, "The batch.")
     | raises(NotFoundError, RunOverError),
 )
 async def lease_batch(
     service: ServiceDep,
     http: Request,
     run_id: RunId,
-    timeout: Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="seconds to wait")] = 0.0,
+    timeout: Annotated[
+        float, Query(ge=0, le=MAX_WAIT_SECONDS, description="Seconds to wait for a batch.")
+    ] = 0.0,
     seconds: Annotated[
-        float, Query(gt=0, le=MAX_LEASE_SECONDS, description="how long the batch is this caller's")
+        float,
+        Query(gt=0, le=MAX_LEASE_SECONDS, description="How long the batch is leased to you, in seconds."),
     ] = 600.0,
     key: Annotated[
-        str | None, Query(max_length=128, description="the same key gets the batch again that it holds")
+        str | None, Query(max_length=128, description="Repeating a key gets the batch that it already holds.")
     ] = None,
-    version: Annotated[int | None, Query(ge=0, le=MAX_INT, description="the trainer's version")] = None,
-    allow_stale: Annotated[bool, Query(description="also groups older than the run's bound")] = False,
+    version: Annotated[
+        int | None, Query(ge=0, le=MAX_INT, description="The trainer's current weight version.")
+    ] = None,
+    allow_stale: Annotated[
+        bool, Query(description="Include groups that are older than `max_staleness`.")
+    ] = False,
     accept: Annotated[str, Header()] = "*/*",
 ) -> Response:
-    """Lease the next batch: one that was given back or whose lease ran out before a new one.
+    """Lease the run's next batch, waiting up to `timeout` seconds for it.
 
-    With `Accept: application/vnd.rollout.batch+safetensors` it comes as arrays.
+    Batches that were returned, or whose lease expired, come before new ones. The batch is yours for `seconds`: train on
+    it and acknowledge it, renew the lease, or return it. A batch that is not acknowledged in time is delivered again.
+    Pass a `key` of your own to make the request safe to repeat.
+
+    The batch is JSON; with `Accept: application/vnd.rollout.batch+safetensors` it is binary arrays, which are much
+    faster to read. 204 means that no batch became ready in time. A run that is over, with every batch acknowledged, is
+    a 410 with the code `run_over`.
     """
     order = BatchLeaseRequest(run_id, key or uuid.uuid4().hex, seconds, allow_stale)
 
@@ -145,10 +175,13 @@ async def export_run(
     service: ServiceDep,
     run_id: RunId,
     compression: Annotated[
-        Literal["none", "gzip"], Query(description="of the file, not of the transfer")
+        Literal["none", "gzip"], Query(description="Compression of the file itself, not of the transfer.")
     ] = "none",
 ) -> StreamingResponse:
-    """The rollouts of all closed groups as JSON Lines; see `api_schemas.exports`."""
+    """Export the rollouts of all closed groups as JSON Lines, with requests, trajectories, and rewards.
+
+    Exporting changes nothing; acknowledged and dropped groups are included for as long as they are retained.
+    """
     pieces = await service.run_exporter.begin(run_id, compressed=compression == "gzip")
     kind = GZIP_MEDIA_TYPE if compression == "gzip" else EXPORT_MEDIA_TYPE
     return StreamingResponse(pieces, media_type=kind)
@@ -160,7 +193,12 @@ async def export_run(
     responses=_RESCORED | raises(NotFoundError),
 )
 async def rescore_run(service: ServiceDep, run_id: RunId, order: RescoreRun) -> StreamingResponse:
-    """Evaluate rollouts of a run again, without inference: a `Rescored` a line, then a `RescoreEnd`."""
+    """Evaluate the run's rollouts again, without an engine.
+
+    Use it after a grader was fixed, or to compare graders: the recorded answers, or the recorded tool calls, are
+    replayed and scored anew. Stored rewards do not change. The answer streams one `Rescored` per line, with the old and
+    the new reward, and ends with a `RescoreEnd`; a stream without it was cut off.
+    """
     return StreamingResponse(
         _rescored(await service.rescorer.rescore_run(run_id, order)), media_type=EXPORT_MEDIA_TYPE
     )
@@ -168,7 +206,10 @@ async def rescore_run(service: ServiceDep, run_id: RunId, order: RescoreRun) -> 
 
 @router.post("/rescore", response_class=StreamingResponse, responses=_RESCORED)
 async def rescore_rollouts(service: ServiceDep, order: RescoreRollouts) -> StreamingResponse:
-    """Evaluate rollouts again that come with the request, as those of an export."""
+    """Evaluate rollouts that come with the request, such as those of an export, without an engine.
+
+    Answers like `POST /v1/runs/{run_id}/rescore`. The rollouts need not be known to this service.
+    """
     return StreamingResponse(
         _rescored(await service.rescorer.rescore_rollouts(order)), media_type=EXPORT_MEDIA_TYPE
     )
@@ -185,7 +226,11 @@ async def _rescored(results: AsyncIterator[Rescored]) -> AsyncIterator[bytes]:
 
 @router.post("/runs/{run_id}/batches/{batch_id}/ack", responses=raises(NotFoundError, ConflictError))
 async def acknowledge_batch(service: ServiceDep, run_id: RunId, batch_id: BatchId) -> BatchAnswer:
-    """Settle a batch: it never comes again. Idempotent, also after the lease ran out."""
+    """Acknowledge a batch: you have trained on it, and it is never delivered again.
+
+    Idempotent. A late acknowledgement, after the lease expired, still counts, unless the batch was dissolved in the
+    meantime because one of its groups had grown too old: that is a 409, and you should not count it as trained.
+    """
     await service.delivery.acknowledge(run_id, batch_id)
     return BatchAnswer(batch_id=batch_id, state="acknowledged")
 
@@ -195,16 +240,20 @@ async def renew_batch(
     service: ServiceDep,
     run_id: RunId,
     batch_id: BatchId,
-    seconds: Annotated[float, Query(gt=0, le=MAX_LEASE_SECONDS, description="from now on")] = 600.0,
-    key: Annotated[str | None, Query(max_length=128, description="that it was leased with")] = None,
+    seconds: Annotated[
+        float, Query(gt=0, le=MAX_LEASE_SECONDS, description="Seconds from now until the lease expires.")
+    ] = 600.0,
+    key: Annotated[
+        str | None, Query(max_length=128, description="The key that the batch was leased with.")
+    ] = None,
 ) -> BatchAnswer:
-    """Keep a leased batch for longer; 409 once it is somebody else's."""
+    """Extend the lease of a batch; a 409 means that it is no longer yours."""
     until = await service.delivery.renew(run_id, batch_id, key=key, seconds=seconds)
     return BatchAnswer(batch_id=batch_id, state="leased", lease_until=until)
 
 
 @router.post("/runs/{run_id}/batches/{batch_id}/nack", responses=raises(NotFoundError, ConflictError))
 async def give_back_batch(service: ServiceDep, run_id: RunId, batch_id: BatchId) -> BatchAnswer:
-    """Give a batch back: it is leased again at once. Idempotent."""
+    """Return a batch without having trained on it: the next lease gets it at once. Idempotent."""
     await service.delivery.give_back(run_id, batch_id)
     return BatchAnswer(batch_id=batch_id, state="returned")

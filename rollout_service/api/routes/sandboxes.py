@@ -1,4 +1,4 @@
-"""Sandboxes and nodes: what is alive, how much more the host bears, and why not more."""
+"""Routes for live sandboxes, and for how much each host runs at once."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ router = APIRouter(prefix="/v1", tags=["sandboxes"], route_class=StrictRoute)
 
 @router.get("/sandboxes")
 async def list_sandboxes(service: ServiceDep) -> list[SandboxInfo]:
-    """The sandboxes that are alive; those of state `warm` wait for a rollout."""
+    """List the sandboxes that are alive. Those in state `warm` were started ahead and wait for a rollout."""
     return service.sandboxes.live()
 
 
 @router.get("/nodes")
 async def list_nodes(service: ServiceDep) -> list[NodeView]:
-    """The hosts that run sandboxes: this one."""
+    """List the hosts that run sandboxes, with how many each runs and what holds new ones back: today, this host."""
     return [service.node.view()]
 
 
 @router.get("/node")
 async def get_node(service: ServiceDep) -> NodeConcurrency:
-    """How much this node does at once."""
+    """Read how much this node runs at once: the workers and queues of each stage, and the ceiling of sandboxes."""
     return service.concurrency.view()
 
 
 @router.patch("/node")
 async def patch_node(service: ServiceDep, patch: NodePatch) -> NodeConcurrency:
-    """Change how much this node does at once, until its next start.
+    """Change how much this node runs at once, until the service restarts.
 
-    A larger figure takes effect at once; after a smaller one, work under way goes on until it ends.
+    Only the fields that are sent change. An increase takes effect at once. After a decrease, work under way runs to its
+    end, and new work waits. To make a change permanent, put it in `rollout.toml`.
     """
     return service.concurrency.change(patch)

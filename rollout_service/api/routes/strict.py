@@ -1,7 +1,7 @@
-"""Reads requests strictly: what cannot be kept, or was not asked for, is refused before a route sees it.
+"""Strict reading of requests: what cannot be stored, or is unknown, is refused before a route sees it.
 
-Guarantees: a body is JSON that can be written again (no lone surrogates, no NaN, bounded nesting), and every query
-parameter is one that the route knows.
+Guarantees: a body is JSON that can be written again (no lone surrogates, no NaN, bounded nesting), and the route knows
+every query parameter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ class StrictRequest(Request):
     """A request whose body is parsed strictly."""
 
     async def json(self) -> JsonValue:
-        """Return the body, parsed; raises JSONDecodeError, which FastAPI makes a validation error of."""
+        """Return the parsed body.
+
+        Raises:
+            JSONDecodeError: The body is not JSON that can be stored. FastAPI turns it into a validation error.
+        """
         try:
             return strict_json.parse(await self.body())
         except ValueError as error:
@@ -32,7 +36,7 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route that refuses unknown query parameters, and bodies that could not be kept."""
+    """A route that refuses unknown query parameters, and bodies that could not be stored."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -55,7 +59,9 @@ def _refuse_unknown(request: Request, known: set[str]) -> None:
     if unknown:
         raise InvalidFieldError(
             [
-                FieldError(path=f"query.{name}", message=f"unknown{did_you_mean(name, known)}")
+                FieldError(
+                    path=f"query.{name}", message=f"unknown query parameter{did_you_mean(name, known)}"
+                )
                 for name in unknown
             ]
         )
