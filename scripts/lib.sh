@@ -189,8 +189,8 @@ ensure_apptainer() {
 require_ids() {
     local command
     [[ $(id -u) != 0 ]] || return 0
-    command=$("$venv/bin/python" -c 'import os, sandboxes.host.users as users
-if not users.has_subordinate_ids(os.getuid()): print(users.subordinate_ids_command())')
+    command=$("$venv/bin/python" -c 'import os, sandboxes.host.subordinate_ids as ids
+if not ids.has_subordinate_ids(os.getuid()): print(ids.subordinate_ids_command())')
     [[ -z $command ]] || fail "to build the base image you need subordinate ids; an administrator gives them with:
     $command
 or, without them: point ROLLOUT_IMAGES_DIR at a folder that has base.sif, such as the one of a user who built it"

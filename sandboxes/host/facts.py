@@ -5,16 +5,15 @@ is reported as the poorer one (`None`, `False`), so that a caller never relies o
 """
 
 import os
-import pwd
 import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from sandboxes.errors import ProviderUnavailableError
+from sandboxes.host.subordinate_ids import SUBGID, SUBUID, subordinate_ids_of
 from sandboxes.limits.cgroups import CGROUPS, find_control_groups
 
 INSTALL_PREFIX = Path("/opt/apptainer")
@@ -22,8 +21,8 @@ INSTALL_PREFIX = Path("/opt/apptainer")
 
 INSTALL_HINT = "run scripts/install-apptainer (as root), or name the binary in ROLLOUT_APPTAINER"
 
-CAP_SYS_RESOURCE = 24
-"""From linux/capability.h. Apptainer as root asks for it and stops where it is not permitted."""
+CAP_SYS_ADMIN, CAP_SYS_RESOURCE = 21, 24
+"""From linux/capability.h. Apptainer as root needs the first to mount; it asks for the second and stops without it."""
 
 VERSION_SECONDS = 10.0
 
@@ -60,7 +59,18 @@ class HostFacts:
     """This user's lines of /etc/subgid."""
 
     sys_resource: bool
-    """Whether CAP_SYS_RESOURCE is permitted. Where it is not, root passes `--no-privs` to Apptainer."""
+    """Whether CAP_SYS_RESOURCE is permitted. Without it, root passes `--no-privs` to Apptainer."""
+
+    sys_admin: bool
+    """Whether CAP_SYS_ADMIN is permitted. Root cannot mount images without it, as in a plain container."""
+
+    max_open_files: int | None
+    """The size of the host's table of open files (fs.file-max), or None where it cannot be read."""
+
+    @property
+    def mounts_images(self) -> bool:
+        """Whether Apptainer can mount images: root by a capability, an ordinary user through FUSE."""
+        return self.sys_admin if self.is_root else self.fuse
 
     @property
     def needs_no_privs(self) -> bool:
@@ -116,9 +126,11 @@ def read_host_facts(environ: Mapping[str, str] | None = None) -> HostFacts:
         user_namespaces=_user_namespaces(),
         cgroup_version=_cgroup_version(),
         cgroup_limits=find_control_groups().enforced,
-        subuid_ranges=_id_ranges(Path("/etc/subuid")),
-        subgid_ranges=_id_ranges(Path("/etc/subgid")),
+        subuid_ranges=tuple(map(str, subordinate_ids_of(os.getuid(), SUBUID))),
+        subgid_ranges=tuple(map(str, subordinate_ids_of(os.getuid(), SUBGID))),
         sys_resource=_permits(CAP_SYS_RESOURCE),
+        sys_admin=_permits(CAP_SYS_ADMIN),
+        max_open_files=_number(Path("/proc/sys/fs/file-max")),
     )
 
 
@@ -141,6 +153,11 @@ def _read(path: Path) -> str:
         return ""
 
 
+def _number(path: Path) -> int | None:
+    text = _read(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
 def _user_namespaces() -> bool:
     """Each switch that some kernel or distribution has; one that is not there does not forbid."""
     allowed = _read(Path("/proc/sys/user/max_user_namespaces")).strip()
@@ -153,15 +170,6 @@ def _cgroup_version() -> int | None:
     if (CGROUPS / "cgroup.controllers").exists():
         return 2
     return 1 if (CGROUPS / "memory").is_dir() else None
-
-
-def _id_ranges(path: Path) -> tuple[str, ...]:
-    """This user's lines, by name or by number (both are allowed by subuid(5))."""
-    owners = {str(os.getuid())}
-    with suppress(KeyError):  # a user id without a name: containers have them
-        owners.add(pwd.getpwuid(os.getuid()).pw_name)
-    lines = (line.strip() for line in _read(path).splitlines())
-    return tuple(line for line in lines if line.count(":") == 2 and line.split(":", 1)[0] in owners)
 
 
 def _permits(capability: int) -> bool:

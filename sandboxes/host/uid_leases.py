@@ -23,6 +23,7 @@ from pathlib import Path
 import structlog
 
 from sandboxes.host.locks import is_still_at, try_lock
+from sandboxes.host.subordinate_ids import ID_FILES, read_subordinate_ids
 
 log = structlog.get_logger(__name__)
 
@@ -30,7 +31,6 @@ FOLDER = Path("/run/rollout-service-users")
 BLOCK = 4096
 ATTEMPTS = 64
 """Blocks to look at before a service gives up; nearly all are free."""
-SUBORDINATES = (Path("/etc/subuid"), Path("/etc/subgid"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def is_taken(block: range) -> bool:
     others = users_of_processes() | users_in_file()
     if any(number in block for number in others):
         return True
-    return any(_overlap(block, other) for path in SUBORDINATES for other in subordinate_ranges(path))
+    return any(_overlap(block, found.ids) for file in ID_FILES for found in read_subordinate_ids(file))
 
 
 def users_in_file(path: Path = Path("/etc/passwd")) -> set[int]:
@@ -164,16 +164,6 @@ def users_in_file(path: Path = Path("/etc/passwd")) -> set[int]:
     except OSError:
         return set()
     return {int(number) for number in re.findall(r"^[^:]*:[^:]*:(\d+):", text, re.MULTILINE)}
-
-
-def subordinate_ranges(path: Path) -> list[range]:
-    """Return all ranges of a file as subuid(5) describes it; none where it cannot be read."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    found = re.findall(r"^[^:#\s][^:]*:(\d+):(\d+)\s*$", text, re.MULTILINE)
-    return [range(int(first), int(first) + int(count)) for first, count in found]
 
 
 def _overlap(one: range, other: range) -> bool:

@@ -20,7 +20,7 @@ from spython.utils import stream_command
 
 from sandboxes.errors import ImageBuildError
 from sandboxes.host.facts import read_host_facts
-from sandboxes.host.users import subordinate_ids_command
+from sandboxes.host.subordinate_ids import subordinate_ids_command
 from sandboxes.images.shared_folder import SharedFolder
 from sandboxes.images.sources import Source
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandboxes.errors import SandboxStartError
+from sandboxes.limits.group_folders import group_members, remove_groups
 
 CGROUPS = Path("/sys/fs/cgroup")
 PERIOD_US = 100_000
@@ -98,24 +99,12 @@ class ControlGroup:
         return None
 
     def processes(self) -> list[int]:
-        """The processes in it, as the host numbers them."""
-        found: set[int] = set()
-        for path in self.paths:
-            with suppress(OSError):
-                found |= {int(line) for line in (path / "cgroup.procs").read_text().split()}
-        return sorted(found)
+        """Return the processes in it, as the host numbers them."""
+        return sorted(set().union(*map(group_members, self.paths)))
 
     def remove(self) -> bool:
-        """Remove the folders, waiting a little for the kernel to bury the dead; whether all are gone. Blocks."""
-        deadline = time.monotonic() + REMOVE_SECONDS
-        while True:
-            for path in self.paths:
-                with suppress(OSError):
-                    path.rmdir()
-            left = [path for path in self.paths if path.exists()]
-            if not left or time.monotonic() > deadline:
-                return not left
-            time.sleep(0.02)
+        """Remove the folders and return whether all are gone. It blocks for `REMOVE_SECONDS` at most."""
+        return remove_groups(self.paths, REMOVE_SECONDS)
 
 
 class ControlGroupFile:

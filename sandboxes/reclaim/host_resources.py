@@ -18,6 +18,7 @@ from sandboxes.host.children import LingeringChildren, end_process, wait_exit
 from sandboxes.host.processes import FirstProcess, find_first_process, kill_processes
 from sandboxes.host.uid_leases import UserLease
 from sandboxes.limits.cgroups import ControlGroup, ControlGroups
+from sandboxes.limits.group_folders import remove_groups
 from sandboxes.reclaim import reaper
 from sandboxes.reclaim.guard import Guard
 from sandboxes.reclaim.rmtree import remove_tree
@@ -198,7 +199,7 @@ class LauncherResources:
         """Remove what the sandbox had; its launcher has been collected."""
         paths = self._paths
         reaper.kill_groups(paths)
-        if reaper.remove_groups(paths, GROUP_SECONDS):
+        if remove_groups(paths, GROUP_SECONDS):
             if self.lease is not None:
                 self.lease.release()
             remove_tree(self._folder.path, time.monotonic() + REMOVE_SECONDS)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from sandboxes.host.locks import try_lock
 from sandboxes.host.processes import kill_if, kill_processes
+from sandboxes.limits.group_folders import group_members, remove_groups
 from sandboxes.reclaim.rmtree import remove_tree
 
 OWNER = "owner"
@@ -136,28 +137,6 @@ def kill_groups(paths: Iterable[Path]) -> int:
 
 def _is_member(path: Path) -> Callable[[int], bool]:
     return lambda pid: pid in group_members(path)
-
-
-def group_members(path: Path) -> set[int]:
-    """The processes in a control group."""
-    try:
-        return {int(line) for line in (path / "cgroup.procs").read_text().split()}
-    except OSError:
-        return set()
-
-
-def remove_groups(paths: Iterable[Path], seconds: float) -> bool:
-    """Remove control groups, waiting for the kernel to bury the dead; whether all are gone. It blocks."""
-    deadline = time.monotonic() + seconds
-    left = list(paths)
-    while True:
-        for path in left:
-            with suppress(OSError):
-                path.rmdir()
-        left = [path for path in left if path.exists()]
-        if not left or time.monotonic() >= deadline:
-            return not left
-        time.sleep(PAUSE)
 
 
 def _groups_like(group: str) -> list[Path]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import getpass
 import math
 import os
+import resource
 import shutil
 import sys
 from collections.abc import Iterator
@@ -20,9 +21,9 @@ from rollout_service.policies.shipped import POLICIES, policy_folder
 from rollout_service.settings import DefaultEngine, Settings
 from sandboxes import ApptainerConfig, SandboxConfigError
 from sandboxes.host.facts import HostFacts, read_host_facts
-from sandboxes.host.users import subordinate_ids_command
+from sandboxes.host.subordinate_ids import subordinate_ids_command
 from sandboxes.images.store import ImageStore
-from sandboxes.providers.apptainer.launch import PTYS
+from sandboxes.providers.apptainer.launch import LIMITS, PTYS
 from sandboxes.providers.apptainer.sharing import read_sharing
 from sandboxes.scheduling.host_metrics import HostReader
 from sandboxes.scheduling.pressure import measure_pressure
@@ -60,6 +61,7 @@ def check_machine(settings: Settings) -> list[Check]:
         *check_mounts(facts),
         *check_limits(facts),
         *check_sharing(settings),
+        *check_open_files(facts, settings),
         check_image(settings),
         check_engine(settings),
         check_state_dir(settings.state_dir.expanduser()),
@@ -79,11 +81,15 @@ def check_apptainer(facts: HostFacts) -> Check:
 
 
 def check_mounts(facts: HostFacts) -> Iterator[Check]:
-    """What an ordinary user needs so that Apptainer can mount images and isolate processes; root needs none."""
+    """Check what Apptainer needs to mount images and isolate processes: as root a capability, else FUSE and ids."""
     if facts.is_root:
-        yield Check("mounting images", "ok", "as root")
+        if facts.mounts_images:
+            yield Check("mounting images", "ok", "as root")
+        else:
+            found = "root lacks CAP_SYS_ADMIN here, as in a plain container"
+            yield Check("mounting images", "missing", found, "start the container with --cap-add SYS_ADMIN")
         return
-    if facts.fuse:
+    if facts.mounts_images:
         yield Check("mounting images", "ok", "/dev/fuse opens")
     else:
         yield Check("mounting images", "missing", "/dev/fuse does not open", "sudo chmod 0666 /dev/fuse")
@@ -128,6 +134,29 @@ def check_sharing(settings: Settings) -> Iterator[Check]:
     else:
         yield Check("system calls of sandboxes", "limited", "this kernel or processor has no filter of ours")
     yield _check_terminals(found.own_terminals, settings.sandbox_ceiling)
+
+
+def check_open_files(facts: HostFacts, settings: Settings) -> Iterator[Check]:
+    """Check that two sandboxes together cannot fill the host's table of open files."""
+    if not isinstance(settings.sandbox, ApptainerConfig) or facts.max_open_files is None:
+        return
+    processes = settings.sandbox.limits.max_processes
+    each = min(LIMITS[resource.RLIMIT_NOFILE], _hard_limit(resource.RLIMIT_NOFILE))
+    name = "open files of sandboxes"
+    if facts.max_open_files > 2 * processes * each:
+        yield Check(name, "ok", f"fs.file-max is {facts.max_open_files}")
+        return
+    found = (
+        f"fs.file-max is {facts.max_open_files}, and two sandboxes can open {2 * processes * each} files "
+        f"({processes} processes with {each} files each): they could leave none for the host"
+    )
+    enough = 2 ** math.ceil(math.log2((settings.sandbox_ceiling + 1) * processes * each))
+    yield Check(name, "limited", found, f"sudo sysctl -w fs.file-max={enough}")
+
+
+def _hard_limit(kind: int) -> int:
+    hard = resource.getrlimit(kind)[1]
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
 def _separate_users(config: ApptainerConfig) -> str:

@@ -23,8 +23,9 @@ from sandboxes.egress.rules import AllowList
 from sandboxes.errors import ProviderUnavailableError, SandboxConfigError
 from sandboxes.host.facts import INSTALL_HINT, find_apptainer
 from sandboxes.host.processes import MARKER
+from sandboxes.host.subordinate_ids import has_subordinate_ids, subordinate_ids_command
 from sandboxes.host.uid_leases import HostUsers, UserLease
-from sandboxes.host.users import has_subordinate_ids, resolve_user, subordinate_ids_command
+from sandboxes.host.users import resolve_user
 from sandboxes.images.store import ImageStore
 from sandboxes.limits.cgroups import ControlGroups, ResourceLimits, find_control_groups
 from sandboxes.providers.apptainer.launcher import NAMESPACES_HINT, Launcher

@@ -1,6 +1,8 @@
 """What the host offers: where Apptainer is looked for, and how the facts decide."""
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +23,8 @@ FACTS = HostFacts(
     subuid_ranges=(),
     subgid_ranges=(),
     sys_resource=False,
+    sys_admin=False,
+    max_open_files=None,
 )
 
 
@@ -76,8 +80,23 @@ def test_what_the_facts_mean() -> None:
     assert not FACTS.needs_no_privs, "an ordinary user has no privileges to give up"
     assert replace(FACTS, is_root=True).needs_no_privs
     assert not replace(FACTS, is_root=True, sys_resource=True).needs_no_privs
+    assert FACTS.mounts_images, "an ordinary user mounts through FUSE"
+    assert not replace(FACTS, is_root=True).mounts_images
+    assert replace(FACTS, is_root=True, sys_admin=True, fuse=False).mounts_images
     assert not FACTS.fakeroot
     mapped = replace(FACTS, subuid_ranges=("me:100000:65536",), subgid_ranges=("me:100000:65536",))
     assert mapped.fakeroot
     assert not replace(mapped, user_namespaces=False).fakeroot
     assert replace(FACTS, is_root=True).fakeroot
+
+
+def test_root_without_capabilities_cannot_mount_images() -> None:
+    """As root in a plain container; an ordinary user has none to begin with."""
+    drop = ["setpriv", "--bounding-set", "-all"] if os.geteuid() == 0 else []
+    code = (
+        "from sandboxes.host.facts import read_host_facts\n"
+        "facts = read_host_facts({'PATH': ''})\n"
+        "print(facts.sys_admin, facts.sys_resource)"
+    )
+    done = subprocess.run([*drop, sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from sandboxes import ApptainerConfig
-from sandboxes.host.uid_leases import BLOCK, HostUsers, UserLease, is_taken, subordinate_ranges
+from sandboxes.host.subordinate_ids import read_subordinate_ids
+from sandboxes.host.uid_leases import BLOCK, HostUsers, UserLease, is_taken
 from sandboxes.providers.apptainer.launch import swap_ids
 
 NUMBERS = range(464_000 * BLOCK, 464_004 * BLOCK)
@@ -91,9 +92,12 @@ def test_numbers_of_users_processes_and_subordinates_are_never_taken(
     assert not is_taken(NUMBERS)
     file = tmp_path / "subuid"
     file.write_text(f"# a comment\nother:100000:65536\n1000:{NUMBERS.start + 5}:1\nbroken:line\n")
-    assert subordinate_ranges(file) == [range(100_000, 165_536), range(NUMBERS.start + 5, NUMBERS.start + 6)]
-    assert subordinate_ranges(tmp_path / "none") == []
-    monkeypatch.setattr("sandboxes.host.uid_leases.SUBORDINATES", (file,))
+    assert read_subordinate_ids(file) == [
+        ("other", range(100_000, 165_536)),
+        ("1000", range(NUMBERS.start + 5, NUMBERS.start + 6)),
+    ]
+    assert read_subordinate_ids(tmp_path / "none") == []
+    monkeypatch.setattr("sandboxes.host.uid_leases.ID_FILES", (file,))
     assert is_taken(NUMBERS)
 
 

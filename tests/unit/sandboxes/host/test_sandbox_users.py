@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from sandboxes.errors import SandboxConfigError
-from sandboxes.host.users import has_subordinate_ids, resolve_user, subordinate_ids_command
+from sandboxes.host.subordinate_ids import has_subordinate_ids, subordinate_ids_command
+from sandboxes.host.users import resolve_user
 
 
 @pytest.mark.parametrize("owner", [str(os.geteuid()), pwd.getpwuid(os.geteuid()).pw_name])

@@ -1,0 +1,48 @@
+"""The checks of `doctor` judge the facts that are given to them."""
+
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollout_service.cli.doctor.checks import check_mounts, check_open_files
+from rollout_service.settings import Settings
+from sandboxes import ApptainerConfig, LimitDefaults, LocalConfig
+from sandboxes.host.facts import HostFacts, read_host_facts
+
+
+@pytest.fixture
+def facts() -> HostFacts:
+    return read_host_facts({"PATH": ""})
+
+
+def test_root_without_the_capability_to_mount_is_told_so(facts: HostFacts) -> None:
+    (found,) = check_mounts(replace(facts, is_root=True, sys_admin=False))
+    assert (found.state, found.name) == ("missing", "mounting images")
+    assert "CAP_SYS_ADMIN" in found.found
+    assert "--cap-add SYS_ADMIN" in found.fix
+    (found,) = check_mounts(replace(facts, is_root=True, sys_admin=True, fuse=False))
+    assert found.state == "ok"
+
+
+def test_a_table_of_open_files_that_two_sandboxes_can_fill_is_named(facts: HostFacts, tmp_path: Path) -> None:
+    limits = LimitDefaults(max_processes=512)
+    settings = Settings(sandbox=ApptainerConfig(limits=limits), state_dir=tmp_path)
+    each = min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    (found,) = check_open_files(replace(facts, max_open_files=2 * 512 * each), settings)
+    assert found.state == "limited"
+    assert f"fs.file-max is {2 * 512 * each}" in found.found
+    enough = int(found.fix.rpartition("=")[2])
+    assert enough > settings.sandbox_ceiling * 512 * each
+    (found,) = check_open_files(replace(facts, max_open_files=enough), settings)
+    assert (found.state, found.fix) == ("ok", "")
+
+
+def test_open_files_are_judged_only_where_they_are_known_and_bounded(
+    facts: HostFacts, tmp_path: Path
+) -> None:
+    apptainer = Settings(sandbox=ApptainerConfig(), state_dir=tmp_path)
+    local = Settings(sandbox=LocalConfig(provider="local"), state_dir=tmp_path)
+    assert list(check_open_files(replace(facts, max_open_files=None), apptainer)) == []
+    assert list(check_open_files(replace(facts, max_open_files=1), local)) == []
