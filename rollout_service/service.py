@@ -34,7 +34,7 @@ from rollout_service.pipeline.attempt import AttemptContext, Stages
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.stage import StageLimiter
-from rollout_service.policies.serving import Serving
+from rollout_service.policies.serving import PolicyServing
 from rollout_service.policies.shipped import POLICIES, policy_folder
 from rollout_service.private_files import open_state_folder
 from rollout_service.runs import Delivery, RunManager
@@ -67,7 +67,7 @@ class Service:
     sandboxes: SandboxSource
     node: Node
     concurrency: Concurrency
-    serving: Serving
+    serving: PolicyServing
     metrics: Metrics
     run_service: RunService
     delivery: Delivery
@@ -175,7 +175,7 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
         await stack.enter_async_context(node.running())
         sandboxes = SandboxSource(node.pool, settings.pipeline.artifacts_bytes)
         pools = await stack.enter_async_context(_pools(settings, metrics))
-        serving = Serving(pools, state_dir / "backends.json")
+        serving = PolicyServing(pools, state_dir / "backends.json")
         await _start_engine(settings, stack, serving)
         metrics.registry.register(HealthMetrics(serving.views, store, node.free_bytes))
         await stack.enter_async_context(serving.reconnecting(settings.backends))
@@ -243,7 +243,11 @@ def _check_named(settings: Settings, environments: EnvironmentRegistry) -> None:
 
 
 async def _manager(
-    settings: Settings, store: Store, environments: EnvironmentRegistry, serving: Serving, metrics: Metrics
+    settings: Settings,
+    store: Store,
+    environments: EnvironmentRegistry,
+    serving: PolicyServing,
+    metrics: Metrics,
 ) -> RunManager:
     filters = await anyio.to_thread.run_sync(FilterRegistry.load)
     for name, problem in filters.problems.items():
@@ -290,7 +294,7 @@ async def _sweep(provider: SandboxProvider) -> None:
         )
 
 
-async def _start_engine(settings: Settings, stack: AsyncExitStack, serving: Serving) -> None:
+async def _start_engine(settings: Settings, stack: AsyncExitStack, serving: PolicyServing) -> None:
     """Start the embedded engine, unless real ones are named."""
     if settings.engine is not DefaultEngine.EMBEDDED or settings.backends:
         return

@@ -30,7 +30,7 @@ from api_schemas.rollouts import RolloutRequest
 from rollout_service.errors import describe
 from rollout_service.inference.errors import InferenceError, NoBackendError, WeightsPartlyLoaded
 from rollout_service.inference.pool.pools import Pools, backend_id_of
-from rollout_service.inference.pool.weights.outcomes import judge, judge_weights
+from rollout_service.inference.pool.weights.outcomes import check_outcome, check_weights_outcome
 from rollout_service.policies.session import PolicySession
 from rollout_service.private_files import write_private
 from rollout_service.tokens import ChatRenderer, Conversation, ToolSpec
@@ -42,7 +42,7 @@ _SPECS = TypeAdapter(list[BackendSpec])
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModel:
     """What the engines of a pool have in common."""
 
     renderer: ChatRenderer
@@ -50,24 +50,24 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class _Attempt:
+class _Reconnection:
     """The task that registers a backend which may not be there yet."""
 
     scope: anyio.CancelScope
     ended: anyio.Event
 
 
-class Serving:
+class PolicyServing:
     """The backends and chat formats of all pools."""
 
     def __init__(self, pools: Pools, remembered: Path) -> None:
         """`remembered` is the file that keeps the backends for after a restart."""
         self._pools = pools
         self._remembered = remembered
-        self._served: dict[str, Served] = {}
+        self._served: dict[str, ServedModel] = {}
         self._specs: dict[str, BackendSpec] = {}
         self._awaited: dict[str, BackendSpec] = {}
-        self._attempts: dict[str, _Attempt] = {}
+        self._attempts: dict[str, _Reconnection] = {}
         self._saving = anyio.Lock()
         self.waiting: dict[str, str] = {}
         """The ids of backends that are to be registered and cannot be yet, with the reason."""
@@ -80,7 +80,7 @@ class Serving:
             for backend_id, spec in known.items():
                 self.waiting[backend_id] = "not tried yet"
                 self._awaited[backend_id] = spec
-                self._attempts[backend_id] = _Attempt(anyio.CancelScope(), anyio.Event())
+                self._attempts[backend_id] = _Reconnection(anyio.CancelScope(), anyio.Event())
                 tasks.start_soon(self._reconnect, backend_id, spec)
             yield
             tasks.cancel_scope.cancel()
@@ -99,7 +99,7 @@ class Serving:
                 with anyio.CancelScope(shield=True):
                     await self._pools.remove(view.backend_id)
             raise
-        self._served[spec.pool] = Served(renderer, view.context_length)
+        self._served[spec.pool] = ServedModel(renderer, view.context_length)
         self._pools.note_change()
         self._stop_waiting(view.backend_id)
         if remember:
@@ -156,13 +156,13 @@ class Serving:
         """Pause a pool; raises NoBackendError, or OrderFailed where an engine did not obey."""
         outcome = await self._pools[request.pool].pause(request.mode, request.drain_seconds)
         log.info("pool paused", pool=request.pool, mode=request.mode)
-        return judge(outcome, "pause")
+        return check_outcome(outcome, "pause")
 
     async def resume(self, request: ResumeRequest) -> PoolOutcome:
         """Let a pool go on; raises NoBackendError, or OrderFailed where an engine did not obey."""
         outcome = await self._pools[request.pool].resume()
         log.info("pool resumed", pool=request.pool)
-        return judge(outcome, "resume")
+        return check_outcome(outcome, "resume")
 
     async def update_weights(self, request: WeightsRequest) -> PoolOutcome:
         """Load weights into a pool; raises NoBackendError, WeightsConflict, or OrderFailed with every answer."""
@@ -170,7 +170,7 @@ class Serving:
         order.info("weight update begun", mode=request.mode, forced=request.force)
         try:
             outcome = await self._pools[request.pool].load_weights(request)
-            judge_weights(outcome, request.version)
+            check_weights_outcome(outcome, request.version)
         except WeightsPartlyLoaded as error:
             order.error("weight update done in part", error=str(error), hint=error.hint)
             raise
@@ -190,11 +190,11 @@ class Serving:
 
         Raises NoBackendError, WeightsConflict, BackendRejected, or OrderFailed: then none is in the group.
         """
-        return judge(await self._pools[request.pool].join_group(request), "join the process group")
+        return check_outcome(await self._pools[request.pool].join_group(request), "join the process group")
 
     async def leave_group(self, pool: str, name: str) -> PoolOutcome:
         """Let a pool's backends leave a process group; raises NoBackendError, OrderFailed."""
-        return judge(await self._pools[pool].leave_group(name), "leave the process group")
+        return check_outcome(await self._pools[pool].leave_group(name), "leave the process group")
 
     def check(self, pool: str) -> None:
         """Whether a pool is served or about to be; raises NoBackendError that says how to register a backend."""

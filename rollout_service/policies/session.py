@@ -25,7 +25,7 @@ INLINE_CHARS = 4_096
 0.13 ms for the way to a thread and back."""
 
 
-class Generator(Protocol):
+class TurnGenerator(Protocol):
     """What a session needs of a pool; `inference.pool.BackendPool` is one."""
 
     async def generate(
@@ -41,7 +41,7 @@ class PolicySession:
     def __init__(
         self,
         conversation: Conversation,
-        pool: Generator,
+        pool: TurnGenerator,
         *,
         affinity: str,
         sampling: Sampling,

@@ -11,7 +11,7 @@ _EXPERTS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ScriptedRequest:
     """A request, whatever protocol it came by."""
 
     rid: str

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import anyio
 
-from rollout_service.testing.kv_cache import Hold, KVCache
+from rollout_service.testing.kv_cache import CacheHold, KVCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Hardware:
 class Admission:
     """One request in the batch."""
 
-    hold: Hold
+    hold: CacheHold
     seconds_per_token: float
 
     @property
@@ -100,7 +100,7 @@ class Accelerator:
         }
         return load | ({"max_total_num_tokens": room} if room else {})
 
-    async def _read(self, ids: Sequence[int]) -> Hold:
+    async def _read(self, ids: Sequence[int]) -> CacheHold:
         async with self._reader:
             hold = self.cache.take(ids)
             try:

@@ -16,7 +16,7 @@ class _Page:
 
 
 @dataclass(slots=True, eq=False)
-class Hold:
+class CacheHold:
     """The pages of one request, kept until `KVCache.release`."""
 
     cached_tokens: int
@@ -43,7 +43,7 @@ class KVCache:
         """Tokens that are held, in use or not."""
         return len(self._pages) * self._page
 
-    def take(self, ids: Sequence[int]) -> Hold:
+    def take(self, ids: Sequence[int]) -> CacheHold:
         """Use what is cached of `ids`, and make room for the rest of its whole pages as far as there is any.
 
         As in an engine, the last token counts as uncached: it has to be read for the next one to be sampled.
@@ -59,13 +59,13 @@ class KVCache:
             pages.append(at)
         cached = min(len(pages) * self._page, len(ids) - 1)
         self._grow(at, ids, pages)
-        return Hold(cached, pages)
+        return CacheHold(cached, pages)
 
-    def extend(self, hold: Hold, ids: Sequence[int]) -> None:
+    def extend(self, hold: CacheHold, ids: Sequence[int]) -> None:
         """The request has gone on: `ids` are its prompt and what it sampled."""
         self._grow(hold.pages[-1] if hold.pages else self._root, ids, hold.pages)
 
-    def release(self, hold: Hold) -> None:
+    def release(self, hold: CacheHold) -> None:
         """The request has ended; its pages stay until the room is needed."""
         for page in reversed(hold.pages):  # a page is used after those that follow it, and goes after them
             page.users -= 1

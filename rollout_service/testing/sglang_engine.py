@@ -23,10 +23,16 @@ import numpy as np
 import orjson
 from aiohttp import web
 
-from rollout_service.testing.figures import SAMPLED_LOGPROB, Asked, experts, likeliest, prompt_logprob
+from rollout_service.testing.figures import (
+    SAMPLED_LOGPROB,
+    ScriptedRequest,
+    experts,
+    likeliest,
+    prompt_logprob,
+)
 from rollout_service.testing.hardware import Accelerator, Hardware
 from rollout_service.testing.script import Reply, Script
-from rollout_service.testing.turn import Turn
+from rollout_service.testing.turn import EngineTurn
 
 _BASE_ID_LENGTH = 32  # the part of a request id that its attempts share
 _DEFAULT_BUDGET = 128
@@ -109,7 +115,7 @@ class ScriptedEngine:
         self._model_path = str(model_path)
         self._faults: deque[Fault | None] = deque(faults)
         self._address = (host, port)
-        self._turns: dict[str, Turn] = {}
+        self._turns: dict[str, EngineTurn] = {}
         self._handed_back: dict[str, int] = {}
         self._resumed = asyncio.Event()
         self._runner: web.ServerRunner | None = None
@@ -204,9 +210,9 @@ class ScriptedEngine:
                 self._transports.discard(transport)
         return self._answer(turn, fault)
 
-    def _read(self, body: dict[str, Any]) -> Asked:
+    def _read(self, body: dict[str, Any]) -> ScriptedRequest:
         ids, start = body["input_ids"], body.get("logprob_start_len", -1)
-        return Asked(
+        return ScriptedRequest(
             rid=body.get("rid") or uuid.uuid4().hex,
             ids=ids,
             budget=body.get("sampling_params", {}).get("max_new_tokens", _DEFAULT_BUDGET),
@@ -217,14 +223,14 @@ class ScriptedEngine:
             else None,
         )
 
-    def _make_turn(self, asked: Asked) -> Turn:
+    def _make_turn(self, asked: ScriptedRequest) -> EngineTurn:
         # A request that goes on after an abort has its own tokens at the end of its prompt.
         given = self._handed_back.pop(asked.rid[:_BASE_ID_LENGTH], 0)
         whole = self._script.reply(asked.ids[: len(asked.ids) - given], asked.budget + given)
         left = whole.ids[given : given + asked.budget]
-        return Turn(asked, Reply(left, whole.stops and given + len(left) == len(whole.ids)))
+        return EngineTurn(asked, Reply(left, whole.stops and given + len(left) == len(whole.ids)))
 
-    async def _run(self, turn: Turn) -> None:
+    async def _run(self, turn: EngineTurn) -> None:
         ids = turn.asked.ids
         if self.accelerator is None:
             turn.seconds = self.latency
@@ -240,7 +246,7 @@ class ScriptedEngine:
             await self._sample(turn)
             self.accelerator.keep(admission, [*ids, *turn.reply.ids[: turn.done][:-1]])
 
-    async def _sample(self, turn: Turn) -> None:
+    async def _sample(self, turn: EngineTurn) -> None:
         """Let the turn's time pass."""
         while not turn.aborted and (self._holds(turn) or turn.elapsed < turn.seconds):
             if self._holds(turn):
@@ -255,10 +261,10 @@ class ScriptedEngine:
         if not turn.aborted:
             turn.done = len(turn.reply.ids)
 
-    def _holds(self, turn: Turn) -> bool:
+    def _holds(self, turn: EngineTurn) -> bool:
         return self.paused and not turn.ignores_pause
 
-    async def _wait_for_resume(self, turn: Turn) -> None:
+    async def _wait_for_resume(self, turn: EngineTurn) -> None:
         turn.interrupted.clear()
         turn.spans.append((self.version, turn.done))
         resumed = self._resumed
@@ -271,7 +277,7 @@ class ScriptedEngine:
             tasks.start_soon(first, resumed)
             tasks.start_soon(first, turn.interrupted)
 
-    def _answer(self, turn: Turn, fault: Fault | None) -> web.Response:
+    def _answer(self, turn: EngineTurn, fault: Fault | None) -> web.Response:
         ids = self._hand_over(turn, fault)
         logprobs: list[list[float | None]] = [
             [value, id_, None] for value, id_ in self._logprobs(turn, fault)
@@ -291,7 +297,7 @@ class ScriptedEngine:
             meta["weight_versions"] = turn.version_spans(self.version)
         return json_answer({"text": "", "output_ids": ids, "meta_info": meta})
 
-    def _hand_over(self, turn: Turn, fault: Fault | None) -> list[int]:
+    def _hand_over(self, turn: EngineTurn, fault: Fault | None) -> list[int]:
         """The ids of the answer."""
         ids = turn.sampled
         if turn.aborted:
@@ -300,14 +306,14 @@ class ScriptedEngine:
             ids[-1] = self._vocab_size
         return ids
 
-    def _logprobs(self, turn: Turn, fault: Fault | None) -> list[tuple[float | None, int]]:
+    def _logprobs(self, turn: EngineTurn, fault: Fault | None) -> list[tuple[float | None, int]]:
         """Pairs of a logprob and the id that it is of."""
         pairs: list[tuple[float | None, int]] = [(SAMPLED_LOGPROB, token) for token in turn.sampled]
         if fault is Fault.BAD_LOGPROB:
             pairs[-1] = (None, pairs[-1][1])
         return pairs[:-1] if fault is Fault.SHORT_LOGPROBS else pairs
 
-    def _extras(self, turn: Turn, fault: Fault | None) -> dict[str, Any]:
+    def _extras(self, turn: EngineTurn, fault: Fault | None) -> dict[str, Any]:
         if fault is Fault.NO_EXTRAS:
             return {}
         asked, less = turn.asked, int(fault is Fault.SHORT_EXTRAS)

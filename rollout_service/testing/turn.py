@@ -5,15 +5,15 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from rollout_service.testing.figures import Asked
+from rollout_service.testing.figures import ScriptedRequest
 from rollout_service.testing.script import Reply
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class EngineTurn:
     """One request that is being answered."""
 
-    asked: Asked
+    asked: ScriptedRequest
     reply: Reply
     done: int = 0
     """Tokens whose time has passed."""

@@ -13,10 +13,10 @@ import anyio
 import numpy as np
 from aiohttp import web
 
-from rollout_service.testing.figures import Asked, experts, likeliest, prompt_logprob
+from rollout_service.testing.figures import ScriptedRequest, experts, likeliest, prompt_logprob
 from rollout_service.testing.script import Script
 from rollout_service.testing.sglang_engine import Fault, ScriptedEngine, json_answer, refusal
-from rollout_service.testing.turn import Turn
+from rollout_service.testing.turn import EngineTurn
 
 _ID_PREFIX = "generate-tokens-"
 _NO_LOGPROB = -9999.0
@@ -93,9 +93,9 @@ class ScriptedVllm(ScriptedEngine):
             return self._answer_probe(body)
         return await super()._generate(body, request)
 
-    def _read(self, body: dict[str, Any]) -> Asked:
+    def _read(self, body: dict[str, Any]) -> ScriptedRequest:
         params, ids = body["sampling_params"], body["token_ids"]
-        return Asked(
+        return ScriptedRequest(
             rid=body["request_id"],
             ids=ids,
             budget=min(params["max_tokens"], self._context_length - len(ids)),
@@ -112,14 +112,14 @@ class ScriptedVllm(ScriptedEngine):
         choice = {"logprobs": {"content": [rows[0] | {"top_logprobs": rows}]}, "token_ids": [1]}
         return json_answer({"request_id": _ID_PREFIX + body["request_id"], "choices": [choice]})
 
-    async def _sample(self, turn: Turn) -> None:
+    async def _sample(self, turn: EngineTurn) -> None:
         self._gauge = self.in_flight
         await super()._sample(turn)
         if not turn.aborted:
             self._gauge = self.in_flight - 1
         self._sampled_tokens += turn.done
 
-    def _answer(self, turn: Turn, fault: Fault | None) -> web.Response:
+    def _answer(self, turn: EngineTurn, fault: Fault | None) -> web.Response:
         ids = self._hand_over(turn, fault)
         prompt, reason = turn.prompt_tokens, turn.finish_reason()
         usage = {"prompt_tokens": prompt, "completion_tokens": len(ids), "total_tokens": prompt + len(ids)}
@@ -142,7 +142,7 @@ class ScriptedVllm(ScriptedEngine):
             }
         )
 
-    def _content(self, turn: Turn, fault: Fault | None) -> list[dict[str, Any]]:
+    def _content(self, turn: EngineTurn, fault: Fault | None) -> list[dict[str, Any]]:
         content = []
         for value, token in self._logprobs(turn, fault):
             less = int(fault is Fault.SHORT_EXTRAS)
@@ -157,7 +157,7 @@ class ScriptedVllm(ScriptedEngine):
             )
         return content
 
-    def _routed(self, turn: Turn, fault: Fault | None) -> str | None:
+    def _routed(self, turn: EngineTurn, fault: Fault | None) -> str | None:
         first = turn.asked.routed_experts_from
         if self._routing is None or first is None or not turn.done:
             return None
@@ -228,7 +228,7 @@ class ScriptedVllm(ScriptedEngine):
         return web.Response(text="".join(f"{name} {value}\n" for name, value in figures.items()))
 
 
-def _prompt(turn: Turn, fault: Fault | None) -> list[dict[str, Any] | None] | None:
+def _prompt(turn: EngineTurn, fault: Fault | None) -> list[dict[str, Any] | None] | None:
     ids = turn.asked.ids
     if turn.asked.prompt_logprobs_from is None:
         return None

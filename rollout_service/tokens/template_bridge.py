@@ -35,7 +35,7 @@ class Template:
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class _BridgedTurn:
     """What follows the prompt in a conversation's text."""
 
     said: str
@@ -74,7 +74,7 @@ def extend(
     return [*prompt, *completion, *delta] if completion[-1] == close else None
 
 
-def _proven(template: Template, history: list[Wire], new: list[Wire]) -> _Turn | None:
+def _proven(template: Template, history: list[Wire], new: list[Wire]) -> _BridgedTurn | None:
     """The last turn of the history as it stands before the new messages, if the promises above hold."""
     before = template.write(history[:-1], True)
     whole, other, alone = (
@@ -94,7 +94,7 @@ def _proven(template: Template, history: list[Wire], new: list[Wire]) -> _Turn |
     )
 
 
-def _turn(template: Template, before: str, text: str) -> _Turn | None:
+def _turn(template: Template, before: str, text: str) -> _BridgedTurn | None:
     """Cut a conversation's text; None when what came before the turn is not as it was, or the turn has no close."""
     if not text.startswith(before):
         return None
@@ -103,7 +103,7 @@ def _turn(template: Template, before: str, text: str) -> _Turn | None:
     if not found:
         return None
     index, close = min(found)
-    return _Turn(rest[:index], close, rest[index + len(close) :])
+    return _BridgedTurn(rest[:index], close, rest[index + len(close) :])
 
 
 def _parts(message: Wire) -> list[str]:

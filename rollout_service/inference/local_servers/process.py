@@ -39,7 +39,7 @@ class EngineStartError(ConfigurationError):
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class ServerCommand:
     """How to start a server."""
 
     command: list[str]
@@ -83,13 +83,13 @@ class ServerProcess(ABC):
         return await self._process.wait()
 
     @abstractmethod
-    def _launch(self, folder: Path) -> Launch:
+    def _server_command(self, folder: Path) -> ServerCommand:
         """What to start; `folder` is its working directory, and is deleted afterwards."""
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-engine-")))
-            launch = self._launch(folder)
+            launch = self._server_command(folder)
             process = await _start(launch, folder)
             stack.push_async_callback(_end, process)
             self._process, self._pid = process, process.pid
@@ -102,7 +102,9 @@ class ServerProcess(ABC):
     ) -> None:
         await self._stack.aclose()
 
-    async def _wait_until_healthy(self, process: anyio.abc.Process, launch: Launch, folder: Path) -> str:
+    async def _wait_until_healthy(
+        self, process: anyio.abc.Process, launch: ServerCommand, folder: Path
+    ) -> str:
         started = time.monotonic()
         async with aiohttp.ClientSession() as session:
             while (waited := time.monotonic() - started) < self.start_seconds:
@@ -138,7 +140,7 @@ def _tail(folder: Path) -> str:
         return stream.read().decode(errors="replace").strip()
 
 
-async def _start(launch: Launch, folder: Path) -> anyio.abc.Process:
+async def _start(launch: ServerCommand, folder: Path) -> anyio.abc.Process:
     with _log(folder).open("wb") as output:
         return await start_process(
             launch.command,

@@ -5,7 +5,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from rollout_service.inference.local_servers.process import EngineStartError, Launch, ServerProcess, free_port
+from rollout_service.inference.local_servers.process import (
+    EngineStartError,
+    ServerCommand,
+    ServerProcess,
+    free_port,
+)
 
 _ROOT = Path(__file__).parents[3]
 DEFAULT_ENVIRONMENT = _ROOT / ".venv-sglang"
@@ -46,7 +51,7 @@ class SGLangCpuServer(ServerProcess):
         self._routed_experts = routed_experts
         self._port = port or free_port()
 
-    def _launch(self, folder: Path) -> Launch:
+    def _server_command(self, folder: Path) -> ServerCommand:
         python = self._env_dir / "bin" / "python"
         if not python.exists():
             raise EngineStartError(f"SGLang is not installed in {self._env_dir}; run scripts/install-sglang")
@@ -62,7 +67,7 @@ class SGLangCpuServer(ServerProcess):
             *("--enable-metrics", "--sleep-on-idle"),  # idle, it would keep a processor busy
             *(["--enable-return-routed-experts"] if self._routed_experts else []),
         ]
-        return Launch(command, self._environment(folder), lambda: self._port)
+        return ServerCommand(command, self._environment(folder), lambda: self._port)
 
     def _environment(self, folder: Path) -> dict[str, str]:
         return {

@@ -5,7 +5,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from rollout_service.inference.local_servers.process import EngineStartError, Launch, ServerProcess, free_port
+from rollout_service.inference.local_servers.process import (
+    EngineStartError,
+    ServerCommand,
+    ServerProcess,
+    free_port,
+)
 
 _ROOT = Path(__file__).parents[3]
 DEFAULT_ENVIRONMENT = _ROOT / ".venv-vllm"
@@ -44,7 +49,7 @@ class VllmCpuServer(ServerProcess):
         self._threads = threads
         self._port = port or free_port()
 
-    def _launch(self, folder: Path) -> Launch:
+    def _server_command(self, folder: Path) -> ServerCommand:
         python = self._env_dir / "bin" / "python"
         if not python.exists():
             raise EngineStartError(f"vLLM is not installed in {self._env_dir}; run scripts/install-vllm")
@@ -59,7 +64,7 @@ class VllmCpuServer(ServerProcess):
             *("--block-size", str(CACHE_BLOCK), "--logprobs-mode", "processed_logprobs"),
             *("--enable-scale-out", "--enable-prompt-tokens-details"),
         ]
-        return Launch(command, self._environment(folder), lambda: self._port)
+        return ServerCommand(command, self._environment(folder), lambda: self._port)
 
     def _environment(self, folder: Path) -> dict[str, str]:
         return {

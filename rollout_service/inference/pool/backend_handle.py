@@ -86,7 +86,7 @@ class BackendHandle:
                 self._ended = None
         raise BackendUnreachable(self._why_dropped, backend_id=self.id)
 
-    def failed(self, error: BaseException) -> None:
+    def record_failure(self, error: BaseException) -> None:
         """Count a failed call or probe."""
         self.failures += 1
         self.bad_in_a_row += 1
@@ -108,7 +108,7 @@ class BackendHandle:
             if since <= latest:
                 scope.cancel()
 
-    async def idle(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Wait until no call is open."""
         while self.in_flight:
             self._ended = self._ended or anyio.Event()
@@ -120,7 +120,7 @@ class BackendHandle:
         self.take_out()
         with anyio.CancelScope(shield=True):
             with anyio.move_on_after(_CLOSE_SECONDS):
-                await self.idle()
+                await self.wait_until_idle()
             await self.backend.close()
 
     def bring_back(self, info: ModelInfo) -> None:

@@ -154,7 +154,7 @@ class Dispatcher:
                         f"pool {name!r} has no backends",
                         hint=f'Register one: POST /v1/backends {{"url": "http://host:30000", "pool": "{name}"}}',
                     )
-                await self._registry.changed()
+                await self._registry.wait_for_change()
             return ready
         if self._registry.paused is not None:
             raise PoolPaused(

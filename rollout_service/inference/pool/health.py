@@ -35,7 +35,7 @@ class HealthChecks:
 
     async def suspect(self, handle: BackendHandle, error: InferenceError) -> None:
         """Decide whether a failed request means a failed backend: ask it, or count."""
-        handle.failed(error)
+        handle.record_failure(error)
         if handle.bad_in_a_row >= self._options.unhealthy_after:
             self._registry.take_out(handle)
         elif isinstance(error, BackendUnreachable) and not handle.being_checked:
@@ -49,7 +49,7 @@ class HealthChecks:
     async def _probe(self, handle: BackendHandle) -> None:
         error = await self._probe_error(handle)
         if error is not None:
-            handle.failed(error)
+            handle.record_failure(error)
             if handle.bad_in_a_row >= self._options.unhealthy_after:
                 self._registry.take_out(handle)
             return
@@ -74,7 +74,7 @@ class HealthChecks:
                 info = await handle.backend.model_info()
                 version = await self._controller.synchronise(handle.backend, info.weight_version)
             except InferenceError as error:
-                handle.failed(error)
+                handle.record_failure(error)
                 return
             if handle.state is BackendState.FAILED:
                 handle.bring_back(replace(info, weight_version=version, extras=handle.info.extras))

@@ -125,7 +125,7 @@ class BackendRegistry:
         self._changed = anyio.Event()
         self._on_change()
 
-    async def changed(self) -> None:
+    async def wait_for_change(self) -> None:
         """Wait for the next change of a handle or of the pause."""
         self.held += 1
         try:

@@ -13,15 +13,15 @@ from rollout_service.inference.engines.embedded.weights import Array
 
 
 @dataclass(slots=True, eq=False)
-class _Node:
+class _RadixNode:
     """An edge of the tree and what lies below it. KV: `[layers, kv_heads, len(ids), head_dim]`."""
 
     ids: tuple[int, ...]
     keys: Array
     values: Array
-    parent: "_Node | None"
+    parent: "_RadixNode | None"
     used: int = 0
-    children: dict[int, "_Node"] = field(default_factory=dict)
+    children: dict[int, "_RadixNode"] = field(default_factory=dict)
 
 
 class PrefixCache:
@@ -32,7 +32,7 @@ class PrefixCache:
         self.tokens = 0
         self._uses = 0
         nothing = np.zeros((0, 0, 0, 0), np.float32)
-        self._root = _Node((), nothing, nothing, None)
+        self._root = _RadixNode((), nothing, nothing, None)
 
     def match(self, ids: Sequence[int]) -> tuple[int, list[tuple[Array, Array]]]:
         """The longest stored prefix of `ids`: its length, and its KV in pieces that follow each other."""
@@ -72,7 +72,7 @@ class PrefixCache:
                 break
         if start <= length < len(ids):
             rest = slice(length - start, len(ids) - start)
-            leaf = _Node(tuple(ids[length:]), keys[:, :, rest], values[:, :, rest], node, self._uses)
+            leaf = _RadixNode(tuple(ids[length:]), keys[:, :, rest], values[:, :, rest], node, self._uses)
             node.children[leaf.ids[0]] = leaf
             self.tokens += len(leaf.ids)
             self._evict()
@@ -87,9 +87,9 @@ class PrefixCache:
         self._root.children.clear()
         self.tokens = 0
 
-    def _split(self, node: _Node, at: int) -> _Node:
+    def _split(self, node: _RadixNode, at: int) -> _RadixNode:
         """Cut an edge in two; gives the upper part."""
-        upper = _Node(
+        upper = _RadixNode(
             node.ids[:at], node.keys[:, :, :at].copy(), node.values[:, :, :at].copy(), node.parent, node.used
         )
         if node.parent is not None:
@@ -107,12 +107,12 @@ class PrefixCache:
                 if self.tokens <= self.budget:
                     break
 
-    def _drop(self, leaf: _Node) -> None:
+    def _drop(self, leaf: _RadixNode) -> None:
         if leaf.parent is not None:
             del leaf.parent.children[leaf.ids[0]]
         self.tokens -= len(leaf.ids)
 
-    def _leaves(self) -> Iterator[_Node]:
+    def _leaves(self) -> Iterator[_RadixNode]:
         pending = [self._root]
         while pending:
             node = pending.pop()

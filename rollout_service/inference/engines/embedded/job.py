@@ -11,7 +11,7 @@ _ID_BITS = 32
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Job:
+class EngineJob:
     """A request. Written by the engine's thread alone; others may read it once `notify` was called."""
 
     rid: str

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from rollout_service.inference.local_servers.process import Launch, ServerProcess
+from rollout_service.inference.local_servers.process import ServerCommand, ServerProcess
 
 
 class EmbeddedEngine(ServerProcess):
@@ -38,7 +38,7 @@ class EmbeddedEngine(ServerProcess):
             "--exit-with-parent",
         ]
 
-    def _launch(self, folder: Path) -> Launch:
+    def _server_command(self, folder: Path) -> ServerCommand:
         port_file = folder / "port"
 
         def read_port() -> int | None:
@@ -46,4 +46,4 @@ class EmbeddedEngine(ServerProcess):
 
         module = "rollout_service.inference.engines.embedded"
         command = [sys.executable, "-m", module, *self._arguments, "--port-file", str(port_file)]
-        return Launch(command, os.environ, read_port)
+        return ServerCommand(command, os.environ, read_port)

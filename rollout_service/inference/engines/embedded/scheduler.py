@@ -21,7 +21,7 @@ import numpy as np
 
 from api_schemas.inference import PauseMode
 from rollout_service.inference.engines.embedded.cache import PrefixCache
-from rollout_service.inference.engines.embedded.job import Job
+from rollout_service.inference.engines.embedded.job import EngineJob
 from rollout_service.inference.engines.embedded.model import KVStore, Qwen3
 from rollout_service.inference.engines.embedded.sampler import sample
 from rollout_service.inference.engines.embedded.weights import ModelError
@@ -72,7 +72,7 @@ class EngineBusyError(Exception):
     """The order cannot be carried out while requests hold KV."""
 
 
-class Engine:
+class EngineCore:
     """Runs requests on a thread of its own, from `start` to `stop`.
 
     Args:
@@ -102,9 +102,9 @@ class Engine:
         self._store = KVStore(self._model.config, self.options.max_running + 1)
         self._cache = PrefixCache(self.options.kv_tokens)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._waiting: deque[Job] = deque()
-        self._running: list[Job] = []
-        self._filling: Job | None = None
+        self._waiting: deque[EngineJob] = deque()
+        self._running: list[EngineJob] = []
+        self._filling: EngineJob | None = None
         self._filled = 0
         self._updates: deque[_Update] = deque()
         self._stopping = False
@@ -141,7 +141,7 @@ class Engine:
         self._order(self._stop)
         self._thread.join()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: EngineJob) -> None:
         """Run `job`, which fits the context."""
         self._commands.put(lambda: self._waiting.append(job))
 
@@ -262,7 +262,7 @@ class Engine:
             update.done.set_result(None)
 
     def _abort(self, rid_prefix: str | None) -> None:
-        def is_meant(job: Job) -> bool:
+        def is_meant(job: EngineJob) -> bool:
             return rid_prefix is None or job.rid.startswith(rid_prefix)
 
         reason = {"type": "abort", "message": _ABORTED}
@@ -293,7 +293,7 @@ class Engine:
         self.stats.reserved_tokens = sum(job.largest_length for job in admitted)
         self._cache.resize(self.options.kv_tokens - self.stats.reserved_tokens)
 
-    def _admit(self) -> Job | None:
+    def _admit(self) -> EngineJob | None:
         """The next waiting request, if there is room for it."""
         if not self._waiting or self._updates or len(self._running) >= self.options.max_running:
             return None
@@ -341,7 +341,7 @@ class Engine:
         self._take_tokens(list(self._running), self._model.forward(ids, positions, self._store, 0))
 
     def _take_tokens(
-        self, jobs: list[Job], logits: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+        self, jobs: list[EngineJob], logits: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
     ) -> None:
         tokens, logprobs = sample(logits, [job.sampler for job in jobs], [job.length for job in jobs])
         self.stats.generated_tokens += len(jobs)
@@ -355,7 +355,7 @@ class Engine:
             elif job.streams:
                 job.notify()
 
-    def _finish_reason(self, job: Job) -> dict[str, object] | None:
+    def _finish_reason(self, job: EngineJob) -> dict[str, object] | None:
         token = job.output[-1]
         if token in job.stop_ids:
             return {"type": "stop", "matched": token}
@@ -369,7 +369,7 @@ class Engine:
             return {"type": "length", "length": len(job.output)}
         return None
 
-    def _leave(self, job: Job) -> None:
+    def _leave(self, job: EngineJob) -> None:
         """Take a job out of the batch, keep its KV in the cache, and close the gap."""
         slot = self._running.index(job)
         self._remember(job, job.length - 1, slot)  # the last token was never run
@@ -378,7 +378,7 @@ class Engine:
             self._running[slot] = last
             self._store.move(len(self._running), slot, last.length)
 
-    def _remember(self, job: Job, length: int, slot: int | None = None) -> None:
+    def _remember(self, job: EngineJob, length: int, slot: int | None = None) -> None:
         slot = len(self._running) - 1 if slot is None else slot
         keys, values = self._store.read(slot, job.stored_tokens, length)
         self._cache.insert(job.cache_ids[:length], keys, values, start=job.stored_tokens)

@@ -29,9 +29,9 @@ from rollout_service.inference.engines.embedded.bodies import (
     UpdateBody,
     VersionBody,
 )
-from rollout_service.inference.engines.embedded.job import Job
+from rollout_service.inference.engines.embedded.job import EngineJob
 from rollout_service.inference.engines.embedded.sampler import SamplerSettings
-from rollout_service.inference.engines.embedded.scheduler import Engine, EngineBusyError, EngineOptions
+from rollout_service.inference.engines.embedded.scheduler import EngineBusyError, EngineCore, EngineOptions
 from rollout_service.inference.engines.embedded.weights import ModelError
 
 FLUSH_CACHE = "/flush_cache"
@@ -46,10 +46,10 @@ class BadRequestError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServerState:
     """What the routes work with."""
 
-    engine: Engine
+    engine: EngineCore
     tokenizer: Tokenizer | None
 
     def text(self, ids: list[int], *, skip_special_tokens: bool) -> str:
@@ -67,7 +67,7 @@ def create_app(
     """
     tokenizer = _read_tokenizer(Path(model_path))
     served_text = partial(_text, tokenizer, skip_special_tokens=False) if tokenizer else None
-    engine = Engine(model_path, options, decode=served_text, weight_version=weight_version)
+    engine = EngineCore(model_path, options, decode=served_text, weight_version=weight_version)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -78,7 +78,7 @@ def create_app(
             await anyio.to_thread.run_sync(engine.stop)
 
     app = FastAPI(title="Embedded engine", lifespan=lifespan)
-    app.state.served = Served(engine, tokenizer)
+    app.state.server_state = ServerState(engine, tokenizer)
     app.include_router(router)
     app.add_exception_handler(RequestValidationError, _refuse_body)
     app.add_exception_handler(BadRequestError, _refuse)
@@ -87,16 +87,16 @@ def create_app(
     return app
 
 
-async def _served(request: Request) -> Served:  # a coroutine, or it would run on another thread
-    served: Served = request.app.state.served
-    return served
+async def _server_state(request: Request) -> ServerState:  # a coroutine, or it would run on another thread
+    state: ServerState = request.app.state.server_state
+    return state
 
 
 def _json(content: object, status: int = 200) -> Response:
     return Response(orjson.dumps(content), status, media_type="application/json")
 
 
-Context = Annotated[Served, Depends(_served)]
+Context = Annotated[ServerState, Depends(_server_state)]
 router = APIRouter()
 
 
@@ -104,46 +104,46 @@ router = APIRouter()
 
 
 @router.post("/generate")
-async def generate(body: GenerateBody, request: Request, served: Context) -> Response:
+async def generate(body: GenerateBody, request: Request, state: Context) -> Response:
     """Sample a continuation."""
     changed = anyio.Event()
     loop = asyncio.get_running_loop()
-    job = _make_job(body, served.engine, lambda: loop.call_soon_threadsafe(changed.set))
-    if job.stop_texts and served.tokenizer is None:
+    job = _make_job(body, state.engine, lambda: loop.call_soon_threadsafe(changed.set))
+    if job.stop_texts and state.tokenizer is None:
         raise BadRequestError("stop texts need a tokenizer.json beside the model; use stop_token_ids")
     if body.stream:
-        return StreamingResponse(_stream(body, served), media_type="text/event-stream")
-    served.engine.submit(job)
+        return StreamingResponse(_stream(body, state), media_type="text/event-stream")
+    state.engine.submit(job)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(_abort_on_disconnect, request, job, served.engine)
+        tasks.start_soon(_abort_on_disconnect, request, job, state.engine)
         await changed.wait()
         tasks.cancel_scope.cancel()
-    return _json(_answer(job, body, served))
+    return _json(_answer(job, body, state))
 
 
-async def _abort_on_disconnect(request: Request, job: Job, engine: Engine) -> None:
+async def _abort_on_disconnect(request: Request, job: EngineJob, engine: EngineCore) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     engine.abort(job.rid)
 
 
-async def _stream(body: GenerateBody, served: Served) -> AsyncIterator[bytes]:
+async def _stream(body: GenerateBody, state: ServerState) -> AsyncIterator[bytes]:
     """Events with everything sampled so far, as SGLang sends them."""
     changed = asyncio.Event()
     loop = asyncio.get_running_loop()
-    job = _make_job(body, served.engine, lambda: loop.call_soon_threadsafe(changed.set))
-    served.engine.submit(job)
+    job = _make_job(body, state.engine, lambda: loop.call_soon_threadsafe(changed.set))
+    state.engine.submit(job)
     try:
         while job.finish is None:
             await changed.wait()
             changed.clear()
-            yield b"data: " + orjson.dumps(_answer(job, body, served)) + b"\n\n"
+            yield b"data: " + orjson.dumps(_answer(job, body, state)) + b"\n\n"
         yield b"data: [DONE]\n\n"
     finally:
-        served.engine.abort(job.rid)
+        state.engine.abort(job.rid)
 
 
-def _make_job(body: GenerateBody, engine: Engine, notify: Callable[[], object]) -> Job:
+def _make_job(body: GenerateBody, engine: EngineCore, notify: Callable[[], object]) -> EngineJob:
     params = body.sampling_params
     _check_ids(body.input_ids, engine.vocab_size)
     _check_length(len(body.input_ids), params.max_new_tokens, engine.context_length)
@@ -151,7 +151,7 @@ def _make_job(body: GenerateBody, engine: Engine, notify: Callable[[], object]) 
         raise BadRequestError("top_k must be -1 (disable) or at least 1, got 0.")
     stop_ids = set(params.stop_token_ids or ())
     seed = params.sampling_seed
-    return Job(
+    return EngineJob(
         rid=body.rid or uuid.uuid4().hex,
         prompt=body.input_ids,
         sampler=SamplerSettings(
@@ -188,14 +188,14 @@ def _check_length(prompt: int, budget: int, context: int) -> None:
         )
 
 
-def _answer(job: Job, body: GenerateBody, served: Served) -> dict[str, Any]:
+def _answer(job: EngineJob, body: GenerateBody, state: ServerState) -> dict[str, Any]:
     # A stream reads while the engine writes: the logprobs are written last, so they say what is complete.
-    meta = job.meta_info(served.engine.weight_version)
+    meta = job.meta_info(state.engine.weight_version)
     count = meta["output_token_logprobs_length"]
     if not body.return_logprob:
         del meta["output_token_logprobs"], meta["output_token_logprobs_length"]
     output = job.output[:count]
-    text = served.text(output, skip_special_tokens=body.sampling_params.skip_special_tokens)
+    text = state.text(output, skip_special_tokens=body.sampling_params.skip_special_tokens)
     return {"text": text, "output_ids": output, "meta_info": meta}
 
 
@@ -203,38 +203,38 @@ def _answer(job: Job, body: GenerateBody, served: Served) -> dict[str, Any]:
 
 
 @router.post("/abort_request")
-async def abort_request(body: AbortBody, served: Context) -> Response:
+async def abort_request(body: AbortBody, state: Context) -> Response:
     """End requests by the beginning of their id, or all."""
     if body.rid or body.abort_all:
-        await _carried_out(served.engine.abort(None if body.abort_all else body.rid))
+        await _carried_out(state.engine.abort(None if body.abort_all else body.rid))
     return Response()
 
 
 @router.post("/pause_generation")
-async def pause_generation(body: PauseBody, served: Context) -> Response:
+async def pause_generation(body: PauseBody, state: Context) -> Response:
     """Stop sampling."""
-    await _carried_out(served.engine.pause(body.mode))
+    await _carried_out(state.engine.pause(body.mode))
     return _json({"message": "Generation paused successfully.", "status": "ok"})
 
 
 @router.post("/continue_generation")
-async def continue_generation(served: Context) -> Response:
+async def continue_generation(state: Context) -> Response:
     """Sample again."""
-    await _carried_out(served.engine.resume())
+    await _carried_out(state.engine.resume())
     return _json({"message": "Generation continued successfully.", "status": "ok"})
 
 
 @router.api_route(FLUSH_CACHE, methods=["GET", "POST"])
-async def flush_cache(served: Context) -> Response:
+async def flush_cache(state: Context) -> Response:
     """Empty the prefix cache."""
-    await _carried_out(served.engine.flush_cache())
+    await _carried_out(state.engine.flush_cache())
     return Response("Cache flushed.\n")
 
 
 @router.post("/update_weights_from_disk")
-async def update_weights_from_disk(body: UpdateBody, served: Context) -> Response:
+async def update_weights_from_disk(body: UpdateBody, state: Context) -> Response:
     """Load other weights of the same shape."""
-    engine = served.engine
+    engine = state.engine
     if body.abort_all_requests:
         await _carried_out(engine.abort(None))
     done = await anyio.to_thread.run_sync(
@@ -246,11 +246,11 @@ async def update_weights_from_disk(body: UpdateBody, served: Context) -> Respons
 
 
 @router.post("/update_weight_version")
-async def update_weight_version(body: VersionBody, served: Context) -> Response:
+async def update_weight_version(body: VersionBody, state: Context) -> Response:
     """Give the present weights another version."""
     if body.abort_all_requests:
-        await _carried_out(served.engine.abort(None))
-    await _carried_out(served.engine.set_version(body.new_version))
+        await _carried_out(state.engine.abort(None))
+    await _carried_out(state.engine.set_version(body.new_version))
     message = f"Weight version updated to {body.new_version}"
     return _json({"success": True, "message": message, "new_version": body.new_version})
 
@@ -264,22 +264,22 @@ def _carried_out(order: "asyncio.Future[None] | Any") -> Awaitable[None]:
 
 @router.get("/health")
 @router.get("/health_generate")
-async def health(served: Context) -> Response:
+async def health(state: Context) -> Response:
     """Whether the engine's thread runs."""
-    return Response(status_code=200 if served.engine.is_alive else _UNAVAILABLE)
+    return Response(status_code=200 if state.engine.is_alive else _UNAVAILABLE)
 
 
 @router.get("/ready")
-async def ready(served: Context) -> Response:
+async def ready(state: Context) -> Response:
     """Whether a request would be served now."""
-    is_ready = served.engine.is_alive and not served.engine.paused
+    is_ready = state.engine.is_alive and not state.engine.paused
     return Response(status_code=200 if is_ready else _UNAVAILABLE)
 
 
 @router.get("/model_info")
-async def model_info(served: Context) -> Response:
+async def model_info(state: Context) -> Response:
     """The model and its weight version."""
-    engine = served.engine
+    engine = state.engine
     return _json(
         {
             "model_path": engine.model_path,
@@ -295,17 +295,17 @@ async def model_info(served: Context) -> Response:
 
 
 @router.get("/v1/models")
-async def models(served: Context) -> Response:
+async def models(state: Context) -> Response:
     """The model and its context, in OpenAI's form."""
-    engine = served.engine
+    engine = state.engine
     model = {"id": engine.model_path, "object": "model", "max_model_len": engine.context_length}
     return _json({"object": "list", "data": [model]})
 
 
 @router.get("/server_info")
-async def server_info(served: Context) -> Response:
+async def server_info(state: Context) -> Response:
     """The limits and counters."""
-    engine = served.engine
+    engine = state.engine
     stats = engine.stats
     return _json(
         {
@@ -322,17 +322,17 @@ async def server_info(served: Context) -> Response:
 
 
 @router.get("/v1/loads")
-async def loads(served: Context) -> Response:
+async def loads(state: Context) -> Response:
     """How busy the engine is."""
-    stats = served.engine.stats
+    stats = state.engine.stats
     throughput = stats.generated_tokens / stats.busy_seconds if stats.busy_seconds else 0.0
     load = {
         "dp_rank": 0,
         "num_running_reqs": stats.running,
         "num_waiting_reqs": stats.waiting,
         "num_used_tokens": stats.reserved_tokens,
-        "max_total_num_tokens": served.engine.options.kv_tokens,
-        "token_usage": stats.reserved_tokens / served.engine.options.kv_tokens,
+        "max_total_num_tokens": state.engine.options.kv_tokens,
+        "token_usage": stats.reserved_tokens / state.engine.options.kv_tokens,
         "gen_throughput": throughput,
         "cache_hit_rate": stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,
     }

@@ -146,7 +146,7 @@ class VllmBackend(HttpBackend):
         if not self._open_calls and load.signature == self._last_load:
             self._idle_load = load.signature
         self._last_load = load.signature
-        return load.idle() if load.signature == self._idle_load else load.load
+        return load.as_idle() if load.signature == self._idle_load else load.load
 
     # ---- generation
 

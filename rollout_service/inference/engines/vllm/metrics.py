@@ -19,7 +19,7 @@ _NAMES = (_RUNNING, _WAITING, _USAGE, _CAPACITY, _SAMPLED, _READ)
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
+class ReportedLoad:
     """What a server reported."""
 
     load: BackendLoad
@@ -29,12 +29,12 @@ class Reported:
         """Changes with everything that the server does."""
         return self.load.signature
 
-    def idle(self) -> BackendLoad:
+    def as_idle(self) -> BackendLoad:
         """The same of a server that has nothing to do."""
         return replace(self.load, running=0, waiting=0)
 
 
-def parse_load(text: str) -> Reported:
+def parse_load(text: str) -> ReportedLoad:
     """The load in the Prometheus text, summed over the engines behind one server.
 
     Raises:
@@ -45,7 +45,7 @@ def parse_load(text: str) -> Reported:
     usage = max((sample.value for sample in samples if sample.name == _USAGE), default=0.0)
     running, waiting = _total(samples, _RUNNING), _total(samples, _WAITING)
     done = (_total(samples, _SAMPLED), _total(samples, _READ))
-    return Reported(
+    return ReportedLoad(
         BackendLoad(
             running=running,
             waiting=waiting,

@@ -35,10 +35,10 @@ from rollout_service.inference.pool.weights.outcomes import OUT_OF_SERVICE
 from rollout_service.inference.pool.weights.process_groups import (
     ProcessGroups,
     assign_ranks,
-    can_join,
+    require_process_groups,
     wait_for_master,
 )
-from rollout_service.inference.pool.weights.state import PoolWeights, WeightSet, kv_after
+from rollout_service.inference.pool.weights.state import PoolWeights, WeightSet, kv_handling
 
 
 class PoolController:
@@ -75,7 +75,7 @@ class PoolController:
     async def synchronise(self, backend: Backend, version: int) -> int:
         """Bring a backend to the pool's weights and pause; gives its weight version. Hold `lock`."""
         self._groups.forget(backend.id)
-        version = await self._weights.give(backend, version)
+        version = await self._weights.bring_up_to_date(backend, version)
         if self._registry.paused is not None:
             mode = self._registry.paused
             await backend.pause(PauseMode.ABORT if mode is PauseMode.DRAIN else mode)
@@ -100,13 +100,13 @@ class PoolController:
 
     async def _update(self, request: WeightsRequest) -> PoolOutcome:
         handles = self._addressed()
-        weights = self._weights.judge(request, [handle.info.weight_version for handle in handles])
+        weights = self._weights.plan_update(request, [handle.info.weight_version for handle in handles])
         if weights is None:
             return self._outcome(FanOut(handles), changed=False, version=request.version)
         if isinstance(weights.source, DistributedWeights):
             self._groups.check(weights.source.group_name, [handle.id for handle in handles])
         was_paused = self._registry.paused
-        kv = kv_after(was_paused or request.mode)
+        kv = kv_handling(was_paused or request.mode)
         fan_out, started = FanOut(handles), time.perf_counter()
         try:
             if was_paused is None:
@@ -154,13 +154,13 @@ class PoolController:
         """Note who has the weights and who has nobody knows what; gives whether anybody has them."""
         has_changed = any(record.error is None for record in fan_out.records.values())
         if has_changed:
-            self._weights.became(weights, kv)
+            self._weights.adopt(weights, kv)
         for handle, record in fan_out.records.items():
             if record.error is None:
                 handle.info = replace(handle.info, weight_version=weights.version)
-                self._weights.are_known(handle.id)
+                self._weights.mark_known(handle.id)
             elif "load" in record.steps and _may_have_begun(weights, record.error):
-                self._weights.are_unknown(handle.id)
+                self._weights.mark_unknown(handle.id)
                 record.is_known = False
         return has_changed
 
@@ -197,7 +197,8 @@ class PoolController:
                 await fan_out.step(
                     "join",
                     lambda it: _within(
-                        group.timeout_seconds, can_join(it.backend).join_group(group, ranks.first[it])
+                        group.timeout_seconds,
+                        require_process_groups(it.backend).join_group(group, ranks.first[it]),
                     ),
                 )
                 if any(record.error for record in fan_out.records.values()):
@@ -223,7 +224,7 @@ class PoolController:
     async def _leave(self, name: str, handles: list[BackendHandle]) -> FanOut:
         self._groups.remove(name)
         fan_out = FanOut(handles)
-        await fan_out.step("leave", lambda handle: can_join(handle.backend).leave_group(name))
+        await fan_out.step("leave", lambda handle: require_process_groups(handle.backend).leave_group(name))
         return fan_out
 
     # ---- all commands
@@ -280,7 +281,7 @@ async def _quiet(handle: BackendHandle, mode: PauseMode, drain_seconds: float) -
     """Stop a backend; the pool holds new requests already."""
     if mode is PauseMode.DRAIN:
         with anyio.move_on_after(drain_seconds):
-            await handle.idle()
+            await handle.wait_until_idle()
         mode = PauseMode.ABORT
     await handle.backend.pause(mode)
 

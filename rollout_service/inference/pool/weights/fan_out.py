@@ -56,7 +56,7 @@ class FanOut:
             await command(handle)
         except InferenceError as caught:
             record.error = record.error or caught
-            handle.failed(caught)
+            handle.record_failure(caught)
         record.steps[name] = time.perf_counter() - started
 
     def outcomes(self) -> list[BackendOutcome]:

@@ -19,12 +19,12 @@ OUT_OF_SERVICE = "out_of_service"
 """The code of a backend that an order did not wait for, because it was out of service before."""
 
 
-def failures(outcome: PoolOutcome) -> list[BackendOutcome]:
+def failed_backends(outcome: PoolOutcome) -> list[BackendOutcome]:
     """Return the backends that failed the order, without those that were out of service before."""
     return [each for each in outcome.outcomes if not each.ok and each.code != OUT_OF_SERVICE]
 
 
-def judge_weights(outcome: PoolOutcome, version: int) -> PoolOutcome:
+def check_weights_outcome(outcome: PoolOutcome, version: int) -> PoolOutcome:
     """Return the outcome of an update that every backend in service took.
 
     Raises:
@@ -32,7 +32,7 @@ def judge_weights(outcome: PoolOutcome, version: int) -> PoolOutcome:
         WeightsNotLoaded: none has them, and some could not be reached or may have anything.
         WeightsPartlyLoaded: some have them; the others are out of service.
     """
-    failed = failures(outcome)
+    failed = failed_backends(outcome)
     if not failed:
         return outcome
     context = _context(outcome)
@@ -57,9 +57,9 @@ def judge_weights(outcome: PoolOutcome, version: int) -> PoolOutcome:
     )
 
 
-def judge(outcome: PoolOutcome, order: str) -> PoolOutcome:
+def check_outcome(outcome: PoolOutcome, order: str) -> PoolOutcome:
     """Return the outcome of another order; raise OrderFailed unless every backend in service carried it out."""
-    if failed := failures(outcome):
+    if failed := failed_backends(outcome):
         raise OrderFailed(
             f"pool {outcome.pool!r} could not {order} everywhere: {_named(failed)}",
             hint="GET /v1/backends shows which backends are in service; see the engines' logs.",

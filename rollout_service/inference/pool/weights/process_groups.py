@@ -22,7 +22,7 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4
 
 
 @runtime_checkable
-class JoinsGroups(Protocol):
+class SupportsProcessGroups(Protocol):
     """A backend that can take weights from a process group; each method raises what those of `Backend` do."""
 
     async def ranks(self) -> int:
@@ -40,13 +40,13 @@ class JoinsGroups(Protocol):
         """Take part in the broadcast of these tensors and load them as `version`."""
 
 
-def can_join(backend: Backend) -> JoinsGroups:
+def require_process_groups(backend: Backend) -> SupportsProcessGroups:
     """The backend, if it takes weights from a process group.
 
     Raises:
         BackendRejected: it does not.
     """
-    if not isinstance(backend, JoinsGroups):
+    if not isinstance(backend, SupportsProcessGroups):
         raise BackendRejected(
             "takes no weights from a process group",
             hint='Load them from a folder: {"source": {"type": "disk", "path": ...}}',
@@ -97,7 +97,7 @@ class ProcessGroups:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class RankAssignment:
     """Which ranks each backend has."""
 
     first: dict[BackendHandle, int]
@@ -108,14 +108,14 @@ class Ranks:
         return list(range(self.first[handle], self.first[handle] + self.count[handle]))
 
 
-async def assign_ranks(handles: Sequence[BackendHandle], group: WeightsGroupRequest) -> Ranks:
+async def assign_ranks(handles: Sequence[BackendHandle], group: WeightsGroupRequest) -> RankAssignment:
     """Give every backend its ranks, in order.
 
     Raises:
         BackendRejected: one of them takes no weights from a process group.
         WeightsConflict: the ranks are more or fewer than `world_size`.
     """
-    counts = [await can_join(handle.backend).ranks() for handle in handles]
+    counts = [await require_process_groups(handle.backend).ranks() for handle in handles]
     *firsts, size = accumulate(counts, initial=group.rank_offset)
     if size != group.world_size:
         raise WeightsConflict(
@@ -123,7 +123,7 @@ async def assign_ranks(handles: Sequence[BackendHandle], group: WeightsGroupRequ
             f"backends are {size}",
             hint=f"Make it a world of {size}, for the trainer too",
         )
-    return Ranks(dict(zip(handles, firsts, strict=True)), dict(zip(handles, counts, strict=True)))
+    return RankAssignment(dict(zip(handles, firsts, strict=True)), dict(zip(handles, counts, strict=True)))
 
 
 async def wait_for_master(group: WeightsGroupRequest) -> None:

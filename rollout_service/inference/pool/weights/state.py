@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from api_schemas.inference import DiskWeights, DistributedWeights, KvHandling, PauseMode, WeightsRequest
 from rollout_service.inference.contract import Backend
 from rollout_service.inference.errors import BackendRejected, WeightsConflict
-from rollout_service.inference.pool.weights.process_groups import can_join
+from rollout_service.inference.pool.weights.process_groups import require_process_groups
 
 Source = DiskWeights | DistributedWeights
 
@@ -28,7 +28,9 @@ class WeightSet:
         if isinstance(self.source, DiskWeights):
             await backend.update_weights(self.source.path, self.version, flush_cache=flush_cache)
         else:
-            await can_join(backend).receive_weights(self.source, self.version, flush_cache=flush_cache)
+            await require_process_groups(backend).receive_weights(
+                self.source, self.version, flush_cache=flush_cache
+            )
 
 
 class PoolWeights:
@@ -39,7 +41,7 @@ class PoolWeights:
         self._unknown: set[str] = set()
         self._kept: frozenset[int] = frozenset()
 
-    def became(self, weights: WeightSet, kv: KvHandling) -> None:
+    def adopt(self, weights: WeightSet, kv: KvHandling) -> None:
         """These are the pool's weights from now on."""
         self.present = weights
         self._kept -= {weights.version}
@@ -50,11 +52,11 @@ class PoolWeights:
         """Those of the versions that were loaded while KV of older weights stayed in use."""
         return self._kept & versions
 
-    def are_unknown(self, backend_id: str) -> None:
+    def mark_unknown(self, backend_id: str) -> None:
         """Loading has failed in a way that may have left anything in the backend."""
         self._unknown.add(backend_id)
 
-    def are_known(self, backend_id: str) -> None:
+    def mark_known(self, backend_id: str) -> None:
         """The backend has what it says."""
         self._unknown.discard(backend_id)
 
@@ -62,7 +64,7 @@ class PoolWeights:
         """Whether nobody knows what the backend has."""
         return backend_id in self._unknown
 
-    def judge(self, request: WeightsRequest, versions: Iterable[int]) -> WeightSet | None:
+    def plan_update(self, request: WeightsRequest, versions: Iterable[int]) -> WeightSet | None:
         """What to load, or None if it is there already; `versions` are those of the backends.
 
         Raises:
@@ -89,7 +91,7 @@ class PoolWeights:
         self.present = wanted
         return None
 
-    async def give(self, backend: Backend, version: int) -> int:
+    async def bring_up_to_date(self, backend: Backend, version: int) -> int:
         """Let a backend that says that it has `version` have the pool's weights; gives the version then.
 
         Raises:
@@ -105,7 +107,7 @@ class PoolWeights:
                 backend_id=backend.id,
             )
         await self.present.load(backend, KvHandling.FLUSHED)
-        self.are_known(backend.id)
+        self.mark_known(backend.id)
         return self.present.version
 
     def _refuse_unknown(self, backend: Backend) -> None:
@@ -117,7 +119,7 @@ class PoolWeights:
             )
 
 
-def kv_after(mode: PauseMode) -> KvHandling:
+def kv_handling(mode: PauseMode) -> KvHandling:
     """What becomes of the KV of older weights when requests were paused by `mode`."""
     return KvHandling.KEPT if mode is PauseMode.IN_PLACE else KvHandling.FLUSHED
 

@@ -7,9 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from api_schemas.inference import PauseMode
-from rollout_service.inference.engines.embedded.job import Job
+from rollout_service.inference.engines.embedded.job import EngineJob
 from rollout_service.inference.engines.embedded.sampler import SamplerSettings
-from rollout_service.inference.engines.embedded.scheduler import Engine, EngineBusyError, EngineOptions
+from rollout_service.inference.engines.embedded.scheduler import EngineBusyError, EngineCore, EngineOptions
 from rollout_service.inference.engines.embedded.weights import ModelError
 from rollout_service.testing import Shape, write_random_checkpoint
 
@@ -28,7 +28,7 @@ def make_engine(folder):
     engines = []
 
     def make(**options):
-        engine = Engine(str(folder), EngineOptions(**options))
+        engine = EngineCore(str(folder), EngineOptions(**options))
         engine.start()
         engines.append(engine)
         return engine
@@ -44,7 +44,7 @@ class Asked:
 
     def __init__(self, engine, prompt, *, rid="r", budget=10, seed=1, stop_ids=frozenset()):
         self._changed = threading.Semaphore(0)
-        self.job = Job(
+        self.job = EngineJob(
             rid=rid,
             prompt=list(prompt),
             sampler=SamplerSettings(seed=seed),
@@ -219,7 +219,7 @@ def test_weights_of_another_shape_are_refused_and_the_engine_goes_on(make_engine
 
 
 def test_stopping_ends_every_request(folder):
-    engine = Engine(str(folder))
+    engine = EngineCore(str(folder))
     engine.start()
     asked = [Asked(engine, [1, 2], rid=str(i), budget=400) for i in range(3)]
     asked[0].wait_for(1)

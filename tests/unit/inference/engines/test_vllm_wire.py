@@ -179,7 +179,7 @@ def test_the_load_is_summed_over_the_engines_behind_one_server():
     load = reported.load
     assert (load.running, load.waiting, load.capacity_tokens) == (5, 4, 8000)
     assert (load.token_usage, load.used_tokens) == (0.5, 4000)
-    assert (reported.idle().running, reported.idle().waiting) == (0, 0)
+    assert (reported.as_idle().running, reported.as_idle().waiting) == (0, 0)
     assert parse_load(METRICS.replace(" 9.0", " 10.0")).signature != reported.signature
 
 

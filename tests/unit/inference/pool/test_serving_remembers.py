@@ -8,7 +8,7 @@ from pydantic import HttpUrl
 
 from api_schemas.inference import BackendSpec
 from rollout_service.inference.pool.pools import Pools
-from rollout_service.policies.serving import Serving
+from rollout_service.policies.serving import PolicyServing
 from rollout_service.policies.shipped import policy_folder
 from rollout_service.testing import Counting, ScriptedEngine
 
@@ -18,7 +18,7 @@ POLICY = policy_folder("calc-tuned")
 
 
 async def test_saving_at_once_leaves_a_whole_file_and_no_draft(tmp_path: Path) -> None:
-    serving = Serving(Pools(), tmp_path / "backends.json")
+    serving = PolicyServing(Pools(), tmp_path / "backends.json")
     specs = [BackendSpec(url=HttpUrl(f"http://127.0.0.1:{port}")) for port in range(9000, 9020)]
     async with anyio.create_task_group() as tasks:
         for number, spec in enumerate(specs):
@@ -34,7 +34,7 @@ async def test_engines_that_are_waited_for_are_cleared_too(tmp_path: Path) -> No
     remembered.write_text(f"[{gone.model_dump_json()}]")
     with anyio.fail_after(30):
         async with Pools() as pools:
-            serving = Serving(pools, remembered)
+            serving = PolicyServing(pools, remembered)
             async with serving.reconnecting([]):
                 while "not tried yet" in serving.waiting.values():
                     await anyio.sleep(0.01)
@@ -48,7 +48,7 @@ async def test_engines_that_are_waited_for_are_cleared_too(tmp_path: Path) -> No
 @pytest.mark.parametrize("pauses", range(0, 60, 4))
 async def test_an_engine_that_is_cleared_while_it_is_registered_is_gone(tmp_path: Path, pauses: int) -> None:
     async with ScriptedEngine(Counting(512), model_path=POLICY, vocab_size=512) as engine, Pools() as pools:
-        serving = Serving(pools, tmp_path / "backends.json")
+        serving = PolicyServing(pools, tmp_path / "backends.json")
         spec = BackendSpec(url=HttpUrl(engine.url))
         async with serving.reconnecting([spec]):
             for _ in range(pauses):

@@ -18,7 +18,7 @@ from api_schemas.inference import (
     WeightsGroupRequest,
     WeightsRequest,
 )
-from api_schemas.rollouts import SamplingOptions as RolloutSampling
+from api_schemas.rollouts import Sampling as RolloutSampling
 from api_schemas.trajectories import Message, Trajectory
 from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.inference.engines.sglang.backend import SGLangBackend

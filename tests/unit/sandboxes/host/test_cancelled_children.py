@@ -8,7 +8,7 @@ import anyio.lowlevel
 import pytest
 
 from rollout_service.cli.server_child import running_server
-from rollout_service.inference.local_servers.process import Launch, ServerProcess
+from rollout_service.inference.local_servers.process import ServerCommand, ServerProcess
 from sandboxes.runtime.export import export_tree
 from tests.support.processes.children import nothing_uncollected
 
@@ -16,8 +16,8 @@ from tests.support.processes.children import nothing_uncollected
 class Sleeping(ServerProcess):
     """A server that never serves."""
 
-    def _launch(self, folder: Path) -> Launch:
-        return Launch(["sleep", "60"], {"PATH": "/usr/bin:/bin"}, lambda: None)
+    def _server_command(self, folder: Path) -> ServerCommand:
+        return ServerCommand(["sleep", "60"], {"PATH": "/usr/bin:/bin"}, lambda: None)
 
 
 async def read_export(_: Path) -> None:
