@@ -30,7 +30,7 @@ from rollout_service.inference.engines.embedded.process import EmbeddedEngine
 from rollout_service.inference.local_servers.keep_running import kept_running
 from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.inference.pool.pools import Pools
-from rollout_service.pipeline.attempt import AttemptContext, Stages
+from rollout_service.pipeline.context import AttemptContext, Stages
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.stage import StageLimiter

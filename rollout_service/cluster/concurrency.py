@@ -15,7 +15,7 @@ import structlog
 from api_schemas.nodes import NodeConcurrency, NodePatch, SandboxCeiling, StageConcurrency
 from api_schemas.rollouts import Stage
 from rollout_service.cluster.node import Node
-from rollout_service.pipeline.attempt import Stages
+from rollout_service.pipeline.context import Stages
 from rollout_service.pipeline.stage import StageLimiter
 from rollout_service.settings import PipelineSettings, Settings
 

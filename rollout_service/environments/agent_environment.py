@@ -37,6 +37,11 @@ class AgentEnvironment(Environment):
         """`extra_tools` are given to the agent beside the built-in ones that the spec names."""
         self.spec = spec
         _check_spec(spec)
+        if self.replayable == "answer" and spec.evaluate_in is not EvaluateIn.NONE:
+            raise ConfigurationError(
+                f"environment {spec.name!r} declares `replayable` as 'answer', and is scored in a sandbox",
+                hint="Declare 'tools': the recorded tool calls then recreate what the evaluation looks at.",
+            )
         self._prompt = PromptTemplate(spec.prompt, where=f"the prompt of {spec.name!r}")
         self._system = (
             PromptTemplate(spec.system, where=f"the system prompt of {spec.name!r}") if spec.system else None

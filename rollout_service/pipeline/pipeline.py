@@ -23,7 +23,8 @@ from anyio.abc import TaskGroup
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, RolloutState
 from rollout_service.errors import AttemptsExhaustedError, StoreError, describe
-from rollout_service.pipeline.attempt import Attempt, AttemptContext, LeaseLostError, NotServedError
+from rollout_service.pipeline.attempt import Attempt, LeaseLostError, NotServedError
+from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.semaphore import SemaphoreLike
 from rollout_service.settings import PipelineSettings
 from rollout_service.store.contract import Lease

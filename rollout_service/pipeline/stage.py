@@ -9,8 +9,8 @@ was held; the deadline starts with the work and is absolute, so that time in a q
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -36,8 +36,17 @@ class Timer:
     tool_seconds: float = 0.0
     error: str | None = None
 
+    @contextmanager
+    def sandbox(self) -> Iterator[None]:
+        """Count the block's time as spent on sandboxes."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.sandbox_seconds += time.perf_counter() - started
+
     def span(self) -> Span:
-        """The span, ending now."""
+        """Return the span, ending now."""
         return Span(
             stage=self.stage,
             attempt=self.attempt,

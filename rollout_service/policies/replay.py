@@ -13,7 +13,6 @@ from api_schemas.errors import Boundary
 from api_schemas.exports import Difference, RecordedRollout, without_tokens
 from api_schemas.rollouts import StopReason, Usage
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Trajectory
-from rollout_service.agents.tool_calling.builtin_tools import FINISH
 from rollout_service.episodes import ContextFullError, PolicyTurn
 from rollout_service.errors import ServiceError
 
@@ -129,15 +128,3 @@ def split_turns(messages: Sequence[Message]) -> list[tuple[list[Message], Messag
         else:
             before.append(message)
     return turns
-
-
-def final_answer(trajectory: Trajectory) -> str | None:
-    """The built-in agent's answer: what it passed to `finish`, or its last message."""
-    turns = split_turns(trajectory.messages)
-    if not turns:
-        return None
-    _, last = turns[-1]
-    for call in last.tool_calls:
-        if call.name == FINISH.name and call.error is None and call.arguments is not None:
-            return str(call.arguments.get("answer", ""))
-    return last.content or None

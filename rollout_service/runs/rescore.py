@@ -1,15 +1,15 @@
-"""Finished rollouts are evaluated again, without inference.
+"""Scores finished rollouts again, without inference.
 
-Guarantees: no engine is asked; what the evaluation looks at in a sandbox is made anew by the recorded tool calls, in
-the pipeline's own stages, within their limits and places; a failure is told with its rollout and stops no other. The
-store is not changed: the new reward stands beside the old one in the answer.
+Guarantees: no engine is called; if the evaluation looks at a sandbox, the recorded tool calls recreate it in the
+pipeline's own stages, within their limits and workers; a failure is reported with its rollout and stops no other. The
+store is not changed: the response has the new reward next to the recorded one.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import replace
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from typing import TypeVar
 
 import anyio
@@ -19,52 +19,63 @@ from api_schemas.errors import ErrorInfo, FieldError
 from api_schemas.exports import RecordedRollout, Rescored, RescoreOptions, RescoreRollouts, RescoreRun
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage
 from api_schemas.trajectories import Trajectory
-from rollout_service.environments.agent_environment import AgentEnvironment
-from rollout_service.environments.contract import Environment, EvaluateIn
+from rollout_service.agents.tool_calling.agent import final_answer
+from rollout_service.environments.contract import Environment, Replayable
 from rollout_service.episodes import Episode, Policy, Score
 from rollout_service.errors import InvalidFieldError, describe, prefix_field_paths
-from rollout_service.pipeline.attempt import Attempt, AttemptContext
+from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.stage import Slot
-from rollout_service.policies.replay import NotReplayableError, RecordedPolicy, final_answer
-from rollout_service.store.contract import Lease
+from rollout_service.pipeline.stage_runner import StageRunner
+from rollout_service.policies.replay import NotReplayableError, RecordedPolicy
 from rollout_service.tokens import ToolSpec
 
 T = TypeVar("T")
 Load = Callable[[Sequence[T]], Awaitable[Sequence[RecordedRollout]]]
 
 MAX_CONCURRENT = 16
-"""Rollouts that are evaluated at once; the stages have limits of their own."""
+"""Rollouts that are scored at once; the stages have limits of their own."""
 
 
 class Rescorer:
-    """Evaluates rollouts again."""
+    """Scores finished rollouts again."""
 
     def __init__(
         self, context: AttemptContext, check_environment: Callable[[str], Awaitable[object]]
     ) -> None:
-        """`check_environment` raises InvalidFieldError when the one of that name cannot be used."""
+        """`check_environment` raises InvalidFieldError if the environment of that name cannot be used."""
         self._context = context
         self._check_environment = check_environment
         self._places = anyio.Semaphore(MAX_CONCURRENT, max_value=MAX_CONCURRENT)
-        """Those before the init stage belong to the pipeline, which takes all of them while it waits for work."""
+        """The places before the init stage are the pipeline's, which holds all of them while it waits for work."""
 
     async def rescore_rollouts(self, order: RescoreRollouts) -> AsyncIterator[Rescored]:
-        """Rollouts that the caller holds, in their order; raises InvalidFieldError before the first."""
+        """Score the rollouts in the request, in their order.
+
+        Raises:
+            InvalidFieldError: the environment cannot be used; raised before the first rollout.
+        """
         await self._check(order)
         return self._rescore_in_batches(order.rollouts, _return_given, order)
 
     async def rescore_run(self, run_id: str, order: RescoreRun) -> AsyncIterator[Rescored]:
-        """Rollouts of a run, by their groups; raises NotFoundError, InvalidFieldError before the first."""
+        """Score rollouts of a run, in the order of their groups.
+
+        Raises, before the first rollout:
+            NotFoundError: there is no such run.
+            InvalidFieldError: the run lacks a rollout that is asked for, or the environment cannot be used.
+        """
         known = await self._context.store.runs.rollout_ids(run_id)
-        there = set(known)
+        available = set(known)
         chosen = known if order.rollout_ids is None else order.rollout_ids
         missing = [
-            FieldError(path=f"body.rollout_ids.{index}", message=f"{one} is in no closed group of {run_id}")
-            for index, one in enumerate(chosen)
-            if one not in there
+            FieldError(
+                path=f"body.rollout_ids.{index}", message=f"{rollout_id} is not in a closed group of {run_id}"
+            )
+            for index, rollout_id in enumerate(chosen)
+            if rollout_id not in available
         ]
         if missing:
-            raise InvalidFieldError(missing, hint=f"GET /v1/runs/{run_id}/export lists those there are.")
+            raise InvalidFieldError(missing, hint=f"List its rollouts with GET /v1/runs/{run_id}/export.")
         await self._check(order)
         return self._rescore_in_batches(chosen, self._context.store.runs.recorded_rollouts, order)
 
@@ -100,90 +111,76 @@ class Rescorer:
         name = options.environment or rollout.task.environment
         task = rollout.task.model_copy(update={"environment": name})
         request = recorded.request.model_copy(update={"task": task, "rollout_id": rollout.rollout_id})
-        attempt: ReplayAttempt | None = None
+        replay: Replay | None = None
         try:
             environment = self._context.environments.get(name)
             environment.check(request.task.instance)
             trajectory = require_trajectory(rollout)
             policy = await anyio.to_thread.run_sync(RecordedPolicy, recorded, trajectory)
-            replays = options.replay == "always" or needs_replay(environment)
-            if replays:
+            with_tools = must_replay_tools(environment, options)
+            if with_tools:
                 policy.check()
             await self._places.acquire()
-            attempt = ReplayAttempt(self._context, request, policy, Slot(self._places), replays=replays)
-            score = await attempt.run()
-            return _rescored(name, rollout, attempt, score, None)
-        except Exception as failure:  # noqa: BLE001 - it is told with its rollout, and must not stop the others
-            error = describe(failure, stage=attempt.stage if attempt else None)
-            return _rescored(name, rollout, attempt, None, error)
+            replay = Replay.begin(
+                self._context, environment, request, policy, slot=Slot(self._places), with_tools=with_tools
+            )
+            return _rescored(name, rollout, replay, await replay.run(), None)
+        except Exception as failure:  # noqa: BLE001 - reported with its rollout; it must not stop the others
+            error = describe(failure, stage=replay.runner.stage if replay else None)
+            return _rescored(name, rollout, replay, None, error)
         finally:
-            if attempt is not None:
-                await attempt.release()
+            if replay is not None:
+                await replay.runner.release()
 
 
-class ReplayAttempt(Attempt):
-    """A finished rollout that passes the stages again, with a policy that says what it said."""
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A finished rollout that passes the stages again, with a policy that repeats itself."""
 
-    def __init__(
-        self,
+    runner: StageRunner
+    policy: RecordedPolicy
+    request: RolloutRequest
+    with_tools: bool
+    """Whether the recorded tool calls run again; if not, the recorded answer alone is scored."""
+
+    @classmethod
+    def begin(
+        cls,
         context: AttemptContext,
+        environment: Environment,
         request: RolloutRequest,
         policy: RecordedPolicy,
-        slot: Slot,
         *,
-        replays: bool,
-    ) -> None:
-        """`slot` holds a place, which the attempt gives back."""
-        now = datetime.now(UTC)
-        lease = Lease(
-            rollout_id=request.rollout_id or "",
-            request=request,
-            attempt=1,
-            retries=[],
-            spans=[],
-            created_at=now,
-            queued_at=now,
-            token=0,
-        )
-        super().__init__(replace(context, policies=_Recorded(policy, request.pool)), lease)
-        self._slot = slot
-        self.policy = policy
-        self.replays = replays
+        slot: Slot,
+        with_tools: bool,
+    ) -> Replay:
+        """Prepare a replay; `slot` holds a place, which the runner gives back."""
+        source = _RecordedSource(policy)
+        runner = StageRunner(context, environment, request, source, slot=slot, queued_at=time.perf_counter())
+        return cls(runner, policy, request, with_tools)
 
     async def run(self) -> Score:
-        """Evaluate, after the recorded calls were carried out again where that is needed."""
-        if self.replays:
-            return await super().run()
-        request = self.lease.request
-        environment = self._context.environments.get(request.task.environment)
-        limits = environment.spec.limits.model_copy(update=request.limits.model_dump(exclude_none=True))
-        self._episode = Episode(
-            request=request,
-            attempt=1,
-            limits=limits,
-            policy=self.policy,
-            answer=final_answer(self.policy.trajectory()),
+        """Return the new score."""
+        if self.with_tools:
+            return await self.runner.run()
+        answer = final_answer(self.policy.trajectory().messages)
+        return await self.runner.evaluate(
+            Episode(
+                request=self.request, attempt=1, limits=self.runner.limits, policy=self.policy, answer=answer
+            )
         )
-        return await self._evaluate(environment)
-
-    async def _advance(self, state: RolloutState) -> None:
-        """Nothing to record: the rollout has ended long ago."""
 
 
-class _Recorded:
-    """The policies of one replayed rollout."""
+@dataclass(frozen=True, slots=True)
+class _RecordedSource:
+    """Opens a recorded policy; implements `stage_runner.PolicySource`."""
 
-    def __init__(self, policy: RecordedPolicy, pool: str) -> None:
-        self._policy = policy
-        self._pool = pool
+    policy: RecordedPolicy
 
-    def in_service(self) -> tuple[frozenset[str], anyio.Event]:
-        return frozenset({self._pool}), anyio.Event()
+    async def open(self, tools: list[ToolSpec]) -> Policy:  # noqa: ARG002 - the recorded turns stay as they were
+        return self.policy
 
-    async def open(self, request: RolloutRequest, tools: list[ToolSpec]) -> Policy:  # noqa: ARG002
-        return self._policy
-
-    def close(self, request: RolloutRequest) -> None:
+    def close(self) -> None:
         """Nothing is held."""
 
 
@@ -191,25 +188,38 @@ async def _return_given(recorded: Sequence[RecordedRollout]) -> Sequence[Recorde
     return recorded
 
 
-def needs_replay(environment: Environment) -> bool:
-    """Whether an evaluation may look at anything but the task and the answer."""
-    kind = type(environment)
-    plain = kind.init is Environment.init and kind.run is AgentEnvironment.run
-    return environment.spec.evaluate_in is not EvaluateIn.NONE or not plain
+def must_replay_tools(environment: Environment, options: RescoreOptions) -> bool:
+    """Return whether the recorded tool calls must run again before the evaluation.
+
+    Raises:
+        NotReplayableError: the environment cannot score a finished rollout at all.
+    """
+    replayable: Replayable = environment.replayable
+    if replayable == "never":
+        raise NotReplayableError(
+            f"the environment {environment.spec.name!r} cannot score a finished rollout: it declares "
+            "`replayable` as 'never'",
+            hint="Name another environment in `environment`, or roll the task out again.",
+        )
+    return options.replay == "always" or replayable == "tools"
 
 
 def require_trajectory(rollout: Rollout) -> Trajectory:
-    """The trajectory of a rollout whose agent came to its end; NotReplayableError for any other."""
+    """Return the trajectory of a rollout whose agent ran to its end.
+
+    Raises:
+        NotReplayableError: the agent did not, or the trajectory is no longer stored.
+    """
     failed_late = rollout.error is not None and rollout.error.stage == Stage.EVALUATE
     if rollout.state is not RolloutState.COMPLETED and not failed_late:
         raise NotReplayableError(
-            f"the rollout {rollout.rollout_id} is {rollout.state}, and its agent did not come to an end",
-            hint="Only completed rollouts and those whose evaluation failed can be evaluated again.",
+            f"the rollout {rollout.rollout_id} is {rollout.state}, and its agent did not run to its end",
+            hint="Only completed rollouts, and those whose evaluation failed, can be scored again.",
         )
     if rollout.trajectory is None:
         raise NotReplayableError(
-            f"the rollout {rollout.rollout_id} has no trajectory any more",
-            hint="Its tokens were pruned: raise `retention`, or evaluate an export that was made before.",
+            f"the rollout {rollout.rollout_id} no longer has a trajectory",
+            hint="Its tokens were pruned. Raise `retention`, or score an export that was made before.",
         )
     return rollout.trajectory
 
@@ -217,7 +227,7 @@ def require_trajectory(rollout: Rollout) -> Trajectory:
 def _rescored(
     environment: str,
     rollout: Rollout,
-    attempt: ReplayAttempt | None,
+    replay: Replay | None,
     score: Score | None,
     error: ErrorInfo | None,
 ) -> Rescored:
@@ -229,8 +239,8 @@ def _rescored(
         reward_parts=score.parts if score else {},
         error=error,
         stop_reason=rollout.stop_reason,
-        replayed=attempt is not None and attempt.replays,
-        turns_recorded=attempt.policy.turns_recorded if attempt else 0,
-        turns_replayed=attempt.policy.usage.turns if attempt else 0,
-        differences=attempt.policy.differences if attempt else [],
+        replayed=replay is not None and replay.with_tools,
+        turns_recorded=replay.policy.turns_recorded if replay else 0,
+        turns_replayed=replay.policy.usage.turns if replay else 0,
+        differences=replay.policy.differences if replay else [],
     )

@@ -3,10 +3,9 @@
 import shlex
 from collections.abc import Iterable
 
-import anyio
-
 from sandboxes.contract import Sandbox, SessionName
 from sandboxes.errors import FileMissingError
+from sandboxes.task_groups import open_task_group
 
 
 async def open_sessions(sandbox: Sandbox, names: Iterable[SessionName]) -> None:
@@ -16,12 +15,9 @@ async def open_sessions(sandbox: Sandbox, names: Iterable[SessionName]) -> None:
         SandboxStartError: one did not come up.
         SandboxClosedError: the sandbox is closed or has ended.
     """
-    try:
-        async with anyio.create_task_group() as tasks:
-            for name in names:
-                tasks.start_soon(_open, sandbox, name, name=f"open {name} of {sandbox.id}")
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from failures  # typed, as from a single session
+    async with open_task_group() as tasks:
+        for name in names:
+            tasks.start_soon(_open, sandbox, name, name=f"open {name} of {sandbox.id}")
 
 
 async def _open(sandbox: Sandbox, name: SessionName) -> None:

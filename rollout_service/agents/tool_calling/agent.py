@@ -18,10 +18,12 @@ import anyio
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message, ToolCall
 from rollout_service.agents.errors import ToolInputError
+from rollout_service.agents.tool_calling.builtin_tools import FINISH
 from rollout_service.agents.tool_calling.tools import Tool, ToolContext, ToolResult, by_name
 from rollout_service.episodes import ContextFullError, Episode, PolicyTurn
 from rollout_service.tokens import ToolSpec
 from sandboxes.errors import LimitExceededError
+from sandboxes.task_groups import open_task_group
 
 GRACE_SECONDS = 5.0
 """What a tool has beyond its time limit to end by itself, which leaves a better result than being cut off."""
@@ -115,12 +117,9 @@ class ToolCallingAgent:
         async def one(index: int) -> None:
             results[index] = await self._run_call(calls[index], context)
 
-        try:
-            async with anyio.create_task_group() as group:
-                for index in range(len(calls)):
-                    group.start_soon(one, index)
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from failures  # typed, as from a single call
+        async with open_task_group() as tasks:
+            for index in range(len(calls)):
+                tasks.start_soon(one, index)
         return results
 
     async def _run_call(self, call: ToolCall, context: ToolContext) -> ToolResult:
@@ -141,6 +140,17 @@ class ToolCallingAgent:
                 raise
             return ToolResult(f"[{error}]")
         return ToolResult(f"[stopped: it took longer than {context.seconds:g} s]")
+
+
+def final_answer(messages: Sequence[Message]) -> str | None:
+    """Return the agent's answer in a finished conversation: what it passed to `finish`, or its last message."""
+    last = next((message for message in reversed(messages) if message.role == "assistant"), None)
+    if last is None:
+        return None
+    for call in last.tool_calls:
+        if call.name == FINISH.name and call.error is None and call.arguments is not None:
+            return str(call.arguments.get("answer", ""))
+    return last.content or None
 
 
 def _stop_reason_of(turn: PolicyTurn, episode: Episode) -> StopReason | None:

@@ -18,7 +18,7 @@ from api_schemas.tasks import Limits, Task
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.episodes import Episode, Policy, Score
 from rollout_service.errors import EnvironmentFailedError, UnavailableError
-from rollout_service.pipeline.attempt import AttemptContext, EnvironmentSource, Stages
+from rollout_service.pipeline.context import AttemptContext, EnvironmentSource, Stages
 from rollout_service.pipeline.pipeline import Pipeline, acquire_available
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.semaphore import ResizableSemaphore

@@ -16,11 +16,11 @@ from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Segment
 from rollout_service.environments.builtin.calc import environment as calc
 from rollout_service.environments.builtin.code import environment as code
-from rollout_service.environments.contract import EnvironmentSpec
+from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.episodes import Episode, Policy, Score
-from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
-from rollout_service.pipeline.attempt import AttemptContext, Stages
+from rollout_service.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
+from rollout_service.pipeline.context import AttemptContext, Stages
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.stage import StageLimiter
@@ -75,6 +75,18 @@ class Broken(calc.Calc):
         raise EnvironmentFailedError("the grader is gone")
 
 
+class Looking(calc.Calc):
+    """Does not say that the answer is enough."""
+
+    replayable = "tools"
+
+
+class Elsewhere(calc.Calc):
+    """Looks at something that no tool call recreates."""
+
+    replayable = "never"
+
+
 def renamed(spec: EnvironmentSpec, name: str) -> EnvironmentSpec:
     return spec.model_copy(update={"name": name})
 
@@ -125,6 +137,8 @@ async def opened(folder: Path) -> AsyncIterator[Bench]:
             code.environment,
             Lenient(renamed(code.SPEC, "code-v2")),
             Broken(renamed(calc.SPEC, "broken")),
+            Looking(renamed(calc.SPEC, "looking")),
+            Elsewhere(renamed(calc.SPEC, "elsewhere")),
         ]
     )
     controller = PressureController(PressureConfig(enabled=False), 16, cpus=1)
@@ -188,6 +202,19 @@ async def test_an_answer_alone_needs_no_sandbox(bench: Bench) -> None:
     assert (result.recorded_reward, result.reward, result.replayed) == (1.0, 1.0, False)
     again = await bench.rescore(recorded, replay="always")
     assert (again.reward, again.replayed, again.turns_replayed, again.differences) == (1.0, True, 2, [])
+
+
+async def test_an_environment_declares_how_it_can_be_replayed(bench: Bench) -> None:
+    recorded = await bench.roll_out("calc", QUESTION, [r"\boxed{4}"])
+    looking = await bench.rescore(recorded, environment="looking")
+    assert (looking.reward, looking.replayed, looking.turns_replayed) == (1.0, True, 1)
+    for replay in ("needed", "always"):
+        elsewhere = await bench.rescore(recorded, environment="elsewhere", replay=replay)
+        assert elsewhere.error is not None
+        assert (elsewhere.reward, elsewhere.error.code) == (None, "not_replayable")
+    assert Environment.replayable == "tools"
+    with pytest.raises(ConfigurationError, match="is scored in a sandbox"):
+        calc.Calc(renamed(code.SPEC, "contradiction"))
 
 
 async def test_a_failure_stops_no_other(bench: Bench) -> None:

@@ -11,7 +11,7 @@ from api_schemas.errors import FieldError
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.builtin.boxed import last_boxed
 from rollout_service.environments.builtin.calc.problems import CalcProblem, sample_problems
-from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, SandboxSettings
+from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, Replayable, SandboxSettings
 from rollout_service.episodes import Episode, EpisodeLimits, Score
 from rollout_service.errors import InvalidFieldError
 
@@ -41,6 +41,8 @@ SPEC = EnvironmentSpec(
 
 class Calc(AgentEnvironment):
     """Instances: `question`, and `answer` as an integer or its decimal digits."""
+
+    replayable: Replayable = "answer"
 
     def check(self, instance: dict[str, JsonValue]) -> None:
         super().check(instance)

@@ -14,7 +14,7 @@ from rollout_service.environments.builtin.boxed import last_boxed
 from rollout_service.environments.builtin.math.problems import splits
 from rollout_service.environments.builtin.math.verifier import MAX_CHARS, MathVerifier
 from rollout_service.environments.builtin.math.worker import MathVerdict
-from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn
+from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, Replayable
 from rollout_service.episodes import Episode, EpisodeLimits, Score
 from rollout_service.errors import InvalidFieldError
 
@@ -29,6 +29,8 @@ SPEC = EnvironmentSpec(
 
 class Math(AgentEnvironment):
     """Instances: `question`, and `answer` in LaTeX."""
+
+    replayable: Replayable = "answer"
 
     def __init__(self, spec: EnvironmentSpec = SPEC, verifier: MathVerifier | None = None) -> None:
         super().__init__(spec)

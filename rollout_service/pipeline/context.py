@@ -1,0 +1,76 @@
+"""The parts of the service that attempts work with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import anyio
+
+from api_schemas.rollouts import RolloutRequest
+from rollout_service.environments.contract import Environment
+from rollout_service.episodes import Policy
+from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.stage import StageLimiter
+from rollout_service.store.contract import Store
+from rollout_service.telemetry.metrics import Metrics
+from rollout_service.tokens import ToolSpec
+from sandboxes.scheduling.admission import AdmissionController
+
+
+class EnvironmentSource(Protocol):
+    """Environments by name; `environments.registry.EnvironmentRegistry` is one."""
+
+    def get(self, name: str) -> Environment:
+        """Return the environment of that name.
+
+        Raises:
+            InvalidFieldError: there is none.
+            ConfigurationError: it could not be loaded.
+        """
+        ...
+
+
+class PolicyFactory(Protocol):
+    """Opens a rollout's conversation with the engines of its pool."""
+
+    def in_service(self) -> tuple[frozenset[str], anyio.Event]:
+        """Return the pools with a backend in service, including paused ones, and the event of the next change."""
+        ...
+
+    async def open(self, request: RolloutRequest, tools: list[ToolSpec]) -> Policy:
+        """Open the conversation of a rollout.
+
+        Raises:
+            NoBackendError: the pool is empty.
+            TokenError: its tokenizer cannot be used.
+        """
+        ...
+
+    def close(self, request: RolloutRequest) -> None:
+        """Forget which backend a rollout belongs to; idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The limiters of the three stages."""
+
+    init: StageLimiter
+    rollout: StageLimiter
+    evaluate: StageLimiter
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptContext:
+    """The parts of the service that every attempt shares."""
+
+    owner: str
+    store: Store
+    stages: Stages
+    environments: EnvironmentSource
+    sandboxes: SandboxSource
+    policies: PolicyFactory
+    admission: AdmissionController
+    metrics: Metrics
+    max_attempts: int

@@ -1,0 +1,86 @@
+"""The sandboxes of one episode: the agent's, then the grader's, at most one at a time.
+
+Guarantees: every sandbox that was started is closed by `release` at the latest; an admission ticket is taken before a
+sandbox starts, and held until that sandbox has ended.
+"""
+
+from __future__ import annotations
+
+import anyio
+
+from rollout_service.environments.contract import EnvironmentSpec
+from rollout_service.episodes import Episode
+from rollout_service.pipeline.artifacts import Artifacts
+from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.stage import Timer
+from sandboxes import SessionName
+from sandboxes.scheduling.admission import AdmissionController, Purpose, Ticket
+from sandboxes.sessions.opening import open_sessions
+
+
+class EpisodeSandboxes:
+    """Starts and ends the sandboxes of one episode, and carries the agent's artifacts from one to the next."""
+
+    def __init__(self, source: SandboxSource, admission: AdmissionController, label: str) -> None:
+        """`label` names the rollout to people who look at the host."""
+        self._source = source
+        self._admission = admission
+        self._label = label
+        self._ticket: Ticket | None = None
+        self._artifacts: Artifacts | None = None
+        self._episode: Episode | None = None
+        """The episode whose sandbox is open."""
+
+    async def admit(self, purpose: Purpose) -> None:
+        """Wait until the host can bear one more sandbox."""
+        self._ticket = await self._admission.admit(purpose)
+
+    async def start(
+        self,
+        episode: Episode,
+        spec: EnvironmentSpec,
+        timer: Timer,
+        sessions: frozenset[SessionName] = frozenset(),
+    ) -> None:
+        """Start the episode's sandbox; `sessions` are those that will be used."""
+        with timer.sandbox():
+            self._episode = episode
+            episode.sandbox = await self._source.start(spec, self._label, sessions)
+
+    async def start_with_artifacts(self, episode: Episode, spec: EnvironmentSpec, timer: Timer) -> None:
+        """Start a fresh sandbox and copy the agent's artifacts into it."""
+        await self.start(episode, spec, timer)
+        if episode.sandbox is not None and self._artifacts is not None:
+            await self._source.unpack(episode.sandbox, self._artifacts)
+
+    async def open_sessions(self, episode: Episode, spec: EnvironmentSpec, timer: Timer) -> None:
+        """Open the agent's sessions, which spares its first call the wait."""
+        if episode.sandbox is not None:
+            with timer.sandbox():
+                await open_sessions(episode.sandbox, spec.sessions)
+
+    async def pack(self, episode: Episode, spec: EnvironmentSpec) -> None:
+        """End the agent's processes and keep its artifacts for the grader's sandbox."""
+        if episode.sandbox is not None:
+            self._artifacts = await self._source.pack(episode.sandbox, spec)
+            episode.notes += self._artifacts.notes
+
+    async def end_agent(self, episode: Episode) -> bool:
+        """End the agent's processes; return False if its sandbox has ended already."""
+        return episode.sandbox is None or await self._source.end_agent(episode.sandbox, episode.notes)
+
+    async def close(self, *, keep_ticket: bool = False) -> None:
+        """Close the sandbox; the next one can take its place if the ticket is kept. Idempotent."""
+        if self._episode is not None and self._episode.sandbox is not None:
+            sandbox, self._episode.sandbox = self._episode.sandbox, None
+            await sandbox.close()
+        if not keep_ticket and self._ticket is not None:
+            ticket, self._ticket = self._ticket, None
+            ticket.release()
+
+    async def release(self) -> None:
+        """Close the sandbox and delete the artifacts; shielded and idempotent."""
+        with anyio.CancelScope(shield=True):
+            await self.close()
+            if self._artifacts is not None:
+                await self._artifacts.close()

@@ -1,0 +1,206 @@
+"""One episode on its way through init, rollout and evaluate: a live attempt's, or that of a recorded rollout.
+
+Guarantees: the agent's sandbox is closed before the evaluation queues up, unless it is scored there; every stage that
+was entered leaves a span; `release` closes everything that is still open, however the episode ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Protocol
+
+import anyio
+
+from api_schemas.rollouts import RolloutRequest, Span, Stage, StopReason
+from rollout_service.environments.contract import Environment, EvaluateIn
+from rollout_service.episodes import SANDBOX_ENDED_SCORE, Episode, EpisodeLimits, Policy, Score
+from rollout_service.errors import RequestError, describe
+from rollout_service.pipeline.context import AttemptContext
+from rollout_service.pipeline.episode_sandboxes import EpisodeSandboxes
+from rollout_service.pipeline.stage import Slot, StageLimiter, Timer
+from rollout_service.tokens import ToolSpec
+from sandboxes.scheduling.admission import Purpose
+from sandboxes.task_groups import open_task_group
+
+OnStage = Callable[[Stage], Awaitable[None]]
+"""Called whenever a stage is entered; what it raises ends the episode."""
+
+
+class PromptTooLongError(RequestError):
+    """The first prompt of a task does not fit the model's context: the task is at fault, not a turn.
+
+    `inference.errors.PromptTooLong` has the same code: an engine's own refusal of any one prompt.
+    """
+
+    code = "prompt_too_long"
+
+
+class PolicySource(Protocol):
+    """Opens the one policy of an episode."""
+
+    async def open(self, tools: list[ToolSpec]) -> Policy:
+        """Open the conversation with the policy; called in the init stage."""
+        ...
+
+    def close(self) -> None:
+        """Free what the policy holds, as soon as the agent has ended; idempotent."""
+        ...
+
+
+class StageRunner:
+    """Runs one episode through the three stages."""
+
+    def __init__(
+        self,
+        context: AttemptContext,
+        environment: Environment,
+        request: RolloutRequest,
+        policy: PolicySource,
+        *,
+        slot: Slot,
+        queued_at: float,
+        attempt: int = 1,
+        on_stage: OnStage | None = None,
+    ) -> None:
+        """`slot` holds a place before the first stage; `queued_at` is when it was taken, on `time.perf_counter`."""
+        self._context = context
+        self._environment = environment
+        self._request = request
+        self._policy = policy
+        self._slot = slot
+        self._attempt = attempt
+        self._on_stage = on_stage
+        self._sandboxes = EpisodeSandboxes(context.sandboxes, context.admission, request.rollout_id or "")
+        self._left_at = queued_at
+        self.episode: Episode | None = None
+        """The episode, once the init stage has opened its policy."""
+        self.stage: Stage | None = None
+        """The stage that was entered last."""
+        self.spans: list[Span] = []
+        """One span for each stage that was entered."""
+        self.stop_reason: StopReason | None = None
+        """Why the agent stopped, once it has."""
+
+    async def run(self) -> Score:
+        """Pass all three stages and return the score."""
+        episode = await self._init()
+        await self._rollout(episode)
+        return await self.evaluate(episode)
+
+    @property
+    def limits(self) -> EpisodeLimits:
+        """The environment's limits, overridden by the request's."""
+        overrides = self._request.limits.model_dump(exclude_none=True)
+        return self._environment.spec.limits.model_copy(update=overrides)
+
+    async def _init(self) -> Episode:
+        spec, limits = self._environment.spec, self.limits
+        purpose = Purpose.AGENT if spec.image is not None else None
+        async with self._stage(self._context.stages.init, limits.init_seconds, purpose) as timer:
+            policy = await self._policy.open(self._environment.tool_definitions())
+            episode = Episode(request=self._request, attempt=self._attempt, limits=limits, policy=policy)
+            self.episode = episode
+            if spec.image is not None:
+                await self._sandboxes.start(episode, spec, timer, spec.sessions)
+            async with open_task_group() as tasks:
+                tasks.start_soon(self._sandboxes.open_sessions, episode, spec, timer)
+                await self._environment.init(episode)
+        return episode
+
+    async def _rollout(self, episode: Episode) -> None:
+        spec = self._environment.spec
+        async with self._stage(self._context.stages.rollout, episode.limits.rollout_seconds) as timer:
+            await self._run_agent(episode, timer)
+            if spec.evaluate_in is EvaluateIn.FRESH:
+                await self._sandboxes.pack(episode, spec)
+            if spec.evaluate_in is not EvaluateIn.SAME:
+                await self._sandboxes.close()
+            self._policy.close()
+
+    async def _run_agent(self, episode: Episode, timer: Timer) -> None:
+        try:
+            self.stop_reason = await self._environment.run(episode)
+        finally:
+            timer.engine_seconds = episode.policy.engine_seconds
+            timer.tool_seconds = episode.tool_seconds
+            for violation in episode.limit_violations:
+                self._context.metrics.count_limit_violation(violation.limit)
+        if self.stop_reason is StopReason.CONTEXT_FULL and episode.policy.usage.turns == 0:
+            raise PromptTooLongError(
+                "the first prompt of this task does not fit the model's context",
+                hint="Shorten the prompt or the tools' descriptions, or serve the model with a longer context.",
+            )
+
+    async def evaluate(self, episode: Episode) -> Score:
+        """Score an episode whose agent has ended; retry this stage alone unless it needs the agent's sandbox."""
+        evaluate_in, seconds = self._environment.spec.evaluate_in, episode.limits.evaluate_seconds
+        purpose = Purpose.GRADER if evaluate_in is EvaluateIn.FRESH else None
+        for tries_left in reversed(range(self._context.max_attempts)):
+            try:
+                async with self._stage(self._context.stages.evaluate, seconds, purpose) as timer:
+                    return await self._score(episode, timer)
+            except Exception as error:
+                info = describe(error, stage=Stage.EVALUATE, attempt=self._attempt)
+                if not (info.retryable and evaluate_in is not EvaluateIn.SAME and tries_left):
+                    raise
+                self._context.metrics.count_retry(info)
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await self._sandboxes.close()
+        raise AssertionError("the last try returns or raises")
+
+    async def _score(self, episode: Episode, timer: Timer) -> Score:
+        """Run the agent's program if the environment asks for that, then score; each in a clean place."""
+        environment, spec = self._environment, self._environment.spec
+        if spec.evaluate_in is EvaluateIn.FRESH:
+            if spec.runs_submission:
+                await self._sandboxes.start_with_artifacts(episode, spec, timer)
+                await environment.execute(episode)
+                await self._sandboxes.close(keep_ticket=True)
+            await self._sandboxes.start_with_artifacts(episode, spec, timer)
+        elif not await self._end_agent(episode):
+            return SANDBOX_ENDED_SCORE
+        elif spec.runs_submission:
+            await environment.execute(episode)
+            if not await self._end_agent(episode):
+                return SANDBOX_ENDED_SCORE
+        return await environment.evaluate(episode)
+
+    async def _end_agent(self, episode: Episode) -> bool:
+        """End the agent's processes where it is scored in its own sandbox; return False if that has ended."""
+        if self._environment.spec.evaluate_in is EvaluateIn.NONE:
+            return True
+        return await self._sandboxes.end_agent(episode)
+
+    @asynccontextmanager
+    async def _stage(
+        self, limiter: StageLimiter, seconds: float, purpose: Purpose | None = None
+    ) -> AsyncIterator[Timer]:
+        """Queue for a stage and work in it; `purpose`, if given, is that of a sandbox which it needs."""
+        admission = partial(self._sandboxes.admit, purpose) if purpose is not None else None
+        queued = await limiter.enter(self._slot, since=self._left_at, then=admission)
+        self.stage = limiter.stage
+        if self._on_stage is not None:
+            await self._on_stage(limiter.stage)
+        timer = Timer(limiter.stage, self._attempt, queued)
+        try:
+            async with limiter.deadline(seconds):
+                yield timer
+        except BaseException as error:
+            cancelled = isinstance(error, anyio.get_cancelled_exc_class())
+            timer.error = "cancelled" if cancelled else describe(error).code
+            raise
+        finally:
+            self._left_at = time.perf_counter()
+            self.spans.append(timer.span())
+
+    async def release(self) -> None:
+        """Close what is open and give back the worker; shielded and idempotent."""
+        try:
+            await self._sandboxes.release()
+        finally:
+            self._slot.free()
+            self._policy.close()
