@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from http import HTTPStatus
@@ -17,6 +18,7 @@ import anyio.to_thread
 
 from api_schemas.runs import Batch, Group
 from rollout_service.errors import NotFoundError, RequestError
+from rollout_service.ids import BatchId
 from rollout_service.runs.batch_encoding import BatchFile
 from rollout_service.runs.manager import RunManager
 from rollout_service.store.codec.heads import group_json
@@ -127,10 +129,15 @@ def _known(groups: Sequence[Group | GroupHead], field: str) -> list[int]:
 
 
 def batch_number(run_id: str, batch_id: str) -> int:
-    """The number in a batch's id; NotFoundError when it is none of this run."""
-    prefix, _, number = batch_id.rpartition(".b")
-    if prefix != run_id or not (number.isascii() and number.isdigit()):
-        raise NotFoundError(
-            f"there is no batch {batch_id} of the run {run_id}", hint="A batch's id comes with its lease."
-        )
-    return int(number)
+    """Return the number in the id of a batch of this run.
+
+    Raises:
+        NotFoundError: the id is not that of a batch of this run.
+    """
+    with suppress(ValueError):
+        batch = BatchId.parse(batch_id)
+        if batch.run == run_id:
+            return batch.number
+    raise NotFoundError(
+        f"the run {run_id} has no batch {batch_id}", hint="The answer to a lease contains the batch's id."
+    )

@@ -28,6 +28,7 @@ from rollout_service.groups import (
     FilterRegistry,
     StragglerRule,
 )
+from rollout_service.ids import SampleId
 from rollout_service.pipeline.pipeline import retry_until_stored
 from rollout_service.runs.closing import close_group
 from rollout_service.runs.estimates import RunEstimates
@@ -36,7 +37,6 @@ from rollout_service.runs.planning import (
     claim_groups,
     has_surplus,
     new_group,
-    retry_of,
     rollout_request,
 )
 from rollout_service.runs.task_source import Reopen, RunTasks
@@ -285,7 +285,7 @@ class RunManager:
 
     async def _repeat(self, run: RunRecord, number: int, member: GroupMember) -> bool:
         """Roll a failed sample out again, if that may help and the budget allows."""
-        retry = retry_of(member.rollout_id) + 1
+        retry = SampleId.parse(member.rollout_id).retry + 1
         rollout = await self._rollout(member)
         hopeless = rollout.error is not None and rollout.error.boundary in _HOPELESS
         if hopeless or retry > run.request.infrastructure_retries:

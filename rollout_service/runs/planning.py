@@ -14,6 +14,7 @@ from api_schemas.rollouts import RolloutRequest
 from api_schemas.runs import RunState, Surplus
 from api_schemas.tasks import Task
 from rollout_service.groups import AdmissionState, Claim, FilterChain, groups_to_start
+from rollout_service.ids import SampleId
 from rollout_service.runs.estimates import RunEstimates
 from rollout_service.runs.task_source import TaskPosition
 from rollout_service.store.runs_contract import NewGroup, OpenGroup, RunRecord
@@ -80,18 +81,11 @@ def rollout_request(run: RunRecord, number: int, sample: int, task: Task, retry:
     request, sampling = run.request, run.request.sampling
     if sampling.seed is not None:
         sampling = sampling.model_copy(update={"seed": sampling.seed + sample})
-    suffix = f".{retry}" if retry else ""
     return RolloutRequest(
-        rollout_id=f"{run.run_id}.{number}.{sample}{suffix}",
+        rollout_id=str(SampleId(run.run_id, number, sample, retry)),
         task=task,
         pool=request.pool,
         sampling=sampling,
         limits=request.limits,
         metadata=request.metadata,
     )
-
-
-def retry_of(rollout_id: str) -> int:
-    """Return how often a sample was retried before this rollout of it; run ids contain no dots."""
-    parts = rollout_id.split(".")
-    return int(parts[3]) if len(parts) > 3 else 0

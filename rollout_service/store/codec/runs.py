@@ -14,6 +14,7 @@ from api_schemas.exports import ExportedSample
 from api_schemas.rollouts import Rollout, RolloutRequest
 from api_schemas.runs import Group, GroupSample, InlineTasks, RunRequest, RunState
 from rollout_service.errors import RecordLostError
+from rollout_service.ids import BatchId, GroupId
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec.row import Row
 from rollout_service.store.runs_contract import BatchLease, ClosedSample, GroupClosure, RunRecord
@@ -91,7 +92,7 @@ def decode_group(row: Row, rollouts: Mapping[str, Rollout]) -> Group:
         for sample in closed
     ]
     return Group(
-        group_id=f"{row['run_id']}.{row['number']}",
+        group_id=str(GroupId(row["run_id"], row["number"])),
         number=row["number"],
         epoch=row["epoch"],
         task=samples[0].rollout.task,
@@ -103,7 +104,7 @@ def decode_group(row: Row, rollouts: Mapping[str, Rollout]) -> Group:
 
 def decode_exported(row: Row, group: Group, members: Mapping[str, Row]) -> list[ExportedSample]:
     """The samples of a closed group, from its row joined with its batch's and those of its rollouts."""
-    in_batch = None if row["batch_number"] is None else batch_id(row["run_id"], row["batch_number"])
+    in_batch = None if row["batch_number"] is None else str(BatchId(row["run_id"], row["batch_number"]))
     exported = []
     for sample in group.samples:
         member = members[sample.rollout.rollout_id]
@@ -126,16 +127,11 @@ def decode_exported(row: Row, group: Group, members: Mapping[str, Row]) -> list[
     return exported
 
 
-def batch_id(run_id: str, number: int) -> str:
-    """The id of a batch."""
-    return f"{run_id}.b{number}"
-
-
 def decode_batch(row: Row, run_id: str, groups: Sequence[int]) -> BatchLease:
     """A leased batch from its row and the numbers of its groups."""
     until: datetime = codec.when(row["lease_until"])
     return BatchLease(
-        batch_id=batch_id(run_id, row["number"]),
+        batch_id=str(BatchId(run_id, row["number"])),
         run_id=run_id,
         number=row["number"],
         groups=groups,

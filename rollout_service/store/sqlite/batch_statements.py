@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from rollout_service.errors import NotFoundError
 from rollout_service.groups import SURPLUS
+from rollout_service.ids import BatchId
 from rollout_service.store import rules
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.rules import BatchState, ReadyGroup
@@ -167,7 +168,7 @@ def _batch(db: sqlite3.Connection, row: sqlite3.Row, run_id: str) -> BatchLease:
 def acknowledge(db: sqlite3.Connection, run_id: str, number: int, now: float) -> None:
     """Settle a batch for good; repeating it changes nothing."""
     run, batch = row_of(db, run_id)["seq"], _row(db, run_id, number)
-    if not rules.check_acknowledge(run_codec.batch_id(run_id, number), BatchState(batch["state"])):
+    if not rules.check_acknowledge(str(BatchId(run_id, number)), BatchState(batch["state"])):
         return
     db.execute(_SETTLE, {"batch": batch["seq"], "state": BatchState.ACKNOWLEDGED, "now": now})
     db.execute(_ACKNOWLEDGE_GROUPS, {"batch": batch["seq"], "now": now})
@@ -178,7 +179,7 @@ def acknowledge(db: sqlite3.Connection, run_id: str, number: int, now: float) ->
 def renew(db: sqlite3.Connection, run_id: str, number: int, key: str | None, until: float) -> None:
     """Extend the lease of a batch."""
     batch = _row(db, run_id, number)
-    name, state = run_codec.batch_id(run_id, number), BatchState(batch["state"])
+    name, state = str(BatchId(run_id, number)), BatchState(batch["state"])
     rules.check_renewal(name, state, holder=batch["lease_key"], key=key)
     db.execute(_EXTEND, {"batch": batch["seq"], "until": until}).fetchall()
 
@@ -186,7 +187,7 @@ def renew(db: sqlite3.Connection, run_id: str, number: int, key: str | None, unt
 def give_back(db: sqlite3.Connection, run_id: str, number: int, now: float) -> None:
     """Return a batch, so that it can be leased again at once; repeating it changes nothing."""
     batch = _row(db, run_id, number)
-    if rules.check_return(run_codec.batch_id(run_id, number), BatchState(batch["state"])):
+    if rules.check_return(str(BatchId(run_id, number)), BatchState(batch["state"])):
         db.execute(_SETTLE, {"batch": batch["seq"], "state": BatchState.RETURNED, "now": now})
 
 
@@ -194,8 +195,8 @@ def _row(db: sqlite3.Connection, run_id: str, number: int) -> sqlite3.Row:
     row: sqlite3.Row | None = db.execute(_BATCH, (row_of(db, run_id)["seq"], number)).fetchone()
     if row is None:
         raise NotFoundError(
-            f"there is no batch {run_codec.batch_id(run_id, number)}",
-            hint="A batch's id comes with its lease.",
+            f"there is no batch {BatchId(run_id, number)}",
+            hint="The answer to a lease contains the batch's id.",
         )
     return row
 

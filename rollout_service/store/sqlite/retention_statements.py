@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Sequence
 
 from rollout_service.store.runs_contract import RetentionPolicy
 
@@ -17,10 +16,10 @@ GROUPS_AT_ONCE = 64
 ROLLOUTS_AT_ONCE = 512
 
 _SETTLED = """
-SELECT seq, members FROM groups
+SELECT seq, run, number FROM groups
 WHERE state IN ('acknowledged', 'dropped') AND pruned < 2 AND changed_at <= ? ORDER BY seq LIMIT ?
 """
-_OF_RUN = "SELECT seq, members FROM groups WHERE run = ? AND pruned < 2 LIMIT ?"
+_OF_RUN = "SELECT seq, run, number FROM groups WHERE run = ? AND pruned < 2 LIMIT ?"
 _EMPTY = "UPDATE groups SET pruned = 2, samples = '[]', summary = '{}', members = '[]' WHERE seq = ?"
 _OVER = """
 SELECT seq FROM runs WHERE state IN ('ended', 'finished') AND changed_at <= :before
@@ -38,11 +37,11 @@ _DELETE_RUN = (
     "DELETE FROM runs WHERE seq = ?",
 )
 _PLAIN = """
-SELECT rollout_id FROM rollouts WHERE state IN ('completed', 'failed', 'cancelled') AND changed_at <= ?
-    AND NOT EXISTS (SELECT 1 FROM runs WHERE substr(rollout_id, 1, length(run_id) + 1) = run_id || '.')
+SELECT seq, state FROM rollouts WHERE state IN ('completed', 'failed', 'cancelled') AND changed_at <= ?
+    AND NOT EXISTS (SELECT 1 FROM runs WHERE runs.seq = rollouts.run)
 LIMIT ?
 """
-_ROWS = "SELECT seq, state FROM rollouts WHERE rollout_id IN (SELECT value FROM json_each(?))"
+_OF_GROUP = "SELECT seq, state FROM rollouts WHERE run = :run AND group_number = :number"
 _DELETE_ROWS = (
     "DELETE FROM results WHERE seq IN (SELECT value FROM json_each(?))",
     "DELETE FROM requests WHERE seq IN (SELECT value FROM json_each(?))",
@@ -60,7 +59,7 @@ def delete_expired(db: sqlite3.Connection, policy: RetentionPolicy, now: float) 
         deleted += _empty(db, db.execute(_SETTLED, (now - policy.settled_groups, GROUPS_AT_ONCE)).fetchall())
     if policy.rollouts is not None:
         rows = db.execute(_PLAIN, (now - policy.rollouts, ROLLOUTS_AT_ONCE)).fetchall()
-        deleted += _delete_rollouts(db, [row["rollout_id"] for row in rows])
+        deleted += _delete_rollouts(db, rows)
     return deleted
 
 
@@ -77,26 +76,15 @@ def _delete_run(db: sqlite3.Connection, before: float) -> int:
 
 
 def _empty(db: sqlite3.Connection, groups: Sequence[sqlite3.Row]) -> int:
-    """Delete the rollouts of these groups, and keep that there were such groups."""
-    members = chain.from_iterable(json.loads(group["members"]) for group in groups)
-    _delete_rollouts(db, list(chain.from_iterable(map(tries, members))))
+    """Delete the rollouts of these groups, but keep the record that the groups existed; return how many groups."""
     for group in groups:
+        values = {"run": group["run"], "number": group["number"]}
+        _delete_rollouts(db, db.execute(_OF_GROUP, values).fetchall())
         db.execute(_EMPTY, (group["seq"],))
     return len(groups)
 
 
-def tries(rollout_id: str) -> Iterator[str]:
-    """A rollout of a group, and those that it was repeated for; `retry_of` of the run manager counts them."""
-    yield rollout_id
-    *first, retry = rollout_id.split(".")
-    if len(first) == 3:
-        base = ".".join(first)
-        yield base
-        yield from (f"{base}.{number}" for number in range(1, int(retry)))
-
-
-def _delete_rollouts(db: sqlite3.Connection, rollout_ids: Sequence[str]) -> int:
-    rows = db.execute(_ROWS, (json.dumps(list(rollout_ids)),)).fetchall()
+def _delete_rollouts(db: sqlite3.Connection, rows: Sequence[sqlite3.Row]) -> int:
     seqs = json.dumps([row["seq"] for row in rows])
     for statement in _DELETE_ROWS:
         db.execute(statement, (seqs,))

@@ -9,14 +9,16 @@ from __future__ import annotations
 import sqlite3
 from typing import Any
 
-from api_schemas.rollouts import Rollout, RolloutPage, RolloutState
+from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState
 from rollout_service.errors import ConflictError
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.contract import Lease
 
 _SUBMIT = """
-INSERT INTO rollouts (rollout_id, fingerprint, pool, state, stop_reason, created_at, queued_at, changed_at)
-SELECT :id, :fingerprint, :pool, iif(dead, 'cancelled', 'queued'), iif(dead, 'cancelled', NULL), :now, :now, :now
+INSERT INTO rollouts (rollout_id, fingerprint, pool, run, group_number, state, stop_reason,
+    created_at, queued_at, changed_at)
+SELECT :id, :fingerprint, :pool, :run, :group_number, iif(dead, 'cancelled', 'queued'), iif(dead, 'cancelled', NULL),
+    :now, :now, :now
 FROM (SELECT EXISTS (SELECT 1 FROM tombstones WHERE rollout_id = :id) AS dead)
 WHERE true
 ON CONFLICT (rollout_id) DO NOTHING
@@ -122,6 +124,23 @@ _COUNTS = "SELECT state, count FROM counts WHERE count > 0"
 RECORD = "INSERT INTO events (time, kind, subject, data) VALUES (:now, :kind, :subject, :data)"
 EVENTS = "SELECT * FROM events WHERE event_id > ? ORDER BY event_id LIMIT ?"
 _NEWEST_EVENT = "SELECT seq FROM sqlite_sequence WHERE name = 'events'"
+
+
+def submission(
+    request: RolloutRequest, now: float, *, run: int | None = None, group_number: int | None = None
+) -> dict[str, Any]:
+    """Return the values of `submit` for a request; `run` and `group_number` are those of the group it belongs to."""
+    if request.rollout_id is None:
+        raise ValueError("set the request's rollout_id before submitting it")
+    return {
+        "id": request.rollout_id,
+        "fingerprint": codec.fingerprint(request),
+        "pool": request.pool,
+        "run": run,
+        "group_number": group_number,
+        "request": request.model_dump_json(),
+        "now": now,
+    }
 
 
 def submit(db: sqlite3.Connection, values: dict[str, Any]) -> tuple[Rollout, bool]:

@@ -15,7 +15,6 @@ from api_schemas.runs import InlineTasks, RunRequest, RunState
 from api_schemas.tasks import Task
 from rollout_service.errors import ConflictError, NotFoundError
 from rollout_service.store import rules
-from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.rules import SettledGroup
 from rollout_service.store.runs_contract import (
@@ -225,20 +224,14 @@ def start_groups(db: sqlite3.Connection, run_id: str, groups: Sequence[NewGroup]
     if not rules.can_start(record_of(db, row), groups):
         return 0
     for group in groups:
-        ids = [_submit(db, request, now) for request in group.requests]
+        ids = [_submit(db, row["seq"], group.number, request, now) for request in group.requests]
         db.execute(_START, (row["seq"], group.number, group.epoch, json.dumps(ids), now, now))
     db.execute(_MOVE_CURSOR, {"seq": row["seq"], "cursor": groups[-1].number + 1, "now": now})
     return len(groups)
 
 
-def _submit(db: sqlite3.Connection, request: RolloutRequest, now: float) -> str:
-    values = {
-        "id": request.rollout_id,
-        "fingerprint": codec.fingerprint(request),
-        "pool": request.pool,
-        "request": request.model_dump_json(),
-        "now": now,
-    }
+def _submit(db: sqlite3.Connection, run: int, number: int, request: RolloutRequest, now: float) -> str:
+    values = statements.submission(request, now, run=run, group_number=number)
     rollout, _ = statements.submit(db, values)
     return rollout.rollout_id
 
@@ -290,7 +283,7 @@ def retry_sample(
     run = row_of(db, run_id)["seq"]
     values = {"run": run, "number": number, "sample": sample, "id": request.rollout_id, "now": now}
     if db.execute(_REPLACE_MEMBER, values).rowcount:
-        _submit(db, request, now)
+        _submit(db, run, number, request, now)
         add_to_counter(db, run, "retried")
 
 

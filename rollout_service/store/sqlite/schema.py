@@ -10,7 +10,7 @@ from __future__ import annotations
 import sqlite3
 
 from rollout_service.errors import StoreError
-from rollout_service.store.sqlite.schema_runs import VERSION_2, VERSION_4
+from rollout_service.store.sqlite.schema_runs import VERSION_2, VERSION_4, VERSION_5
 
 APPLICATION_ID = 0x526F6C6C
 """Marks a file as ours: "Roll" in ASCII."""
@@ -110,7 +110,7 @@ CREATE INDEX ready ON rollouts (seq, pool, not_before) WHERE state = 'queued' AN
 """
 """An attempt counts when it enters its first stage; before, a lease counted as one. Claims go by the pool."""
 
-MIGRATIONS = (_VERSION_1, VERSION_2, _VERSION_3, VERSION_4)
+MIGRATIONS = (_VERSION_1, VERSION_2, _VERSION_3, VERSION_4, VERSION_5)
 """Script n (from 1) turns version n - 1 into version n."""
 
 

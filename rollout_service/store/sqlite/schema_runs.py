@@ -1,4 +1,5 @@
-"""Version 2 of the schema: runs, their groups and their batches; version 4: the heads of groups.
+"""Version 2 of the schema: runs, their groups and their batches. Version 4: the heads of groups. Version 5: the group
+that a rollout belongs to.
 
 The database holds the invariants itself: what was acknowledged never changes, a dropped group never comes back,
 and counts and events are written in the transaction of the change they tell of. Groups refer to their rollouts
@@ -145,3 +146,26 @@ END;
 """
 """What a batch says of a group, ready to be sent, from when the group is kept until it is settled. A group that an
 earlier release kept has none, and its head is made when it is delivered."""
+
+VERSION_5 = """
+ALTER TABLE rollouts ADD COLUMN run INTEGER;
+ALTER TABLE rollouts ADD COLUMN group_number INTEGER;
+CREATE INDEX rollouts_of_group ON rollouts (run, group_number) WHERE run IS NOT NULL;
+DROP TRIGGER terminal_is_final;
+WITH RECURSIVE member (run, number, first, retry) AS (
+    SELECT groups.run, groups.number, run_id || '.' || groups.number || '.' || one.key,
+        cast(substr(one.value, length(run_id || '.' || groups.number || '.' || one.key) + 2) AS INTEGER)
+    FROM groups JOIN runs ON runs.seq = groups.run, json_each(groups.members) AS one
+), rolled_out (run, number, first, retry) AS (
+    SELECT * FROM member
+    UNION ALL SELECT run, number, first, retry - 1 FROM rolled_out WHERE retry > 0
+)
+UPDATE rollouts SET run = rolled_out.run, group_number = rolled_out.number FROM rolled_out
+WHERE rollout_id = iif(retry = 0, first, first || '.' || retry);
+CREATE TRIGGER terminal_is_final BEFORE UPDATE ON rollouts
+WHEN OLD.state IN ('completed', 'failed', 'cancelled') BEGIN
+    SELECT RAISE(ABORT, 'a terminal rollout never changes');
+END;
+"""
+"""A rollout names its group, so that the rollouts of a group or run are found without parsing ids. A group lists only
+the latest rollout of each sample: the ids of the earlier ones follow from its retry number."""

@@ -95,15 +95,7 @@ class SqliteStore(Store):
         return self._runs
 
     async def submit(self, request: RolloutRequest) -> tuple[Rollout, bool]:
-        if request.rollout_id is None:
-            raise ValueError("a request needs its rollout_id before it is submitted")
-        values = {
-            "id": request.rollout_id,
-            "fingerprint": codec.fingerprint(request),
-            "pool": request.pool,
-            "request": request.model_dump_json(),
-            "now": self._clock(),
-        }
+        values = statements.submission(request, self._clock())
         rollout, new = await self._write(lambda db: statements.submit(db, values))
         if new:
             self._work.set()

@@ -29,7 +29,6 @@ from rollout_service.store.runs_contract import (
     RetentionPolicy,
 )
 from rollout_service.store.sqlite import SqliteStore, schema
-from rollout_service.store.sqlite.retention_statements import tries
 
 pytestmark = pytest.mark.anyio
 
@@ -486,6 +485,7 @@ async def test_groups_of_a_file_of_version_3_are_delivered_as_before(tmp_path: P
         await make_ready(store, 0, 1)
         heads = await store.runs.group_heads("a", [0, 1])
     old = sqlite3.connect(path, isolation_level=None)
+    downgrade_to_4(old)
     for name in ("TRIGGER group_revised", "TRIGGER group_needs_no_head", "TABLE group_heads"):
         old.execute(f"DROP {name}")
     old.execute("PRAGMA user_version = 3")
@@ -521,10 +521,7 @@ async def all_rows(store: SqliteStore) -> dict[str, int]:
 async def test_what_is_settled_is_deleted_by_age(store: SqliteStore, clock: Clock) -> None:
     await create(store)
     await make_ready(store, 0, 1, 2, 3)
-    retried = RolloutRequest(rollout_id="a.0.1.2", task=TASKS[0])
-    await store.runs.start_groups("a", [])
-    assert list(tries("a.0.1.2")) == ["a.0.1.2", "a.0.1", "a.0.1.1"]
-    await store.submit(retried.model_copy(update={"rollout_id": "plain"}))
+    await store.submit(RolloutRequest(rollout_id="plain", task=TASKS[0]))
     await end_all(store)
     await leased(store)
     await store.runs.acknowledge("a", 0)
@@ -554,6 +551,72 @@ async def test_what_is_settled_is_deleted_by_age(store: SqliteStore, clock: Cloc
     assert await store.runs.delete_expired(RetentionPolicy(rollouts=100)) == 0
     assert await store.runs.delete_expired(RetentionPolicy(rollouts=1)) == 1
     assert sum((await all_rows(store)).values()) == 0
+
+
+async def with_retries(store: SqliteStore) -> None:
+    """A dropped group whose second sample was rolled out three times, and rollouts that only look like its own."""
+    await create(store)
+    await store.runs.start_groups("a", [new_group(0), new_group(1)])
+    await end_all(store)
+    for retry in (1, 2):
+        again = RolloutRequest(rollout_id=f"a.0.1.{retry}", task=TASKS[0])
+        await store.runs.retry_sample("a", 0, 1, again)
+        await end_all(store)
+    for name in ("a.0.1.9", "a.note"):
+        await store.submit(RolloutRequest(rollout_id=name, task=TASKS[0]))
+    await end_all(store)
+    await close(store, 0, reason="too_few_usable")
+
+
+async def groups_of_rollouts(store: SqliteStore) -> dict[str, tuple[int | None, int | None]]:
+    def read(db: sqlite3.Connection) -> dict[str, tuple[int | None, int | None]]:
+        rows = db.execute("SELECT rollout_id, run, group_number FROM rollouts")
+        return {name: (run, number) for name, run, number in rows}
+
+    return await store._read(read)
+
+
+GROUPS_OF_ROLLOUTS = {
+    "a.0.0": (1, 0),
+    "a.0.1": (1, 0),
+    "a.0.1.1": (1, 0),
+    "a.0.1.2": (1, 0),
+    "a.1.0": (1, 1),
+    "a.1.1": (1, 1),
+    "a.0.1.9": (None, None),
+    "a.note": (None, None),
+}
+
+
+async def test_the_rollouts_of_a_retried_sample_are_deleted_with_their_group(store: SqliteStore) -> None:
+    await with_retries(store)
+    assert await groups_of_rollouts(store) == GROUPS_OF_ROLLOUTS
+    assert await store.runs.delete_expired(RetentionPolicy(settled_groups=0)) == 1
+    assert set(await groups_of_rollouts(store)) == {"a.1.0", "a.1.1", "a.0.1.9", "a.note"}
+    assert await store.runs.delete_expired(RetentionPolicy(rollouts=0)) == 2, "they belong to no run"
+    assert set(await groups_of_rollouts(store)) == {"a.1.0", "a.1.1"}
+
+
+def downgrade_to_4(db: sqlite3.Connection) -> None:
+    db.execute("DROP INDEX rollouts_of_group")
+    for column in ("run", "group_number"):
+        db.execute(f"ALTER TABLE rollouts DROP COLUMN {column}")
+    db.execute("PRAGMA user_version = 4")
+
+
+async def test_the_rollouts_of_a_file_of_version_4_find_their_groups(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite3"
+    async with await SqliteStore.open(path) as store:
+        await with_retries(store)
+    old = sqlite3.connect(path, isolation_level=None)
+    downgrade_to_4(old)
+    old.close()
+    async with await SqliteStore.open(path) as store:
+        assert await groups_of_rollouts(store) == GROUPS_OF_ROLLOUTS
+    upgraded = sqlite3.connect(path, isolation_level=None)
+    with pytest.raises(sqlite3.IntegrityError, match="a terminal rollout never changes"):
+        upgraded.execute("UPDATE rollouts SET run = 7")
+    upgraded.close()
 
 
 async def test_what_nobody_acknowledged_outlives_every_age(store: SqliteStore, clock: Clock) -> None:
