@@ -1,5 +1,9 @@
-"""Documentation stays usable: links and anchors exist, code names pages that exist, and pages stay short."""
+"""Documentation stays usable: links and anchors exist, code names pages that exist, and pages stay short.
 
+The pages that list error codes and routes are complete.
+"""
+
+import ast
 import re
 import subprocess
 from collections.abc import Iterator
@@ -7,6 +11,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+from rollout_service.api.app import create_app
+from rollout_service.settings import Settings
 
 ROOT = Path(__file__).parents[3]
 GENERATED = {"docs/settings.md"}
@@ -93,3 +100,39 @@ def test_the_table_of_contents_names_every_page() -> None:
         for target in links("docs/README.md")
     }
     assert not {page for page in PAGES if page.startswith("docs/")} - named - {"docs/README.md"}
+
+
+def test_the_page_on_errors_lists_every_code() -> None:
+    page = (ROOT / "docs/reference/errors.md").read_text()
+    codes = set()
+    for name in tracked(
+        "rollout_service/**/*.py", "rollout_service/*.py", "sandboxes/**/*.py", "sandboxes/*.py"
+    ):
+        for node in ast.walk(ast.parse((ROOT / name).read_text())):
+            if isinstance(node, ast.ClassDef) and "testing" not in name:
+                codes |= set(_class_codes(node))
+    assert len(codes) > 50
+    assert not {code for code in codes if f"`{code}`" not in page}
+
+
+def _class_codes(node: ast.ClassDef) -> Iterator[str]:
+    for line in node.body:
+        targets = (
+            line.targets
+            if isinstance(line, ast.Assign)
+            else [line.target]
+            if isinstance(line, ast.AnnAssign)
+            else []
+        )
+        if any(isinstance(target, ast.Name) and target.id == "code" for target in targets):
+            value = line.value
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield value.value
+
+
+def test_the_page_on_the_api_lists_every_route() -> None:
+    page = (ROOT / "docs/reference/http-api.md").read_text()
+    listed = set(re.findall(r"`([A-Z]+) (/[^?`]*)", page))
+    paths = create_app(Settings()).openapi()["paths"]
+    routes = {(method.upper(), path) for path, methods in paths.items() for method in methods}
+    assert listed == routes
