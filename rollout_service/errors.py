@@ -1,32 +1,32 @@
-"""One family of errors, each named for the boundary that it crossed.
+"""The errors of the service, each named for the boundary that it crossed.
 
 ServiceError
- |- RequestError                  a caller asked for something impossible               4xx
+ |- RequestError                  the request cannot be carried out as it is             4xx
  |   |- MalformedBodyError        400
  |   |- InvalidFieldError         422, with the path of the field
  |   |- NotFoundError             404
- |   |- ConflictError             409, as in the same id with another body
+ |   |- ConflictError             409, such as the same id with another body
  |   |- TooLargeError             413
  |   |- UnauthorizedError         401
- |   |- ForbiddenError            403, the key's role or the page's origin
+ |   |- ForbiddenError            403, by the key's role or the page's origin
  |   |- MediaTypeError            415
- |   |- MisdirectedError          421, for a host that is not this server
+ |   |- MisdirectedError          421, the request names another host
  |   |- MalformedRequestError     400, not HTTP, or ambiguous
  |   |- HeadTooLargeError         431
  |   `- RequestTimeoutError       408
  |- EnvironmentFailedError        an environment's own code, or its grader, failed
  |- StoreError                    the durable store cannot be read or written           503
- |- RecordLostError               a single record of the store is gone or damaged       500
- |- UnavailableError              the service cannot take this now                      503
+ |- RecordLostError               one record of the store is gone or damaged            500
+ |- UnavailableError              the service cannot do this now                        503
  |- StageTimeoutError             a stage's deadline passed
- |- AttemptsExhaustedError        the service died under this rollout too often
- |- ConfigurationError            the service cannot start like this
- `- DefectError                   anything that is not of this family                   500
-Inference and token errors (`inference/errors.py`, `tokens/errors.py`) are ServiceErrors too; those of the
-package `sandboxes` are not, since it knows nothing of this one: `describe` takes both.
+ |- AttemptsExhaustedError        the service crashed while running the rollout, too often
+ |- ConfigurationError            the service cannot run as it is configured
+ `- DefectError                   any exception outside this family                     500
+Inference and token errors (`inference/errors.py`, `tokens/errors.py`) are ServiceErrors too. Those of the package
+`sandboxes` are not, since that package does not know this one; `describe` takes both.
 
-Every error says what happened, and in `hint` what to do next. `describe` turns any exception into what the
-API, the log and the metrics show.
+Every error says what happened and, in `hint`, what to do next. `describe` turns any exception into what the API, the
+log, and the metrics show.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from sandboxes.errors import SandboxError
 
 
 class ServiceError(Exception):
-    """The base of the family."""
+    """The base class of the service's errors."""
 
     code: ClassVar[str] = "service_error"
     boundary: ClassVar[Boundary] = Boundary.SERVICE
@@ -55,7 +55,7 @@ class ServiceError(Exception):
 
 
 class RequestError(ServiceError):
-    """The caller asked for something that cannot be done as it is."""
+    """The request cannot be carried out as it is."""
 
     code = "bad_request"
     boundary = Boundary.REQUEST
@@ -69,7 +69,7 @@ class MalformedBodyError(RequestError):
 
 
 class InvalidFieldError(RequestError):
-    """A field of the request is wrong; `fields` says which."""
+    """A field of the request is invalid; `fields` says which."""
 
     code = "invalid_field"
     status = 422
@@ -81,27 +81,27 @@ class InvalidFieldError(RequestError):
         self.fields = list(fields)
 
     def under(self, path: str) -> Self:
-        """Return the same error with its fields below this path."""
+        """Return the same error with its fields under this path."""
         fields = [field.model_copy(update={"path": f"{path}.{field.path}"}) for field in self.fields]
         return type(self)(fields, hint=self.hint, context=self.context)
 
 
 class NotFoundError(RequestError):
-    """There is no such thing."""
+    """The resource does not exist."""
 
     code = "not_found"
     status = 404
 
 
 class ConflictError(RequestError):
-    """The request contradicts what is there already."""
+    """The request contradicts what already exists."""
 
     code = "conflict"
     status = 409
 
 
 class TooLargeError(RequestError):
-    """The body is larger than the service takes."""
+    """The body is larger than the service accepts."""
 
     code = "request_entity_too_large"
     status = 413
@@ -115,41 +115,41 @@ class UnauthorizedError(RequestError):
 
 
 class ForbiddenError(RequestError):
-    """The key's role does not allow this, or a web page of another site asks for it."""
+    """The key's role does not allow this, or a web page of another site sent it."""
 
     code = "forbidden"
     status = 403
 
 
 class MediaTypeError(RequestError):
-    """The body is not JSON by its content type."""
+    """The body's content type is not JSON."""
 
     code = "unsupported_media_type"
     status = 415
 
 
 class MisdirectedError(RequestError):
-    """The request is for a host that this server does not answer for."""
+    """The request names a host that this server does not answer for."""
 
     code = "misdirected_request"
     status = 421
 
 
 class MalformedRequestError(RequestError):
-    """The request is not valid HTTP/1.1, or two readers could understand it differently."""
+    """The request is not valid HTTP/1.1, or is ambiguous."""
 
     code = "malformed_request"
 
 
 class HeadTooLargeError(RequestError):
-    """The request line and the headers are larger than the service takes."""
+    """The request line and headers are larger than the service accepts."""
 
     code = "request_header_fields_too_large"
     status = 431
 
 
 class RequestTimeoutError(RequestError):
-    """The request was not complete in time."""
+    """The request did not arrive in time."""
 
     code = "request_timeout"
     status = 408
@@ -157,7 +157,7 @@ class RequestTimeoutError(RequestError):
 
 
 class EnvironmentFailedError(ServiceError):
-    """An environment's own code or its grader failed; trying again gives the same."""
+    """An environment's own code or its grader failed; another attempt would fail the same way."""
 
     code = "environment_failed"
     boundary = Boundary.ENVIRONMENT
@@ -173,14 +173,14 @@ class StoreError(ServiceError):
 
 
 class RecordLostError(ServiceError):
-    """A single record of the store is gone or cannot be read; all others can."""
+    """One record of the store is gone or cannot be read; all others are intact."""
 
     code = "record_lost"
     boundary = Boundary.STORE
 
 
 class UnavailableError(ServiceError):
-    """The service cannot take this now; later it can."""
+    """The service cannot do this now; it may later."""
 
     code = "unavailable"
     status = 503
@@ -188,7 +188,7 @@ class UnavailableError(ServiceError):
 
 
 class StageTimeoutError(ServiceError):
-    """A stage's deadline passed; only a slow start of a sandbox is worth another attempt."""
+    """A stage's deadline passed; it is retried only if a sandbox was slow to start."""
 
     code = "stage_timeout"
 
@@ -198,27 +198,27 @@ class StageTimeoutError(ServiceError):
 
 
 class AttemptsExhaustedError(ServiceError):
-    """The service died under this rollout as often as it may be tried."""
+    """The service crashed in every attempt that the rollout was allowed."""
 
     code = "attempts_exhausted"
 
 
 class ConfigurationError(ServiceError):
-    """The service, or an environment of it, cannot be used as it is configured."""
+    """The service, or one of its environments, cannot run as it is configured."""
 
     code = "bad_configuration"
     status = 503
 
 
 class DefectError(ServiceError):
-    """A defect of the service or of a plug-in; the log holds the traceback."""
+    """A bug in the service or in a plug-in; the log has the traceback."""
 
     code = "internal_error"
 
 
 @contextmanager
 def prefix_field_paths(path: str) -> Iterator[None]:
-    """Put the fields of an InvalidFieldError that is raised inside below a path."""
+    """Put the fields of an InvalidFieldError that the block raises under a path."""
     try:
         yield
     except InvalidFieldError as error:
@@ -226,14 +226,14 @@ def prefix_field_paths(path: str) -> Iterator[None]:
 
 
 def find_known_error(error: BaseException) -> ServiceError | SandboxError | None:
-    """The error of ours that an exception is, or that a group of exceptions holds; None for a defect."""
+    """Return the service's or a sandbox's error, alone or out of an exception group; None for a defect."""
     if isinstance(error, BaseExceptionGroup):
         return next((cause for inner in error.exceptions if (cause := find_known_error(inner))), None)
     return error if isinstance(error, ServiceError | SandboxError) else None
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the exception inside of nested exception groups; an error of ours goes before a defect."""
+    """Return the exception inside nested exception groups, preferring a known error to a defect."""
     if (known := find_known_error(error)) is not None:
         return known
     while isinstance(error, BaseExceptionGroup):
@@ -242,14 +242,14 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def describe(error: BaseException, *, stage: str | None = None, attempt: int | None = None) -> ErrorInfo:
-    """What a person and a program need to know of an exception, with the boundary that it crossed."""
+    """Describe an exception for people and programs, with the boundary that it crossed."""
     if isinstance(error, ServiceError):
         code, boundary, retryable, hint = error.code, error.boundary, error.retryable, error.hint
     elif isinstance(error, SandboxError):
         code, boundary, retryable, hint = error.code, Boundary.SANDBOX, error.retryable, error.hint
     else:
         code, boundary, retryable = DefectError.code, Boundary.SERVICE, False
-        hint = "This is a defect of the service or of a plug-in; the log holds the traceback."
+        hint = "This is a bug in the service or in a plug-in. The log has the traceback."
     message = str(error) or type(error).__name__
     if code == DefectError.code:
         message = f"{type(error).__name__}: {message}"
@@ -265,6 +265,6 @@ def describe(error: BaseException, *, stage: str | None = None, attempt: int | N
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the nearest known name, or nothing."""
+    """Return `; did you mean X?` for the closest known name, or nothing if none is close."""
     close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""

@@ -1,7 +1,7 @@
-"""Parses JSON that can be kept: what comes back from the store, or an engine, is what was sent.
+"""A JSON parser that accepts only what can be stored and sent on unchanged.
 
-Guarantees: no lone surrogates, which no UTF-8 can hold; no NaN or Infinity; nesting within a bound, well below that of
-the readers of what the service writes.
+Guarantees: no lone surrogates, which UTF-8 cannot encode; no NaN or Infinity; bounded nesting, well below the limit of
+the programs that read what the service writes.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ from pydantic import JsonValue
 from pydantic_core import from_json
 
 MAX_DEPTH = 100
-"""Levels of lists and objects. Answers put a body a few levels deeper, and their readers stop at 200."""
+"""The most levels of lists and objects. Responses nest a body a few levels deeper, and their readers stop at 200."""
 
 
 def parse(content: bytes) -> JsonValue:
-    """Return the value of a JSON text; raises ValueError."""
+    """Return the value of a JSON document.
+
+    Raises:
+        ValueError: The document is not JSON, or not of the kind that can be stored.
+    """
     value: JsonValue = from_json(content, allow_inf_nan=False)
     if _depth(value) > MAX_DEPTH:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
@@ -22,7 +26,7 @@ def parse(content: bytes) -> JsonValue:
 
 
 def _depth(value: JsonValue) -> int:
-    """Return how many levels of lists and objects a value has, without recursion."""
+    """Count the levels of lists and objects in a value, without recursion."""
     depth, level = 0, [value] if isinstance(value, dict | list) else []
     while level:
         depth += 1

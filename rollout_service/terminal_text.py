@@ -1,9 +1,9 @@
-"""Text that others wrote, made safe for a terminal.
+"""Escaping of untrusted text before it is shown on a terminal.
 
-A policy, a program in a sandbox, an engine or a server may put into its text what a terminal obeys: escape sequences
-that set its title, write its clipboard or clear it, C1 controls that do the same in one character, and marks that
-reverse the order of what follows. Guarantee: what these functions return holds none of them; each is shown as Python
-writes it, `\\x1b`, so that a reader sees that it was there.
+A policy, a program in a sandbox, an engine, or a server may write what a terminal obeys: escape sequences that set its
+title, write its clipboard, or clear it; C1 controls that do the same in one character; and marks that reverse the order
+of the text that follows. Guarantee: what these functions return contains none of them. Each is shown in Python's
+notation, such as `\\x1b`, so the reader sees that it was there.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import re
 _UNSAFE = re.compile(
     "["
     "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 and C1 without tab and line feed
-    "\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"  # invisible, or of another order
-    "\ud800-\udfff"  # lone surrogates, which no terminal's encoding has
-    "\U000e0000-\U000e007f"  # tags: text that nobody sees
+    "\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"  # invisible, or reversing the order
+    "\ud800-\udfff"  # lone surrogates, which no encoding has
+    "\U000e0000-\U000e007f"  # tags: invisible text
     "]"
 )
 
 
 def escape_controls(text: str) -> str:
-    """Return the text with everything escaped that a terminal would obey or hide; line feeds and tabs stay."""
+    """Escape everything in a text that a terminal would obey or hide, except line feeds and tabs."""
     return _UNSAFE.sub(_escaped, text) if _UNSAFE.search(text) else text
 
 
 def escape_controls_in_json(document: str) -> str:
-    """Return the same JSON with such characters as `\\uXXXX`; outside of its strings it has none."""
+    """Write such characters in a JSON document as `\\uXXXX`; they occur only in its strings."""
     return _UNSAFE.sub(_json_escaped, document) if _UNSAFE.search(document) else document
 
 

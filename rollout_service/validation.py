@@ -1,6 +1,6 @@
-"""What is wrong with a document, in words for the person who wrote it.
+"""Descriptions of validation errors, for the author of the document.
 
-Guarantee: every problem is named by its path, and an unknown field comes with the nearest known one of its place.
+Guarantee: every problem has its path, and an unknown field comes with the closest known one at that path.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rollout_service.errors import did_you_mean
 
 
 def describe_problems(error: ValidationError, model: type[BaseModel]) -> list[str]:
-    """Return `path: message` for each problem of a document that should have been a `model`."""
+    """Return `path: message` for each problem of a document that failed to validate as `model`."""
     return [_problem(item, model) for item in error.errors(include_url=False, include_context=False)]
 
 
@@ -30,7 +30,7 @@ def _problem(item: Any, model: type[BaseModel]) -> str:
 
 
 def known_fields(model: type[BaseModel], path: Iterable[str | int]) -> set[str]:
-    """Return the fields that may stand at a path; indices, keys of mappings and tags of unions lead nowhere else."""
+    """Return the fields that are known at a path; indices, mapping keys, and union tags are passed over."""
     models = [model]
     for part in path:
         below = [one.model_fields[part].annotation for one in models if part in one.model_fields]
@@ -39,9 +39,9 @@ def known_fields(model: type[BaseModel], path: Iterable[str | int]) -> set[str]:
 
 
 def path_as_sent(loc: Iterable[str | int], sent: object, *, missing: bool) -> list[str | int]:
-    """Return a place as it is in what was sent: without the names that pydantic gives to the members of a union.
+    """Return an error's location as a path in the document, without the names that pydantic gives to union members.
 
-    `missing` says that the last part is a field that is not there.
+    `missing` says that the last part is a field that the document lacks.
     """
     *parents, last = list(loc) or [""]
     path: list[str | int] = []
@@ -59,7 +59,7 @@ def _holds(sent: object, part: str | int) -> bool:
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the models that an annotation holds, such as those of a list or a union."""
+    """Yield the models inside an annotation, such as a list or a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for inner in get_args(annotation):

@@ -1,4 +1,4 @@
-"""The app factory. Everything with a lifetime is opened in the lifespan; the module holds no state."""
+"""The app factory. The lifespan opens everything that has a lifetime; the module holds no state."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from rollout_service.shutdown import Shutdown
 from rollout_service.telemetry.metrics import Metrics
 
 MODULES = (health, rollouts, runs, backends, environments, sandboxes, events, prorl)
-"""In the order in which their routes are matched. Probes come first: matching is a large part of their cost."""
+"""In the order in which their routes are matched: probes first, since matching is a large part of their cost."""
 
 log = structlog.get_logger(__name__)
 
 
 def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
-    """Return the service as an ASGI app; it works for its lifespan, and drains once the shutdown begins."""
+    """Return the service as an ASGI app, which runs during its lifespan and drains once the shutdown begins."""
     metrics = Metrics()
     hosts = AllowedHosts(settings.allowed_hosts, bound=settings.host, keyed=settings.is_keyed)
     keyring = Keyring(settings.keys, settings.keys_file, reloaded=metrics.count_key_reload)
@@ -81,7 +81,7 @@ def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
         version=__version__,
         summary="Agentic rollouts for any RL trainer",
         lifespan=lifespan,
-        openapi_url=None,  # `pages` serves it, and a page that works offline
+        openapi_url=None,  # `pages` serves it, with a page that works offline
         generate_unique_id_function=lambda route: route.name,
         middleware=[
             Middleware(AccessLogMiddleware),
@@ -106,7 +106,7 @@ def create_app(settings: Settings, shutdown: Shutdown | None = None) -> FastAPI:
 
 @asynccontextmanager
 async def _draining(shutdown: Shutdown, pipeline: Pipeline) -> AsyncIterator[None]:
-    """Drain as soon as the shutdown begins, which a part that fails within the block begins too."""
+    """Drain once the shutdown begins; a part that fails inside the block begins it too."""
 
     async def drain() -> None:
         await shutdown.wait()
@@ -129,7 +129,7 @@ def _report_failure(error: Exception) -> None:
     cause = root_cause(error)
     info = describe(cause)
     log.error(
-        "a part of the service failed, which ends it",
+        "a part of the service failed; shutting down",
         code=info.code,
         error=info.message,
         hint=info.hint,

@@ -1,8 +1,8 @@
-"""Middleware of every route, after `HostMiddleware`: authentication, the limits of bodies, and the count of requests.
+"""Middleware of every route, after `HostMiddleware`: authentication, limits on bodies, and request metrics.
 
-Guarantees: with keys configured, nothing but the probes and the API's description answers without one; keys are
-compared in constant time; no more of a body is read than the limit allows; all are plain ASGI, so that a streamed
-answer is never buffered.
+Guarantees: with keys configured, only the probes and the API's description answer without one. Keys are compared in
+constant time. No more of a body is read than the limit allows. All are plain ASGI, so streamed responses are never
+buffered.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from rollout_service.telemetry.metrics import Metrics
 
 PROBES = frozenset({"/health", "/ready"})
 DESCRIPTION = frozenset({"/openapi.json", "/docs"})
-"""The same for everybody who runs this release, and needed by a browser before a key can be typed into its page."""
+"""Open paths: the same for every user of this release, and needed by a browser before a key can be typed in."""
 
 
 class BearerAuthMiddleware:
-    """Refuses requests without one of the keys, or with one whose role does not allow them."""
+    """Refuses requests without a valid key, or with one whose role does not allow them."""
 
     def __init__(self, app: ASGIApp, keyring: Keyring) -> None:
         self._app = app
@@ -55,19 +55,28 @@ class BearerAuthMiddleware:
             await self._app(scope, receive, send)
 
     def _admit(self, scope: Scope) -> None:
-        """Raise what stands in the way of a request; with a valid key its connection has a place of its own."""
+        """Check a request's key, and admit its connection.
+
+        Raises:
+            UnauthorizedError: The key is missing or wrong.
+            ForbiddenError: Its role does not allow the request.
+            UnavailableError: All connections are busy.
+        """
         if self._keyring.is_needed:
             key = self._key(Headers(scope=scope))
             needed = needed_role(scope["method"], scope["path"])
             if not key.role.allows(needed):
                 raise ForbiddenError(
-                    f"the key {key.name!r} has the role {key.role}, and this needs {needed}",
-                    hint="Use a key with that role.",
+                    f"the key {key.name!r} has the role {key.role}; this request needs {needed}",
+                    hint=f"Use a key with the role {needed}.",
                     context={"role": key.role, "needed": needed},
                 )
         slot = find_slot(scope)
         if slot is not None and not slot.admit():
-            raise UnavailableError("all connections are at work", hint="Raise `http.max_connections`.")
+            raise UnavailableError(
+                "all connections are busy",
+                hint="Try again later, or raise the setting `http.max_connections`.",
+            )
 
     def _key(self, headers: Headers) -> ApiKey:
         scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -75,7 +84,7 @@ class BearerAuthMiddleware:
         if key is None or scheme.lower() != "bearer":
             raise UnauthorizedError(
                 "the bearer key is missing or wrong",
-                hint="Send `Authorization: Bearer KEY` with a configured key.",
+                hint="Send the header `Authorization: Bearer KEY` with one of the configured keys.",
             )
         return key
 
@@ -85,7 +94,7 @@ def _is_open(path: str) -> bool:
 
 
 class JsonBodyMiddleware:
-    """Refuses bodies of another media type, which a web page could send without asking first."""
+    """Refuses bodies of other media types, which a web page could send without a CORS preflight."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -94,19 +103,21 @@ class JsonBodyMiddleware:
         if scope["type"] != "http" or _is_json(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
-        error = MediaTypeError("the body is not JSON", hint="Send it with `Content-Type: application/json`.")
+        error = MediaTypeError(
+            "the body's content type is not JSON", hint="Send it with `Content-Type: application/json`."
+        )
         await problem_response(to_problem(error))(scope, receive, send)
 
 
 def _is_json(headers: Headers) -> bool:
-    """Return whether a request, by its headers, has a body of JSON or none."""
+    """Return whether a request's headers announce a JSON body, or none."""
     if "transfer-encoding" not in headers and headers.get("content-length", "0") == "0":
         return True
     return headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
 
 
 class BodyLimitMiddleware:
-    """Refuses bodies over a limit: at once where their length is announced, else while they are read."""
+    """Refuses bodies over a limit: at once if their length is announced, otherwise while they are read."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
@@ -132,12 +143,12 @@ class BodyLimitMiddleware:
 
     def _error(self) -> TooLargeError:
         return TooLargeError(
-            f"the body is larger than {self._max_bytes} bytes; send less at once or raise `max_body_bytes`"
+            f"the body is larger than {self._max_bytes} bytes; send less at once, or raise the setting `max_body_bytes`"
         )
 
 
 class RequestMetricsMiddleware:
-    """Counts requests by the route's template, never by the raw path, so that ids make no new series."""
+    """Counts requests by route template, never by raw path, since ids would create a time series each."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app

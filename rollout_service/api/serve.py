@@ -1,7 +1,7 @@
-"""Serves the app until it is told to stop or a part of it fails; refuses, drains, cancels and closes, in this order.
+"""Serves the app until a signal or a failed part stops it; then refuses, drains, cancels, and closes, in this order.
 
-Guarantees: the log says where the service listens and with which settings, and at the end why it ended; the process
-has ended 3 s after the drain; a part that fails ends it with exit code 1, a signal as that signal does.
+Guarantees: the log says where the service listens, with which settings, and finally why it ended. The process ends
+within 3 s after the drain: with exit code 1 if a part failed, and by the signal if one stopped it.
 """
 
 from __future__ import annotations
@@ -35,26 +35,28 @@ from rollout_service.telemetry.metrics import Metrics, configure_logging
 log = structlog.get_logger(__name__)
 
 CONNECTIONS_GRACE_SECONDS = 1
-"""How long connections may take to close once the service is drained and every request was answered."""
+"""How long connections may take to close once the service has drained and answered every request."""
 GC_YOUNG_OBJECTS = 50_000
-"""Allocations between collections. The default of 700 collects several times in a turn of an agent. Each one walks
-through the prompts that engines work on at the moment, which stops every rollout for milliseconds."""
+"""Allocations between garbage collections. The default of 700 collects several times in an agent's turn, and each
+collection walks through the prompts in flight, which stops every rollout for milliseconds."""
 THREAD_SECONDS = 0.0005
-"""For how long a thread that computes, as one that renders a long prompt, may hold up the event loop each time that it
-wakes. The default of 5 ms is several times what all of a turn takes."""
+"""How long a computing thread, such as one that renders a long prompt, may hold up the event loop each time it wakes.
+The default of 5 ms is several times what a whole turn takes."""
 
 
 def serve(settings: Settings, *, port_file: Path | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; writes `http://HOST:PORT`, or `https`, to `port_file` once it listens.
+    """Serve until SIGTERM or SIGINT, and write the URL to `port_file` once the server listens.
 
-    Returns the exit code of a service of which a part failed; after a signal the process ends by that signal.
-    Raises ConfigurationError when the address cannot be bound. Where the service itself cannot start, the log
-    says why and the process ends with exit code 3.
+    Return the exit code if a part failed; after a signal, the process ends by that signal. If the service cannot start,
+    the log says why and the process ends with exit code 3.
+
+    Raises:
+        ConfigurationError: The address cannot be bound, or the certificate cannot be used.
     """
     configure_logging(settings.log_format, settings.log_level)
     _settle_garbage_collector()
     sys.setswitchinterval(THREAD_SECONDS)
-    os.environ.pop("ROLLOUT_KEYS", None)  # no process that the service starts has to know them
+    os.environ.pop("ROLLOUT_KEYS", None)  # child processes must not inherit them
     shutdown = Shutdown(settings.pipeline.drain_seconds)
     certificate = load_certificate(settings)
     app = create_app(settings, shutdown)
@@ -93,7 +95,7 @@ def load_certificate(settings: Settings) -> Certificate | None:
 
 
 def _connections(settings: Settings, metrics: Metrics) -> dict[str, Any]:
-    """Return how many connections there may be, and the limits of each."""
+    """Return the limits on connections and requests, as the server's options."""
     http = settings.http
     connections = Connections(ConnectionLimits.within(descriptor_limit(), http.max_connections))
     metrics.watch_connections(connections.counts)
@@ -110,7 +112,7 @@ def _run(server: DrainingServer, shutdown: Shutdown) -> int:
     try:
         server.run()
     except SystemExit:
-        if server.signal is None:  # else it was stopped while it started, as it should be
+        if server.signal is None:  # otherwise it was stopped while it started, as it should be
             raise
     log.info("stopped", reason=shutdown.reason, seconds=round(shutdown.seconds, 2))
     if shutdown.failed:
@@ -136,7 +138,7 @@ def _log_start(settings: Settings, address: str) -> None:
 
 
 class PlainStartup:
-    """The app, which says why it does not start in a sentence; only a defect is worth a traceback."""
+    """Wraps the app to log a failed start as one sentence; only a bug is worth a traceback."""
 
     def __init__(self, app: FastAPI) -> None:
         self._app = app
@@ -158,7 +160,7 @@ def _why(app: FastAPI) -> str:
 
 
 def _settle_garbage_collector() -> None:
-    """Leave what the imports made, hundreds of thousands of objects that never die, out of every collection."""
+    """Exclude the imports' objects, hundreds of thousands that are never freed, from every collection."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_YOUNG_OBJECTS)
@@ -171,7 +173,7 @@ def _bind(settings: Settings) -> socket.socket:
     except OSError as error:
         raise ConfigurationError(
             f"cannot listen on {settings.host}:{settings.port}: {error.strerror}",
-            hint="Choose another port with --port, or end what listens there.",
+            hint="Choose another port with --port, or stop the program that listens there.",
         ) from error
 
 
@@ -181,7 +183,7 @@ def _address(listener: socket.socket, host: str, scheme: str) -> str:
 
 
 def _announce(address: str, port_file: Path) -> None:
-    """Write the address whole or not at all: a reader may look at any moment."""
+    """Write the address atomically, since a reader may look at any moment."""
     draft = port_file.with_name(f"{port_file.name}.draft")
     draft.write_text(address)
     draft.replace(port_file)

@@ -1,1 +1,1 @@
-"""The HTTP server: connections, heads, hosts, keys, and TLS."""
+"""The HTTP server: connections, request limits, allowed hosts, keys, and TLS."""

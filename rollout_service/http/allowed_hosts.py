@@ -1,13 +1,13 @@
-"""Which hosts the API answers for, and from which web sites it takes orders.
+"""The hosts that a server answers for, and the web sites whose pages may change something.
 
-Guarantees: a page of another site that a browser on this machine shows can neither change anything here nor, by a name
-of its own that it points at this server, read anything. Programs that are not browsers notice nothing, as long as they
-name the server by an address, by a loopback name, or by a name that is allowed.
+Guarantees: a page of another site, shown by a browser on this machine, cannot change anything here, and cannot read
+anything through a host name that it points at this server (DNS rebinding). Programs that are not browsers notice
+nothing if they name the server by an address, a loopback name, or an allowed name.
 
-A name is allowed when it is listed. Without a list a server with keys answers to any name: a browser does not send a
+A name is allowed when it is listed. Without a list, a server with keys answers to any name: a browser does not send a
 key by itself, so a page gains nothing from the name, and trainers on other nodes use names that this process cannot
-know. A server without keys listens on the loopback, and answers to the names of this machine. Addresses are always
-allowed, since no web site can choose one as its name.
+know. A server without keys listens on loopback and answers to the names of this machine. Addresses are always allowed,
+since no web site can choose one as its name.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from urllib.parse import SplitResult, urlsplit
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 OTHER_SITES = frozenset({"cross-site", "same-site"})
-"""The values of Sec-Fetch-Site for pages of other sites; `same-site` is another port or a sibling domain."""
+"""The values of Sec-Fetch-Site for other sites' pages; `same-site` means another port or a sibling domain."""
 REMEMBERED = 64
-"""Hosts whose answer is kept: clients name the same few with every request."""
+"""The size of the cache of decisions: clients name the same few hosts with every request."""
 
 
 class AllowedHosts:
-    """The names of one server."""
+    """The names that one server answers for."""
 
     def __init__(self, listed: Iterable[str], *, bound: str, keyed: bool) -> None:
-        """`listed` are names and `*.NAME`; `bound` is where the server listens, `keyed` whether it asks for keys."""
+        """Take the `listed` names and `*.NAME`, where the server is `bound`, and whether it is `keyed`."""
         self._listed = frozenset(name.lower().rstrip(".") for name in listed)
         self._own = frozenset({"localhost", bound.lower(), socket.gethostname().lower()})
         self._any = keyed and not self._listed
         self._remembered = lru_cache(REMEMBERED)(self._allows)
 
     def allows_host(self, host: str | None) -> bool:
-        """Return whether a request may name this host, with or without a port; HTTP/1.0 need not name one."""
+        """Return whether a request may name this host, with or without a port; HTTP/1.0 may name none."""
         return host is None or self._any or self._remembered(host)
 
     def _allows(self, host: str) -> bool:
@@ -46,9 +46,9 @@ class AllowedHosts:
         return name in self._own or name.endswith(".localhost") or _is_address(name) or self._has(name)
 
     def allows_origin(self, *, host: str | None, origin: str | None, site: str | None) -> bool:
-        """Return whether a request that changes something may come from a page of this origin.
+        """Return whether a page of this origin may send a request that changes something.
 
-        `origin` and `site` are the headers Origin and Sec-Fetch-Site; browsers alone send them.
+        `origin` and `site` are the headers Origin and Sec-Fetch-Site, which only browsers send.
         """
         if origin is None:
             return site not in OTHER_SITES
@@ -64,7 +64,7 @@ class AllowedHosts:
 
 
 def _is_same(origin: str, host: str | None) -> bool:
-    """Return whether an origin is the host that the request names; behind a TLS proxy the scheme may differ."""
+    """Return whether an origin is the host that the request names; behind a TLS proxy their schemes differ."""
     parts = _split(origin)
     return parts is not None and bool(host) and parts.netloc.lower() == str(host).lower()
 

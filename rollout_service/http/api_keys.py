@@ -1,7 +1,7 @@
-"""Keys of the API, and what their roles allow.
+"""The API's keys, and what their roles allow.
 
-Guarantees: a key is long enough that nobody finds it by trying; its value is in no message and no representation; a
-route that is not named here needs the role `admin`, so that a new one is never open by mistake.
+Guarantees: a key is too long to be guessed; its value appears in no message and no representation. A route that is not
+listed here needs the role `admin`, so a new route is never open by mistake.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ ALPHABET = re.compile(r"[!-+\--~]+")
 """Visible ASCII without the comma, which separates keys in a variable."""
 READ_METHODS = frozenset({"GET", "HEAD"})
 SUBMIT_PATHS = ("/v1/rollouts", "/v1/runs", "/v1/rescore", "/process", "/cancel")
-"""Where the role `submit` may send orders, with all that is below."""
+"""The paths that the role `submit` may send changes to, with everything below them."""
 
 
 class Role(StrEnum):
-    """The role of a key; each role may do what the ones before it may."""
+    """The role of a key; each role includes those before it."""
 
     READ = "read"
-    """Look at everything: rollouts and their trajectories, runs, engines, events, metrics."""
+    """Read everything: rollouts and their trajectories, runs, engines, events, metrics."""
     SUBMIT = "submit"
-    """Order and cancel rollouts, and work with runs and their batches."""
+    """Submit and cancel rollouts, and work with runs and their batches."""
     ADMIN = "admin"
     """Everything: engines, weights, pausing and stopping the service."""
 
     def allows(self, needed: Role) -> bool:
-        """Return whether this role may do what `needed` may."""
+        """Return whether this role includes `needed`."""
         roles = list(Role)
         return roles.index(self) >= roles.index(needed)
 
 
 def needed_role(method: str, path: str) -> Role:
-    """Return the least role that may send a request."""
+    """Return the lowest role that may send a request."""
     if method in READ_METHODS:
         return Role.READ
     if any(path == start or path.startswith(f"{start}/") for start in SUBMIT_PATHS):
@@ -58,7 +58,7 @@ class ApiKey(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: str = Field(min_length=1, max_length=128)
-    """For people: refusals show it, and the key itself is never shown."""
+    """A name for people: error messages show it, and never the key itself."""
     role: Role = Role.ADMIN
     """`read`, `submit` or `admin`."""
     key: SecretStr
@@ -81,7 +81,7 @@ class ApiKey(BaseModel):
 
 
 def name_keys(value: object) -> object:
-    """Give keys that are only a value the role `admin` and a name."""
+    """Give each key that is only a value a name and the role `admin`."""
     if not isinstance(value, list):
         return value
     return [
@@ -91,7 +91,11 @@ def name_keys(value: object) -> object:
 
 
 def check_unique(keys: Sequence[ApiKey]) -> None:
-    """Raise ValueError when two keys have one name or one value."""
+    """Check that no two keys share a name or a value.
+
+    Raises:
+        ValueError: Two keys do.
+    """
     for kind, values in (
         ("name", [key.name for key in keys]),
         ("value", [key.key.get_secret_value() for key in keys]),
@@ -107,9 +111,10 @@ class _File(BaseModel):
 
 
 def read_keys(path: Path) -> list[ApiKey]:
-    """Return the keys of a file, whose tables `[[keys]]` have `name`, `role` and `key`.
+    """Read the keys of a TOML file, whose `[[keys]]` tables have `name`, `role`, and `key`.
 
-    Raises ConfigurationError that says where the file is wrong, and never what it holds.
+    Raises:
+        ConfigurationError: The file cannot be used; the message says where it is wrong, and never what it holds.
     """
     try:
         table: dict[str, Any] = tomllib.loads(path.read_text())

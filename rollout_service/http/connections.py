@@ -1,9 +1,9 @@
-"""Who may hold a connection to the API, so that the service itself never runs out of descriptors.
+"""Limits on connections to the API, so that the service itself never runs out of file descriptors.
 
-Guarantees: connections take at most half of the descriptors that the process may open; a peer that has not sent a
-request with a key takes no place from those that have; when the places for such peers are full, the address that holds
-most of them loses its oldest, so a flood displaces itself and a new caller always gets in; an admitted connection that
-is at work is never closed for another.
+Guarantees: connections take at most half of the descriptors that the process may open. A peer that has not sent a
+request with a key takes no slot from those that have. When the slots for such peers are full, the address that holds
+most of them loses its oldest connection, so a flood displaces itself and a new client always gets in. An admitted
+connection that is busy is never closed for another.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from rollout_service.errors import ConfigurationError
 from sandboxes.limits.cgroups import raise_open_files
 
 IPV6_NETWORK_BITS = 64
-"""Whoever has one address of version 6 usually has all that share these bits."""
+"""The prefix length by which IPv6 peers are counted: whoever has one address usually has all that share the prefix."""
 MAX_PENDING = 512
 MAX_ADMITTED = 10_000
 DESCRIPTOR_SHARE = 0.5
 PENDING_SHARE = 0.25
 UNLIMITED_DESCRIPTORS = 1_000_000
-"""Descriptors to reckon with where there is no limit."""
+"""The number of descriptors to assume when there is no limit."""
 
 
 class EvictionReason(StrEnum):
-    """Why a connection is closed for another."""
+    """Why a connection was closed to make room."""
 
     PENDING = "too_many_unauthenticated"
     IDLE = "too_many_connections"
@@ -40,7 +40,7 @@ Evict = Callable[[EvictionReason], None]
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """How many connections there may be."""
+    """The most connections of each kind."""
 
     admitted: int
     """Connections that have sent a request with a key, or any request to a server without keys."""
@@ -51,28 +51,29 @@ class ConnectionLimits:
     def within(cls, descriptors: int, max_connections: int | None = None) -> ConnectionLimits:
         """Return the limits for a process that may open this many descriptors.
 
-        Raises ConfigurationError when `max_connections` leaves too few for the service itself.
+        Raises:
+            ConfigurationError: `max_connections` would leave too few descriptors for the service itself.
         """
         share = int(descriptors * DESCRIPTOR_SHARE)
         pending = max(1, min(MAX_PENDING, int(share * PENDING_SHARE)))
         room = max(1, share - pending)
         if max_connections is not None and max_connections > room:
             raise ConfigurationError(
-                f"http.max_connections is {max_connections}, and {descriptors} file descriptors are enough for {room}",
-                hint=f"Lower it, or raise the limit with `ulimit -n {4 * max_connections}` before the start.",
+                f"http.max_connections is {max_connections}, but {descriptors} file descriptors allow only {room}",
+                hint=f"Lower it, or run `ulimit -n {4 * max_connections}` before you start the service.",
             )
         return cls(admitted=max_connections or min(MAX_ADMITTED, room), pending=pending)
 
 
 def descriptor_limit() -> int:
-    """Return how many descriptors this process may open, which is as many as its hard limit allows."""
+    """Raise the soft limit on open files to the hard limit, and return it."""
     raise_open_files()
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return UNLIMITED_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
 
 
 class ConnectionSlot:
-    """The place of one connection; give it up with `release`, which is idempotent."""
+    """The slot of one connection; give it back with `release`, which is idempotent."""
 
     __slots__ = ("_connections", "admitted", "evict", "peer")
 
@@ -83,11 +84,11 @@ class ConnectionSlot:
         self.admitted = False
 
     def admit(self) -> bool:
-        """Count the connection among the admitted ones from now on; False when there is no place."""
+        """Count the connection as admitted from now on; return False if there is no slot."""
         return self.admitted or self._connections.admit(self)
 
     def mark_idle(self) -> None:
-        """Mark the connection as idle: it may be closed when another needs the place."""
+        """Mark the connection as idle: it may be closed when another needs its slot."""
         self._connections.mark_idle(self)
 
     def mark_busy(self) -> None:
@@ -95,7 +96,7 @@ class ConnectionSlot:
         self._connections.mark_busy(self)
 
     def release(self) -> None:
-        """Give the place up."""
+        """Give the slot back."""
         self._connections.release(self)
 
 
@@ -110,12 +111,12 @@ class Connections:
         self._idle: dict[ConnectionSlot, None] = {}
 
     def counts(self) -> dict[str, int]:
-        """Return how many connections are in each state."""
+        """Count the connections in each state."""
         idle = len(self._idle)
         return {"pending": self._pending_count, "idle": idle, "busy": len(self._admitted) - idle}
 
     def add(self, address: str, evict: Evict) -> ConnectionSlot:
-        """Give a new connection a slot; `evict` is called when it has to make room."""
+        """Give a new connection a slot; `evict` is called if it must make room for another."""
         if self._pending_count >= self.limits.pending:
             peers = max(self._pending.values(), key=len)
             self._evict(next(iter(peers)), EvictionReason.PENDING)
@@ -125,7 +126,7 @@ class Connections:
         return slot
 
     def admit(self, slot: ConnectionSlot) -> bool:
-        """Move a connection to the admitted ones, in place of an idle one where there is no other."""
+        """Admit a connection, closing the longest idle one if no slot is free; return False if all are busy."""
         if len(self._admitted) >= self.limits.admitted:
             if not self._idle:
                 return False
@@ -136,16 +137,16 @@ class Connections:
         return True
 
     def mark_idle(self, slot: ConnectionSlot) -> None:
-        """Note that an admitted connection has nothing to do."""
+        """Mark an admitted connection as idle."""
         if slot in self._admitted:
             self._idle[slot] = None
 
     def mark_busy(self, slot: ConnectionSlot) -> None:
-        """Note that a connection has something to do."""
+        """Mark a connection as busy."""
         self._idle.pop(slot, None)
 
     def release(self, slot: ConnectionSlot) -> None:
-        """Forget a connection."""
+        """Remove a connection."""
         self._remove_pending(slot)
         self._admitted.discard(slot)
         self._idle.pop(slot, None)
@@ -166,7 +167,7 @@ class Connections:
 
 
 def network_of(address: str) -> str:
-    """Return what one peer is counted by: an address of version 4, or the network of one of version 6."""
+    """Return what a peer is counted by: its IPv4 address, or the network of its IPv6 address."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -177,6 +178,6 @@ def network_of(address: str) -> str:
 
 
 def find_slot(scope: Mapping[str, Any]) -> ConnectionSlot | None:
-    """Return the place of the connection that a request came over; None outside of the server, as in tests."""
+    """Return the slot of a request's connection; None outside the server, as in tests."""
     slot = scope.get("state", {}).get("slot")
     return slot if isinstance(slot, ConnectionSlot) else None

@@ -1,8 +1,8 @@
-"""The HTTP server, which drains before it stops listening.
+"""An HTTP server that drains before it stops listening.
 
-Guarantees: while the service drains the API goes on answering, so that batches can be acknowledged and results read;
-the process has ended `LAST_SECONDS` after the drain, in whatever state. The first SIGTERM or SIGINT begins the
-shutdown, the second ends its drain, the third ends the process.
+Guarantees: while the service drains, the API keeps answering, so batches can be acknowledged and results read. The
+process ends within `LAST_SECONDS` after the drain, whatever its state. The first SIGTERM or SIGINT begins the shutdown,
+the second ends the drain, and the third ends the process.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from rollout_service.last_resort import LastResort
 from rollout_service.shutdown import Shutdown
 
 LAST_SECONDS = 3.0
-"""How long closing may take after the drain."""
+"""The most time that closing may take after the drain."""
 FAILED = 1
-"""The exit code of a service of which a part failed."""
+"""The exit code of a service that lost one of its parts."""
 IMPATIENT_SIGNALS = 2
-"""So many end the service in order; the next one ends it at once."""
+"""The signals that end the service in order; one more ends it at once."""
 SHOWN = 20
-"""How many tasks are named at most when the shutdown takes too long."""
+"""The most tasks that the log names when the shutdown takes too long."""
 
 
 class DrainingServer(Server):
-    """Serves until a signal or a failed part ends it."""
+    """Serves until a signal, or the failure of a part, ends it."""
 
     def __init__(
         self, *arguments: Any, shutdown: Shutdown, on_start: Callable[[], None], **options: Any
     ) -> None:
-        """`on_start` is called once the service answers; the rest is for `Server`."""
+        """Take `on_start`, which is called once the service answers; everything else is for `Server`."""
         super().__init__(*arguments, **options)
         self._shutdown = shutdown
         self._on_start = on_start
@@ -44,7 +44,7 @@ class DrainingServer(Server):
 
     @property
     def signal(self) -> int | None:
-        """The signal that ended it."""
+        """The signal that ended the server, if one did."""
         return self._signals[0] if self._signals else None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -58,7 +58,7 @@ class DrainingServer(Server):
         self._on_start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - its name is uvicorn's
-        """Take a signal, between any two instructions of the event loop's thread."""
+        """Handle a signal; it may arrive between any two instructions of the event loop's thread."""
         self._signals.append(sig)
         if len(self._signals) <= IMPATIENT_SIGNALS:
             drain_seconds = self._shutdown.drain_seconds if len(self._signals) == 1 else 0.0
@@ -68,14 +68,14 @@ class DrainingServer(Server):
             self._last_resort.end_within(0.0, 128 + sig)
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether to stop listening, which is not before the service is drained."""
+        """Return whether to stop listening: not before the service is drained."""
         return await super().on_tick(counter) or self._shutdown.drained
 
     def _end_in_time(self, drain_seconds: float, exit_code: int) -> None:
         self._last_resort.end_within(drain_seconds + LAST_SECONDS, exit_code)
 
     def _still_open(self) -> list[str]:
-        """Connections, and what runs on the event loop; read from another thread, since the loop may stand still."""
+        """Name the open connections and tasks; called from another thread, since the event loop may be blocked."""
         connections = len(self.server_state.connections)
         names = sorted(task.get_name() for task in asyncio.all_tasks(self._loop))
         more = [f"{len(names) - SHOWN} more tasks"] if len(names) > SHOWN else []

@@ -1,7 +1,7 @@
-"""Whom a request is for: the first check of every server here, the embedded engine's too.
+"""The check of a request's host and origin: the first check of every server here, the embedded engine included.
 
-Guarantees: a web page of another site changes nothing here, and by a name of its own that it points at this server it
-reads nothing either; plain ASGI, so that a streamed answer is never buffered.
+Guarantees: a web page of another site cannot change anything here, and cannot read anything through a host name that it
+points at this server (DNS rebinding). Plain ASGI, so streamed responses are never buffered.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from rollout_service.http.problems import problem_response, to_problem
 
 
 class HostMiddleware:
-    """Refuses requests for another host, and orders from web pages of other sites."""
+    """Refuses requests for other hosts, and unsafe requests from web pages of other sites."""
 
     def __init__(
         self, app: ASGIApp, hosts: AllowedHosts, *, unsafe_get_paths: frozenset[str] = frozenset()
     ) -> None:
-        """`unsafe_get_paths` are the paths that change something even by a method that should not."""
+        """Take `unsafe_get_paths`, the paths that change something even by GET."""
         self._app = app
         self._hosts = hosts
         self._unsafe_get_paths = unsafe_get_paths
@@ -37,8 +37,8 @@ class HostMiddleware:
         host = headers.get("host")
         if not self._hosts.allows_host(host):
             return MisdirectedError(
-                "this server does not answer for the host that the request names",
-                hint="Use its address or `localhost`, or add the name to `allowed_hosts`.",
+                "the request's Host header names a host that this server does not answer for",
+                hint="Use the server's address or `localhost`, or add the name to the setting `allowed_hosts`.",
             )
         if scope["method"] in SAFE_METHODS and scope["path"] not in self._unsafe_get_paths:
             return None
@@ -46,5 +46,6 @@ class HostMiddleware:
         if self._hosts.allows_origin(host=host, origin=origin, site=site):
             return None
         return ForbiddenError(
-            "a web page of another site may not send this", hint="Add the site's name to `allowed_hosts`."
+            "web pages of other sites may not send this request",
+            hint="Add the site's host name to the setting `allowed_hosts`.",
         )

@@ -1,7 +1,7 @@
-"""The keys that open the API now: those of the settings, and those of a file that may change while the service runs.
+"""The API's current keys: those of the settings, and those of a file that may change while the service runs.
 
-Guarantees: a key is compared with every other one in the same time, whether it is right or not; a changed file is in
-force within seconds, or at once after SIGHUP; a file that is wrong changes nothing, and is told in the log and counted.
+Guarantees: looking up a key takes the same time whether it is right or wrong. A changed file takes effect within
+seconds, or at once after SIGHUP. An invalid file changes nothing, and is logged and counted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Keyring:
     ) -> None:
         """Read the file; `reloaded` is told whether each later reading succeeded.
 
-        Raises ConfigurationError.
+        Raises:
+            ConfigurationError: The file cannot be used.
         """
         self._fixed = list(fixed)
         self._file = file.expanduser() if file is not None else None
@@ -49,15 +50,17 @@ class Keyring:
         self._version = self._read_version()
         self._keys = self._read()
         if self._file is not None and self._file.stat().st_mode & READABLE_BY_OTHERS:
-            log.warning("others on this machine may read the keys", file=str(self._file), hint="chmod 600")
+            log.warning(
+                "other users can read the keys file", file=str(self._file), hint=f"chmod 600 {self._file}"
+            )
 
     @property
     def is_needed(self) -> bool:
-        """Whether the API asks for a key."""
+        """Whether the API requires a key."""
         return bool(self._keys)
 
     def find(self, value: str) -> ApiKey | None:
-        """Return the key of this value, if there is one."""
+        """Return the key with this value, if there is one."""
         digest = sha256(value.encode()).digest()
         found = None
         for known, key in self._keys:
@@ -66,19 +69,19 @@ class Keyring:
         return found
 
     def reload(self) -> None:
-        """Read the file again; a file that is wrong leaves the keys as they are."""
+        """Read the file again; an invalid file leaves the keys as they are."""
         try:
             self._keys = self._read()
         except ConfigurationError as error:
-            log.error("the keys stay as they were", error=str(error), hint=error.hint)
+            log.error("keys file is invalid; keeping the previous keys", error=str(error), hint=error.hint)
             self._reloaded(False)
         else:
-            log.info("keys read again", file=str(self._file), names=[key.name for _, key in self._keys])
+            log.info("keys reloaded", file=str(self._file), names=[key.name for _, key in self._keys])
             self._reloaded(True)
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Follow the file while the block runs."""
+        """Reload the file whenever it changes, while the block runs."""
         if self._file is None:
             yield
             return
@@ -103,7 +106,7 @@ class Keyring:
                 await anyio.to_thread.run_sync(self.reload)
 
     def _read_version(self) -> FileVersion | None:
-        """Return a value that differs between versions of the file."""
+        """Return a value that changes whenever the file does."""
         try:
             found = self._file.stat() if self._file is not None else None
         except OSError:
@@ -115,5 +118,5 @@ class Keyring:
         try:
             check_unique(keys)
         except ValueError as error:
-            raise ConfigurationError(f"{error} in the settings and in {self._file}") from None
+            raise ConfigurationError(f"{error}, in the settings or in {self._file}") from None
         return [(sha256(key.key.get_secret_value().encode()).digest(), key) for key in keys]

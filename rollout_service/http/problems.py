@@ -1,4 +1,4 @@
-"""Every error that reaches the API becomes an RFC 9457 problem with a code, a field's path, and what to do next."""
+"""Turns every error into an RFC 9457 problem, with a code, the paths of invalid fields, and what to do next."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MEDIA_TYPE = "application/problem+json"
 
 
 def problem_response(problem: Problem, headers: Mapping[str, str] | None = None) -> Response:
-    """A response that carries a problem."""
+    """Return a response that carries a problem."""
     return Response(
         problem.model_dump_json(exclude_defaults=False),
         status_code=problem.status,
@@ -37,7 +37,7 @@ def problem_response(problem: Problem, headers: Mapping[str, str] | None = None)
 
 
 def to_problem(error: BaseException) -> Problem:
-    """The problem that an exception is shown as."""
+    """Return the problem that describes an exception."""
     info = describe(error)
     status = error.status if isinstance(error, ServiceError) else HTTPStatus.INTERNAL_SERVER_ERROR
     if isinstance(error, SandboxError):
@@ -54,7 +54,7 @@ def to_problem(error: BaseException) -> Problem:
 
 
 def install(app: FastAPI) -> None:
-    """Answer every exception with a problem."""
+    """Have the app answer every exception with a problem."""
     app.add_exception_handler(ServiceError, _service_error)
     app.add_exception_handler(SandboxError, _service_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
@@ -70,7 +70,7 @@ async def _service_error(_: Request, error: Exception) -> Response:
 
 
 async def _defect(request: Request, error: Exception) -> Response:
-    log.error("a request met a defect", method=request.method, path=request.url.path, exc_info=error)
+    log.error("unhandled error in request", method=request.method, path=request.url.path, exc_info=error)
     return problem_response(to_problem(error))
 
 
@@ -112,10 +112,10 @@ async def _http_exception(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> set[str]:
-    """Return the methods that a path has over all its routes; Starlette knows those of the first alone."""
+    """Return the methods of all routes at a path; Starlette reports only those of the first."""
     routes: list[APIRoute] = request.app.state.routes
     here = [route for route in routes if route.path_regex.match(request.url.path)]
-    # An id may have slashes, so that what follows it may be taken for a part of it: the most literal path is meant.
+    # An id may contain slashes, so a longer path may also match as part of an id: the most literal route is meant.
     meant = max((route.path for route in here), key=_literal_length, default="")
     return {method for route in here if route.path == meant for method in route.methods or ()}
 
@@ -129,14 +129,14 @@ def _http_detail(request: Request, error: HTTPException) -> str:
         close = difflib.get_close_matches(
             request.url.path, [route.path for route in request.app.state.routes], n=1
         )
-        return f"there is no {request.url.path} here" + (
-            f"; did you mean {close[0]}?" if close else "; see /docs"
+        return f"there is no route {request.url.path}" + (
+            f"; did you mean {close[0]}?" if close else "; /docs lists the routes"
         )
     return str(error.detail)
 
 
 def _known_fields(request: Request) -> Callable[[Sequence[int | str]], set[str]]:
-    """Return what gives the fields that may stand at a place of the body that a route reads."""
+    """Return a function that gives the known fields at a path of the route's body."""
     field = getattr(request.scope.get("route"), "body_field", None)
     model = getattr(getattr(field, "field_info", None), "annotation", None)
     if not (isinstance(model, type) and issubclass(model, BaseModel)):
@@ -149,7 +149,7 @@ def _path(item: dict[str, Any], body: object) -> str:
     if where != "body":
         return ".".join(map(str, item["loc"]))
     if item["type"] == "json_invalid":
-        return "body"  # the message says where in it
+        return "body"  # the message has the position
     return ".".join(["body", *map(str, path_as_sent(inside, body, missing=item["type"] == "missing"))])
 
 
@@ -160,5 +160,5 @@ def _message(item: dict[str, Any], known: Callable[[Sequence[int | str]], set[st
     if item["type"] == "json_invalid":
         return f"not valid JSON: {item.get('ctx', {}).get('error', item['msg'])}"
     if item["loc"] == ("body",) and isinstance(item.get("input"), bytes):
-        return "is not read as JSON: send it with `Content-Type: application/json`"
+        return "not sent as JSON; send it with `Content-Type: application/json`"
     return str(item["msg"]).removeprefix("Value error, ")

@@ -1,11 +1,11 @@
-"""HTTP/1.1 for peers that are not to be trusted: uvicorn's protocol, with a bound on everything that a peer may do.
+"""HTTP/1.1 for untrusted peers: uvicorn's protocol, with a bound on everything that a peer may do.
 
-Guarantees: no more of a request's head is held than `max_head_bytes` and one read; a head, and a body in relation to
-its size, has a deadline; so has a peer that does not read its answer; a refused request is answered with a problem
-where its answer is next in line, and its connection is closed in any case. Requests that the app is at work on have no
+Guarantees: of a request's head, at most `max_head_bytes` and one read are held. Heads have a deadline; so have bodies,
+in proportion to their size, and peers that do not read their response. A refused request is answered with a problem if
+its response is next in line, and its connection is closed in any case. Requests that the app is working on have no
 deadline here: long polls and streams last as long as they need.
 
-uvicorn bounds heads with h11 only, which takes several times the CPU time of httptools, and bodies not at all.
+uvicorn limits heads only with h11, which takes several times the CPU time of httptools, and bodies not at all.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from rollout_service.http.connections import ConnectionSlot, EvictionReason
 from rollout_service.http.problems import MEDIA_TYPE, to_problem
 
 BODY_BYTES_PER_SECOND = 16 * 1024
-"""A body gets another second for as many bytes that have come."""
+"""The rate that extends a body's deadline: a further second for this many bytes received."""
 SEPARATORS = len(": \r\n")
 MAX_PIPELINED = 64
 LINGER_SECONDS = 1.0
-"""How long a refused peer may go on sending, which is thrown away: a reset would take the answer from it."""
+"""How long a refused peer may keep sending. The data is discarded; a reset would destroy the response on its way."""
 SINGLE_HEADERS = frozenset({b"host", b"authorization", b"content-type", b"content-length", b"origin"})
-"""Headers that two programs on the way may read differently when they come twice."""
+"""Headers that must not be repeated, since a proxy and this server might pick different ones."""
 
 Observe = Callable[[str], None]
 
@@ -120,7 +120,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.parser.feed_data(data)
             self._check_head_size()
         except httptools.HttpParserUpgrade:
-            self.cycle.keep_alive = False  # it is answered in HTTP/1.1, and what follows is not read
+            self.cycle.keep_alive = False  # answered in HTTP/1.1; what follows is not read
         except httptools.HttpParserError as error:
             self._refuse(_refusal_of(error))
         except RequestError as error:
@@ -141,12 +141,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_write_timer()
         super().resume_writing()
 
-    # -- what the parser finds -------------------------------------------------
+    # -- parser callbacks ------------------------------------------------------
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
             raise MalformedRequestError(
-                f"more than {MAX_PIPELINED} requests were sent ahead of their answers"
+                f"more than {MAX_PIPELINED} requests were pipelined on one connection"
             )
         super().on_message_begin()
         self.scope["state"]["slot"] = self.slot
@@ -159,12 +159,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._silent_bytes = 0  # as `_count_head` does; a call for every header is worth saving
+        self._silent_bytes = 0  # like `_count_head`, but without a call for every header
         self._head_bytes += len(name) + len(value) + SEPARATORS
         if self._head_bytes > self._limits.max_head_bytes:
             self._check_head_size()
         if self._part is _Part.BODY:
-            return  # a trailer, which uvicorn would put among the headers while the app reads them
+            return  # a trailer, which uvicorn would add to the headers while the app reads them
         super().on_header(name, value)
         if len(self.headers) > self._limits.max_headers:
             raise HeadTooLargeError(f"the request has more than {self._limits.max_headers} headers")
@@ -192,12 +192,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._check_head_size()
 
     def _check_head_size(self) -> None:
-        """Count what the parser has given, and what it keeps: a long line, a trailer or an extension of a chunk."""
+        """Refuse a head that is too large, counting also what the parser still buffers."""
         if self._head_bytes + self._silent_bytes > self._limits.max_head_bytes:
             raise HeadTooLargeError(f"the request's head is larger than {self._limits.max_head_bytes} bytes")
 
     def _answered(self) -> RequestResponseCycle | None:
-        """Return the latest request that is or was answered; uvicorn's attribute is None before the first."""
+        """Return the latest request; uvicorn's attribute is None before the first."""
         return self.cycle
 
     def _is_busy(self) -> bool:
@@ -207,7 +207,7 @@ class BoundedProtocol(HttpToolsProtocol):
     # -- deadlines -------------------------------------------------------------
 
     def _restart_timer(self) -> None:
-        """Have one timer run, for the part that is awaited now, from when it was first awaited."""
+        """Run a single timer, for the part that is awaited now, since it was first awaited."""
         if self._timed == (self._message, self._part):
             return
         self._stop_timer()
@@ -220,7 +220,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         self._refuse(
-            RequestTimeoutError(f"the request's head was not complete after {self._limits.head_seconds:g} s")
+            RequestTimeoutError(f"the request's head did not arrive within {self._limits.head_seconds:g} s")
         )
 
     def _body_is_late(self) -> None:
@@ -228,13 +228,13 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_busy():
             allowed += self._body_bytes / BODY_BYTES_PER_SECOND
         left = self._part_began + allowed - self.loop.time()
-        if self.flow.read_paused:  # the app has yet to read what came
+        if self.flow.read_paused:  # the app has not read all that arrived
             left = self._limits.body_seconds
             self._part_began += left
         if left > 0:
             self._timer = self.loop.call_later(left, self._body_is_late)
             return
-        self._refuse(RequestTimeoutError(f"the request's body was not complete after {allowed:.0f} s"))
+        self._refuse(RequestTimeoutError(f"the request's body did not arrive within {allowed:.0f} s"))
 
     def _stop_timer(self) -> None:
         self._timed = None
@@ -243,7 +243,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _watch_writing(self) -> None:
-        """Close the connection once the peer has taken nothing of its answer for too long."""
+        """Close the connection once the peer has read nothing of its response for too long."""
         left = self.transport.get_write_buffer_size()
         if self._write_timer is not None and left == self._unwritten:
             self._observe("write_timeout")
@@ -261,11 +261,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _evict(self, reason: EvictionReason) -> None:
         self._refuse(
-            UnavailableError("the server has no place for more connections", hint="Try again."), reason.value
+            UnavailableError("the server is at its limit of connections", hint="Try again later."),
+            reason.value,
         )
 
     def _refuse(self, error: RequestError | UnavailableError, reason: str = "") -> None:
-        """Answer with a problem where that is possible, and close."""
+        """Answer with a problem if possible, and close the connection."""
         if self._refused is not None:
             self.transport.abort()
             return
@@ -285,7 +286,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def _is_answerable(self) -> bool:
-        """Return whether the answer to this request is the next to be written."""
+        """Return whether this request's response is the next to be written."""
         if self.transport.is_closing() or self.pipeline:
             return False
         cycle = self._answered()
@@ -297,7 +298,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def _refusal_of(error: httptools.HttpParserError) -> RequestError:
-    """Return the refusal that a callback raised within the parser, or what stands for a request that it rejects."""
+    """Return the refusal that a callback raised inside the parser, or one for a request that the parser rejects."""
     cause = error.__context__
     if isinstance(cause, RequestError):
         return cause
@@ -305,17 +306,21 @@ def _refusal_of(error: httptools.HttpParserError) -> RequestError:
 
 
 def _check_framing(headers: list[tuple[bytes, bytes]], url: bytes, version: str) -> None:
-    """Raise MalformedRequestError where two readers of this head could disagree about what it asks for."""
+    """Check that a proxy and this server would read the head alike.
+
+    Raises:
+        MalformedRequestError: They might not.
+    """
     names = [name for name, _ in headers if name in SINGLE_HEADERS]
     if len(names) > len(set(names)):
-        raise MalformedRequestError(f"the header {max(names, key=names.count).decode()} came twice")
+        raise MalformedRequestError(f"the header {max(names, key=names.count).decode()} is repeated")
     host = dict(headers).get(b"host")
     if host is None and version == "1.1":
-        raise MalformedRequestError("the header host is missing")
+        raise MalformedRequestError("the header Host is missing")
     if not url.startswith(b"/") and httptools.parse_url(url).host is not None:
         authority = url.partition(b"://")[2].partition(b"/")[0].partition(b"?")[0]
         if authority.lower() != (host or b"").strip().lower():
-            raise MalformedRequestError("the request's target names another host than its header host")
+            raise MalformedRequestError("the request's target and its header Host name different hosts")
 
 
 def _answer(problem: Problem) -> bytes:

@@ -1,7 +1,7 @@
 """The HTTP server: uvicorn's, with connections that are counted from the moment they are accepted.
 
-Guarantees: a connection has its place before a byte of it is read, during a TLS handshake too, which has a deadline;
-running out of descriptors or memory for sockets delays new connections and ends nothing.
+Guarantees: a connection has its slot before a byte of it is read, and also during its TLS handshake, which has a
+deadline. Running out of descriptors or socket memory delays new connections and breaks nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = structlog.get_logger(__name__)
 
 ACCEPT_PAUSE_SECONDS = 0.1
 KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP_KEEPCNT, 3))
-"""A peer that has vanished in the middle of a long poll is found within two minutes."""
+"""TCP keep-alive options: a peer that vanishes during a long poll is noticed within two minutes."""
 
 
 class Server(uvicorn.Server):
@@ -38,7 +38,7 @@ class Server(uvicorn.Server):
         observe: Observe,
         certificate: Certificate | None = None,
     ) -> None:
-        """`observe` is told why a connection was refused."""
+        """Take `observe`, which is told why a connection was refused."""
         super().__init__(config)
         self._listener = listener
         self._connections = connections
@@ -66,15 +66,15 @@ class Server(uvicorn.Server):
                 try:
                     connection, address = await loop.sock_accept(self._listener)
                 except OSError as error:
-                    log.warning("a connection cannot be accepted", error=error.strerror)
+                    log.warning("cannot accept a connection", error=error.strerror)
                     await anyio.sleep(ACCEPT_PAUSE_SECONDS)
                 else:
                     opening.start_soon(self._open, connection, str(address[0]))
 
     async def _open(self, connection: socket.socket, address: str) -> None:
-        """Hand a connection to a protocol of its own, after its TLS handshake where there is one.
+        """Hand a connection to a protocol of its own, after the TLS handshake if there is one.
 
-        The handshake alone has a deadline: without one the peer owes nothing yet, and what takes time is this process.
+        Only the handshake has a deadline: without TLS the peer owes nothing yet, and any delay is this process's own.
         """
         scope = anyio.CancelScope()
         if self.config.ssl is not None:
@@ -97,7 +97,7 @@ class Server(uvicorn.Server):
             with scope:
                 await self._connect(connection, lambda: protocol)
         except OSError as error:  # a failed handshake, or a peer that is gone
-            log.debug("a connection failed as it was opened", peer=address, error=str(error))
+            log.debug("connection failed while opening", peer=address, error=str(error))
         if not protocol.opened:
             self._observe("handshake_failed")
             slot.release()

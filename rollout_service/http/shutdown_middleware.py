@@ -1,9 +1,9 @@
-"""Requests that are open while the service ends, and the line about each in the log at the level debug.
+"""The handling of requests while the service shuts down, and the debug log line of every request.
 
-Guarantees: once the shutdown has begun, what would begin new work is refused with a 503 that may be repeated, and a
-connection is closed with its answer; what settles work that was given out (`ack`, `nack`, `renew`, cancellations) and
-what only reads is answered until the drain is over. Then every request that is still open ends: with the same 503, or
-by losing its connection if its answer has begun, so that no cut answer looks whole.
+Guarantees: once the shutdown has begun, requests that would start new work get a 503 that may be retried, and
+connections close with their response. Requests that settle work given out earlier (`ack`, `nack`, `renew`,
+cancellations), and those that only read, are answered until the drain is over. Then every open request ends: with the
+same 503, or, if its response has begun, by losing its connection, so that no truncated response looks complete.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ log = structlog.get_logger(__name__)
 
 NEW_WORK_METHODS = frozenset({"POST", "PUT"})
 SETTLING_PATHS = ("/ack", "/nack", "/renew", "/cancel", "/stop", "/v1/abort")
-"""How the paths end that settle what is there, rather than begin something."""
+"""The endings of paths that settle existing work instead of starting new work."""
 
 
 class ShutdownMiddleware:
-    """Ends the requests of a service that ends."""
+    """Refuses or ends requests while the service shuts down."""
 
     def __init__(self, app: ASGIApp, shutdown: Shutdown) -> None:
         self._app = app
@@ -56,7 +56,7 @@ class ShutdownMiddleware:
 
 
 class AccessLogMiddleware:
-    """Writes a line for every answer at the level debug."""
+    """Logs every response at the level debug."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

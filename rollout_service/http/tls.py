@@ -1,4 +1,4 @@
-"""TLS of the API: a certificate that is checked before the server starts, and read again when it is renewed.
+"""The API's TLS certificate, which is checked before the server starts and reloaded when it is renewed.
 
 Guarantees: a certificate that cannot be used is a `ConfigurationError` at the start; later it changes nothing, and the
 log says why. Connections keep what they were opened with.
@@ -22,10 +22,14 @@ POLL_SECONDS = 10.0
 
 
 class Certificate:
-    """A certificate with its chain and its key."""
+    """A certificate with its chain and key."""
 
     def __init__(self, certificate: Path, key: Path | None, password: str | None) -> None:
-        """Raises ConfigurationError when they cannot be used."""
+        """Check that the files can be used.
+
+        Raises:
+            ConfigurationError: They cannot.
+        """
         self._certificate = certificate.expanduser()
         self._key = key.expanduser() if key is not None else None
         self._password = password
@@ -33,7 +37,7 @@ class Certificate:
         self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
 
     def options(self) -> dict[str, Any]:
-        """Return uvicorn's options."""
+        """Return the certificate as uvicorn's options."""
         return {
             "ssl_certfile": self._certificate,
             "ssl_keyfile": self._key,
@@ -41,7 +45,7 @@ class Certificate:
         }
 
     async def follow(self, context: ssl.SSLContext) -> None:
-        """Have new connections get a renewed certificate, without end."""
+        """Use a renewed certificate for new connections, until cancelled."""
         while True:
             await anyio.sleep(POLL_SECONDS)
             version = await anyio.to_thread.run_sync(self._file_versions)
@@ -54,9 +58,9 @@ class Certificate:
                 )  # a failure leaves a context without a key
                 self._load(context)
             except ConfigurationError as error:
-                log.error("the certificate stays as it was", error=str(error))
+                log.error("new certificate is invalid; keeping the previous one", error=str(error))
             else:
-                log.info("certificate read again", file=str(self._certificate))
+                log.info("certificate reloaded", file=str(self._certificate))
 
     def _load(self, context: ssl.SSLContext) -> None:
         try:
@@ -66,12 +70,12 @@ class Certificate:
             files = f"{self._certificate} and {self._key}" if self._key else str(self._certificate)
             why = getattr(error, "reason", None) or error.strerror or str(error)
             raise ConfigurationError(
-                f"TLS cannot use {files}: {why}",
-                hint="`tls_certificate` is a PEM file with the chain, and `tls_key` one with its key.",
+                f"cannot use {files} for TLS: {why}",
+                hint="Set `tls_certificate` to a PEM file with the chain, and `tls_key` to one with its private key.",
             ) from None
 
     def _file_versions(self) -> list[tuple[int, int] | None]:
-        """Return a value that differs between versions of the files."""
+        """Return a value that changes whenever one of the files does."""
         return [_file_version(path) for path in (self._certificate, self._key) if path is not None]
 
 

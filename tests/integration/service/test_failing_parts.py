@@ -104,7 +104,7 @@ def test_a_part_that_fails_ends_the_process_with_its_reason(folder: Path, engine
     with service(folder, engine, "[pipeline]\ndrain_seconds = 1\n") as server:
         assert server.ended(30) == 1
         reasons = [
-            line for line in server.log.splitlines() if "a part of the service failed, which ends it" in line
+            line for line in server.log.splitlines() if "a part of the service failed; shutting down" in line
         ]
         assert len(reasons) == 1
         assert "ValidationError" in reasons[0]

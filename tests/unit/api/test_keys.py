@@ -167,4 +167,4 @@ def test_a_file_that_others_may_read_is_told(tmp_path: Path) -> None:
     path.chmod(0o644)
     with structlog.testing.capture_logs() as logs:
         Keyring([], path)
-    assert [entry["event"] for entry in logs] == ["others on this machine may read the keys"]
+    assert [entry["event"] for entry in logs] == ["other users can read the keys file"]
