@@ -1,8 +1,8 @@
-"""Limits of memory, processes and processor time, by control groups of version 1 or 2 where they are ours to make.
+"""Limit memory, processes and processor time by control groups, version 1 or 2, if this process may make them.
 
-What is enforced is said by `ControlGroups.enforced`; what is not is never claimed. A group holds the launcher, its
-helpers and everything inside, and is removed with the sandbox. All have the weight of an ordinary process: with
-less, a short command would wait for whatever else the host does. Who never rests yields instead, see `watchdog`.
+`ControlGroups.enforced` names the limits that hold, and no others. A group contains the launcher, its helpers and
+everything inside, and is removed with the sandbox. Each has the weight of an ordinary process: with less, a short
+command would wait for everything else on the host. Sandboxes that never rest yield instead (see `watchdog`).
 """
 
 import os
@@ -18,16 +18,16 @@ from sandboxes.limits.group_folders import group_members, remove_groups
 CGROUPS = Path("/sys/fs/cgroup")
 PERIOD_US = 100_000
 LAUNCHER_PROCESSES = 64
-"""What a group allows beyond the sandbox's limit while it starts: the launcher has threads, file systems helpers."""
+"""What a group allows above the sandbox's limit during the start, for the launcher's threads and helper processes."""
 SPARE_PROCESSES = 16
-"""And from then on: so many of the control shell's own, which a fork bomb must not starve of forks."""
+"""What it allows after the start, for the control shell, so that a fork bomb does not keep it from forking."""
 REMOVE_SECONDS = 2.0
 READ_SIZE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceLimits:
-    """What one sandbox may use; None is no limit."""
+    """What one sandbox may use; None means no limit."""
 
     memory_bytes: int | None
     max_processes: int | None
@@ -36,11 +36,11 @@ class ResourceLimits:
 
 
 class ControlGroup:
-    """The control groups of one sandbox: one folder in version 2, one for each controller in version 1."""
+    """The control groups of one sandbox: one folder in version 2, one per controller in version 1."""
 
     def __init__(self, folders: dict[str, Path]) -> None:
         self.folders = folders
-        """By controller; the same folder for all of them in version 2."""
+        """The folders by controller; in version 2 the same for all."""
 
     @property
     def paths(self) -> list[Path]:
@@ -51,12 +51,12 @@ class ControlGroup:
         """Write the limits.
 
         Raises:
-            OSError: the kernel refuses one.
+            OSError: the kernel refuses a limit.
         """
         if limits.memory_bytes is not None and (memory := self.folders.get("memory")):
             swap = "memory.swap.max" if (memory / "memory.max").exists() else "memory.memsw.limit_in_bytes"
             _write(_first_existing(memory, "memory.max", "memory.limit_in_bytes"), limits.memory_bytes)
-            with suppress(OSError):  # there only where the kernel counts swap
+            with suppress(OSError):  # exists only if the kernel counts swap
                 _write(memory / swap, 0 if swap == "memory.swap.max" else limits.memory_bytes)
         if limits.max_processes is not None and (pids := self.folders.get("pids")):
             _write(pids / "pids.max", limits.max_processes + LAUNCHER_PROCESSES)
@@ -68,29 +68,29 @@ class ControlGroup:
                 _write(cpu / "cpu.cfs_quota_us", quota)
 
     def settle(self, max_processes: int | None) -> int:
-        """Count the launcher's own tasks, once the sandbox is ready; its limit is then for what is inside alone.
+        """Count the launcher's tasks once the sandbox is ready, and apply the process limit to the inside only.
 
         Raises:
             OSError: the group is gone.
         """
         if (pids := self.folders.get("pids")) is None:
             return 0
-        launcher = max(0, int((pids / "pids.current").read_text()) - 1)  # but for the control shell
+        launcher = max(0, int((pids / "pids.current").read_text()) - 1)  # without the control shell
         if max_processes is not None:
             _write(pids / "pids.max", launcher + max_processes + SPARE_PROCESSES)
         return launcher
 
     def yield_processor(self, yields: bool) -> None:
-        """Whether what is inside runs only when nothing else wants to; False makes it equal to others again.
+        """Make the processes inside run only when nothing else wants to, or, with False, like all others.
 
         Raises:
-            OSError: the kernel knows no such thing (before 5.15), or the group is gone.
+            OSError: the kernel does not support this (before 5.15), or the group is gone.
         """
         if cpu := self.folders.get("cpu"):
             _write(cpu / "cpu.idle", int(yields))
 
     def file(self, controller: str, *names: str) -> "ControlGroupFile | None":
-        """The first of these files of a controller that there is, open for reading again and again."""
+        """Open the first of a controller's files that exists, for repeated reading; None if there is none."""
         folder = self.folders.get(controller)
         if folder is not None:
             for name in names:
@@ -99,16 +99,16 @@ class ControlGroup:
         return None
 
     def processes(self) -> list[int]:
-        """Return the processes in it, as the host numbers them."""
+        """Return the processes in the group, by their pids on the host."""
         return sorted(set().union(*map(group_members, self.paths)))
 
     def remove(self) -> bool:
-        """Remove the folders and return whether all are gone. It blocks for `REMOVE_SECONDS` at most."""
+        """Remove the folders and return whether all are gone. Blocks for at most `REMOVE_SECONDS`."""
         return remove_groups(self.paths, REMOVE_SECONDS)
 
 
 class ControlGroupFile:
-    """A file of the kernel's that is read often: one system call each time."""
+    """A kernel file that is read often, with one system call per reading."""
 
     __slots__ = ("_fd",)
 
@@ -120,9 +120,9 @@ class ControlGroupFile:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def number(self, key: str | None = None) -> int:
-        """The file's one number, or that of the line which starts with `key`; 0 where the group has gone.
+        """Return the file's only number, or that of the line starting with `key`.
 
-        The kernel writes "max" for no number: that is 0 too.
+        Return 0 if the group is gone, or if the value is "max".
         """
         try:
             text = os.pread(self._fd, READ_SIZE, 0).decode("ascii", "replace")
@@ -135,28 +135,28 @@ class ControlGroupFile:
         return 0
 
     def close(self) -> None:
-        """Close it. Called once."""
+        """Close the file. Called once."""
         os.close(self._fd)
 
 
 class ControlGroups:
-    """Where this process may make control groups, found out once."""
+    """The places where this process may make control groups, determined once."""
 
     def __init__(self, parents: dict[str, Path]) -> None:
         self._parents = parents
 
     @property
     def enforced(self) -> frozenset[str]:
-        """The limits that a group made here enforces, of "memory", "processes" and "cpus"."""
+        """The limits that a group made here enforces: a subset of "memory", "processes" and "cpus"."""
         names = {"memory": "memory", "pids": "processes", "cpu": "cpus"}
         return frozenset(name for controller, name in names.items() if controller in self._parents)
 
     def paths_of(self, name: str) -> dict[str, Path]:
-        """The folders that a group of this name has or would have, by controller."""
+        """Return the folders that a group of this name has or would have, by controller."""
         return {controller: parent / f"rollout-{name}" for controller, parent in self._parents.items()}
 
     def create(self, name: str, limits: ResourceLimits) -> ControlGroup | None:
-        """A group with these limits; None where this host lets us make none.
+        """Make a group with these limits; return None if this host allows none.
 
         Raises:
             SandboxStartError: the kernel refuses the group or a limit.
@@ -170,14 +170,14 @@ class ControlGroups:
             group.apply(limits)
         except OSError as error:
             group.remove()
-            raise SandboxStartError(f"no control group could be made: {error}") from error
+            raise SandboxStartError(f"cannot make a control group for the sandbox: {error}") from error
         return group
 
 
 def find_control_groups(root: Path = CGROUPS, own: str | None = None) -> ControlGroups:
-    """Where groups can be made: below this process's own in version 1, below it or beside it in version 2.
+    """Find where groups can be made: below this process's own in version 1, below or next to it in version 2.
 
-    `own` is what /proc/self/cgroup says.
+    `own` is the content of /proc/self/cgroup.
     """
     lines = (Path("/proc/self/cgroup").read_text() if own is None else own).splitlines()
     by_controller = {}
@@ -196,7 +196,10 @@ def find_control_groups(root: Path = CGROUPS, own: str | None = None) -> Control
 
 
 def _unified_parents(own: Path) -> dict[str, Path]:
-    """Version 2 gives controllers only to the children of a group without processes: often that is our parent."""
+    """Return the parents in version 2, which gives controllers only to children of a group without processes.
+
+    Often that group is our parent.
+    """
     for folder in (own, own.parent):
         control = folder / "cgroup.subtree_control"
         with suppress(OSError):
@@ -205,7 +208,7 @@ def _unified_parents(own: Path) -> dict[str, Path]:
             if "cpu" in (folder / "cgroup.controllers").read_text().split() and not _delegates(
                 control, "cpu"
             ):
-                with suppress(OSError):  # where only the first two are delegated, they alone are limited
+                with suppress(OSError):  # if only the first two are delegated, only they are limited
                     _write(control, "+cpu")
             if _delegates(control) and _can_make(folder):
                 enabled = control.read_text().split()
@@ -236,7 +239,7 @@ def _write(path: Path, value: object) -> None:
 
 
 def raise_open_files() -> None:
-    """Use all descriptors that the hard limit allows: a sandbox with a shell takes four of the service."""
+    """Raise the limit on descriptors to the hard limit: a sandbox with a shell takes four of the service's."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,9 +1,12 @@
-"""Which limits of a sandbox were reached: counted where they are held, told to each caller once, as a typed error.
+"""Report which limits of a sandbox were reached: each violation once per caller, as a typed error.
 
-Counts only grow, and every session compares them with what it has seen. So a limit that one session ran into is
-told to the others too, once each, and asking costs a call some microseconds. What is counted: the kernel's own
-counter of processes that it ended for want of memory; that the group was at its limit of processes; that the
-sandbox's file system had nothing left; and what the watchdog notes where there is no control group.
+Counts only grow, and every session compares them with those it has seen. So all sessions learn of a limit that one of
+them reached, once each. The check costs a call a few microseconds. The sources are:
+
+- the kernel's counter of processes killed for lack of memory;
+- the group's number of processes, compared with its limit;
+- the free space of the sandbox's file system;
+- the watchdog's findings, if there is no control group.
 """
 
 import os
@@ -20,7 +23,7 @@ UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 
 
 class LimitMonitor:
-    """The limits of one sandbox, and how often each was reached. Any thread may ask, also after `close`."""
+    """Counts how often each limit of one sandbox was reached. Any thread may ask, even after `close`."""
 
     def __init__(
         self,
@@ -30,9 +33,13 @@ class LimitMonitor:
         space: Path | None,
         tally: Counter[str],
     ) -> None:
-        """`space` is where the launcher, which may have mounts of its own, has what the sandbox writes.
-
-        `tally` counts for all sandboxes of the provider.
+        """
+        Args:
+            limits: the sandbox's limits.
+            group: its control group, if there is one.
+            launcher: the launcher's pid.
+            space: the folder with the sandbox's files, as the launcher sees it; it may have mounts of its own.
+            tally: the counts of all sandboxes of the provider.
         """
         self.tally = tally
         self.limits = limits
@@ -42,30 +49,30 @@ class LimitMonitor:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._at: dict[str, bool] = {}
-        """Whether a limit was at its end when it was last looked at."""
+        """Whether a limit was reached at the last look."""
         self._kills = 0
         self._oom_kills = group.file("memory", "memory.oom_control", "memory.events") if group else None
         self._peak = group.file("pids", "pids.peak") if group else None
         self._tasks = group.file("pids", "pids.current") if group else None
         self._space = _open_space(launcher, space)
         self.launcher_tasks = _settle(group, limits) if group else 0
-        """Processes and threads of the launcher, which share the limit of what is inside: so it is made wider."""
+        """The launcher's processes and threads. They share the limit of the inside, so it is raised by as many."""
         if self.launcher_tasks == 0 and launcher is not None:
             self.launcher_tasks = _count_threads(launcher)
 
     def read_counts(self) -> Mapping[str, int]:
-        """How often each limit has been reached so far."""
+        """Return how often each limit has been reached so far."""
         with self._lock:
             if not self.closed:
                 self._refresh()
             return dict(self._counts)
 
     def is_reached(self, limit: str) -> bool:
-        """Whether a limit was at its end when it was last looked at."""
+        """Return whether the limit was reached at the last look."""
         return self._at.get(limit, False)
 
     def record(self, limit: str) -> None:
-        """Count what somebody else has found."""
+        """Count a violation that another part has found."""
         with self._lock:
             self._add(limit)
 
@@ -74,30 +81,30 @@ class LimitMonitor:
         self.tally[limit] += times
 
     def make_error(self, limit: str) -> LimitExceededError:
-        """What to tell of a limit that was reached."""
+        """Return the error that reports this limit."""
         match limit:
             case "memory":
                 size = _format_size(self.limits.memory_bytes)
                 return LimitExceededError(
-                    f"the sandbox used up its memory{size} and a process in it was ended", limit=limit
+                    f"the sandbox ran out of memory{size}, and a process in it was killed", limit=limit
                 )
             case "processes":
                 return LimitExceededError(
-                    f"the sandbox's limit of processes ({self.limits.max_processes}) was reached", limit=limit
+                    f"the sandbox reached its limit of {self.limits.max_processes} processes", limit=limit
                 )
             case "disk":
                 size = _format_size(self.limits.disk_bytes)
                 return LimitExceededError(f"the sandbox's disk{size} was full", limit=limit)
             case "watches":
                 return LimitExceededError(
-                    "the sandbox used up its share of epoll watches and everything in it was ended",
+                    "the sandbox used up its share of epoll watches, and every process in it was killed",
                     limit=limit,
                 )
             case _:
-                return LimitExceededError(f"the sandbox's limit of {limit} was reached", limit=limit)
+                return LimitExceededError(f"the sandbox reached its limit: {limit}", limit=limit)
 
     def close(self) -> None:
-        """Let go of the files that are asked, without which the sandbox's file system would not end. Idempotent."""
+        """Close the files; while they are open the sandbox's file system cannot end. Idempotent."""
         with self._lock:
             if self.closed:
                 return
@@ -116,13 +123,16 @@ class LimitMonitor:
         self._update("processes", self._is_crowded())
         self._update("disk", self._is_full())
 
-    def _update(self, limit: str, at_its_end: bool) -> None:
-        if at_its_end and not self._at.get(limit, False):
+    def _update(self, limit: str, is_reached: bool) -> None:
+        if is_reached and not self._at.get(limit, False):
             self._add(limit)
-        self._at[limit] = at_its_end
+        self._at[limit] = is_reached
 
     def _is_crowded(self) -> bool:
-        """Whether the limit of processes is reached; the kernel remembers the first time, later ones are seen."""
+        """Return whether the limit of processes is reached.
+
+        The kernel remembers the first time; later ones count only if a look coincides with them.
+        """
         if self.limits.max_processes is None:
             return False
         file: ControlGroupFile | None = (
@@ -140,14 +150,14 @@ class LimitMonitor:
 
 
 class LimitViolations:
-    """What one session, or one program, has been told of the limits of its sandbox."""
+    """The violations that one session, or one program, has not reported yet."""
 
     def __init__(self, monitor: LimitMonitor) -> None:
         self._monitor = monitor
         self._seen = monitor.read_counts()
 
     def drain(self) -> tuple[LimitExceededError, ...]:
-        """The limits that were reached since this was last asked, each once."""
+        """Return the limits that were reached since the last call, each once."""
         counts, before = self._monitor.read_counts(), self._seen
         if counts == before:
             return ()
@@ -159,20 +169,20 @@ class LimitViolations:
     def drain_with_call(
         self, timeout: float | None, output_limit: int | None
     ) -> tuple[LimitExceededError, ...]:
-        """The same, with the call's own limits where they were reached: the time-out, and the cut output's length."""
+        """Like `drain`, with the limits of a call itself: its time-out and its output limit, if they were reached."""
         found = self.drain()
         if timeout is not None:
             self._monitor.tally["time"] += 1
-            found += (LimitExceededError(f"the time-out of {timeout:g} s was reached", limit="time"),)
+            found += (LimitExceededError(f"the call timed out after {timeout:g} s", limit="time"),)
         if output_limit is not None:
             self._monitor.tally["output"] += 1
-            text = f"the output was longer than its limit of {output_limit} bytes and was cut in the middle"
+            text = f"the output exceeded its limit of {output_limit} bytes and was cut in the middle"
             found += (LimitExceededError(text, limit="output"),)
         return found
 
 
 def _open_space(launcher: int | None, space: Path | None) -> int | None:
-    """The file system of what the sandbox writes, if it has one of its own: then what is free in it tells."""
+    """Open the file system that the sandbox writes to, if it has its own: its free space shows when it is full."""
     if launcher is None or space is None:
         return None
     with suppress(OSError):
@@ -196,7 +206,7 @@ def _count_threads(pid: int) -> int:
 
 
 def _format_size(count: int | None) -> str:
-    """A number of bytes for people, in parentheses."""
+    """Return a number of bytes in a readable form, in parentheses."""
     if count is None:
         return ""
     for unit, size in UNITS:

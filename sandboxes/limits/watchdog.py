@@ -1,19 +1,19 @@
-"""Holds what control groups do not: one thread for all sandboxes of a provider, whatever the event loop does.
+"""Enforce the limits that control groups do not, in one thread per provider that does not depend on the event loop.
 
-- A sandbox that does not rest yields the processor. Whoever used more than half of one at two looks in a row runs
-  only when nothing else wants to (`cpu.idle`), until it rests again: among those that compute, the processor is
-  shared evenly, and a short command of a neighbour, or the service, never waits for one of them. One look is not
-  enough, since the start of a kernel would be taken for it.
-- Where no control group holds the memory of a sandbox, the resident memory of its processes is added up; over the
-  limit, pages that several share are counted once (PSS), and if it still is, everything inside is ended.
-- Where sandboxes share a user of the host, everything inside of one that has more than its share of that user's epoll
-  watches is ended.
-- Where none counts processes, being at the limit, which rlimits hold, is noted.
+- A sandbox that never rests yields the processor. If it used more than half of one processor at two looks in a row,
+  it runs only when nothing else wants to (`cpu.idle`), until it rests again. Busy sandboxes then share the processor
+  evenly, and neither the service nor a short command of a neighbor waits for them. One look is not enough: the start
+  of a kernel would count.
+- If no control group limits a sandbox's memory, the resident memory of its processes is added up. Above the limit,
+  shared pages are counted once (PSS); if the sum is still too large, everything inside is killed.
+- If sandboxes share a user of the host, everything inside a sandbox with more than its share of that user's epoll
+  watches is killed.
+- If no control group counts processes, reaching the limit, which rlimits enforce, is recorded.
 
-Processes are found from the launcher down: code inside cannot leave that tree, since orphans go to the first
-process of its namespace. What is not seen there: memory that no process has mapped, such as a file in memory; and
-what is over between two looks. A look at 100 sandboxes takes some milliseconds; looks are as rare as it takes to
-stay below a hundredth of one processor.
+Processes are found from the launcher down. Code inside cannot leave that tree, since orphans go to the first process
+of its namespace. Two things escape: memory that no process has mapped, such as a file in memory, and anything that is
+over between two looks. A look at 100 sandboxes takes some milliseconds. Looks are spaced to take less than a hundredth
+of one processor.
 """
 
 import os
@@ -34,20 +34,20 @@ from sandboxes.limits.watches import exceeds, watches_per_sandbox
 log = structlog.get_logger(__name__)
 
 INTERVAL = 0.5
-"""Seconds between two looks, at least."""
+"""The least seconds between two looks."""
 SHARE = 0.01
-"""The share of one processor that looks may cost."""
+"""The share of one processor that looks may take."""
 HOG = 0.5
-"""The share of one processor above which a sandbox yields."""
+"""The share of one processor above which a sandbox is busy."""
 PATIENCE = 2
-"""After so many looks in a row."""
+"""How many busy looks in a row make a sandbox yield."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
 STAT_SIZE = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """What /proc/PID/stat says."""
+    """The fields of /proc/PID/stat that the watchdog uses."""
 
     pid: int
     parent: int
@@ -55,11 +55,11 @@ class Process:
     start: int
     """Ticks since boot."""
     resident: int
-    """Bytes, with what it shares."""
+    """Bytes, including shared pages."""
 
 
 class Processes:
-    """All processes of this host at one moment."""
+    """A snapshot of all processes on this host."""
 
     def __init__(self) -> None:
         self._all = {found.pid: found for entry in os.scandir("/proc") if (found := _read(entry.name))}
@@ -68,7 +68,7 @@ class Processes:
             self._children[process.parent].append(process)
 
     def descendants(self, pid: int) -> list[Process]:
-        """The descendants of a process."""
+        """Return the descendants of a process."""
         found, at = list(self._children.get(pid, ())), 0
         while at < len(found):
             found += self._children.get(found[at].pid, ())
@@ -76,7 +76,7 @@ class Processes:
         return found
 
     def inside(self, launcher: int) -> list[Process]:
-        """The processes in the sandbox of a launcher, the control shell first; none where that has ended."""
+        """Return the processes in a launcher's sandbox, control shell first; none if that has ended."""
         first = next((process for process in self.descendants(launcher) if _is_first(process.pid)), None)
         return [] if first is None else [first, *self.descendants(first.pid)]
 
@@ -99,7 +99,7 @@ def _read(name: str) -> Process | None:
 
 
 def _is_first(pid: int) -> bool:
-    """Whether a process is number 1 of a namespace below ours."""
+    """Return whether a process is number 1 of a namespace below ours."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
             if line.startswith("NSpid:"):
@@ -108,7 +108,7 @@ def _is_first(pid: int) -> bool:
 
 
 def _proportional_size(process: Process) -> int:
-    """Its memory in bytes, with its share of what it shares; all of that where the kernel does not tell."""
+    """Return a process's memory in bytes with its part of shared pages, or all of them if the kernel gives no PSS."""
     with suppress(OSError):
         for line in Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -117,7 +117,7 @@ def _proportional_size(process: Process) -> int:
 
 
 def _kill(process: Process) -> None:
-    """SIGKILL it, if its number is still its own."""
+    """Send SIGKILL to a process, unless its pid belongs to another one by now."""
     with suppress(OSError):
         fd = os.pidfd_open(process.pid)
         try:
@@ -129,12 +129,12 @@ def _kill(process: Process) -> None:
 
 
 def _slack(limit: int) -> int:
-    """A sample of a sandbox that is at its limit of processes finds a few between the end of one and the next."""
+    """Return how far below its limit a sample may be: it misses processes between the end of one and the next."""
     return min(4 + limit // 32, limit // 8)
 
 
 class ProcessorYield:
-    """Lets one sandbox that does not rest yield the processor."""
+    """Makes one sandbox yield the processor while it never rests."""
 
     def __init__(self, group: ControlGroup) -> None:
         self._group = group
@@ -148,7 +148,7 @@ class ProcessorYield:
         self._yields = False
 
     def check(self, now: float) -> None:
-        """`now` is of the monotonic clock."""
+        """Compare the processor time used with that of the last look. `now` is from the monotonic clock."""
         if self._file is None:
             return
         used = self._file.number(self._key) * self._unit
@@ -163,14 +163,14 @@ class ProcessorYield:
             self._yields = hog
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 class WatchedSandbox:
-    """One sandbox under watch."""
+    """One sandbox that the watchdog looks at."""
 
     def __init__(self, monitor: LimitMonitor, *, shares_user: bool = False) -> None:
         self.monitor = monitor
@@ -183,18 +183,18 @@ class WatchedSandbox:
 
     @property
     def needs_scan(self) -> bool:
-        """Whether its processes must be looked at, since no group holds their limits."""
+        """Whether the processes must be scanned, since no group enforces their limits."""
         limits = (self._memory or self._processes) is not None
         return self.monitor.launcher is not None and (limits or self._shares_user)
 
     def check(self, now: float) -> None:
-        """Look at the groups' counters."""
-        self.monitor.read_counts()  # what is over at the end of a call is noticed now
+        """Check the group's counters."""
+        self.monitor.read_counts()  # notices what is over before the end of a call
         if self._yielding is not None:
             self._yielding.check(now)
 
     def check_processes(self, processes: Processes, watches: int | None) -> None:
-        """Look at the processes; `watches` is how many one sandbox may have."""
+        """Check the processes; `watches` is how many epoll watches one sandbox may have."""
         inside = processes.inside(self.monitor.launcher or 0)
         if self._processes is not None:
             crowded = sum(process.threads for process in inside) >= self._processes - _slack(self._processes)
@@ -223,13 +223,13 @@ class WatchedSandbox:
         return sum(_proportional_size(process) for process in inside) > limit
 
     def close(self) -> None:
-        """Let go of files."""
+        """Close files."""
         if self._yielding is not None:
             self._yielding.close()
 
 
 class Watchdog:
-    """The thread; it runs while there is a sandbox to watch."""
+    """The thread that looks at sandboxes; it runs while there are any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -237,7 +237,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self.cost = 0.0
-        """Processor seconds that the last look took."""
+        """The processor seconds that the last look took."""
 
     def add(self, monitor: LimitMonitor, *, shares_user: bool = False) -> None:
         """Watch a sandbox until its monitor is closed."""
@@ -249,11 +249,11 @@ class Watchdog:
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread runs."""
+        """Whether the thread is running."""
         return self._thread is not None
 
     def close(self) -> None:
-        """Watch no more. Idempotent; the thread ends by itself, at once."""
+        """Stop looking. Idempotent; the thread ends promptly by itself."""
         self._stop.set()
 
     def _run(self) -> None:
@@ -271,8 +271,8 @@ class Watchdog:
             try:
                 self._check(wards)
             except Exception:
-                # Nobody sees a thread end, and limits that it holds would hold no longer.
-                log.exception("the limits of sandboxes could not be looked at; trying again")
+                # Nothing would report the end of the thread, and its limits would no longer hold.
+                log.exception("could not check the limits of sandboxes; trying again")
 
     def _check(self, wards: list[WatchedSandbox]) -> None:
         begun = time.thread_time()

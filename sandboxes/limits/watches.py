@@ -1,8 +1,8 @@
-"""Bounds the epoll watches of sandboxes that share a user of the host, whose watches the kernel counts together.
+"""Bound the epoll watches of sandboxes that share a user of the host, since the kernel counts them together.
 
-Used up, they end every program that needs one more, the service's own event loop among them. Watches are not counted
-one by one, which takes as long as making them: a process has at most as many as it has epoll instances times
-descriptors, and who comes near a share of all that there are has no other use for so many.
+If they run out, every program that needs one more fails, including the service's event loop. Counting watches one by
+one takes as long as making them. Instead, a process is taken to have as many as it can: its epoll instances times its
+descriptors. Nothing legitimate comes near a sandbox's share by this measure.
 """
 
 import os
@@ -14,21 +14,21 @@ from pathlib import Path
 MOST = Path("/proc/sys/fs/epoll/max_user_watches")
 EPOLL = "anon_inode:[eventpoll]"
 FEW = 128
-"""The size of a table of descriptors that is passed over: hundreds of such processes have too few watches to matter."""
+"""The largest descriptor table to ignore: even hundreds of such processes have too few watches to matter."""
 
 
 def watches_per_sandbox(sandboxes: int) -> int | None:
-    """Return a sandbox's share of half of a user's watches; None where the kernel does not say how many there are."""
+    """Return each sandbox's share of half of a user's watches; None if the kernel does not report the limit."""
     with suppress(OSError, ValueError):
         return int(MOST.read_text()) // 2 // max(1, sandboxes)
     return None
 
 
 def exceeds(pids: Iterable[int], limit: int) -> bool:
-    """Return whether processes may together have more watches than that."""
+    """Return whether the processes together may have more watches than `limit`."""
     tables = [(pid, _count_descriptors(pid)) for pid in pids]
     if sum((size // 2) ** 2 for _, size in tables) <= limit:
-        return False  # as many instances as there is room for would not do
+        return False  # not even if half of the descriptors were epoll instances
     found = 0
     for pid, size in tables:
         found += _max_watches(pid, size)
@@ -38,7 +38,7 @@ def exceeds(pids: Iterable[int], limit: int) -> bool:
 
 
 def _count_descriptors(pid: int) -> int:
-    """Return how many descriptors a process has, or its limit where they cannot be seen; 0 for few."""
+    """Return how many descriptors a process has, or the size of its table if they are not visible; 0 for few."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:
@@ -56,7 +56,7 @@ def _count_descriptors(pid: int) -> int:
 
 
 def _max_watches(pid: int, size: int) -> int:
-    """Return the product of epoll instances and descriptors."""
+    """Return the product of a process's epoll instances and descriptors."""
     try:
         with os.scandir(f"/proc/{pid}/fd") as entries:
             return size * sum(_is_epoll(pid, entry.name) for entry in entries)

@@ -1,13 +1,13 @@
-"""Who may start a sandbox, and when: never more than the ceiling, and no more than the host bears.
+"""Decide who may start a sandbox, and when: never more than the ceiling, and no more than the host can bear.
 
 Guarantees:
-- the sandboxes in use are at most the ceiling; after it was lowered nobody is let in until they are;
-- the last place is for graders, so that finished work can always be scored: whoever holds a sandbox never waits,
-  through this, for one that waits for a grader;
-- graders come before agents, and each in order of arrival;
-- the first agent and the first grader are let in whatever the pressure: work always goes on;
-- whoever leaves the queue, by being let in or cancelled, loses nothing of what others hold;
-- why somebody waits is said in words (`holds`), counted, and logged when it changes.
+- The sandboxes in use never exceed the ceiling. After it is lowered, nobody is admitted until they fit below it.
+- The last place is reserved for graders, so finished work can always be scored. This rules out deadlock: a rollout
+  that holds a sandbox may wait for a grader, and the grader never waits for such a rollout.
+- Graders come before agents; within each, first come, first served.
+- The first agent and the first grader are admitted under any pressure, so work always goes on.
+- Leaving the queue, by admission or cancellation, never takes a place from anyone else.
+- The reason for waiting is available in words (`hold_reasons`), counted, and logged when it changes.
 """
 
 from collections import deque
@@ -30,22 +30,22 @@ GRADER_PLACES = 1
 
 
 class Purpose(StrEnum):
-    """What a sandbox is for; the first goes first."""
+    """What a sandbox is for, by descending priority."""
 
     GRADER = "grader"
     AGENT = "agent"
 
 
 class AdmissionObserver(Protocol):
-    """Is told what the admission controller does, for metrics."""
+    """Receives the admission controller's events, for metrics."""
 
     def held_back(self, resource: str) -> None:
-        """Somebody has to wait for a sandbox, for this reason."""
+        """Record that a start has to wait because of this resource."""
         ...
 
 
 class Ticket:
-    """The right to have one sandbox alive. Give it back when the sandbox has ended."""
+    """The right to have one sandbox alive. Release it when the sandbox has ended."""
 
     def __init__(self, controller: "AdmissionController", purpose: Purpose) -> None:
         self.purpose = purpose
@@ -64,7 +64,7 @@ class _Waiter:
 
 
 class AdmissionController:
-    """Lets sandboxes start. The pressure is looked at within `running`; without it the first target stays."""
+    """Admits sandboxes. It follows the host's pressure within `running`; outside, the first target stays."""
 
     def __init__(
         self,
@@ -77,10 +77,10 @@ class AdmissionController:
     ) -> None:
         """
         Args:
-            controller: decides, with the same ceiling.
-            read: reads the host's state; called in a thread.
-            ceiling: how many sandboxes may be alive; at least two.
-            observer: is told of waits.
+            controller: sets the target; it has the same ceiling.
+            read: reads the host's metrics; called in a thread.
+            ceiling: the most sandboxes that may be alive; at least two.
+            observer: receives the waits.
             period: seconds between two readings.
         """
         if ceiling <= GRADER_PLACES:
@@ -93,35 +93,35 @@ class AdmissionController:
         self._used = dict.fromkeys(Purpose, 0)
         self._queues: dict[Purpose, deque[_Waiter]] = {purpose: deque() for purpose in Purpose}
         self.host_metrics: HostMetrics | None = None
-        """The last one."""
+        """The last reading."""
 
     @property
     def target(self) -> int:
-        """How many sandboxes there may be at present."""
+        """How many sandboxes there may be now."""
         return self._controller.decision.target
 
     @property
     def used(self) -> int:
-        """How many have been let in and have not ended."""
+        """How many have been admitted and have not ended."""
         return sum(self._used.values())
 
     @property
     def waiting(self) -> int:
-        """How many wait to be let in."""
+        """How many wait to be admitted."""
         return sum(len(queue) for queue in self._queues.values())
 
     @property
     def pressure_reasons(self) -> tuple[HoldReason, ...]:
-        """The resources of the host that are under too much pressure."""
+        """The host's resources that are under too much pressure."""
         return self._controller.decision.hold_reasons
 
     @property
     def hold_reasons(self) -> tuple[HoldReason, ...]:
-        """Why the next agent would wait; empty when it would not."""
+        """Why the next agent would wait; empty if it would not."""
         return () if self._may_admit(Purpose.AGENT) else self._reasons()
 
     def resize(self, ceiling: int) -> None:
-        """Change the ceiling; sandboxes in use stay."""
+        """Change the ceiling. Sandboxes in use stay."""
         if ceiling <= GRADER_PLACES:
             raise ValueError("the ceiling leaves no place for an agent's sandbox")
         self.ceiling = ceiling
@@ -129,15 +129,15 @@ class AdmissionController:
         self._admit_waiting()
 
     def headroom(self, alive: int) -> int:
-        """For the number of sandboxes alive, warm ones included: how many more may be started ahead.
+        """Return how many more sandboxes may be started ahead; negative if warm ones should give way.
 
-        Negative where warm ones should give way.
+        `alive` is the number of sandboxes alive, including warm ones.
         """
         headroom = self.target - alive
         return min(headroom, 0) if self.pressure_reasons or self.waiting else headroom
 
     async def admit(self, purpose: Purpose) -> Ticket:
-        """Wait until a sandbox may be started."""
+        """Wait until a sandbox may start, and return the ticket for it."""
         if not self.waiting and self._may_admit(purpose):
             self._used[purpose] += 1
             return Ticket(self, purpose)
@@ -157,13 +157,13 @@ class AdmissionController:
         return Ticket(self, purpose)
 
     def release(self, purpose: Purpose) -> None:
-        """A sandbox has ended; `Ticket.release` calls it."""
+        """Free the place of a sandbox that has ended; called by `Ticket.release`."""
         self._used[purpose] -= 1
         self._admit_waiting()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
-        """Follow the host's pressure until the block is left."""
+        """Follow the host's pressure until the block exits."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._follow, name="admission")
             try:
@@ -177,25 +177,25 @@ class AdmissionController:
             try:
                 self.observe(await anyio.to_thread.run_sync(self._read))
                 failing = False
-            except (OSError, RuntimeError) as error:  # no descriptor, or no thread, is left for it
+            except (OSError, RuntimeError) as error:  # no descriptor or thread is left for the reading
                 if not failing:
                     log.warning(
-                        "the host's pressure cannot be read; the last reading stays", error=str(error)
+                        "the host's pressure cannot be read; keeping the last reading", error=str(error)
                     )
                 failing = True
             await anyio.sleep(self._period)
 
     def observe(self, host_metrics: HostMetrics) -> None:
-        """Take in a reading, and let in whom it allows."""
+        """Update the target from a reading, and admit as many as it allows."""
         before = {hold.resource for hold in self.pressure_reasons}
         self.host_metrics = host_metrics
         decision = self._controller.update(host_metrics, used=self.used, waiting=self.waiting)
         after = {hold.resource for hold in decision.hold_reasons}
         if after - before:
             texts = [hold.text for hold in decision.hold_reasons]
-            log.warning("sandboxes are held back", why=texts, target=decision.target, in_use=self.used)
+            log.warning("sandbox starts throttled", why=texts, target=decision.target, in_use=self.used)
         elif before and not after:
-            log.info("sandboxes are no longer held back", target=decision.target, in_use=self.used)
+            log.info("sandbox starts no longer throttled", target=decision.target, in_use=self.used)
         self._admit_waiting()
 
     def _may_admit(self, purpose: Purpose) -> bool:
@@ -215,9 +215,7 @@ class AdmissionController:
             return self.pressure_reasons
         if self.target >= self.ceiling - GRADER_PLACES:
             return (HoldReason("ceiling", f"ceiling: {self.used} of {self.ceiling} sandboxes are in use"),)
-        return (
-            HoldReason("growth", f"growth: {self.used} in use, up to {self.target} for now and more soon"),
-        )
+        return (HoldReason("growth", f"growth: {self.used} in use; the limit is {self.target} and rising"),)
 
     def _count_wait(self) -> None:
         if self._observer is not None:

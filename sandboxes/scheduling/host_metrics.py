@@ -1,7 +1,7 @@
-"""What this host says of its pressure: PSI where the kernel has it, and what is left of what can run out.
+"""Read this host's pressure: PSI if the kernel has it, and how much is left of what can run out.
 
-A dozen small files of /proc and of control groups; a reading takes a fraction of a millisecond. What a host does
-not tell is None, never a guess. Inside of a container the control group's limits are the ones that hold.
+A reading takes about a dozen small files of /proc and of control groups, in a fraction of a millisecond. A value that
+the host does not report is None, never a guess. Inside a container, the limits of its control group apply.
 """
 
 import os
@@ -18,10 +18,10 @@ KIB = 1024
 
 
 class HostReader:
-    """Reads the pressure of this host. Blocks for as long as the disks take to say how full they are."""
+    """Reads the metrics of this host. Blocks while the disks report how full they are."""
 
     def __init__(self, folders: Sequence[Path] = (), *, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
-        """`folders`, absolute, are where sandboxes and the state are kept; they may be missing yet."""
+        """`folders` are the absolute paths of sandboxes and state; they need not exist yet."""
         there = [next(path for path in (it, *it.parents) if path.exists()) for it in folders]
         self._folders = list(
             {path.stat().st_dev: path for path in there}.values()
@@ -31,7 +31,7 @@ class HostReader:
         self.cpus = len(os.sched_getaffinity(0))
 
     def read(self) -> HostMetrics:
-        """The present state."""
+        """Read the current metrics."""
         available, total = self._read_memory()
         return HostMetrics(
             cpus=self.cpus,
@@ -51,12 +51,12 @@ class HostReader:
         return float(fields[0]) if fields else None
 
     def _read_stall(self, name: str, kind: str) -> float | None:
-        """The worse of the host's and our control group's."""
+        """Return the worst stall of the host and our control groups."""
         files = [self._proc / "pressure" / name, *(group / f"{name}.pressure" for group in self._groups)]
         return max((value for file in files for value in _read_averages(file, kind)), default=None)
 
     def _read_memory(self) -> tuple[int | None, int | None]:
-        """What is available, and of how much: of the host or of the control group that has the least left."""
+        """Return the available and total memory of the host or control group that has the least left."""
         entries = dict(
             line.split(":", 1) for line in _read_text(self._proc / "meminfo").splitlines() if ":" in line
         )
@@ -68,7 +68,7 @@ class HostReader:
         return min(found, default=(None, None))
 
     def _read_processes_free(self) -> int | None:
-        """Return how many processes the kernel's limits and our control groups leave, whichever is lowest."""
+        """Return how many more processes the kernel and our control groups allow, whichever is fewer."""
         running = _read_text(self._proc / "loadavg").split()
         threads = int(running[3].split("/")[1]) if len(running) > 3 else 0
         limits = [_read_number(self._proc / "sys/kernel" / name) for name in ("pid_max", "threads-max")]
@@ -81,7 +81,7 @@ class HostReader:
 
 
 def _find_own_groups(proc: Path, cgroups: Path) -> list[Path]:
-    """The control groups that this process is in, and those above them, as far as they can be seen."""
+    """Return this process's control groups and their ancestors, as far as they are visible."""
     found: list[Path] = []
     for line in _read_text(proc / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -93,7 +93,7 @@ def _find_own_groups(proc: Path, cgroups: Path) -> list[Path]:
 
 
 def _read_group_memory(group: Path, total: int | None) -> Iterator[tuple[int, int]]:
-    """What a control group has left of its limit, if it has one: its files in cache count as free."""
+    """Yield what a control group has left of its memory limit, and the limit. Its cached files count as free."""
     for most, current, cache in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -113,7 +113,7 @@ def _read_averages(file: Path, kind: str) -> Iterator[float]:
 
 
 def _read_space(folder: Path) -> DiskSpace | None:
-    """Read the free space of a folder's disk, or of the folder above if it was removed; None if the disk fails."""
+    """Return the space on a folder's disk, or on its parent's if it was removed; None if the disk fails."""
     for place in (folder, *folder.parents):
         try:
             found = os.statvfs(place)
@@ -126,10 +126,10 @@ def _read_space(folder: Path) -> DiskSpace | None:
 
 
 def _read_descriptors_free() -> int:
-    """Descriptors are given from the lowest number on, so the next one tells how many are in use, closely enough."""
+    """Return about how many descriptors are left: the lowest free number is roughly how many are in use."""
     try:
         probe = os.open("/", os.O_PATH | os.O_CLOEXEC)
-    except OSError:  # of this process, or of all of the host
+    except OSError:  # none is left for this process, or on the host
         return 0
     os.close(probe)
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - probe
@@ -141,7 +141,7 @@ def _read_number(file: Path) -> int | None:
 
 
 def _read_text(file: Path) -> str:
-    """What a file holds; nothing where the kernel has no such file, or none that it gives us."""
+    """Return the content of a file, or "" if the kernel does not have it or denies access."""
     with suppress(OSError):
         return file.read_text()
     return ""

@@ -1,15 +1,15 @@
-"""How many sandboxes this host bears: a controller that looks at its pressure and says how many, and why.
+"""Decide from the host's pressure how many sandboxes it can bear, and why no more.
 
-Guarantees, whatever the readings are:
-- the target is between one and the ceiling;
-- a resource holds sandboxes back from the first reading over its mark until one well below it, so that the
-  decision does not flutter;
-- while one does, the target does not grow, and no sandbox is ended. Where something runs out (memory, space,
-  descriptors, processes) none is started, down to the last one: what ends is not replaced. Busy processors and
-  disks only make things slow, which passes: there the target is cut step by step, down to a floor;
-- when none does, the target grows by a step with each reading as long as it is made use of.
+Guarantees, for any readings:
+- The target is between one and the ceiling.
+- A resource throttles starts from the first reading above its threshold until one well below it, so the decision
+  does not flap.
+- While a resource throttles, the target does not grow, and no sandbox is ended. If something runs out (memory, disk
+  space, descriptors, processes), nothing starts and sandboxes that end are not replaced, down to the last one. Busy
+  processors and disks only slow things down, which passes; they cut the target step by step, down to a floor.
+- While none throttles, the target grows by a step with each reading, as long as it is used.
 
-Pure: no clock, no files. One reading a second is what the constants are meant for.
+Pure: no clock, no files. The constants assume one reading per second.
 """
 
 import math
@@ -22,9 +22,9 @@ from sandboxes.config import GIB, PressureConfig
 Resource = Literal["cpu", "memory", "io", "disk", "descriptors", "processes"]
 
 RELEASE = 0.8
-"""The share of its mark to which a resource must come down."""
+"""The share of its threshold that a resource must fall below to stop throttling."""
 PATIENCE = 5
-"""Readings between two cuts: as long as it takes a cut to show in averages over 10 s."""
+"""Readings between two cuts: the time a cut takes to show in averages over 10 s."""
 DECREASE = 0.75
 FIRST_PER_CPU = 8
 STEP_PER_CPU = 2
@@ -32,12 +32,12 @@ FLOOR_PER_CPU = 4
 MEMORY_SHARE = 0.1
 MEMORY_MOST = 4 * GIB
 SLOW: frozenset[Resource] = frozenset({"cpu", "io"})
-"""What makes things slow and does not run out."""
+"""Resources that make things slow but do not run out."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskSpace:
-    """The file system of one folder."""
+    """The space on the file system of one folder."""
 
     path: str
     free_bytes: int
@@ -46,16 +46,16 @@ class DiskSpace:
 
 @dataclass(frozen=True, slots=True)
 class HostMetrics:
-    """What a host says of itself at one moment. None is what it does not tell; stalls are in percent of 10 s."""
+    """A host's metrics at one moment. None means the host does not report it; stalls are percentages of 10 s."""
 
     cpus: int
     load: float | None = None
-    """The load average of one minute."""
+    """The load average over one minute."""
     cpu_stall: float | None = None
     memory_stall: float | None = None
     io_stall: float | None = None
     memory_available: int | None = None
-    """Bytes that can be used without swapping: of the host, or of the service's control group if that is less."""
+    """Bytes usable without swapping: the host's, or those of the service's control group if fewer."""
     memory_total: int | None = None
     disks: tuple[DiskSpace, ...] = ()
     descriptors_free: int | None = None
@@ -64,40 +64,40 @@ class HostMetrics:
 
 @dataclass(frozen=True, slots=True)
 class ResourcePressure:
-    """How near a resource is to its mark: at 1 it holds sandboxes back."""
+    """How close a resource is to its threshold; from a ratio of 1 on it throttles starts."""
 
     resource: Resource
     ratio: float
     text: str
-    """What it is at, over its mark."""
+    """The message for a resource above its threshold."""
     easing: str
-    """The same for when it is below the mark again, and not yet far enough."""
+    """The message for a resource below its threshold again, but not far enough."""
 
     @property
     def hold_reason(self) -> "HoldReason":
-        """Why this holds sandboxes back."""
+        """Why this resource throttles starts."""
         return HoldReason(self.resource, self.text if self.ratio >= 1.0 else self.easing)
 
 
 @dataclass(frozen=True, slots=True)
 class HoldReason:
-    """Why no further sandbox is started."""
+    """Why no further sandbox may start."""
 
     resource: str
-    """A resource of the host, "ceiling", or "growth" while the target is still rising to what is asked for."""
+    """A resource of the host, "ceiling", or "growth" while the target still rises toward the demand."""
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ConcurrencyDecision:
-    """How many sandboxes there may be, and what keeps it from being more."""
+    """How many sandboxes there may be, and why no more."""
 
     target: int
     hold_reasons: tuple[HoldReason, ...] = ()
 
 
 class PressureController:
-    """Turns readings into decisions."""
+    """Turns host metrics into decisions."""
 
     def __init__(self, config: PressureConfig, ceiling: int, cpus: int) -> None:
         """`ceiling` is at least one."""
@@ -112,14 +112,14 @@ class PressureController:
         self.decision = ConcurrencyDecision(first)
 
     def resize(self, ceiling: int) -> None:
-        """Change the ceiling; a larger one is grown into as it is asked for."""
+        """Change the ceiling. The target grows into a larger one on demand."""
         self._ceiling = ceiling
         self._floor = min(ceiling, FLOOR_PER_CPU * self._cpus)
         target = min(self.decision.target, ceiling) if self._config.enabled else ceiling
         self.decision = ConcurrencyDecision(target, self.decision.hold_reasons)
 
     def update(self, metrics: HostMetrics, *, used: int, waiting: int) -> ConcurrencyDecision:
-        """Take in a reading; `used` sandboxes are in use, `waiting` are asked for beyond those."""
+        """Decide from a reading, with `used` sandboxes in use and `waiting` more requested."""
         if not self._config.enabled:
             return self.decision
         pressures = measure_pressure(metrics, self._config)
@@ -145,7 +145,7 @@ class PressureController:
 
 
 def measure_pressure(metrics: HostMetrics, config: PressureConfig) -> list[ResourcePressure]:
-    """How near each resource that the host tells of is to its mark."""
+    """Return the pressure on each resource that the host reports."""
     found = [
         *_measure_cpu(metrics, config),
         *_measure_stall("memory", "some", metrics.memory_stall, config.memory_percent),
@@ -168,7 +168,7 @@ def measure_pressure(metrics: HostMetrics, config: PressureConfig) -> list[Resou
 
 
 def memory_reserve(total: int | None) -> int:
-    """The memory that is kept free where nothing is configured: bytes."""
+    """Return the bytes of memory to keep free if nothing is configured."""
     return MEMORY_MOST if total is None else min(MEMORY_MOST, int(total * MEMORY_SHARE))
 
 

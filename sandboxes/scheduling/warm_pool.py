@@ -1,16 +1,16 @@
-"""Sandboxes that were started ahead: whoever asks gets one in milliseconds, with its sessions open.
+"""Start sandboxes ahead of demand, so a caller gets one in milliseconds with its sessions open.
 
 Guarantees:
-- Single use: a sandbox is handed out once, and ends with whoever got it.
-- What is handed out is what a cold start would give at this moment: same specification but for its label, same
-  image and bound files by their identity, alive with all its sessions. Else the start is a cold one.
-- At no time are more sandboxes alive, in use and warm together, than the ceiling; a cold start that needs the
-  place ends a warm one.
-- Cold starts come first: nothing is started ahead while one is under way, or while the gate is shut.
+- Single use: a sandbox is handed out once, and ends with its user.
+- A warm sandbox equals what a cold start would give now: the same specification except for its label, the same image
+  and bound files by identity, alive with all its sessions. Otherwise the start is a cold one.
+- The sandboxes alive, in use and warm together, never exceed the ceiling. A cold start that needs the place ends a
+  warm one.
+- Cold starts come first: nothing is started ahead while one is under way, or while there is no headroom.
 - A cancelled start takes nothing, and leaving `running` ends every warm sandbox.
 
-The kinds to keep are learned from demand. A failure to start one ahead is counted, logged, and tried again after
-a delay that doubles; demand is then served by cold starts, which say what is wrong.
+The pool learns from demand which kinds to keep. If a refill fails, the failure is counted and logged, and the refill
+is retried after a delay that doubles. Until then cold starts serve the demand, and they report what is wrong.
 """
 
 import time
@@ -33,28 +33,28 @@ from sandboxes.sessions.opening import open_sessions
 log = structlog.get_logger(__name__)
 
 LOOK_SECONDS = 1.0
-"""How often the pool looks whether the gate has opened, and for what is over its time."""
+"""How often the pool checks for headroom and for sandboxes that have been idle too long."""
 RETRY_SECONDS = 1.0
 RETRY_LIMIT = 60.0
 
 Kind = Hashable
-"""What two sandboxes must agree in for one to be handed out for the other."""
+"""Everything in which two sandboxes must agree to be interchangeable."""
 
 
 class WarmPoolObserver(Protocol):
-    """Is told what the pool does, for metrics."""
+    """Receives the pool's events, for metrics."""
 
     def acquired(self, *, warm: bool, seconds: float) -> None:
-        """A sandbox was handed out."""
+        """Record that a sandbox was handed out."""
         ...
 
     def refill_failed(self) -> None:
-        """A sandbox could not be started ahead."""
+        """Record that a sandbox could not be started ahead."""
         ...
 
 
 class SilentWarmPoolObserver:
-    """An observer that keeps it to itself."""
+    """Ignores the events."""
 
     def acquired(self, *, warm: bool, seconds: float) -> None:
         """See `WarmPoolObserver`."""
@@ -65,7 +65,7 @@ class SilentWarmPoolObserver:
 
 @dataclass(slots=True)
 class _Demand:
-    """A kind that was asked for, and how starting it ahead goes."""
+    """A kind that was requested, and the state of its refills."""
 
     spec: SandboxSpec
     wanted_at: float
@@ -80,7 +80,7 @@ class _Warm:
 
 
 class WarmPool(SandboxProvider):
-    """Starts sandboxes of another provider ahead. It refills itself only within `running`."""
+    """Starts sandboxes of another provider ahead of demand. It refills itself only within `running`."""
 
     def __init__(
         self,
@@ -95,14 +95,14 @@ class WarmPool(SandboxProvider):
     ) -> None:
         """
         Args:
-            provider: starts the sandboxes; all of them count for the ceiling.
-            config: how many are kept for whom; by default one of each kind.
-            ceiling: how many sandboxes may be alive at once.
-            headroom: for the number that is alive, how many more may be started ahead now; where it is negative, so
-                many warm ones are ended. Without one the ceiling alone decides.
-            promised: how many sandboxes callers may have, where it may be above a ceiling that was lowered.
-            observer: is told what was handed out.
-            clock: seconds that never go back.
+            provider: starts the sandboxes; all of them count toward the ceiling.
+            config: how many sandboxes of each kind to keep; by default one.
+            ceiling: the most sandboxes that may be alive at once.
+            headroom: returns, for the number alive, how many more may be started ahead now; if negative, that many
+                warm ones are ended. By default only the ceiling decides.
+            promised: returns how many sandboxes callers are entitled to, which may exceed a ceiling that was lowered.
+            observer: receives the pool's events.
+            clock: a monotonic clock, in seconds.
         """
         self.name, self.isolates = provider.name, provider.isolates
         self._provider = provider
@@ -122,7 +122,7 @@ class WarmPool(SandboxProvider):
         self._changed = anyio.Event()
 
     def resize(self, ceiling: int) -> None:
-        """Change the ceiling; warm sandboxes above it are ended, and those in use stay."""
+        """Change the ceiling. Warm sandboxes above it are ended; those in use stay."""
         self._ceiling = ceiling
         self._notify()
 
@@ -147,12 +147,12 @@ class WarmPool(SandboxProvider):
 
     @property
     def warm(self) -> int:
-        """How many wait to be handed out."""
+        """How many sandboxes are ready to be handed out."""
         return len(self._warm)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
-        """Start sandboxes ahead until the block is left; then end those that are warm."""
+        """Start sandboxes ahead until the block exits, then end the warm ones."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep, tasks, name="warm pool")
             try:
@@ -168,14 +168,14 @@ class WarmPool(SandboxProvider):
         return await self._provider.identity(spec)
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        """A warm sandbox of this kind, or a new one.
+        """Return a warm sandbox of this kind, or start one.
 
         Raises:
-            SandboxStartError: also where the ceiling is reached by sandboxes that are in use.
+            SandboxStartError: the start failed, or sandboxes in use have reached the ceiling.
         """
         began = self._clock()
         kind = await self._record_demand(spec)
-        # From here to the return of a warm one nothing is awaited: a cancelled start cannot have taken it.
+        # Nothing is awaited from here until a warm sandbox is returned, so a cancelled start cannot have taken it.
         sandbox = self._take(kind, spec)
         warm = sandbox is not None
         if sandbox is None:
@@ -205,7 +205,7 @@ class WarmPool(SandboxProvider):
             await self._provider.close()
 
     async def _record_demand(self, spec: SandboxSpec) -> Kind:
-        """Remember that this was asked for; the kind of it."""
+        """Record the demand for a specification, and return its kind."""
         identity = await self._provider.identity(spec)
         kept = replace(spec, label="")
         kind = _make_kind(kept, identity)
@@ -225,7 +225,7 @@ class WarmPool(SandboxProvider):
         return kind
 
     def _take(self, kind: Kind, spec: SandboxSpec) -> Sandbox | None:
-        """Take a warm sandbox that is well; the keeper ends those that are not."""
+        """Take a healthy warm sandbox, or return None. `_keep` ends the others."""
         for kept in self._warm:
             if kept.kind == kind and kept.sandbox.healthy:
                 self._warm.remove(kept)
@@ -234,7 +234,7 @@ class WarmPool(SandboxProvider):
         return None
 
     async def _start_cold(self, kind: Kind, spec: SandboxSpec) -> tuple[Sandbox, bool]:
-        """Start one, and whether it was warm after all: one may come up while this waits for a place."""
+        """Start a sandbox; return it and whether it is warm, since one may become ready during the wait for a place."""
         self._cold += 1
         try:
             while self._count_alive() >= max(self._ceiling, self._promised()):
@@ -257,7 +257,7 @@ class WarmPool(SandboxProvider):
         return len(self._provider.live()) + self._starting
 
     async def _make_place(self) -> None:
-        """End the warm sandbox of the kind that was wanted least recently, or wait for what moves by itself."""
+        """End the warm sandbox of the least recently requested kind, or wait for refills and ends under way."""
         if self._warm:
             order = list(self._demands)
             last = min(self._warm, key=lambda kept: order.index(kept.kind) if kept.kind in order else -1)
@@ -267,7 +267,7 @@ class WarmPool(SandboxProvider):
             await self._changed.wait()
         else:
             raise SandboxStartError(
-                f"{self._count_alive()} sandboxes are alive, which is the ceiling",
+                f"the ceiling is reached: {self._count_alive()} sandboxes are alive",
                 hint="raise sandboxes.ceiling, or close sandboxes first",
             )
 
@@ -287,7 +287,7 @@ class WarmPool(SandboxProvider):
         self._changed = anyio.Event()
 
     async def _keep(self, tasks: TaskGroup) -> None:
-        """Keep what is wanted and end what is not, whenever something moved, and once a second."""
+        """Refill the pool and end unwanted sandboxes at each change, and once a second."""
         while True:
             moved = self._changed
             for kept in self._find_unwanted():
@@ -295,13 +295,13 @@ class WarmPool(SandboxProvider):
                 tasks.start_soon(self._end, kept, name=f"end {kept.sandbox.id}")
             while (kind := self._next_refill()) is not None:
                 self._refills[kind] += 1
-                self._starting += 1  # from this moment, so that the next look counts it
+                self._starting += 1  # from now on, so the next check counts it
                 tasks.start_soon(self._refill, kind, self._demands[kind].spec, name="start ahead")
             with anyio.move_on_after(LOOK_SECONDS if self._demands or self._warm else None):
                 await moved.wait()
 
     def _find_unwanted(self) -> list[_Warm]:
-        """Warm sandboxes that nobody will be given: too many, forgotten, or not well."""
+        """Return the warm sandboxes to end: surplus, no longer requested, or unhealthy."""
         oldest = self._clock() - self._config.idle_seconds
         self._demands = {kind: it for kind, it in self._demands.items() if it.wanted_at >= oldest}
         found = [kept for kept in self._warm if kept.kind not in self._demands or not kept.sandbox.healthy]
@@ -311,7 +311,7 @@ class WarmPool(SandboxProvider):
         return found
 
     def _next_refill(self) -> Kind | None:
-        """The kind to start ahead next, the most recently wanted first; None where none may be."""
+        """Return the kind to start ahead next, most recently requested first, or None if none may start."""
         alive = self._count_alive()
         if self._cold or alive >= self._ceiling or self._refills.total() >= self._config.starts:
             return None
@@ -325,10 +325,10 @@ class WarmPool(SandboxProvider):
         return None
 
     async def _refill(self, kind: Kind, spec: SandboxSpec) -> None:
-        """Start one ahead; `_starting` counts it already."""
+        """Start a sandbox ahead; `_starting` already counts it."""
         try:
             sandbox = await self._start_ready(spec)
-        except Exception as error:  # noqa: BLE001 - counted and logged; whoever asks meets it in a cold start
+        except Exception as error:  # noqa: BLE001 - counted and logged; a cold start reports it to the caller
             self._record_failure(kind, error)
         else:
             if demand := self._demands.get(kind):
@@ -336,7 +336,7 @@ class WarmPool(SandboxProvider):
             self._warm.append(_Warm(kind, sandbox))
         finally:
             self._refills[kind] -= 1
-            self._refills += Counter()  # forgets the kinds of which none is being started
+            self._refills += Counter()  # drops the kinds whose count is zero
             self._notify()
 
     async def _start_ready(self, spec: SandboxSpec) -> Sandbox:
@@ -365,7 +365,7 @@ class WarmPool(SandboxProvider):
 
 
 def _make_kind(spec: SandboxSpec, identity: str) -> Kind:
-    """Equal for specifications that ask for the same, whatever types their collections are of."""
+    """Return a key that is equal for equivalent specifications, whatever the types of their collections."""
     return identity, *(_freeze(getattr(spec, entry.name)) for entry in fields(spec))
 
 

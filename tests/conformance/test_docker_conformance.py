@@ -86,7 +86,7 @@ async def test_limits_hold(provider: SandboxProvider) -> None:
         hog = await sandbox.exec(["python3", "-c", "x = bytearray(200 << 20)"], timeout=30)
         assert hog.exit_code == 137
         assert [(violation.limit, str(violation)) for violation in hog.limit_violations] == [
-            ("memory", "the sandbox used up its memory (64 MiB) and a process in it was ended")
+            ("memory", "the sandbox ran out of memory (64 MiB), and a process in it was killed")
         ]
         with pytest.raises(LimitExceededError, match="memory"):
             await (await sandbox.python()).execute("x = bytearray(200 << 20)", timeout=30)

@@ -47,7 +47,7 @@ def test_a_full_group_is_told_again_only_after_it_had_room(tmp_path: Path) -> No
     assert seen.drain() == ()
     (tmp_path / "pids.peak").write_text("14\n")  # over by now: the kernel remembers
     assert [str(violation) for violation in seen.drain()] == [
-        "the sandbox's limit of processes (10) was reached"
+        "the sandbox reached its limit of 10 processes"
     ]
     for current, told in (("14", 0), ("6", 0), ("14", 1), ("14", 0)):
         (tmp_path / "pids.current").write_text(current)
