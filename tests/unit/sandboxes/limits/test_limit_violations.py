@@ -46,9 +46,7 @@ def test_a_full_group_is_told_again_only_after_it_had_room(tmp_path: Path) -> No
     (tmp_path / "pids.peak").write_text("13\n")
     assert seen.drain() == ()
     (tmp_path / "pids.peak").write_text("14\n")  # over by now: the kernel remembers
-    assert [str(violation) for violation in seen.drain()] == [
-        "the sandbox reached its limit of 10 processes"
-    ]
+    assert [str(violation) for violation in seen.drain()] == ["the sandbox reached its limit of 10 processes"]
     for current, told in (("14", 0), ("6", 0), ("14", 1), ("14", 0)):
         (tmp_path / "pids.current").write_text(current)
         assert len(seen.drain()) == told
