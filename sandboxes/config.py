@@ -16,69 +16,69 @@ class _Config(BaseModel):
 
 
 class LimitDefaults(_Config):
-    """What a sandbox may use where its specification says nothing; sizes in bytes."""
+    """Limits of a sandbox whose specification does not set them; sizes in bytes."""
 
     memory_bytes: PositiveInt = 2 * GIB
-    """Memory of all its processes."""
+    """Memory of all its processes together."""
     max_processes: PositiveInt = 512
     """Processes and threads at once."""
     disk_bytes: PositiveInt = 1 * GIB
-    """What it may write."""
+    """Total size of what it may write."""
     cpus: PositiveFloat | None = None
     """CPUs' worth of time; None sets no limit, so that idle CPUs are used."""
 
 
 class ApptainerConfig(_Config):
-    """Sandboxes in Apptainer: own processes, files and network, and no rights on the host."""
+    """Sandboxes in Apptainer, with their own processes, files and network, and no rights on the host."""
 
     provider: Literal["apptainer"] = "apptainer"
-    """Which provider this table is for; this one when left out."""
+    """Which provider this table is for; Apptainer if left out."""
 
     binary: Path | None = None
-    """The apptainer to use; None looks in ROLLOUT_APPTAINER, PATH and /opt/apptainer/bin."""
+    """The Apptainer binary; None looks in ROLLOUT_APPTAINER, PATH and /opt/apptainer/bin."""
 
     image: str = "base"
-    """For a specification without an image."""
+    """The image of a specification that names none."""
 
     user: str = "nobody"
-    """When the service runs as root, the user that images belong to, and that code inside sees itself as; code never
+    """When the service runs as root: the user that images belong to, and that code inside sees itself as. Code never
     runs as the host's root."""
 
     user_range: str = "1879048192-2013265919"
-    """When the service runs as root, the numbers of host users that sandboxes run as, each sandbox as one of its own,
-    so that none can use up what the kernel counts by user. No user and no range of subordinate ids may have them.
-    "none": all run as `user`."""
+    """When the service runs as root: the range of host user ids for sandboxes. Each sandbox runs as its own user, so
+    none can use up what the kernel counts by user. No user and no range of subordinate ids may overlap it. "none"
+    runs all sandboxes as `user`."""
 
     fakeroot: bool = False
-    """Code runs as a root that has no right on the host, for images that expect it: the user's range of subordinate
-    ids (/etc/subuid, /etc/subgid) is mapped. A list of hosts is refused then, and an ordinary user's limit of the disk
-    holds for each file alone. The image needs setpriv (util-linux)."""
+    """Run code as a root without rights on the host, for images that expect root. The user's range of subordinate ids
+    (/etc/subuid, /etc/subgid) is mapped. Allow lists of hosts are then refused, and an ordinary user's disk limit
+    applies to each file alone. The image needs setpriv (util-linux)."""
 
     unpack: bool = True
-    """Keep each image unpacked on disk: starts are faster and no FUSE is needed, for its size on disk."""
+    """Keep each image unpacked on disk. Starts are faster and need no FUSE, but it takes the image's size on disk."""
 
     unpacked_dir: Path | None = None
-    """Where they are unpacked, on a disk of this machine; None is ~/.cache/rollout-service/unpacked."""
+    """Where images are unpacked, on a local disk; None is ~/.cache/rollout-service/unpacked."""
 
     unpacked_budget_bytes: PositiveInt | None = 50 * GIB
-    """The least recently used unpacked images go when all take more; None sets no limit."""
+    """Size of all unpacked images above which the least recently used are removed; None sets no limit."""
 
     python: Literal["auto", "image", "toolkit"] = "auto"
-    """Whose Python the Python tool runs in: the image's own; one with ipykernel that is bound into any image; or
-    the image's if it has one with ipykernel, else the other."""
+    """The Python that the Python tool runs in: "image" is the image's own, "toolkit" is one with ipykernel that is
+    bound into any image, and "auto" is the image's if it has ipykernel, else the toolkit's."""
 
     toolkit_image: str = "base"
-    """The image that the other one is made of."""
+    """The image that the toolkit is made from."""
 
     run_dir: Path | None = None
-    """Where the folders of live sandboxes are made; a short path. None: below XDG_RUNTIME_DIR or /tmp."""
+    """Where the folders of live sandboxes are created; a short path. None is below XDG_RUNTIME_DIR or /tmp."""
 
     private_addresses: bool = False
-    """Whether the names of a sandbox's list of hosts may be private addresses (10.0.0.0/8, fd00::/8 and their like)
-    that the list does not have itself. Loopback and link-local addresses may be so only where listed."""
+    """Whether listed names may resolve to private addresses (10.0.0.0/8, fd00::/8 and the like) that are not listed
+    themselves. Loopback and link-local addresses must always be listed."""
 
     start_timeout: PositiveFloat = 60.0
-    """Seconds after which a start has failed."""
+    """Seconds after which a start fails."""
 
     limits: LimitDefaults = LimitDefaults()
 
@@ -90,10 +90,10 @@ class ApptainerConfig(_Config):
 
 
 def parse_user_range(user_range: str) -> range | None:
-    """Return the numbers of a range such as "1000000-1999999"; None for "none".
+    """Return the ids of a range such as "1000000-1999999", or None for "none".
 
     Raises:
-        ValueError: it is not a range, is too small, or has numbers of a system's own users.
+        ValueError: it is not a range, is too small, or contains ids of a system's own users.
     """
     if user_range == "none":
         return None
@@ -104,107 +104,107 @@ def parse_user_range(user_range: str) -> range | None:
     whole = found.stop // LEAST_USERS - -(-found.start // LEAST_USERS)
     if found.start < FIRST_FREE_USER or found.stop > LAST_USER or whole < 1:
         raise ValueError(
-            f"give {LEAST_USERS} numbers or more from a multiple of {LEAST_USERS} on, "
+            f"give at least {LEAST_USERS} ids, starting at a multiple of {LEAST_USERS}, "
             f"between {FIRST_FREE_USER} and {LAST_USER - 1}"
         )
     return found
 
 
 class DockerConfig(_Config):
-    """Sandboxes in Docker, where a daemon answers; see `sandboxes.docker` for what they isolate."""
+    """Sandboxes in Docker, for hosts with a running daemon; see `sandboxes.providers.docker` for what they isolate."""
 
     provider: Literal["docker"]
     """Which provider this table is for."""
 
     binary: str = "docker"
-    """The client: a name to look for in PATH, or a path."""
+    """The client program: a name on PATH, or a path."""
 
     host: str | None = None
-    """The daemon, such as "unix:///run/docker.sock"; None is the client's own, by DOCKER_HOST or its context."""
+    """The daemon, such as "unix:///run/docker.sock"; None is the client's default (DOCKER_HOST or its context)."""
 
     image: str = "rollout-service/base"
-    """For a specification without an image; `scripts/docker-image` makes this one."""
+    """The image of a specification that names none; `scripts/docker-image` builds this one."""
 
     user: str = "nobody"
-    """When the service runs as root, the user that code runs as, in containers too."""
+    """When the service runs as root: the user that code runs as, inside containers too."""
 
     run_dir: Path | None = None
-    """Where the folders of live sandboxes are made; the daemon must be on this host and see it."""
+    """Where the folders of live sandboxes are created; the daemon must be on this host and see it."""
 
     start_timeout: PositiveFloat = 60.0
-    """Seconds after which a start has failed."""
+    """Seconds after which a start fails."""
 
     limits: LimitDefaults = LimitDefaults()
 
 
 class LocalConfig(_Config):
-    """Plain processes of this user: for tests and trusted code. It isolates nothing."""
+    """Plain processes of this user, for tests and trusted code. It isolates nothing."""
 
     provider: Literal["local"]
     """Which provider this table is for."""
 
     python: Path | None = None
-    """The Python of the sessions' kernels; None is the service's own."""
+    """The Python that runs the sessions' kernels; None is the service's own."""
 
     run_dir: Path | None = None
-    """Where the folders of live sandboxes are made. None: below XDG_RUNTIME_DIR or /tmp."""
+    """Where the folders of live sandboxes are created; None is below XDG_RUNTIME_DIR or /tmp."""
 
     start_timeout: PositiveFloat = 30.0
-    """Seconds after which a start has failed."""
+    """Seconds after which a start fails."""
 
 
 ProviderConfig = Annotated[ApptainerConfig | DockerConfig | LocalConfig, Field(discriminator="provider")]
-"""The settings of a provider: `provider` says which."""
+"""The settings of one provider; `provider` selects it."""
 
 
 class WarmPoolConfig(_Config):
-    """Sandboxes that are started ahead, with their sessions open, for whoever asks next."""
+    """Sandboxes that are started ahead of demand, with their sessions open."""
 
     size: NonNegativeInt = 1
-    """How many are kept for each kind of sandbox that is in demand; 0 keeps none."""
+    """Number kept for each kind of sandbox in demand; 0 keeps none."""
 
     max_kinds: PositiveInt = 4
-    """For how many kinds at once; the kind that was wanted least recently gives way."""
+    """Number of kinds kept at once; the least recently requested kind is dropped first."""
 
     idle_seconds: PositiveFloat = 600.0
-    """How long after the last demand a kind is kept."""
+    """Seconds a kind is kept after its last request."""
 
     starts: PositiveInt = 2
-    """How many are started ahead at the same time."""
+    """Number started ahead at the same time."""
 
 
 class PressureConfig(_Config):
-    """Where this host is under so much pressure that no further sandbox is started."""
+    """Thresholds of host pressure at which no further sandbox is started."""
 
     enabled: bool = True
-    """Whether pressure holds sandboxes back at all."""
+    """Whether pressure throttles sandbox starts at all."""
 
     cpu_percent: PositiveFloat = 95.0
-    """The share of the last 10 s in which something waited for a processor (PSI "some")."""
+    """Share of the last 10 s in which something waited for a processor (PSI "some")."""
 
     load_per_cpu: PositiveFloat = 8.0
-    """The load average per processor; asked only where the kernel has no PSI."""
+    """Load average per processor; used only if the kernel has no PSI."""
 
     memory_percent: PositiveFloat = 10.0
-    """The share of the last 10 s in which something waited for memory (PSI "some")."""
+    """Share of the last 10 s in which something waited for memory (PSI "some")."""
 
     memory_free_bytes: PositiveInt | None = None
-    """Memory that is kept free; None is a tenth of it, at most 4 GiB."""
+    """Memory kept free; None is a tenth of the host's, at most 4 GiB."""
 
     io_percent: PositiveFloat = 80.0
-    """The share of the last 10 s in which everything waited for disks (PSI "full")."""
+    """Share of the last 10 s in which everything waited for disks (PSI "full")."""
 
     disk_free_bytes: PositiveInt = 2 * GIB
-    """Kept free where sandboxes and the state are kept."""
+    """Disk space kept free where sandboxes and the state are stored."""
 
     descriptors_free: PositiveInt = 256
-    """Open files of the service that are kept free."""
+    """Number of the service's file descriptors kept free."""
 
     processes_free: PositiveInt = 1024
-    """Processes and threads of the host, or of the service's control group, that are kept free."""
+    """Processes and threads of the host, or of the service's control group, kept free."""
 
 
 def default_state_dir() -> Path:
-    """Where it is noted which run folders were in use: $XDG_STATE_HOME/rollout-service, or below the home folder."""
+    """Return the default state folder: $XDG_STATE_HOME/rollout-service, or ~/.local/state/rollout-service."""
     base = os.environ.get("XDG_STATE_HOME")
     return (Path(base) if base else Path.home() / ".local/state") / "rollout-service"

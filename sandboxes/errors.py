@@ -1,38 +1,38 @@
-"""Every error of this package, each named for the boundary that it crossed.
+"""Every error of this package, each named for the boundary it crossed.
 
 SandboxError
- |- SandboxConfigError            settings that contradict this host or each other
+ |- SandboxConfigError            settings contradict this host or each other
  |- ProviderUnavailableError      the provider cannot run on this host at all
- |- ImageError                    an image is there but cannot be used, or could not be made
+ |- ImageError                    an image cannot be used or built
  |   |- ImageNotFoundError        no image has this name, path or reference
- |   `- ImageBuildError           building or pulling it failed
- |- SandboxStartError             a sandbox did not come up                          retryable
- |   `- NoProcessError            no room for a program; a LimitExceededError too, of the limit "processes"
- |- SandboxClosedError            it has been closed, or has ended by itself
+ |   `- ImageBuildError           building or pulling an image failed
+ |- SandboxStartError             a sandbox did not start                            retryable
+ |   `- NoProcessError            no process left for a program; also a LimitExceededError ("processes")
+ |- SandboxClosedError            the sandbox was closed, or ended by itself
  |- SessionDiedError              a bash or Python session ended under a command     retryable
- |- LimitExceededError            memory, processes, disk, lifetime, output or time: `limit` says which
- `- SandboxFileError              a file operation inside of the sandbox
+ |- LimitExceededError            memory, processes, disk, lifetime, output or time; see `limit`
+ `- SandboxFileError              a file operation inside the sandbox failed
      |- FileMissingError          no such file or folder
      |- FileTooLargeError         larger than the caller allows
-     |- FileStalledError          no byte of it moved for as long as one may take
-     |- DiskFullError             no room for it; a LimitExceededError too, of the limit "disk"
-     `- EditMatchError            the text to replace is not there exactly once
+     |- FileStalledError          no byte of it moved within the time allowed
+     |- DiskFullError             no room for it; also a LimitExceededError ("disk")
+     `- EditMatchError            the text to replace does not occur exactly once
 
-The message says what happened, `hint` what to do next, `retryable` whether the same call may work later.
-A command that fails is not an error but a result with an exit code.
+The message says what happened, `hint` what to do next, and `retryable` whether the same call may work later.
+A command that fails is not an error; it is a result with an exit code.
 """
 
 from typing import ClassVar
 
 
 class SandboxError(Exception):
-    """The base of the family."""
+    """Base class of the errors of this package."""
 
     code: ClassVar[str] = "sandbox_error"
     """A stable name for logs, metrics and the API."""
 
     retryable: ClassVar[bool] = False
-    """Whether the same call, made again in a fresh sandbox, may work."""
+    """Whether the same call may work when repeated in a fresh sandbox."""
 
     default_hint: ClassVar[str] = ""
 
@@ -42,7 +42,7 @@ class SandboxError(Exception):
 
 
 class SandboxConfigError(SandboxError):
-    """The settings of a provider or the specification of a sandbox cannot be met."""
+    """A provider's settings or a sandbox's specification cannot be met."""
 
     code = "sandbox_config"
 
@@ -68,7 +68,7 @@ class ImageNotFoundError(ImageError):
 
 
 class ImageBuildError(ImageError):
-    """An image could not be built or pulled; the message ends with what the builder said last."""
+    """An image could not be built or pulled; the message ends with the builder's last lines."""
 
     code = "image_build"
 
@@ -79,22 +79,22 @@ class ImageBuildError(ImageError):
 
 
 class SandboxStartError(SandboxError):
-    """A sandbox did not come up; the message ends with what its launcher said."""
+    """A sandbox did not start; the message ends with the launcher's output."""
 
     code = "sandbox_start"
     retryable = True
-    default_hint = "`rollout-service doctor` says what this host lacks"
+    default_hint = "run `rollout-service doctor` to see what this host lacks"
 
 
 class SandboxClosedError(SandboxError):
-    """The sandbox has been closed, or all of it has ended by itself; nothing can be run in it any more."""
+    """The sandbox was closed, or all of it ended by itself; nothing can run in it any more."""
 
     code = "sandbox_closed"
     default_hint = "start a new sandbox"
 
 
 class SessionDiedError(SandboxError):
-    """A session ended under a command; its variables are lost, files stay. The next call starts anew."""
+    """A session ended during a command. Its variables are lost, files stay, and the next call starts a new session."""
 
     code = "session_died"
     retryable = True
@@ -105,13 +105,13 @@ class SessionDiedError(SandboxError):
     ) -> None:
         super().__init__(message, hint=hint)
         self.output = output
-        """What the command had printed until then, cut to its limit."""
+        """What the command had printed so far, cut to its limit."""
         self.timed_out = timed_out
-        """Whether the session was ended because nothing less stopped the command at its time-out."""
+        """Whether the session was ended because nothing else stopped the command at its timeout."""
 
 
 class LimitExceededError(SandboxError):
-    """A limit was reached; `limit` names it: memory, processes, disk, lifetime, and of a call output and time."""
+    """A limit was reached. `limit` names it: memory, processes, disk or lifetime, or output or time for a call."""
 
     code = "limit_exceeded"
 
@@ -119,11 +119,11 @@ class LimitExceededError(SandboxError):
         super().__init__(message, hint=hint)
         self.limit = limit
         self.output = ""
-        """What a command had printed before its session was ended, cut to its limit."""
+        """What the command had printed before its session was ended, cut to its limit."""
 
 
 class SandboxFileError(SandboxError):
-    """A file inside of the sandbox could not be read, written, listed or copied."""
+    """A file inside the sandbox could not be read, written, listed or copied."""
 
     code = "file_error"
 
@@ -141,14 +141,14 @@ class FileTooLargeError(SandboxFileError):
 
 
 class FileStalledError(SandboxFileError):
-    """A program of the sandbox, or its disk, moved no byte of a file for as long as it may."""
+    """A program of the sandbox, or its disk, moved no byte of a file within the time allowed."""
 
     code = "file_stalled"
-    default_hint = "a program inside, such as tar or bash, may have been replaced by one that never ends"
+    default_hint = "check whether a program inside, such as tar or bash, was replaced by one that never ends"
 
 
 class DiskFullError(LimitExceededError, SandboxFileError):
-    """There is no room left in the sandbox for what was to be written."""
+    """The sandbox has no room left for the data."""
 
     default_hint = "remove files in the sandbox, or give it more with `disk_bytes`"
 
@@ -157,7 +157,7 @@ class DiskFullError(LimitExceededError, SandboxFileError):
 
 
 class NoProcessError(LimitExceededError, SandboxStartError):
-    """No program could be started in a sandbox that is up: its processes, or the host's, are used up."""
+    """No program could be started in a running sandbox: its processes, or the host's, are used up."""
 
     default_hint = "end processes in the sandbox, or give it more with `max_processes`"
 
@@ -166,7 +166,7 @@ class NoProcessError(LimitExceededError, SandboxStartError):
 
 
 class EditMatchError(SandboxFileError):
-    """The text to replace is not in the file, or more than once; `count` says how often."""
+    """The text to replace does not occur in the file, or occurs more than once; `count` says how often."""
 
     code = "edit_not_unique"
     default_hint = "give enough of the surrounding lines to make the text unique"

@@ -1,0 +1,208 @@
+"""The contract of a sandbox: its sessions, programs and files."""
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from sandboxes.contract.sessions import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, BashSession, PythonSession
+from sandboxes.contract.values import ExecResult, FileEntry, SandboxSpec
+
+DEFAULT_FILE_LIMIT = 16 * 1024 * 1024
+DEFAULT_TREE_LIMIT = 1024 * 1024 * 1024
+
+
+class Sandbox(ABC):
+    """A place to run untrusted code. Use it as an async context manager, or `close` it."""
+
+    @property
+    @abstractmethod
+    def id(self) -> str:
+        """An id that is unique on this host for as long as the sandbox or anything left of it exists."""
+
+    @property
+    @abstractmethod
+    def spec(self) -> SandboxSpec:
+        """The specification it was started with."""
+
+    @property
+    @abstractmethod
+    def workdir(self) -> str:
+        """The working folder as code inside sees it: `spec.workdir` if the provider isolates files."""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the sandbox and every open session run, as far as is known without asking; takes no time."""
+        return True
+
+    @abstractmethod
+    async def bash(self) -> BashSession:
+        """Return the agent's bash. The first call opens it, later calls return the same session.
+
+        Raises:
+            SandboxStartError: the shell did not start.
+            SandboxClosedError: the sandbox is closed or has ended.
+        """
+
+    @abstractmethod
+    async def python(self) -> PythonSession:
+        """Return the agent's IPython kernel. The first call opens it, later calls return the same session.
+
+        Raises:
+            SandboxStartError: the kernel did not start, for example because the image has no ipykernel.
+            SandboxClosedError: the sandbox is closed or has ended.
+            SessionDiedError: an earlier kernel ended, and a new one did not start.
+        """
+
+    @abstractmethod
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        output_limit: int = DEFAULT_OUTPUT_LIMIT,
+    ) -> ExecResult:
+        """Run one program outside the sessions. Several may run at once.
+
+        A program that does not exist gives exit code 127, as in a shell. At the timeout its process group is
+        ended. `output_limit` applies to each of the two streams.
+
+        Raises:
+            SandboxClosedError: the sandbox is closed or has ended.
+            ValueError: `argv` is empty, a string contains a NUL character, or a limit is not positive.
+        """
+
+    @abstractmethod
+    async def end_processes(self) -> None:
+        """End the sessions and every other process inside. Files stay, and new sessions may be opened.
+
+        When it returns, the host has seen that they ended. Call it before running anything trusted, such as a
+        grader, in a sandbox that an agent has used.
+
+        Raises:
+            SandboxClosedError: the sandbox is closed or has ended, or a process does not end.
+        """
+
+    @abstractmethod
+    async def read_file(self, path: str, *, limit: int = DEFAULT_FILE_LIMIT) -> bytes:
+        """Return the contents of a file. A relative path begins at the working folder.
+
+        Raises:
+            FileMissingError: there is no such file.
+            FileTooLargeError: it has more than `limit` bytes.
+            SandboxFileError: it cannot be read, for example because it is a folder.
+            SandboxClosedError: the sandbox is closed or has ended.
+        """
+
+    @abstractmethod
+    def read_stream(self, path: str, *, limit: int | None = None) -> AsyncGenerator[bytes, None]:
+        """Read a file of any size in chunks of at most 64 KiB, as fast as the caller takes them.
+
+        They hold what the file had when it was opened; anything appended later is left out. Memory use here does
+        not grow with the file. Close the generator (`contextlib.aclosing`) if you leave it before its end.
+
+        Raises:
+            FileMissingError: there is no such file.
+            FileTooLargeError: it has more than `limit` bytes; None sets no limit.
+            FileStalledError: no byte of it arrived for half a minute.
+            SandboxFileError: it cannot be read, is not a file, or shrank while it was read.
+            SandboxClosedError: the sandbox is closed or has ended.
+        """
+
+    @abstractmethod
+    async def write_file(self, path: str, data: bytes | str) -> None:
+        """Write a file, creating its parent folders; text is written as UTF-8.
+
+        The file is written completely or stays as it was. An existing file keeps its mode; a link is written through.
+
+        Raises:
+            DiskFullError: there is no room for it in the sandbox.
+            SandboxFileError: it cannot be written, for example because it is a folder or a device.
+            SandboxClosedError: the sandbox is closed or has ended.
+        """
+
+    @abstractmethod
+    async def write_stream(self, path: str, data: AsyncIterable[bytes]) -> None:
+        """Write a file of any size from a stream, as `write_file` does; memory use here does not grow with it.
+
+        If the stream raises, or the call is cancelled, the file stays as it was.
+
+        Raises:
+            DiskFullError: there is no room for it in the sandbox.
+            FileStalledError: the sandbox took no byte of it for half a minute.
+            SandboxFileError: it cannot be written.
+            SandboxClosedError: the sandbox is closed or has ended.
+        """
+
+    @abstractmethod
+    async def edit_file(self, path: str, old: str, new: str, *, replace_all: bool = False) -> int:
+        """Replace `old`, which must occur exactly once unless `replace_all`; return the number of replacements.
+
+        Raises:
+            EditMatchError: `old` does not occur, or occurs more than once.
+            FileMissingError: there is no such file.
+            FileTooLargeError: it is larger than `DEFAULT_FILE_LIMIT`.
+            SandboxFileError: it is not UTF-8 text, or cannot be read or written.
+            SandboxClosedError: the sandbox is closed or has ended.
+        """
+
+    @abstractmethod
+    async def list(self, path: str = ".") -> list[FileEntry]:
+        """Return the entries of a folder by name, without `.` and `..`. Links are not followed.
+
+        Raises:
+            FileMissingError: there is no such folder.
+            FileTooLargeError: it has more entries than a listing may hold.
+            SandboxFileError: it cannot be listed.
+            SandboxClosedError: the sandbox is closed or has ended.
+        """
+
+    @abstractmethod
+    def export_path(self, path: str, *, limit: int = DEFAULT_TREE_LIMIT) -> AsyncGenerator[bytes, None]:
+        """Read a file or folder as a tar stream with one top-level entry, named after the last part of the path.
+
+        The host reads it; nothing runs inside. Entries are folders, regular files, hard links to files of the
+        stream, and symbolic links that stay within the path. Anything else is left out, as are owners, attributes
+        and modes beyond the nine bits. Files are read even if their modes forbid it. Their contents are as hostile
+        as the code inside. Call `end_processes` first, or the tree may change while it is read. Close the
+        generator (`contextlib.aclosing`) if you leave it before its end.
+
+        Raises:
+            FileMissingError: there is no such path.
+            FileTooLargeError: the tree is larger than `limit`. A file counts with its whole size, holes included,
+                and every entry with at least 4 KiB. Discard what came before.
+            SandboxFileError: the tree cannot be read.
+            SandboxClosedError: the sandbox is closed or has ended.
+        """
+
+    @abstractmethod
+    async def import_path(self, parent: str, tar: AsyncIterable[bytes]) -> None:
+        """Unpack a tar stream below the folder `parent`, which is created if it is missing.
+
+        Raises:
+            DiskFullError: there is no room for it in the sandbox.
+            FileStalledError: the sandbox took no byte of it for half a minute.
+            SandboxFileError: it cannot be unpacked.
+            SandboxClosedError: the sandbox is closed or has ended.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End everything inside and remove what belongs to the sandbox.
+
+        Idempotent and shielded. It never raises because of what code inside did.
+        """
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()

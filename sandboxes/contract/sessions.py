@@ -1,0 +1,85 @@
+"""The contract of sessions: a persistent bash and a persistent Python."""
+
+from abc import ABC, abstractmethod
+
+from sandboxes.contract.values import BashResult, PythonResult
+
+DEFAULT_TIMEOUT = 60.0
+DEFAULT_OUTPUT_LIMIT = 64 * 1024
+
+
+class BashSession(ABC):
+    """A bash that lives as long as its sandbox. It runs one command at a time: a second `run` waits for the first."""
+
+    @abstractmethod
+    async def run(
+        self, command: str, *, timeout: float = DEFAULT_TIMEOUT, output_limit: int = DEFAULT_OUTPUT_LIMIT
+    ) -> BashResult:
+        """Run a command of any number of lines in this session's shell.
+
+        At the timeout the command gets SIGINT, then SIGTERM, then SIGKILL. What it printed is returned with
+        `timed_out`, and the session goes on. Processes that it put into the background live on.
+
+        Raises:
+            SessionDiedError: the shell ended (`exit`, a kill, or a command that nothing else could stop), now
+                or since the last command; raised once. The next `run` starts a new shell in the working folder.
+            LimitExceededError: the kernel ended the shell because the sandbox used up its memory.
+            SandboxClosedError: the sandbox is closed or has ended.
+            ValueError: the command contains a NUL character, or a limit is not positive.
+        """
+
+    @abstractmethod
+    async def interrupt(self) -> None:
+        """Interrupt the running command, as Ctrl-C does; do nothing if none is running.
+
+        Its `run` returns what was printed and the shell's exit code, 130 for most commands, and the session lives on,
+        as do processes in the background. A command that goes on gets a second SIGINT after one second; one that
+        ignores both runs until its timeout.
+
+        Raises:
+            SandboxClosedError: the sandbox is closed or has ended.
+        """
+
+    @abstractmethod
+    async def restart(self) -> None:
+        """End the shell and everything it started, then start a new one.
+
+        Raises:
+            SandboxClosedError: the sandbox is closed or has ended.
+        """
+
+
+class PythonSession(ABC):
+    """An IPython kernel that lives as long as its sandbox. It runs one cell at a time."""
+
+    @abstractmethod
+    async def execute(
+        self, code: str, *, timeout: float = DEFAULT_TIMEOUT, output_limit: int = DEFAULT_OUTPUT_LIMIT
+    ) -> PythonResult:
+        """Run a cell. An exception is returned as a result with `error`; at the timeout the cell is interrupted.
+
+        Raises:
+            SessionDiedError: the kernel ended, now or since the last cell, or had to be ended because nothing
+                else stopped the cell; raised once. The next `execute` starts a new kernel.
+            LimitExceededError: the kernel was ended because the sandbox used up its memory.
+            SandboxStartError: a new kernel did not start, for example because the image has no ipykernel.
+            SandboxClosedError: the sandbox is closed or has ended.
+            ValueError: a limit is not positive.
+        """
+
+    @abstractmethod
+    async def interrupt(self) -> None:
+        """Interrupt the running cell, as Ctrl-C does; do nothing if none is running.
+
+        Raises:
+            SandboxClosedError: the sandbox is closed or has ended.
+        """
+
+    @abstractmethod
+    async def restart(self) -> None:
+        """End the kernel and everything it started, then start a new one.
+
+        Raises:
+            SandboxStartError: the new kernel did not start.
+            SandboxClosedError: the sandbox is closed or has ended.
+        """

@@ -1,0 +1,157 @@
+"""The values that the contract takes and returns: specifications, results, and records for operators."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sandboxes.errors import LimitExceededError
+
+Network = Literal["none", "full"] | tuple[str, ...]
+"""What a sandbox can reach. "none" is its own loopback and nothing else. A tuple is an allow list of hosts: each is
+`HOST` or `*.HOST`, with or without `:PORT` (443 and 80 by default), and is reached through an egress proxy that the
+environment's proxy variables name. "full" is the host's own network, including its loopback; never use it for hostile
+code."""
+
+SessionName = Literal["bash", "python"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """A file or folder of the host that the sandbox sees at `target` and cannot change."""
+
+    source: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxSpec:
+    """What one sandbox is made from and what it may use. A limit of None means the provider's default."""
+
+    image: str | None = None
+    """A name, a path or a reference; None is the provider's default image."""
+
+    network: Network = "none"
+    memory_bytes: int | None = None
+    max_processes: int | None = None
+    """Processes and threads alive at once."""
+
+    cpus: float | None = None
+    disk_bytes: int | None = None
+    """Total size of what the sandbox may write outside memory file systems."""
+
+    lifetime_seconds: float | None = None
+    """How long it may live, whatever it does. After that it is closed, and every call raises LimitExceededError."""
+
+    env: Mapping[str, str] = field(default_factory=dict)
+    read_only_binds: Sequence[Bind] = ()
+    workdir: str = "/workspace"
+    """Where sessions start and relative paths begin; created if it is missing."""
+
+    sessions: frozenset[SessionName] = frozenset()
+    """The sessions that will be used: a hint for a warm pool to open them ahead. Others open on first use."""
+
+    label: str = ""
+    """The rollout that this sandbox belongs to, for people and logs."""
+
+    def __post_init__(self) -> None:
+        network: object = self.network
+        if isinstance(network, list):  # kinds of sandboxes are told apart by hashing
+            object.__setattr__(self, "network", tuple(network))
+
+
+@dataclass(frozen=True, slots=True)
+class BashResult:
+    """The result of one bash command; standard output and error are one text, in the order written."""
+
+    output: str
+    exit_code: int | None
+    """None if the command was interrupted by its timeout."""
+
+    timed_out: bool
+    truncated: bool
+    seconds: float
+
+    limit_violations: tuple[LimitExceededError, ...] = ()
+    """Limits of the sandbox that were reached during the call and that the session survived, each once."""
+
+
+@dataclass(frozen=True, slots=True)
+class PythonErrorInfo:
+    """An exception that the code raised: its class, its text, and the traceback without terminal colors."""
+
+    ename: str
+    evalue: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class PythonResult:
+    """The result of one cell of a Python session."""
+
+    output: str
+    """What the cell printed to both streams, and what it displayed as text."""
+
+    result: str | None
+    """The text of the last expression's value, or None if the cell has none."""
+
+    error: PythonErrorInfo | None
+    timed_out: bool
+    truncated: bool
+    seconds: float
+
+    limit_violations: tuple[LimitExceededError, ...] = ()
+    """Limits of the sandbox that were reached during the call and that the session survived, each once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecResult:
+    """The result of one program that ran outside the sessions."""
+
+    exit_code: int | None
+    """As a shell reports it: 128 + signal for a process that a signal ended; None after a timeout."""
+
+    stdout: bytes
+    stderr: bytes
+    timed_out: bool
+    truncated: bool
+
+    limit_violations: tuple[LimitExceededError, ...] = ()
+    """Limits of the sandbox that were reached during the call and that the session survived, each once."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One entry of a folder in a sandbox."""
+
+    name: str
+    """Bytes that are not UTF-8 are surrogate escapes, as in `os.fsdecode`, so a path with this name finds the file."""
+
+    kind: Literal["file", "directory", "symlink", "other"]
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxInfo:
+    """A record of one live sandbox, for operators."""
+
+    id: str
+    label: str
+    image: str
+    provider: str
+    started_at: float
+    """Unix time."""
+
+    pid: int | None
+    """The launcher's process on the host."""
+
+    state: Literal["in_use", "warm"] = "in_use"
+    """A warm sandbox waits in a pool and belongs to nobody yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepReport:
+    """What `sweep` removed of dead services: counts, and what could not be removed and why."""
+
+    sandboxes: int = 0
+    processes: int = 0
+    failures: tuple[str, ...] = ()
