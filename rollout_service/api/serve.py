@@ -30,7 +30,8 @@ from rollout_service.http.protocol import RequestLimits
 from rollout_service.http.tls import Certificate
 from rollout_service.settings import Settings
 from rollout_service.shutdown import Shutdown
-from rollout_service.telemetry.metrics import Metrics, configure_logging
+from rollout_service.telemetry.logging import configure_logging
+from rollout_service.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)
 

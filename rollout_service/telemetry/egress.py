@@ -1,30 +1,36 @@
-"""What goes out of sandboxes through lists of hosts, kept at hand: metrics are read without waiting for a process."""
+"""The traffic of sandboxes through their allow-lists.
+
+Guarantee: reading the metrics waits for no other process; the counts are at most `READ_SECONDS` old.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
 import anyio
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from sandboxes import SandboxProvider
 from sandboxes.egress.counts import EgressCounts
 
-LOOK_SECONDS = 5.0
+READ_SECONDS = 5.0
 
 
 class EgressMeter:
-    """Reads the counts of a provider now and then."""
+    """Reads the counts of a provider's proxies every few seconds."""
 
-    def __init__(self, provider: SandboxProvider, seconds: float = LOOK_SECONDS) -> None:
+    def __init__(self, provider: SandboxProvider, seconds: float = READ_SECONDS) -> None:
         self._provider = provider
         self._seconds = seconds
         self.counts = EgressCounts()
-        """As they were last read."""
+        """The counts that were read last."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Read them every few seconds until the block is left."""
+        """Read the counts until the block is left."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._follow, name="egress counts")
             try:
@@ -36,3 +42,31 @@ class EgressMeter:
         while True:
             self.counts = await self._provider.egress_counts()
             await anyio.sleep(self._seconds)
+
+
+class EgressCollector(Collector):
+    """Metrics that the process of the proxies counts, not this one."""
+
+    def __init__(self, counts: Callable[[], EgressCounts]) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the counters as they are now."""
+        counts = self._counts()
+        yield CounterMetricFamily(
+            "rollout_egress_connections",
+            "Connections from sandboxes to their proxies",
+            value=counts.connections,
+        )
+        size = CounterMetricFamily(
+            "rollout_egress_bytes", "Bytes between sandboxes and hosts on their lists", labels=["direction"]
+        )
+        size.add_metric(["out"], counts.bytes_out)
+        size.add_metric(["in"], counts.bytes_in)
+        yield size
+        refused = CounterMetricFamily(
+            "rollout_egress_refused", "Sandbox requests that the proxies refused", labels=["reason"]
+        )
+        for reason, number in sorted(counts.refused.items()):
+            refused.add_metric([reason], number)
+        yield refused

@@ -1,6 +1,6 @@
-"""Metrics of what the service stands on, read when they are asked for: engines, store, disks.
+"""Metrics of the engines, the store and the disks, read when the metrics are.
 
-Guarantee: every state of a backend has a value for each pool, so that an alert on `failed` needs no absent series.
+Guarantee: each pool has a value for every state of a backend, so an alert on `failed` never meets an absent series.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from rollout_service.store.contract import Store
 
 @dataclass(frozen=True, slots=True)
 class HealthMetrics(Collector):
-    """The figures of engines, store and disks."""
+    """The metrics of engines, store and disks."""
 
     backends: Callable[[], Iterable[BackendView]]
     store: Store
     disks: Callable[[], Mapping[str, int]]
-    """Free bytes by folder."""
+    """Return the free bytes by folder."""
 
     def collect(self) -> Iterator[Metric]:
-        """Return the figures as they are now."""
+        """Yield the metrics as they are now."""
         yield from self._backends()
         yield from self._store()
         free = GaugeMetricFamily(
@@ -49,7 +49,7 @@ class HealthMetrics(Collector):
         yield backends
         versions = GaugeMetricFamily(
             "rollout_backend_weight_version",
-            "The weights that an engine has; -1 where it says none",
+            "The version of an engine's weights; -1 if it reports none",
             labels=["pool", "backend"],
         )
         for view in views:
@@ -59,5 +59,5 @@ class HealthMetrics(Collector):
     def _store(self) -> Iterator[Metric]:
         failing = self.store.problem is not None
         yield GaugeMetricFamily("rollout_store_bytes", "Size of the store's files", self.store.size_bytes())
-        yield GaugeMetricFamily("rollout_store_failing", "Whether the store fails at present", float(failing))
-        yield CounterMetricFamily("rollout_store_errors", "Calls that the store failed", self.store.errors)
+        yield GaugeMetricFamily("rollout_store_failing", "1 while the store fails, else 0", float(failing))
+        yield CounterMetricFamily("rollout_store_errors", "Calls to the store that failed", self.store.errors)

@@ -1,31 +1,137 @@
-"""Metrics and logs: what an engineer who is paged needs to see first.
+"""The metrics that an engineer on call needs first, one row each.
 
-Every metric lives in a registry of its own service instance, so that two services in one process never mix.
+Guarantee: every metric lives in the registry of its own service instance, so two services in one process never mix.
 """
 
 from __future__ import annotations
 
-import io
-import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import TextIO
+from typing import Final
 
-import structlog
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
-from prometheus_client.core import CounterMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from api_schemas.errors import ErrorInfo
 from api_schemas.rollouts import Rollout, Stage
-from rollout_service.settings import LogFormat
-from rollout_service.terminal_text import escape_controls
+from rollout_service.telemetry.egress import EgressCollector
 from sandboxes.egress.counts import EgressCounts
 
-SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 3600)
-ACQUIRE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+STAGE_SECONDS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 3600)
+ACQUIRE_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    """A metric: its name, its help text and its labels."""
+
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    """The upper bounds of a histogram's buckets."""
+
+
+FINISHED: Final = MetricSpec(
+    "rollout_finished_total",
+    "Rollouts that reached a terminal state",
+    ("environment", "state", "stop_reason"),
+)
+ERRORS: Final = MetricSpec(
+    "rollout_errors_total", "Failed attempts, by the boundary crossed", ("boundary", "code", "stage")
+)
+RETRIES: Final = MetricSpec("rollout_retries_total", "Attempts that were retried", ("code",))
+LOST_LEASES: Final = MetricSpec("rollout_lost_leases_total", "Results discarded because the lease was lost")
+REFILL_FAILURES: Final = MetricSpec(
+    "rollout_sandbox_refill_failures_total", "Warm sandboxes that could not be started"
+)
+HOLDS: Final = MetricSpec(
+    "rollout_sandbox_holds_total", "Sandboxes whose start was throttled, by the reason", ("resource",)
+)
+LIMIT_VIOLATIONS: Final = MetricSpec(
+    "rollout_sandbox_breaches_total", "Sandbox limits that agents' code reached", ("limit",)
+)
+RUN_PROBLEMS: Final = MetricSpec(
+    "rollout_run_problems_total", "Runs that were stopped by an error, by its code", ("code",)
+)
+TOKENS: Final = MetricSpec("rollout_tokens_total", "Tokens, by kind", ("kind",))
+TURNS: Final = MetricSpec("rollout_turns_total", "Turns of the policy")
+REFUSED_CONNECTIONS: Final = MetricSpec(
+    "rollout_http_refused_connections_total",
+    "Connections closed because of the peer's behavior, before a route saw a request",
+    ("reason",),
+)
+KEY_RELOADS: Final = MetricSpec(
+    "rollout_key_reloads_total",
+    "Reloads of a changed keys file; a failed one left the keys as they were",
+    ("outcome",),
+)
+REQUESTS: Final = MetricSpec(
+    "rollout_http_requests_total", "Requests to the API", ("method", "route", "status")
+)
+COUNTERS: Final = (
+    FINISHED,
+    ERRORS,
+    RETRIES,
+    LOST_LEASES,
+    REFILL_FAILURES,
+    HOLDS,
+    LIMIT_VIOLATIONS,
+    RUN_PROBLEMS,
+    TOKENS,
+    TURNS,
+    REFUSED_CONNECTIONS,
+    KEY_RELOADS,
+    REQUESTS,
+)
+
+STAGE_ACTIVE: Final = MetricSpec("rollout_stage_active", "Rollouts being worked on", ("stage",))
+STAGE_WAITING: Final = MetricSpec("rollout_stage_waiting", "Rollouts waiting for a worker", ("stage",))
+STAGE_LIMIT: Final = MetricSpec(
+    "rollout_stage_limit",
+    "Rollouts that may work in a stage (workers) and wait before it (queue)",
+    ("stage", "kind"),
+)
+SANDBOXES: Final = MetricSpec(
+    "rollout_sandboxes",
+    "Sandboxes: in_use, warm, waiting to be started, target at this pressure, ceiling, lingering when closed",
+    ("state",),
+)
+CONNECTIONS: Final = MetricSpec(
+    "rollout_http_connections",
+    "Connections to the API; pending ones have not sent a valid key yet",
+    ("state",),
+)
+RUN_GROUPS: Final = MetricSpec(
+    "rollout_run_groups",
+    "Groups of the runs in progress, by state; dropped groups by reason",
+    ("run", "state"),
+)
+RUN_ACCEPTANCE: Final = MetricSpec(
+    "rollout_run_acceptance_rate", "Share of groups expected to pass the filters", ("run",)
+)
+GAUGES: Final = (
+    STAGE_ACTIVE,
+    STAGE_WAITING,
+    STAGE_LIMIT,
+    SANDBOXES,
+    CONNECTIONS,
+    RUN_GROUPS,
+    RUN_ACCEPTANCE,
+)
+
+STAGE_DURATION: Final = MetricSpec("rollout_stage_seconds", "Time worked", ("stage",), STAGE_SECONDS)
+QUEUE_DURATION: Final = MetricSpec(
+    "rollout_stage_queue_seconds", "Time waited for a worker", ("stage",), STAGE_SECONDS
+)
+ACQUIRE_DURATION: Final = MetricSpec(
+    "rollout_sandbox_acquire_seconds",
+    "Time to get a sandbox, by whether it was warm",
+    ("start",),
+    ACQUIRE_SECONDS,
+)
+HISTOGRAMS: Final = (STAGE_DURATION, QUEUE_DURATION, ACQUIRE_DURATION)
 
 
 class Metrics:
@@ -33,305 +139,128 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._finished = Counter(
-            "rollout_finished_total",
-            "Rollouts that reached a terminal state",
-            ["environment", "state", "stop_reason"],
-            registry=self.registry,
-        )
-        self._errors = Counter(
-            "rollout_errors_total",
-            "Failed attempts, by the boundary crossed",
-            ["boundary", "code", "stage"],
-            registry=self.registry,
-        )
-        self._retries = Counter(
-            "rollout_retries_total", "Attempts that were tried again", ["code"], registry=self.registry
-        )
-        self._lost = Counter(
-            "rollout_lost_leases_total", "Results dropped since the lease was lost", registry=self.registry
-        )
-        self._stage_seconds = Histogram(
-            "rollout_stage_seconds", "Time worked", ["stage"], buckets=SECONDS, registry=self.registry
-        )
-        self._queue_seconds = Histogram(
-            "rollout_stage_queue_seconds",
-            "Time waited for a worker",
-            ["stage"],
-            buckets=SECONDS,
-            registry=self.registry,
-        )
-        self._active = Gauge(
-            "rollout_stage_active", "Rollouts being worked on", ["stage"], registry=self.registry
-        )
-        self._limit = Gauge(
-            "rollout_stage_limit",
-            "Rollouts that may work in a stage (workers) and wait before it (queue)",
-            ["stage", "kind"],
-            registry=self.registry,
-        )
-        self._waiting = Gauge(
-            "rollout_stage_waiting", "Rollouts waiting for a worker", ["stage"], registry=self.registry
-        )
-        self._acquired = Histogram(
-            "rollout_sandbox_acquire_seconds",
-            "Time to get a sandbox, by whether it was started ahead",
-            ["start"],
-            buckets=ACQUIRE_SECONDS,
-            registry=self.registry,
-        )
-        self._refill_failures = Counter(
-            "rollout_sandbox_refill_failures_total",
-            "Sandboxes that could not be started ahead",
-            registry=self.registry,
-        )
-        self._holds = Counter(
-            "rollout_sandbox_holds_total",
-            "Sandboxes that had to wait, by what held them back",
-            ["resource"],
-            registry=self.registry,
-        )
-        self._limit_violations = Counter(
-            "rollout_sandbox_breaches_total",
-            "Limits of sandboxes that agents' code reached",
-            ["limit"],
-            registry=self.registry,
-        )
-        self._run_groups = Gauge(
-            "rollout_run_groups",
-            "Groups of runs under way, by what they are, dropped ones by reason",
-            ["run", "state"],
-            registry=self.registry,
-        )
-        self._run_acceptance = Gauge(
-            "rollout_run_acceptance_rate",
-            "Share of groups that are expected to pass the filters",
-            ["run"],
-            registry=self.registry,
-        )
-        self._run_problems = Counter(
-            "rollout_run_problems_total",
-            "Runs that were stopped since they could not go on, by the code of the error",
-            ["code"],
-            registry=self.registry,
-        )
-        self._tokens = Counter("rollout_tokens_total", "Tokens, by kind", ["kind"], registry=self.registry)
-        self._turns = Counter("rollout_turns_total", "Turns of the policy", registry=self.registry)
-        self._refused = Counter(
-            "rollout_http_refused_connections_total",
-            "Connections that were closed for what the peer did, before a route saw a request",
-            ["reason"],
-            registry=self.registry,
-        )
-        self._key_reloads = Counter(
-            "rollout_key_reloads_total",
-            "Readings of a changed keys file; one that failed left the keys as they were",
-            ["outcome"],
-            registry=self.registry,
-        )
-        self._requests = Counter(
-            "rollout_http_requests_total",
-            "Requests of the API",
-            ["method", "route", "status"],
-            registry=self.registry,
-        )
+        self._counters = {
+            spec: Counter(spec.name, spec.help, spec.labels, registry=self.registry) for spec in COUNTERS
+        }
+        self._gauges = {
+            spec: Gauge(spec.name, spec.help, spec.labels, registry=self.registry) for spec in GAUGES
+        }
+        self._histograms = {
+            spec: Histogram(spec.name, spec.help, spec.labels, buckets=spec.buckets, registry=self.registry)
+            for spec in HISTOGRAMS
+        }
 
     def render(self) -> bytes:
-        """The metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
+    # --- the API ---
+
     def count_request(self, method: str, route: str, status: int) -> None:
-        """Count a request of the API."""
-        self._requests.labels(method, route, str(status)).inc()
+        """Count a request to the API."""
+        self._counters[REQUESTS].labels(method, route, str(status)).inc()
 
     def count_key_reload(self, succeeded: bool) -> None:
-        """Count a reading of the keys file."""
-        self._key_reloads.labels("succeeded" if succeeded else "failed").inc()
+        """Count a reload of the keys file."""
+        self._counters[KEY_RELOADS].labels("succeeded" if succeeded else "failed").inc()
 
     def count_refused_connection(self, reason: str) -> None:
-        """Count a connection that was closed for what its peer did."""
-        self._refused.labels(reason).inc()
+        """Count a connection that was closed because of its peer's behavior."""
+        self._counters[REFUSED_CONNECTIONS].labels(reason).inc()
 
     def watch_connections(self, counts: Callable[[], Mapping[str, int]]) -> None:
-        """Show the open connections by state, asked for when metrics are."""
-        gauge = Gauge(
-            "rollout_http_connections",
-            "Connections to the API: pending ones have sent no valid key yet",
-            ["state"],
-            registry=self.registry,
-        )
+        """Read the open connections by state from `counts` whenever the metrics are read."""
         for state in counts():
-            gauge.labels(state).set_function(partial(_one, counts, state))
+            self._gauges[CONNECTIONS].labels(state).set_function(partial(_read, counts, state))
+
+    # --- the stages ---
 
     def observe_queue_seconds(self, stage: Stage, seconds: float) -> None:
         """Record how long a rollout waited for a worker."""
-        self._queue_seconds.labels(stage).observe(seconds)
+        self._histograms[QUEUE_DURATION].labels(stage).observe(seconds)
 
     @contextmanager
     def track_waiting(self, stage: Stage) -> Iterator[None]:
         """Count a rollout as waiting for a worker of this stage."""
-        with self._waiting.labels(stage).track_inprogress():
+        with self._gauges[STAGE_WAITING].labels(stage).track_inprogress():
             yield
 
     @contextmanager
     def track_work(self, stage: Stage) -> Iterator[None]:
         """Count a rollout as worked on in this stage, and time it."""
-        with self._active.labels(stage).track_inprogress(), self._stage_seconds.labels(stage).time():
+        active, duration = self._gauges[STAGE_ACTIVE], self._histograms[STAGE_DURATION]
+        with active.labels(stage).track_inprogress(), duration.labels(stage).time():
             yield
 
     def watch_stage(self, stage: Stage, limits: Mapping[str, Callable[[], float]]) -> None:
-        """Show a stage's limits, asked for when metrics are."""
+        """Read a stage's limits from these functions whenever the metrics are read."""
         for kind, limit in limits.items():
-            self._limit.labels(stage, kind).set_function(limit)
+            self._gauges[STAGE_LIMIT].labels(stage, kind).set_function(limit)
+
+    # --- sandboxes ---
 
     def watch_sandboxes(self, counts: Mapping[str, Callable[[], float]]) -> None:
-        """Show what is alive: `rollout_sandboxes` with each of these states, asked for when metrics are."""
-        gauge = Gauge(
-            "rollout_sandboxes",
-            "Sandboxes: in_use, warm, waiting to be started, target at this pressure, ceiling, lingering when closed",
-            ["state"],
-            registry=self.registry,
-        )
+        """Read the number of sandboxes in each state from these functions whenever the metrics are read."""
         for state, count in counts.items():
-            gauge.labels(state).set_function(count)
+            self._gauges[SANDBOXES].labels(state).set_function(count)
 
     def watch_egress(self, counts: Callable[[], EgressCounts]) -> None:
-        """Show what went out of sandboxes that are held to a list of hosts, asked for when metrics are."""
-        self.registry.register(_EgressCollector(counts))
+        """Read the traffic of sandboxes with allow-lists from `counts` whenever the metrics are read."""
+        self.registry.register(EgressCollector(counts))
 
     def acquired(self, *, warm: bool, seconds: float) -> None:
         """Record how long it took to get a sandbox."""
-        self._acquired.labels("warm" if warm else "cold").observe(seconds)
+        self._histograms[ACQUIRE_DURATION].labels("warm" if warm else "cold").observe(seconds)
 
     def refill_failed(self) -> None:
-        """Count a sandbox that could not be started ahead."""
-        self._refill_failures.inc()
+        """Count a warm sandbox that could not be started."""
+        self._counters[REFILL_FAILURES].inc()
 
     def held_back(self, resource: str) -> None:
-        """Count a sandbox that has to wait."""
-        self._holds.labels(resource).inc()
+        """Count a sandbox whose start is throttled."""
+        self._counters[HOLDS].labels(resource).inc()
 
     def count_limit_violation(self, limit: str) -> None:
-        """Count a limit of a sandbox that an agent's code reached."""
-        self._limit_violations.labels(limit).inc()
+        """Count a sandbox limit that an agent's code reached."""
+        self._counters[LIMIT_VIOLATIONS].labels(limit).inc()
+
+    # --- runs and rollouts ---
 
     def set_run(self, run: str, groups: Mapping[str, int], acceptance_rate: float) -> None:
-        """Show where the groups of a run are."""
+        """Show how many groups of a run are in each state."""
         for state, count in groups.items():
-            self._run_groups.labels(run, state).set(count)
-        self._run_acceptance.labels(run).set(acceptance_rate)
-
-    def count_stopped_run(self, error: ErrorInfo) -> None:
-        """Count a run that could not go on."""
-        self._run_problems.labels(error.code).inc()
+            self._gauges[RUN_GROUPS].labels(run, state).set(count)
+        self._gauges[RUN_ACCEPTANCE].labels(run).set(acceptance_rate)
 
     def clear_run(self, run: str) -> None:
-        """Show a run no longer."""
-        self._run_groups.remove_by_labels({"run": run})
-        self._run_acceptance.remove_by_labels({"run": run})
+        """Stop showing a run."""
+        self._gauges[RUN_GROUPS].remove_by_labels({"run": run})
+        self._gauges[RUN_ACCEPTANCE].remove_by_labels({"run": run})
+
+    def count_stopped_run(self, error: ErrorInfo) -> None:
+        """Count a run that an error stopped."""
+        self._counters[RUN_PROBLEMS].labels(error.code).inc()
 
     def count_failure(self, error: ErrorInfo) -> None:
         """Count a failed attempt."""
-        self._errors.labels(error.boundary, error.code, error.stage or "").inc()
+        self._counters[ERRORS].labels(error.boundary, error.code, error.stage or "").inc()
 
     def count_retry(self, error: ErrorInfo) -> None:
-        """Count an attempt that is tried again."""
-        self._retries.labels(error.code).inc()
+        """Count an attempt that is retried."""
+        self._counters[RETRIES].labels(error.code).inc()
 
     def count_lost_lease(self) -> None:
-        """Count a result that nobody wanted any more."""
-        self._lost.inc()
+        """Count a result that was discarded because its lease was lost."""
+        self._counters[LOST_LEASES].inc()
 
     def count_finished(self, rollout: Rollout) -> None:
-        """Count a rollout that reached its terminal state, and what it cost."""
-        self._finished.labels(rollout.task.environment, rollout.state, rollout.stop_reason or "").inc()
-        self._turns.inc(rollout.usage.turns)
+        """Count a rollout that reached its terminal state, and its cost."""
+        labels = (rollout.task.environment, rollout.state, rollout.stop_reason or "")
+        self._counters[FINISHED].labels(*labels).inc()
+        self._counters[TURNS].inc(rollout.usage.turns)
         for kind in ("prompt", "cached", "sampled"):
-            self._tokens.labels(kind).inc(getattr(rollout.usage, f"{kind}_tokens"))
+            self._counters[TOKENS].labels(kind).inc(getattr(rollout.usage, f"{kind}_tokens"))
 
 
-def _one(counts: Callable[[], Mapping[str, int]], state: str) -> float:
+def _read(counts: Callable[[], Mapping[str, int]], state: str) -> float:
     return counts()[state]
-
-
-class _EgressCollector(Collector):
-    """Counters that a process of the proxies counts, and not this one."""
-
-    def __init__(self, counts: Callable[[], EgressCounts]) -> None:
-        self._counts = counts
-
-    def collect(self) -> Iterator[Metric]:
-        """The counters as they are now."""
-        counts = self._counts()
-        yield CounterMetricFamily(
-            "rollout_egress_connections",
-            "Connections of sandboxes to their proxies",
-            value=counts.connections,
-        )
-        size = CounterMetricFamily(
-            "rollout_egress_bytes", "Bytes between sandboxes and hosts of their lists", labels=["direction"]
-        )
-        size.add_metric(["out"], counts.bytes_out)
-        size.add_metric(["in"], counts.bytes_in)
-        yield size
-        refused = CounterMetricFamily(
-            "rollout_egress_refused", "Requests of sandboxes that their proxies refused", labels=["reason"]
-        )
-        for reason, number in sorted(counts.refused.items()):
-            refused.add_metric([reason], number)
-        yield refused
-
-
-def _safe_values(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Escape what a terminal would obey: errors quote programs in sandboxes, policies and engines."""
-    for name, value in event.items():
-        if isinstance(value, str):
-            event[name] = escape_controls(value)
-    return event
-
-
-def _plain_traceback(output: TextIO, error: structlog.typing.ExcInfo) -> None:
-    text = io.StringIO()
-    structlog.dev.plain_traceback(text, error)
-    output.write(escape_controls(text.getvalue()))
-
-
-def _name_uvicorn(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Name uvicorn's logger after the program: it logs everything to `uvicorn.error`, whatever the level."""
-    if event.get("logger") == "uvicorn.error":
-        event["logger"] = "uvicorn"
-    return event
-
-
-def configure_logging(log_format: LogFormat, level: str) -> None:
-    """Send the log of this process to stderr: for people, or as one JSON object a line."""
-    renderer: structlog.typing.Processor = (
-        structlog.processors.JSONRenderer()
-        if log_format is LogFormat.JSON
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=_plain_traceback)
-    )
-    shared: list[structlog.typing.Processor] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.stdlib.add_logger_name,
-        _name_uvicorn,
-        structlog.stdlib.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-    ]
-    shared.append(structlog.processors.format_exc_info if log_format is LogFormat.JSON else _safe_values)
-    structlog.configure(
-        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
-        logger_factory=structlog.stdlib.LoggerFactory(),
-        wrapper_class=structlog.stdlib.BoundLogger,
-        cache_logger_on_first_use=True,
-    )
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
-        )
-    )
-    root = logging.getLogger()
-    root.handlers = [handler]
-    root.setLevel(level.upper())
-    logging.getLogger("uvicorn.access").setLevel(logging.WARNING)

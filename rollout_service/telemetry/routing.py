@@ -1,4 +1,4 @@
-"""Routing decisions for people: counted always, and written to the log in full at debug level."""
+"""Routing decisions: always counted, and logged in full at debug level."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RoutingTrace:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._logger = logging.getLogger(__name__)
-        # Each is looked up in every turn, which is dear.
+        # Cached because every turn looks each of them up, which is expensive.
         self._decisions = cache(
             Counter(
                 "rollout_routing_decisions_total",
@@ -32,7 +32,7 @@ class RoutingTrace:
         self._tokens = cache(
             Counter(
                 "rollout_routing_prompt_tokens_total",
-                "Prompt tokens that were sent, that backends were expected to hold, and that they held",
+                "Prompt tokens: sent, expected in a backend's cache, and found there (cached)",
                 ["pool", "kind"],
                 registry=registry,
             ).labels
@@ -40,7 +40,7 @@ class RoutingTrace:
         self._errors = cache(
             Histogram(
                 "rollout_routing_prediction_error",
-                "Tokens that a backend held less those that it was expected to hold, as a part of the prompt",
+                "Cached minus expected tokens, as a share of the prompt",
                 ["pool"],
                 buckets=_SHARES,
                 registry=registry,
@@ -48,7 +48,7 @@ class RoutingTrace:
         )
 
     def decided(self, pool: str, decision: Decision) -> None:
-        """A backend was chosen."""
+        """Record the backend chosen for a request."""
         self._decisions(pool, decision.reason).inc()
         if self._logger.isEnabledFor(logging.DEBUG):
             log.debug(
@@ -62,7 +62,7 @@ class RoutingTrace:
             )
 
     def served(self, pool: str, decision: Decision, cached_tokens: int) -> None:
-        """The backend answered, and had held `cached_tokens` of the prompt."""
+        """Record that a backend answered and found `cached_tokens` of the prompt in its cache."""
         self._tokens(pool, "sent").inc(decision.prompt_tokens)
         self._tokens(pool, "expected").inc(decision.held_tokens)
         self._tokens(pool, "cached").inc(cached_tokens)

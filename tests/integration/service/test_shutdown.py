@@ -159,7 +159,7 @@ from rollout_service.http.connections import ConnectionLimits, Connections
 from rollout_service.http.protocol import RequestLimits
 from rollout_service.shutdown import Shutdown
 from rollout_service.settings import LogFormat
-from rollout_service.telemetry.metrics import configure_logging
+from rollout_service.telemetry.logging import configure_logging
 
 configure_logging(LogFormat.CONSOLE, "info")
 

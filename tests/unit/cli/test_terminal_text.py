@@ -28,7 +28,7 @@ from rollout_service.cli import app, common
 from rollout_service.cli.console import SafeConsole
 from rollout_service.cli.show import render_rollout
 from rollout_service.settings import LogFormat
-from rollout_service.telemetry.metrics import configure_logging
+from rollout_service.telemetry.logging import configure_logging
 from rollout_service.terminal_text import escape_controls, escape_controls_in_json
 
 CLI = Path(__file__).parents[3] / "rollout_service" / "cli"

@@ -1,0 +1,91 @@
+"""The metrics of a service: each recording method leads to a sample of the metric that it names."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+
+from api_schemas.errors import Boundary, ErrorInfo
+from api_schemas.rollouts import Rollout, RolloutState, Stage
+from api_schemas.tasks import Task
+from rollout_service.telemetry.metrics import COUNTERS, GAUGES, HISTOGRAMS, Metrics
+from sandboxes.egress.counts import EgressCounts
+
+ERROR = ErrorInfo(code="store_failed", message="m", boundary=Boundary.STORE, retryable=True)
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics()
+
+
+def test_each_metric_has_one_name_and_a_help_text() -> None:
+    specs = [*COUNTERS, *GAUGES, *HISTOGRAMS]
+    assert len({spec.name for spec in specs}) == len(specs)
+    assert all(spec.help and not spec.help.endswith(".") for spec in specs)
+
+
+def test_rollouts_and_runs_are_counted(metrics: Metrics) -> None:
+    metrics.count_finished(
+        Rollout(
+            rollout_id="r",
+            state=RolloutState.CANCELLED,
+            task=Task(environment="calc"),
+            pool="policy",
+            created_at=datetime.now(UTC),
+        )
+    )
+    metrics.count_failure(ERROR)
+    metrics.count_retry(ERROR)
+    metrics.count_lost_lease()
+    metrics.count_stopped_run(ERROR)
+    metrics.set_run("math", {"open": 3}, 0.5)
+    text = metrics.render().decode()
+    for sample in (
+        'rollout_finished_total{environment="calc",state="cancelled",stop_reason=""} 1.0',
+        f'rollout_errors_total{{boundary="{ERROR.boundary}",code="store_failed",stage=""}} 1.0',
+        'rollout_retries_total{code="store_failed"} 1.0',
+        "rollout_lost_leases_total 1.0",
+        'rollout_run_problems_total{code="store_failed"} 1.0',
+        'rollout_run_groups{run="math",state="open"} 3.0',
+        'rollout_run_acceptance_rate{run="math"} 0.5',
+    ):
+        assert sample in text
+    metrics.clear_run("math")
+    assert 'run="math"' not in metrics.render().decode()
+
+
+def test_stages_sandboxes_and_connections_are_counted(metrics: Metrics) -> None:
+    metrics.watch_stage(Stage.INIT, {"workers": lambda: 4})
+    metrics.observe_queue_seconds(Stage.INIT, 0.2)
+    metrics.watch_sandboxes({"warm": lambda: 2})
+    metrics.watch_egress(lambda: EgressCounts(connections=5))
+    metrics.watch_connections(lambda: {"pending": 1})
+    metrics.acquired(warm=True, seconds=0.003)
+    metrics.refill_failed()
+    metrics.held_back("memory")
+    metrics.count_limit_violation("disk")
+    metrics.count_request("GET", "/ready", 200)
+    metrics.count_key_reload(succeeded=False)
+    metrics.count_refused_connection("head_timeout")
+    with metrics.track_waiting(Stage.INIT), metrics.track_work(Stage.INIT):
+        text = metrics.render().decode()
+    for sample in (
+        'rollout_stage_limit{kind="workers",stage="init"} 4.0',
+        'rollout_stage_queue_seconds_count{stage="init"} 1.0',
+        'rollout_stage_waiting{stage="init"} 1.0',
+        'rollout_stage_active{stage="init"} 1.0',
+        'rollout_sandboxes{state="warm"} 2.0',
+        "rollout_egress_connections_total 5.0",
+        'rollout_http_connections{state="pending"} 1.0',
+        'rollout_sandbox_acquire_seconds_count{start="warm"} 1.0',
+        "rollout_sandbox_refill_failures_total 1.0",
+        'rollout_sandbox_holds_total{resource="memory"} 1.0',
+        'rollout_sandbox_breaches_total{limit="disk"} 1.0',
+        'rollout_http_requests_total{method="GET",route="/ready",status="200"} 1.0',
+        'rollout_key_reloads_total{outcome="failed"} 1.0',
+        'rollout_http_refused_connections_total{reason="head_timeout"} 1.0',
+    ):
+        assert sample in text
+    assert 'rollout_stage_active{stage="init"} 0.0' in metrics.render().decode()
