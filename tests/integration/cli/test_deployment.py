@@ -1,4 +1,4 @@
-"""What docs/how-to/deploy.md promises: the unit, a proxy's limits, probes, a backup, and a store that 0.1 wrote."""
+"""Promises of docs/how-to/deploy.md: the unit, a proxy's limits, probes, a backup, and a store that 0.1 wrote."""
 
 import getpass
 import gzip
@@ -25,7 +25,7 @@ OLD_STORE = ROOT / "tests" / "data" / "store-0.1.sqlite3.gz"
 """Of the first release: a run of four groups of two, a batch of them acknowledged, and a rollout that waits."""
 RUN = "delivery"
 CONNECTIONS_SECONDS = 3
-PAGE = (ROOT / "docs" / "deployment.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "deploy.md").read_text()
 KEY = "a-key-of-enough-characters-for-anyone"
 
 

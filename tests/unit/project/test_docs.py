@@ -1,6 +1,6 @@
 """Documentation stays usable: links and anchors exist, code names pages that exist, and pages stay short.
 
-The pages that list error codes and routes are complete.
+The pages that list error codes, routes and metrics are complete.
 """
 
 import ast
@@ -136,3 +136,28 @@ def test_the_page_on_the_api_lists_every_route() -> None:
     paths = create_app(Settings()).openapi()["paths"]
     routes = {(method.upper(), path) for path, methods in paths.items() for method in methods}
     assert listed == routes
+
+
+def test_the_page_on_metrics_lists_every_metric_and_only_log_lines_that_exist() -> None:
+    page = (ROOT / "docs/reference/metrics-and-log.md").read_text()
+    code = "".join(
+        (ROOT / name).read_text() for name in tracked("rollout_service/**/*.py", "sandboxes/**/*.py")
+    )
+    metrics = set(re.findall(r"\b(?:Counter|Gauge|Histogram|\w+MetricFamily)\(\s*\"(rollout_\w+)\"", code))
+    assert len(metrics) > 30
+    assert not {name for name in metrics if not re.search(rf"`{name}(_total)?\b", page)}
+    lines = re.findall(r"^\| (`[^|]+) \|", page.partition("## Log")[2], re.MULTILINE)
+    written = {line for cell in lines for line in re.findall(r"`([^`]+)`", cell)}
+    assert len(written) > 15
+    assert not {line for line in written if f'"{line}"' not in code}
+
+
+FILE = re.compile(
+    r"`((?:tests|benchmarks|scripts|examples|rollout_service|rollout_client|sandboxes|api_schemas|deploy)/[\w./*-]+)`"
+)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in LONG])
+def test_every_file_that_a_page_names_exists(page: str) -> None:
+    named = set(FILE.findall(prose(page)))
+    assert not {path for path in named if not any(ROOT.glob(path.rstrip("/.")))}, page
