@@ -1,6 +1,6 @@
 """Engines for the contract and agreement suites: started once for a test run, left as they were by every test."""
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +10,7 @@ import anyio
 import pytest
 from anyio.from_thread import start_blocking_portal
 
+from api_schemas.trajectories import FinishReason
 from rollout_service.inference.contract import (
     GenerateRequest,
     Generation,
@@ -25,6 +26,9 @@ from rollout_service.inference.local_servers.process import ServerProcess
 from rollout_service.inference.local_servers.sglang_cpu import SGLangCpuServer
 from rollout_service.inference.local_servers.vllm_cpu import CACHE_BLOCK, VllmCpuServer
 from rollout_service.testing import Counting, ScriptedEngine, ScriptedVllm, Shape, write_random_checkpoint
+
+INTERRUPTIONS = 5
+"""Attempts to abort a running request: on a busy machine the abort may come after the last token."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,17 @@ class EngineUnderTest:
             while not result and not (await self.backend.load()).running:
                 await anyio.sleep(0.01)
             yield result
+
+    async def interrupt(self, make_request: Callable[[], GenerateRequest]) -> Generation:
+        """Abort a request while it runs and return its answer; fail if no attempt was in time."""
+        for _ in range(INTERRUPTIONS):
+            request = make_request()
+            async with self.running(request) as result:
+                await self.backend.abort(request.request_id)
+            if result[0].finish_reason is FinishReason.ABORT:
+                return result[0]
+            assert len(result[0].output_ids) == request.sampling.max_new_tokens
+        pytest.fail(f"{INTERRUPTIONS} requests ended as if none had been aborted")
 
 
 @pytest.fixture(scope="session")

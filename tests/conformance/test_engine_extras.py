@@ -60,13 +60,17 @@ async def test_a_prompts_logprobs_are_those_that_its_tokens_were_sampled_with(mo
 async def test_an_interruption_changes_nothing_of_it(model_engine):
     extras = RequestedExtras(top_logprobs=3, prompt_logprobs_from=0)
     whole = await model_engine.generate(PROMPT, extras, max_new_tokens=LONG)
-    continuation = Continuation(model_engine.request(PROMPT, extras, max_new_tokens=LONG))
-    first = continuation.next_request()
-    async with model_engine.running(first) as result:
-        await model_engine.backend.abort(first.request_id)
-    assert continuation.add(result[0]) is None
+    continuations = []
+
+    def begin():
+        continuations.append(Continuation(model_engine.request(PROMPT, extras, max_new_tokens=LONG)))
+        return continuations[-1].next_request()
+
+    partial = await model_engine.interrupt(begin)
+    continuation = continuations[-1]
+    assert continuation.add(partial) is None
     second = continuation.next_request()
-    assert second.extras.prompt_logprobs_from == (None if result[0].output_ids else 0)
+    assert second.extras.prompt_logprobs_from == (None if partial.output_ids else 0)
     resumed = continuation.add(await model_engine.backend.generate(second))
     assert resumed.output_ids == whole.output_ids
     assert resumed.extras.prompt_logprobs[1:] == pytest.approx(whole.extras.prompt_logprobs[1:], abs=1e-3)
