@@ -12,7 +12,7 @@ import json
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -142,6 +142,9 @@ class EmbeddedSettings(Section):
 class PoolSettings(Section):
     """A pool of engines."""
 
+    router: Literal["cost", "least_loaded"] = "cost"
+    """How a backend is chosen: `cost` expects what each would take, prefix caches included; `least_loaded` only counts
+    rollouts and requests, for engines that share no prefixes."""
     max_in_flight: int | None = Field(None, ge=1)
     """Requests that all its backends together work on; further ones wait, those of the oldest rollouts first."""
     max_in_flight_per_backend: int | None = Field(None, ge=1)

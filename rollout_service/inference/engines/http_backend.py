@@ -34,6 +34,7 @@ from rollout_service.inference.errors import (
     InferenceError,
     PromptTooLong,
 )
+from rollout_service.signals import ChangeSignal
 
 CONTROL_SECONDS = 30.0
 _ABORT_SECONDS = 2.0
@@ -66,7 +67,7 @@ class HttpBackend(ABC):
         self._is_closed = False
         self._info: ModelInfo | None = None
         self._open_calls = 0
-        self._call_ended: anyio.Event | None = None
+        self._call_ended = ChangeSignal()
         """Set at the end of the next call, where somebody waits for it."""
 
     @property
@@ -104,8 +105,7 @@ class HttpBackend(ABC):
             ) from error
         finally:
             self._open_calls -= 1
-            if self._call_ended is not None:
-                self._call_ended.set()
+            self._call_ended.notify()
 
     async def close(self) -> None:
         """Release the connections; the engine itself runs on."""
@@ -127,7 +127,6 @@ class HttpBackend(ABC):
         await self.abort()
         with anyio.move_on_after(_END_SECONDS):
             while self._open_calls:
-                self._call_ended = anyio.Event()
                 with anyio.move_on_after(_ABORT_AGAIN_SECONDS) as waiting:
                     await self._call_ended.wait()
                 if waiting.cancelled_caught:

@@ -11,6 +11,7 @@ from rollout_service.inference.contract import Backend, GenerateRequest, Generat
 from rollout_service.inference.errors import BackendUnreachable
 from rollout_service.inference.pool.locality import is_local
 from rollout_service.inference.pool.probe import refuse_missing_extras
+from rollout_service.signals import ChangeSignal
 
 _SMALLEST_SHARE = 0.1
 _CLOSE_SECONDS = 5.0
@@ -44,8 +45,7 @@ class BackendHandle:
     _calls: dict[anyio.CancelScope, float] = field(default_factory=dict)
     """The open calls, and since when."""
     _why_dropped: str = "was taken out of service during the request"
-    _ended: anyio.Event | None = None
-    """Set at the end of the next call, where somebody waits for it."""
+    _call_ended: ChangeSignal = field(default_factory=ChangeSignal)
 
     def __post_init__(self) -> None:
         self._since = self.clock()
@@ -81,9 +81,7 @@ class BackendHandle:
         finally:
             self.in_flight -= 1
             del self._calls[scope]
-            if self._ended is not None:
-                self._ended.set()
-                self._ended = None
+            self._call_ended.notify()
         raise BackendUnreachable(self._why_dropped, backend_id=self.id)
 
     def record_failure(self, error: BaseException) -> None:
@@ -111,8 +109,7 @@ class BackendHandle:
     async def wait_until_idle(self) -> None:
         """Wait until no call is open."""
         while self.in_flight:
-            self._ended = self._ended or anyio.Event()
-            await self._ended.wait()
+            await self._call_ended.wait()
 
     async def close(self) -> None:
         """End the open calls, which aborts them in the engine, and release the connections."""

@@ -1,12 +1,16 @@
 """The settings of a pool."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolOptions:
-    """How patient a pool is."""
+    """How a pool routes its requests, bounds them, and how patient it is."""
 
+    router: Literal["cost", "least_loaded"] = "cost"
+    """`cost` sends a request where it is expected to cost the least time; `least_loaded` only counts rollouts and
+    requests."""
     hold_seconds: float = 120.0
     """How long a request waits while the pool is paused, or while no backend is in service."""
     max_failures: int = 6

@@ -15,7 +15,8 @@ from rollout_service.inference.engines.http_backend import location_of, normalis
 from rollout_service.inference.errors import NoBackendError, UnknownBackend
 from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.inference.pool.pool import BackendPool
-from rollout_service.inference.routing import CostRouter, Observer, Router
+from rollout_service.inference.routing import Observer, Router, make_router
+from rollout_service.signals import ChangeSignal
 
 DEFAULT_POOL = "policy"
 
@@ -36,7 +37,7 @@ class Pools:
     Args:
         options: of every pool that has none of its own.
         options_of: of single pools, by name.
-        router: makes the router of each pool.
+        router: makes the router of each pool; by default its options name it.
         observer: told of every routing decision.
         connect: makes a backend from its address and id, whatever its kind; by default `engines.connect` does.
     """
@@ -46,7 +47,7 @@ class Pools:
         options: PoolOptions | None = None,
         *,
         options_of: Mapping[str, PoolOptions] | None = None,
-        router: Callable[[], Router] = CostRouter,
+        router: Callable[[], Router] | None = None,
         observer: Observer | None = None,
         connect: Callable[[str, str], Backend] | None = None,
     ) -> None:
@@ -56,7 +57,7 @@ class Pools:
         self._observer = observer
         self._connect = connect
         self._pools: dict[str, BackendPool] = {}
-        self._changed = anyio.Event()
+        self._changed = ChangeSignal()
         self._tasks: TaskGroup | None = None
 
     async def __aenter__(self) -> Self:
@@ -95,12 +96,11 @@ class Pools:
 
     def in_service(self) -> tuple[frozenset[str], anyio.Event]:
         """Return the pools with a backend that serves, or will after a pause, and the event of the next change."""
-        return frozenset(name for name, pool in self._pools.items() if pool.in_service), self._changed
+        return frozenset(name for name, pool in self._pools.items() if pool.in_service), self._changed.next
 
     def note_change(self) -> None:
         """Tell those who wait that what is in service may have changed."""
-        self._changed.set()
-        self._changed = anyio.Event()
+        self._changed.notify()
 
     def views(self) -> list[BackendView]:
         """Every backend of every pool."""
@@ -146,11 +146,12 @@ class Pools:
         if self._tasks is None:
             raise RuntimeError("use `async with Pools() as pools`")
         if name not in self._pools:
+            options = self._options_of.get(name, self._options)
             self._pools[name] = BackendPool(
                 name,
                 self._tasks,
-                options=self._options_of.get(name, self._options),
-                router=self._router(),
+                options=options,
+                router=self._router() if self._router else make_router(options.router),
                 observer=self._observer,
                 on_change=self.note_change,
             )

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-import anyio
 import structlog
 
 from api_schemas.inference import BackendState, BackendView, PauseMode
 from rollout_service.inference.errors import BackendRejected, UnknownBackend
 from rollout_service.inference.pool.backend_handle import BackendHandle
+from rollout_service.signals import ChangeSignal
 
 log = structlog.get_logger(__name__)
 
@@ -29,7 +29,7 @@ class BackendRegistry:
         self._on_leave = on_leave
         self._on_change = on_change
         self._handles: dict[str, BackendHandle] = {}
-        self._changed = anyio.Event()
+        self._changed = ChangeSignal()
         self._vocabularies: set[int | None] = set()
         """The sizes of all that were ever served."""
 
@@ -121,8 +121,7 @@ class BackendRegistry:
 
     def notify(self) -> None:
         """Wake those who wait for a change."""
-        self._changed.set()
-        self._changed = anyio.Event()
+        self._changed.notify()
         self._on_change()
 
     async def wait_for_change(self) -> None:

@@ -1,5 +1,7 @@
 """Which backend serves a request: a pool's one decision, behind a small protocol."""
 
+from typing import Literal
+
 from rollout_service.inference.routing.contract import Candidate, Cost, Decision, Observer, Reason, Router
 from rollout_service.inference.routing.cost_options import CostRouterOptions
 from rollout_service.inference.routing.cost_router import CostRouter
@@ -15,4 +17,10 @@ __all__ = [
     "Observer",
     "Reason",
     "Router",
+    "make_router",
 ]
+
+
+def make_router(name: Literal["cost", "least_loaded"]) -> Router:
+    """Make the router of that name; each pool needs its own."""
+    return CostRouter() if name == "cost" else LeastLoaded()

@@ -14,6 +14,7 @@ from api_schemas.exports import ExportedSample, RecordedRollout, without_tokens
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.runs import Group, RunRequest, RunState
 from api_schemas.tasks import Task
+from rollout_service.signals import MonotonicCounter
 from rollout_service.store import rules
 from rollout_service.store.codec import heads as head_codec
 from rollout_service.store.codec import rollouts as codec
@@ -32,7 +33,6 @@ from rollout_service.store.runs_contract import (
     RunRecord,
     RunStore,
 )
-from rollout_service.store.signals import MonotonicCounter
 from rollout_service.store.sqlite import batch_statements, retention_statements, run_statements
 from rollout_service.store.sqlite.thread import DatabaseThread
 

@@ -24,10 +24,10 @@ from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState, Span
 from api_schemas.trajectories import Trajectory
 from rollout_service.errors import InvalidFieldError, StoreError
+from rollout_service.signals import KeyedEvents, MonotonicCounter, ResettableEvent
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import trajectories as trajectory_codec
 from rollout_service.store.contract import Lease, Store
-from rollout_service.store.signals import KeyedEvents, MonotonicCounter, ResettableEvent
 from rollout_service.store.sqlite import rollout_statements as statements
 from rollout_service.store.sqlite.runs import SqliteRuns
 from rollout_service.store.sqlite.thread import DatabaseThread

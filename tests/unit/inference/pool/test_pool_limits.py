@@ -13,6 +13,7 @@ from rollout_service.inference.errors import InferenceError
 from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.inference.pool.pools import Pools
 from rollout_service.inference.pool.wait_queue import WaitQueue
+from rollout_service.settings import PoolSettings
 from rollout_service.testing import Counting, ScriptedEngine
 
 pytestmark = pytest.mark.anyio
@@ -197,3 +198,30 @@ def test_the_arrival_of_a_rollout_is_that_of_its_first_request():
     queue.release("a")
     queue.release("a")
     assert queue.arrival("a") > second
+
+
+async def test_a_pool_uses_the_router_that_its_options_name():
+    decisions = {}
+
+    class Recorder:
+        def decided(self, pool, decision):
+            decisions[pool] = decision
+
+        def served(self, pool, decision, cached_tokens):
+            pass
+
+    options_of = {"counted": PoolOptions(router="least_loaded")}
+    async with (
+        ScriptedEngine(Counting()) as engine,
+        Pools(options_of=options_of, observer=Recorder()) as pools,
+    ):
+        for pool in ("policy", "counted"):
+            await pools.register(engine.url, pool)
+            await pools[pool].generate(request())
+    assert len(decisions["policy"].costs) == 1, "the cost router says what it expected"
+    assert decisions["counted"].costs == ()
+
+
+def test_the_settings_of_a_pool_are_its_options():
+    assert PoolOptions(**PoolSettings().model_dump()) == PoolOptions()
+    assert PoolOptions(**PoolSettings(router="least_loaded").model_dump()).router == "least_loaded"

@@ -7,6 +7,30 @@ from weakref import WeakValueDictionary
 import anyio
 
 
+class ChangeSignal:
+    """Something that changes again and again; a waiter is woken by the next change."""
+
+    def __init__(self) -> None:
+        self._next: anyio.Event | None = None
+
+    @property
+    def next(self) -> anyio.Event:
+        """The event of the next change; take it before looking, to miss no change in between."""
+        if self._next is None:
+            self._next = anyio.Event()
+        return self._next
+
+    def notify(self) -> None:
+        """Wake everyone who waits now."""
+        if self._next is not None:
+            self._next.set()
+            self._next = None
+
+    async def wait(self) -> None:
+        """Wait for the next change."""
+        await self.next.wait()
+
+
 class ResettableEvent:
     """An event that can be cleared and set again."""
 
@@ -34,14 +58,13 @@ class MonotonicCounter:
 
     def __init__(self, value: int = 0) -> None:
         self.value = value
-        self._advanced = anyio.Event()
+        self._advanced = ChangeSignal()
 
     def advance(self, value: int) -> None:
         """Raise the counter to a value; a lower or equal value changes nothing."""
         if value > self.value:
             self.value = value
-            self._advanced.set()
-            self._advanced = anyio.Event()
+            self._advanced.notify()
 
     def increment(self) -> None:
         """Raise the counter by one."""
