@@ -1,0 +1,211 @@
+"""Both distributions, built as they are published, and installed away from the checkout."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.adapters.service import service
+from tests.support.packages.wheels import (
+    OLDEST,
+    ROOT,
+    Environment,
+    build,
+    make_environment,
+    oldest_python,
+    uv,
+)
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("wheels")]
+
+MOST_PACKAGES = 15
+MOST_MEBIBYTES = 15.0
+"""Of everything but numpy and its BLAS, which are 58 MiB by themselves and in every trainer's environment already."""
+HEAVY = {"httpx", "pydantic", "numpy", "anyio"}
+IMPORT_ALL = """
+import importlib, pkgutil
+import api_schemas, rollout_client
+for package in (api_schemas, rollout_client):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+        print(module.name)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Wheels:
+    client: Path
+    service: Path
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
+    """Each is built from its source distribution, in an isolated environment."""
+    folder = tmp_path_factory.mktemp("dist")
+    return Wheels(build(ROOT / "packaging" / "client", folder / "client"), build(ROOT, folder / "service"))
+
+
+@pytest.fixture(scope="module")
+def trainer(wheels: Wheels, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """What a trainer has that installs the client alone, on the oldest Python here that it supports."""
+    return make_environment(
+        tmp_path_factory.mktemp("trainer") / "venv", wheels.client, python=oldest_python()
+    )
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with service(tmp_path_factory.mktemp("service"), "--model", "calc-tuned") as url:
+        yield url
+
+
+def modules(*packages: str) -> set[str]:
+    found = {path.relative_to(ROOT) for package in packages for path in (ROOT / package).rglob("*.py")}
+    return {str(path) for path in found}
+
+
+def test_each_wheel_has_its_own_packages(wheels):
+    client, server = (set(zipfile.ZipFile(wheel).namelist()) for wheel in (wheels.client, wheels.service))
+    assert {name for name in client if name.endswith(".py")} == modules("api_schemas", "rollout_client")
+    assert {name for name in server if name.endswith(".py")} == modules("sandboxes", "rollout_service")
+    for names, packages in (
+        (client, ("api_schemas", "rollout_client")),
+        (server, ("sandboxes", "rollout_service")),
+    ):
+        assert {f"{package}/py.typed" for package in packages} <= names
+        assert [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
+        assert not [name for name in names if "__pycache__" in name]
+
+
+def test_both_say_who_they_are(wheels):
+    for wheel, title in (wheels.client, "# rollout-client"), (wheels.service, "# "):
+        with zipfile.ZipFile(wheel) as file:
+            (name,) = (one for one in file.namelist() if one.endswith(".dist-info/METADATA"))
+            head, _, description = file.read(name).decode().partition("\n\n")
+        assert description.startswith(title)
+        assert "License-Expression: Apache-2.0" in head
+    assert wheels.client.name.split("-")[1] == wheels.service.name.split("-")[1]
+
+
+def test_the_source_distribution_of_the_client_is_complete(wheels):
+    (archive,) = wheels.client.parent.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        names = {name.split("/", 1)[1] for name in file.getnames()}
+    assert modules("api_schemas", "rollout_client") | {"pyproject.toml", "README.md", "LICENSE"} <= names
+    assert not [name for name in names if name.startswith(("rollout_service", "sandboxes", "tests"))]
+
+
+def test_the_client_is_small(trainer):
+    installed = trainer.installed()
+    sizes = trainer.mebibytes()
+    others = {name: size for name, size in sizes.items() if not name.startswith("numpy")}
+    print(f"{sum(sizes.values()):.0f} MiB, {sum(others.values()):.0f} without numpy")  # noqa: T201 - for -s
+    assert len(installed) <= MOST_PACKAGES, sorted(installed)
+    assert sum(others.values()) <= MOST_MEBIBYTES, sorted(others.items(), key=lambda item: -item[1])[:8]
+
+
+def test_every_module_of_the_client_imports(trainer):
+    """Those of the adapters without their trainers, too."""
+    imported = trainer.run("python", "-c", IMPORT_ALL).split()
+    expected = {
+        name.removesuffix(".py").replace("/", ".") for name in modules("api_schemas", "rollout_client")
+    }
+    assert set(imported) == {name.removesuffix(".__init__") for name in expected} - {
+        "api_schemas",
+        "rollout_client",
+    }
+
+
+def test_the_client_is_typed_for_its_oldest_python():
+    """mypy knows what the standard library of that version has, also where no such Python is installed."""
+    version = ".".join(map(str, OLDEST))
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--python-version",
+        version,
+        "-p",
+        "api_schemas",
+        "-p",
+        "rollout_client",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_importing_the_package_imports_nothing_of_weight(trainer):
+    code = "import sys, rollout_client; print(*sys.modules)"
+    assert not HEAVY & set(trainer.run("python", "-c", code).split())
+    for module in ("rollout_client", "rollout_client.client"):
+        print(f"import {module}: {_import_seconds(trainer, module):.3f} s")  # noqa: T201 - for -s
+
+
+def _import_seconds(environment: Environment, module: str) -> float:
+    code = f"import time; start = time.perf_counter(); import {module}; print(time.perf_counter() - start)"
+    return min(float(environment.run("python", "-c", code)) for _ in range(3))
+
+
+def test_the_hello_world_trainer_needs_the_client_alone(trainer, address):
+    printed = trainer.run("python", ROOT / "examples" / "hello_trainer.py", address)
+    assert len(re.findall(r"ids, \d+ to train on", printed)) == 32, printed
+
+
+def test_the_example_of_the_readme_runs(trainer, address):
+    text = (ROOT / "packaging" / "client" / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    printed = trainer.run("python", "-c", code.replace("http://127.0.0.1:8080", address))
+    assert printed.split() == ["1.0", "1"] * 4
+
+
+def test_a_trainer_keeps_its_versions(wheels, tmp_path):
+    """One with transformers 4 and torch: the client resolves beside them, and adds nothing that changes them."""
+    before = uv(
+        "pip", "compile", "--no-header", "--no-annotate", "--quiet", "-", stdin="transformers<5\ntorch\n"
+    )
+    pins = tmp_path / "pins.txt"
+    pins.write_text(before)
+    with_client = f"transformers<5\ntorch\nrollout-client @ {wheels.client.as_uri()}\n"
+    options = ["--no-header", "--no-annotate", "--quiet", "--constraints", pins]
+    after = uv("pip", "compile", *options, "-", stdin=with_client)
+    assert set(before.splitlines()) <= set(after.splitlines())
+
+
+@pytest.mark.trl
+def test_trl_keeps_its_versions(wheels):
+    python = ROOT / ".venv-trl" / "bin" / "python"
+    planned = uv(
+        "pip",
+        "install",
+        "--dry-run",
+        "--reinstall-package",
+        "rollout-client",
+        "--python",
+        python,
+        wheels.client,
+    )
+    changed = {line.split()[1].split("==")[0] for line in planned.splitlines() if re.match(r" [-+~] ", line)}
+    assert changed == {"rollout-client"}, planned
+
+
+@pytest.mark.apptainer
+def test_the_demo_runs_away_from_the_checkout(wheels, tmp_path):
+    """The packages of others come from the environment of the tests; none of ours does."""
+    away = make_environment(tmp_path / "venv", "--no-deps", wheels.client, wheels.service)
+    (others,) = (Path(path) for path in sys.path if path.endswith("site-packages"))
+    (away.packages / "others.pth").write_text(f"{others}\n")
+    packages = ("api_schemas", "rollout_client", "sandboxes", "rollout_service")
+    code = f"import {', '.join(packages)}\nfor one in ({', '.join(packages)}): print(one.__file__)"
+    assert all(Path(line).is_relative_to(away.folder) for line in away.run("python", "-c", code).split())
+    figures = tmp_path / "figures.json"
+    away.run("rollout-service", "demo", "--rollouts", "8", "--json", figures, timeout=300)
+    assert json.loads(figures.read_text())["figures"]["failed"] == 0
