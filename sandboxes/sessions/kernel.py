@@ -1,9 +1,9 @@
-"""One IPython kernel: its process inside, and Unix sockets between it and the host.
+"""One IPython kernel: its process inside, and the Unix sockets between it and the host.
 
-The kernel binds its sockets in a folder that the sandbox may write to. The host connects to none of these names,
-since the code inside could put a link to another socket of the host there: it opens each without following links,
-checks that it is a socket, and connects to what it holds. Messages are hostile: their size and number are bounded,
-and every field is checked before it is used.
+The kernel binds its sockets in a folder that the sandbox can write to. Code inside could replace one by a link to
+another socket of the host, so the host never connects by name: it opens each socket without following links, checks
+that it is a socket, and connects to the open handle. Messages are untrusted: their size and number are bounded, and
+every field is checked before use.
 """
 
 import os
@@ -25,26 +25,26 @@ from sandboxes.runtime.pipes import ERROR, INPUT, OUTPUT, Reader
 from sandboxes.sessions.kernel_wire import Wire, as_mapping
 
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
-"""Jupyter's, in the order of our port numbers, from 1."""
+"""Jupyter's channels, in the order of our port numbers, which begin at 1."""
 HOST_CHANNELS = ("shell", "iopub")
-"""Those that the host uses: signals do for the rest."""
+"""The channels that the host uses; signals replace the others."""
 
 PROGRAM = Path(__file__).with_name("kernel_program.py")
 READY = b"ready"
-"""What the program prints when its sockets are there."""
+"""Printed by the program once its sockets exist."""
 LOG_LIMIT = 4096
 POLL = 0.02
 PROBE = 0.5
 SILENCE = 4.0
-"""How long the output may pause after the reply: only code inside that changes how the kernel sends can lose "idle"."""
+"""The longest pause of the output after the reply. Only code that changes how the kernel sends can lose "idle"."""
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 
 def make_connection_info(prefix: str) -> dict[str, object]:
-    """Jupyter's connection file for Unix sockets PREFIX-1 to PREFIX-5.
+    """Return the content of Jupyter's connection file for the Unix sockets PREFIX-1 to PREFIX-5.
 
-    Without a key: who can reach the sockets could read it too, so it would guard nothing.
+    It has no key: anyone who can reach the sockets could read the key too.
     """
     ports = {f"{channel}_port": number for number, channel in enumerate(CHANNELS, 1)}
     return {"transport": "ipc", "ip": prefix, "key": "", "signature_scheme": "hmac-sha256", **ports}
@@ -52,33 +52,33 @@ def make_connection_info(prefix: str) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class KernelPaths:
-    """Where the kernel's files are, as seen from inside and from the host."""
+    """The locations of the kernel's files, inside and on the host."""
 
     sockets_inside: str
     sockets: Path
-    """The same folder; code inside may write to it."""
+    """The same folder on the host; code inside can write to it."""
     files_inside: str
     files: Path
-    """The same folder; only the host may write to it."""
+    """The same folder on the host; only the host can write to it."""
 
 
 class Cell:
-    """What the messages of one cell add up to."""
+    """Collects the messages of one cell."""
 
     def __init__(self, limit: int) -> None:
         self.output = OutputBuffer(limit)
         self.result: str | None = None
         self.error: PythonErrorInfo | None = None
         self.truncated = False
-        """Whether the result or the error was cut; the output says so itself."""
+        """Whether the result or the error was cut; `output` knows whether it was."""
         self.replied = anyio.Event()
         self.idle = anyio.Event()
         self.taken = 0
-        """Messages so far."""
+        """The number of messages so far."""
         self._limit = limit
 
     def add_message(self, kind: str, content: Mapping[str, Any]) -> None:
-        """Add one message: the reply, or one of the output channel."""
+        """Add one message, from either channel."""
         self.taken += 1
         if kind == "execute_reply":
             self.replied.set()
@@ -105,7 +105,7 @@ class Cell:
 
 
 class Kernel:
-    """One kernel process and the sockets that are connected to it."""
+    """One kernel process and the sockets connected to it."""
 
     def __init__(
         self, child: Child, context: zmq.Context[zmq.Socket[bytes]], paths: KernelPaths, token: str
@@ -131,11 +131,11 @@ class Kernel:
             self._announced.set()
 
     def log_tail(self) -> str:
-        """For an error message: what the process printed by itself."""
-        return f"it said: {self._log.text().strip() or 'nothing'}"
+        """Return the output of the process itself, for an error message."""
+        return f"its output: {self._log.text().strip() or 'none'}"
 
     async def connect(self) -> None:
-        """Wait for the sockets, connect, and make sure that messages come through both.
+        """Wait for the sockets, connect, and check that messages pass through both.
 
         Raises:
             SandboxStartError: the process ended.
@@ -154,7 +154,7 @@ class Kernel:
             for reader in self._readers:
                 reader.stop()
             raise SandboxStartError(
-                f"the Python kernel ended while it started; {self.log_tail()}",
+                f"the Python kernel exited during its start; {self.log_tail()}",
                 hint='set sandbox.python to "toolkit", for which `rollout-service image build base` makes the Python '
                 "once, or use an image that has python3 with ipykernel 6.29 to 7",
             )
@@ -164,14 +164,14 @@ class Kernel:
         scope.cancel()
 
     async def _hold(self, channel: str) -> None:
-        """Open a socket; waits where something inside claimed too early that it is there."""
+        """Open a socket, and wait for it if something inside announced it too early."""
         path = self._paths.sockets / f"{self._token}-{CHANNELS.index(channel) + 1}"
-        while (held := _open_socket(path)) is None:  # noqa: ASYNC110  nobody tells
+        while (held := _open_socket(path)) is None:  # noqa: ASYNC110  there is no event to wait for
             await anyio.sleep(POLL)
         self._held.append(held)
 
     async def _probe(self, wire: Wire) -> bool:
-        """Run an empty cell; False where the output channel was not connected in time to see it."""
+        """Run an empty cell; return False if the output channel was not connected in time to show it."""
         cell = Cell(LOG_LIMIT)
         wire.listen(wire.execute("", silent=True), cell.add_message)
         try:
@@ -183,10 +183,10 @@ class Kernel:
             wire.stop()
 
     def send_cell(self, code: str) -> str:
-        """Send a cell; the id of its message.
+        """Send a cell, and return the id of its message.
 
         Raises:
-            SessionDiedError: it cannot be sent.
+            SessionDiedError: the cell cannot be sent.
         """
         try:
             return self._require_wire().execute(code)
@@ -219,10 +219,10 @@ class Kernel:
             raise SessionDiedError("the Python kernel ended while the cell ran")
         if not cell.idle.is_set():
             # ZeroMQ disconnects for good from a peer that sends more than it may.
-            raise SessionDiedError("the kernel's output was lost: it sent too much at once")
+            raise SessionDiedError("the Python kernel sent too much at once, and its output was lost")
 
     async def _wait_until_idle(self, cell: Cell) -> None:
-        """Wait for the rest of the output, which comes on a channel of its own, for as long as it keeps coming."""
+        """Wait for the rest of the output, which uses its own channel, as long as it keeps coming."""
         seen = -1
         while not cell.idle.is_set() and cell.taken != seen:
             seen = cell.taken
@@ -230,7 +230,7 @@ class Kernel:
                 await cell.idle.wait()
 
     def close(self) -> None:
-        """Kill the process, disconnect and let go of the sockets. Idempotent."""
+        """Kill the process, disconnect, and close the handles on the sockets. Idempotent."""
         for reader in self._readers:
             reader.close()
         if self._wire is not None:
@@ -241,7 +241,7 @@ class Kernel:
 
 
 def _open_socket(path: Path) -> int | None:
-    """Open a handle on a socket's name, not on a link's target; return None where it cannot be reached yet."""
+    """Open a handle on a socket itself, not on a link's target; return None if it cannot be reached yet."""
     try:
         fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     except (FileNotFoundError, PermissionError):  # code inside may have shut the folder

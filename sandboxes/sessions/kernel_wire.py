@@ -1,9 +1,9 @@
-"""Jupyter's messages on two ZeroMQ sockets, read by the event loop while somebody waits for them.
+"""Jupyter's messages on two ZeroMQ sockets, read by the event loop while someone waits for them.
 
-Messages are written and read by jupyter_client's `Session`; its clients are left out, since they take each message
-apart several times and have no bounds. The peer is hostile: a message that answers another request is dropped before
-it is decoded, one that is not well formed is dropped too, and a flood is read at a bounded rate. Messages are not
-signed, see `kernel.make_connection_info`.
+jupyter_client's `Session` writes and reads the messages. Its clients are not used: they parse each message several
+times and have no bounds. The peer is untrusted. A message for another request is dropped before it is decoded,
+malformed ones are dropped, and a flood is read at a bounded rate. Messages are not signed
+(see `kernel.make_connection_info`).
 """
 
 import asyncio
@@ -17,20 +17,20 @@ import zmq
 from jupyter_client.session import DELIM, Session
 
 MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
-"""What `Session` raises where a message is not what it should be."""
+"""The exceptions that `Session` raises for a malformed message."""
 MESSAGE_LIMIT = 4 * 1024 * 1024
 QUEUE_LIMIT = 16
 FLOOD_BYTES = 256 * 1024
-"""After so many bytes, or `FLOOD_MESSAGES`, a reader rests; so a flood costs a small part of a processor."""
+"""A reader pauses after this many bytes or `FLOOD_MESSAGES`, so a flood takes a small part of a processor."""
 FLOOD_MESSAGES = 64
 FLOOD_PAUSE = 0.001
 
 Sink = Callable[[str, Mapping[str, Any]], None]
-"""Gets the type and the content of each message that answers the request."""
+"""Receives the type and the content of each message that answers the request."""
 
 
 def make_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """The one ZeroMQ context of a provider, with bounds on what any kernel may make the host hold."""
+    """Return a provider's ZeroMQ context, which bounds how much any kernel can make the host hold."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.setsockopt(zmq.MAXMSGSIZE, MESSAGE_LIMIT)
     context.setsockopt(zmq.RCVHWM, QUEUE_LIMIT)
@@ -42,7 +42,7 @@ class Wire:
     """A kernel's request and output sockets."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], shell: Path, iopub: Path) -> None:
-        """Connect to the Unix sockets of the two channels; it waits for nothing."""
+        """Connect to the Unix sockets of the two channels, without waiting."""
         self._session = make_session()
         self._sockets = [context.socket(zmq.DEALER), context.socket(zmq.SUB)]
         self._sockets[1].setsockopt(zmq.SUBSCRIBE, b"")
@@ -51,7 +51,7 @@ class Wire:
         self._streams = [_Stream(socket) for socket in self._sockets]
 
     def execute(self, code: str, *, silent: bool = False) -> str:
-        """Send a cell; the id of its message.
+        """Send a cell, and return the id of its message.
 
         Raises:
             BlockingIOError: the kernel takes no more requests.
@@ -65,7 +65,7 @@ class Wire:
             "stop_on_error": True,
         }
         message = self._session.msg("execute_request")
-        # ASCII holds all that a string of Python can, half of a surrogate pair too.
+        # ASCII can encode any Python string, including half of a surrogate pair.
         message["content"] = json.dumps(content).encode()
         frames = self._session.serialize(message)
         try:
@@ -75,7 +75,7 @@ class Wire:
         return str(message["msg_id"])
 
     def listen(self, request: str, sink: Sink) -> None:
-        """Hand on what answers a request, until `rest`."""
+        """Pass the messages that answer a request to `sink`, until `stop`."""
 
         def take(frames: Sequence[bytes]) -> None:
             message = decode(self._session, frames, request)
@@ -86,7 +86,7 @@ class Wire:
             stream.start(take)
 
     def stop(self) -> None:
-        """Stop reading; what comes is left in the queue, which is bounded. Idempotent."""
+        """Stop reading. Further messages stay in the queue, which is bounded. Idempotent."""
         for stream in self._streams:
             stream.stop()
 
@@ -98,7 +98,7 @@ class Wire:
 
 
 class _Stream:
-    """Reads one socket. ZeroMQ's descriptor tells of changes only, so each time it is read until it has no more."""
+    """Reads one socket. ZeroMQ's descriptor signals only changes, so each time the socket is read until empty."""
 
     __slots__ = ("_fd", "_loop", "_resumption", "_sink", "_socket")
 
@@ -110,7 +110,7 @@ class _Stream:
         self._resumption: asyncio.Handle | None = None
 
     def start(self, sink: Callable[[Sequence[bytes]], None]) -> None:
-        """Begin with what has come already."""
+        """Start reading, beginning with the messages that have already arrived."""
         self._sink = sink
         self._loop.add_reader(self._fd, self._ready)
         self._resumption = self._loop.call_soon(self._resume)
@@ -129,7 +129,7 @@ class _Stream:
 
     def _ready(self) -> None:
         if self._resumption is not None:
-            return  # it rests
+            return  # it pauses
         size = 0
         for _ in range(FLOOD_MESSAGES):
             if self._sink is None:
@@ -146,14 +146,14 @@ class _Stream:
 
 
 def make_session() -> Session:
-    """Writes and reads messages, without signatures."""
+    """Return the session that writes and reads messages, without signatures."""
     session = Session(username="", packer="orjson", unpacker="orjson")
-    session.key = b""  # given at once, it would be warned of for every kernel
+    session.key = b""  # passed to the constructor, it would cause a warning for every kernel
     return session
 
 
 def decode(session: Session, frames: Sequence[bytes], request: str) -> tuple[str, Mapping[str, Any]] | None:
-    """The type and content of a message; None where it answers another request or is not well formed."""
+    """Return the type and content of a message, or None if it answers another request or is malformed."""
     try:
         parts = list(frames[frames.index(DELIM) + 1 :])
         if request.encode() not in parts[2]:
@@ -167,12 +167,12 @@ def decode(session: Session, frames: Sequence[bytes], request: str) -> tuple[str
 
 
 def as_mapping(value: object) -> Mapping[str, Any]:
-    """The value, or an empty as_mapping where it is none."""
+    """Return the value if it is a mapping, else an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 
 def _decode_json(data: bytes) -> object:
     try:
         return orjson.loads(data)
-    except ValueError:  # numbers and characters that Python's own writer lets through
+    except ValueError:  # numbers and characters that Python's own encoder allows
         return json.loads(data.decode("utf-8", "replace"))

@@ -1,4 +1,4 @@
-"""Sessions that are opened ahead of their first use."""
+"""Open sessions ahead of their first use."""
 
 import shlex
 from collections.abc import Iterable
@@ -9,10 +9,10 @@ from sandboxes.task_groups import open_task_group
 
 
 async def open_sessions(sandbox: Sandbox, names: Iterable[SessionName]) -> None:
-    """Open the sessions of these names at once; those that are open stay as they are.
+    """Open the named sessions concurrently. Sessions that are open stay as they are.
 
     Raises:
-        SandboxStartError: one did not come up.
+        SandboxStartError: a session did not start.
         SandboxClosedError: the sandbox is closed or has ended.
     """
     async with open_task_group() as tasks:
@@ -28,19 +28,17 @@ async def _open(sandbox: Sandbox, name: SessionName) -> None:
 
 
 async def return_to_workdir(sandbox: Sandbox, names: Iterable[SessionName]) -> None:
-    """Have these sessions enter the working folder again, which something may have replaced since they were opened.
+    """Make these sessions enter the working folder again, in case it was replaced after they were opened.
 
     Raises:
-        FileMissingError: there is no such folder any more.
-        SandboxStartError: a session was not open, and did not come up.
+        FileMissingError: the folder no longer exists.
+        SandboxStartError: a session was not open, and did not start.
         SandboxClosedError: the sandbox is closed or has ended.
         SessionDiedError: a session has ended.
     """
     entered = await sandbox.exec(["bash", "-c", 'cd -- "$1"', "enter", sandbox.workdir], cwd="/")
     if entered.exit_code != 0:
-        raise FileMissingError(
-            f"the working folder cannot be entered: {entered.stderr.decode(errors='replace')}"
-        )
+        raise FileMissingError(f"cannot enter the working folder: {entered.stderr.decode(errors='replace')}")
     for name in sorted(names):
         if name == "bash":
             await (await sandbox.bash()).run(f"cd -- {shlex.quote(sandbox.workdir)}")

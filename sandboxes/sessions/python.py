@@ -1,7 +1,7 @@
-"""The persistent Python session: an IPython kernel inside of the sandbox, one cell at a time.
+"""The persistent Python session: an IPython kernel inside the sandbox that runs one cell at a time.
 
-A cell is done when the kernel has replied and its output has come. At its time-out it gets SIGINT, as Ctrl-C
-in a terminal, with whatever it started; what it printed is kept, and so are the session's variables.
+A cell is done when the kernel has replied and all output has arrived. At its time-out the cell and the processes it
+started get SIGINT, like Ctrl-C in a terminal. The output and the session's variables are kept.
 """
 
 import json
@@ -24,7 +24,7 @@ INTERRUPT_GRACE = 5.0
 
 
 class KernelSession(PythonSession):
-    """An IPython kernel inside of a sandbox, started at its first cell and again after it has died."""
+    """An IPython kernel inside a sandbox, started at its first cell and again after it has died."""
 
     def __init__(
         self,
@@ -52,16 +52,16 @@ class KernelSession(PythonSession):
         self._restarts = restart_limiter()
         self._kernel: Kernel | None = None
         self._has_run = False
-        """Whether there has been a kernel, which code inside may have kept from coming up again."""
+        """Whether a kernel has run before; code inside may then keep the next one from starting."""
         self._running = False
 
     async def open(self) -> None:
         """Start the kernel if there is none.
 
         Raises:
-            SandboxStartError: it did not come up, or not in time.
+            SandboxStartError: the kernel did not start, or not in time.
             SandboxClosedError: the sandbox has ended.
-            SessionDiedError: the one that there was ended since its last cell, or another did not come up after it.
+            SessionDiedError: the previous kernel has ended since its last cell, or its successor did not start.
         """
         if self._kernel is not None:
             if not self._kernel.child.has_ended:
@@ -78,7 +78,7 @@ class KernelSession(PythonSession):
             (self._paths.files / f"{token}.json").unlink()
 
     async def _wait_until_ready(self, kernel: Kernel) -> Kernel:
-        """Wait until a kernel is ready. Once one was, code inside is to blame where the next one is not."""
+        """Wait until a kernel is ready. After the first one, a failure is blamed on code inside."""
         try:
             await self._connect(kernel)
         except SandboxStartError as error:
@@ -94,14 +94,14 @@ class KernelSession(PythonSession):
                 await kernel.connect()
         except TimeoutError as error:
             raise SandboxStartError(
-                f"the Python kernel was not ready within {self._start_timeout:.0f} s; {kernel.log_tail()}"
+                f"the Python kernel was not ready after {self._start_timeout:.0f} s; {kernel.log_tail()}"
             ) from error
         finally:
             if not kernel.ready:
                 kernel.close()
 
     def _write_connection(self, token: str) -> str:
-        """Write the program and its connection file; the latter's path inside."""
+        """Write the program and its connection file; return the latter's path inside."""
         name = f"{token}.json"
         info = json.dumps(make_connection_info(f"{self._paths.sockets_inside}/{token}"))
         for path, text in ((name, info), (PROGRAM_INSIDE, PROGRAM.read_text())):
@@ -114,7 +114,7 @@ class KernelSession(PythonSession):
         self, code: str, *, timeout: float = DEFAULT_TIMEOUT, output_limit: int = DEFAULT_OUTPUT_LIMIT
     ) -> PythonResult:
         if timeout <= 0 or output_limit <= 0:
-            raise ValueError("the limits of a cell are positive")
+            raise ValueError("timeout and output_limit must be positive")
         async with self._lock:
             await self.open()
             cell = Cell(output_limit)
@@ -158,7 +158,7 @@ class KernelSession(PythonSession):
             await self._kernel.child.signal("INT")
 
     async def ensure_open(self) -> None:
-        """Start the kernel if there is none; `execute` says where it has ended since, and starts others."""
+        """Start the kernel at the first call; later `execute` reports one that has ended, and starts another."""
         async with self._lock:
             if self._kernel is None:
                 await self.open()
@@ -186,11 +186,9 @@ class KernelSession(PythonSession):
 
 
 async def _stop(kernel: Kernel, request: str, cell: Cell) -> None:
-    """Interrupt the cell that runs and keep the kernel, if it can be done."""
+    """Interrupt the running cell, and keep the kernel if possible."""
     await kernel.child.signal("INT")
     with anyio.move_on_after(INTERRUPT_GRACE):
         await kernel.collect(request, cell)
         return
-    raise SessionDiedError(
-        "the cell ran into its time-out and nothing less than its kernel's end stopped it", timed_out=True
-    )
+    raise SessionDiedError("the cell timed out, and only ending its kernel could stop it", timed_out=True)
