@@ -1,18 +1,21 @@
-"""The contract of the durable store, which is the queue as well.
+"""The contract of the durable store, which is also the queue.
 
-Guarantees: what `submit` returned survives any crash; a rollout reaches exactly one terminal state, and its
-result is written with that state in one transaction; only the holder of the current lease can move a rollout,
-so a worker that lost its lease can harm nothing; no owner is ever leased what it already holds; an attempt counts
-when it enters its first stage, so that a crash costs nothing that had not begun; every change of state is an event
-with an id that grows by one. A call runs to its end even when its caller is cancelled, so no lease is taken unseen.
+Guarantees:
+- What `submit` returned survives any crash.
+- A rollout reaches exactly one terminal state, and its result is written with that state in one transaction.
+- Only the holder of the current lease can move a rollout: a worker that lost its lease can do no harm.
+- No owner is leased a rollout that it already holds.
+- An attempt counts once it enters its first stage, so a crash costs nothing that had not begun.
+- Every change of state is an event, with an id that grows by one.
+- A call completes even if its caller is cancelled, so no lease is taken unnoticed.
 
-A lease is lost when it was taken over, given back or ended; one that ran out and that nobody took over yet
-can still be renewed or ended by its owner. The `wait_for_*` methods spare their callers polling: each returns
-when there may be something new since the call that it names, and at once if that happened in between.
+A lease is lost once it is taken over, released or ended. An expired lease that nobody has taken over can still be
+renewed or ended by its owner. The `wait_for_*` methods replace polling: each returns when there may be something new
+since the call it names, and at once if that happened in between.
 
-Events of the store: kind `rollout.state`, subject the rollout's id, data `state`, `attempt` and, when the
-rollout has them, `reward`, `stop_reason` and `code` (of the error that ended it or its last attempt); and
-kind `rollout.cancel_requested` with the same data for a leased one that is asked to end.
+Events: kind `rollout.state`, with the rollout's id as subject and, as data, `state`, `attempt` and, if the rollout has
+them, `reward`, `stop_reason` and `code` (of the error that ended the rollout or its last attempt). Kind
+`rollout.cancel_requested`, with the same data, is for a leased rollout that is asked to end.
 """
 
 from __future__ import annotations
@@ -34,39 +37,43 @@ from rollout_service.store.runs_contract import RunStore
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A rollout that this owner may work on until the lease runs out unless it is renewed."""
+    """A rollout that its owner may work on until the lease expires or is renewed."""
 
     rollout_id: str
     request: RolloutRequest
     attempt: int
-    """The number, from 1, of the attempt that this lease is for. It counts once it has entered a stage, or failed."""
+    """The number of this attempt, from 1. The attempt counts once it enters a stage or fails."""
     retries: list[ErrorInfo]
-    """Failures of the earlier attempts."""
+    """The failures of earlier attempts."""
     spans: list[Span]
-    """Stages of the earlier attempts that ended in a failure, not in a crash."""
+    """The stages of earlier attempts that failed; a crash leaves none."""
     created_at: datetime
     """When the rollout was submitted."""
     queued_at: datetime
-    """When it was last queued: submitted, or given back after an attempt."""
+    """When it was last queued: submitted, or released after an attempt."""
     token: int
-    """Grows with every claim, so that it tells this lease from earlier ones of the same owner and attempt."""
+    """A number that grows with every claim and distinguishes this lease from earlier ones of the same owner."""
 
 
 class Store(Protocol):
-    """Where rollouts, results and events live. All methods raise StoreError when the store fails."""
+    """Rollouts, results and events.
+
+    Raises:
+        StoreError: from every method, if the store fails.
+    """
 
     @property
     def problem(self) -> StoreError | None:
-        """Why the store cannot be written at the moment; None when it can, as far as is known."""
+        """Why the store cannot be written to at the moment; None if no reason is known."""
         ...
 
     @property
     def errors(self) -> int:
-        """How many calls have failed since it was opened."""
+        """The number of failed calls since the store was opened."""
         ...
 
     def size_bytes(self) -> int:
-        """Return how much room the store's files take."""
+        """Return the size of the store's files."""
         ...
 
     @property
@@ -75,29 +82,32 @@ class Store(Protocol):
         ...
 
     async def submit(self, request: RolloutRequest) -> tuple[Rollout, bool]:
-        """Make a rollout durable; returns it and whether it is new. `request.rollout_id` must be set.
+        """Make a rollout durable; return it and whether it is new.
 
-        The same id with the same body returns what is there (so does an id that was cancelled before it was
-        submitted); with another body it raises ConflictError.
+        `request.rollout_id` must be set. Submitting the same request again returns the existing rollout. A rollout that
+        was cancelled before it was submitted is created as cancelled.
+
+        Raises:
+            ConflictError: the id is taken by a different request.
         """
         ...
 
     async def claim(
         self, owner: str, *, limit: int, lease_seconds: float, pools: Collection[str] | None = None
     ) -> list[Lease]:
-        """Lease up to `limit` queued rollouts, oldest first; also those of other owners whose lease ran out.
+        """Lease up to `limit` rollouts, oldest first: queued ones, and those whose lease from another owner expired.
 
-        With `pools` only rollouts of these are leased, and `wait_for_work` waits for those until the next claim.
-        What `owner` holds itself is never leased to it again, however long the store could not be written.
+        With `pools`, only rollouts of these pools are leased, and until the next claim `wait_for_work` waits for these
+        alone. What `owner` already holds is never leased to it again, however long the store could not be written to.
         """
         ...
 
     async def renew(self, owner: str, rollout_ids: Sequence[str], *, lease_seconds: float) -> None:
-        """Renew these leases of this owner."""
+        """Renew these leases, if this owner holds them."""
         ...
 
     async def recover(self, owner: str) -> int:
-        """Queue again what services that are gone held, and return how many rollouts that was.
+        """Requeue what services that are gone held; return how many rollouts that was.
 
         `owner` calls this before its first claim. An attempt that had begun stays counted. What a live service holds
         is not touched: a store that services share asks `cluster.identity.is_gone` about each owner; in a store that
@@ -106,16 +116,17 @@ class Store(Protocol):
         ...
 
     async def release(self, owner: str, rollout_ids: Sequence[str] | None = None) -> int:
-        """Queue again what this owner holds, or these of it; returns how many rollouts that were.
+        """Requeue what this owner holds, or only these rollouts; return how many that was.
 
-        Attempts that had begun are taken back from the count: an orderly shutdown is nobody's failure.
+        Attempts that had begun are not counted, since an orderly shutdown is not a failure.
         """
         ...
 
     async def advance(self, lease: Lease, owner: str, state: RolloutState) -> bool:
-        """Record the stage that a leased rollout is in; False when the lease is no longer held.
+        """Record the stage of a leased rollout; return False if the lease is lost.
 
-        Within an attempt stages only go forward; another order, or a terminal state, raises ValueError.
+        Raises:
+            ValueError: the state is terminal, or precedes one that this attempt has already reached.
         """
         ...
 
@@ -128,73 +139,74 @@ class Store(Protocol):
         spans: Sequence[Span] = (),
         delay_seconds: float = 0.0,
     ) -> bool:
-        """Queue a leased rollout again after a failed attempt, not before the delay has passed.
+        """Requeue a leased rollout after a failed attempt and a delay; return False if the lease is lost.
 
-        `spans` are those of all attempts so far; the next lease brings them along. The attempt counts even if it
-        failed before its first stage. False when the lease is no longer held. One whose cancellation was asked for
-        is cancelled instead.
+        `spans` are those of all attempts so far; the next lease carries them. The attempt counts even if it failed
+        before its first stage. If cancellation was requested, the rollout is cancelled instead.
         """
         ...
 
     async def finish(self, lease: Lease, owner: str, result: Rollout) -> bool:
-        """Write the terminal state and the result; False (and nothing written) if the lease is lost.
+        """Write the terminal state and the result; return False, and write nothing, if the lease is lost.
 
-        What the store knows itself (the request's fields, the attempt, the retries and the times) it does not
-        take from the result. A state that is not terminal, or another id, raises ValueError.
+        The request's fields, the attempt, the retries and the times come from the store, not from the result.
+
+        Raises:
+            ValueError: the result's state is not terminal, or its id is not the lease's.
         """
         ...
 
     async def cancel(self, rollout_id: str) -> RolloutState | None:
-        """Ask for a rollout to be cancelled; returns the state that it was in, None if it is not known.
+        """Request the cancellation of a rollout; return the state it was in, or None if the id is unknown.
 
-        A queued one that nobody has leased is cancelled at once. A leased one is marked; its worker ends it
-        through `finish`. A terminal one stays as it is. An unknown id leaves a tombstone: submitted later, it
-        is cancelled already.
+        A queued rollout that nobody has leased is cancelled at once. A leased one is marked, and its worker ends it
+        through `finish`. A terminal one stays as it is. An unknown id leaves a tombstone: if it is submitted later, it
+        is created as cancelled.
         """
         ...
 
     async def cancel_requested(self, owner: str) -> list[str]:
-        """Ids among this owner's leases whose cancellation was asked for."""
+        """Return the ids of this owner's leases whose cancellation was requested."""
         ...
 
     async def get(self, rollout_id: str) -> Rollout | None:
-        """A rollout as it stands, without its trajectory."""
+        """Return a rollout in its current state, without its trajectory."""
         ...
 
     async def trajectory(self, rollout_id: str) -> Trajectory | None:
-        """The trajectory of a finished rollout, or None."""
+        """Return the trajectory of a finished rollout, or None."""
         ...
 
     async def counts(self) -> dict[RolloutState, int]:
-        """How many rollouts are in each state; states that nothing is in are left out."""
+        """Return the number of rollouts in each state, without states that have none."""
         ...
 
     async def record(self, kind: str, subject: str, data: dict[str, JsonValue]) -> Event:
-        """Append an event of the service itself."""
+        """Append an event about the service itself."""
         ...
 
     async def events(self, *, after: int, limit: int = 1_000) -> list[Event]:
-        """Events with ids above `after`, in order."""
+        """Return events with ids above `after`, in order."""
         ...
 
     async def last_event(self) -> int:
-        """The id of the newest event; 0 when there is none."""
+        """Return the id of the newest event; 0 if there is none."""
         ...
 
     async def wait_for_work(self) -> None:
-        """Wait until `claim` may return something; a delay or a lease that ran out may bring it about too."""
+        """Wait until `claim` may return something, including after a delay or an expired lease."""
         ...
 
     async def wait_for_cancels(self) -> None:
-        """Wait for a cancellation of a leased rollout since the last `cancel_requested`."""
+        """Wait until the cancellation of a leased rollout has been requested since the last `cancel_requested`."""
         ...
 
     async def wait_for_events(self, *, after: int) -> int:
-        """Wait until the newest event's id is above `after`, and return that id."""
+        """Wait until the newest event's id is above `after`, then return it."""
         ...
 
     async def wait_for_result(self, rollout_id: str) -> Rollout | None:
-        """Wait until a rollout is terminal and return it without its trajectory; None at once if unknown."""
+        """Wait until a rollout is terminal, then return it without its trajectory; None at once if it is unknown."""
         ...
 
     async def close(self) -> None:
@@ -204,5 +216,9 @@ class Store(Protocol):
     async def list(
         self, *, state: RolloutState | None = None, cursor: str | None = None, limit: int = 100
     ) -> RolloutPage:
-        """A page of rollouts, oldest first, without trajectories; a bad cursor raises InvalidFieldError."""
+        """Return a page of rollouts, oldest first, without trajectories.
+
+        Raises:
+            InvalidFieldError: the cursor is not one that an earlier page returned.
+        """
         ...

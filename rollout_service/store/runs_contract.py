@@ -1,13 +1,18 @@
-"""The contract of the part of the store that keeps runs, groups and batches.
+"""The contract of the store of runs, groups and batches.
 
-Guarantees: each method is one transaction. The cursor of a run moves in the transaction that makes the group's
-rollouts durable, so a crash neither repeats nor skips a task. A group that was acknowledged or dropped, and a
-batch that was acknowledged, never change again. A batch is leased until it is acknowledged, returned, or its
-time is up, and its content is the same each time, or the batch is dissolved: when a group of it has grown too
-old for a new lease, its groups go into later batches without what is stale, and the batch's id is refused.
+Guarantees:
+- Each method is one transaction.
+- A run's cursor moves in the transaction that makes the group's rollouts durable: a crash neither repeats nor skips a
+  task.
+- A group that was acknowledged or dropped never changes again, and neither does an acknowledged batch.
+- A batch is leased until it is acknowledged or returned, or the lease expires. Its content is the same in every lease.
+- If a group of a batch has become too old for another lease, the batch is dissolved: its groups go into later batches
+  without their stale samples, and the batch's id is refused.
 
 Events: `run.state` (subject: the run's id), `group.closed` (the group's id; `run`, `state`, `reason`), and
 `batch.leased`, `batch.returned`, `batch.acknowledged`, `batch.dissolved` (the batch's id; `run`, `delivery`).
+
+What a store decides is in `store.rules`.
 """
 
 from __future__ import annotations
@@ -27,42 +32,42 @@ from rollout_service.store.columns import Columns
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A run as the store knows it."""
+    """A run and its counters."""
 
     run_id: str
     request: RunRequest
-    """With what was patched since; inline tasks are kept apart."""
+    """The request with all patches applied; inline tasks are stored separately."""
     state: RunState
     version: int
     first_version: int
     tasks: int
-    """Tasks in one epoch, so far."""
+    """The number of tasks in one epoch so far."""
     total: int | None
-    """Tasks over all epochs; None while there is no end to them."""
+    """The number of tasks over all epochs; None while it is unbounded."""
     digest: str | None
     """The digest of the file that the tasks come from."""
     cursor: int
     counters: Mapping[str, int]
-    """Groups by state, the dropped ones as `dropped:<reason>`; `masked` and `retried` samples; batches as
-    `batches:<state>`."""
+    """Groups by state, dropped ones as `dropped:<reason>`; `masked`, `masked:stale` and `retried` samples; acknowledged
+    batches as `batches:acknowledged`."""
     problem: ErrorInfo | None
     created_at: datetime
     changed_at: datetime
 
     @property
     def exhausted(self) -> bool:
-        """Whether no further group will be begun."""
+        """Whether no further group will start."""
         over = self.total is not None and self.cursor >= self.total
         return over or self.state in (RunState.ENDED, RunState.FINISHED)
 
     def count(self, name: str) -> int:
-        """A counter; 0 when there is none."""
+        """Return a counter, 0 if it was never raised."""
         return self.counters.get(name, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class NewGroup:
-    """A group to begin."""
+    """A group to start."""
 
     number: int
     epoch: int
@@ -71,35 +76,35 @@ class NewGroup:
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
-    """A rollout of an open group as it stands, as far as it is cheap to know."""
+    """A rollout of an open group, as far as its state is cheap to read."""
 
     sample: int
     rollout_id: str
     state: RolloutState
     reward: float | None
     rolling_since: float | None
-    """Unix seconds when its agent began; None unless it is at work."""
+    """When its agent started, in Unix seconds; None unless the agent is working."""
     oldest_version: int | None
     newest_version: int | None
     is_straggler: bool
-    """Whether it was cut off as a straggler."""
+    """Whether it is being cut off as a straggler."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenGroup:
-    """A group under way."""
+    """A group whose rollouts have not all ended, or that was not closed yet."""
 
     number: int
     members: Sequence[GroupMember]
     cancel_reason: str | None
-    """Why it is cancelled, if it is."""
+    """Why the group is being cancelled; None if it is not."""
     lost: Sequence[str] = ()
-    """The ids of rollouts of it that the store no longer has."""
+    """The ids of its rollouts that the store has lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedSample:
-    """How one sample of a closed group counts; the wire's GroupSample without the rollout."""
+    """One sample of a closed group: `GroupSample` without the rollout."""
 
     sample: int
     rollout_id: str
@@ -111,11 +116,11 @@ class ClosedSample:
 
 @dataclass(frozen=True, slots=True)
 class GroupClosure:
-    """How a group ends."""
+    """The outcome of a group."""
 
     number: int
     reason: str | None
-    """Why it is dropped; None when it is kept."""
+    """Why the group is dropped; None if it is kept."""
     samples: Sequence[ClosedSample]
     reward_mean: float | None
     reward_std: float | None
@@ -131,44 +136,44 @@ class GroupClosure:
 
 @dataclass(frozen=True, slots=True)
 class GroupHead:
-    """A closed group without its tokens."""
+    """A closed group without tokens."""
 
     number: int
     json: bytes
-    """The `Group` as JSON; its segments hold no tokens."""
+    """The `Group` as JSON, with empty columns."""
     samples: Sequence[ClosedSample]
     tokens: Sequence[Sequence[int]]
-    """For each sample, how many tokens each of its segments has; none for a sample without a trajectory."""
+    """The number of tokens of each segment, by sample; empty for a sample without a trajectory."""
     oldest_version: int | None
     newest_version: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """Seconds after which rows are deleted; None keeps them for ever."""
+    """How long records are kept, in seconds; None keeps them forever."""
 
     ended_runs: float | None = None
-    """Whole runs that are over, of which nothing is left to acknowledge; since their last change."""
+    """Whole runs that are over and fully acknowledged, since their last change."""
     settled_groups: float | None = None
-    """The rollouts of groups that were acknowledged or dropped; since then."""
+    """The rollouts of groups, since the group was acknowledged or dropped."""
     rollouts: float | None = None
-    """Rollouts that belong to no run; since their end."""
+    """Rollouts that belong to no run, since they ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLeaseRequest:
-    """What a consumer asks for."""
+    """A consumer's request for a batch."""
 
     run_id: str
     key: str
-    """The same key gets the batch again that it holds, as when its answer was lost."""
+    """Whoever repeats a key gets the batch it already holds, for example after a lost response."""
     seconds: float
     allow_stale: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLease:
-    """A batch that was leased; its groups are read one by one."""
+    """A leased batch; its groups are read one by one."""
 
     batch_id: str
     run_id: str
@@ -182,38 +187,44 @@ class BatchLease:
 
 @dataclass(frozen=True, slots=True)
 class NoBatch:
-    """There is none now."""
+    """The answer to a lease when no batch is available."""
 
     over: bool
-    """Whether there will never be one again."""
+    """Whether there will never be another batch."""
     due: float
-    """Unix seconds when a lease runs out, so that there may be one; infinity without one."""
+    """When the next lease expires, in Unix seconds, so that a batch may become available; infinity if none is out."""
     stale: bool = False
-    """Whether groups that wait have grown too old: `revise` them, and ask again."""
+    """Whether waiting groups have become too old: call `reclose_group` for each, then ask again."""
 
 
 class RunStore(Protocol):
-    """Where runs live. All methods raise StoreError; those that name a run or a batch raise NotFoundError."""
+    """Runs, groups and batches.
+
+    Raises:
+        StoreError: from every method, if the store fails.
+        NotFoundError: from every method that names a run or a batch, if there is none of that id.
+    """
 
     async def create(
         self, request: RunRequest, *, tasks: int, digest: str | None, version: int
     ) -> tuple[RunRecord, bool]:
-        """Make a run durable; returns it and whether it is new.
+        """Make a run durable; return it and whether it is new. `request.run_id` must be set.
 
-        `request.run_id` must be set. The same id with another body raises ConflictError.
+        Raises:
+            ConflictError: the id is taken by a different request.
         """
         ...
 
     async def get(self, run_id: str) -> RunRecord:
-        """A run as it stands."""
+        """Return a run in its current state."""
         ...
 
     async def list(self) -> Sequence[RunRecord]:
-        """All runs, oldest first."""
+        """Return all runs, oldest first."""
         ...
 
     async def active(self) -> Sequence[RunRecord]:
-        """The runs that are not over, and those that were ended with groups under way."""
+        """Return the runs that are not over, and ended runs whose groups are still open."""
         ...
 
     async def update(
@@ -225,129 +236,146 @@ class RunStore(Protocol):
         request: RunRequest | None = None,
         problem: ErrorInfo | None = None,
     ) -> RunRecord:
-        """Change what is given. A version only grows; resuming clears the problem; what is over stays over."""
+        """Change what is given and return the run.
+
+        A version only grows, and resuming clears the problem.
+
+        Raises:
+            ConflictError: the run is over and cannot be paused or resumed.
+        """
         ...
 
     async def append(
         self, run_id: str, tasks: Sequence[Task], *, offset: int | None, close: bool
     ) -> RunRecord:
-        """Append tasks to an open run; the same tasks at the same offset again change nothing.
+        """Append tasks to an open run; repeating the same tasks at the same offset changes nothing.
 
-        ConflictError: the run takes no more tasks, or has another number of them.
+        Raises:
+            ConflictError: the run takes no more tasks, or has another number of them.
         """
         ...
 
     async def inline_tasks(self, run_id: str, *, first: int, limit: int) -> Sequence[Task]:
-        """Tasks of an inline run by their number in the epoch."""
+        """Return tasks of an inline run by their number in the epoch."""
         ...
 
     async def start_groups(self, run_id: str, groups: Sequence[NewGroup]) -> int:
-        """Begin groups that follow the cursor; returns how many were, 0 if the run no longer runs."""
+        """Start the groups that follow the cursor; return how many, 0 if the run is not running."""
         ...
 
     async def open_groups(self, run_id: str) -> Sequence[OpenGroup]:
-        """The groups under way, oldest first."""
+        """Return the open groups, oldest first."""
         ...
 
     async def retry_sample(self, run_id: str, number: int, sample: int, request: RolloutRequest) -> None:
-        """Put another rollout in the place of a sample that failed."""
+        """Replace a failed sample by another rollout."""
         ...
 
     async def mark_stragglers(self, run_id: str, number: int, samples: Sequence[int]) -> None:
-        """Remember that these samples of an open group are cut off."""
+        """Record that these samples of an open group are being cut off."""
         ...
 
     async def cancel_groups(self, run_id: str, reason: str) -> None:
-        """Remember that the groups under way are cancelled."""
+        """Record why the open groups are being cancelled."""
         ...
 
     async def close_group(self, run_id: str, closure: GroupClosure) -> None:
-        """Keep or drop a group that is open; one that is not stays as it is."""
+        """Keep or drop an open group; any other group is left unchanged."""
         ...
 
     async def stale_groups(self, run_id: str, bound: int) -> Sequence[OpenGroup]:
-        """The groups that wait for a batch with a usable sample older than version `bound`.
+        """Return the groups that wait for a batch and have a usable sample older than version `bound`.
 
-        Batches that were returned and hold such groups are dissolved first.
+        Returned batches that contain such groups are dissolved first.
         """
         ...
 
     async def reclose_group(self, run_id: str, closure: GroupClosure) -> None:
-        """Close a group that waits for a batch anew, with more of it masked; one that does not wait stays as it is."""
+        """Close a waiting group again, with more samples masked; any other group is left unchanged."""
         ...
 
     async def lease(self, order: BatchLeaseRequest) -> BatchLease | NoBatch:
-        """Lease the oldest batch that was returned or whose lease ran out, or else a new one.
+        """Lease the oldest batch that was returned or whose lease expired, or else a new one.
 
-        With a new one of a run that cancels its surplus, what is left is dropped or given up.
+        A new batch of a run that cancels its surplus drops the remaining ready groups and cancels the open ones.
         """
         ...
 
     async def renew_batch(self, run_id: str, batch: int, *, key: str | None, seconds: float) -> datetime:
-        """Lease a batch for so long from now; returns until when.
+        """Renew the lease of a batch from now on; return when it expires.
 
-        One that ran out can be renewed while nobody else has it. ConflictError: it is not leased any more, or under
-        another key.
+        An expired lease can be renewed until somebody else leases the batch.
+
+        Raises:
+            ConflictError: the batch is no longer leased, or is leased under another key.
         """
         ...
 
     async def acknowledge(self, run_id: str, batch: int) -> None:
-        """Settle a batch for good; idempotent. ConflictError when it was dissolved."""
+        """Acknowledge a batch, so that it is never delivered again; idempotent.
+
+        Raises:
+            ConflictError: the batch was dissolved.
+        """
         ...
 
     async def give_back(self, run_id: str, batch: int) -> None:
-        """Return a batch to be leased again at once; what is acknowledged stays so, ConflictError."""
+        """Return a batch, so that it can be leased again at once.
+
+        Raises:
+            ConflictError: the batch is acknowledged.
+        """
         ...
 
     async def group_states(self, run_id: str) -> Mapping[int, str]:
-        """Every group by its number: its state, a dropped one as `dropped:<reason>`."""
+        """Return the state of every group by its number; a dropped one is `dropped:<reason>`."""
         ...
 
     async def group(self, run_id: str, number: int) -> Group:
-        """A closed group with its rollouts and their trajectories."""
+        """Return a closed group with its rollouts and their trajectories."""
         ...
 
     async def group_heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead]:
-        """Closed groups without their tokens, in this order; those that were kept are there ready-made."""
+        """Return closed groups without tokens, in this order; for kept groups they are stored ready-made."""
         ...
 
     async def columns(self, run_id: str, number: int) -> Sequence[Columns]:
-        """The packed columns of all segments of a closed group, sample by sample."""
+        """Return the columns of all segments of a closed group, sample by sample."""
         ...
 
     async def closed_groups(self, run_id: str) -> Sequence[int]:
-        """The numbers of all closed groups, whatever became of them."""
+        """Return the numbers of all closed groups, kept or dropped."""
         ...
 
     async def exported_samples(self, run_id: str, number: int) -> Sequence[ExportedSample]:
-        """The rollouts of a closed group with all that is known of them."""
+        """Return the samples of a closed group with everything that an export contains."""
         ...
 
     async def rollout_ids(self, run_id: str) -> Sequence[str]:
-        """The rollouts of all closed groups, in the order of their tasks."""
+        """Return the ids of the rollouts of all closed groups, in task order."""
         ...
 
     async def recorded_rollouts(self, rollout_ids: Sequence[str]) -> Sequence[RecordedRollout]:
-        """Rollouts with all that is needed to evaluate them again, in this order; those that are gone are left out."""
+        """Return rollouts with everything needed to score them again, in this order, without those that are gone."""
         ...
 
     async def prune(self, run_id: str, *, seconds: float | None, max_bytes: int | None) -> int:
-        """Delete the trajectories of settled groups beyond these limits; returns how many groups it were."""
+        """Delete the trajectories of settled groups beyond these limits; return the number of groups pruned."""
         ...
 
     async def delete_expired(self, policy: RetentionPolicy) -> int:
-        """Delete some of what is older; returns 0 when nothing is left to delete."""
+        """Delete some of the records that have expired; return 0 once none is left."""
         ...
 
     @property
     def deliveries(self) -> int:
-        """Grows with whatever may change what `lease` returns, but for the time."""
+        """A number that grows with every change, other than of time, that may change what `lease` returns."""
         ...
 
     async def wait_for_delivery(self, after: int) -> int:
-        """Wait until `deliveries` is above `after`, and return it."""
+        """Wait until `deliveries` is above `after`, then return it."""
         ...
 
     async def wait_for_change(self, after: int) -> int:
-        """Wait until a rollout ended or a run changed since the call that returned `after`; 0 at first."""
+        """Wait until a rollout has ended or a run has changed since the call that returned `after`; start with 0."""
         ...

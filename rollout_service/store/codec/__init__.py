@@ -1,1 +1,1 @@
-"""How records are stored as bytes."""
+"""How records become bytes and rows, for any store."""

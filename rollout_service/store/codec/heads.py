@@ -1,7 +1,7 @@
-"""The heads of kept groups: what a batch says of a group beside its tokens, made once, when the group is closed.
+"""The heads of kept groups: everything a batch contains of a group except tokens, made once, when the group is closed.
 
-Guarantees: the JSON of a head is that of `RunStore.group`, byte for byte, but for the tokens. A head that was written
-under another definition of the wire models is not read: it is made anew.
+Guarantees: except for the tokens, the JSON of a head equals that of `RunStore.group`, byte for byte. A head that was
+written under another definition of the wire models is not read but made again.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ _LEVEL = 1
 
 
 def group_json(group: Group) -> bytes:
-    """Return a group as JSON, made sample by sample: other threads get their turn between two."""
+    """Return a group as JSON, made sample by sample so that other threads can run in between."""
     samples = b",".join(sample.model_dump_json().encode() for sample in group.samples)
     rest = group.model_dump_json(exclude={"samples"}).encode()
     return b'{"samples":[' + samples + b"]," + rest[1:]
 
 
-def made(row: Row, group: Group, columns: Sequence[Sequence[Columns]]) -> GroupHead:
+def make(row: Row, group: Group, columns: Sequence[Sequence[Columns]]) -> GroupHead:
     """Return the head of a group without tokens, from its row and the columns of its samples' segments."""
     return _head(row, group_json(group), [[len(segment) for segment in sample] for sample in columns])
 
 
 def encode(head: GroupHead) -> dict[str, Any]:
-    """Return what is stored of a head: the row of its group has the rest."""
+    """Return the stored part of a head; the row of its group has the rest."""
     data = zstandard.ZstdCompressor(level=_LEVEL).compress(head.json)
     return {"form": _form(), "tokens": json.dumps(head.tokens), "json": data}
 
 
 def decode(row: Row) -> GroupHead | None:
-    """Return the head in a group's row joined with it; None where there is none that this release can use."""
+    """Return the head from a group's row joined with it; None if this release cannot use it, or there is none."""
     if row["form"] != _form():
         return None
     return _head(row, zstandard.ZstdDecompressor().decompress(row["json"]), json.loads(row["tokens"]))
@@ -62,5 +62,5 @@ def _head(row: Row, text: bytes, tokens: Sequence[Sequence[int]]) -> GroupHead:
 
 @cache
 def _form() -> bytes:
-    """Return a digest of the wire models that a group consists of."""
+    """Return a digest of the definition of the wire models in a group."""
     return hashlib.sha256(json.dumps(Group.model_json_schema(), sort_keys=True).encode()).digest()

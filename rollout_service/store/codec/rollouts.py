@@ -1,12 +1,11 @@
-"""Between the wire models and what the database keeps.
+"""Rollouts, leases and events as stored records.
 
-A rollout's result is kept without what the store knows itself (the request's fields, the state, the attempt,
-the retries, the times), so that there is one place for each fact. `trajectory_codec` is for trajectories.
+A rollout's result is stored without what the store keeps elsewhere (the request's fields, the state, the attempt, the
+retries, the times), so each fact has one place. Trajectories have a codec of their own.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
 import zlib
@@ -30,19 +29,23 @@ from rollout_service.store.contract import Lease
 _RETRIES = TypeAdapter(list[ErrorInfo])
 _SPANS = TypeAdapter(list[Span])
 _UNREADABLE = (ValueError, KeyError, TypeError, zlib.error, zstandard.ZstdError, struct.error)
-"""What decoding raises for a record that is not what was written."""
-RESTORE = "Restore a copy of the store and resume the run, or end the run."
+"""The errors that decoding a damaged record raises."""
+RESTORE = "Restore a backup of the store and resume the run, or end the run."
 _RESULT_FIELDS = {"reward", "reward_parts", "notes", "stop_reason", "error", "usage", "spans"}
 
 
 def when(seconds: float) -> datetime:
-    """A time of the database (Unix seconds) as a time of the wire."""
+    """Convert Unix seconds, as stored, to a time as on the wire."""
     return datetime.fromtimestamp(seconds, UTC)
 
 
 @contextmanager
 def reading(rollout_id: str) -> Iterator[None]:
-    """Raise RecordLostError for a record of this rollout that cannot be decoded inside of the block."""
+    """Turn the errors of decoding a damaged record of this rollout into RecordLostError.
+
+    Raises:
+        RecordLostError: the block could not decode the record.
+    """
     try:
         yield
     except _UNREADABLE as error:
@@ -50,33 +53,33 @@ def reading(rollout_id: str) -> Iterator[None]:
         raise RecordLostError(why, hint=RESTORE) from error
 
 
-def fingerprint(request: RolloutRequest) -> bytes:
-    """SHA-256 of the request's canonical JSON: sorted keys, defaults filled in, no white space."""
-    canonical = json.dumps(request.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).digest()
-
-
 def encode_result(result: Rollout) -> str:
-    """The part of a result that the store does not know itself, as JSON."""
+    """Return the part of a result that the store does not keep elsewhere, as JSON."""
     return result.model_dump_json(include=_RESULT_FIELDS)
 
 
+def encode_failure(error: ErrorInfo) -> str:
+    """Return the result of a rollout that failed before it could be read, as JSON."""
+    return json.dumps({"error": error.model_dump(mode="json")})
+
+
 def version_range(trajectory: Trajectory | None) -> dict[str, int | None]:
-    """The oldest and the newest version that sampled a token; None for both when nothing was sampled."""
+    """Return the oldest and the newest version that sampled a token; None for both if nothing was sampled."""
     pairs = ((s.versions, s.loss_mask) for s in (trajectory.segments if trajectory else []))
     sampled = {version for versions, mask in pairs for version in set(compress(versions, mask))}
     return {"oldest_version": min(sampled, default=None), "newest_version": max(sampled, default=None)}
 
 
 def trajectory_tokens(trajectory: Trajectory) -> int:
-    """How many tokens a trajectory holds, which is what encoding it costs."""
+    """Return the number of tokens in a trajectory, to which the cost of encoding it is proportional."""
     return sum(len(segment.token_ids) for segment in trajectory.segments)
 
 
 def decode_rollout(row: Row) -> Rollout:
-    """Return a rollout from its row joined with its request and, when it has one, its result.
+    """Return a rollout from its row, joined with its request and, if there is one, its result.
 
-    Raises RecordLostError.
+    Raises:
+        RecordLostError: the record is damaged.
     """
     with reading(row["rollout_id"]):
         return _decode_rollout(row)
@@ -104,26 +107,31 @@ def _decode_rollout(row: Row) -> Rollout:
 
 
 def encode_spans(spans: Sequence[Span]) -> str:
-    """Spans as a JSON list."""
+    """Return spans as a JSON list."""
     return _SPANS.dump_json(list(spans)).decode()
 
 
 def decode_lease(row: Row) -> Lease:
-    """A lease from a claimed row joined with its request."""
-    return Lease(
-        rollout_id=row["rollout_id"],
-        request=RolloutRequest.model_validate_json(row["request"]),
-        attempt=row["attempt"] + 1,
-        retries=_RETRIES.validate_json(row["retries"]),
-        spans=_SPANS.validate_json(row["spans"]),
-        created_at=when(row["created_at"]),
-        queued_at=when(row["queued_at"]),
-        token=row["token"],
-    )
+    """Return a lease from a claimed row joined with its request.
+
+    Raises:
+        RecordLostError: the record is damaged.
+    """
+    with reading(row["rollout_id"]):
+        return Lease(
+            rollout_id=row["rollout_id"],
+            request=RolloutRequest.model_validate_json(row["request"]),
+            attempt=row["attempt"] + 1,
+            retries=_RETRIES.validate_json(row["retries"]),
+            spans=_SPANS.validate_json(row["spans"]),
+            created_at=when(row["created_at"]),
+            queued_at=when(row["queued_at"]),
+            token=row["token"],
+        )
 
 
 def decode_event(row: Row) -> Event:
-    """An event from its row."""
+    """Return an event from its row."""
     return Event(
         event_id=row["event_id"],
         time=when(row["time"]),

@@ -1,8 +1,7 @@
-"""Between the records of runs and what the database keeps of them."""
+"""Runs, groups and batches as stored records."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -22,26 +21,20 @@ from rollout_service.store.runs_contract import BatchLease, ClosedSample, GroupC
 _SAMPLES = TypeAdapter(list[ClosedSample])
 
 
-def fingerprint(request: RunRequest) -> bytes:
-    """SHA-256 of the request's canonical JSON: sorted keys, defaults filled in, no white space."""
-    canonical = json.dumps(request.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).digest()
-
-
 def without_tasks(request: RunRequest) -> RunRequest:
-    """The request without its inline tasks, which have a table of their own and may be many."""
+    """Return the request without its inline tasks, which may be many and are stored one by one."""
     if not isinstance(request.source, InlineTasks):
         return request
     return request.model_copy(update={"source": request.source.model_copy(update={"tasks": []})})
 
 
 def encode_request(request: RunRequest) -> str:
-    """A request as JSON, without its inline tasks."""
+    """Return a request as JSON, without its inline tasks."""
     return without_tasks(request).model_dump_json()
 
 
 def decode_run(row: Row, counters: Mapping[str, int]) -> RunRecord:
-    """A run from its row."""
+    """Return a run from its row and its counters."""
     return RunRecord(
         run_id=row["run_id"],
         request=RunRequest.model_validate_json(row["request"]),
@@ -60,26 +53,30 @@ def decode_run(row: Row, counters: Mapping[str, int]) -> RunRecord:
 
 
 def encode_samples(samples: Sequence[ClosedSample]) -> str:
-    """The samples of a closed group as a JSON list."""
+    """Return the samples of a closed group as a JSON list."""
     return _SAMPLES.dump_json(list(samples)).decode()
 
 
 def decode_samples(text: str) -> list[ClosedSample]:
-    """The inverse of `encode_samples`."""
+    """Return the samples that `encode_samples` wrote."""
     return _SAMPLES.validate_json(text)
 
 
 def encode_summary(closure: GroupClosure) -> str:
-    """What a group came to, beside its samples."""
+    """Return the statistics of a closed group as JSON."""
     fields = ("reward_mean", "reward_std", "oldest_version", "newest_version")
     return json.dumps({field: getattr(closure, field) for field in fields})
 
 
 def decode_group(row: Row, rollouts: Mapping[str, Rollout]) -> Group:
-    """Return a closed group from its row and its rollouts by id; raises RecordLostError if one is missing."""
+    """Return a closed group from its row and its rollouts by id.
+
+    Raises:
+        RecordLostError: a rollout of the group is missing.
+    """
     closed = decode_samples(row["samples"])
     for gone in (sample.rollout_id for sample in closed if sample.rollout_id not in rollouts):
-        raise RecordLostError(f"the rollout {gone} of a group is gone", hint=codec.RESTORE)
+        raise RecordLostError(f"the rollout {gone} of a group is missing from the store", hint=codec.RESTORE)
     samples = [
         GroupSample(
             sample=sample.sample,
@@ -103,7 +100,7 @@ def decode_group(row: Row, rollouts: Mapping[str, Rollout]) -> Group:
 
 
 def decode_exported(row: Row, group: Group, members: Mapping[str, Row]) -> list[ExportedSample]:
-    """The samples of a closed group, from its row joined with its batch's and those of its rollouts."""
+    """Return the samples of a closed group from its row, joined with its batch's, and the rows of its rollouts."""
     in_batch = None if row["batch_number"] is None else str(BatchId(row["run_id"], row["batch_number"]))
     exported = []
     for sample in group.samples:
@@ -128,7 +125,7 @@ def decode_exported(row: Row, group: Group, members: Mapping[str, Row]) -> list[
 
 
 def decode_batch(row: Row, run_id: str, groups: Sequence[int]) -> BatchLease:
-    """A leased batch from its row and the numbers of its groups."""
+    """Return a leased batch from its row and the numbers of its groups."""
     until: datetime = codec.when(row["lease_until"])
     return BatchLease(
         batch_id=str(BatchId(run_id, row["number"])),

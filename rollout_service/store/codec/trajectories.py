@@ -1,13 +1,13 @@
-"""Trajectories at rest: columns of numbers, compressed, with the rest as JSON before them.
+"""Stored trajectories: compressed columns of numbers, with the rest as JSON before them.
 
-Guarantees: what is read is what was written, to the last bit: log-probabilities are kept as float32 exactly when each
-of them is one, else as float64, and a trajectory that does not fit the columns is kept as JSON. Rows that an earlier
-release wrote (columns or JSON in zlib's format) are read as well. A column is unpacked when it is asked for, so that a
-batch can be sent without all of it being in memory.
+Guarantees: reading returns what was written, to the last bit. Log-probabilities are stored as float32 if each of them
+is exactly a float32, else as float64. A trajectory that does not fit the columns is stored as JSON. Rows from earlier
+releases (columns or JSON, compressed by zlib) can still be read. A column is unpacked only when it is needed, so a
+batch can be sent without being in memory as a whole.
 
-Layout: the byte 2, the header's length (uint32, little-endian), the header (JSON, compressed), and for every segment
-and column its compressed bytes, whose lengths the header holds beside the segment's number of tokens. With the byte 1
-the same is compressed by zlib, and the number is not there.
+Layout: the byte 2, the header's length (uint32, little-endian), the header (compressed JSON), then the compressed bytes
+of every column of every segment. The header contains their lengths and each segment's number of tokens. The byte 1
+marks the same layout compressed by zlib, without the numbers of tokens.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ _EXACT: np.dtype[Any] = np.dtype("<f8")
 _COLUMNAR, _COLUMNAR_ZLIB = b"\x02", b"\x01"
 _LENGTH = struct.Struct("<I")
 _LEVEL = 1
-"""Token ids and log-probabilities gain little from more."""
+"""The compression level; token ids and log-probabilities gain little from a higher one."""
 
 Arrays = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class CompressedColumn(PackedColumn):
-    """A column as the store keeps it: compressed."""
+    """A compressed column."""
 
     dtype: np.dtype[Any]
     data: memoryview
     unpack: Callable[[memoryview], bytes]
 
     def array(self) -> NDArray[Any]:
-        """The numbers; takes long for many, so call it in a thread."""
+        """Return the numbers; slow for long columns, so call it in a thread."""
         return np.frombuffer(self.unpack(self.data), self.dtype)
 
     def fill(self, target: NDArray[Any]) -> None:
-        """Unpack into an array of as many numbers, without a copy where its type is the column's own."""
+        """Unpack into an array of the same length, without a copy if the types are the same."""
         if self.unpack is _unpack and target.dtype == self.dtype and len(target):
             _unpack_into(self.data, target.data.cast("B"))
         else:
             cast_into(self.array(), target)
 
     def detached(self) -> CompressedColumn:
-        """Return the column in memory of its own, if it shares that of its trajectory."""
+        """Return the column in memory of its own, if it shares its trajectory's."""
         shared = self.data.nbytes < memoryview(self.data.obj).nbytes
         return replace(self, data=memoryview(bytes(self.data))) if shared else self
 
 
 def encode(trajectory: Trajectory) -> bytes:
-    """A trajectory as bytes."""
+    """Return a trajectory as bytes."""
     try:
         segments = [_arrays(segment) for segment in trajectory.segments]
     except (OverflowError, ValueError):
@@ -81,7 +81,7 @@ def encode(trajectory: Trajectory) -> bytes:
 
 
 def decode(data: bytes) -> Trajectory:
-    """The inverse of `encode`."""
+    """Return the trajectory that `encode` wrote."""
     if not _is_columnar(data):
         return Trajectory.model_validate_json(zlib.decompress(data))
     trajectory, columns = split(data)
@@ -93,9 +93,10 @@ def decode(data: bytes) -> Trajectory:
 
 
 def split(data: bytes) -> tuple[Trajectory, list[Columns]]:
-    """A trajectory whose segments have empty columns, and the columns of each segment.
+    """Return a trajectory with empty columns, and the columns of each of its segments.
 
-    Raises OverflowError for one that does not fit the columns; `decode` reads it.
+    Raises:
+        OverflowError: the trajectory does not fit the columns; use `decode`.
     """
     if not _is_columnar(data):
         whole = Trajectory.model_validate_json(zlib.decompress(data))
@@ -106,12 +107,16 @@ def split(data: bytes) -> tuple[Trajectory, list[Columns]]:
 
 
 def columns_of(data: bytes) -> list[Columns]:
-    """Return the columns of each segment alone. Raises OverflowError as `split` does."""
+    """Return the columns of each segment.
+
+    Raises:
+        OverflowError: the trajectory does not fit the columns; use `decode`.
+    """
     return _located(data)[1] if _is_columnar(data) else split(data)[1]
 
 
 def _located(data: bytes) -> tuple[Any, list[Columns]]:
-    """Return the JSON beside the columns, and where the columns of each segment are."""
+    """Return the JSON part, and the columns of each segment, still compressed."""
     view = memoryview(data)
     unpack = _unpack if data.startswith(_COLUMNAR) else zlib.decompress
     (length,) = _LENGTH.unpack_from(view, 1)
@@ -129,7 +134,7 @@ def _located(data: bytes) -> tuple[Any, list[Columns]]:
 
 
 def _counted(tokens: int | None, columns: dict[str, CompressedColumn | NDArray[Any]]) -> Columns:
-    """Columns with their length, which an earlier release did not write down."""
+    """Return columns with their length, which an earlier release did not store."""
     if tokens is None:
         mask = columns["loss_mask"]
         unpacked = mask.array() if isinstance(mask, CompressedColumn) else mask
@@ -138,7 +143,7 @@ def _counted(tokens: int | None, columns: dict[str, CompressedColumn | NDArray[A
 
 
 class _Decompressors(threading.local):
-    """A decompressor for each thread, which costs as much to make as a small column to unpack."""
+    """One decompressor per thread, since creating one costs as much as unpacking a small column."""
 
     def __init__(self) -> None:
         self.own = zstandard.ZstdDecompressor()
@@ -152,10 +157,14 @@ def _unpack(data: memoryview) -> bytes:
 
 
 def _unpack_into(data: memoryview, target: memoryview) -> None:
-    """Unpack into memory of the right size; raises ValueError when the size is another."""
+    """Unpack into memory of the right size.
+
+    Raises:
+        ValueError: the column has another size.
+    """
     with _decompressors.own.stream_reader(data) as reader:
         if reader.readinto(target) != len(target) or reader.read(1):
-            raise ValueError(f"a column does not have the {len(target)} bytes that are expected of it")
+            raise ValueError(f"a column does not have the expected {len(target)} bytes")
 
 
 def _is_columnar(data: bytes) -> bool:
@@ -163,7 +172,12 @@ def _is_columnar(data: bytes) -> bool:
 
 
 def _arrays(segment: Segment, *, strict: bool = True) -> dict[str, NDArray[Any]]:
-    """A segment's columns; `strict` refuses (ValueError, OverflowError) what would not come back as it was."""
+    """Return a segment's columns.
+
+    Raises:
+        ValueError: with `strict`, the columns differ in length.
+        OverflowError: a number does not fit its column.
+    """
     arrays = {name: _array(getattr(segment, name), dtype) for name, dtype in COLUMNS.items()}
     if strict and len({len(array) for array in arrays.values()}) > 1:
         raise ValueError("the columns differ in length")

@@ -1,8 +1,8 @@
-"""Opening the store's file: it belongs to one process at a time, and its errors say what to do.
+"""Opening the store's file.
 
-The claim on a file is a lock on `<file>.lock`, which the kernel drops with the process however it dies, and
-which holds the pid of its owner for people to read. Every process that this one starts replaces its image
-(`exec`), so none inherits the lock.
+Guarantees: only one process at a time has the file open, and errors say what to do. The claim on a file is a lock on
+`<file>.lock`, which the kernel releases however the process dies; the lock file contains the owner's pid for people to
+read. No child process inherits the lock, since every child calls `exec`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ IN_MEMORY = ":memory:"
 """The path of a store that lives and dies with its process, for tests."""
 
 _HINTS = {
-    sqlite3.SQLITE_BUSY: "Another program holds the file, as a `sqlite3` shell does: close it.",
-    sqlite3.SQLITE_LOCKED: "Another program holds the file: close it.",
-    sqlite3.SQLITE_FULL: "The disk is full: free space in the state directory; no restart is needed.",
+    sqlite3.SQLITE_BUSY: "Another program, such as a `sqlite3` shell, has locked the file: close it.",
+    sqlite3.SQLITE_LOCKED: "Another program has locked the file: close it.",
+    sqlite3.SQLITE_FULL: "The disk is full: free space in the state directory. No restart is needed.",
     sqlite3.SQLITE_IOERR: "The disk failed: see `dmesg`, and keep the state directory on a local disk.",
     sqlite3.SQLITE_READONLY: "Make the state directory and its files writable for the service's user.",
     sqlite3.SQLITE_CANTOPEN: "Make the state directory exist and be writable for the service's user.",
-    sqlite3.SQLITE_CORRUPT: "The file is damaged: restore a copy, or rescue it with `sqlite3 FILE .recover`.",
-    sqlite3.SQLITE_NOTADB: "The file is no SQLite database: restore a copy, or move it away to start afresh.",
+    sqlite3.SQLITE_CORRUPT: "The file is damaged: restore a backup, or rescue it with `sqlite3 FILE .recover`.",
+    sqlite3.SQLITE_NOTADB: "The file is not a SQLite database: restore a backup, or move it away to start afresh.",
 }
 
 
 _REPORT = "Report it with the log's traceback; the database was not changed."
 
 _PASSING = _HINTS.keys() | {sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_PROTOCOL}
-"""The errors that may pass while the service runs, alone or by their hint: a damaged file by a copy put back."""
+"""Errors that may end while the service runs, by themselves or once their hint is followed."""
 
 
 def _code(error: sqlite3.Error) -> int:
@@ -42,14 +42,14 @@ def _code(error: sqlite3.Error) -> int:
 
 
 def explain(error: sqlite3.Error) -> StoreError:
-    """Return the StoreError for an error of SQLite, with what to do about it."""
+    """Return the StoreError for an error of SQLite, with a hint."""
     code = _code(error)
-    hint = _HINTS.get(code, "The log of the service has the details; the database was not changed.")
+    hint = _HINTS.get(code, "See the service's log for details. The database was not changed.")
     return StoreError(f"the store failed: {error}", hint=hint)
 
 
 def explain_job(error: sqlite3.Error) -> ServiceError:
-    """Return the error of a job on an open store: a defect, unless the file or its disk is at fault."""
+    """Return the error of a job on an open store: DefectError, unless the file or its disk is at fault."""
     failure: ServiceError = explain(error)
     if _code(error) not in _PASSING:
         failure = DefectError(f"a statement on the store is wrong: {error}", hint=_REPORT)
@@ -58,7 +58,7 @@ def explain_job(error: sqlite3.Error) -> ServiceError:
 
 
 class FileClaim:
-    """This process's claim on a store's file; released by `release` or by the end of the process."""
+    """This process's claim on a store's file, until `release` or the end of the process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.with_name(path.name + ".lock")
@@ -71,18 +71,18 @@ class FileClaim:
             os.close(self._descriptor)
             raise StoreError(
                 f"{path} is in use by the process with pid {pid}",
-                hint="Stop that service, or give this one a state directory of its own.",
+                hint="Stop that service, or give this one its own state directory.",
             ) from None
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Let another process have the file."""
+        """Release the file for other processes."""
         os.close(self._descriptor)
 
 
 def _close_to_others(path: Path) -> None:
-    """Make the file its owner's alone before SQLite opens it, which gives its log and index the same mode."""
+    """Make the file private before SQLite opens it; SQLite gives its log and index the same mode."""
     make_private(path)
     for suffix in ("-wal", "-shm"):
         if (beside := path.with_name(path.name + suffix)).exists():
@@ -90,12 +90,12 @@ def _close_to_others(path: Path) -> None:
 
 
 class Database:
-    """An open store file: one connection, for use in the thread that made it.
+    """An open store file: one connection, for use in the thread that created it.
 
-    Durability: write-ahead log with `synchronous=FULL`, so that a commit that returned is on the disk.
+    The write-ahead log with `synchronous=FULL` guarantees that a commit that has returned is on the disk.
 
     Raises:
-        StoreError: the file is in use, damaged, foreign, or cannot be created.
+        StoreError: the file is in use, is damaged, belongs to another program, or cannot be created.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -119,7 +119,7 @@ class Database:
             raise
 
     def close(self) -> None:
-        """Fold the write-ahead log into the file, close it and release the claim."""
+        """Merge the write-ahead log into the file, close the file and release the claim."""
         try:
             self.connection.close()
         finally:

@@ -1,7 +1,7 @@
-"""The statements of the SQLite store: each function runs inside one transaction, in the database's thread.
+"""The statements on rollouts; each function runs inside one transaction, in the database's thread.
 
-Those on a lease act if and only if it is held: the same owner and token as the row. Their parameters are
-`id`, `owner`, `token` and `now` (Unix seconds).
+A statement on a lease takes effect only while the lease is held, that is, while the row has its owner and token. Its
+parameters are `id`, `owner`, `token` and `now` (Unix seconds).
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import sqlite3
 from typing import Any
 
 from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState
-from rollout_service.errors import ConflictError
+from rollout_service.errors import ConflictError, RecordLostError, describe
 from rollout_service.store.codec import rollouts as codec
+from rollout_service.store.codec.fingerprint import fingerprint
 from rollout_service.store.contract import Lease
 
 _SUBMIT = """
@@ -103,8 +104,8 @@ INSERT INTO results (seq, result, trajectory, oldest_version, newest_version)
 VALUES (:seq, :result, :trajectory, :oldest_version, :newest_version)
 """
 
-_STANDING = "SELECT state, owner FROM rollouts WHERE rollout_id = :id"
-_BURY = "INSERT INTO tombstones (rollout_id) VALUES (:id) ON CONFLICT DO NOTHING"
+_STATE_AND_OWNER = "SELECT state, owner FROM rollouts WHERE rollout_id = :id"
+_ADD_TOMBSTONE = "INSERT INTO tombstones (rollout_id) VALUES (:id) ON CONFLICT DO NOTHING"
 _CANCEL_NOW = """
 UPDATE rollouts SET state = 'cancelled', stop_reason = 'cancelled', changed_at = :now WHERE rollout_id = :id
 """
@@ -134,7 +135,7 @@ def submission(
         raise ValueError("set the request's rollout_id before submitting it")
     return {
         "id": request.rollout_id,
-        "fingerprint": codec.fingerprint(request),
+        "fingerprint": fingerprint(request),
         "pool": request.pool,
         "run": run,
         "group_number": group_number,
@@ -144,7 +145,11 @@ def submission(
 
 
 def submit(db: sqlite3.Connection, values: dict[str, Any]) -> tuple[Rollout, bool]:
-    """The rollout and whether it is new; ConflictError when the id is taken by another request."""
+    """Insert a rollout; return it and whether it is new.
+
+    Raises:
+        ConflictError: the id is taken by a different request.
+    """
     added = db.execute(_SUBMIT, values).fetchall()
     if added:
         db.execute(_ADD_REQUEST, (added[0]["seq"], values["request"]))
@@ -153,22 +158,54 @@ def submit(db: sqlite3.Connection, values: dict[str, Any]) -> tuple[Rollout, boo
     row = db.execute(_GET, (values["id"],)).fetchone()
     if row["fingerprint"] != values["fingerprint"]:
         raise ConflictError(
-            f"the rollout {values['id']} exists already, with another request",
-            hint="Choose another rollout_id, or send exactly what was sent before.",
+            f"the rollout {values['id']} already exists with a different request",
+            hint="Choose another rollout_id, or send exactly the same request again.",
         )
     return codec.decode_rollout(row), bool(added)
 
 
 def claim(db: sqlite3.Connection, values: dict[str, Any]) -> tuple[list[Lease], list[str], float]:
-    """The leases, the ids that turned out to be cancelled, and when there may be more (Unix seconds)."""
+    """Lease rollouts; return the leases, the ids of rollouts that ended instead, and when there may be more.
+
+    The time is in Unix seconds. A rollout whose record is damaged ends as failed, so it keeps no other from starting.
+    """
     ended = [row["rollout_id"] for row in db.execute(_END_CANCELLED, values).fetchall()]
     rows = sorted(db.execute(_CLAIM, values).fetchall(), key=lambda row: row["seq"])
     (due,) = db.execute(_DUE, values).fetchone()
-    return [codec.decode_lease(row) for row in rows], ended, due
+    leases = []
+    for row in rows:
+        try:
+            leases.append(codec.decode_lease(row))
+        except RecordLostError as error:
+            _fail_damaged(db, row, error, values["now"])
+            ended.append(row["rollout_id"])
+            due = values["now"]  # there may be more in its place
+    return leases, ended, due
+
+
+def _fail_damaged(db: sqlite3.Connection, row: sqlite3.Row, error: RecordLostError, now: float) -> None:
+    lost = describe(error)
+    values = {
+        "id": row["rollout_id"],
+        "owner": row["owner"],
+        "token": row["token"],
+        "now": now,
+        "state": RolloutState.FAILED,
+        "reward": None,
+        "stop_reason": None,
+        "code": lost.code,
+        "result": codec.encode_failure(lost),
+        "trajectory": None,
+    }
+    finish(db, values | codec.version_range(None))
 
 
 def advance(db: sqlite3.Connection, values: dict[str, Any]) -> bool:
-    """Whether the lease is held and the stage recorded; ValueError when that would be a step back."""
+    """Record a stage; return whether the lease is held.
+
+    Raises:
+        ValueError: the attempt has already reached a later stage.
+    """
     if db.execute(_ADVANCE, values).rowcount:
         return True
     held = db.execute(_HELD_STATE, values).fetchone()
@@ -178,7 +215,7 @@ def advance(db: sqlite3.Connection, values: dict[str, Any]) -> bool:
 
 
 def finish(db: sqlite3.Connection, values: dict[str, Any]) -> bool:
-    """Whether the lease was held and the result written."""
+    """Write a result; return whether the lease was held."""
     ended = db.execute(_FINISH, values).fetchall()
     if ended:
         db.execute(_ADD_RESULT, values | {"seq": ended[0]["seq"]})
@@ -186,10 +223,10 @@ def finish(db: sqlite3.Connection, values: dict[str, Any]) -> bool:
 
 
 def cancel(db: sqlite3.Connection, values: dict[str, Any]) -> tuple[RolloutState | None, bool]:
-    """The state that it was in, None if unknown, and whether this ended it."""
-    row = db.execute(_STANDING, values).fetchone()
+    """Cancel a rollout; return the state it was in, None if unknown, and whether this ended it."""
+    row = db.execute(_STATE_AND_OWNER, values).fetchone()
     if row is None:
-        db.execute(_BURY, values)
+        db.execute(_ADD_TOMBSTONE, values)
         return None, False
     state = RolloutState(row["state"])
     if state.terminal:
@@ -200,13 +237,13 @@ def cancel(db: sqlite3.Connection, values: dict[str, Any]) -> tuple[RolloutState
 
 
 def get(db: sqlite3.Connection, rollout_id: str) -> Rollout | None:
-    """A rollout as it stands."""
+    """Return a rollout in its current state."""
     row = db.execute(_GET, (rollout_id,)).fetchone()
     return codec.decode_rollout(row) if row else None
 
 
 def page(db: sqlite3.Connection, values: dict[str, Any]) -> RolloutPage:
-    """Up to `limit` rollouts with numbers above `after`, in `state` if that is set."""
+    """Return up to `limit` rollouts with numbers above `after`, only those in `state` if that is set."""
     rows = db.execute(_PAGE if values["state"] is None else _PAGE_IN_STATE, values).fetchall()
     more = len(rows) > values["limit"]
     rows = rows[: values["limit"]]
@@ -218,11 +255,11 @@ def page(db: sqlite3.Connection, values: dict[str, Any]) -> RolloutPage:
 
 
 def counts(db: sqlite3.Connection) -> dict[RolloutState, int]:
-    """How many rollouts are in each state that anything is in."""
+    """Return the number of rollouts in each state that has any."""
     return {RolloutState(row["state"]): row["count"] for row in db.execute(_COUNTS)}
 
 
 def newest_event(db: sqlite3.Connection) -> int:
-    """The id of the newest event, 0 when there was none."""
+    """Return the id of the newest event, 0 if there was none."""
     row = db.execute(_NEWEST_EVENT).fetchone()
     return row["seq"] if row else 0

@@ -20,6 +20,7 @@ from rollout_service.store.codec import heads as head_codec
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.codec import trajectories as trajectory_codec
+from rollout_service.store.codec.fingerprint import fingerprint
 from rollout_service.store.columns import Columns
 from rollout_service.store.runs_contract import (
     BatchLease,
@@ -62,7 +63,7 @@ class SqliteRuns(RunStore):
             raise ValueError("a request needs its run_id before it is made durable")
         values = {
             "id": request.run_id,
-            "fingerprint": run_codec.fingerprint(request),
+            "fingerprint": fingerprint(request),
             "request": run_codec.encode_request(request),
             "version": version,
             "tasks": tasks,
@@ -313,7 +314,7 @@ def _make_head(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> GroupHead:
             rollout = rollout.model_copy(update={"trajectory": trajectory})
         rollouts[rollout.rollout_id] = rollout
     group = run_codec.decode_group(row, rollouts)
-    return head_codec.made(row, group, [columns[sample.rollout.rollout_id] for sample in group.samples])
+    return head_codec.make(row, group, [columns[sample.rollout.rollout_id] for sample in group.samples])
 
 
 def _encode_head(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> Mapping[str, Any] | None:

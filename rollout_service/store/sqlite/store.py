@@ -1,7 +1,7 @@
 """The store in one SQLite file on a local disk: the default, for one node.
 
-Beyond the contract: a file belongs to one process at a time; writes that are asked for at the same time share
-a flush to the disk; trajectories are compressed; the newest 100,000 events and tombstones are kept.
+Beyond the contract: only one process at a time can have the file open; concurrent writes share one flush to the disk;
+trajectories are compressed; the newest 100,000 events and tombstones are kept.
 """
 
 from __future__ import annotations
@@ -36,13 +36,16 @@ T = TypeVar("T")
 
 _STAGES = (RolloutState.QUEUED, RolloutState.INIT, RolloutState.ROLLOUT, RolloutState.EVALUATE)
 _INLINE_TOKENS = 2_048
-"""A trajectory up to this size is encoded on the event loop (about 1 ms); a larger one in a thread."""
+"""A trajectory of up to this many tokens is encoded on the event loop (about 1 ms), a larger one in a thread."""
 _INLINE_BYTES = 16_384
-"""The same for decoding, in compressed bytes."""
+"""A trajectory of up to this many compressed bytes is decoded on the event loop, a larger one in a thread."""
 
 
 class SqliteStore(Store):
-    """`async with await SqliteStore.open(path) as store:`; the path `:memory:` makes one for tests."""
+    """The SQLite store: `async with await SqliteStore.open(path) as store:`.
+
+    The path `:memory:` opens a store for tests that ends with its process.
+    """
 
     def __init__(self, path: Path | str, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -56,10 +59,10 @@ class SqliteStore(Store):
 
     @classmethod
     async def open(cls, path: Path | str, *, clock: Callable[[], float] = time.time) -> Self:
-        """Open or create the store in a file; `clock` tells Unix seconds.
+        """Open the store in a file, or create it; `clock` returns Unix seconds.
 
         Raises:
-            StoreError: another process uses the file, it is damaged, it was written by a newer release, or it
+            StoreError: another process has the file open, or the file is damaged, was written by a newer release, or
                 cannot be created.
         """
         store = cls(path, clock=clock)
@@ -80,7 +83,11 @@ class SqliteStore(Store):
         return self._thread.problem
 
     async def failed(self) -> None:
-        """Wait until the store fails for good, which only a defect can bring about; then raises StoreError."""
+        """Wait until the store fails for good, which only a defect can cause.
+
+        Raises:
+            StoreError: the store has failed.
+        """
         await self._thread.failed()
 
     @property
@@ -121,14 +128,13 @@ class SqliteStore(Store):
         await self._write(lambda db: db.execute(statements.RENEW, values).rowcount)
 
     async def recover(self, owner: str) -> int:
-        return await self._queue_again(
-            statements.RECOVER, owner, None
-        )  # the file is ours alone: others are dead
+        # Only this process can have the file open, so every other owner is gone.
+        return await self._requeue(statements.RECOVER, owner, None)
 
     async def release(self, owner: str, rollout_ids: Sequence[str] | None = None) -> int:
-        return await self._queue_again(statements.RELEASE, owner, rollout_ids)
+        return await self._requeue(statements.RELEASE, owner, rollout_ids)
 
-    async def _queue_again(self, statement: str, owner: str, rollout_ids: Sequence[str] | None) -> int:
+    async def _requeue(self, statement: str, owner: str, rollout_ids: Sequence[str] | None) -> int:
         ids = None if rollout_ids is None else to_json(rollout_ids).decode()
         values = {"owner": owner, "ids": ids, "now": self._clock()}
         rows = await self._write(lambda db: db.execute(statement, values).fetchall())
@@ -163,7 +169,7 @@ class SqliteStore(Store):
     async def finish(self, lease: Lease, owner: str, result: Rollout) -> bool:
         if not result.state.terminal or result.rollout_id != lease.rollout_id:
             raise ValueError(
-                f"{result.rollout_id} in state {result.state} is not a result of {lease.rollout_id}"
+                f"{result.rollout_id} in state {result.state} is not a result of the leased {lease.rollout_id}"
             )
         values = self._held(lease, owner) | {
             "state": result.state,
@@ -233,7 +239,7 @@ class SqliteStore(Store):
         return await self._newest_event.wait_above(after)
 
     async def wait_for_result(self, rollout_id: str) -> Rollout | None:
-        ended = self._results.get(rollout_id)  # before the look, so that nothing falls between
+        ended = self._results.get(rollout_id)  # before reading, so that no change is missed
         rollout = await self.get(rollout_id)
         if rollout is None or rollout.state.terminal:
             return rollout
@@ -250,7 +256,7 @@ class SqliteStore(Store):
         return await self._thread.run(job, writes=False)
 
     def _held(self, lease: Lease, owner: str) -> dict[str, Any]:
-        """What the statements need that act on a lease, if it is held."""
+        """Return the parameters of a statement on a lease."""
         return {"id": lease.rollout_id, "owner": owner, "token": lease.token, "now": self._clock()}
 
     def _announce(self, ended: Iterable[str]) -> None:
@@ -263,7 +269,9 @@ class SqliteStore(Store):
     ) -> RolloutPage:
         if cursor is not None and not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):
             problem = FieldError(path="query.cursor", message=f"{cursor!r} is not a cursor")
-            raise InvalidFieldError([problem], hint="Pass `next_cursor` of the page before, or leave it out.")
+            raise InvalidFieldError(
+                [problem], hint="Pass `next_cursor` of the previous page, or omit the cursor."
+            )
         values = {"state": state, "after": int(cursor or 0), "limit": limit}
         return await self._read(lambda db: statements.page(db, values))
 

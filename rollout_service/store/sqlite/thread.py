@@ -1,9 +1,12 @@
-"""One thread that owns the database, and commits in groups.
+"""The thread that owns the database and commits in groups.
 
-Guarantees: jobs run one at a time, in the order in which they were asked for; the writing jobs that are
-waiting at the time share one transaction, and so one flush to the disk; a job that fails undoes what it did
-and nothing else; a result is handed out after its transaction is on the disk; the event loop never waits for
-the disk; if the thread itself fails, every caller is told, and `failed` too.
+Guarantees:
+- Jobs run one at a time, in the order of their requests.
+- Writing jobs that wait at the same time share one transaction, and so one flush to the disk.
+- A job that fails undoes its own changes and no others.
+- A result is returned only after its transaction is on the disk.
+- The event loop never waits for the disk.
+- If the thread itself fails, every caller gets an error, and `failed` raises it.
 """
 
 from __future__ import annotations
@@ -30,9 +33,9 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 PROBLEM_SECONDS = 3.0
-"""How long a failure is shown at least."""
+"""The shortest time for which `problem` reports a failure."""
 MAX_BATCH = 256
-"""Jobs in one transaction, so that the first of them does not wait for too many others."""
+"""The most jobs in one transaction, so that the first does not wait for too many others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class _JobResult:
     error: BaseException | None = None
 
     def deliver(self) -> None:
-        """Hand it to the caller, unless the caller is gone."""
+        """Pass the result to the caller, unless the caller is gone."""
         if self.job.future.done():
             return
         if self.error is not None:
@@ -59,7 +62,7 @@ class _JobResult:
 
 
 class DatabaseThread:
-    """Runs jobs on a store's file; made by `start`, ended by `close`."""
+    """A thread that runs jobs on a store's file, from `start` to `close`."""
 
     def __init__(self, path: Path | str, on_commit: Callable[[int], None]) -> None:
         """`on_commit` is called on the event loop after each commit, with the id of the newest event."""
@@ -74,20 +77,24 @@ class DatabaseThread:
         self._failed_at = 0.0
         self._recovered = True
         self._is_reported = False
-        """Whether the log has said that writing fails, and not yet that it works again."""
+        """Whether the log reports that writing fails, and not yet that it works again."""
         self.errors = 0
-        """Jobs that the database failed."""
+        """The number of jobs that failed because of the database."""
         self._died = anyio.Event()
 
     async def start(self) -> None:
-        """Open the file; raises StoreError when that fails."""
+        """Start the thread and open the file.
+
+        Raises:
+            StoreError: the file cannot be opened.
+        """
         self._thread.start()
         with anyio.CancelScope(shield=True):
             await self._opened
 
     @property
     def problem(self) -> StoreError | None:
-        """Why writes fail. On a full disk small ones go through, so a success alone does not end it."""
+        """Why writes fail, or None. On a full disk small writes succeed, so one success does not end the problem."""
         failing = not self._recovered or time.monotonic() - self._failed_at < PROBLEM_SECONDS
         return self._failure if failing else None
 
@@ -100,23 +107,27 @@ class DatabaseThread:
         return total
 
     async def failed(self) -> None:
-        """Wait until the thread fails, which it never should; then raises StoreError."""
+        """Wait until the thread fails, which only a defect can cause.
+
+        Raises:
+            StoreError: the thread has failed.
+        """
         await self._died.wait()
         raise self._failure or StoreError("the store failed")
 
     async def run(self, job: Callable[[sqlite3.Connection], T], *, writes: bool) -> T:
-        """Return the result of a job once it is durable; cancelling the caller does not stop a job.
+        """Run a job, and return its result once it is durable; cancelling the caller does not stop the job.
 
         Raises:
-            StoreError: the database failed, or it is closed.
-            DefectError: the job's own statement is wrong.
-            Exception: whatever the job raised.
+            StoreError: the database failed, or the store is closed.
+            DefectError: a statement of the job is wrong.
+            Exception: whatever the job raises.
         """
         if self._died.is_set():
             raise self._failure or StoreError("the store failed")
         if self._closed:
             raise StoreError(
-                "the store is closed", hint="The service is shutting down; ask again after its restart."
+                "the store is closed", hint="The service is shutting down; try again after its restart."
             )
         future: asyncio.Future[T] = self._loop.create_future()
         self._jobs.put(_DatabaseJob(job, future, writes))
@@ -125,7 +136,7 @@ class DatabaseThread:
         return future.result()
 
     async def close(self) -> None:
-        """Run the jobs that were asked for, close the file and end the thread; idempotent."""
+        """Run the remaining jobs, close the file and end the thread; idempotent."""
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
@@ -149,7 +160,7 @@ class DatabaseThread:
             database.close()
 
     def _next_batch(self) -> list[_DatabaseJob]:
-        """The jobs that are waiting, at least one; empty when the thread is to end."""
+        """Return the waiting jobs, at least one; an empty list ends the thread."""
         batch: list[_DatabaseJob] = []
         job = self._jobs.get()
         while job is not None:
@@ -181,7 +192,7 @@ class DatabaseThread:
         self._call(self._deliver, outcomes, newest if writes else None)
 
     def _die(self, error: BaseException, batch: list[_DatabaseJob]) -> None:
-        """Tell everyone who waits; what the batch did is undone with the connection's end."""
+        """Fail everyone who waits; closing the connection rolls the batch back."""
         self._failure = StoreError(
             f"the store's thread failed: {type(error).__name__}: {error}", hint="Restart the service."
         )
@@ -205,7 +216,7 @@ class DatabaseThread:
             self._on_commit(newest)
 
     def _report(self) -> None:
-        """Log that writing fails, and that it works again, once each."""
+        """Log once that writing fails, and once that it works again."""
         problem = self.problem
         if problem is not None and not self._is_reported:
             log.error("the store fails", path=str(self._path), error=str(problem), hint=problem.hint)
@@ -214,13 +225,17 @@ class DatabaseThread:
         self._is_reported = problem is not None
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function on the event loop, if that still runs: else nobody waits for an answer."""
+        """Call a function on the event loop, unless the loop is closed and nobody waits."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *arguments)
 
 
 def _attempt(connection: sqlite3.Connection, job: _DatabaseJob) -> _JobResult:
-    """Run one job; its failure is its own, unless it ended the whole transaction (then sqlite3.Error)."""
+    """Run one job in a savepoint.
+
+    Raises:
+        sqlite3.Error: the job's failure ended the whole transaction.
+    """
     if job.writes:
         connection.execute("SAVEPOINT job")
     try:

@@ -78,7 +78,7 @@ async def test_a_database_that_is_damaged(tmp_path: Path) -> None:
         await service.store._read(lambda db: db.execute("PRAGMA shrink_memory").fetchall())
         for method, path in (("GET", "/v1/runs"), ("GET", "/v1/runs/r7"), ("POST", "/v1/runs/r7/lease")):
             problem = refused(await client.request(method, path))
-            assert "restore a copy" in problem.detail
+            assert "restore a backup" in problem.detail
         assert any("restore" in reason for reason in (await client.get("/ready")).json()["reasons"])
         assert (await client.get("/health")).status_code == 200
         database.write_bytes(whole)

@@ -118,6 +118,20 @@ async def test_leases_of_an_earlier_release_give_back_attempts_that_never_began(
         assert {lease.rollout_id: lease.attempt for lease in leases} == {"r1": 3, "r2": 4}
 
 
+async def test_a_damaged_record_fails_its_rollout_and_no_other(path: Path) -> None:
+    async with await SqliteStore.open(path) as store:
+        for number in (1, 2):
+            await store.submit(order(number))
+        await store._write(lambda db: db.execute("UPDATE requests SET request = '{' WHERE seq = 1"))
+        assert await store.claim("here", limit=1, lease_seconds=10) == []
+        await store.wait_for_work()
+        (lease,) = await store.claim("here", limit=1, lease_seconds=10)
+        assert lease.rollout_id == "r2"
+        assert await store.counts() == {RolloutState.QUEUED: 1, RolloutState.FAILED: 1}
+        newest = (await store.events(after=0))[-1]
+        assert (newest.subject, newest.data["state"], newest.data["code"]) == ("r1", "failed", "record_lost")
+
+
 async def test_a_database_of_another_program_is_refused(path: Path) -> None:
     path.parent.mkdir()
     with closing(sqlite3.connect(path)) as db:
@@ -130,7 +144,7 @@ async def test_a_file_that_is_no_database_is_refused_with_a_hint(path: Path) -> 
     write(path, b"not a database, but long enough to have a header" * 100)
     with pytest.raises(StoreError, match="not a database") as caught:
         await SqliteStore.open(path)
-    assert "restore a copy" in caught.value.hint
+    assert "restore a backup" in caught.value.hint
 
 
 async def test_a_path_that_cannot_be_created_is_refused_with_a_hint(tmp_path: Path) -> None:

@@ -541,7 +541,7 @@ async def stopped(it: Bench, code: str) -> None:
     while (run := await it.store.runs.get("a")).problem is None:
         await anyio.sleep(0.01)
     assert (run.state, run.problem.code) == (RunState.PAUSED, code)
-    assert "restore a copy" in run.problem.hint.lower()
+    assert "restore a backup" in run.problem.hint.lower()
     assert sum(len(batch.groups) for batch in await it.all("b")) == 8
     assert f'rollout_run_problems_total{{code="{code}"}} 1.0' in it.metrics.render().decode()
 
