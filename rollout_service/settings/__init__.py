@@ -1,7 +1,7 @@
 """The service's settings: flags over `ROLLOUT_*` environment variables over `rollout.toml` over defaults.
 
-Guarantees: every key is known (an unknown one is refused together with the nearest known key), and a service
-that listens beyond loopback without a key does not start. Nested keys are tables in TOML and `__` in variables:
+Guarantees: every key is known (an unknown one is refused, with the closest known key), and a service that listens
+beyond loopback without a key does not start. Nested keys are tables in TOML and `__` in variables:
 `[pipeline] rollout_workers = 64` is `ROLLOUT_PIPELINE__ROLLOUT_WORKERS=64`.
 """
 
@@ -48,16 +48,16 @@ from sandboxes.config import (
 
 
 class DefaultEngine(StrEnum):
-    """What serves the policy when no backend is named."""
+    """The engine that serves the policy when no backend is configured."""
 
     EMBEDDED = "embedded"
-    """The small CPU engine, started and ended with the service."""
+    """The small CPU engine, started and stopped with the service."""
     NONE = "none"
-    """Nothing: backends are registered over HTTP."""
+    """No engine: backends are registered over HTTP."""
 
 
 def _split(value: object) -> object:
-    """Read a variable that holds one value, several with commas between, or a JSON list."""
+    """Parse a variable that holds one value, several separated by commas, or a JSON list."""
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("["):
@@ -67,12 +67,12 @@ def _split(value: object) -> object:
             raise ValueError(f"not a valid JSON list: {error}") from None
     parts = [part.strip() for part in value.split(",")]
     if not all(parts):
-        raise ValueError("the variable holds an empty value; give it one, or unset it")
+        raise ValueError("the value is empty, or a part of it is; set it, or unset the variable")
     return parts
 
 
 def _addresses(value: object) -> object:
-    """Take an engine that is only an address as one with the usual settings."""
+    """Turn an engine that is only an address into one with default settings."""
     return (
         [{"url": one} if isinstance(one, str) else one for one in value] if isinstance(value, list) else value
     )
@@ -91,41 +91,43 @@ class Section(BaseModel):
 
 
 class PipelineSettings(Section):
-    """How many rollouts are in each stage at once.
+    """How many rollouts each stage holds at once.
 
-    Sandboxes alive at any time: at most init_workers + rollout_queue + rollout_workers + evaluate_workers, plus
+    At most init_workers + rollout_queue + rollout_workers + evaluate_workers sandboxes are alive at any time, plus
     evaluate_queue for environments that are scored in the agent's own sandbox.
     """
 
     init_queue: int = Field(32, ge=1)
-    """Rollouts leased from the store that wait for an init worker."""
+    """The most rollouts that wait for an init worker, after they were leased from the store."""
     init_workers: int = Field(8, ge=1)
-    """Rollouts being set up at once: their sandboxes start, with the sessions of their tools."""
+    """The most rollouts being set up at once: starting their sandboxes, and the sessions of their tools."""
     rollout_queue: int = Field(2, ge=1)
-    """Rollouts whose sandbox is ready and that wait for a rollout worker."""
+    """The most rollouts that wait for a rollout worker, with their sandbox ready."""
     rollout_workers: int = Field(16, ge=1)
-    """Agents at work at once."""
+    """The most agents running at once."""
     evaluate_queue: int = Field(256, ge=1)
-    """Rollouts whose agent has ended and that wait for an evaluate worker."""
+    """The most rollouts that wait for an evaluate worker, with their agent ended."""
     evaluate_workers: int = Field(4, ge=1)
-    """Outcomes being scored at once."""
+    """The most rollouts being scored at once."""
     artifacts_bytes: int = Field(8 * 1024**3, ge=16 * 1024**2)
-    """The space on the host's temporary disk for what agents left until it is scored; agents wait for room."""
+    """The most space that agents' artifacts may take on the host's temporary disk until they are scored; when it is
+    full, rollouts wait for room."""
     max_attempts: int = Field(3, ge=1)
-    """Attempts at one rollout, the first included; only infrastructure failures are tried again."""
+    """The most attempts at one rollout, including the first; only infrastructure failures are retried."""
     retry_seconds: float = Field(0.5, ge=0)
-    """The wait before the second attempt; it doubles with every further one."""
+    """The wait before the second attempt; it doubles with every further attempt."""
     lease_seconds: float = Field(30.0, gt=0)
-    """How long a rollout stays with a service that has stopped renewing its lease."""
+    """How long a rollout stays leased to a service that has stopped renewing the lease."""
     drain_seconds: float = Field(10.0, ge=0)
-    """How long a shutdown waits for rollouts to end before it hands them back to the store."""
+    """How long a shutdown waits for rollouts to end before it returns them to the store."""
 
 
 class SandboxesSettings(Section):
-    """How many sandboxes are alive at once, and which are started ahead."""
+    """How many sandboxes are alive at once, and how many are started ahead."""
 
     ceiling: int | None = Field(None, ge=2)
-    """Never more than so many, warm ones included; one place is for graders. Left out, what the stages can hold."""
+    """The most sandboxes alive at once, warm ones included; one is reserved for graders. Left out, as many as the
+    stages can hold."""
     warm: WarmPoolConfig = WarmPoolConfig()
     pressure: PressureConfig = PressureConfig()
 
@@ -134,9 +136,9 @@ class EmbeddedSettings(Section):
     """The embedded engine."""
 
     model: str = "calc-tuned"
-    """A shipped policy (`calc-base`, `calc-tuned`) or the folder of a Qwen3 checkpoint."""
+    """The model: a shipped policy (`calc-base`, `calc-tuned`), or the folder of a Qwen3 checkpoint."""
     threads: int = Field(1, ge=1)
-    """Threads that it computes with."""
+    """The number of threads that the engine computes with."""
 
 
 class PoolSettings(Section):
@@ -146,54 +148,54 @@ class PoolSettings(Section):
     """How a backend is chosen: `cost` expects what each would take, prefix caches included; `least_loaded` only counts
     rollouts and requests, for engines that share no prefixes."""
     max_in_flight: int | None = Field(None, ge=1)
-    """Requests that all its backends together work on; further ones wait, those of the oldest rollouts first."""
+    """The most requests in flight at all backends together; more wait, and those of the oldest rollouts go first."""
     max_in_flight_per_backend: int | None = Field(None, ge=1)
-    """The same for each backend that was registered without a limit of its own."""
+    """The most requests in flight at each backend that was registered without a limit of its own."""
     stall_seconds: float = Field(60.0, gt=0)
-    """How long a call may be open at an engine that shows no progress before it goes to another."""
+    """How long a request may wait for an engine that shows no progress before it is sent to another."""
 
 
 class HttpSettings(Section):
-    """The limits of connections to the API."""
+    """Limits on connections to the API."""
 
     max_head_bytes: int = Field(32 * 1024, ge=1_024)
-    """The request line and the headers."""
+    """The largest request line and headers."""
     head_seconds: float = Field(10.0, gt=0)
-    """How long a peer may take to send a request's head, or for its TLS handshake."""
+    """How long a peer may take to send a request's head, or to complete the TLS handshake."""
     body_seconds: float = Field(30.0, gt=0)
-    """How long a peer may take to send a body; every 16 KiB that have come add a second."""
+    """How long a peer may take to send a body; every 16 KiB received extend it by a second."""
     keep_alive_seconds: int = Field(20, ge=1)
     """How long a connection may be idle between two requests."""
     write_seconds: float = Field(120.0, gt=0)
-    """How long a peer may leave its answer unread."""
+    """How long a peer may leave its response unread."""
     max_connections: int | None = Field(None, ge=1)
-    """Connections that have sent a valid key, open at once. Left out, 10,000, or fewer where the limit of open files
-    is low: all connections take at most half of it."""
+    """The most open connections that have sent a valid key. Left out, 10,000, or fewer if the limit on open files is
+    low: all connections take at most half of it."""
 
 
 class RetentionSettings(Section):
-    """How long what has ended is kept, in seconds; for ever when left out.
+    """How long ended work is kept, in seconds. Left out, it is kept forever.
 
-    Nothing is deleted that a trainer has still to acknowledge. See docs/reference/runs.md, Retention.
+    Nothing is deleted before its trainer has acknowledged it. See docs/reference/runs.md, Retention.
     """
 
     ended_run_seconds: float | None = Field(None, ge=0)
-    """Runs that are over, with all that they made."""
+    """Runs that are over, with everything that they produced."""
     settled_group_seconds: float | None = Field(None, ge=0)
-    """The rollouts of groups that were acknowledged or dropped; their tokens go earlier, by the run's `retention`."""
+    """Rollouts of groups that were acknowledged or dropped; the run's `retention` says when their tokens go."""
     rollout_seconds: float | None = Field(None, ge=0)
-    """Rollouts that belong to no run, read or not: nobody acknowledges them."""
+    """Rollouts that belong to no run, whether or not anyone has read them."""
 
 
 class LogFormat(StrEnum):
-    """How the log is written."""
+    """The format of the log."""
 
     CONSOLE = "console"
     JSON = "json"
 
 
 class Settings(BaseSettings):
-    """Everything that can be set."""
+    """All settings of the service."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX,
@@ -204,66 +206,69 @@ class Settings(BaseSettings):
     )
 
     host: str = "127.0.0.1"
-    """The address to listen on; beyond loopback it needs `keys`."""
+    """The address to listen on; an address beyond loopback requires `keys`."""
     port: int = Field(8080, ge=0, le=65_535)
-    """The port to listen on; 0 takes a free one."""
+    """The port to listen on; 0 picks a free one."""
     keys: Keys = []
-    """Bearer keys of the API; needed beyond loopback. A key is a value, which has the role `admin`, or a table with
-    `name`, `role` (`read`, `submit`, `admin`) and `key`."""
+    """The API's bearer keys; required beyond loopback. A key is a table with `name`, `role` (`read`, `submit`, or
+    `admin`), and `key`, or just a value, which gets the role `admin`."""
     keys_file: Path | None = None
-    """A TOML file with more of them as `[[keys]]` tables, which may change while the service runs."""
+    """A TOML file with more keys, as `[[keys]]` tables. It may change while the service runs."""
     allowed_hosts: Names = []
-    """Names that requests may use for this server, `*.NAME` for all below one. Left out, a server with keys answers to
-    any name, and one without to those of this machine. Pages of a listed name may send orders."""
+    """Host names that requests may use for this server; `*.NAME` allows all subdomains. Left out, a server with keys
+    answers to any name, and one without keys to the names of this machine. Web pages of a listed name may send
+    changes."""
     tls_certificate: Path | None = None
-    """A PEM file with the server's certificate and its chain; with it the API is HTTPS. A renewed one is used for new
-    connections without a restart."""
+    """A PEM file with the server's certificate and its chain. If set, the API is served over HTTPS; a renewed file is
+    used for new connections without a restart."""
     tls_key: Path | None = None
-    """A PEM file with the key of the certificate, unless that is in the same file."""
+    """A PEM file with the certificate's private key, unless it is in the same file."""
     tls_key_password: SecretStr | None = None
-    """The password of an encrypted key."""
+    """The password of an encrypted private key."""
     state_dir: Path = Field(default_factory=default_state_dir)
-    """Where the store is kept, and which run folders of sandboxes were in use; on a local disk. Left out,
+    """The folder for the store, and for the record of the sandboxes' run folders; it must be on a local disk. Left out,
     `$XDG_STATE_HOME/rollout-service`, or `~/.local/state/rollout-service`."""
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1_024)
-    """A larger request is refused."""
+    """The largest request body."""
     http: HttpSettings = HttpSettings()
     environments: Paths = []
-    """Folders with an `environment.toml`, or images that carry one."""
+    """Environments to load: folders with an `environment.toml`, or images that contain one."""
     images_dir: Path | None = None
-    """Where named images are; `~/.cache/rollout-service/images` when left out."""
+    """The folder for named images. Left out, `~/.cache/rollout-service/images`."""
     images_budget_bytes: int | None = Field(None, ge=0)
-    """How much they may take: the least recently used go, copies of pulled ones first. No limit when left out."""
+    """The most space for named images: the least recently used are removed, copies of pulled images first. Left out,
+    there is no limit."""
     sandbox: ProviderConfig = Field(default_factory=ApptainerConfig)
-    """What runs untrusted code; `provider = "local"` isolates nothing and must be asked for."""
+    """What runs untrusted code. `provider = "local"` isolates nothing, and is never the default."""
     sandboxes: SandboxesSettings = SandboxesSettings()
     engine: DefaultEngine = DefaultEngine.EMBEDDED
-    """What serves the policy when no backend is named: the small CPU engine, or nothing until one is registered."""
+    """What serves the policy when no backend is configured: the small CPU engine, or nothing until one is
+    registered."""
     embedded: EmbeddedSettings = EmbeddedSettings()
     backends: Backends = []
-    """Engines to register at the start; with any of these the embedded engine is not started."""
+    """Engines to register at the start; if there are any, the embedded engine is not started."""
     pools: dict[str, PoolSettings] = {}
-    """Limits of the pools, by name: `[pools.judge]` with `max_in_flight = 64`."""
+    """Limits of the pools, by name, such as `[pools.judge]` with `max_in_flight = 64`."""
     pipeline: PipelineSettings = PipelineSettings()
     retention: RetentionSettings = RetentionSettings()
     hold_seconds: float = Field(300.0, gt=0)
-    """How long a request of an agent waits while its pool is paused."""
+    """How long an agent's request waits while its pool is paused."""
     log_format: LogFormat = LogFormat.CONSOLE
-    """`console` for people, `json` for programs: an object a line."""
+    """The format of the log: `console` for people, or `json` for programs, one object per line."""
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
-    """The least severe messages that are logged: `debug`, `info`, `warning` or `error`."""
+    """The lowest level that is logged: `debug`, `info`, `warning`, or `error`."""
 
     @field_validator("sandbox", mode="before")
     @classmethod
     def _provider_has_a_default(cls, sandbox: Any) -> Any:
-        """Take a table without `provider` for one of Apptainer."""
+        """Treat a table without `provider` as Apptainer's."""
         return {"provider": "apptainer"} | sandbox if isinstance(sandbox, dict) else sandbox
 
     _file: Path | None = PrivateAttr(None)
 
     @property
     def file(self) -> Path | None:
-        """The settings file that was read, if there was one."""
+        """The settings file that was read, if any."""
         return self._file
 
     @model_validator(mode="after")
@@ -271,22 +276,22 @@ class Settings(BaseSettings):
         if not self.is_keyed and not is_loopback(self.host):
             client = f" ({ENV_PREFIX}KEY is the client's)" if f"{ENV_PREFIX}KEY" in os.environ else ""
             raise ValueError(
-                f"host {self.host} listens beyond loopback and no key is set: set {ENV_PREFIX}KEYS{client}, "
-                f"`keys` in rollout.toml or --keys-file, or listen on 127.0.0.1; make a key with `{KEY_COMMAND}`"
+                f"host {self.host} listens beyond loopback, but no key is set: set {ENV_PREFIX}KEYS{client}, "
+                f"`keys` in rollout.toml, or --keys-file, or listen on 127.0.0.1. Generate a key with `{KEY_COMMAND}`"
             )
         check_unique(self.keys)
         if self.tls_key is not None and self.tls_certificate is None:
-            raise ValueError("tls_key is set, and tls_certificate is not")
+            raise ValueError("tls_key is set, but tls_certificate is not")
         return self
 
     @property
     def is_keyed(self) -> bool:
-        """Whether the API asks for a key."""
+        """Whether the API requires a key."""
         return bool(self.keys) or self.keys_file is not None
 
     @property
     def sandbox_ceiling(self) -> int:
-        """How many sandboxes may be alive: as set, or what the stages and the warm pool can hold in all."""
+        """The most sandboxes alive at once: the setting, or what the stages and the warm pool can hold."""
         stages, warm = self.pipeline, self.sandboxes.warm
         bound = stages.init_workers + stages.rollout_queue + stages.rollout_workers
         bound += stages.evaluate_workers + stages.evaluate_queue
@@ -294,12 +299,12 @@ class Settings(BaseSettings):
 
     @property
     def database(self) -> Path:
-        """The file of the store."""
+        """The store's database file."""
         return self.state_dir.expanduser() / "rollouts.sqlite3"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server that binds this host can be reached from this machine only."""
+    """Return whether a server bound to this host can be reached only from this machine."""
     if host == "localhost":
         return True
     try:
@@ -309,12 +314,20 @@ def is_loopback(host: str) -> bool:
 
 
 def load_settings(config: Path | None = None, /, **flags: Any) -> Settings:
-    """Read the settings; raises ConfigurationError that names every key at fault and what to write instead."""
+    """Read and validate the settings.
+
+    Raises:
+        ConfigurationError: A source cannot be read, or a value is invalid; the message names every such key.
+    """
     return build_settings(read_sources(config, **flags))
 
 
 def read_sources(config: Path | None = None, /, **flags: Any) -> Sources:
-    """Collect what flags, variables and the file say; raises ConfigurationError for what cannot be read."""
+    """Read the flags, variables, and file that settings come from.
+
+    Raises:
+        ConfigurationError: A source cannot be read, or a variable is unknown.
+    """
     path = config or Path(os.environ.get(f"{ENV_PREFIX}CONFIG", "rollout.toml"))
     must_exist = config is not None or f"{ENV_PREFIX}CONFIG" in os.environ
     given = {name: value for name, value in flags.items() if value is not None}
@@ -324,7 +337,11 @@ def read_sources(config: Path | None = None, /, **flags: Any) -> Sources:
 
 
 def build_settings(sources: Sources) -> Settings:
-    """Make settings of what was given; raises ConfigurationError that says where each mistake stands."""
+    """Validate the sources, and build the settings from them.
+
+    Raises:
+        ConfigurationError: A value is invalid; the message says where each one was set.
+    """
 
     class _Layered(Settings):
         @classmethod
@@ -342,7 +359,7 @@ def build_settings(sources: Sources) -> Settings:
     try:
         settings = _Layered(**sources.flags)
     except ValidationError as error:
-        raise ConfigurationError(_explain(error, sources), hint=HINT) from None  # it shows what was given
+        raise ConfigurationError(_explain(error, sources), hint=HINT) from None  # it would show the values
     settings._file = sources.file
     return settings
 
@@ -361,7 +378,7 @@ def _explain(error: ValidationError, sources: Sources) -> str:
 
 
 def _without_tags(path: list[str]) -> list[str]:
-    """Return the path without pydantic's tags for one of several tables, such as `sandbox.apptainer`."""
+    """Return the path without the tags that pydantic adds for union members, such as `sandbox.apptainer`."""
     if path[:1] == ["sandbox"] and len(path) > 2:
         return [path[0], *path[2:]]
     return path

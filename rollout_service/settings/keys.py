@@ -1,6 +1,6 @@
-"""The keys of the settings, read off their models: for the reference, for variables, and to guess what was meant.
+"""The keys of the settings, derived from their models: for the reference, for variables, and for suggestions.
 
-Guarantee: every key that can be set is here once, with its table, its type and the docstring below its field.
+Guarantee: every key that can be set is listed once, with its table, its type, and its field's docstring.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic_settings import NoDecode
 
 _CONTAINERS = (list, tuple, set, dict)
 ANY_NAME = "NAME"
-"""Stands in paths for a name that the user chooses, as that of a pool."""
+"""The placeholder in paths for a name that the user chooses, such as a pool's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,25 +29,25 @@ class Key:
 
     @property
     def dotted(self) -> str:
-        """The path as `table.key`."""
+        """The path, written `table.key`."""
         return ".".join(self.path)
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of the settings: the keys that stand in it directly."""
+    """A table of the settings, with the keys directly in it."""
 
     path: tuple[str, ...]
     about: str
     keys: list[Key]
     tag: str = ""
-    """Which one of several tables at this path it is, as `provider = "apptainer"`."""
+    """What tells it from other tables at the same path, such as `provider = "apptainer"`."""
     repeated: bool = False
-    """Whether it is an entry of a list, `[[table]]` in TOML."""
+    """Whether it is a list entry, `[[table]]` in TOML."""
 
 
 def iter_tables(model: type[BaseModel], path: tuple[str, ...] = (), tag: str = "") -> Iterator[Table]:
-    """Yield the table of a model, and those of the models that its fields hold."""
+    """Yield the table of a model, and the tables of the models in its fields."""
     fields = model.model_fields.items()
     keys = [Key((*path, name), field) for name, field in fields if not is_table(field.annotation)]
     yield Table(path, _about(model), keys, tag)
@@ -64,7 +64,7 @@ def known_keys(model: type[BaseModel]) -> set[str]:
 
 
 def fields_at(model: type[BaseModel], path: Sequence[str]) -> list[FieldInfo]:
-    """Return the fields that a path may lead to; none when there is no such key."""
+    """Return the fields that a path may lead to; none if there is no such key."""
     fields = [FieldInfo(annotation=model)]
     for part in path:
         fields = [below for one in fields for below in _step(one.annotation, part)]
@@ -72,7 +72,7 @@ def fields_at(model: type[BaseModel], path: Sequence[str]) -> list[FieldInfo]:
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:
-    """Return the models that a value may be: the one, or those of a union."""
+    """Return the models that a value may be: a single one, or those of a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if get_origin(annotation) in (Annotated, Union, UnionType):
@@ -81,12 +81,12 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def is_table(annotation: Any) -> bool:
-    """Return whether a value is a table in TOML, by itself or by names that the user chooses."""
+    """Return whether a value is a table in TOML, or a table of tables whose names the user chooses."""
     return bool(models_in(annotation)) or (get_origin(annotation) is dict and bool(_values_of(annotation)))
 
 
 def is_json(field: FieldInfo) -> bool:
-    """Return whether an environment variable gives the value as JSON."""
+    """Return whether an environment variable must give the value as JSON."""
     if NoDecode in field.metadata:
         return False
     return is_table(field.annotation) or get_origin(_without_none(field.annotation)) in _CONTAINERS
@@ -113,7 +113,7 @@ def _step(annotation: Any, part: str) -> Iterator[FieldInfo]:
 
 
 def _values_of(annotation: Any) -> list[type[BaseModel]]:
-    """Return the models of a table whose keys are names."""
+    """Return the models of the values in a table whose keys are names."""
     return models_in(get_args(annotation)[1]) if get_origin(annotation) is dict else []
 
 

@@ -1,7 +1,6 @@
-"""Where settings come from: flags over variables over the file over defaults.
+"""The sources of settings: flags over variables over the file over defaults.
 
-Guarantee: every value, and every mistake, can be traced to the flag, the variable, or the line of the file that it
-stands in.
+Guarantee: every value, and every mistake, is traced to its flag, its variable, or its line in the file.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from rollout_service.settings.keys import fields_at, is_json, known_keys
 
 ENV_PREFIX = "ROLLOUT_"
 OTHER_VARIABLES = {
-    "ROLLOUT_APPTAINER": "the apptainer to use",
-    "ROLLOUT_CA_FILE": "the certificates that commands trust, instead of the system's",
+    "ROLLOUT_APPTAINER": "the `apptainer` executable to use",
+    "ROLLOUT_CA_FILE": "the CA certificates that commands trust, instead of the system's",
     "ROLLOUT_CONFIG": "the settings file, instead of `rollout.toml` in the working folder",
     "ROLLOUT_KEY": "the bearer key that commands send",
-    "ROLLOUT_URL": "the server that commands talk to",
+    "ROLLOUT_URL": "the URL of the server that commands talk to",
     "ROLLOUT_PYTHON": "the Python that `scripts/` installs with",
     "ROLLOUT_SGLANG_ENV": "where `scripts/install-sglang` put SGLang",
-    "ROLLOUT_TEST_WORKERS": "processes of `scripts/test`",
+    "ROLLOUT_TEST_WORKERS": "the number of processes of `scripts/test`",
     "ROLLOUT_TORCH_INDEX": "where the scripts get torch from",
     "ROLLOUT_VLLM_ENV": "where `scripts/install-vllm` put vLLM",
 }
-"""Variables with our prefix that are not settings of the server."""
+"""Variables with the prefix of settings that are not settings."""
 FLAGS = {
     "host": "--host",
     "port": "--port",
@@ -54,14 +53,14 @@ FLAGS = {
     "sandboxes.warm.size": "--warm-sandboxes",
     "log_level": "--log-level",
 }
-"""The flags of `serve` that are settings, by key."""
-HINT = "`rollout-service config docs` lists the settings."
+"""The flags of `serve` that set a key, by key."""
+HINT = "`rollout-service config docs` lists all settings."
 _HEADER = re.compile(r"^\s*\[\[?\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?$")
 _ASSIGNMENT = re.compile(r"""^\s*([\w.\-"' ]+?)\s*=""")
 
 
 class Origin(StrEnum):
-    """The kind of source that set a value."""
+    """The kind of source that a value comes from."""
 
     FLAG = "flag"
     VARIABLE = "variable"
@@ -71,7 +70,7 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a value comes from; `where` is the flag, the variable, or `FILE:LINE`."""
+    """The source of a value; `where` is the flag, the variable, or `FILE:LINE`."""
 
     origin: Origin
     where: str = ""
@@ -79,7 +78,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """All that was given, before it is validated."""
+    """Everything that was set, before validation."""
 
     flags: Mapping[str, Any]
     variables: Mapping[str, str]
@@ -87,13 +86,17 @@ class Sources:
     """The settings file, if there is one."""
     table: Mapping[str, Any] = field(default_factory=dict)
     lines: Mapping[tuple[str, ...], int] = field(default_factory=dict)
-    """The lines of the file that keys and tables stand in."""
+    """The line in the file of each key and table."""
 
     @classmethod
     def read(
         cls, flags: Mapping[str, Any], environ: Mapping[str, str], path: Path, *, must_exist: bool
     ) -> Sources:
-        """Read the file and pick the variables; raises ConfigurationError."""
+        """Read the file, and pick the variables that are settings.
+
+        Raises:
+            ConfigurationError: The file is missing though it must exist, cannot be read, or is not valid TOML.
+        """
         given = {name: value for name, value in environ.items() if name.upper().startswith(ENV_PREFIX)}
         variables = {
             name.upper(): value for name, value in given.items() if name.upper() not in OTHER_VARIABLES
@@ -103,14 +106,18 @@ class Sources:
             return cls(flags, variables, path.absolute(), tomllib.loads(text), _lines(text))
         except FileNotFoundError:
             if must_exist:
-                raise ConfigurationError(f"there is no settings file {path}") from None
+                raise ConfigurationError(f"the settings file {path} does not exist") from None
             return cls(flags, variables, None)
         except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             what = "cannot be read" if isinstance(error, OSError) else "is not valid TOML"
             raise ConfigurationError(f"{path} {what}: {error}") from error
 
     def check_variables(self, model: type[BaseModel]) -> None:
-        """Raise ConfigurationError for a variable that is not a setting, or not JSON where it has to be."""
+        """Check that every variable is a setting, and valid JSON if its setting requires JSON.
+
+        Raises:
+            ConfigurationError: One is not.
+        """
         for name, text in self.variables.items():
             fields = fields_at(model, _path(name))
             if not fields:
@@ -120,7 +127,7 @@ class Sources:
                 _refuse_what_is_not_json(name, text)
 
     def source(self, path: Sequence[str]) -> Source:
-        """Return where the value at a path comes from."""
+        """Return the source of the value at a path."""
         if _holds(self.flags, path):
             return Source(Origin.FLAG, _flag(path))
         for name in sorted(self.variables, key=len, reverse=True):
@@ -137,12 +144,12 @@ class Sources:
 
 
 def variable_name(dotted: str) -> str:
-    """Return the variable that sets a key."""
+    """Return the name of the variable that sets a key."""
     return ENV_PREFIX + dotted.replace(".", "__").upper()
 
 
 def _flag(path: Sequence[str]) -> str:
-    """Return the flag that sets the value at a path, or the list that it is in."""
+    """Return the flag that sets the value at a path, or the list that contains it."""
     ways = (FLAGS.get(".".join(path[:end])) for end in range(len(path), 0, -1))
     return next(filter(None, ways), "")
 
@@ -157,12 +164,12 @@ def _refuse_what_is_not_json(name: str, text: str) -> None:
     except ValueError as error:
         example = """a list is '["a", "b"]', a table '{"key": 1}'"""
         raise ConfigurationError(
-            f"{name} is not valid JSON: {error}", hint=f"Quote it: {example}."
+            f"{name} is not valid JSON: {error}", hint=f"Quote it for the shell: {example}."
         ) from error
 
 
 def _tree(variable: str, text: str) -> Any:
-    """Return the variable as a tree of tables with its value as the only leaf."""
+    """Return a variable as a tree of tables, with its value as the only leaf."""
     tree: Any = text
     with suppress(ValueError):
         tree = json.loads(text)
@@ -172,7 +179,7 @@ def _tree(variable: str, text: str) -> Any:
 
 
 def _holds(tree: Any, path: Sequence[str]) -> bool:
-    """Return whether a tree has a value at a path; a list, or a text for one, has all paths below it."""
+    """Return whether a tree has a value at a path; a list, or a text that stands for one, has all paths below it."""
     for part in path:
         if isinstance(tree, list | str):
             return True
@@ -183,7 +190,7 @@ def _holds(tree: Any, path: Sequence[str]) -> bool:
 
 
 def _lines(text: str) -> dict[tuple[str, ...], int]:
-    """Return the line of each table and key; a key in an inline table has that table's line."""
+    """Return the line number of each table and key; a key in an inline table has that table's line."""
     table: tuple[str, ...] = ()
     lines: dict[tuple[str, ...], int] = {}
     for number, line in enumerate(text.splitlines(), start=1):

@@ -1,6 +1,6 @@
-"""The reference of all settings, as Markdown, from the docstrings below their fields.
+"""The reference of all settings, as Markdown, generated from the docstrings of their fields.
 
-Guarantee: every key is in it, with its type, default, variable and flag, so the page is never behind the code.
+Guarantee: every key is included, with its type, default, variable, and flag, so the page is never behind the code.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from rollout_service.settings.sources import FLAGS, OTHER_VARIABLES, variable_na
 HEAD = """# Settings
 <!-- Written by `rollout-service config docs > docs/settings.md`; change the docstrings in the code instead. -->
 
-Every setting is a key in `rollout.toml`, a variable `ROLLOUT_*`, or, for the common ones, a flag of `serve`. Flags win
-over variables, variables over the file. A table's key follows `__` in a variable: `[pipeline] init_workers` is
-`ROLLOUT_PIPELINE__INIT_WORKERS`. Lists and whole tables are JSON in a variable: `ROLLOUT_KEYS='["..."]'`.
+Set a key in `rollout.toml`, as a variable `ROLLOUT_*`, or, for the most common keys, as a flag of `serve`. Flags win
+over variables, and variables over the file. In a variable, `__` separates a table from its key: `[pipeline]
+init_workers` is `ROLLOUT_PIPELINE__INIT_WORKERS`. Lists and whole tables are JSON in a variable:
+`ROLLOUT_KEYS='["..."]'`.
 
 The file is `rollout.toml` in the working folder, or the one that `--config` or `ROLLOUT_CONFIG` names. An unknown key
-or variable is refused together with the nearest known one. `rollout-service config show` prints each value with where
-it comes from; it takes the flags of `serve`."""
+or variable is refused, with the closest known one. `rollout-service config show` prints every value with its source; it
+takes the flags of `serve`."""
 NAMES: dict[Any, str] = {
     str: "text",
     bool: "`true` or `false`",
@@ -112,7 +113,7 @@ def _plural(annotation: Any) -> str:
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
-        return "needed"
+        return "required"
     value = field.default
     if value is None or value is PydanticUndefined:
         return ""
@@ -124,7 +125,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _meaning(key: Key) -> str:
-    """Return the description in one line; for `None`, which no file can have, it says "left out"."""
+    """Return the description on one line, with "left out" for `None`, which a file cannot contain."""
     text = " ".join((key.field.description or "").split())
     text = re.sub(r"(^|[.:] )None\b", r"\1Left out", text)
     return re.sub(r"\bNone\b", "left out", text).replace("|", r"\|")
@@ -132,7 +133,7 @@ def _meaning(key: Key) -> str:
 
 def _other_variables() -> Iterator[str]:
     yield "## Other variables"
-    yield "These begin with `ROLLOUT_` too, and are not settings of the server.\n"
+    yield "These also begin with `ROLLOUT_`, but are not settings of the server.\n"
     yield "| variable | meaning |"
     yield "|---|---|"
     for name, meaning in sorted(OTHER_VARIABLES.items()):

@@ -27,7 +27,7 @@ def serve(folder: Path, *flags: str, **variables: str) -> subprocess.CompletedPr
         (["--model", "/nowhere"], "/nowhere/config.json"),
         (["--host", "0.0.0.0"], "no key is set"),
         (["--engine", "gpu"], "embedded"),
-        (["--config", "/nowhere.toml"], "there is no settings file"),
+        (["--config", "/nowhere.toml"], "settings file /nowhere.toml does not exist"),
     ],
 )
 def test_it_says_why(tmp_path: Path, flags: list[str], says: str) -> None:
