@@ -1,7 +1,7 @@
 """Children of this process: how they start, and how they end (ask, wait, kill, wait again for a bounded time).
 
 A child may outlive that: the kernel can hold a killed process for as long as it needs, and on a busy machine all
-processes end late. Such a child is kept, so that it is collected whenever it ends.
+processes end late. Such a child is kept and collected whenever it ends.
 """
 
 import os
@@ -51,7 +51,7 @@ async def start_process(
 
 
 async def wait_exit(process: subprocess.Popen[bytes], timeout: float) -> bool:
-    """Wait for a child of this process and collect it; return False if it still runs after `timeout` seconds."""
+    """Wait for a child and collect it; return False if it still runs after `timeout` seconds."""
     if process.poll() is not None:
         return True
     fd = os.pidfd_open(process.pid)
@@ -64,7 +64,7 @@ async def wait_exit(process: subprocess.Popen[bytes], timeout: float) -> bool:
 
 
 async def end_process(process: subprocess.Popen[bytes], *, grace: float, kill_wait: float) -> bool:
-    """Wait `grace` seconds for a child that knows it should end, terminate, kill; return whether it has ended."""
+    """Give a child `grace` seconds to end by itself, then terminate and kill it; return whether it has ended."""
     for act in (None, process.terminate, process.kill):
         if act is not None:
             act()
@@ -79,13 +79,13 @@ class _Kept(NamedTuple):
 
 
 class LingeringChildren:
-    """Children that were killed and have not ended yet."""
+    """The children that were killed and have not ended yet."""
 
     def __init__(self) -> None:
         self._kept: list[_Kept] = []
 
     def __len__(self) -> int:
-        """Return how many there are, counting those that ended since the last `collect`."""
+        """Return their number, including those that ended since the last `collect`."""
         return len(self._kept)
 
     def keep(self, process: subprocess.Popen[bytes], finish: Callable[[], None] | None = None) -> None:
@@ -94,7 +94,7 @@ class LingeringChildren:
         self._kept.append(_Kept(process, finish))
 
     async def collect(self) -> None:
-        """Collect the children that have ended since."""
+        """Collect the children that have ended."""
         ended = [kept for kept in self._kept if kept.process.poll() is not None]
         self._kept = [kept for kept in self._kept if kept not in ended]
         for kept in ended:
@@ -103,7 +103,7 @@ class LingeringChildren:
                 await anyio.to_thread.run_sync(kept.finish)
 
     async def wait(self, seconds: float) -> None:
-        """Wait until all have been collected, for `seconds` at most."""
+        """Wait until all have been collected, but at most `seconds`."""
         with anyio.move_on_after(seconds):
             await self.collect()
             while self._kept:

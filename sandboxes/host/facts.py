@@ -1,7 +1,7 @@
-"""What this machine offers to sandboxes: where Apptainer is, and what its kernel lets it do.
+"""What this machine offers to sandboxes: where Apptainer is, and what its kernel allows.
 
-Everything is read, nothing is changed, and nothing raises but `find_apptainer`: a fact that cannot be read
-is reported as the poorer one (`None`, `False`), so that a caller never relies on what nobody saw.
+Everything is read and nothing is changed. Only `find_apptainer` raises: a fact that cannot be read is reported as
+the poorer one (`None`, `False`), so a caller never relies on something that was not seen.
 """
 
 import os
@@ -17,7 +17,7 @@ from sandboxes.host.subordinate_ids import SUBGID, SUBUID, subordinate_ids_of
 from sandboxes.limits.cgroups import CGROUPS, find_control_groups
 
 INSTALL_PREFIX = Path("/opt/apptainer")
-"""Where `scripts/install-apptainer` puts Apptainer when the distribution has no package of it."""
+"""Where `scripts/install-apptainer` puts Apptainer if the distribution has no package of it."""
 
 INSTALL_HINT = "run scripts/install-apptainer (as root), or name the binary in ROLLOUT_APPTAINER"
 
@@ -29,31 +29,31 @@ VERSION_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """One reading of the host; `rollout-service doctor` prints it and the provider picks its flags by it."""
+    """One reading of the host, which `rollout-service doctor` prints and from which the provider picks its flags."""
 
     apptainer: Path | None
-    """The binary, or None where it is not installed."""
+    """The binary, or None if it is not installed."""
 
     apptainer_version: str | None
-    """Such as "1.4.5"; None where there is no binary or it does not run."""
+    """A version such as "1.4.5"; None if there is no binary or it does not run."""
 
     is_root: bool
     """Whether the effective user is 0."""
 
     fuse: bool
-    """Whether /dev/fuse opens for reading and writing: an ordinary user mounts images through it."""
+    """Whether /dev/fuse opens for reading and writing; an ordinary user mounts images through it."""
 
     user_namespaces: bool
-    """Whether an ordinary user may make user namespaces."""
+    """Whether an ordinary user may create user namespaces."""
 
     cgroup_version: int | None
-    """2 (unified), 1 (also the hybrid layout, whose controllers are version 1's), or None (not mounted)."""
+    """2 (unified), 1 (including the hybrid layout, whose controllers are version 1's), or None (not mounted)."""
 
     cgroup_limits: frozenset[str]
-    """The limits that this process's control groups enforce, of "memory", "processes" and "cpus"."""
+    """Those of "memory", "processes" and "cpus" that this process's control groups enforce."""
 
     subuid_ranges: tuple[str, ...]
-    """This user's lines of /etc/subuid; `--fakeroot` for an ordinary user needs one."""
+    """This user's lines of /etc/subuid; an ordinary user needs one for `--fakeroot`."""
 
     subgid_ranges: tuple[str, ...]
     """This user's lines of /etc/subgid."""
@@ -74,14 +74,14 @@ class HostFacts:
 
     @property
     def needs_no_privs(self) -> bool:
-        """Whether Apptainer needs `--no-privs`: it runs as root without a capability that root asks for."""
+        """Whether Apptainer needs `--no-privs`, because it runs as root without a capability that root asks for."""
         return self.is_root and not self.sys_resource
 
     def require_apptainer(self) -> Path:
-        """The binary.
+        """Return the binary.
 
         Raises:
-            ProviderUnavailableError: it is not installed.
+            ProviderUnavailableError: Apptainer is not installed.
         """
         if self.apptainer is None:
             raise ProviderUnavailableError("Apptainer is not installed", hint=INSTALL_HINT)
@@ -94,10 +94,10 @@ class HostFacts:
 
 
 def find_apptainer(environ: Mapping[str, str] | None = None) -> Path:
-    """The Apptainer binary: $ROLLOUT_APPTAINER, else the first of PATH, else the installer's prefix.
+    """Return the Apptainer binary: $ROLLOUT_APPTAINER, else the first on PATH, else the one in the installer's prefix.
 
     Raises:
-        ProviderUnavailableError: it is in none of them, or $ROLLOUT_APPTAINER names no executable file.
+        ProviderUnavailableError: it is in none of them, or $ROLLOUT_APPTAINER is not an executable file.
     """
     environ = os.environ if environ is None else environ
     named = environ.get("ROLLOUT_APPTAINER")
@@ -113,7 +113,7 @@ def find_apptainer(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def read_host_facts(environ: Mapping[str, str] | None = None) -> HostFacts:
-    """Read the facts once. It starts `apptainer --version` (tens of milliseconds): call it in a thread."""
+    """Read the facts once. It runs `apptainer --version` (tens of milliseconds), so call it in a thread."""
     try:
         apptainer = find_apptainer(environ)
     except ProviderUnavailableError:
@@ -135,7 +135,7 @@ def read_host_facts(environ: Mapping[str, str] | None = None) -> HostFacts:
 
 
 def apptainer_version(apptainer: Path) -> str | None:
-    """The version that the binary says, such as "1.4.5"; None where it does not run."""
+    """Return the version that the binary reports, such as "1.4.5"; None if it does not run."""
     try:
         answer = subprocess.run(
             [str(apptainer), "--version"], capture_output=True, text=True, timeout=VERSION_SECONDS, check=True
@@ -159,7 +159,7 @@ def _number(path: Path) -> int | None:
 
 
 def _user_namespaces() -> bool:
-    """Each switch that some kernel or distribution has; one that is not there does not forbid."""
+    """Return whether no switch of a kernel or distribution forbids user namespaces; a missing switch allows them."""
     allowed = _read(Path("/proc/sys/user/max_user_namespaces")).strip()
     debian = _read(Path("/proc/sys/kernel/unprivileged_userns_clone")).strip()
     ubuntu = _read(Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")).strip()

@@ -1,10 +1,10 @@
-"""Which processes of this host belong to which sandbox, and their end.
+"""Finds the processes of sandboxes on this host, and ends them.
 
-A process belongs to a sandbox by its environment, which names it, or by its mounts, which show the sandbox's
-folder: the first is what the launcher was given, the second what a process inside cannot be without. Nothing here
-finds a process by its name. Signals go through a pidfd, which cannot hit another process that got the same number.
+A process belongs to a sandbox if its environment names the sandbox, or if its mounts show the sandbox's folder. The
+launcher is given the first; a process inside cannot be without the second. Nothing here finds a process by its name.
+Signals go through a pidfd, which cannot hit another process that got the same number.
 
-Only the standard library is used here, since the guard starts without anything else.
+Only the standard library is used here, because the guard starts without anything else.
 """
 
 import os
@@ -16,14 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MARKER = "ROLLOUT_SANDBOX"
-"""The environment variable that says to which sandbox a process belongs."""
+"""The environment variable that names the sandbox of a process."""
 
 FOLDERS = re.compile(rb"/([0-9a-f]{8})/([0-9]+)/(?:pipes|sockets|overlay)\b")
-"""Parts of sandboxes' folders among the mounts of a process, see `rundir`."""
+"""Parts of sandboxes' folders among the mounts of a process; see `run_folders`."""
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in ticks since boot: with its number and `boot_id` it is unique. None: it is gone."""
+    """Return when a process started, in ticks since boot, or None if it is gone.
+
+    Together with the process's number and `boot_id` it is unique.
+    """
     try:
         stat = _read(f"/proc/{pid}/stat").decode(errors="replace")
     except OSError:
@@ -33,12 +36,12 @@ def start_time(pid: int) -> int | None:
 
 
 def boot_id() -> str:
-    """Changes with every boot of the host."""
+    """Return an id that changes with every boot of the host."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def sandbox_of(pid: int) -> str | None:
-    """The sandbox that a process belongs to; None for none, or where we may not know."""
+    """Return the id of the sandbox that a process belongs to; None if there is none, or if we may not look."""
     try:
         entries = _read(f"/proc/{pid}/environ").split(b"\0")
     except OSError:
@@ -49,7 +52,7 @@ def sandbox_of(pid: int) -> str | None:
 
 
 def _mounted_in(pid: int) -> str | None:
-    """The sandbox whose folder a process sees mounted: also told of processes that may not be looked into."""
+    """Return the sandbox whose folder a process has mounted; this works even if its environment cannot be read."""
     with suppress(OSError):
         if os.geteuid() in (0, _user_of(pid)):
             found = FOLDERS.search(_read(f"/proc/{pid}/mountinfo"))
@@ -58,24 +61,24 @@ def _mounted_in(pid: int) -> str | None:
 
 
 def _user_of(pid: int) -> int:
-    """The effective user; the owner of /proc/PID is root for a process that may not be looked into."""
+    """Return the effective user. The owner of /proc/PID does not tell: it is root for a process that hides itself."""
     found = re.search(rb"^Uid:\s+\d+\s+(\d+)", _read(f"/proc/{pid}/status"), re.MULTILINE)
     return int(found[1]) if found else -1
 
 
 def find_processes(belongs: Callable[[str], bool]) -> list[int]:
-    """The processes of the sandboxes for whose id `belongs` holds. It reads all of /proc: call it in a thread."""
+    """Return the processes of sandboxes whose id satisfies `belongs`. It reads all of /proc: call it in a thread."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [pid for pid in pids if (mark := sandbox_of(pid)) is not None and belongs(mark)]
 
 
 def processes_of(ids: set[str]) -> list[int]:
-    """The processes of these sandboxes. It reads all of /proc: call it in a thread."""
+    """Return the processes of these sandboxes. It reads all of /proc: call it in a thread."""
     return find_processes(ids.__contains__)
 
 
 def kill_processes(belongs: Callable[[str], bool], spared: int | None = None) -> int:
-    """SIGKILL the processes of the sandboxes for whose id `belongs` holds, but `spared`; how many. It blocks."""
+    """SIGKILL the processes of sandboxes whose id satisfies `belongs`, except `spared`; return how many. It blocks."""
 
     def still(pid: int) -> bool:
         mark = sandbox_of(pid)
@@ -93,9 +96,9 @@ class FirstProcess:
 
 
 def find_first_process(launcher: int) -> FirstProcess | None:
-    """Find the first process of the process namespace that a launcher made; None where it has ended.
+    """Return the first process of the process namespace that a launcher created; None if it has ended.
 
-    The one nearest to the launcher is meant: namespaces that code inside made are further down.
+    It is the one nearest to the launcher: namespaces that code inside created are further down.
     """
     parents = [launcher]
     for parent in parents:
@@ -107,7 +110,7 @@ def find_first_process(launcher: int) -> FirstProcess | None:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the children of a process and of its threads, including those that ended uncollected."""
+    """Return the children of a process and of its threads, including zombies."""
     found: list[int] = []
     with suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -117,7 +120,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def _number_inside(pid: int) -> int | None:
-    """Return the number of a process in its own namespace; None if that is the host's, or it has ended."""
+    """Return the number of a process in its own namespace; None if that is the host's, or if it has ended."""
     with suppress(OSError):
         found = re.search(rb"^NSpid:((?:\s+\d+)+)$", _read(f"/proc/{pid}/status"), re.MULTILINE)
         numbers = found[1].split() if found else []
@@ -126,7 +129,7 @@ def _number_inside(pid: int) -> int | None:
 
 
 def kill_if(pid: int, is_it: Callable[[int], bool]) -> bool:
-    """SIGKILL a process if `is_it` still holds once the number can no longer change its meaning."""
+    """SIGKILL a process if `is_it` still holds once a pidfd pins the number to it; return whether it was sent."""
     try:
         fd = os.pidfd_open(pid)
     except OSError:

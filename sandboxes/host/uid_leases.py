@@ -1,10 +1,10 @@
-"""A user of the host for each sandbox: no two that live have the same, whichever service of the host started them.
+"""Leases a host user to each sandbox: no two live sandboxes share one, whichever service of the host started them.
 
-What the kernel counts by user (descriptors in flight, epoll watches, inotify instances, pipes, keys, signals) is then
-counted for each sandbox alone. A service that is root holds a block of numbers, by a lock on a file that goes with its
-last breath, and takes a block only where no process and no user of the host has one of its numbers. So what a dead
-service left running keeps its numbers for as long as it runs. A number is used again only after all others of the
-block, and when no process has it.
+The kernel then counts for each sandbox alone what it counts by user (descriptors in flight, epoll watches, inotify
+instances, pipes, keys, signals). A service that is root holds a block of ids by a lock on a file, which ends with the
+service. It takes a block only if no process and no user of the host has one of its ids, so processes that a dead
+service left behind keep their ids for as long as they run. An id is used again only after all others of the block,
+and only if no process has it.
 """
 
 import os
@@ -30,20 +30,20 @@ log = structlog.get_logger(__name__)
 FOLDER = Path("/run/rollout-service-users")
 BLOCK = 4096
 ATTEMPTS = 64
-"""Blocks to look at before a service gives up; nearly all are free."""
+"""Blocks to try before a service gives up; nearly all are free."""
 
 
 @dataclass(frozen=True, slots=True)
 class UserLease:
-    """A number that one sandbox has."""
+    """A user id that one sandbox holds."""
 
     number: int
     release: Callable[[], None]
-    """Give it back, when no process of the sandbox is left."""
+    """Give it back once no process of the sandbox is left."""
 
 
 class HostUsers:
-    """Leases numbers of users, of a range. The first look at it blocks for some milliseconds."""
+    """Leases user ids from a range. The first use blocks for some milliseconds."""
 
     def __init__(self, numbers: range, folder: Path = FOLDER) -> None:
         self._range = numbers
@@ -58,7 +58,7 @@ class HostUsers:
 
     @property
     def available(self) -> bool:
-        """Whether there are any. The first look takes a block, and says in the log if there is none."""
+        """Whether there are any. The first use takes a block, and logs a warning if none is free."""
         with self._lock:
             if not self._tried:
                 self._tried = True
@@ -66,7 +66,7 @@ class HostUsers:
             return self._handle is not None
 
     def lease(self) -> UserLease | None:
-        """Lease a number that nobody else has; return None where none is left."""
+        """Lease an id that nobody else has; return None if none is left."""
         if not self.available:
             return None
         with self._lock:
@@ -100,15 +100,19 @@ class HostUsers:
             log.warning("sandboxes share one user of the host", reason=problem)
 
     def _problem(self) -> str | None:
-        """Take a block, or say why there is none."""
+        """Take a block, or return why there is none."""
         if not covered_by_this_namespace(self._range):
-            return "this user namespace has not all numbers of sandbox.user_range"
+            return "this user namespace does not have all ids of sandbox.user_range"
         self._folder.mkdir(mode=0o700, exist_ok=True)
         found = self._folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            return f"{self._folder} is not a folder of this user alone"
+            return f"{self._folder} is not a folder that only this user can use"
         self._remove_stale()
-        return None if any(self._take(first) for first in self._choices()) else "no numbers are free"
+        return (
+            None
+            if any(self._take(first) for first in self._choices())
+            else "no block of ids in sandbox.user_range is free"
+        )
 
     def _remove_stale(self) -> None:
         """Remove the files of services that were killed."""
@@ -122,9 +126,9 @@ class HostUsers:
                     os.close(handle)
 
     def _choices(self) -> Iterator[int]:
-        """Yield starts of blocks at random, so that services in containers that share only the kernel seldom meet.
+        """Yield the starts of blocks at random, because services in containers may share only the kernel.
 
-        They are multiples of its size, so that no two blocks overlap, whatever the ranges of two services are.
+        They are multiples of the block's size, so no two blocks overlap, whatever the ranges of two services are.
         """
         first = -(-self._range.start // BLOCK) * BLOCK
         blocks = range(first, self._range.stop - BLOCK + 1, BLOCK)
@@ -144,9 +148,9 @@ class HostUsers:
 
 
 def is_taken(block: range) -> bool:
-    """Return whether a user, a range of subordinate ids, or a process of this host has one of the numbers.
+    """Return whether a user, a range of subordinate ids, or a process of this host has one of the ids.
 
-    A directory service is asked for the first alone: it need not list all of its users.
+    A directory service is asked for the first id alone, because it need not list all of its users.
     """
     with suppress(KeyError):
         pwd.getpwuid(block.start)
@@ -158,7 +162,7 @@ def is_taken(block: range) -> bool:
 
 
 def users_in_file(path: Path = Path("/etc/passwd")) -> set[int]:
-    """Return the numbers of this machine's own users."""
+    """Return the ids of this machine's own users."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -182,7 +186,7 @@ def users_of_processes() -> set[int]:
 
 
 def covered_by_this_namespace(numbers: range) -> bool:
-    """Return whether this process's user namespace has all of these numbers; a container's may have fewer."""
+    """Return whether this process's user namespace has all of these ids; a container's may have fewer."""
     try:
         lines = Path("/proc/self/uid_map").read_text().split("\n")
     except OSError:

@@ -1,12 +1,12 @@
-"""The guard of a service: a process that outlives it for as long as it takes to remove what it left.
+"""The guard of a service: a process that outlives it for as long as it takes to remove what the service left.
 
-It waits for the end of a pipe whose other end the service alone holds. A word on it is a goodbye, after a clean
-close; its end without one is the service's death, by whatever cause. Until then the guard is a waiting `sh` of
-a few hundred kilobytes; only then it becomes Python, with the standard library and this package's own sweep.
+It waits for the end of a pipe whose other end only the service holds. A word on the pipe is a goodbye after a clean
+close; an end without one means that the service died, by whatever cause. Until then the guard is a waiting `sh` of
+a few hundred kilobytes. Only then does it become Python, with the standard library and this package's own sweep.
 
-It has a session of its own, so that what ends the service's process group spares it, and it ignores signals that
-ask: those come to whole jobs and terminals, where the service's own end decides. Whatever kills the guard as well,
-the next start's sweep does its work.
+It has its own session, so whatever ends the service's process group spares it. It ignores SIGHUP, SIGINT and SIGTERM:
+they are sent to whole jobs and terminals, where the service's own end decides. If the guard is killed too, the sweep
+of the next start does its work.
 """
 
 import os
@@ -19,7 +19,7 @@ from pathlib import Path
 from sandboxes.reclaim.reaper import sweep_service
 
 WAIT = 'trap "" HUP INT TERM; if read -r word; then exit 0; fi; exec "$@"'
-# The package without its `__init__`, which imports all that a service needs.
+# The package without its `__init__`, which imports everything that a service needs.
 SWEEP = (
     "import sys, types; package = sys.modules['sandboxes'] = types.ModuleType('sandboxes'); "
     "package.__path__ = [sys.argv[1]]; from sandboxes.reclaim.guard import main; main(*sys.argv[2:])"
@@ -30,10 +30,10 @@ GOODBYE_SECONDS = 5.0
 
 
 class Guard:
-    """The guard's process, and this service's end of its pipe."""
+    """The guard's process and this service's end of its pipe."""
 
     def __init__(self, folder: Path, groups: list[str]) -> None:
-        """Start it for the service's folder; that takes a millisecond or two.
+        """Start a guard for the service's folder, which takes a millisecond or two.
 
         Raises:
             OSError: no process can be started.
@@ -67,13 +67,13 @@ class Guard:
 
     @property
     def alive(self) -> bool:
-        """Whether it watches."""
+        """Whether its process is running."""
         return self.process.poll() is None
 
     def dismiss(self, *, clean: bool) -> None:
-        """Close the pipe, with a goodbye where nothing is left to do, and collect a guard that ends at once.
+        """Close the pipe, with a goodbye if nothing is left to do, and collect a guard that ends at once.
 
-        Called once. Without the goodbye the guard sweeps what it can, after this process if need be.
+        Call it once. Without the goodbye the guard sweeps what it can, even after this process has ended.
         """
         with suppress(BrokenPipeError):
             if clean:
@@ -85,7 +85,7 @@ class Guard:
 
 
 def main(folder: str, *groups: str) -> None:
-    """Sweep what the service left, again until nothing is left. Its lock is free as soon as it is dead."""
+    """Sweep what the service left until nothing is left. Its lock is free as soon as it is dead."""
     deadline = time.monotonic() + GUARD_SECONDS
     while time.monotonic() < deadline:
         swept = sweep_service(Path(folder), groups)

@@ -1,7 +1,7 @@
-"""Processes, folders and control groups of a service and its sandboxes on this host, and their end.
+"""Processes, folders and control groups that a service and its sandboxes have on this host, and how they end.
 
-A service has a folder that it holds a lock on, and a guard. A sandbox has a launcher, a folder in the service's,
-and control groups. The folder is made first and goes last, so whatever is left on the host has one; see `reaper`.
+A service has a guard and a folder that it holds a lock on. A sandbox has a launcher, a folder inside the service's,
+and control groups. The folder is created first and removed last, so anything left on the host has one; see `reaper`.
 """
 
 import subprocess
@@ -29,14 +29,14 @@ log = structlog.get_logger(__name__)
 EXIT_GRACE = 2.0
 KILL_WAIT = 4.0
 COLLECT_SECONDS = 2.0
-"""How long to wait for a launcher once its control groups have been killed as well."""
+"""How long to wait for a launcher once its control groups have been killed too."""
 GROUP_SECONDS = 2.0
 REMOVE_SECONDS = 30.0
 CLOSE_SECONDS = 5.0
 
 
 class ServiceResources:
-    """The folder and the guard of one service, made when its first sandbox starts."""
+    """The folder and the guard of one service, created when its first sandbox starts."""
 
     def __init__(self, state_dir: Path, run_dir: Path | None) -> None:
         self._state_dir = state_dir
@@ -47,11 +47,11 @@ class ServiceResources:
         self._closed = False
 
     async def new_folder(self, groups: ControlGroups) -> RunFolder:
-        """A folder for a new sandbox, not made yet; the guard watches.
+        """Return the folder of a new sandbox, which is not created yet; from now on a guard runs.
 
         Raises:
-            OSError: the folder or the guard cannot be made.
-            SandboxClosedError: the service has closed.
+            OSError: the folder or the guard cannot be created.
+            SandboxClosedError: the service has been closed.
             SandboxConfigError: the host has no place for the folder.
         """
         async with self._lock:
@@ -62,7 +62,7 @@ class ServiceResources:
             return self._held[-1][0].new()
 
     def _watch(self, groups: ControlGroups) -> None:
-        """Have a folder, a new one where the last was taken away, and a guard that is alive."""
+        """Make sure there is a folder, a new one if the last was removed, and a live guard."""
         if not self._held or not self._held[-1][0].intact:
             base = run_base(self._run_dir)
             remember(self._state_dir, base)
@@ -79,7 +79,7 @@ class ServiceResources:
 
     @property
     def guards(self) -> list[int]:
-        """The processes that watch over this service; one, but for a folder that was taken away."""
+        """The pids of this service's guards: one, unless a folder was removed under it."""
         return [guard.process.pid for guard in self._guards if guard.alive]
 
     async def sweep(self, groups: ControlGroups) -> reaper.ReclaimResult:
@@ -95,7 +95,7 @@ class ServiceResources:
         return await anyio.to_thread.run_sync(sweep_all)
 
     async def close(self) -> None:
-        """Remove what closed sandboxes could not, and the folder; the guard goes on where that fails. Idempotent."""
+        """Remove what closed sandboxes could not, then the folder. Idempotent; if it fails, the guard goes on."""
         async with self._lock:
             self._closed = True
             await anyio.to_thread.run_sync(self._close)
@@ -119,24 +119,24 @@ class ServiceResources:
 
 
 class LeftoverProcesses:
-    """Ends processes of sandboxes by their mark. To find them takes a reading of all of /proc: closes share it."""
+    """Ends processes of sandboxes by their mark. Finding them reads all of /proc, so concurrent closes share a pass."""
 
     def __init__(self) -> None:
         self._lock = anyio.Lock()
         self._waiting: set[str] = set()
 
     async def end(self, sandbox_id: str) -> None:
-        """End what is left of one sandbox."""
+        """End the processes that are left of one sandbox."""
         batch = self._waiting
         batch.add(sandbox_id)
         async with self._lock:
-            if batch is self._waiting:  # else it was done together with another that had to wait
+            if batch is self._waiting:  # else another close has done it with its own
                 self._waiting = set()
                 await anyio.to_thread.run_sync(kill_processes, batch.__contains__)
 
 
 class LauncherResources:
-    """The launcher's process, the folder and the control groups of one sandbox."""
+    """The launcher, the folder and the control groups of one sandbox."""
 
     def __init__(
         self,
@@ -145,16 +145,16 @@ class LauncherResources:
         leftovers: LeftoverProcesses,
         lingering: LingeringChildren,
     ) -> None:
-        """`lingering` keeps a launcher that outlives its release."""
+        """Store the parts; `lingering` keeps a launcher that outlives its release."""
         self._folder = folder
         self._group = group
         self._leftovers = leftovers
         self._lingering = lingering
         self.process: subprocess.Popen[bytes] | None = None
         self.lease: UserLease | None = None
-        """The lease of the user that this sandbox alone runs as."""
+        """The lease of the host user that only this sandbox runs as."""
         self.before_release = AsyncExitStack()
-        """The parts of the sandbox that have to end before the launcher is waited for."""
+        """Parts of the sandbox that must end before the launcher is waited for."""
 
     @property
     def pid(self) -> int | None:
@@ -166,13 +166,13 @@ class LauncherResources:
         return find_first_process(self.process.pid) if self.process and self.process.poll() is None else None
 
     async def watched_group(self) -> ControlGroup | None:
-        """The control groups whose counters tell which limits the sandbox reaches, once it is ready."""
+        """Return the control groups whose counters tell which limits the sandbox reaches, once it is ready."""
         return self._group
 
     async def release(self) -> None:
-        """End the processes, then remove the folder; one that cannot be removed is left to the service's close.
+        """End the processes, then remove the folder. If that fails, the service's close tries again.
 
-        A launcher that still lives keeps the folder and its user's number until it has been collected.
+        A launcher that is still alive keeps the folder and its user id until it has been collected.
         """
         try:
             await self.before_release.aclose()
@@ -196,7 +196,7 @@ class LauncherResources:
         return self._group.paths if self._group else []
 
     def _remove(self) -> None:
-        """Remove what the sandbox had; its launcher has been collected."""
+        """Remove what the sandbox had, after its launcher has been collected."""
         paths = self._paths
         reaper.kill_groups(paths)
         if remove_groups(paths, GROUP_SECONDS):

@@ -1,14 +1,14 @@
 """Ends and removes what dead services left on this host.
 
-Everything a service starts is known by one folder of its own (`rundir.ServiceFolder`), made before anything else
-and removed after it: sandboxes' ids, processes' marks and control groups begin with the folder's name. The service
-holds a lock on the folder, which the kernel gives up with its last breath and with nothing else: not when it is
-stopped, not by a number that is used again. Who gets the lock knows that the service is dead, and is alone in
-removing what it left. So any number of services and guards may sweep at once.
+Every service has one folder (`run_folders.ServiceFolder`), created before anything else and removed last. Sandbox ids,
+process marks and control groups begin with the folder's name. The service holds a lock on the folder, which the kernel
+releases when the service ends and for no other reason: not while it is stopped, and not because its pid is reused.
+Whoever gets the lock knows that the service is dead, and alone removes what it left. So any number of services and
+guards may sweep at once.
 
 Folders of other users, of other hosts and with other names are not touched.
 
-Only the standard library is used here, since the guard starts without anything else.
+Only the standard library is used here, because the guard starts without anything else.
 """
 
 import json
@@ -27,17 +27,17 @@ from sandboxes.limits.group_folders import group_members, remove_groups
 from sandboxes.reclaim.rmtree import remove_tree
 
 OWNER = "owner"
-"""The file of a service's folder that says what the folder alone does not; without it there is nothing to say."""
+"""The file that says what the folder's name does not: the host, the pid and the control groups. It may be missing."""
 NAME = re.compile("[0-9a-f]{8}")
 CGROUPS = "/sys/fs/cgroup/"
 RECLAIM_SECONDS = 30.0
 QUIET_ROUNDS = 2
-"""How often nothing must be found: a process may have been too young to be known when all were read."""
+"""How often nothing must be found: a process may have been too young to be seen when /proc was read."""
 PAUSE = 0.02
 
 
 class ReclaimResult(NamedTuple):
-    """What was removed, and what could not be and why."""
+    """What was removed, and what could not be removed and why."""
 
     sandboxes: int = 0
     processes: int = 0
@@ -54,7 +54,7 @@ class ReclaimResult(NamedTuple):
 
 
 def write_owner(folder: Path, groups: Iterable[str]) -> None:
-    """Say whose folder it is; `groups` are the paths that its control groups' paths begin with."""
+    """Write whose folder it is; `groups` are the prefixes of the paths of its control groups."""
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "groups": list(groups)}
     (folder / OWNER).write_text(json.dumps(owner))
 
@@ -62,7 +62,7 @@ def write_owner(folder: Path, groups: Iterable[str]) -> None:
 def sweep(base: Path, groups: Iterable[str] = ()) -> ReclaimResult:
     """Reclaim what dead services left below a folder. It blocks for as long as the kernel needs.
 
-    `groups` are the paths of control groups' parents, for folders that do not say where theirs are.
+    `groups` are the parents of control groups, for folders that do not say where theirs are.
     """
     total = ReclaimResult()
     with suppress(OSError):
@@ -74,7 +74,7 @@ def sweep(base: Path, groups: Iterable[str] = ()) -> ReclaimResult:
 
 
 def sweep_service(folder: Path, groups: Iterable[str] = ()) -> ReclaimResult | None:
-    """Reclaim what one service left; None where it lives, is not ours, or another is at it."""
+    """Reclaim what one service left; return None if it lives, is not ours, or another process is reclaiming it."""
     with claim(folder) as owner:
         if owner is None:
             return None
@@ -83,7 +83,7 @@ def sweep_service(folder: Path, groups: Iterable[str] = ()) -> ReclaimResult | N
 
 @contextmanager
 def claim(folder: Path) -> Iterator[dict[str, object] | None]:
-    """Hold a dead service's folder: what its owner file says, `{}` without one or without a folder; else None."""
+    """Hold a dead service's folder and yield its owner file: `{}` if either is missing, None if not claimed."""
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -101,9 +101,9 @@ def claim(folder: Path) -> Iterator[dict[str, object] | None]:
 def reclaim(
     folder: Path, groups: Iterable[str], seconds: float = RECLAIM_SECONDS, rounds: int = QUIET_ROUNDS
 ) -> ReclaimResult:
-    """End what a service started and remove what it made; the caller holds its lock.
+    """End what a service started and remove what it created; the caller holds its lock.
 
-    It is done when nothing was found `rounds` times; one is enough for a service that starts nothing any more.
+    It is done once nothing was found `rounds` times. One round is enough for a service that starts nothing more.
     """
     deadline = time.monotonic() + seconds
     prefix = f"{folder.name}-"
@@ -126,11 +126,11 @@ def reclaim(
 
 
 def kill_groups(paths: Iterable[Path]) -> int:
-    """SIGKILL what is in control groups; how many."""
+    """SIGKILL the processes in control groups; return their number."""
     killed = 0
     for path in paths:
         killed += sum(kill_if(pid, _is_member(path)) for pid in group_members(path))
-        with suppress(OSError):  # what forks faster than it is counted; only version 2 can
+        with suppress(OSError):  # ends what forks faster than it is counted; only version 2 has it
             (path / "cgroup.kill").write_text("1")
     return killed
 
@@ -140,7 +140,7 @@ def _is_member(path: Path) -> Callable[[int], bool]:
 
 
 def _groups_like(group: str) -> list[Path]:
-    """The control groups of one controller whose path begins so; none outside of the control groups."""
+    """Return the control groups of one controller whose path begins with `group`; none outside the control groups."""
     path = Path(group)
     if not group.startswith(CGROUPS) or ".." in path.parts or not NAME.search(path.name):
         return []
@@ -153,7 +153,7 @@ def _groups_of(owner: dict[str, object]) -> list[str]:
 
 
 def _read_owner(folder: Path) -> dict[str, object] | None:
-    """What the owner file says, nothing where it is missing or damaged; None for an owner on another host."""
+    """Return the owner file, `{}` if it is missing or damaged, or None if the owner is on another host."""
     try:
         found = json.loads((folder / OWNER).read_text())
     except (OSError, ValueError):

@@ -1,10 +1,10 @@
-"""The removal of a folder that hostile code has filled, such as what a sandbox wrote.
+"""Removes a folder that hostile code has filled, such as what a sandbox wrote.
 
-It leaves the folder by no link and no mount, needs no recursion and three descriptors however deep the folders
-are nested, opens folders that have no rights, and raises nothing: what cannot be removed is reported. Subfolders
-are moved up to the top before they are emptied, so that no path grows.
+It never leaves the folder through a link or a mount. However deep the folders are nested, it needs no recursion and
+three descriptors. It opens folders whose modes forbid it. It raises nothing: what cannot be removed is reported.
+Subfolders are moved up to the top before they are emptied, so paths do not grow.
 
-Only the standard library is used here, since the guard starts without anything else.
+Only the standard library is used here, because the guard starts without anything else.
 """
 
 import os
@@ -20,13 +20,16 @@ PASSES = 3
 
 
 def remove_tree(path: Path, deadline: float = float("inf")) -> str | None:
-    """Remove a folder and all in it: None, or why something is left. It blocks, until `deadline` (monotonic)."""
+    """Remove a folder and everything in it; return None, or why something is left.
+
+    It blocks until `deadline` (monotonic) at most.
+    """
     try:
         if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)
             return None
         if mounted := _still_mounted(path):
-            return f"{mounted} is a mount that cannot be undone"
+            return f"{mounted} is a mount that cannot be unmounted"
         parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             return _Removal(deadline).run(parent, path.name)
@@ -39,7 +42,7 @@ def remove_tree(path: Path, deadline: float = float("inf")) -> str | None:
 
 
 class _Removal:
-    """One removal; remembers the first problem and goes on."""
+    """One removal, which remembers the first problem and goes on."""
 
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
@@ -110,12 +113,12 @@ class _Removal:
         except TimeoutError:
             raise
         except OSError as error:
-            if error.errno != ENOTEMPTY:  # what made it so is known
+            if error.errno != ENOTEMPTY:  # the cause has been recorded
                 self._problem = self._problem or str(error)
 
 
 def _open_folder(parent: int, name: str) -> int:
-    """Open a folder, with rights to change it; a link is none."""
+    """Open a folder with the right to change it. A link is not a folder."""
     handle = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=parent)
     try:
         itself = f"/proc/self/fd/{handle}"  # chmod has no form that follows no links
@@ -127,7 +130,7 @@ def _open_folder(parent: int, name: str) -> int:
 
 
 def _still_mounted(path: Path) -> str | None:
-    """Undo mounts at or below a folder, the inner ones first; one that is left, or None."""
+    """Unmount everything at or below a folder, inner mounts first; return a mount that is left, or None."""
     found = mounts_below(path)
     for point in reversed(found):
         command = ["umount", "--lazy", "--no-canonicalize", "--", point]
@@ -136,7 +139,7 @@ def _still_mounted(path: Path) -> str | None:
 
 
 def mounts_below(path: Path) -> list[str]:
-    """Where something is mounted at or below a path, in the order of mounting."""
+    """Return the mount points at or below a path, in the order of mounting."""
     real = str(path.parent.resolve() / path.name)
     lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").split("\n")
     points = [_unescape(line.split(" ", 5)[4]) for line in lines if line]

@@ -1,12 +1,13 @@
-"""The folders of live services and their sandboxes on the host: short, since Unix sockets allow 107 bytes; private.
+"""The folders of live services and their sandboxes on the host.
 
-A service has one folder, whose name begins the ids of its sandboxes, and holds a lock on it for as long as it
-lives; see `reaper`. (Cleaners of /tmp that know locks leave it alone, too.) In it every sandbox has one:
+Their paths are short, because Unix sockets allow 107 bytes, and they are private to one user. A service has one folder,
+whose name begins the ids of its sandboxes, and holds a lock on it for as long as it lives; see `reaper`. (Cleaners of
+/tmp that respect locks leave it alone too.) Each sandbox has a folder in it:
 
 pipes/    named pipes of processes; read-only inside, where it can be entered but not listed
 sockets/  the kernel's sockets; writable inside
 overlay/  what the sandbox writes         image  the image, as the launcher sees it
-log       what the launcher says
+log       the launcher's output
 """
 
 import hashlib
@@ -31,7 +32,7 @@ LONGEST = "00000000/0000000/sockets/00000000-5"
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The folder of one sandbox and its parts."""
+    """The folder of one sandbox, and its parts."""
 
     path: Path
 
@@ -42,40 +43,40 @@ class RunFolder:
 
     @property
     def pipes(self) -> Path:
-        """See the module."""
+        """Named pipes of processes."""
         return self.path / "pipes"
 
     @property
     def sockets(self) -> Path:
-        """See the module."""
+        """The kernel's sockets."""
         return self.path / "sockets"
 
     @property
     def overlay(self) -> Path:
-        """See the module."""
+        """What the sandbox writes."""
         return self.path / "overlay"
 
     @property
     def image(self) -> Path:
-        """See the module."""
+        """The image, as the launcher sees it."""
         return self.path / "image"
 
     @property
     def log(self) -> Path:
-        """See the module."""
+        """The launcher's output."""
         return self.path / "log"
 
     def log_tail(self, limit: int = 4096) -> str:
-        """The end of what the launcher said, for an error message."""
+        """Return the end of the launcher's output, for an error message."""
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - limit))
             return file.read().decode("utf-8", errors="replace").strip() or "nothing"
 
     def create(self, user: int, group: int) -> None:
-        """Make the folders; what the sandbox may write belongs to its user.
+        """Create the folders. Those that the sandbox may write belong to its user.
 
         Raises:
-            OSError: the host has no space or no rights.
+            OSError: the host has no space left, or this user lacks a right.
         """
         self.path.mkdir(mode=0o711)
         self.pipes.mkdir()
@@ -87,7 +88,7 @@ class RunFolder:
 
 
 class ServiceFolder:
-    """The folder of one service: locked by it, and so known to be alive."""
+    """The folder of one service, whose lock shows that the service is alive."""
 
     def __init__(self, base: Path) -> None:
         """
@@ -104,29 +105,29 @@ class ServiceFolder:
 
     @property
     def name(self) -> str:
-        """What the ids of its sandboxes begin with."""
+        """The prefix of the ids of its sandboxes."""
         return self.path.name
 
     def describe(self, groups: Iterable[str]) -> None:
-        """Say for a later sweep what the paths of its sandboxes' control groups begin with."""
+        """Record the path prefixes of its sandboxes' control groups for a later sweep."""
         write_owner(self.path, groups)
 
     @property
     def intact(self) -> bool:
-        """Whether it is where it was made: somebody may have emptied /tmp."""
+        """Whether the folder is still in its place: somebody may have emptied /tmp."""
         return is_still_at(self._handle, self.path)
 
     def new(self) -> RunFolder:
-        """A folder for a new sandbox; nothing is made yet."""
+        """Return the folder of a new sandbox, which is not created yet."""
         return RunFolder(self.path / str(next(self._numbers)))
 
     def close(self) -> None:
-        """Give up the lock: whatever is left in it may be swept by anyone. Called once."""
+        """Release the lock, after which anyone may sweep what is left. Call it once."""
         os.close(self._handle)
 
 
 def _make_locked(path: Path) -> int | None:
-    """Make a folder and lock it; None where the name is taken, or a sweep was faster than the lock."""
+    """Create a folder and lock it; return None if the name is taken, or if a sweep was faster than the lock."""
     try:
         path.mkdir(mode=0o711)
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -148,32 +149,34 @@ def _make_locked(path: Path) -> int | None:
 
 
 def run_base(configured: Path | None) -> Path:
-    """The folder of all services of this user: configured, or below XDG_RUNTIME_DIR, or in /tmp. Made if missing.
+    """Return the folder of all services of this user, creating it if it is missing.
+
+    It is the configured one, or below XDG_RUNTIME_DIR, or in /tmp.
 
     Raises:
-        SandboxConfigError: it is not this user's alone, or its path is too long for sockets.
+        SandboxConfigError: other users can write to it, or its path is too long for sockets.
     """
     base = _choices(configured)[0]
     base.mkdir(mode=0o711, parents=True, exist_ok=True)
     if not _is_private(base):
         raise SandboxConfigError(
             f"{base} is not a folder that only this user can write to",
-            hint="remove it, or set sandbox.run_dir",
+            hint="remove it, or set sandbox.run_dir to another folder",
         )
     longest = base / LONGEST
     if len(os.fsencode(longest)) > SOCKET_PATH_LIMIT:
         raise SandboxConfigError(
-            f"{base} is too long: {longest} has more than the {SOCKET_PATH_LIMIT} bytes of a socket's path",
+            f"the path {base} is too long: {longest} exceeds the {SOCKET_PATH_LIMIT} bytes of a socket's path",
             hint="set sandbox.run_dir to a shorter path",
         )
     return base
 
 
 def remember(state_dir: Path, base: Path) -> None:
-    """Note for later sweeps that a service ran here: after a power cut another may be configured.
+    """Record for later sweeps that a service ran here: the setting may be different after a power cut.
 
     Raises:
-        OSError: the state cannot be written.
+        OSError: the state folder cannot be written.
     """
     notes = state_dir / NOTES
     notes.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -182,7 +185,7 @@ def remember(state_dir: Path, base: Path) -> None:
 
 
 def run_bases(configured: Path | None, state_dir: Path) -> list[Path]:
-    """Where services of this user may have left something: where they run, ran, or would without configuration."""
+    """Return where services of this user may have left something: where they run, ran, or would run by default."""
     notes = state_dir / NOTES
     noted = [note.readlink() for note in notes.iterdir() if note.is_symlink()] if notes.is_dir() else []
     found = dict.fromkeys([*_choices(configured), *noted])
@@ -190,7 +193,7 @@ def run_bases(configured: Path | None, state_dir: Path) -> list[Path]:
 
 
 def _choices(configured: Path | None) -> list[Path]:
-    """Where this user's services may run, the best first."""
+    """Return where this user's services may run, best first."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     usable = runtime is not None and os.access(runtime, os.W_OK)
     return [

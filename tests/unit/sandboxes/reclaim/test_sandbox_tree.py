@@ -129,13 +129,13 @@ import sys
 from pathlib import Path
 from sandboxes.reclaim.rmtree import remove_tree
 tree = Path(sys.argv[1])
-assert "cannot be undone" in remove_tree(tree)
+assert "cannot be unmounted" in remove_tree(tree)
 assert (tree / "here" / "file").exists()
 """
 
 
 def test_a_mount_that_stays_keeps_the_tree(tree: Path, outside: Path) -> None:
-    """A mount of a namespace with more rights cannot be undone, and what is below it is not ours."""
+    """A mount of a namespace with more rights cannot be unmounted, and what is below it is not ours."""
     (tree / "here").mkdir()
     namespaces = "unshare --user --map-root-user --mount --propagation private --"
     shell = f'mount --bind "$1" "$2/here" && exec {namespaces} "$3" -c "$4" "$2"'
