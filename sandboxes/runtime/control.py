@@ -1,8 +1,8 @@
-"""The host's side of `control.sh`, the first process of every sandbox, and of the processes that it starts.
+"""The host's side of `control.sh`, the first process of every sandbox, and of the processes it starts.
 
-The control shell reads from one end of a socket pair and the host holds the other. What the agent runs has
-neither: it cannot start, signal or confuse anything through it. When the host's end closes, also by the
-service's death, the shell ends and everything inside with it.
+The control shell reads from one end of a socket pair, and the host holds the other. The agent's programs have neither,
+so they cannot start, signal or confuse anything through it. When the host's end closes, even by the service's death,
+the shell ends and everything inside with it.
 """
 
 import os
@@ -20,23 +20,23 @@ from sandboxes.runtime.pipes import INPUT, OUTPUT, Pipes, StatusLines
 SCRIPT = Path(__file__).with_name("control.sh")
 ANSWERS = "answers"
 SPAWN_TIMEOUT = 30.0
-"""A fork that fails is tried again by the shell inside for 15 s."""
+"""The shell inside retries a failed fork for 15 s."""
 END_TIMEOUT = 20.0
 REST_TIMEOUT = 20.0
 SEND_TIMEOUT = 30.0
-"""A shell that takes nothing for so long is lost."""
+"""A shell that accepts nothing for this long is considered lost."""
 KILLED = 128 + 9
 TICKS = 100
 """The ticks per second of /proc's start times: USER_HZ of every Linux that Python and Apptainer run on."""
 
 
 def ticks_now() -> int:
-    """The present as /proc/PID/stat writes start times."""
+    """Return the current time in the units of /proc/PID/stat's start times."""
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * TICKS)
 
 
 class ControlShell:
-    """Sends messages to the control shell; one at a time, whole."""
+    """Sends whole messages to the control shell, one at a time."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class ControlShell:
     ) -> None:
         """
         Args:
-            channel: the host's end.
-            pipes: the folder, as the host sees it, where pipes are made.
+            channel: the host's end of the socket pair.
+            pipes: the folder for pipes, as the host sees it.
             answers: where the shell answers, if not on the channel.
-            prefix: what every program is started by, such as one that gives up rights.
+            prefix: the command that starts every program, such as one that drops rights.
         """
         channel.setblocking(False)
         self._channel = channel
@@ -64,18 +64,18 @@ class ControlShell:
 
     @property
     def alive(self) -> bool:
-        """Whether the shell is there to take a message."""
+        """Whether the shell can take a message."""
         return not self._other_end.ended
 
     async def wait_until_ready(self) -> bool:
-        """Wait for the shell to come up; False where it ended instead."""
+        """Wait for the shell to start; return False if it ended instead."""
         ready = await self._next_reply() == "ready"
         if self._answers is not None:
             self._answers.unlink()
         return ready
 
     async def _next_reply(self) -> str | None:
-        """The next answer; None where the shell has ended."""
+        """Return the next answer, or None if the shell has ended."""
         line: str | None = None
         async with anyio.create_task_group() as tasks:
             if self._answers is not None:
@@ -85,17 +85,17 @@ class ControlShell:
         return line
 
     async def _end_with_channel(self) -> None:
-        """Nothing is said on a channel beside which there are answers: it only ends."""
+        """Close the answers when the channel ends; with separate answers, nothing else arrives on it."""
         while await self._other_end.next() is not None:
             pass
         self._replies.close()
 
     async def spawn(self, mode: str, argv: Sequence[str], *, cwd: str, env: Mapping[str, str]) -> "Child":
-        """Start a process inside. Mode "run" reports its exit code, mode "session" leaves it the status pipe.
+        """Start a process inside. Mode "run" reports its exit code; mode "session" leaves it the status pipe.
 
         Raises:
             SandboxClosedError: the sandbox has ended.
-            SandboxStartError: the process did not start in time, for example for want of processes.
+            SandboxStartError: the process did not start in time, for example because no process was left.
         """
         token = secrets.token_hex(8)
         if not self.alive:
@@ -104,7 +104,7 @@ class ControlShell:
             pipes = Pipes(self._pipes / token)
         except OSError as error:
             raise SandboxStartError(
-                f"no pipes for a process: {error}", hint="raise the limit of open files"
+                f"cannot make the pipes of a process: {error}", hint="raise the limit on open files"
             ) from error
         child = Child(self, pipes)
         try:
@@ -121,28 +121,28 @@ class ControlShell:
         await self.send("signal", str(group), name)
 
     async def stop(self, group: int, name: str, since: int, kept: Sequence[int], tries: int = 1) -> None:
-        """Interrupt a session's shell, and signal its processes that are younger than `since`, in ticks.
+        """Interrupt a session's shell, and signal its processes that started after `since`, in ticks.
 
-        The processes `kept`, and what they started, are spared whatever their age. Where none is found to signal,
-        as between two programs of a loop, that is tried so many times.
+        The processes `kept` and their descendants are spared, whatever their age. If there is no process to signal,
+        for example between two programs of a loop, the search is repeated up to `tries` times.
         """
         await self.send("stop", str(group), name, str(since), str(tries), *map(str, kept))
 
     async def interrupt(self, leader: int) -> None:
-        """Interrupt a session's shell alone."""
+        """Interrupt only a session's shell."""
         await self.send("interrupt", str(leader))
 
     async def end_all(self) -> None:
-        """End every process inside but the control shell.
+        """End every process inside except the control shell.
 
         Raises:
             SandboxClosedError: the sandbox has ended, or does not answer.
         """
         if not await self._ask("end", END_TIMEOUT):
-            raise SandboxClosedError("the sandbox did not end its processes")
+            raise SandboxClosedError("the sandbox's processes did not end")
 
     async def wait_until_done(self) -> None:
-        """Wait until everything that was sent has been done, signals among it.
+        """Wait until every message sent so far has been carried out, including signals.
 
         Raises:
             SandboxClosedError: the sandbox has ended, or does not answer.
@@ -151,7 +151,7 @@ class ControlShell:
             raise SandboxClosedError("the sandbox does not answer")
 
     async def _ask(self, question: str, timeout: float) -> bool:
-        """Whether the shell has done what it is asked. Answers to those who were cancelled are passed over."""
+        """Ask the shell to do something; return whether it has. Answers to cancelled callers are skipped."""
         token = secrets.token_hex(8)
         async with self._asking:
             await self.send(question, token)
@@ -162,11 +162,11 @@ class ControlShell:
         return False
 
     async def send(self, *fields: str) -> None:
-        """Send one message. Cancellation before its first byte sends nothing; later it waits for the last.
+        """Send one message. Cancellation sends nothing before the first byte, and waits for the last one after it.
 
         Raises:
-            SandboxClosedError: the sandbox has ended, or takes no messages any more, so that it was ended.
-            ValueError: a field has a NUL character.
+            SandboxClosedError: the sandbox has ended, or was ended because it accepted no more messages.
+            ValueError: a field contains a NUL character.
         """
         message = _encode(fields)
         async with self._lock:
@@ -182,15 +182,15 @@ class ControlShell:
                     raise SandboxClosedError("the sandbox has ended") from error
 
     async def _wait_for_room(self, *, begun: bool) -> None:
-        """Wait for room. The rest of a message that was begun must follow: another one would be read as part of it."""
+        """Wait for room. If a message was begun its rest must follow, or the next would be read as part of it."""
         with anyio.move_on_after(SEND_TIMEOUT, shield=begun) as scope:
             await anyio.wait_writable(self._channel)
         if scope.cancelled_caught:
             self.close()
-            raise SandboxClosedError("the sandbox took no messages, and was ended")
+            raise SandboxClosedError("the sandbox accepted no more messages and was ended")
 
     def send_now(self, *fields: str) -> None:
-        """Send a short message without waiting, as from a cancelled task; lost where the sandbox has ended."""
+        """Send a short message without waiting, for example from a cancelled task; lost if the sandbox has ended."""
         message = _encode(fields)
         if self.alive and not self._lock.locked():
             try:
@@ -199,7 +199,7 @@ class ControlShell:
                 self.close()
 
     def close(self) -> None:
-        """Close the host's end, upon which everything inside ends. Idempotent."""
+        """Close the host's end, which ends everything inside. Idempotent."""
         self._other_end.close()
         self._replies.close()
         if self._answers is not None:
@@ -208,29 +208,29 @@ class ControlShell:
 
 
 def _encode(fields: Sequence[str]) -> bytes:
-    """A message as the shell reads it."""
+    """Return a message in the form that the shell reads."""
     message = "".join(f"{field}\0" for field in (str(len(fields)), *fields)).encode(
         "utf-8", "surrogateescape"
     )
     if message.count(b"\0") != len(fields) + 1:
-        raise ValueError("arguments, variables and folders of a program have no NUL characters")
+        raise ValueError("a program's arguments, variables and folder must not contain NUL characters")
     return message
 
 
 class Answers:
-    """A named pipe on which a control shell answers whose standard input goes one way, as a container's does.
+    """A named pipe for the answers of a control shell whose standard input is one-way, like a container's.
 
-    Its name goes as soon as the shell has opened it, before anything else runs inside.
+    Its name is removed as soon as the shell has opened it, before anything else runs inside.
     """
 
     def __init__(self, pipes: Path) -> None:
         """
         Raises:
-            OSError: it cannot be made.
+            OSError: the pipe cannot be made.
         """
         self._path = pipes / ANSWERS
         os.mkfifo(self._path)
-        self._path.chmod(0o666)  # its folder, which others cannot enter, is what protects it
+        self._path.chmod(0o666)  # protected by its folder, which others cannot enter
         self.fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def unlink(self) -> None:
@@ -245,14 +245,14 @@ class Answers:
 
 
 class Child:
-    """A process inside of the sandbox that the control shell started, and the leader of its process group."""
+    """A process inside the sandbox that the control shell started, and the leader of its process group."""
 
     def __init__(self, control: ControlShell, pipes: Pipes) -> None:
         self._control = control
         self.pipes = pipes
         self.status = StatusLines(pipes.fds["st"])
         self.group = 0
-        """Its process id inside, and that of its group."""
+        """The process id inside, which is also that of its group."""
 
     async def wait_until_started(self) -> None:
         """Wait until the process has opened its pipes."""
@@ -262,17 +262,17 @@ class Child:
         if line is None and not self._control.alive:
             raise SandboxClosedError("the sandbox has ended")
         if line is None or line[:1] != "+" or not line[1:].isdigit():
-            raise NoProcessError("no process could be started in the sandbox")
+            raise NoProcessError("cannot start a process in the sandbox")
         self.group = int(line[1:])
         self.pipes.mark_opened()
 
     async def wait_for_exit(self) -> int | None:
-        """Wait for the end of a process of mode "run"; None where it was killed together with its parent."""
+        """Wait for the end of a process of mode "run"; return its exit code, or None if its parent was killed too."""
         line = await self.status.next()
         return int(line) if line is not None and line.isdigit() else None
 
     def shell_exit_code(self, code: int | None) -> int:
-        """An exit code as a shell counts, also of a process that was killed with its whole group.
+        """Return the exit code as a shell reports it, even of a process that was killed with its whole group.
 
         Raises:
             SandboxClosedError: the sandbox has ended, and the process with it.
@@ -283,11 +283,11 @@ class Child:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is known to have ended; a process of mode "run" writes nothing else after its start."""
+        """Whether the process is known to have ended: one of mode "run" writes nothing else after its start."""
         return self.status.ended or self.status.waiting
 
     async def signal(self, name: str) -> None:
-        """Send a signal to its group."""
+        """Send a signal to the process group."""
         await self._control.signal(self.group, name)
 
     def discard(self) -> None:
@@ -300,10 +300,10 @@ class Child:
 
     @property
     def stdin(self) -> int | None:
-        """The end to write its standard input to; None where it has been closed."""
+        """The descriptor that writes to its standard input; None if it has been closed."""
         return self.pipes.fds.get(INPUT)
 
     @property
     def stdout(self) -> int:
-        """The end to read its standard output from."""
+        """The descriptor that reads its standard output."""
         return self.pipes.fds[OUTPUT]

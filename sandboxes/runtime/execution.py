@@ -1,4 +1,4 @@
-"""One program in a process of its own inside of a sandbox: collected whole, or as streams."""
+"""Run one program inside a sandbox, with its output collected or streamed."""
 
 from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,10 +14,10 @@ from sandboxes.runtime.output import OutputBuffer
 from sandboxes.runtime.pipes import ERROR, INPUT, OUTPUT, READ_SIZE, Reader, read_some, write_all
 
 GRACE = 1.0
-"""Between SIGTERM and SIGKILL for a program at its time-out."""
+"""Seconds between SIGTERM and SIGKILL for a program at its time-out."""
 MESSAGE_LIMIT = 4096
 STALL_SECONDS = 30.0
-"""How long a stream may stand still on the side of the sandbox, whose programs may be hostile."""
+"""How long the sandbox's side of a stream may stall; its programs may be hostile."""
 
 
 async def run_collected(
@@ -31,7 +31,7 @@ async def run_collected(
     output_limit: int,
     violations: LimitViolations,
 ) -> ExecResult:
-    """Run a program to its end, or to its time-out; the same errors as `Sandbox.exec`."""
+    """Run a program to its end or its time-out. Raises the errors of `Sandbox.exec`."""
     out, err = OutputBuffer(output_limit), OutputBuffer(output_limit)
     code: int | None = None
     with anyio.move_on_after(timeout) as scope:
@@ -59,7 +59,7 @@ async def run_collected(
 
 
 async def _feed(child: Child, stdin: bytes) -> int | None:
-    """Write the input beside waiting for the end: a program may end without reading it."""
+    """Write the input while waiting for the end, since a program may end without reading it."""
     async with anyio.create_task_group() as tasks:
 
         async def write() -> None:
@@ -77,30 +77,30 @@ async def _feed(child: Child, stdin: bytes) -> int | None:
 
 
 async def _terminate(child: Child) -> None:
-    """End the group of a program whose time is over; what it prints on its way out is kept."""
+    """End the process group of a program that has timed out; its last output is kept."""
     with anyio.CancelScope(shield=True), anyio.move_on_after(GRACE):
         await child.signal("TERM")
         await child.wait_for_exit()
 
 
 class ProgramFailedError(Exception):
-    """A program that streams ended with a failure; for the caller to say what that means."""
+    """A program with streamed input or output failed; the caller decides what that means."""
 
     def __init__(self, exit_code: int, said: str) -> None:
         super().__init__(f"ended with {exit_code}: {said}")
         self.exit_code = exit_code
         self.said = said
-        """The end of its standard error."""
+        """The end of the program's standard error."""
 
 
 async def stream_out(
     control: ControlShell, argv: Sequence[str], *, cwd: str, env: Mapping[str, str], limit: int | None
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the standard output of a program, as fast as it is taken.
+    """Yield the standard output of a program, as fast as the caller takes it.
 
     Raises:
-        FileTooLargeError: it is longer than `limit`.
-        FileStalledError: nothing came for `STALL_SECONDS`.
+        FileTooLargeError: the output is longer than `limit`.
+        FileStalledError: nothing arrived for `STALL_SECONDS`.
         ProgramFailedError: the program failed.
     """
     child = await control.spawn("run", argv, cwd=cwd, env=env)
@@ -112,7 +112,7 @@ async def stream_out(
         while data := await _read_some(child.stdout):
             total += len(data)
             if limit is not None and total > limit:
-                raise FileTooLargeError(f"more than {limit} bytes", hint="allow more, or ask for less")
+                raise FileTooLargeError(f"more than {limit} bytes", hint="raise the limit, or request less")
             yield data
         code = await _wait_for_exit(child)
         reader.stop()
@@ -131,10 +131,10 @@ async def stream_in(
     cwd: str,
     env: Mapping[str, str],
 ) -> int:
-    """Feed a stream to a program's standard input; how many bytes it took.
+    """Feed a stream to a program's standard input; return how many bytes it took.
 
     Raises:
-        FileStalledError: it took nothing for `STALL_SECONDS`.
+        FileStalledError: the program took nothing for `STALL_SECONDS`.
         ProgramFailedError: the program failed.
     """
     child = await control.spawn("run", argv, cwd=cwd, env=env)
@@ -161,7 +161,7 @@ async def stream_in(
 
 
 async def _read_some(fd: int) -> bytes:
-    """The next bytes, b"" at the end; others have their turn in between, however fast they come."""
+    """Return the next bytes, or b"" at the end. Other tasks get a turn in between, however fast bytes arrive."""
     with _stall_limit():
         await anyio.lowlevel.checkpoint()
         while (data := read_some(fd, READ_SIZE)) is None:
@@ -170,7 +170,7 @@ async def _read_some(fd: int) -> bytes:
 
 
 async def _write_piece(child: Child, part: bytes) -> bool:
-    """Write all of a piece, a little at a time; False where the program takes no more."""
+    """Write all of a piece, a little at a time; return False if the program takes no more."""
     for at in range(0, len(part), READ_SIZE):
         with _stall_limit():
             await anyio.lowlevel.checkpoint()
@@ -190,4 +190,6 @@ def _stall_limit() -> Iterator[None]:
         with anyio.fail_after(STALL_SECONDS):
             yield
     except TimeoutError as error:
-        raise FileStalledError(f"a program in the sandbox moved nothing for {STALL_SECONDS:.0f} s") from error
+        raise FileStalledError(
+            f"a program in the sandbox transferred nothing for {STALL_SECONDS:.0f} s"
+        ) from error

@@ -1,6 +1,6 @@
-"""Files of a sandbox, read from the host's side: nothing that is inside runs or is asked.
+"""Read a sandbox's files from the host's side, without running or trusting anything inside.
 
-The reading is done by `tree_reader.py`, a process of its own, which is ended when nobody takes the bytes any more.
+A separate process, `tree_reader.py`, does the reading. It is ended when nobody takes the bytes any more.
 """
 
 import subprocess
@@ -19,12 +19,12 @@ from sandboxes.runtime.tree_reader import ENDED, MISSING, TOO_LARGE
 SCRIPT = Path(__file__).with_name("tree_reader.py")
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"}
 STALL_SECONDS = 120.0
-"""How long the reader may give nothing."""
+"""How long the reader may produce nothing."""
 MESSAGE_BYTES = 4096
 
 
 def reader_command(path: str, limit: int, first: FirstProcess | None = None) -> list[str]:
-    """Return the command that reads an absolute path; it is the host's own without a first process."""
+    """Return the command that reads an absolute path of a sandbox, or of the host if there is no first process."""
     numbers = [str(first.pid), str(first.parent)] if first is not None else []
     return [sys.executable, "-I", "-S", str(SCRIPT), path, str(limit), *numbers]
 
@@ -32,13 +32,13 @@ def reader_command(path: str, limit: int, first: FirstProcess | None = None) -> 
 async def export_tree(
     path: str, command: Sequence[str], env: Mapping[str, str] = ENVIRONMENT
 ) -> AsyncGenerator[bytes, None]:
-    """Read a file or folder as a tar archive, by a command that runs the reader.
+    """Yield a file or folder as a tar archive, from a command that runs the reader.
 
     Raises:
-        FileMissingError: there is no such path.
-        FileTooLargeError: it is larger than the limit.
+        FileMissingError: the path does not exist.
+        FileTooLargeError: the content is larger than the limit.
         SandboxClosedError: the sandbox has ended.
-        SandboxFileError: it cannot be read, or nothing came for `STALL_SECONDS`.
+        SandboxFileError: the path cannot be read, or nothing arrived for `STALL_SECONDS`.
     """
     process = await start_process(
         command,
@@ -58,7 +58,7 @@ async def export_tree(
 
 
 async def _next_part(path: str, process: Process) -> bytes | None:
-    """Return the next bytes that the reader writes, or None at their end."""
+    """Return the next bytes from the reader, or None at the end."""
     if process.stdout is None:
         raise AssertionError("its standard output is a pipe")
     try:
@@ -67,11 +67,11 @@ async def _next_part(path: str, process: Process) -> bytes | None:
     except anyio.EndOfStream:
         return None
     except TimeoutError as error:
-        raise SandboxFileError(f"{path}: nothing came for {STALL_SECONDS:.0f} s") from error
+        raise SandboxFileError(f"{path}: no data for {STALL_SECONDS:.0f} s") from error
 
 
 async def _require_success(path: str, process: Process) -> None:
-    """Raise the error that the reader's exit code stands for."""
+    """Raise the error that the reader's exit code stands for, if any."""
     said = b""
     if process.stderr is not None:
         async for part in process.stderr:
@@ -81,11 +81,11 @@ async def _require_success(path: str, process: Process) -> None:
     if code == MISSING:
         raise FileMissingError(f"{path}: no such file or folder")
     if code == TOO_LARGE:
-        raise FileTooLargeError(f"{path}: {message}", hint="allow more, or ask for less")
+        raise FileTooLargeError(f"{path}: {message}", hint="raise the limit, or export less")
     if code == ENDED:
         raise SandboxClosedError("the sandbox has ended by itself")
     if code != 0:
-        raise SandboxFileError(f"{path}: it cannot be read from the host: {message or f'failed with {code}'}")
+        raise SandboxFileError(f"{path}: cannot be read from the host: {message or f'exit code {code}'}")
 
 
 async def _end(process: Process) -> None:

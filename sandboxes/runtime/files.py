@@ -1,11 +1,15 @@
-"""Reading, writing, listing and editing files of a sandbox, by programs that run inside it.
+"""Read, write, list and edit a sandbox's files, by programs that run inside it.
 
-They serve the agent, whose own programs they may be: what is to be judged is read by `export` instead.
+These functions serve the agent, and the agent may have replaced the programs. For grading, `export` reads the files
+instead.
 
-A path means what it means there: a link that the agent made leads nowhere but inside. What comes back is
-hostile, so it is bounded and checked. Contents go through in pieces, so that memory here does not grow with them.
-Whoever reads a file inside finds the old one or the new one, whole: what is written goes beside it, and takes its
-place once the sandbox has confirmed that every byte arrived. The image needs bash, coreutils and tar.
+- A path means what it means inside: a link that the agent made leads nowhere else.
+- Everything that comes back is untrusted, so it is bounded and checked.
+- Contents pass in pieces, so memory on the host does not grow with them.
+- A reader inside finds the whole old file or the whole new one: new content goes into a draft next to the file, which
+  replaces it once the sandbox has confirmed that every byte arrived.
+
+The image needs bash, coreutils and tar.
 """
 
 import secrets
@@ -30,13 +34,13 @@ FILE_TIMEOUT = 120.0
 DROP_SECONDS = 5.0
 LIST_LIMIT = 4 * 1024 * 1024
 MISSING, TOO_LARGE, SHRUNK = 44, 45, 46
-"""Exit codes of the scripts below for these findings."""
+"""The scripts' exit codes for these findings."""
 FILE_SIZE_SIGNAL = 128 + 25
-"""SIGXFSZ, as a shell counts: the limit of one file was reached."""
+"""The exit code for SIGXFSZ: the file reached the limit on file sizes."""
 FULL = ("No space left on device", "Disk quota exceeded", "File too large")
 
-# The file is opened once, and as many bytes are read as it had then: a log that grows does not go on for ever.
-# Files of the kernel's own say 0 and are read to their end.
+# The file is opened once, and only as many bytes as it has then are read, so a growing log comes to an end.
+# Kernel files report a size of 0 and are read to their end.
 READ = """
 export LC_ALL=C
 [[ -e $1 || -L $1 ]] || exit 44
@@ -49,7 +53,7 @@ head -c "$size" <&3 || exit
 read -r _ position </proc/self/fdinfo/3
 ((position >= size)) || exit 46
 """
-# A link is written through. What is there keeps its mode, and what may not be written stays as it is.
+# A link is written through. An existing file keeps its mode, and one that is not writable stays as it is.
 TARGET = """
 export LC_ALL=C
 target=$(realpath -m -- "$1" && printf x) || exit
@@ -72,7 +76,7 @@ mv -fT -- "$draft" "$target" || fail "it cannot be put in its place"
 WRITE = RECEIVE + PLACE
 COMMIT = TARGET + PLACE
 DROP = f'{TARGET} rm -f -- "$draft"'
-# Names may hold anything but NUL; one that goes away meanwhile is left out.
+# Names may contain anything but NUL. A file that disappears meanwhile is left out.
 LIST = """
 export LC_ALL=C
 [[ -e $1 || -L $1 ]] || exit 44
@@ -92,7 +96,7 @@ KIND_MASK = 0o170000
 
 
 class ScriptRunner(Protocol):
-    """Runs a program inside: `Sandbox.exec` with the working folder as it is."""
+    """Runs a program inside, like `Sandbox.exec`, from a folder that always exists."""
 
     def __call__(
         self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float, output_limit: int
@@ -100,7 +104,7 @@ class ScriptRunner(Protocol):
 
 
 def bash_argv(text: str, *arguments: str) -> list[str]:
-    """The argument list of a bash script with its positional parameters: no quoting is needed."""
+    """Return the argument list for a bash script with positional parameters, which need no quoting."""
     return ["bash", "--norc", "-c", text, "files", *arguments]
 
 
@@ -116,10 +120,10 @@ class Files:
     ) -> None:
         """
         Args:
-            run: runs a program inside and collects what it prints.
-            stream: gives what a program prints in pieces, at most so many bytes; raises `ProgramFailedError`.
-            feed: hands a stream to a program, and says how many bytes it took; raises `ProgramFailedError`.
-            resolve: makes a path absolute, as the sandbox sees it; it looks at no file.
+            run: runs a program inside and collects its output.
+            stream: yields a program's output in pieces, up to a number of bytes; raises `ProgramFailedError`.
+            feed: feeds a stream to a program, and returns how many bytes it took; raises `ProgramFailedError`.
+            resolve: makes a path absolute, as the sandbox sees it, without looking at files.
         """
         self._run = run
         self._stream = stream
@@ -159,7 +163,7 @@ class Files:
     async def _feed_script(
         self, path: str, text: str, token: str, data: AsyncIterable[bytes], *, size: int | None = None
     ) -> int:
-        """Hand bytes to one of the scripts for writing."""
+        """Feed bytes to one of the scripts for writing; return how many it took."""
         arguments = [self._resolve(path), token, *([] if size is None else [str(size)])]
         try:
             return await self._feed(bash_argv(text, *arguments), data)
@@ -167,7 +171,7 @@ class Files:
             raise _make_error(path, error.exit_code, error.said) from error
 
     async def _remove_draft(self, path: str, token: str) -> None:
-        """Remove what a write that failed, or was cancelled, has left; a sandbox that is closed has nothing left."""
+        """Remove the draft of a write that failed or was cancelled; a closed sandbox has none left."""
         with anyio.CancelScope(shield=True):
             try:
                 await self._run(
@@ -188,7 +192,7 @@ class Files:
                 f"{path}: the text to replace is not in the file", count=0, hint="read the file first"
             )
         if count > 1 and not replace_all:
-            raise EditMatchError(f"{path}: the text to replace is there {count} times", count=count)
+            raise EditMatchError(f"{path}: the text to replace occurs {count} times", count=count)
         await self.write(path, text.replace(old, new))
         return count
 
@@ -202,7 +206,7 @@ class Files:
         if result.exit_code != 0:
             raise _make_error(path, result.exit_code, result.stderr.decode("utf-8", errors="replace"))
         if result.truncated:
-            raise FileTooLargeError(f"{path}: the listing has more than {LIST_LIMIT} bytes")
+            raise FileTooLargeError(f"{path}: the listing is longer than {LIST_LIMIT} bytes")
         entries = [_parse_entry(path, part) for part in result.stdout.split(b"\0")[:-1]]
         return sorted(entries, key=lambda entry: entry.name)
 
@@ -220,29 +224,29 @@ async def _as_stream(data: bytes) -> AsyncIterator[bytes]:
 
 
 def _make_error(path: str, code: int | None, said: str) -> SandboxFileError:
-    """What a script's exit code and its last words mean."""
+    """Return the error that a script's exit code and last words stand for."""
     said = said.strip()
     if code == MISSING:
         return FileMissingError(f"{path}: no such file or folder")
     if code == TOO_LARGE:
-        return FileTooLargeError(f"{path}: {said}, which is more than the limit")
+        return FileTooLargeError(f"{path}: {said} exceed the limit")
     if code == SHRUNK:
-        return SandboxFileError(f"{path}: it became shorter while it was read", hint="read it again")
+        return SandboxFileError(f"{path}: the file shrank while it was read", hint="read it again")
     if code == FILE_SIZE_SIGNAL or any(text in said for text in FULL):
-        return DiskFullError(f"{path}: the disk of the sandbox is full, or the file is larger than it may be")
-    return SandboxFileError(f"{path}: {said or f'failed with {code}'}")
+        return DiskFullError(f"{path}: the sandbox's disk is full, or the file is too large")
+    return SandboxFileError(f"{path}: {said or f'exit code {code}'}")
 
 
 def _parse_entry(path: str, part: bytes) -> FileEntry:
-    """One entry of `LIST`.
+    """Parse one entry of `LIST`.
 
     Raises:
-        SandboxFileError: it is none, as a program inside took the place of the one that lists.
+        SandboxFileError: the entry is invalid, because a program inside replaced the one that lists.
     """
     fields = part.split(b" ", 2)
     try:
         mode, size, name = int(fields[0], 16), int(fields[1]), fields[2].decode("utf-8", "surrogateescape")
     except (ValueError, IndexError) as error:
-        raise SandboxFileError(f"{path}: the listing cannot be read") from error
+        raise SandboxFileError(f"{path}: the listing is malformed") from error
     kind = KINDS.get(mode & KIND_MASK, "other")
     return FileEntry(name=name, kind=kind, size=size if kind == "file" else 0)

@@ -1,13 +1,13 @@
-"""What a command prints, in bounded memory: the first and the last bytes are kept, the middle is counted."""
+"""Keep a command's output in bounded memory: its first and last bytes, and the size of the middle."""
 
 from collections import deque
 
 CONTINUATION, FIRST_BYTE, FIRST_OF_THREE, FIRST_OF_FOUR = 0x80, 0xC0, 0xE0, 0xF0
-"""The lowest byte inside a UTF-8 character, and the lowest that begins one of 2, 3 and 4 bytes."""
+"""The lowest continuation byte of UTF-8, and the lowest first byte of a character with 2, 3 and 4 bytes."""
 
 
 class OutputBuffer:
-    """Keeps at most `limit` bytes (and one read's worth) of a stream, half from its start and half from its end."""
+    """Keeps at most `limit` bytes (plus one read) of a stream, half from its start and half from its end."""
 
     __slots__ = ("_head", "_head_limit", "_tail", "_tail_limit", "_tail_size", "limit", "total")
 
@@ -19,10 +19,10 @@ class OutputBuffer:
         self._tail: deque[bytes] = deque()
         self._tail_size = 0
         self.total = 0
-        """Bytes seen, kept or not."""
+        """All bytes seen, including those not kept."""
 
     def add(self, data: bytes) -> None:
-        """Take the next bytes of the stream."""
+        """Add the next bytes of the stream."""
         self.total += len(data)
         room = self._head_limit - len(self._head)
         if room > 0:
@@ -41,14 +41,14 @@ class OutputBuffer:
         return self.total > self._head_limit + self._tail_limit
 
     def bytes(self) -> bytes:
-        """What is kept, with a note in the place of what was left out."""
+        """Return the bytes kept, with a note in place of those left out."""
         head, tail = bytes(self._head), b"".join(self._tail)
         if not self.truncated:
             return head + tail
         return _join_with_note(head, tail[-self._tail_limit :] if self._tail_limit else b"", self.total)
 
     def text(self) -> str:
-        """The same as text; what is no UTF-8 becomes U+FFFD, and a character that the cut divides is left out."""
+        """Return the same as text. Invalid UTF-8 becomes U+FFFD; a character divided by the cut is left out."""
         if not self.truncated:
             return self.bytes().decode("utf-8", errors="replace")
         tail = b"".join(self._tail)[-self._tail_limit :] if self._tail_limit else b""
@@ -57,13 +57,13 @@ class OutputBuffer:
 
 
 def _join_with_note(head: bytes, tail: bytes, total: int) -> bytes:
-    """Both ends of a stream of `total` bytes, and how many are missing between them."""
+    """Join both ends of a stream of `total` bytes with a note of how many are missing between them."""
     left_out = total - len(head) - len(tail)
     return head + f"\n[... {left_out} bytes left out ...]\n".encode() + tail
 
 
 def _drop_partial_end(data: bytes) -> bytes:
-    """Without the beginning of a character that is cut off at the end."""
+    """Drop the beginning of a character that is cut off at the end."""
     for length in range(1, min(len(data), 3) + 1):
         first = data[-length]
         if first >= FIRST_BYTE:
@@ -75,7 +75,7 @@ def _drop_partial_end(data: bytes) -> bytes:
 
 
 def _drop_partial_start(data: bytes) -> bytes:
-    """Without the end of a character that is cut off at the start."""
+    """Drop the end of a character that is cut off at the start."""
     at = 0
     while at < min(len(data), 3) and CONTINUATION <= data[at] < FIRST_BYTE:
         at += 1

@@ -1,8 +1,8 @@
-"""The host's ends of the pipes of one process in a sandbox, read by the event loop without threads or polling.
+"""The host's ends of the pipes of one sandboxed process, read by the event loop without threads or polling.
 
-The pipes are named ones in a folder that only the host writes to. They are unlinked as soon as the process has
-opened them, so that nothing else inside can find them. A flood from inside is read at a bounded rate: memory
-is bounded by the buffer that takes it, processor time by `FLOOD_PAUSE`, and by more rest when it goes on.
+They are named pipes in a folder that only the host writes to, unlinked as soon as the process has opened them: nothing
+else inside can find them. A flood from inside is read at a bounded rate. The buffer that takes it bounds the memory;
+`FLOOD_PAUSE`, and a longer pause for a long flood, bound the processor time.
 """
 
 import array
@@ -20,13 +20,13 @@ import anyio
 
 READ_SIZE = 64 * 1024
 FLOOD_BYTES = 256 * 1024
-"""After so many bytes the reader rests, so that a flood costs the service a small part of a processor."""
+"""The reader pauses after this many bytes, so a flood costs the service a small part of a processor."""
 FLOOD_PAUSE = 0.004
 LONG_FLOOD_BYTES = 16 * 1024 * 1024
-"""What a command prints beyond so much is cut out of its result: there is no hurry to read it."""
+"""Output beyond this is cut out of a command's result, so there is no hurry to read it."""
 LONG_FLOOD_PAUSE = 0.016
 FIRST_LOOK = 0.002
-"""Seconds before the first reading; a pipe holds 64 KiB for so long, and most programs have ended by then."""
+"""Seconds before the first reading. A pipe holds 64 KiB until then, and most programs have ended by then."""
 STATUS_LIMIT = 4096
 
 INPUT, OUTPUT, ERROR, STATUS = "in", "out", "err", "st"
@@ -34,7 +34,7 @@ NAMES = (INPUT, OUTPUT, ERROR, STATUS)
 
 
 class Pipes:
-    """The four pipes of one process: standard input, output and error, and a status of its own."""
+    """The four pipes of one process: standard input, output and error, and a status pipe."""
 
     __slots__ = ("_base", "fds")
 
@@ -50,8 +50,8 @@ class Pipes:
             for name in NAMES:
                 path = self._path(name)
                 os.mkfifo(path)
-                path.chmod(0o666)  # its folder, which others cannot enter, is what protects it
-                # Opened for both ways, the end for writing does not wait for a reader.
+                path.chmod(0o666)  # protected by its folder, which others cannot enter
+                # Opened for reading and writing, the input does not wait for a reader.
                 flags = os.O_RDWR if name == INPUT else os.O_RDONLY
                 self.fds[name] = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
         except BaseException:
@@ -63,13 +63,13 @@ class Pipes:
         return self._base.with_name(f"{self._base.name}.{name}")
 
     def mark_opened(self) -> None:
-        """The process has opened its ends: forget the names, and keep input for writing alone, to see it close."""
+        """Note that the process has opened its ends: unlink them, and keep the input write-only to see it close."""
         self.unlink()
         both = self.fds.pop(INPUT)
         try:
             self.fds[INPUT] = os.open(f"/proc/self/fd/{both}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
-            if error.errno != errno.ENXIO:  # ENXIO: its reader is gone already
+            if error.errno != errno.ENXIO:  # ENXIO: its reader has already gone
                 raise
         finally:
             os.close(both)
@@ -81,21 +81,21 @@ class Pipes:
                 self._path(name).unlink()
 
     def close(self, *names: str) -> None:
-        """Close the named ends, or all. Idempotent."""
+        """Close the given ends, or all. Idempotent."""
         for name in names or NAMES:
             if (fd := self.fds.pop(name, None)) is not None:
                 os.close(fd)
 
 
 def count_pending(fd: int) -> int:
-    """Bytes that can be read at once."""
+    """Return how many bytes can be read at once."""
     count = array.array("i", [0])
     fcntl.ioctl(fd, termios.FIONREAD, count)
     return count[0]
 
 
 def read_some(fd: int, size: int = READ_SIZE) -> bytes | None:
-    """Up to `size` bytes; b"" at the end of the stream; None where nothing has come yet."""
+    """Read up to `size` bytes; return b"" at the end of the stream, and None if nothing has arrived yet."""
     try:
         return os.read(fd, size)
     except BlockingIOError:
@@ -105,10 +105,10 @@ def read_some(fd: int, size: int = READ_SIZE) -> bytes | None:
 
 
 async def write_all(fd: int, data: bytes, until: float = math.inf) -> bool:
-    """Write everything, waiting for room; False where the reader has gone.
+    """Write everything, waiting for room; return False if the reader has gone.
 
     Raises:
-        TimeoutError: there was no room for all of it `until` then, on the event loop's clock.
+        TimeoutError: there was not enough room by `until`, on the event loop's clock.
     """
     view = memoryview(data)
     while view:
@@ -123,9 +123,9 @@ async def write_all(fd: int, data: bytes, until: float = math.inf) -> bool:
 
 
 class Reader:
-    """Hands what arrives on a pipe to `sink`, from the event loop, while it is started.
+    """Passes the data that arrives on a pipe to `sink`, from the event loop, while it is started.
 
-    It is not woken before `FIRST_LOOK` is over: what a short program prints waits in the pipe, and `stop` takes it.
+    It does not wake before `FIRST_LOOK` is over: the output of a short program waits in the pipe, and `stop` takes it.
     """
 
     __slots__ = ("_fd", "_loop", "_rest_at", "_seen", "_sink", "_timer", "ended")
@@ -141,13 +141,13 @@ class Reader:
         """Whether the stream has ended."""
 
     def start(self, sink: Callable[[bytes], object]) -> None:
-        """Begin to hand on."""
+        """Start passing data on."""
         self._sink, self._seen, self._rest_at = sink, 0, FLOOD_BYTES
         if not self.ended:
             self._timer = self._loop.call_later(FIRST_LOOK, self._resume)
 
     def stop(self) -> None:
-        """Hand on what is in the pipe at this moment, and no more; a writer that never rests cannot prolong it."""
+        """Pass on the data now in the pipe, and no more; a writer that never pauses cannot prolong it."""
         if self._sink is None:
             return
         self._stop_watching()
@@ -158,13 +158,13 @@ class Reader:
         self._sink = None
 
     def close(self) -> None:
-        """Stop at once; what is still in the pipe is left. Idempotent, also after the pipe has been closed."""
+        """Stop at once, leaving any data in the pipe. Idempotent, even after the pipe has been closed."""
         if self._sink is not None:
             self._sink = None
             self._stop_watching()
 
     def _stop_watching(self) -> None:
-        """Be woken no more."""
+        """Stop waking for this pipe."""
         if self._timer is None:
             self._loop.remove_reader(self._fd)
         else:
@@ -194,7 +194,7 @@ class Reader:
 
 
 class StatusLines:
-    """The lines of a status pipe, one at a time. Too long a line ends the stream: only tampering writes one."""
+    """The lines of a status pipe, one at a time. A line that is too long, a sign of tampering, ends the stream."""
 
     __slots__ = ("_buffer", "_fd", "_lines", "_loop", "_waiter", "ended")
 
@@ -209,21 +209,21 @@ class StatusLines:
 
     @property
     def waiting(self) -> bool:
-        """Whether a line is there that nobody has taken."""
+        """Whether a line has arrived that nobody has taken."""
         return bool(self._lines)
 
     def close(self) -> None:
-        """Stop reading; whoever waits for a line gets None."""
+        """Stop reading; a waiting caller gets None."""
         if not self.ended:
             self.ended = True
             self._loop.remove_reader(self._fd)
         self._wake()
 
     async def next(self, until: float | None = None) -> str | None:
-        """The next line without its end; None at the end of the stream.
+        """Return the next line without its end, or None at the end of the stream.
 
         Raises:
-            TimeoutError: none has come `until` then, on the event loop's clock.
+            TimeoutError: none has arrived by `until`, on the event loop's clock, or `expire` was called.
         """
         while not self._lines:
             if self.ended:
@@ -239,7 +239,7 @@ class StatusLines:
         return self._lines.pop(0)
 
     def expire(self) -> None:
-        """Whoever waits for a line gets TimeoutError now."""
+        """Make a waiting caller raise TimeoutError now."""
         if self._waiter is not None:
             self._expire(self._waiter)
 

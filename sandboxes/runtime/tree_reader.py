@@ -1,20 +1,20 @@
-"""Reads a file or folder of a sandbox from the host's side, as a tar archive; nothing inside is run.
+"""Read a file or folder of a sandbox from the host's side, as a tar archive, without running anything inside.
 
-It runs by itself, as `python -I -S tree_reader.py PATH LIMIT [PID LAUNCHER]`, with the host's Python. PID is the first
-process of the sandbox and LAUNCHER its parent; without them PATH is the host's own, for sandboxes that isolate nothing.
+It runs on its own, as `python -I -S tree_reader.py PATH LIMIT [PID LAUNCHER]`, with the host's Python. PID is the first
+process of the sandbox and LAUNCHER its parent. Without them PATH is on the host, for sandboxes without isolation.
 
 Guarantees:
-- no program, library or setting of the sandbox is used: the tree is walked through descriptors below its root, and
-  no link of it leads to the host's files, to /proc's links or out of the path;
-- an entry is a folder, a regular file, a hard link to a file before it, or a symbolic link that stays within the path,
-  wherever the archive is unpacked; all else is left out, and so are /proc and /sys;
-- no path is longer than programs can open, and no folder nested deeper than `MAX_DEPTH`;
-- modes keep their nine bits, with those that let the owner read; owners and attributes are dropped;
-- what is read is no more than LIMIT, where each entry counts as the pages that it would take unpacked, so that sparse
-  files count in full; the archive is no longer than twice that.
+- No program, library or setting of the sandbox is used. The tree is walked through descriptors below its root, and no
+  link in it leads to the host's files, through /proc's links, or out of the path.
+- An entry is a folder, a regular file, a hard link to an earlier file, or a symbolic link that stays within the path
+  wherever the archive is unpacked. Everything else is left out, including /proc and /sys.
+- No path is longer than programs can open, and no folder is nested deeper than `MAX_DEPTH`.
+- Modes keep their nine bits, plus those that let the owner read. Owners and attributes are dropped.
+- No more than LIMIT is read. Each entry counts as the pages it would take unpacked, so sparse files count in full. The
+  archive is at most twice as long.
 
-A sandbox belongs to another user namespace. It is entered, with the ids of the sandbox's own processes, before anything
-of it is opened: files that their modes forbid to read can be read there, and nothing of the host can.
+A sandbox belongs to another user namespace. The reader enters it, with the ids of the sandbox's own processes, before
+it opens anything: there it can read files whose modes forbid it, and nothing of the host.
 """
 
 # pathlib and tarfile take longer to import than all of this to run.
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 MISSING, TOO_LARGE, ENDED = 44, 45, 46
-"""Exit codes for these findings; `export` knows them."""
+"""The exit codes for these findings, which `export` interprets."""
 # From linux/openat2.h, linux/prctl.h and linux/capability.h.
 SYS_OPENAT2, RESOLVE_NO_MAGICLINKS, RESOLVE_IN_ROOT = 437, 0x02, 0x10
 PR_SET_DUMPABLE, PR_SET_KEEPCAPS, CLONE_NEWUSER = 4, 8, 0x10000000
 CAPABILITY_VERSION_3, ALL_CAPABILITIES = 0x20080522, 0xFFFFFFFF
-# Of entries of archives, from the manual of GNU tar.
+# Types of archive entries, from the manual of GNU tar.
 FILE, LINK, SYMLINK, FOLDER, LONG_NAME, LONG_LINK = b"0", b"1", b"2", b"5", b"L", b"K"
 BLOCK, NAME_SIZE, END_BLOCKS = 512, 100, 2
 PAGE = 4096
 MAX_PATH = 4095
-"""No program can open a path that is longer, and tar cannot make it."""
+"""No program can open a longer path, and tar cannot make one."""
 CHUNK = 1 << 18
 MAX_DEPTH = 256
-"""Each takes a descriptor."""
+"""Each level takes a descriptor."""
 ENTER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 OWNER_READS = {stat.S_IFDIR: 0o700, stat.S_IFREG: 0o600}
@@ -59,7 +59,7 @@ class OpenHow(ctypes.Structure):
 
 
 def check(result: int, name: str) -> int:
-    """Call a function of the C library that answers -1 with errno where it fails."""
+    """Return the result of a C library function, or raise OSError from errno if it is negative."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
@@ -67,14 +67,14 @@ def check(result: int, name: str) -> int:
 
 
 def stop(code: int, message: str = "") -> "NoReturn":
-    """End with an exit code and a line on standard error."""
+    """Exit with a code and a line on standard error."""
     sys.stderr.write(message)
     sys.stderr.flush()
     os._exit(code)
 
 
 def enter_user_namespace(pid: int) -> None:
-    """Become one of the sandbox's own users, who has every right over its files and none over the host's."""
+    """Become one of the sandbox's own users, who has every right to its files and none to the host's."""
     ours, theirs = os.stat("/proc/self/ns/user"), os.stat(f"/proc/{pid}/ns/user")
     if ours.st_ino == theirs.st_ino:
         return
@@ -97,7 +97,11 @@ def enter_user_namespace(pid: int) -> None:
 
 
 def open_root(pid: int, launcher: int) -> int:
-    """Open the root of a sandbox. Raise FileNotFoundError or ProcessLookupError if its first process has ended."""
+    """Open the root of a sandbox.
+
+    Raises:
+        FileNotFoundError, ProcessLookupError: its first process has ended.
+    """
     root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     # The launcher is the service's own child, so its number is not given to another process, and while it is
     # the parent of PID, that number is the sandbox's.
@@ -110,7 +114,7 @@ def open_root(pid: int, launcher: int) -> int:
 
 
 def open_below(root: int, path: str, flags: int) -> int:
-    """Open a path as the sandbox would see it: `root` is the top, and links of /proc lead nowhere."""
+    """Open a path as the sandbox would see it, below `root`, without following links of /proc."""
     how = OpenHow(flags | os.O_CLOEXEC, 0, RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS)
     name = ctypes.c_char_p(os.fsencode(path))
     return check(
@@ -121,8 +125,8 @@ def open_below(root: int, path: str, flags: int) -> int:
 def stays_within(target: str, below: "list[str]", top: str) -> bool:
     """Return whether a symbolic link leads to a place within the archive, whatever is made there later.
 
-    `below` are the names from the top to the link's folder. It may go up at its beginning alone: the folders above a
-    link are folders, while a name further on may be another link.
+    `below` are the names from the top to the link's folder. The target may go up only at its beginning: the parents of
+    a link are folders, but a later name may be another link.
     """
     parts = [part for part in target.split("/") if part not in ("", ".")]
     if target.startswith("/"):
@@ -138,7 +142,7 @@ def pad(data: bytes) -> bytes:
 
 
 def encode_number(value: int, width: int) -> bytes:
-    """Encode a number as octal digits, or as plain bytes where there are too few digits."""
+    """Encode a number as octal digits, or as plain bytes if it needs too many digits."""
     if value < 8 ** (width - 1):
         return b"%0*o\0" % (width - 1, value)
     return b"\x80" + value.to_bytes(width - 1, "big")
@@ -165,7 +169,7 @@ class Entry:
         self.link = b""
 
     def header(self) -> bytes:
-        """Return all that comes before the content; long names are separate members."""
+        """Return everything before the content; long names are separate members."""
         found = b""
         name = self.name + b"/" if self.kind == FOLDER else self.name
         for kind, text in ((LONG_LINK, self.link), (LONG_NAME, name)):
@@ -175,13 +179,13 @@ class Entry:
 
 
 class Archive:
-    """Writes entries as they are found, and counts what they would take."""
+    """Writes entries as they are found, and counts the space they would take."""
 
     def __init__(self, limit: int, top: str, kernel: "set[int]") -> None:
-        """`kernel` are file systems that are left out."""
+        """`kernel` are the devices of file systems to leave out."""
         self._left = limit
         self._top = top
-        """The path itself, as links name it."""
+        """The path itself, as links refer to it."""
         self._above = len(os.fsencode(top.rpartition("/")[0])) + 1
         self._kernel = kernel
         self._files: dict[tuple[int, int], bytes] = {}
@@ -194,7 +198,7 @@ class Archive:
         self._out.close()
 
     def add(self, parent: int, name: str, below: "list[str]") -> None:
-        """Add an entry of a folder, with all below it; `below` are the names that lead to the folder."""
+        """Add an entry of a folder and everything below it; `below` are the names that lead to the folder."""
         found = os.lstat(name, dir_fd=parent)
         if found.st_dev in self._kernel:
             return
@@ -210,12 +214,12 @@ class Archive:
                 self._begin(entry)
 
     def _begin(self, entry: Entry) -> None:
-        """Count pages, also for what has no content: it takes memory of the kernel too. Names may be long."""
+        """Count an entry and write its header. One without content counts as a page: it takes kernel memory too."""
         if self._above + len(entry.name) > MAX_PATH:
-            stop(TOO_LARGE, f"a path in it has more than {MAX_PATH} bytes")
+            stop(TOO_LARGE, f"a path in it is longer than {MAX_PATH} bytes")
         self._left -= max(PAGE, -(-entry.size // PAGE) * PAGE) + len(entry.name) + len(entry.link)
         if self._left < 0:
-            stop(TOO_LARGE, "it has more than the limit")
+            stop(TOO_LARGE, "the content exceeds the limit")
         self._out.write(entry.header())
 
     def _add_folder(self, entry: Entry, parent: int, name: str, below: "list[str]") -> None:
@@ -227,7 +231,7 @@ class Archive:
             entry.kind = FOLDER
             self._begin(entry)
             if len(below) >= MAX_DEPTH:
-                stop(TOO_LARGE, f"its folders are nested more than {MAX_DEPTH} deep")
+                stop(TOO_LARGE, f"its folders are nested more than {MAX_DEPTH} levels deep")
             for inner in self._names(folder):
                 self.add(folder, inner, [*below, name])
         finally:
@@ -263,7 +267,7 @@ class Archive:
             os.close(file)
 
     def _copy(self, file: int, size: int) -> None:
-        """Write as many bytes as were announced: zeros where the file holds fewer by now."""
+        """Write as many bytes as were announced, with zeros for those the file no longer has."""
         left = size
         while left:
             asked = min(left, CHUNK)
@@ -274,7 +278,7 @@ class Archive:
 
 
 def find_kernel_devices(root: int) -> "set[int]":
-    """Return the devices of file systems that the kernel makes up: their files are nobody's work."""
+    """Return the devices of the kernel's own file systems, whose files are nobody's work."""
     devices = set()
     for name in ("proc", "sys"):
         try:
@@ -297,7 +301,7 @@ def main(path: str, limit: int, pid: int, launcher: int) -> None:
         folder = open_below(root, above or "/", os.O_PATH | os.O_DIRECTORY)
         os.lstat(name, dir_fd=folder)
     except OSError:
-        stop(MISSING)  # also where links go in a ring, or lead to where nobody may go
+        stop(MISSING)  # also for links in a loop, and links to where nobody may go
     archive = Archive(limit, path.rstrip("/"), find_kernel_devices(root))
     archive.add(folder, name, [])
     archive.close()

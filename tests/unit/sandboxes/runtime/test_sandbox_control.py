@@ -54,7 +54,7 @@ async def test_a_shell_that_takes_nothing_is_given_up(
 ) -> None:
     shell, _ = ends
     monkeypatch.setattr(control, "SEND_TIMEOUT", 0.1)
-    with pytest.raises(SandboxClosedError, match="took no messages"):
+    with pytest.raises(SandboxClosedError, match="accepted no more messages"):
         await shell.send("spawn", LARGE)
     assert not shell.alive
     with pytest.raises(SandboxClosedError):

@@ -144,7 +144,7 @@ async def test_a_file_that_grows_is_read_up_to_its_size_and_one_that_shrinks_is_
             async for _ in parts:
                 os.truncate(path, 1000)
 
-    with pytest.raises(SandboxFileError, match="shorter"):
+    with pytest.raises(SandboxFileError, match="shrank"):
         await shrink()
 
 
