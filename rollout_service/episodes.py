@@ -16,7 +16,7 @@ from api_schemas.errors import Boundary
 from api_schemas.rollouts import RolloutRequest, Usage
 from api_schemas.tasks import Task
 from api_schemas.trajectories import ForkReason, Message, Trajectory
-from rollout_service.errors import ServiceError
+from rollout_service.errors import EnvironmentFailedError, ServiceError
 from sandboxes import LimitExceededError, Sandbox
 
 
@@ -25,6 +25,19 @@ class ContextFullError(ServiceError):
 
     code = "context_full"
     boundary: ClassVar[Boundary] = Boundary.TOKENS
+
+
+def require_sandbox(sandbox: Sandbox | None) -> Sandbox:
+    """Return the sandbox of an episode or a tool call.
+
+    Raises:
+        EnvironmentFailedError: there is none.
+    """
+    if sandbox is None:
+        raise EnvironmentFailedError(
+            "a sandbox is needed, and there is none", hint="Give the environment an image."
+        )
+    return sandbox
 
 
 class EpisodeLimits(BaseModel):
@@ -133,6 +146,14 @@ class Episode:
     """Notes for people on the result, such as files of the agent that were left out."""
     state: dict[str, Any] = field(default_factory=dict)
     """Values that the environment carries from one stage to the next."""
+
+    def require_sandbox(self) -> Sandbox:
+        """Return the sandbox.
+
+        Raises:
+            EnvironmentFailedError: there is none.
+        """
+        return require_sandbox(self.sandbox)
 
     @property
     def task(self) -> Task:

@@ -39,6 +39,11 @@ class ResettableEvent:
         if is_set:
             self._event.set()
 
+    @property
+    def is_set(self) -> bool:
+        """Whether the event is set."""
+        return self._event.is_set()
+
     def set(self) -> None:
         """Wake everyone who waits, now or later, until the event is cleared."""
         self._event.set()

@@ -27,6 +27,7 @@ from rollout_service.pipeline.attempt import Attempt, LeaseLostError, NotServedE
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.semaphore import SemaphoreLike
 from rollout_service.settings import PipelineSettings
+from rollout_service.signals import ChangeSignal, ResettableEvent
 from rollout_service.store.contract import Lease
 
 log = structlog.get_logger(__name__)
@@ -54,9 +55,8 @@ class Pipeline:
         self._settings = settings
         self._active: dict[str, ActiveRollout] = {}
         self._pools_changed = anyio.Event()
-        self._idle = anyio.Event()
-        self._started = anyio.Event()
-        self._started.set()
+        self._rollout_ended = ChangeSignal()
+        self._started = ResettableEvent(is_set=True)
         self._admission = anyio.CancelScope()
         self._finished = 0
 
@@ -81,7 +81,7 @@ class Pipeline:
     @property
     def started(self) -> bool:
         """Whether queued rollouts are begun."""
-        return self._started.is_set()
+        return self._started.is_set
 
     def start(self) -> None:
         """Begin queued rollouts (again)."""
@@ -89,8 +89,7 @@ class Pipeline:
 
     def stop(self) -> None:
         """Begin no more rollouts; those that are under way go on."""
-        if self._started.is_set():
-            self._started = anyio.Event()
+        self._started.clear()
 
     def live(self) -> int:
         """How many rollouts are being worked on or wait inside of the pipeline."""
@@ -104,8 +103,7 @@ class Pipeline:
         """Begin nothing more, and wait until what is under way has ended."""
         self._admission.cancel()
         while self._active:
-            self._idle = anyio.Event()
-            await self._idle.wait()
+            await self._rollout_ended.wait()
 
     async def _wind_down(self, work: TaskGroup) -> None:
         """Drain, unless that was done; then cancel what is left, and hand it back though it may not have ended yet."""
@@ -205,7 +203,7 @@ class Pipeline:
                     self._active.get(rollout_id) is active
                 ):  # one that is tried again at once may be back already
                     del self._active[rollout_id]
-                self._idle.set()
+                self._rollout_ended.notify()
 
     async def _attempt(self, active: ActiveRollout) -> None:
         attempt = Attempt(self._context, active.lease)

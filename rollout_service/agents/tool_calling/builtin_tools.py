@@ -22,8 +22,9 @@ from rollout_service.agents.tool_calling.tools import (
     ToolResult,
     by_name,
 )
+from rollout_service.episodes import require_sandbox
 from rollout_service.errors import ConfigurationError, did_you_mean
-from sandboxes import BashResult, PythonResult, Sandbox
+from sandboxes import BashResult, PythonResult
 from sandboxes.errors import LimitExceededError, SandboxFileError, SessionDiedError
 
 NO_OUTPUT = "[no output]"
@@ -61,7 +62,7 @@ class _Finish(Arguments):
 async def _bash(arguments: _Bash, context: ToolContext) -> str:
     _refuse_nul(arguments.command, "command")
     try:
-        session = await _sandbox(context).bash()
+        session = await require_sandbox(context.sandbox).bash()
         result = await session.run(arguments.command, timeout=context.seconds)
     except (SessionDiedError, LimitExceededError) as error:
         return _died("shell", error, context)
@@ -74,7 +75,7 @@ async def _bash(arguments: _Bash, context: ToolContext) -> str:
 
 async def _python(arguments: _Python, context: ToolContext) -> str:
     try:
-        session = await _sandbox(context).python()
+        session = await require_sandbox(context.sandbox).python()
         result = await session.execute(arguments.code, timeout=context.seconds)
     except (SessionDiedError, LimitExceededError) as error:
         return _died("Python", error, context)
@@ -88,19 +89,19 @@ async def _python(arguments: _Python, context: ToolContext) -> str:
 
 async def _read(arguments: _Read, context: ToolContext) -> str:
     with _file_errors(arguments.path):
-        content = await _sandbox(context).read_file(arguments.path)
+        content = await require_sandbox(context.sandbox).read_file(arguments.path)
     return _text(content.decode(errors="replace"), [], context.output_chars)
 
 
 async def _write(arguments: _Write, context: ToolContext) -> str:
     with _file_errors(arguments.path):
-        await _sandbox(context).write_file(arguments.path, arguments.content)
+        await require_sandbox(context.sandbox).write_file(arguments.path, arguments.content)
     return f"wrote {arguments.path}"
 
 
 async def _edit(arguments: _Edit, context: ToolContext) -> str:
     with _file_errors(arguments.path):
-        await _sandbox(context).edit_file(arguments.path, arguments.old, arguments.new)
+        await require_sandbox(context.sandbox).edit_file(arguments.path, arguments.old, arguments.new)
     return f"edited {arguments.path}"
 
 
@@ -131,15 +132,6 @@ def builtin_tools(names: Iterable[str]) -> list[Tool]:
             )
         tools.append(known[name])
     return tools
-
-
-def _sandbox(context: ToolContext) -> Sandbox:
-    if context.sandbox is None:
-        raise ConfigurationError(
-            "the agent has a tool that needs a sandbox, and the environment has none",
-            hint="Give the environment an image.",
-        )
-    return context.sandbox
 
 
 @contextmanager

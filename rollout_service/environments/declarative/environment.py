@@ -83,7 +83,7 @@ class DeclarativeEnvironment(AgentEnvironment):
         self._warnings = list(warnings)
 
     async def init(self, episode: Episode) -> None:
-        sandbox = _sandbox(episode)
+        sandbox = episode.require_sandbox()
         if init := self._declaration.init:
             place = await SecretFolder.make(sandbox, [_instance_file(episode.instance), *self._init_files])
             result = await place.run(init.command, cwd=sandbox.workdir, seconds=episode.limits.init_seconds)
@@ -100,10 +100,10 @@ class DeclarativeEnvironment(AgentEnvironment):
     async def execute(self, episode: Episode) -> None:
         if run := self._declaration.evaluate.run:
             inputs, seconds = read_inputs(run, episode.instance), episode.limits.evaluate_seconds / 2
-            episode.state[RUNS] = await run_submission(_sandbox(episode), run, inputs, seconds)
+            episode.state[RUNS] = await run_submission(episode.require_sandbox(), run, inputs, seconds)
 
     async def evaluate(self, episode: Episode) -> Score:
-        sandbox = _sandbox(episode)
+        sandbox = episode.require_sandbox()
         inputs = [
             _instance_file(episode.instance),
             PackedFile("answer.txt", (episode.answer or "").encode(errors="replace")),
@@ -231,12 +231,6 @@ def parse_score(data: bytes, run: ExecResult | None = None) -> Score:
             f"the evaluate command wrote no usable result: {reasons}{printed}", hint=RESULT_HINT
         ) from error
     return Score(result.reward, result.parts)
-
-
-def _sandbox(episode: Episode) -> Sandbox:
-    if episode.sandbox is None:
-        raise EnvironmentFailedError("this environment was given no sandbox")
-    return episode.sandbox
 
 
 async def _enter_again(sandbox: Sandbox, spec: EnvironmentSpec, command: str) -> None:

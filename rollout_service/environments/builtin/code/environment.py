@@ -101,7 +101,7 @@ class Code(AgentEnvironment):
             _assertions(checked)
 
     async def evaluate(self, episode: Episode) -> Score:
-        sandbox = _sandbox(episode)
+        sandbox = episode.require_sandbox()
         if not await _is_submitted(sandbox):
             return Score(0.0, {"submitted": 0.0, "tests_passed": 0.0})
         await _refuse_without_python(sandbox)
@@ -115,12 +115,6 @@ class Code(AgentEnvironment):
         """Return one instance of each problem; every fourth problem is held out."""
         sides = cycle(["train"] * (HELD_OUT_SHARE - 1) + ["held_out"])
         return [instance | {SPLIT: side} for instance, side in zip(instances(), sides, strict=False)]
-
-
-def _sandbox(episode: Episode) -> Sandbox:
-    if episode.sandbox is None:
-        raise EnvironmentFailedError("this environment was given no sandbox")
-    return episode.sandbox
 
 
 def _read(instance: dict[str, JsonValue]) -> _StdioInstance | _AssertInstance:
