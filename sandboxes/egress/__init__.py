@@ -1,4 +1,4 @@
-"""The way out of a sandbox that may reach a list of hosts: an HTTP proxy on the host, for one sandbox alone.
+"""The way out of a sandbox that may reach a list of hosts: an HTTP proxy on the host, for that sandbox alone.
 
-`rules` decide, `proxy` serves, `process` holds the proxies of a service in a process of their own, which `host` starts.
+`rules` decides, `proxy` serves, `process` runs the proxies of a service in one separate process, and `host` starts it.
 """

@@ -1,21 +1,21 @@
-"""What goes out of sandboxes that are held to a list of hosts, as numbers that only grow."""
+"""Counters of what sandboxes send and receive through their allow lists; they only grow."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
 class EgressCounts:
-    """What a proxy, or several together, have done."""
+    """What one proxy, or several together, have done."""
 
     connections: int = 0
     allowed: int = 0
     bytes_out: int = 0
     bytes_in: int = 0
     refused: dict[str, int] = field(default_factory=dict)
-    """By the code of the reason."""
+    """Refusals by the code of their reason."""
 
     def add(self, other: "EgressCounts") -> None:
-        """Count what another has counted."""
+        """Add the counts of another."""
         self.connections += other.connections
         self.allowed += other.allowed
         self.bytes_out += other.bytes_out

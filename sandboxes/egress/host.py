@@ -1,4 +1,4 @@
-"""The service's side of the proxies: one process for all sandboxes, started with the first that needs it."""
+"""The service's side of the proxies: one process for all sandboxes, started with the first that needs one."""
 
 import os
 import socket
@@ -16,26 +16,26 @@ from sandboxes.host.children import LingeringChildren, end_process
 from sandboxes.host.processes import MARKER
 
 ANSWER_SECONDS = 20.0
-"""The first answer waits for the process to load."""
+"""Long enough for the process to load before its first answer."""
 GRACE = 2.0
 ENV = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LOCALDOMAIN", "RES_OPTIONS")
-"""What Python and the resolver look at; the process gets nothing else of the service's, such as its keys."""
+"""The variables that Python and the resolver use. The process gets no others of the service's, such as its keys."""
 
 
 class ProxyOwner(NamedTuple):
-    """For whom the process of the proxies runs."""
+    """The service and the user that the process of the proxies runs for."""
 
     service: str
-    """The name that the ids of its sandboxes begin with; by it the guard finds the process if it hangs."""
+    """The prefix of its sandboxes' ids, by which the guard finds the process if it hangs."""
 
     user: int
-    """What it becomes where this process is root."""
+    """The user it switches to if this process is root."""
 
     group: int
 
 
 class SocketHandover:
-    """A pair of sockets, over which a launcher hands a socket of the sandbox's network to this process."""
+    """A pair of sockets over which a launcher hands a socket of the sandbox's network to this process."""
 
     def __init__(self) -> None:
         self._ours, self._theirs = socket.socketpair()
@@ -47,11 +47,11 @@ class SocketHandover:
         return self._theirs.fileno()
 
     def close_remote_end(self) -> None:
-        """The launcher has its end: when it ends, ours is told."""
+        """Close the launcher's end here, once the launcher has it, so that this process sees the launcher end."""
         self._theirs.close()
 
     async def receive(self) -> socket.socket | None:
-        """The socket; None where the launcher ended without sending one."""
+        """Return the socket, or None if the launcher ended without sending one."""
         await anyio.wait_readable(self._ours)
         _, descriptors, _, _ = socket.recv_fds(self._ours, 64, 1)
         return socket.socket(fileno=descriptors[0]) if descriptors else None
@@ -65,10 +65,10 @@ class SocketHandover:
 
 
 class EgressHost:
-    """Gives sandboxes their proxies and takes them back."""
+    """Starts and ends the proxies of sandboxes."""
 
     def __init__(self, lingering: LingeringChildren | None = None) -> None:
-        """`lingering` keeps a process that outlives its end."""
+        """Start nothing yet; `lingering` keeps a process that outlives its kill."""
         self._lingering = LingeringChildren() if lingering is None else lingering
         self._lock = anyio.Lock()
         self.process: subprocess.Popen[bytes] | None = None
@@ -84,10 +84,10 @@ class EgressHost:
         listening: socket.socket,
         owner: ProxyOwner,
     ) -> None:
-        """Serve a sandbox from a socket that listens in its network, which is closed here.
+        """Serve a sandbox from a socket that listens in its network. The socket is closed here.
 
         Raises:
-            SandboxStartError: there is no process to serve it.
+            SandboxStartError: the process of the proxies does not answer.
         """
         with listening:
             request = ProxyRequest("open", sandbox, allowed.entries, private)
@@ -95,11 +95,14 @@ class EgressHost:
                 if self._channel is None:
                     await self._start(owner)
                 if await self._ask(request, [listening.fileno()]) is None:
-                    raise SandboxStartError("the process of the egress proxies does not answer")
+                    raise SandboxStartError(
+                        "the process of the egress proxies does not answer",
+                        hint="see its lines in the service's log; the next start tries a new process",
+                    )
                 self._open.add(sandbox)
 
     async def close(self, sandbox: str) -> EgressCounts:
-        """End a sandbox's proxy and its connections; what it did, which is nothing where it had none."""
+        """End a sandbox's proxy and its connections; return its counts, which are zero if it had no proxy."""
         async with self._lock:
             if sandbox not in self._open:
                 return EgressCounts()
@@ -109,7 +112,7 @@ class EgressHost:
         return counts
 
     async def counts(self) -> EgressCounts:
-        """What all proxies have done since the service began."""
+        """Return the counts of all proxies since the service began."""
         total = EgressCounts()
         async with self._lock:
             total.add(self._ended)
@@ -125,14 +128,14 @@ class EgressHost:
             self._lingering.keep(process)
 
     async def _start(self, owner: ProxyOwner) -> None:
-        await self.aclose()  # one that ended by itself is still to be collected
+        await self.aclose()  # collects a process that ended by itself
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.setblocking(False)
         with theirs:
             self.process = _spawn(theirs, owner)
 
     async def _ask(self, request: ProxyRequest, descriptors: list[int] | None = None) -> EgressCounts | None:
-        """One request and its answer, which cancellation does not part; None where the process has ended."""
+        """Send a request and return its answer, or None if the process has ended. Cancellation cannot separate them."""
         packet = b""
         with anyio.move_on_after(ANSWER_SECONDS, shield=True):
             try:
@@ -148,7 +151,7 @@ class EgressHost:
         return decode_counts(packet)
 
     def _hang_up(self) -> None:
-        """The process ends when it notices."""
+        """Close the channel; the process ends when it notices."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None

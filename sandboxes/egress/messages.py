@@ -1,4 +1,4 @@
-"""What the service and its process of proxies say to each other: packets of JSON over a Unix socket of packets."""
+"""Messages between the service and the process of its proxies: JSON packets over a Unix packet socket."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -7,12 +7,12 @@ from typing import Literal
 from sandboxes.egress.counts import EgressCounts
 
 PACKET_BYTES = 192 * 1024
-"""Less than what Linux lets an ordinary user's socket take at once."""
+"""Less than what an ordinary user's socket takes at once on Linux."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyRequest:
-    """`open` comes with the listening socket; `close` answers with what its proxy counted, `counts` with all."""
+    """A request. `open` carries the listening socket, `close` returns its proxy's counts, `counts` those of all."""
 
     act: Literal["open", "close", "counts"]
     sandbox: str = ""
@@ -20,20 +20,20 @@ class ProxyRequest:
     private: bool = False
 
     def encode(self) -> bytes:
-        """As a packet."""
+        """Return it as a packet."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def decode(cls, packet: bytes) -> "ProxyRequest":
-        """From a packet."""
+        """Return the request of a packet."""
         return cls(**json.loads(packet))
 
 
 def encode_counts(counts: EgressCounts) -> bytes:
-    """The answer to every request."""
+    """Return the packet that answers a request."""
     return json.dumps(asdict(counts)).encode()
 
 
 def decode_counts(packet: bytes) -> EgressCounts:
-    """From an answer."""
+    """Return the counts of an answer."""
     return EgressCounts(**json.loads(packet))

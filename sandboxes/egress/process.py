@@ -1,7 +1,7 @@
-"""The process that holds the proxies of one service, so that no traffic of a sandbox takes the service's time.
+"""The process that runs the proxies of one service, so sandbox traffic takes none of the service's time.
 
-It gives up root when it has been loaded, reads requests from a socket that the service holds the other end of, and
-ends with that: also when the service was killed.
+It gives up root once it has loaded. It reads requests from a socket whose other end the service holds, and ends when
+that closes, even if the service was killed.
 """
 
 import os
@@ -28,7 +28,7 @@ class RunningProxy:
     ended: anyio.Event = field(default_factory=anyio.Event)
 
     async def serve(self, listening: socket.socket) -> None:
-        """Until it is closed."""
+        """Serve until it is closed."""
         try:
             with self.scope:
                 await self.proxy.serve(listening)
@@ -36,20 +36,20 @@ class RunningProxy:
             self.ended.set()
 
     async def close(self) -> None:
-        """End it, with its connections."""
+        """End it and its connections."""
         self.scope.cancel()
         await self.ended.wait()
 
 
 class ProxySet:
-    """The proxies by sandbox."""
+    """The running proxies, by sandbox."""
 
     def __init__(self, tasks: anyio.abc.TaskGroup) -> None:
         self._tasks = tasks
         self._running: dict[str, RunningProxy] = {}
 
     async def answer(self, request: ProxyRequest, descriptors: list[int]) -> EgressCounts:
-        """Do what a request says; what the sandbox's proxy, or all together, have counted."""
+        """Carry out a request; return the counts of the sandbox's proxy, or of all."""
         if request.act == "open":
             proxy = EgressProxy(request.sandbox, AllowList(request.allowed), private=request.private)
             one = self._running[request.sandbox] = RunningProxy(proxy)
@@ -68,7 +68,7 @@ class ProxySet:
 
 
 async def serve(channel: socket.socket, user: int, group: int) -> None:
-    """Hold proxies until the service's end of the channel closes."""
+    """Run proxies until the service's end of the channel closes."""
     await load_everything()
     drop_root(user, group)
     async with anyio.create_task_group() as tasks:
@@ -83,7 +83,7 @@ async def serve(channel: socket.socket, user: int, group: int) -> None:
 
 
 async def load_everything() -> None:
-    """Serve one request of our own: modules that are loaded when needed may be out of reach without root."""
+    """Serve one request of our own, because modules that load on demand may be unreadable without root."""
     normalize_host("ü.example")
     await resolve("localhost", 80)
     with (
@@ -101,7 +101,7 @@ async def load_everything() -> None:
 
 
 def drop_root(user: int, group: int) -> None:
-    """Give up root, if we have it."""
+    """Switch to the user and group if this process is root."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setgid(group)
@@ -109,7 +109,7 @@ def drop_root(user: int, group: int) -> None:
 
 
 def configure_logging() -> None:
-    """JSON on standard error, which is the service's."""
+    """Log as JSON lines to standard error, which is the service's."""
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
@@ -121,7 +121,7 @@ def configure_logging() -> None:
 
 
 def main() -> None:
-    """`python -m sandboxes.egress.process USER GROUP`, with the channel as standard input."""
+    """Run `python -m sandboxes.egress.process USER GROUP`, with the channel as standard input."""
     user, group = map(int, sys.argv[1:])
     configure_logging()
     raise_open_files()

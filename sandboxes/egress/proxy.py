@@ -1,9 +1,12 @@
-"""An HTTP proxy for one sandbox: CONNECT and plain HTTP, to the hosts of its list and to nothing else.
+"""An HTTP proxy for one sandbox: CONNECT and plain HTTP, to the listed hosts and to nothing else.
 
-Guarantees: a host is refused before its name is resolved; what is connected to is the very address that was
-checked, so that a name that changes its address gains nothing; memory, connections and their rate are bounded
-whatever the client does; every refusal says why, and what to do. It reads requests with h11 and looks into nothing
-that goes through a tunnel.
+Guarantees:
+- A host that is not listed is refused before its name is resolved.
+- The proxy connects to the very address it checked, so a name that changes its address gains nothing.
+- Memory, connections and their rate are bounded, whatever the client does.
+- Every refusal says why, and what to do.
+
+It reads requests with h11, and never looks into a tunnel.
 """
 
 import socket
@@ -31,7 +34,7 @@ CHUNK_BYTES = 64 * 1024
 LOGGED_HOSTS = 256
 HTTP_PORT = 80
 BURST, PER_SECOND = 64, 50
-"""Connections that may come at once, and in the long run."""
+"""Connections accepted at once, and per second in the long run."""
 HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"proxy-authorization", b"te", b"trailer", b"upgrade")
 )
@@ -41,7 +44,7 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 @dataclass(frozen=True, slots=True)
 class ProxyLimits:
-    """What one sandbox may have of its proxy; times in seconds."""
+    """Limits of one sandbox's proxy; times in seconds."""
 
     connections: int = 128
     head_seconds: float = 20.0
@@ -50,7 +53,7 @@ class ProxyLimits:
 
 
 class RefusedError(Exception):
-    """A request that is not served; `code` is stable, for counters."""
+    """A refused request; `code` is stable, for counters."""
 
     def __init__(self, status: HTTPStatus, code: str, message: str) -> None:
         super().__init__(message)
@@ -59,7 +62,7 @@ class RefusedError(Exception):
 
 
 class Target(NamedTuple):
-    """Where a request wants to go."""
+    """The destination of a request."""
 
     host: str
     port: int
@@ -68,9 +71,10 @@ class Target(NamedTuple):
 
     @classmethod
     def of(cls, request: h11.Request) -> "Target":
-        """
+        """Return the destination of a request.
+
         Raises:
-            RefusedError: the request names no host in a form that a proxy serves.
+            RefusedError: the request does not name a host in a form that a proxy serves.
         """
         try:
             return cls._parse(request.method == b"CONNECT", request.target.decode("latin-1"))
@@ -92,19 +96,19 @@ class Target(NamedTuple):
 
     @property
     def authority(self) -> str:
-        """The host and, where it is not HTTP's own, the port, as a Host header has them."""
+        """The value of a Host header: the host, and the port unless it is HTTP's default."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == HTTP_PORT else f"{host}:{self.port}"
 
 
 async def resolve(host: str, port: int) -> Sequence[str]:
-    """The addresses of a name, by the host's resolver."""
+    """Return the addresses of a name, from the host's resolver."""
     found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(entry[4][0]) for entry in found]
 
 
 class EgressProxy:
-    """Serves one sandbox."""
+    """The proxy of one sandbox."""
 
     def __init__(
         self,
@@ -115,7 +119,7 @@ class EgressProxy:
         limits: ProxyLimits | None = None,
         resolve: Resolve = resolve,
     ) -> None:
-        """`label` is the sandbox's id, for the log. `private` lets listed names be private addresses."""
+        """Set the proxy up. `label` is the sandbox's id, for the log; `private` allows listed names to be private."""
         self._log = log.bind(sandbox=label)
         self._allowed = allowed
         self._private = private
@@ -127,7 +131,7 @@ class EgressProxy:
         self.counts = EgressCounts()
 
     async def serve(self, listening: socket.socket) -> None:
-        """Serve until cancelled. A client over the limit of connections waits until another has ended."""
+        """Serve until cancelled. Beyond the limit of connections, a client waits until another has ended."""
         listener = await SocketListener.from_socket(listening)
         async with listener, anyio.create_task_group() as tasks:
             while True:
@@ -139,8 +143,8 @@ class EgressProxy:
         while True:
             try:
                 return await listener.accept()
-            except OSError as error:  # no descriptors: those in use will be free
-                self._log.warning("egress connection not taken", error=str(error))
+            except OSError as error:  # no descriptors left: some will be freed
+                self._log.warning("egress connection not accepted", error=str(error))
                 await anyio.sleep(ACCEPT_PAUSE)
 
     async def _client(self, client: SocketStream) -> None:
@@ -149,7 +153,7 @@ class EgressProxy:
             async with client:
                 with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream):
                     await self._answer(client)
-        except Exception:  # noqa: BLE001  one connection's: the proxies of other sandboxes run beside it
+        except Exception:  # noqa: BLE001  only this connection fails: other sandboxes' proxies go on
             self._log.exception("egress connection failed")
         finally:
             self._places.release()
@@ -182,19 +186,19 @@ class EgressProxy:
                 while (event := wire.next_event()) is h11.NEED_DATA:
                     wire.receive_data(await client.receive(HEAD_BYTES))
         except TimeoutError:
-            raise RefusedError(HTTPStatus.REQUEST_TIMEOUT, "timeout", "the request did not come") from None
+            raise RefusedError(HTTPStatus.REQUEST_TIMEOUT, "timeout", "no request arrived in time") from None
         except h11.RemoteProtocolError as error:
             status = HTTPStatus(error.error_status_hint)
-            raise RefusedError(status, "bad_request", f"the request cannot be read: {error}") from error
+            raise RefusedError(status, "bad_request", f"the request is malformed: {error}") from error
         if not isinstance(event, h11.Request):
             raise anyio.EndOfStream
         return event
 
     async def _open(self, target: Target) -> SocketStream:
-        """A connection to an address that was checked.
+        """Return a connection to an address that was checked.
 
         Raises:
-            RefusedError: the list or the address forbids it, or nobody answers.
+            RefusedError: the list or the address forbids it, or the host does not answer.
         """
         host, port, _ = target
         self._check_name(host, port)
@@ -206,7 +210,7 @@ class EgressProxy:
             raise RefusedError(
                 HTTPStatus.FORBIDDEN,
                 "address",
-                f"host {host} is {addresses[0]}, which is not public; list that address to allow it",
+                f"host {host} resolves to {addresses[0]}, which is not public; list that address to allow it",
             )
         with anyio.move_on_after(self._limits.connect_seconds):
             for address in accepted:
@@ -239,7 +243,7 @@ class EgressProxy:
         return addresses
 
     async def _relay(self, client: SocketStream, server: SocketStream) -> None:
-        """Both ways until both have ended, or nothing has come for long. A full reader holds up its writer."""
+        """Copy both ways until both end, or nothing has arrived for long. A slow reader holds up its writer."""
         async with _idle_limit(self._limits.idle_seconds) as touch:
 
             def sent(size: int) -> None:
@@ -274,7 +278,7 @@ async def _pump(source: SocketStream, sink: SocketStream, count: Callable[[int],
 
 @asynccontextmanager
 async def _idle_limit(seconds: float) -> AsyncIterator[Callable[[], None]]:
-    """Cancels what is inside when the function that it gives has not been called for so long."""
+    """Cancel the block if the function that it yields is not called for `seconds`."""
     last = time.monotonic()
 
     def touch() -> None:
@@ -293,7 +297,7 @@ async def _idle_limit(seconds: float) -> AsyncIterator[Callable[[], None]]:
 
 
 def _refusal(wire: h11.Connection, refused: RefusedError) -> bytes:
-    """An answer whose status line says it too: that is all that many clients show of a refused tunnel."""
+    """Return an answer that gives the reason in its status line too, which is all that many clients show."""
     message = str(refused)
     body = f"{message}\n".encode()
     headers = [
@@ -309,7 +313,7 @@ def _refusal(wire: h11.Connection, refused: RefusedError) -> bytes:
 
 
 def _forwarded(request: h11.Request, target: Target, path: str) -> bytes:
-    """The head of a plain request as its server is to see it: for one answer, then the connection ends."""
+    """Return the head of a plain request as its server should see it: for one answer and no more."""
     named = {
         name.strip().lower()
         for header, value in request.headers

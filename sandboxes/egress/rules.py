@@ -1,7 +1,7 @@
-"""Which hosts a sandbox may reach: the environment's list, and what is decided by it before a name is resolved.
+"""Decides which hosts a sandbox may reach, by the environment's list and before a name is resolved.
 
-Names are compared as the resolver sees them: lower case, without a final dot, international ones in their ASCII
-form. What could be read both as a name and as an address, such as `0x7f.1`, is neither.
+Names are compared as the resolver sees them: in lower case, without a final dot, and international names in their
+ASCII form. A text that could be read both as a name and as an address, such as `0x7f.1`, is neither.
 """
 
 import ipaddress
@@ -26,7 +26,7 @@ NEVER = tuple(
         "0.0.0.0/8",  # this host
         "192.0.0.0/24",  # protocols' own addresses; Oracle's metadata service
         "168.63.129.16/32",  # Azure's platform
-        "64:ff9b:1::/48",  # translated by local rules that are not known here
+        "64:ff9b:1::/48",  # translated by local rules unknown here
         "fd00:ec2::/32",  # Amazon's metadata service
         "fd00:c1::/32",  # Oracle's
         "fd00:42::/32",  # Scaleway's
@@ -34,16 +34,16 @@ NEVER = tuple(
         "fec0::/10",  # site-local, which no longer exists
     )
 )
-"""What no name stands for in good faith, although it is public or private by its registration."""
+"""Addresses that no honest name resolves to, although they are registered as public or private."""
 ISATAP = frozenset({0x0000_5EFE, 0x0200_5EFE})
-"""What comes before the address of version 4 in an address of an ISATAP tunnel."""
+"""What precedes the IPv4 address in the address of an ISATAP tunnel."""
 HINT = 'entries are HOST, *.HOST or an address, each may have :PORT: "example.com", "*.example.org:443", "[fd00::1]:80"'
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def parse_address(text: str) -> Address | None:
-    """An address in its usual form, without a zone; None for what is none."""
+    """Return an address in its usual form, without a zone; None if the text is not one."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
@@ -54,10 +54,10 @@ def parse_address(text: str) -> Address | None:
 
 
 def normalize_host(text: str) -> str:
-    """The one form of a name or an address, which may be in brackets.
+    """Return the normal form of a name or an address, which may be in brackets.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is neither a name nor an address.
     """
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     if (address := parse_address(bare)) is not None:
@@ -75,10 +75,10 @@ def normalize_host(text: str) -> str:
 
 
 def split_port(text: str) -> tuple[str, int | None]:
-    """`HOST`, `HOST:PORT`, `[V6]`, `[V6]:PORT` or a bare `V6`, as host and port.
+    """Split `HOST`, `HOST:PORT`, `[V6]`, `[V6]:PORT` or a bare `V6` into host and port.
 
     Raises:
-        ValueError: the port is none.
+        ValueError: the port is not one.
     """
     if parse_address(text) is not None:
         return text, None
@@ -96,15 +96,16 @@ class HostRule:
 
     host: str
     subdomains: bool
-    """Whether it stands for what is below `host`, and not for `host` itself."""
+    """Whether it matches the subdomains of `host`, and not `host` itself."""
     port: int | None
-    """None: `DEFAULT_PORTS`."""
+    """None means `DEFAULT_PORTS`."""
 
     @classmethod
     def parse(cls, entry: str) -> "HostRule":
-        """
+        """Return the rule of an entry.
+
         Raises:
-            SandboxConfigError: it is not an entry; the message names it.
+            SandboxConfigError: the entry is not valid; the message names it.
         """
         try:
             host, port = split_port(entry)
@@ -117,48 +118,49 @@ class HostRule:
         return cls(name, subdomains, port)
 
     def has_host(self, host: str) -> bool:
-        """Whether it stands for this host, at some port."""
+        """Return whether it matches this host, at any port."""
         if self.subdomains:
             return host.endswith(f".{self.host}")
         return host == self.host
 
     def has_port(self, port: int) -> bool:
-        """Whether it stands for this port, of its host."""
+        """Return whether it matches this port of its host."""
         return port in DEFAULT_PORTS if self.port is None else port == self.port
 
 
 def _invalid_entry(entry: str, why: str) -> SandboxConfigError:
-    return SandboxConfigError(f"the network's entry {entry!r} is not valid: {why}", hint=HINT)
+    return SandboxConfigError(f"invalid entry {entry!r} in the network list: {why}", hint=HINT)
 
 
 class AllowList:
     """The hosts and ports that one sandbox may reach."""
 
     def __init__(self, entries: Iterable[str]) -> None:
-        """
+        """Parse the entries.
+
         Raises:
             SandboxConfigError: an entry is not valid, or there are too many.
         """
         self.entries = tuple(entries)
         if len(self.entries) > MAX_ENTRIES:
             raise SandboxConfigError(
-                f"the network's list has {len(self.entries)} entries, and may have {MAX_ENTRIES}",
+                f"the network list has {len(self.entries)} entries; at most {MAX_ENTRIES} are allowed",
                 hint="use *.HOST for many hosts of one domain",
             )
         self._rules = tuple(HostRule.parse(entry) for entry in self.entries)
 
     def has_host(self, host: str) -> bool:
-        """Whether the host, in its normal form, is listed with any port."""
+        """Return whether the host, in its normal form, is listed with any port."""
         return any(rule.has_host(host) for rule in self._rules)
 
     def allows(self, host: str, port: int) -> bool:
-        """Whether the host, in its normal form, is listed with this port."""
+        """Return whether the host, in its normal form, is listed with this port."""
         return any(rule.has_host(host) and rule.has_port(port) for rule in self._rules)
 
     def accepts_address(self, address: Address, port: int, *, private: bool) -> bool:
-        """Whether a listed name may be this address: it is public, or listed itself, or private where these may be.
+        """Return whether a listed name may resolve to this address: public, listed itself, or private if allowed.
 
-        Loopback and link-local addresses (such as a cloud's metadata service) are only reached when listed.
+        Loopback and link-local addresses (such as a cloud's metadata service) must always be listed.
         """
         if self.allows(str(address), port):
             return True
@@ -174,7 +176,7 @@ def _is_reachable(address: Address, *, private: bool) -> bool:
 
 
 def _embedded(address: Address) -> list[Address]:
-    """Addresses of version 4 that a router on the way may turn one of version 6 into."""
+    """Return the IPv4 addresses that a router on the way may turn an IPv6 address into."""
     if isinstance(address, ipaddress.IPv4Address):
         return []
     found: list[Address] = [one for one in (address.sixtofour, *(address.teredo or ())) if one is not None]
