@@ -1,4 +1,4 @@
-"""A backend in a pool: whether it is in service, what it is working on, how it has done so far."""
+"""A backend in a pool: its state, its open calls, and its record so far."""
 
 import time
 from collections.abc import Callable
@@ -19,15 +19,15 @@ _CLOSE_SECONDS = 5.0
 
 @dataclass(slots=True, eq=False)
 class BackendHandle:
-    """One backend of a pool. `in_flight` goes down again however a call ends."""
+    """One backend of a pool. `in_flight` is decremented however a call ends."""
 
     backend: Backend
     info: ModelInfo
     slow_start: float
-    """Seconds over which a backend that has come into service takes up its fair share."""
+    """Seconds over which a backend that has joined grows to its fair share."""
     clock: Callable[[], float] = time.monotonic
     max_in_flight: int | None = None
-    """Requests that it is given at once."""
+    """The most requests that it is given at once."""
     is_local: bool = False
     """Whether it runs on this node."""
     id: str = field(init=False)
@@ -43,7 +43,7 @@ class BackendHandle:
     watch: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     _since: float = 0.0
     _calls: dict[anyio.CancelScope, float] = field(default_factory=dict)
-    """The open calls, and since when."""
+    """The open calls, with their start times."""
     _why_dropped: str = "was taken out of service during the request"
     _call_ended: ChangeSignal = field(default_factory=ChangeSignal)
 
@@ -54,7 +54,7 @@ class BackendHandle:
 
     @property
     def share(self) -> float:
-        """The part of its fair share that it may take now."""
+        """The fraction of its fair share that it may take now."""
         if self.slow_start <= 0:
             return 1.0
         return min(1.0, max(_SMALLEST_SHARE, (self.clock() - self._since) / self.slow_start))
@@ -65,8 +65,11 @@ class BackendHandle:
         return self.max_in_flight is None or self.in_flight < self.max_in_flight
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Call the backend; a call that is open when the backend leaves service ends with
-        BackendUnreachable.
+        """Call the backend.
+
+        Raises:
+            BackendUnreachable: the backend left service during the call.
+            ExtraUnsupported: it does not return what the request asks for.
         """
         refuse_missing_extras(request.extras, self.info, self.id)
         self.in_flight += 1
@@ -92,14 +95,14 @@ class BackendHandle:
         self.last_error = str(error) or type(error).__name__
 
     def take_out(self) -> None:
-        """Out of service: no new requests, and those that are open go elsewhere."""
+        """Take it out of service: it gets no new requests, and the open ones go elsewhere."""
         if self.state is BackendState.READY:
             self.state = BackendState.FAILED
         self.good_in_a_row = 0
         self.drop_calls("was taken out of service during the request")
 
     def drop_calls(self, why: str, *, older_than: float = 0.0) -> None:
-        """End the calls that have been open for so many seconds; the pool then repeats them elsewhere."""
+        """End the calls that have been open for `older_than` seconds; the pool then repeats them elsewhere."""
         self._why_dropped = why
         latest = self.clock() - older_than
         for scope, since in list(self._calls.items()):
@@ -112,7 +115,7 @@ class BackendHandle:
             await self._call_ended.wait()
 
     async def close(self) -> None:
-        """End the open calls, which aborts them in the engine, and release the connections."""
+        """End the open calls, which aborts them in the engine, and close the connections."""
         self.watch.cancel()
         self.take_out()
         with anyio.CancelScope(shield=True):
@@ -121,14 +124,14 @@ class BackendHandle:
             await self.backend.close()
 
     def bring_back(self, info: ModelInfo) -> None:
-        """Into service, with a small share at first."""
+        """Put it into service, with a small share at first."""
         self.info = info
         self.state = BackendState.READY
         self.bad_in_a_row = 0
         self._since = self.clock()
 
     def view(self, pool: str, *, paused: bool) -> BackendView:
-        """The backend as the API shows it."""
+        """Return the backend as the API shows it."""
         is_paused = paused and self.state is BackendState.READY
         return BackendView(
             backend_id=self.id,

@@ -1,9 +1,8 @@
-"""One turn from one or many engine calls: the interruptible generation.
+"""One turn from one or more engine calls: an interruptible generation.
 
-An engine may end a request early, because it was aborted for a weight update or because the machine
-under it died. `Continuation` keeps what was sampled, asks for the rest, and never samples a token twice
-or more than the budget: interrupt a request for N tokens anywhere, any number of times, and the result
-has the tokens of N.
+An engine may end a request early, because of an abort for a weight update or because its machine died.
+`Continuation` keeps the sampled tokens and asks for the rest. It never samples a token twice or exceeds the budget:
+however often a request for N tokens is interrupted, the result is that of one request for N tokens.
 """
 
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ _MAX_ATTEMPTS = 10_000  # what the attempt suffix of a request id can count
 
 @dataclass(slots=True)
 class Continuation:
-    """What was sampled for `request` so far."""
+    """The tokens sampled for `request` so far."""
 
     request: GenerateRequest
     output_ids: list[int] = field(default_factory=list)
@@ -33,7 +32,7 @@ class Continuation:
         self._extras = MergedExtras(self.request.extras)
 
     def next_request(self) -> GenerateRequest:
-        """The request for what is left, under an id of its own."""
+        """Return the request for the remaining tokens, under a new id."""
         request_id = f"{self.request.request_id}-{self.attempts % _MAX_ATTEMPTS:04d}"
         self.attempts += 1
         sampling = self.request.sampling
@@ -44,14 +43,14 @@ class Continuation:
         return GenerateRequest(request_id, prompt, sampling, self._extras.next(), self.request.known)
 
     def add(self, part: Generation, read_by: int | None = None) -> Generation | None:
-        """Take an engine's answer; gives the whole generation once there is nothing left to ask for.
+        """Add an engine's answer, and return the whole generation once it is complete.
 
-        `read_by` is the version of the weights whose KV alone the request could find when it was sent; None where
-        it could find any.
+        `read_by` is the only weight version whose KV the request could find when it was sent; None if it could find
+        that of any version.
         """
         exposed = set(part.versions) - {read_by}
         if self.attempts <= 1 and not exposed and part.finish_reason is not FinishReason.ABORT:
-            return part  # as most turns: there is nothing to put together
+            return part  # the usual case: nothing to join
         self._exposed |= exposed
         self.output_ids.extend(part.output_ids)
         self.logprobs.extend(part.logprobs)

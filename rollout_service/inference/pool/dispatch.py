@@ -1,8 +1,8 @@
-"""One request of a pool: held, sent, repeated elsewhere.
+"""The path of one request through a pool: held, sent, repeated elsewhere.
 
-Guarantees: a request that a backend fails is repeated elsewhere from the tokens that were delivered; none of
-them is lost, none is sampled twice, and the caller sees one answer. While the pool is paused requests wait here,
-up to a limit, and none is refused before it. Of requests beyond the pool's limits that of the oldest rollout is next.
+Guarantees: when a backend fails a request, the request continues elsewhere from the tokens already delivered; none of
+them is lost or sampled twice, and the caller sees one answer. While the pool is paused, requests wait here up to a
+time limit, and none is refused before. Beyond the pool's limits on concurrency, the oldest rollout's request is next.
 """
 
 import asyncio
@@ -49,10 +49,10 @@ class Dispatcher:
         self._observer = observer
         self._decided: deque[Decision] = deque()
         self._answered: deque[tuple[Decision, GenerateRequest, Generation | None]] = deque()
-        """Decisions of which the observer, and requests that have ended of which the router does not know yet."""
+        """Decisions that the observer, and ended requests that the router, has not been told of yet."""
 
     async def generate(self, request: GenerateRequest, affinity: str | None) -> Generation:
-        """Sample a continuation; raises what `BackendPool.generate` does."""
+        """Sample a continuation; see `BackendPool.generate`."""
         self._registry.refuse_unknown_ids(request.input_ids, request.known)
         continuation = Continuation(request)
         avoid: set[str] = set()
@@ -78,18 +78,20 @@ class Dispatcher:
             fruitless = 0 if part.output_ids else fruitless + 1
             if fruitless >= self._options.max_failures and self._registry.paused is None:
                 raise BackendUnreachable(
-                    "aborts every request before its first token", hint="See its log", backend_id=handle.id
+                    "aborts every request before its first token",
+                    hint="See the engine's log.",
+                    backend_id=handle.id,
                 )
             await _back_off(fruitless)
 
     def release(self, affinity: str) -> None:
-        """The rollout has ended."""
+        """Forget a rollout that has ended."""
         self._learn()
         self._router.release(affinity)
         self._queue.release(affinity)
 
     async def _turn(self, affinity: str | None) -> list[BackendHandle]:
-        """Wait for handles that may be given a request now. No await may come between this and the sending."""
+        """Wait for backends that may be given a request now. Do not await between this and sending."""
         arrival = self._queue.arrival(affinity)
         free = self._free(self._registry.ready() or await self._hold())
         if free and not self._queue:
@@ -130,8 +132,9 @@ class Dispatcher:
         return answer
 
     def _learn(self) -> None:
-        """Tell the router and the observer what was decided and how requests have ended: before they are asked
-        anything, but after a request has been sent, and after what waits for an answer has gone on.
+        """Flush queued decisions and results to the router and the observer.
+
+        Deferred off the request path; runs before the next routing decision.
         """
         self._router.settle()
         while self._decided:
@@ -145,7 +148,7 @@ class Dispatcher:
                 self._observer.served(self._registry.name, decision, answer.cached_tokens)
 
     async def _hold(self) -> list[BackendHandle]:
-        """Wait for a backend that may be used."""
+        """Wait for a backend in service, up to `hold_seconds`."""
         name, seconds = self._registry.name, self._options.hold_seconds
         with anyio.move_on_after(seconds):
             while not (ready := self._registry.ready()):
@@ -158,12 +161,13 @@ class Dispatcher:
             return ready
         if self._registry.paused is not None:
             raise PoolPaused(
-                f"pool {name!r} was paused for more than {seconds:g} s", hint="POST /v1/resume ends a pause"
+                f"pool {name!r} has been paused for more than {seconds:g} s",
+                hint="Resume it with POST /v1/resume.",
             )
         errors = "; ".join(f"{handle.id}: {handle.last_error}" for handle in self._registry)
         raise NoBackendError(
             f"no backend of pool {name!r} is in service ({errors})",
-            hint="Bring an engine back or register another with POST /v1/backends",
+            hint="Restart an engine, or register another with POST /v1/backends.",
         )
 
 

@@ -1,7 +1,7 @@
-"""Whether the backends of a pool serve: probes, and what failed requests say about them.
+"""Health checks of a pool's backends, by probes and by failed requests.
 
-Guarantees: a backend that stops answering leaves service within a few probes, and its open requests move; it
-comes back after several good probes, with the pool's weights and pause state.
+Guarantees: a backend that stops answering leaves service within a few probes, and its open requests move elsewhere; it
+comes back after several successful probes, with the pool's weights and pause state.
 """
 
 from dataclasses import replace
@@ -28,13 +28,13 @@ class HealthChecks:
         self._options = options
 
     async def watch(self, handle: BackendHandle) -> None:
-        """Probe a backend for ever."""
+        """Probe a backend until cancelled."""
         while True:
             await anyio.sleep(self._options.probe_interval)
             await self._probe(handle)
 
     async def suspect(self, handle: BackendHandle, error: InferenceError) -> None:
-        """Decide whether a failed request means a failed backend: ask it, or count."""
+        """Count a failed request, and probe a backend that could not be reached."""
         handle.record_failure(error)
         if handle.bad_in_a_row >= self._options.unhealthy_after:
             self._registry.take_out(handle)
@@ -68,7 +68,7 @@ class HealthChecks:
         return None
 
     async def _bring_back(self, handle: BackendHandle) -> None:
-        """An engine that was away may have restarted: it gets the pool's weights before any request."""
+        """Give an engine the pool's weights before any request, since it may have restarted."""
         async with self._controller.lock:
             try:
                 info = await handle.backend.model_info()

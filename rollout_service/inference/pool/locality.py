@@ -1,4 +1,4 @@
-"""Which engines run on this node."""
+"""Tells which engines run on this node."""
 
 import ipaddress
 import socket
@@ -9,7 +9,7 @@ import psutil
 
 
 def is_local(url: str) -> bool:
-    """Whether the host of `url` is this node, by its name or an address of its own; no name is looked up."""
+    """Return whether the host of `url` is this node's name or one of its addresses; no name is resolved."""
     return (urlsplit(url).hostname or "") in _own_names()
 
 

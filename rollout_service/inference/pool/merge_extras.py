@@ -1,7 +1,7 @@
-"""What was extras with the parts of an interrupted generation, put together again.
+"""Joins the extras of the parts of an interrupted generation.
 
-Guarantees: each token's figures are those of the attempt that sampled or read it first: nothing that an update of the
-weights came after is asked for a second time.
+Guarantees: each token's values come from the attempt that sampled or read it first; nothing from before a weight update
+is asked for again after it.
 """
 
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ from rollout_service.inference.contract import RequestedExtras, ReturnedExtras, 
 
 @dataclass(slots=True)
 class MergedExtras:
-    """What came so far of what `wanted` asks for."""
+    """The extras received so far, of those that `wanted` asks for."""
 
     wanted: RequestedExtras
     _top_logprobs: list[list[TopLogprob]] = field(default_factory=list)
@@ -22,7 +22,7 @@ class MergedExtras:
     _experts: list[NDArray[np.int32]] = field(default_factory=list)
 
     def next(self) -> RequestedExtras:
-        """What is to be asked of the next attempt, whose prompt has everything that was sampled at its end."""
+        """Return what to ask of the next attempt, whose prompt ends with everything sampled so far."""
         first = self.wanted.routed_experts_from
         if first is None and self.wanted.prompt_logprobs_from is None:
             return self.wanted
@@ -35,7 +35,7 @@ class MergedExtras:
         )
 
     def add(self, part: ReturnedExtras) -> None:
-        """Take what came with an attempt; one that sampled nothing has nothing."""
+        """Add the extras of an attempt; an attempt without tokens has none."""
         self._top_logprobs += part.top_logprobs or []
         if self._prompt_logprobs is None:
             self._prompt_logprobs = part.prompt_logprobs
@@ -43,7 +43,7 @@ class MergedExtras:
             self._experts.append(part.routed_experts)
 
     def whole(self) -> ReturnedExtras:
-        """Everything that came, as if it had come at once."""
+        """Return all extras, as if one answer had brought them."""
         return ReturnedExtras(
             top_logprobs=self._top_logprobs if self.wanted.top_logprobs else None,
             prompt_logprobs=self._prompt_logprobs,

@@ -14,21 +14,24 @@ class PoolOptions:
     hold_seconds: float = 120.0
     """How long a request waits while the pool is paused, or while no backend is in service."""
     max_failures: int = 6
-    """Failed calls, or aborts that gave nothing, that one request survives in a row."""
+    """How many failed calls, or aborts without a token, in a row one request survives."""
     probe_interval: float = 2.0
+    """Seconds between two probes of a backend's health."""
     probe_timeout: float = 10.0
+    """Seconds that a backend may take to answer a probe."""
     unhealthy_after: int = 2
-    """Failures in a row, of probes or requests, that take a backend out of service."""
+    """How many failed probes or requests in a row take a backend out of service."""
     healthy_after: int = 2
-    """Good probes in a row that bring it back."""
+    """How many successful probes in a row bring it back."""
     slow_start: float = 10.0
-    """Seconds over which a backend that has come into service takes up its fair share."""
+    """Seconds over which a backend that has joined grows to its fair share."""
     registration_timeout: float = 60.0
+    """Seconds that a backend may take to answer the checks of its registration."""
     max_in_flight: int | None = None
-    """Requests that all backends together work on; further ones wait, those of the oldest rollouts first."""
+    """The most requests in flight on all backends together; the others wait, oldest rollouts first."""
     max_in_flight_per_backend: int | None = None
-    """The same for each backend that was registered without a limit of its own."""
+    """The same for each backend that was registered without its own limit."""
     load_interval: float = 1.0
-    """Seconds between two questions to an engine how busy it is."""
+    """Seconds between two polls of an engine's load."""
     stall_seconds: float = 60.0
-    """How long a call may be open at an engine that shows no progress before it goes elsewhere."""
+    """Seconds that a call may be open on an engine without progress before it continues elsewhere."""

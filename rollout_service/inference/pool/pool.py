@@ -1,8 +1,8 @@
-"""A pool of backends that serve one policy: membership, requests and orders, each kept by a module of its own.
+"""A pool of backends that serve one policy: membership, requests and commands, each in its own module.
 
-`registry` knows the backends, `health` takes them out of service and brings them back, `progress` asks how busy they
-are, `dispatch` sends the requests where `routing` says, `controller` gives the orders that go to all. The guarantees
-are theirs.
+`registry` knows the backends, `health` takes them out of service and brings them back, `stalls` ends calls that make no
+progress, `dispatch` sends each request where `routing` decides, and `weights.controller` runs the commands that go to
+all backends. These modules state the guarantees.
 """
 
 import time
@@ -47,7 +47,7 @@ class BackendPool:
         on_change: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_change` is called at every change of a backend's state and of the pause."""
+        """`on_change` is called after every change of a backend's state or of the pause."""
         self.name = name
         self._tasks = tasks
         self._options = options or PoolOptions()
@@ -70,7 +70,7 @@ class BackendPool:
 
     @property
     def in_service(self) -> bool:
-        """Whether a backend serves, or will when a pause ends."""
+        """Whether a backend serves, or will once a pause ends."""
         return any(handle.state is BackendState.READY for handle in self._registry)
 
     def _changed(self) -> None:
@@ -80,27 +80,27 @@ class BackendPool:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a place, beyond the pool's limits."""
+        """How many requests wait because the pool's limits are reached."""
         return len(self._queue)
 
     def __contains__(self, backend_id: object) -> bool:
         return backend_id in self._registry
 
     def views(self) -> list[BackendView]:
-        """The backends and how they are doing, in the order of their registration."""
+        """Return the backends as the API shows them, in the order of their registration."""
         return self._registry.views()
 
     # ---- membership
 
     async def register(self, backend: Backend, *, max_in_flight: int | None = None) -> BackendView:
-        """Check what `backend` can do, give it the pool's weights, and take it into service.
+        """Check what `backend` can do, give it the pool's weights, and put it into service.
 
-        `max_in_flight` bounds the requests that it is given at once. A backend whose id is known is checked
-        again and brought back, whatever state it was in; `backend` is then closed and the known one stays.
+        `max_in_flight` bounds the requests that it is given at once. A backend whose id is known is checked again
+        and brought back, whatever its state was; `backend` is then closed and the known one stays.
 
         Raises:
             BackendUnreachable: it does not answer.
-            BackendProtocolError: it lacks something; the message names it.
+            BackendProtocolError: it lacks a required feature; the message names it.
         """
         async with self._controller.lock:
             known = self._registry.get(backend.id)
@@ -120,17 +120,25 @@ class BackendPool:
         return self._registry.view(handle)
 
     async def remove(self, backend_id: str) -> None:
-        """Take a backend out for good; its open requests go on elsewhere. Raises UnknownBackend."""
+        """Remove a backend for good; its open requests continue elsewhere.
+
+        Raises:
+            UnknownBackend: the pool has no such backend.
+        """
         await self._registry.remove(backend_id).close()
 
     def drain(self, backend_id: str) -> BackendView:
-        """Give a backend nothing new; `in_flight` tells when it is done. Registering it again ends the
-        drain. Raises UnknownBackend.
+        """Send a backend no new requests; it is done once `in_flight` is 0.
+
+        Registering it again ends the drain.
+
+        Raises:
+            UnknownBackend: the pool has no such backend.
         """
         return self._registry.view(self._registry.drain(backend_id))
 
     async def close(self) -> None:
-        """Release every backend's connections."""
+        """Close every backend's connections."""
         for handle in self._registry.clear():
             await handle.close()
 
@@ -145,36 +153,35 @@ class BackendPool:
     async def generate(self, request: GenerateRequest, *, affinity: str | None = None) -> Generation:
         """Sample a continuation, through pauses, weight updates and the loss of backends.
 
-        `affinity` names the rollout, so that its turns stay on the backend that holds their KV; call
-        `release` when it has ended. Cancelling this call aborts the request in its engine.
+        `affinity` names the rollout, which keeps its turns on the backend that holds their KV; call `release` when the
+        rollout has ended. Cancelling this call aborts the request in its engine.
 
         Raises:
-            NoBackendError: none is registered, or none came back into service in time.
+            NoBackendError: no backend is registered, or none came back into service in time.
             BackendRejected: the engine refused the request.
-            BackendUnreachable, BackendProtocolError: it failed on every backend that was tried.
+            BackendUnreachable: the last of the backends that were tried did not answer.
+            BackendProtocolError: the last of them sent an invalid answer.
             GenerationTimeout: the engine took longer than allowed.
-            PoolPaused: a pause did.
+            PoolPaused: a pause lasted longer than allowed.
         """
         return self._controller.kept_kv(await self._dispatcher.generate(request, affinity))
 
     def release(self, affinity: str) -> None:
-        """The rollout has ended; its place on a backend is free."""
+        """Free the place of a rollout that has ended."""
         self._dispatcher.release(affinity)
 
-    # ---- orders
+    # ---- commands
 
     async def pause(self, mode: PauseMode = PauseMode.ABORT, drain_seconds: float = 60.0) -> PoolOutcome:
-        """Hold every request from now on; what is running ends or waits as `mode` says, and nothing is
-        lost.
-        """
+        """Hold every request from now on; running ones end or wait, as `mode` says, and no token is lost."""
         return await self._controller.pause(mode, drain_seconds)
 
     async def resume(self) -> PoolOutcome:
-        """Let the held requests go on."""
+        """Let the held requests continue."""
         return await self._controller.resume()
 
     async def abort(self) -> PoolOutcome:
-        """Make every engine hand back what it has; the requests then go on, unless the pool is paused."""
+        """Make every engine return its partial answers; the requests then continue, unless the pool is paused."""
         return await self._controller.abort()
 
     async def update_weights(self, path: str, version: int, mode: PauseMode = PauseMode.ABORT) -> PoolOutcome:
@@ -184,21 +191,21 @@ class BackendPool:
     async def load_weights(self, request: WeightsRequest) -> PoolOutcome:
         """Load weights into every backend, pausing by the request's mode unless paused already.
 
-        A backend that fails where others succeed leaves service until it has the new weights; where all refuse
-        them, all keep the old ones. Once begun the order is carried to its end, also if the caller is cancelled.
+        A backend that fails while others succeed leaves service until it has the new weights. If all refuse them, all
+        keep the old ones. Once begun, the update runs to its end, even if the caller is cancelled.
 
         Raises:
-            WeightsConflict: the version is older than the pool's, or known as another set of weights; or the backends
+            WeightsConflict: the version is older than the pool's, or is in use for other weights; or the backends
                 are not in the process group.
         """
         return await self._controller.update_weights(request)
 
     async def join_group(self, group: WeightsGroupRequest) -> PoolOutcome:
-        """Let the backends join a process group, over which weights will come.
+        """Let the backends join a process group over which weights will be broadcast.
 
         Raises:
-            WeightsConflict: the number of ranks is wrong, or the trainer does not listen.
-            BackendRejected: a backend takes no weights from a process group.
+            WeightsConflict: the number of ranks is wrong, or the trainer is not listening.
+            BackendRejected: a backend cannot take weights from a process group.
         """
         return await self._controller.join_group(group)
 

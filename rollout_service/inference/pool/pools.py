@@ -1,4 +1,4 @@
-"""The pools of the service by name: `policy`, `judge`, `frozen-1`... Use as an async context manager."""
+"""The pools of the service by name, such as `policy`, `judge` or `frozen-1`."""
 
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -22,7 +22,7 @@ DEFAULT_POOL = "policy"
 
 
 def backend_id_of(url: str, pool: str) -> str:
-    """Return the id of the backend at `url` in a pool, which no other engine and no other pool shares.
+    """Return the id of the backend at `url` in a pool, unique among all engines and pools.
 
     Raises:
         ValueError: the address is malformed.
@@ -31,15 +31,16 @@ def backend_id_of(url: str, pool: str) -> str:
 
 
 class Pools:
-    """Named pools, the tasks that probe their backends, and the backends' connections; all end with the
-    context.
+    """Named pools, with the tasks that probe their backends, and the backends' connections.
+
+    Use as an async context manager; everything ends with the context.
 
     Args:
-        options: of every pool that has none of its own.
-        options_of: of single pools, by name.
+        options: the options of every pool that `options_of` does not name.
+        options_of: the options of single pools, by name.
         router: makes the router of each pool; by default its options name it.
-        observer: told of every routing decision.
-        connect: makes a backend from its address and id, whatever its kind; by default `engines.connect` does.
+        observer: notified of every routing decision.
+        connect: makes a backend from its address and id, whatever its kind; `engines.connect` by default.
     """
 
     def __init__(
@@ -77,10 +78,10 @@ class Pools:
         return await tasks.__aexit__(exc_type, exc, traceback)
 
     def __getitem__(self, name: str) -> BackendPool:
-        """The pool of that name.
+        """Return the pool of that name.
 
         Raises:
-            NoBackendError: nothing was ever registered under it.
+            NoBackendError: no backend was ever registered in it.
         """
         if name not in self._pools:
             raise NoBackendError(
@@ -91,19 +92,19 @@ class Pools:
         return self._pools[name]
 
     def names(self) -> list[str]:
-        """The pools that exist."""
+        """Return the names of the existing pools, sorted."""
         return sorted(self._pools)
 
     def in_service(self) -> tuple[frozenset[str], anyio.Event]:
-        """Return the pools with a backend that serves, or will after a pause, and the event of the next change."""
+        """Return the names of the pools in service, paused ones included, and the event of the next change."""
         return frozenset(name for name, pool in self._pools.items() if pool.in_service), self._changed.next
 
     def note_change(self) -> None:
-        """Tell those who wait that what is in service may have changed."""
+        """Wake everyone who waits for a change of what is in service."""
         self._changed.notify()
 
     def views(self) -> list[BackendView]:
-        """Every backend of every pool."""
+        """Return every backend of every pool as the API shows it."""
         return [view for name in self.names() for view in self._pools[name].views()]
 
     async def register(
@@ -115,12 +116,15 @@ class Pools:
         backend_id: str | None = None,
         max_in_flight: int | None = None,
     ) -> BackendView:
-        """Take the engine at `url` into a pool, with a limit of its own where one is given; the same again changes
-        nothing but the limit and ends a drain. Where no kind is given the engine is asked.
+        """Put the engine at `url` into service in a pool.
+
+        Registering it again changes only its limit, and ends a drain. If `kind` is None, the engine is asked for it.
 
         Raises:
             ValueError: the address is malformed.
-            BackendUnreachable, BackendProtocolError, BackendRejected: it does not answer, or lacks something.
+            BackendUnreachable: the engine does not answer.
+            BackendProtocolError: it lacks a required feature.
+            BackendRejected: it refuses the check, or does not fit the pool.
         """
         address = normalise_url(url)
         name = backend_id or backend_id_of(address, pool)
@@ -135,11 +139,11 @@ class Pools:
             raise
 
     async def remove(self, backend_id: str) -> None:
-        """Take a backend out for good."""
+        """Remove a backend for good."""
         await self._holder(backend_id).remove(backend_id)
 
     def drain(self, backend_id: str) -> BackendView:
-        """Give a backend nothing new."""
+        """Send a backend no new requests."""
         return self._holder(backend_id).drain(backend_id)
 
     def _pool(self, name: str) -> BackendPool:

@@ -1,4 +1,4 @@
-"""What an engine must be able to do before it may serve, and what else it can: found out by asking it for one token."""
+"""Checks what an engine can do before it may serve, by asking it for one token."""
 
 from dataclasses import replace
 
@@ -30,30 +30,29 @@ _HINTS = {
 
 
 async def check_backend(backend: Backend, *, seconds: float) -> ModelInfo:
-    """What `backend` serves, once it has sampled one token and told everything that the service needs
-    about it.
+    """Sample one token, and return the backend's model with the extras that it supports.
 
     Raises:
-        BackendUnreachable: it does not answer in `seconds`.
-        BackendProtocolError: its answers lack something; the message names it.
+        BackendUnreachable: it does not answer within `seconds`.
+        BackendProtocolError: its answers lack something required; the message names it.
     """
     with anyio.move_on_after(seconds):
         info = await backend.model_info()
         if info.context_length < 1:
-            raise BackendProtocolError("states no context length", backend_id=backend.id)
+            raise BackendProtocolError("does not state its context length", backend_id=backend.id)
         return replace(info, extras=await _sample(backend, info))
     raise BackendUnreachable(
         f"did not sample a token in {seconds:g} s",
-        hint="Is the engine still loading, or paused? A pause ends with its own order to resume",
+        hint="Wait until the engine has loaded its model, and resume it if it is paused.",
         backend_id=backend.id,
     )
 
 
 def refuse_missing_extras(extras: RequestedExtras, info: ModelInfo, backend_id: str) -> None:
-    """Refuse what a backend was found not to give.
+    """Refuse a request for extras that the backend did not return when it was checked.
 
     Raises:
-        ExtraUnsupported: of the first thing that it does not give.
+        ExtraUnsupported: names the first missing extra.
     """
     missing = wanted(extras) - info.extras
     if missing:
@@ -62,7 +61,7 @@ def refuse_missing_extras(extras: RequestedExtras, info: ModelInfo, backend_id: 
 
 
 async def _sample(backend: Backend, info: ModelInfo) -> frozenset[str]:
-    """Sample a token with everything else that an engine may give; return what came."""
+    """Sample a token with every extra that the engine may support; return those that came."""
     kinds = {ExtraKind.TOP_LOGPROBS, ExtraKind.PROMPT_LOGPROBS}
     if info.routing_shape is not None:
         kinds.add(ExtraKind.ROUTED_EXPERTS)
@@ -74,7 +73,7 @@ async def _sample(backend: Backend, info: ModelInfo) -> frozenset[str]:
         except BackendRejected:
             if not kinds:
                 raise
-            kinds.clear()  # it does not know such requests
+            kinds.clear()  # it does not know such fields
         else:
             return frozenset(kind.value for kind in kinds)
 

@@ -1,4 +1,4 @@
-"""The backends of one pool, which of them may be used, and word to those who wait for one."""
+"""The backends of one pool, which of them may be used, and wake-ups for whoever waits for one."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,29 +13,29 @@ log = structlog.get_logger(__name__)
 
 
 class BackendRegistry:
-    """The handles of a pool in the order of their registration, and its pause.
+    """The backends of a pool in the order of their registration, and its pause.
 
     Args:
-        name: of the pool.
-        on_leave: told the id of each backend that leaves service, whose KV is then lost or of no use.
-        on_change: called at every change of a handle or of the pause.
+        name: the name of the pool.
+        on_leave: called with the id of each backend that leaves service, since its KV is lost or useless then.
+        on_change: called after every change of a backend or of the pause.
     """
 
     def __init__(self, name: str, on_leave: Callable[[str], None], on_change: Callable[[], None]) -> None:
         self.name = name
         self._paused: PauseMode | None = None
         self.held = 0
-        """Requests that wait for a change."""
+        """How many requests wait for a change."""
         self._on_leave = on_leave
         self._on_change = on_change
         self._handles: dict[str, BackendHandle] = {}
         self._changed = ChangeSignal()
         self._vocabularies: set[int | None] = set()
-        """The sizes of all that were ever served."""
+        """The sizes of all vocabularies that were ever served."""
 
     @property
     def paused(self) -> PauseMode | None:
-        """How the pool was paused, while it is; setting it is a change that all who wait are told of."""
+        """The mode of the pause, or None; setting it wakes everyone who waits."""
         return self._paused
 
     @paused.setter
@@ -53,50 +53,54 @@ class BackendRegistry:
         return len(self._handles)
 
     def __getitem__(self, backend_id: str) -> BackendHandle:
-        """The handle of that id.
+        """Return the backend with that id.
 
         Raises:
-            UnknownBackend: there is none.
+            UnknownBackend: the pool has no such backend.
         """
         if backend_id not in self._handles:
             raise UnknownBackend(
-                f"pool {self.name!r} has no backend {backend_id!r}", hint="GET /v1/backends lists them"
+                f"pool {self.name!r} has no backend {backend_id!r}", hint="List them with GET /v1/backends."
             )
         return self._handles[backend_id]
 
     def get(self, backend_id: str) -> BackendHandle | None:
-        """The handle of that id, if there is one."""
+        """Return the backend with that id, or None."""
         return self._handles.get(backend_id)
 
     def ready(self) -> list[BackendHandle]:
-        """Those that may be given a request now; none during a pause."""
+        """Return the backends that may be given a request now; none during a pause."""
         if self._paused is not None:
             return []
         return [handle for handle in self._handles.values() if handle.state is BackendState.READY]
 
     def views(self) -> list[BackendView]:
-        """The backends and how they are doing."""
+        """Return all backends as the API shows them."""
         return [self.view(handle) for handle in self._handles.values()]
 
     def view(self, handle: BackendHandle) -> BackendView:
-        """A backend as the API shows it."""
+        """Return a backend as the API shows it."""
         return handle.view(self.name, paused=self.paused is not None)
 
     def add(self, handle: BackendHandle) -> None:
-        """Take a handle in; the same again changes nothing."""
+        """Add a backend; idempotent."""
         self._handles[handle.id] = handle
         self._vocabularies.add(handle.info.vocab_size)
         self.notify()
 
     def remove(self, backend_id: str) -> BackendHandle:
-        """Take a backend out for good; raises UnknownBackend."""
+        """Remove a backend for good.
+
+        Raises:
+            UnknownBackend: the pool has no such backend.
+        """
         handle = self[backend_id]
         del self._handles[backend_id]
         self._left(handle)
         return handle
 
     def take_out(self, handle: BackendHandle) -> None:
-        """Out of service, until its probes succeed again."""
+        """Take a backend out of service until its probes succeed again."""
         if handle.state is BackendState.READY:
             log.warning(
                 "backend lost",
@@ -109,23 +113,27 @@ class BackendRegistry:
         self._left(handle)
 
     def drain(self, backend_id: str) -> BackendHandle:
-        """Give a backend nothing new; raises UnknownBackend."""
+        """Send a backend no new requests.
+
+        Raises:
+            UnknownBackend: the pool has no such backend.
+        """
         handle = self[backend_id]
         handle.state = BackendState.DRAINING
         self._left(handle)
         return handle
 
     def clear(self) -> list[BackendHandle]:
-        """Take all out for good."""
+        """Remove all backends for good, and return them."""
         return [self.remove(backend_id) for backend_id in list(self._handles)]
 
     def notify(self) -> None:
-        """Wake those who wait for a change."""
+        """Wake everyone who waits for a change."""
         self._changed.notify()
         self._on_change()
 
     async def wait_for_change(self) -> None:
-        """Wait for the next change of a handle or of the pause."""
+        """Wait for the next change of a backend or of the pause."""
         self.held += 1
         try:
             await self._changed.wait()
@@ -133,21 +141,28 @@ class BackendRegistry:
             self.held -= 1
 
     def refuse_other_vocabulary(self, backend_id: str, vocab_size: int | None) -> None:
-        """Keep out a backend that serves another vocabulary than the handles; raises BackendRejected."""
+        """Refuse a backend whose vocabulary differs from that of the others.
+
+        Raises:
+            BackendRejected: the sizes differ.
+        """
         for handle in self._handles.values():
             if None not in (vocab_size, handle.info.vocab_size) and vocab_size != handle.info.vocab_size:
                 raise BackendRejected(
                     f"has a vocabulary of {vocab_size}, but pool {self.name!r} serves one of "
                     f"{handle.info.vocab_size}",
-                    hint="Register it in a pool of its own",
+                    hint="Register it in another pool.",
                     backend_id=backend_id,
                 )
 
     def refuse_unknown_ids(self, ids: Sequence[int], known: int = 0) -> None:
-        """Keep from the engines an id that their vocabulary lacks, which some crash on; raises BackendRejected.
+        """Refuse ids outside the engines' vocabulary, on which some engines crash.
 
-        The first ids that are `known` were looked at in an earlier turn; they are again if the pool has served more
+        The first `known` ids were checked in an earlier turn; they are checked again only if the pool has served more
         than one vocabulary.
+
+        Raises:
+            BackendRejected: an id is outside the vocabulary.
         """
         size = self._vocab_size()
         start = known if len(self._vocabularies) == 1 else 0
@@ -157,7 +172,7 @@ class BackendRegistry:
             raise BackendRejected(
                 f"prompt id {ids[position]} at {position} is outside the vocabulary of {size} that pool "
                 f"{self.name!r} serves",
-                hint="Register the backend with the tokenizer of its own model",
+                hint="Register the backend with its own model's tokenizer.",
             )
 
     def _vocab_size(self) -> int | None:

@@ -1,8 +1,8 @@
-"""What engines report about themselves: told to the router, and watched for calls that get nowhere.
+"""Polls what engines report about themselves, tells the router, and ends calls that make no progress.
 
-Guarantees: a call that has been open for `stall_seconds`, in which the engine neither answered any call of the pool
-nor reported any change in the work that it has, ends and goes on elsewhere. An engine that reports nothing at all is
-left to its probes and time limits.
+Guarantees: a call that has been open for `stall_seconds`, while the engine neither answered any call of the pool nor
+reported any change in its work, ends and continues elsewhere. An engine that reports nothing at all is covered by its
+probes and time limits.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from rollout_service.inference.routing import Router
 
 @dataclass(slots=True)
 class _LastProgress:
-    """The last sign of life of an engine."""
+    """The last sign of progress of an engine."""
 
     served: int
     signature: str
@@ -35,7 +35,7 @@ class StallDetector:
         self._options = options
 
     async def watch(self, handle: BackendHandle) -> None:
-        """Follow one engine for ever, or until it turns out that it reports nothing."""
+        """Follow one engine until cancelled, or until it turns out to report nothing."""
         last = _LastProgress(handle.served, "", handle.clock())
         while True:
             try:

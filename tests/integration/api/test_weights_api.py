@@ -168,7 +168,7 @@ async def an_update_goes_on(engine, client, impatient) -> None:
     engine.load_seconds = 0.0
     again = await client.update_weights("/w/5", 5)
     assert (again.changed, again.version) == (False, 5)
-    with pytest.raises(ConflictError, match="has version 5, and 4 is older"):
+    with pytest.raises(ConflictError, match="version 4 is older than the pool's version 5"):
         await client.update_weights(DiskWeights(path="/w/4"), 4)
     outcome = await client.update_weights("/w/6", 6, mode=PauseMode.IN_PLACE)
     assert outcome.outcomes[0].steps.keys() == {"pause", "load", "resume"}

@@ -209,5 +209,5 @@ async def test_an_engine_without_process_groups_says_so(checkpoints, tmp_path):
     async with EmbeddedEngine(checkpoints[0]) as engine, pooled(engine) as pool:
         with socket.create_server(("127.0.0.1", port)):
             outcome = await pool.join_group(group)
-        assert "takes no weights from a process group" in outcome.outcomes[0].error
+        assert "cannot take weights from a process group" in outcome.outcomes[0].error
         assert not outcome.outcomes[0].ok

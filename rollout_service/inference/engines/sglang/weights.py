@@ -84,7 +84,7 @@ class SGLangWeights:
             if _NO_ROUTE not in str(error):
                 raise
             raise BackendRejected(
-                "takes no weights from a process group",
+                "cannot take weights from a process group",
                 hint='Load them from a folder: {"source": {"type": "disk", "path": ...}}',
                 backend_id=self._id,
             ) from error

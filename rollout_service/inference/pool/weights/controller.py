@@ -1,8 +1,8 @@
-"""Commands to a whole pool: pause, resume, abort, new weights.
+"""Commands to a whole pool: pause, resume, abort, update the weights.
 
-Guarantees: one command at a time, and once begun it is carried to its end, whoever asked for it and hangs up; after
-`update_weights` no backend in service has other weights than the pool's; a backend that comes in is given the pool's
-weights and pause before any request.
+Guarantees: one command runs at a time, and runs to its end once begun, even if the caller hangs up; after
+`update_weights` every backend in service has the pool's weights; a backend that joins gets the pool's weights and pause
+before any request.
 """
 
 import time
@@ -42,7 +42,7 @@ from rollout_service.inference.pool.weights.state import PoolWeights, WeightSet,
 
 
 class PoolController:
-    """The commands that go to all backends of a registry; `lock` is held while one is carried out."""
+    """Runs commands on all backends of a registry; `lock` is held while one runs."""
 
     def __init__(self, registry: BackendRegistry) -> None:
         self.lock = anyio.Lock()
@@ -53,7 +53,7 @@ class PoolController:
     # ---- pauses
 
     async def pause(self, mode: PauseMode, drain_seconds: float = 60.0) -> PoolOutcome:
-        """Hold every request from now on; what is running ends or waits as `mode` says."""
+        """Hold every request from now on; running ones end or wait, as `mode` says."""
         async with self.lock:
             with anyio.CancelScope(shield=True):
                 self._registry.paused = mode
@@ -61,7 +61,7 @@ class PoolController:
         return outcome
 
     async def resume(self) -> PoolOutcome:
-        """Let the held requests go on."""
+        """Let the held requests continue."""
         async with self.lock:
             with anyio.CancelScope(shield=True):
                 outcome = await self._each("resume", lambda handle: handle.backend.resume())
@@ -69,11 +69,11 @@ class PoolController:
         return outcome
 
     async def abort(self) -> PoolOutcome:
-        """Make every engine hand back what it has."""
+        """Make every engine return its partial answers."""
         return await self._each("abort", lambda handle: handle.backend.abort(None))
 
     async def synchronise(self, backend: Backend, version: int) -> int:
-        """Bring a backend to the pool's weights and pause; gives its weight version. Hold `lock`."""
+        """Bring a backend to the pool's weights and pause, and return its weight version. Hold `lock`."""
         self._groups.forget(backend.id)
         version = await self._weights.bring_up_to_date(backend, version)
         if self._registry.paused is not None:
@@ -89,9 +89,9 @@ class PoolController:
         """Load weights into every backend, pausing by the request's mode unless paused already.
 
         Raises:
-            WeightsConflict: the version is older than the pool's, or known as another set of weights; or the backends
+            WeightsConflict: the version is older than the pool's, or is in use for other weights; or the backends
                 are not in the process group.
-            NoBackendError: there is no backend.
+            NoBackendError: the pool has no backend.
         """
         async with self.lock:
             with anyio.CancelScope(shield=True):
@@ -129,29 +129,29 @@ class PoolController:
         return outcome.model_copy(update={"held": held, "held_seconds": held_seconds})
 
     def _addressed(self) -> list[BackendHandle]:
-        """Those in service; the others get the weights when they come back. With none in service, all."""
+        """Return the backends in service, or all if none is; the others get the weights when they come back."""
         handles = list(self._registry)
         if not handles:
             raise NoBackendError(
-                f"pool {self._registry.name!r} has no backends", hint="Register one: POST /v1/backends"
+                f"pool {self._registry.name!r} has no backends", hint="Register one with POST /v1/backends."
             )
         return [handle for handle in handles if handle.state is not BackendState.FAILED] or handles
 
     def _may_begin(self, weights: WeightSet, fan_out: FanOut) -> bool:
-        """A broadcast to a group needs every one of its backends, and would never end without."""
+        """Return whether the load may begin: a broadcast to a group never ends unless all its backends take part."""
         failed = [handle.id for handle, record in fan_out.records.items() if record.error]
         if not failed or not isinstance(weights.source, DistributedWeights):
             return True
         for handle, record in fan_out.records.items():
             record.error = record.error or BackendRejected(
                 f"was not asked to receive weights, because {failed} could not be paused",
-                hint="Let the backends that are left join a new group",
+                hint="Let the remaining backends join a new group with POST /v1/weights/group.",
                 backend_id=handle.id,
             )
         return False
 
     def _settle(self, weights: WeightSet, kv: KvHandling, fan_out: FanOut) -> bool:
-        """Note who has the weights and who has nobody knows what; gives whether anybody has them."""
+        """Record which backends have the weights and which are in an unknown state; return whether any has them."""
         has_changed = any(record.error is None for record in fan_out.records.values())
         if has_changed:
             self._weights.adopt(weights, kv)
@@ -171,8 +171,9 @@ class PoolController:
                 self._registry.take_out(handle)
 
     def kept_kv(self, generation: Generation) -> Generation:
-        """Say of a generation which of its versions have sampled on KV of older weights: of those that could
-        have, those that were loaded while it stayed in use.
+        """Mark the versions of a generation that sampled on KV of older weights.
+
+        They are those that could have, and were loaded while the KV stayed in use.
         """
         could = generation.kept_kv_versions
         return replace(generation, kept_kv_versions=self._weights.kept_kv(could)) if could else generation
@@ -180,11 +181,11 @@ class PoolController:
     # ---- process groups
 
     async def join_group(self, group: WeightsGroupRequest) -> PoolOutcome:
-        """Let the backends in service join a process group; all or none.
+        """Let the backends in service join a process group, all or none.
 
         Raises:
-            WeightsConflict: the number of ranks is wrong, or the trainer does not listen.
-            BackendRejected: a backend takes no weights from a process group.
+            WeightsConflict: the number of ranks is wrong, or the trainer is not listening.
+            BackendRejected: a backend cannot take weights from a process group.
         """
         async with self.lock:
             handles = self._addressed()
@@ -234,7 +235,7 @@ class PoolController:
         self._registry.notify()
 
     async def _each(self, name: str, command: PoolCommand) -> PoolOutcome:
-        """Give a command to every backend at once; one that cannot be reached leaves service."""
+        """Run a command on every backend at once; one that cannot be reached leaves service."""
         away = {handle.id for handle in self._registry if handle.state is BackendState.FAILED}
         fan_out = FanOut(self._registry)
         await fan_out.step(name, command)
@@ -255,7 +256,7 @@ class PoolController:
                 backend_id=handle.id,
                 ok=False,
                 seconds=0.0,
-                error="is out of service; it has the pool's weights before it serves again",
+                error="is out of service; it gets the pool's weights before it serves again",
                 code=OUT_OF_SERVICE,
             )
             for handle in self._registry
@@ -271,14 +272,14 @@ class PoolController:
 
 
 def _unless_away(outcome: BackendOutcome, away: set[str]) -> BackendOutcome:
-    """Tell a backend that failed from one that was out of service before the command, and does not count."""
+    """Mark a backend that was out of service before the command, since its failure does not count."""
     if outcome.ok or outcome.backend_id not in away:
         return outcome
     return outcome.model_copy(update={"code": OUT_OF_SERVICE})
 
 
 async def _quiet(handle: BackendHandle, mode: PauseMode, drain_seconds: float) -> None:
-    """Stop a backend; the pool holds new requests already."""
+    """Stop a backend; the pool already holds new requests."""
     if mode is PauseMode.DRAIN:
         with anyio.move_on_after(drain_seconds):
             await handle.wait_until_idle()
@@ -291,12 +292,12 @@ async def _load(handle: BackendHandle, weights: WeightSet, kv: KvHandling, secon
 
 
 async def _within(seconds: float, command: Awaitable[None]) -> None:
-    """Bound what an engine may take for a command."""
+    """Bound the time that an engine may take for a command."""
     with anyio.move_on_after(seconds):
         return await command
-    raise BackendUnreachable(f"did not carry it out in {seconds:g} s", hint="See the engine's log")
+    raise BackendUnreachable(f"did not finish within {seconds:g} s", hint="See the engine's log.")
 
 
 def _may_have_begun(weights: WeightSet, error: InferenceError) -> bool:
-    """Whether a load that failed may have changed weights: an engine that refuses a folder keeps what it has."""
+    """Return whether a failed load may have changed weights: an engine that refuses a folder keeps its own."""
     return isinstance(weights.source, DistributedWeights) or not isinstance(error, BackendRejected)

@@ -1,7 +1,7 @@
-"""One command to many backends at once, in one step or several, and what each of them made of it.
+"""One command to many backends at once, in one or more steps, and each backend's result.
 
-Guarantees: an error of one backend is its answer, counted, and stops no other; after an error a backend takes
-part in further steps only where the step says so.
+Guarantees: an error of one backend is recorded as its result and does not stop the others; after an error, a backend
+takes part only in the steps that ask for it.
 """
 
 import time
@@ -19,24 +19,24 @@ PoolCommand = Callable[[BackendHandle], Awaitable[None]]
 
 @dataclass(slots=True)
 class CommandRecord:
-    """What came of a command at one backend."""
+    """The result of a command at one backend."""
 
     in_flight: int
     version_before: int
     steps: dict[str, float] = field(default_factory=dict)
-    """Seconds of each step that was begun."""
+    """Seconds that each started step took."""
     error: InferenceError | None = None
     is_known: bool = True
-    """Whether the backend has the weights that it is said to have."""
+    """Whether its weights are known for certain."""
 
     @property
     def can_be_told(self) -> bool:
-        """Whether it still answers, as far as is known."""
+        """Whether it still answers, as far as known."""
         return not isinstance(self.error, BackendUnreachable)
 
 
 class FanOut:
-    """A command that is being carried out at these backends."""
+    """A command in progress at a set of backends."""
 
     def __init__(self, handles: Iterable[BackendHandle]) -> None:
         self.records = {
@@ -44,7 +44,7 @@ class FanOut:
         }
 
     async def step(self, name: str, command: PoolCommand, *, after_errors: bool = False) -> None:
-        """Carry out `command` at every backend without an error; `after_errors` also at one that still answers."""
+        """Run `command` at every backend without an error; with `after_errors`, at all that still answer."""
         async with anyio.create_task_group() as tasks:
             for handle, record in self.records.items():
                 if record.error is None or (after_errors and record.can_be_told):
@@ -60,7 +60,7 @@ class FanOut:
         record.steps[name] = time.perf_counter() - started
 
     def outcomes(self) -> list[BackendOutcome]:
-        """The answers as the API shows them."""
+        """Return the results as the API shows them."""
         return [
             BackendOutcome(
                 backend_id=handle.id,

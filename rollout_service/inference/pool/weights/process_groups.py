@@ -1,8 +1,8 @@
-"""Weights that come over a process group: which backends are in which group, at which ranks.
+"""Process groups for weight broadcasts: which backends are in which group, at which ranks.
 
 A trainer broadcasts its tensors from rank 0 of a torch process group; each accelerator of each backend is a rank.
 Guarantees: a group is used only while every backend in service is in it and none has left service since it joined,
-because a broadcast that one of them does not take part in never ends.
+because a broadcast never ends if one of them does not take part.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,13 +23,13 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4
 
 @runtime_checkable
 class SupportsProcessGroups(Protocol):
-    """A backend that can take weights from a process group; each method raises what those of `Backend` do."""
+    """A backend that can take weights from a process group; its methods raise the errors of `Backend`."""
 
     async def ranks(self) -> int:
-        """How many ranks it takes: its accelerators."""
+        """Return how many ranks it needs: one for each of its accelerators."""
 
     async def join_group(self, group: WeightsGroupRequest, first_rank: int) -> None:
-        """Join with the ranks from `first_rank` on; waits for all others."""
+        """Join with the ranks from `first_rank` on; waits for all others to join."""
 
     async def leave_group(self, name: str) -> None:
         """Leave a group."""
@@ -41,14 +41,14 @@ class SupportsProcessGroups(Protocol):
 
 
 def require_process_groups(backend: Backend) -> SupportsProcessGroups:
-    """The backend, if it takes weights from a process group.
+    """Return the backend if it can take weights from a process group.
 
     Raises:
-        BackendRejected: it does not.
+        BackendRejected: it cannot.
     """
     if not isinstance(backend, SupportsProcessGroups):
         raise BackendRejected(
-            "takes no weights from a process group",
+            "cannot take weights from a process group",
             hint='Load them from a folder: {"source": {"type": "disk", "path": ...}}',
             backend_id=backend.id,
         )
@@ -73,7 +73,7 @@ class ProcessGroups:
         self._backends.pop(name, None)
 
     def forget(self, backend_id: str) -> None:
-        """Drop a backend that was away from all groups: it may have restarted."""
+        """Drop the groups of a backend that was away, since it may have restarted."""
         for name, present in list(self._backends.items()):
             if backend_id in present:
                 del self._backends[name]
@@ -90,47 +90,47 @@ class ProcessGroups:
         what = f"has no group {name!r}"
         if present is not None:
             missing, gone = sorted(expected - present), sorted(present - expected)
-            what = f"has a group {name!r} that lacks {missing} and counts on {gone}, which are out of service"
+            what = f"has a group {name!r} that lacks {missing} and includes {gone}, which are out of service"
         raise WeightsConflict(
-            f"the pool {what}", hint="POST /v1/weights/group lets the backends in service join a new one"
+            f"the pool {what}", hint="Let the backends in service join a new one with POST /v1/weights/group."
         )
 
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """Which ranks each backend has."""
+    """The ranks of each backend."""
 
     first: dict[BackendHandle, int]
     count: dict[BackendHandle, int]
 
     def of(self, handle: BackendHandle) -> list[int]:
-        """The ranks of a backend."""
+        """Return the ranks of a backend."""
         return list(range(self.first[handle], self.first[handle] + self.count[handle]))
 
 
 async def assign_ranks(handles: Sequence[BackendHandle], group: WeightsGroupRequest) -> RankAssignment:
-    """Give every backend its ranks, in order.
+    """Assign ranks to the backends, in order.
 
     Raises:
-        BackendRejected: one of them takes no weights from a process group.
-        WeightsConflict: the ranks are more or fewer than `world_size`.
+        BackendRejected: one of them cannot take weights from a process group.
+        WeightsConflict: the sum of the ranks is not `world_size`.
     """
     counts = [await require_process_groups(handle.backend).ranks() for handle in handles]
     *firsts, size = accumulate(counts, initial=group.rank_offset)
     if size != group.world_size:
         raise WeightsConflict(
-            f"the world has {group.world_size} ranks, but {group.rank_offset} of the trainer and {counts} of the "
-            f"backends are {size}",
-            hint=f"Make it a world of {size}, for the trainer too",
+            f"world_size is {group.world_size}, but {group.rank_offset} ranks of the trainer and {counts} of the "
+            f"backends make {size}",
+            hint=f"Set world_size to {size}, for the trainer as well.",
         )
     return RankAssignment(dict(zip(handles, firsts, strict=True)), dict(zip(handles, counts, strict=True)))
 
 
 async def wait_for_master(group: WeightsGroupRequest) -> None:
-    """Wait until the trainer listens: an engine that joins a group waits for it with all its work standing still.
+    """Wait until the trainer listens, because an engine that joins a group stops all its work to wait for it.
 
     Raises:
-        WeightsConflict: it does not in time.
+        WeightsConflict: the trainer does not listen in time.
     """
     address = f"{group.master_address}:{group.master_port}"
     with anyio.move_on_after(group.timeout_seconds):
@@ -144,12 +144,12 @@ async def wait_for_master(group: WeightsGroupRequest) -> None:
             return
     raise WeightsConflict(
         f"nothing listens at {address}",
-        hint="Let the trainer's rank 0 join the group first, or at the same time",
+        hint="Let the trainer's rank 0 join the group first, or at the same time.",
     )
 
 
 def buckets(weights: DistributedWeights) -> Iterator[DistributedWeights]:
-    """The tensors in order, in portions of about `bucket_bytes`; each has one tensor at least."""
+    """Yield the tensors in order, in buckets of about `bucket_bytes` with at least one tensor each."""
     start, size = 0, 0
     for index, (dtype, shape) in enumerate(zip(weights.dtypes, weights.shapes, strict=True)):
         bytes_ = _ITEM_BYTES.get(dtype, 1)

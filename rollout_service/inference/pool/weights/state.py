@@ -1,7 +1,7 @@
-"""Which weights the backends of a pool have, and which they may be given next.
+"""The weights that the backends of a pool have, and those that they may be given next.
 
-Guarantees: versions only grow, unless forced; one version is one set of weights; a backend whose weights are not
-known for sure is not taken for one that has them.
+Guarantees: versions only grow, unless forced; a version names one set of weights; a backend whose weights are not known
+for certain does not count as having them.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ Source = DiskWeights | DistributedWeights
 
 @dataclass(frozen=True, slots=True)
 class WeightSet:
-    """Weights that every backend of a pool has, or is to have."""
+    """Weights that every backend of a pool has, or will be given."""
 
     source: Source
     version: int
@@ -34,7 +34,7 @@ class WeightSet:
 
 
 class PoolWeights:
-    """The weights of one pool; `present` is None until it was given some."""
+    """The weights of one pool; `present` is None until the first update."""
 
     def __init__(self) -> None:
         self.present: WeightSet | None = None
@@ -42,33 +42,33 @@ class PoolWeights:
         self._kept: frozenset[int] = frozenset()
 
     def adopt(self, weights: WeightSet, kv: KvHandling) -> None:
-        """These are the pool's weights from now on."""
+        """Make these the pool's weights."""
         self.present = weights
         self._kept -= {weights.version}
         if kv is KvHandling.KEPT:
             self._kept |= {weights.version}
 
     def kept_kv(self, versions: frozenset[int]) -> frozenset[int]:
-        """Those of the versions that were loaded while KV of older weights stayed in use."""
+        """Return those of the versions that were loaded while KV of older weights stayed in use."""
         return self._kept & versions
 
     def mark_unknown(self, backend_id: str) -> None:
-        """Loading has failed in a way that may have left anything in the backend."""
+        """Record that a failed load may have left anything in the backend."""
         self._unknown.add(backend_id)
 
     def mark_known(self, backend_id: str) -> None:
-        """The backend has what it says."""
+        """Record that the backend has the version that it reports."""
         self._unknown.discard(backend_id)
 
     def is_unknown(self, backend_id: str) -> bool:
-        """Whether nobody knows what the backend has."""
+        """Return whether the backend's weights are unknown."""
         return backend_id in self._unknown
 
     def plan_update(self, request: WeightsRequest, versions: Iterable[int]) -> WeightSet | None:
-        """What to load, or None if it is there already; `versions` are those of the backends.
+        """Return the weights to load, or None if the pool has them; `versions` are those of the backends.
 
         Raises:
-            WeightsConflict: they are older than the present ones, or others of the same version.
+            WeightsConflict: the version is older than the present one, or the same one from another source.
         """
         wanted, present = WeightSet(request.weights, request.version), self.present
         newest = present.version if present else max(versions, default=0)
@@ -76,34 +76,34 @@ class PoolWeights:
             return wanted
         if wanted.version < newest:
             raise WeightsConflict(
-                f"the pool has version {newest}, and {wanted.version} is older",
-                hint=f"Send a version above {newest}, or `force` to go back",
+                f"version {wanted.version} is older than the pool's version {newest}",
+                hint=f"Send a version above {newest}, or set `force` to go back.",
                 context={"version": newest},
             )
         if present is None or wanted.version > present.version:
             return wanted
         if not _is_same(wanted.source, present.source):
             raise WeightsConflict(
-                f"version {wanted.version} of the pool came from elsewhere",
-                hint="Give other weights another version, or `force` to replace them",
+                f"the pool already has a version {wanted.version} from another source",
+                hint="Give other weights another version, or set `force` to replace them.",
                 context={"version": newest},
             )
         self.present = wanted
         return None
 
     async def bring_up_to_date(self, backend: Backend, version: int) -> int:
-        """Let a backend that says that it has `version` have the pool's weights; gives the version then.
+        """Give the pool's weights to a backend that reports `version`, and return its version then.
 
         Raises:
-            BackendRejected: they came over a process group, and cannot be had again.
+            BackendRejected: the weights came over a process group, and cannot be sent again.
         """
         if self.present is None or (version == self.present.version and backend.id not in self._unknown):
             self._refuse_unknown(backend)
             return version
         if isinstance(self.present.source, DistributedWeights):
             raise BackendRejected(
-                f"has not version {self.present.version} of the weights, which came over a process group",
-                hint="Load that version from a folder, or a later one, with POST /v1/weights: then it comes in",
+                f"lacks version {self.present.version} of the weights, which came over a process group",
+                hint="Load that version or a later one from a folder with POST /v1/weights; then it can join.",
                 backend_id=backend.id,
             )
         await self.present.load(backend, KvHandling.FLUSHED)
@@ -113,17 +113,17 @@ class PoolWeights:
     def _refuse_unknown(self, backend: Backend) -> None:
         if backend.id in self._unknown:
             raise BackendRejected(
-                "has weights that are not known: loading others into it was interrupted",
-                hint="Load weights with POST /v1/weights, or restart it and register it again",
+                "has unknown weights, because a load was interrupted",
+                hint="Load weights with POST /v1/weights, or restart the engine and register it again.",
                 backend_id=backend.id,
             )
 
 
 def kv_handling(mode: PauseMode) -> KvHandling:
-    """What becomes of the KV of older weights when requests were paused by `mode`."""
+    """Return what happens to the KV of older weights when requests are paused by `mode`."""
     return KvHandling.KEPT if mode is PauseMode.IN_PLACE else KvHandling.FLUSHED
 
 
 def _is_same(wanted: Source, present: Source) -> bool:
-    """A folder may be named for what came over a process group, so that other backends can have it too."""
+    """Return whether both are the same weights; a folder may stand for weights that came over a process group."""
     return wanted == present or (isinstance(wanted, DiskWeights) and isinstance(present, DistributedWeights))
