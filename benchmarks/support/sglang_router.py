@@ -10,7 +10,7 @@ import anyio
 import httpx
 from common import free_port
 
-from rollout_service.inference.local_servers.process import EngineStartError, Launch, ServerProcess
+from rollout_service.inference.local_servers.process import EngineStartError, ServerCommand, ServerProcess
 
 _POLL_SECONDS = 0.2
 ENVIRONMENT = Path(__file__).parents[2] / ".venv-sglang-router"
@@ -45,7 +45,7 @@ class SGLangRouter(ServerProcess):
             return 0
         return sum(worker["is_healthy"] for worker in workers)
 
-    def _launch(self, folder: Path) -> Launch:
+    def _launch(self, folder: Path) -> ServerCommand:
         python = ENVIRONMENT / "bin" / "python"
         if not python.exists():
             raise EngineStartError(
@@ -57,4 +57,4 @@ class SGLangRouter(ServerProcess):
             *("--prometheus-port", str(self._metrics_port), "--log-level", "error"),
         ]
         environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(folder)}
-        return Launch(command, environment, lambda: self._port)
+        return ServerCommand(command, environment, lambda: self._port)

@@ -23,7 +23,7 @@ class ScriptEndedError(ServiceError):
     code = "script_ended"
 
 
-EngineTurn = str | PolicyTurn | ServiceError | Callable[[Sequence[Message]], "str | PolicyTurn"]
+ScriptedTurn = str | PolicyTurn | ServiceError | Callable[[Sequence[Message]], "str | PolicyTurn"]
 """A text, a turn (see `turn` and `call`), an error to raise, or a function of the conversation so far."""
 
 
@@ -33,7 +33,7 @@ class ScriptedPolicy:
     `delay` is the time that each turn takes, in seconds, and counts as the engine's.
     """
 
-    def __init__(self, script: Iterable[EngineTurn], *, delay: float = 0.0) -> None:
+    def __init__(self, script: Iterable[ScriptedTurn], *, delay: float = 0.0) -> None:
         self.messages: list[Message] = []
         self.max_tokens: list[int] = []
         """The limits of tokens that were asked for, by turn."""

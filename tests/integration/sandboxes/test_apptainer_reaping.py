@@ -24,7 +24,7 @@ from sandboxes import (
     make_provider,
 )
 from sandboxes.host.processes import find_processes, processes_of
-from sandboxes.limits.cgroups import find_groups
+from sandboxes.limits.cgroups import find_control_groups
 from tests.support.users.as_user import ordinary_user
 
 pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
@@ -157,7 +157,7 @@ def contents(run: Path) -> list[str]:
 def traces(run: Path, name: str) -> list[str]:
     """What is left of a service on the host: processes, folders, mounts and control groups."""
     mounts = Path("/proc/self/mountinfo").read_text()
-    prefixes = set(find_groups().paths_of(name).values())
+    prefixes = set(find_control_groups().paths_of(name).values())
     return [
         *(f"process {pid}" for pid in find_processes(lambda mark: mark.startswith(f"{name}-"))),
         *(f"group {path}" for prefix in prefixes for path in prefix.parent.glob(f"{prefix.name}-*")),
