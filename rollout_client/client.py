@@ -25,6 +25,7 @@ from anyio.streams.memory import MemoryObjectSendStream
 from pydantic import JsonValue, TypeAdapter
 from typing_extensions import Self
 
+from api_schemas.environments import EnvironmentView
 from api_schemas.events import Event
 from api_schemas.exports import ExportedSample, RecordedRollout, Rescored, RescoreRollouts, without_tokens
 from api_schemas.inference import (
@@ -43,6 +44,7 @@ from api_schemas.inference import (
 from api_schemas.nodes import NodeConcurrency, NodePatch, NodeView, Readiness
 from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState
 from api_schemas.runs import Run, RunPage, RunRequest
+from api_schemas.sandboxes import SandboxView
 from api_schemas.trajectories import Trajectory
 from rollout_client._download import LargeBody, is_direct
 from rollout_client._sse import SSEParser
@@ -370,9 +372,9 @@ class RolloutClient:
 
     # -- the service -----------------------------------------------------------
 
-    async def environments(self) -> list[dict[str, JsonValue]]:
-        """What can be rolled out: the specification of each environment."""
-        return await self._call(list[dict[str, JsonValue]], "GET", "/v1/environments")
+    async def environments(self) -> list[EnvironmentView]:
+        """Return the environments that tasks can name."""
+        return await self._call(list[EnvironmentView], "GET", "/v1/environments")
 
     async def dataset(
         self, environment: str, *, limit: int = 1_000, offset: int = 0, split: str | None = None
@@ -386,9 +388,9 @@ class RolloutClient:
         path = f"/v1/environments/{environment}/dataset"
         return await self._call(list[dict[str, JsonValue]], "GET", path, params=params)
 
-    async def sandboxes(self) -> list[dict[str, JsonValue]]:
-        """The sandboxes that are alive."""
-        return await self._call(list[dict[str, JsonValue]], "GET", "/v1/sandboxes")
+    async def sandboxes(self) -> list[SandboxView]:
+        """Return the sandboxes that are alive."""
+        return await self._call(list[SandboxView], "GET", "/v1/sandboxes")
 
     async def nodes(self) -> list[NodeView]:
         """The hosts that run sandboxes: how many each bears, why not more, and what its sandboxes did."""

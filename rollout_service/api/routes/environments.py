@@ -9,10 +9,10 @@ from fastapi import APIRouter, Query
 from pydantic import JsonValue
 
 from api_schemas.base import MAX_INT, Name
+from api_schemas.environments import EnvironmentView
 from rollout_service.api.openapi.responses import raises
 from rollout_service.api.routes.dependencies import ServiceDep
 from rollout_service.api.routes.strict import StrictRoute
-from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.environments.splits import select_split
 from rollout_service.errors import InvalidFieldError, NotFoundError
 
@@ -20,9 +20,10 @@ router = APIRouter(prefix="/v1/environments", tags=["environments"], route_class
 
 
 @router.get("")
-async def list_environments(service: ServiceDep) -> list[EnvironmentSpec]:
+async def list_environments(service: ServiceDep) -> list[EnvironmentView]:
     """List the environments that tasks can name, with their image, tools, and limits."""
-    return [environment.spec for environment in service.environments.list()]
+    specs = [environment.spec for environment in service.environments.list()]
+    return [EnvironmentView.model_validate(spec.model_dump(mode="json")) for spec in specs]
 
 
 @router.get("/{name}/dataset", responses=raises(NotFoundError))

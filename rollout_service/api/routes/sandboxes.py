@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from fastapi import APIRouter
 
 from api_schemas.nodes import NodeConcurrency, NodePatch, NodeView
+from api_schemas.sandboxes import SandboxView
 from rollout_service.api.routes.dependencies import ServiceDep
 from rollout_service.api.routes.strict import StrictRoute
-from sandboxes import SandboxInfo
 
 router = APIRouter(prefix="/v1", tags=["sandboxes"], route_class=StrictRoute)
 
 
 @router.get("/sandboxes")
-async def list_sandboxes(service: ServiceDep) -> list[SandboxInfo]:
+async def list_sandboxes(service: ServiceDep) -> list[SandboxView]:
     """List the sandboxes that are alive. Those in state `warm` were started ahead and wait for a rollout."""
-    return service.sandboxes.live()
+    return [SandboxView.model_validate(asdict(info)) for info in service.sandboxes.live()]
 
 
 @router.get("/nodes")

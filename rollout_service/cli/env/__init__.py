@@ -34,7 +34,7 @@ def list_environments(url: ServerUrl = None, key: Key = None, as_json: AsJson = 
                 common.err().print(problem, style="red", soft_wrap=True)
         else:
             async with common.connect(url, key) as client:
-                specs = await client.environments()
+                specs = [found.model_dump(mode="json") for found in await client.environments()]
         if as_json:
             common.print_json(specs)
         else:

@@ -12,10 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
+from api_schemas.environments import EnvironmentView
 from api_schemas.errors import Problem
 from api_schemas.events import Event
 from api_schemas.nodes import NodeView
 from api_schemas.rollouts import Rollout, RolloutState
+from api_schemas.sandboxes import SandboxView
 from api_schemas.trajectories import Trajectory
 from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.pipeline.sandbox_source import SandboxSource
@@ -367,7 +369,7 @@ def test_weights_pause_and_resume(api: httpx.Client) -> None:
 
 
 def test_environments_health_and_metrics(api: httpx.Client) -> None:
-    names = {spec["name"] for spec in api.get("/v1/environments").json()}
+    names = {EnvironmentView.model_validate(shown).name for shown in api.get("/v1/environments").json()}
     assert {"calc", "math", "code"} <= names
     assert api.get("/health").json()["status"] == "ok"
     assert api.get("/ready").json() == {"ready": True, "reasons": [], "warnings": []}
@@ -383,7 +385,9 @@ def test_environments_health_and_metrics(api: httpx.Client) -> None:
 def test_a_node_says_what_it_has_and_keeps_a_sandbox_warm(api: httpx.Client) -> None:
     order(api, wait=60)
     deadline = time.monotonic() + 30
-    while "warm" not in {info["state"] for info in api.get("/v1/sandboxes").json()}:
+    while "warm" not in {
+        SandboxView.model_validate(shown).state for shown in api.get("/v1/sandboxes").json()
+    }:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     node = NodeView.model_validate(api.get("/v1/nodes").json()[0])

@@ -27,6 +27,7 @@ from api_schemas.tasks import Task
 from rollout_service.cli import app, common
 from rollout_service.cli.console import SafeConsole
 from rollout_service.cli.show import render_rollout
+from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.settings import LogFormat
 from rollout_service.telemetry.logging import configure_logging
 from rollout_service.terminal_text import escape_controls, escape_controls_in_json
@@ -75,7 +76,10 @@ class Hostile(BaseHTTPRequestHandler):
         engine |= {"tokenizer_path": EVIL, "weight_version": 1, "context_length": 1, "in_flight": 0}
         answers: dict[str, object] = {
             "/v1/backends": [engine | {"served": 0, "failures": 1, "last_error": EVIL}],
-            "/v1/environments": [{"name": EVIL, "image": EVIL, "tools": [EVIL], "description": EVIL}],
+            "/v1/environments": [
+                EnvironmentSpec(name="x", image=EVIL, tools=[EVIL], description=EVIL).model_dump(mode="json")
+                | {"name": EVIL}
+            ],
         }
         self.answer(200, answers[self.path]) if self.path in answers else self.refuse()
 

@@ -1,0 +1,52 @@
+"""What the service shows of environments and sandboxes: the client's models, and the JSON of the service's own."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+
+import pytest
+
+from api_schemas.environments import EnvironmentView
+from api_schemas.sandboxes import SandboxView
+from rollout_service.environments.builtin.calc import environment as calc
+from rollout_service.environments.builtin.code import environment as code
+from rollout_service.environments.builtin.math import environment as math
+from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, SandboxSettings
+from sandboxes import SandboxInfo
+
+EVERYTHING = EnvironmentSpec(
+    name="everything",
+    description="All fields are set.",
+    image="base",
+    system="Be brief.",
+    tools=["bash", "python"],
+    sandbox=SandboxSettings(
+        network=("example.org:443",), cpus=0.5, disk="1G", lifetime=60.0, env={"LANG": "C.UTF-8"}
+    ),
+    evaluate_in=EvaluateIn.FRESH,
+    artifacts=["/workspace"],
+    artifacts_size="1M",
+    runs_submission=True,
+    binds={"/inside": "/outside"},
+)
+SPECS = [calc.SPEC, code.SPEC, math.SPEC, EVERYTHING]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_an_environment_is_shown_as_it_is_written(spec: EnvironmentSpec) -> None:
+    written = json.loads(spec.model_dump_json())
+    assert "binds" not in written, "paths of the host are nobody else's business"
+    assert json.loads(EnvironmentView.model_validate(written).model_dump_json()) == written
+
+
+def test_the_view_of_an_environment_has_every_field_that_is_shown() -> None:
+    hidden = {name for name, field in EnvironmentSpec.model_fields.items() if field.exclude}
+    assert EnvironmentView.model_fields.keys() == EnvironmentSpec.model_fields.keys() - hidden
+
+
+@pytest.mark.parametrize("pid", [None, 17])
+def test_a_sandbox_is_shown_as_it_is(pid: int | None) -> None:
+    info = SandboxInfo("a", "r-1/1", "base", "apptainer", time.time(), pid)
+    assert SandboxView.model_validate(asdict(info)).model_dump() == asdict(info)
