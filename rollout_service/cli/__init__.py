@@ -1,4 +1,4 @@
-"""The command line: `rollout-service COMMAND`, one module a command."""
+"""The command line: `rollout-service COMMAND`, one module or folder per command."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from rollout_service.cli import (
 
 app = typer.Typer(
     name="rollout-service",
-    help="Rollout-as-a-Service: agentic rollouts in sandboxes for any RL trainer, over HTTP.",
+    help="Run agentic rollouts in sandboxes for any RL trainer, over HTTP.",
     epilog="Example: rollout-service demo   (or rollout-service COMMAND --help)",
     no_args_is_help=True,
-    rich_markup_mode=None,  # plain help: a third of the time, and paragraphs are wrapped as one
+    rich_markup_mode=None,  # plain help takes a third of the time, and wraps paragraphs as a whole
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -46,7 +46,7 @@ def _root(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
-    """Rollout-as-a-Service: agentic rollouts in sandboxes for any RL trainer, over HTTP."""
+    """Run agentic rollouts in sandboxes for any RL trainer, over HTTP."""
 
 
 for module in (serve, demo, submit, watch, doctor):

@@ -1,4 +1,4 @@
-"""`rollout-service backends`: the engines of a running server."""
+"""`rollout-service backends`: list, add, drain, and remove the engines of a running server."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ if TYPE_CHECKING:
 
     from api_schemas.inference import BackendView
 
-app = typer.Typer(name="backends", help="List, add, drain and remove engines.", no_args_is_help=True)
+app = typer.Typer(
+    name="backends", help="List, add, drain, and remove a server's engines.", no_args_is_help=True
+)
 
-BackendId = Annotated[str, typer.Argument(help="As `backends list` shows it.")]
+BackendId = Annotated[str, typer.Argument(help="The engine's id, from `backends list`.")]
 
 
 @app.command("list", epilog="Example: rollout-service backends list --json")
 def list_backends(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
-    """Show the engines, their state and their load."""
+    """Show the engines, with their state and load."""
 
     async def main() -> None:
         async with common.connect(url, key) as client:
@@ -32,18 +34,18 @@ def list_backends(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = Fal
 
 @app.command("add", epilog="Example: rollout-service backends add http://gpu-1:30000 --renderer qwen3")
 def add(
-    backend_url: Annotated[str, typer.Argument(help="Address of an SGLang or vLLM server.")],
-    pool: Annotated[str, typer.Option(help="The policy that it serves.")] = "policy",
-    kind: Annotated[str | None, typer.Option(help="sglang or vllm; default: the engine is asked.")] = None,
+    backend_url: Annotated[str, typer.Argument(help="The URL of an SGLang or vLLM server.")],
+    pool: Annotated[str, typer.Option(help="The pool to add it to.")] = "policy",
+    kind: Annotated[str | None, typer.Option(help="sglang or vllm; by default, the engine is asked.")] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Folder or hub name; default: what the engine says.")
+        str | None, typer.Option(help="A folder or hub name; by default, the engine's own.")
     ] = None,
-    renderer: Annotated[str, typer.Option(help="Chat format, such as qwen3.")] = "auto",
+    renderer: Annotated[str, typer.Option(help="The chat format, such as qwen3.")] = "auto",
     url: Url = DEFAULT_URL,
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
-    """Register an engine; rollouts use it at once."""
+    """Check and register an engine; rollouts use it at once."""
 
     async def main() -> None:
         from pydantic import ValidationError
@@ -70,7 +72,7 @@ def add(
 
 @app.command("remove", epilog="Example: rollout-service backends remove b-1")
 def remove(backend_id: BackendId, url: Url = DEFAULT_URL, key: Key = None) -> None:
-    """Take an engine out at once; its requests go on elsewhere."""
+    """Remove an engine at once; its requests continue on other engines."""
 
     async def main() -> None:
         async with common.connect(url, key) as client:
@@ -82,7 +84,7 @@ def remove(backend_id: BackendId, url: Url = DEFAULT_URL, key: Key = None) -> No
 
 @app.command("drain", epilog="Example: rollout-service backends drain b-1")
 def drain(backend_id: BackendId, url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
-    """Give an engine nothing new; it finishes what it has."""
+    """Send an engine no new requests; it finishes those it has."""
 
     async def main() -> None:
         async with common.connect(url, key) as client:
@@ -95,11 +97,15 @@ def _show(backends: list[BackendView], as_json: bool) -> None:
     if as_json:
         common.print_json([backend.model_dump(mode="json") for backend in backends])
     else:
-        common.out().print(render_backends(backends) if backends else "No engine is registered.")
+        common.out().print(
+            render_backends(backends)
+            if backends
+            else "No engines are registered. Add one with `rollout-service backends add URL`."
+        )
 
 
 def render_backends(backends: list[BackendView]) -> RenderableType:
-    """Return a table of engines, with the last error of each that had one below it."""
+    """Return a table of engines, followed by their last errors."""
     from rich.console import Group
     from rich.text import Text
 

@@ -1,8 +1,8 @@
-"""What the commands share: their options, how they run, and how an error looks.
+"""What the commands share: options, how they run, and how they report errors.
 
-Guarantee: results go to stdout and everything else to stderr, so that a command can stand in a pipe; an error
-that the project knows ends a command with its message, what to do next and exit code 1, without a traceback.
-Nothing heavy is imported before a command needs it, so that `--help` is quick.
+Guarantees: results go to stdout and everything else to stderr, so commands work in pipes. A known error ends a command
+with its message, what to do next, and exit code 1, without a traceback. Nothing heavy is imported before a command
+needs it, so `--help` is quick.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ if TYPE_CHECKING:
     from rollout_service.cli.console import SafeConsole
 
 TERMINATED = 128 + signal.SIGTERM
-"""The exit code after SIGTERM, as a shell counts."""
+"""The exit code after SIGTERM, as shells report it."""
 DEFAULT_URL = "http://127.0.0.1:8080"
 
-Url = Annotated[str, typer.Option("--url", envvar="ROLLOUT_URL", help="Address of the server.")]
+Url = Annotated[str, typer.Option("--url", envvar="ROLLOUT_URL", help="The server's URL.")]
 Key = Annotated[
-    str | None, typer.Option("--key", envvar="ROLLOUT_KEY", help="Bearer key.", show_default=False)
+    str | None,
+    typer.Option("--key", envvar="ROLLOUT_KEY", help="The server's bearer key.", show_default=False),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 class CommandError(Exception):
-    """A command cannot go on; `hint` says what to do next."""
+    """A command cannot continue; `hint` says what to do next."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -38,21 +39,21 @@ class CommandError(Exception):
 
 
 def out() -> SafeConsole:
-    """The console for results."""
+    """Return the console for results."""
     from rollout_service.cli.console import SafeConsole
 
     return SafeConsole()
 
 
 def err() -> SafeConsole:
-    """The console for progress, warnings and errors."""
+    """Return the console for progress, warnings, and errors."""
     from rollout_service.cli.console import SafeConsole
 
     return SafeConsole(stderr=True)
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
-    """Return a number with its noun: `1 result`, `2 results`."""
+    """Return a number with its noun, such as `1 result` or `2 results`."""
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
@@ -64,14 +65,14 @@ def print_json(value: Any) -> None:
 
 
 def print_line(document: str) -> None:
-    """Print a JSON document, or a text of ours, as it is but for what a terminal would obey."""
+    """Print a line of JSON or text unchanged, except for what a terminal would obey."""
     from rollout_service.terminal_text import escape_controls_in_json
 
     typer.echo(escape_controls_in_json(document))
 
 
 def connect(url: str, key: str | None, *, patience_seconds: float = 0.0) -> RolloutClient:
-    """The client that commands use; by default it asks once and says at once when nobody answers."""
+    """Return a client for a command; by default it does not retry a server that does not answer."""
     from rollout_client.client import RolloutClient
 
     ca_file = os.environ.get("ROLLOUT_CA_FILE")
@@ -79,14 +80,14 @@ def connect(url: str, key: str | None, *, patience_seconds: float = 0.0) -> Roll
 
 
 def run(command: Callable[[], Awaitable[int | None]]) -> None:
-    """Run a command's coroutine, and explain an error that the project knows, as `run_blocking` does."""
+    """Run a command's coroutine, and explain known errors, as `run_blocking` does."""
     run_blocking(lambda: run_coroutine(command))
 
 
 def run_coroutine(command: Callable[[], Awaitable[int | None]]) -> int | None:
-    """Run a command's coroutine to its end and return its exit code; None means 0.
+    """Run a command's coroutine to its end, and return its exit code; None means 0.
 
-    SIGTERM cancels it, as Ctrl-C does, so that what it started is ended.
+    SIGTERM cancels it, as Ctrl-C does, so everything that it started ends too.
     """
     import asyncio
 
@@ -102,7 +103,7 @@ def run_coroutine(command: Callable[[], Awaitable[int | None]]) -> int | None:
 
 
 def run_blocking(command: Callable[[], int | None]) -> None:
-    """Run a command; an error that the project knows is explained on stderr, and gives exit code 1."""
+    """Run a command; explain a known error on stderr, and exit with 1."""
     try:
         exit_code = command()
     except Exception as error:
@@ -116,7 +117,7 @@ def run_blocking(command: Callable[[], int | None]) -> None:
 
 
 def explain(error: Exception) -> None:
-    """Print an error and what to do next."""
+    """Print an error, and what to do next."""
     from rich.text import Text
 
     console = err()
@@ -127,7 +128,7 @@ def explain(error: Exception) -> None:
 
 
 def _known(error: Exception) -> Exception | None:
-    """The error that is to be explained, taken out of the groups that task groups wrap it in."""
+    """Return the known error inside an exception, or inside the groups that task groups wrap it in."""
     from rollout_client.client import ClientError
     from rollout_service.errors import ServiceError
     from rollout_service.inference.local_servers.process import EngineStartError

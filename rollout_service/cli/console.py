@@ -1,7 +1,7 @@
-"""The consoles that commands print to.
+"""The consoles and tables that commands print with.
 
-Guarantees: whatever is printed is safe for a terminal, whoever wrote it, and never read as markup; through a pipe
-nothing is wrapped, cut or padded, so that paths and commands come out whole.
+Guarantees: everything that is printed is safe for a terminal, whoever wrote it, and is never read as markup. Through a
+pipe, nothing is wrapped, cut, or padded, so paths and commands come out whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PIPE_WIDTH = 1_000_000
 
 
 class SafeConsole(Console):
-    """A rich console that shows text and never obeys it."""
+    """A rich console that escapes whatever a terminal would obey."""
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
@@ -29,12 +29,12 @@ class SafeConsole(Console):
             self.width = PIPE_WIDTH
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render, and escape what is not rich's own control sequence."""
+        """Render, escaping everything except rich's own control sequences."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(escape_controls(segment.text), segment.style)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print as rich does; through a pipe without the padding at the ends of lines."""
+        """Print as rich does, but without padding at line ends through a pipe."""
         if self.is_terminal:
             super().print(*objects, **options)
             return
@@ -46,7 +46,7 @@ class SafeConsole(Console):
 
 
 class Heading:
-    """A line that begins a part of the output, drawn across a terminal."""
+    """A heading in the output; on a terminal, a rule across its width."""
 
     def __init__(self, text: str = "") -> None:
         self.text = text
@@ -59,17 +59,17 @@ class Heading:
 
 
 class SafeTable(Table):
-    """A table whose cells are measured as they are shown."""
+    """A table whose cells are measured after escaping."""
 
     def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
-        """Add a row, with what a terminal would obey escaped."""
+        """Add a row, escaping what a terminal would obey."""
         super().add_row(
             *(escape_controls(cell) if isinstance(cell, str) else cell for cell in cells), **options
         )
 
 
 def table(*columns: str | Column, title: str | None = None, header: bool = True) -> Table:
-    """Return an empty table without a frame; where a terminal is narrow its cells are folded and never cut."""
+    """Return an empty table without a frame; on a narrow terminal its cells wrap and are never cut."""
     whole = [Column(one, overflow="fold") if isinstance(one, str) else one for one in columns]
     return SafeTable(
         *whole,
@@ -83,5 +83,5 @@ def table(*columns: str | Column, title: str | None = None, header: bool = True)
 
 
 def id_column(name: str) -> Column:
-    """Return a column of what commands take, such as an id: it is never broken."""
+    """Return a column for values that commands take, such as ids: they are never wrapped."""
     return Column(name, no_wrap=True, overflow="ignore")

@@ -1,4 +1,4 @@
-"""The document that `demo --json` writes: what was measured, with which settings, on which machine."""
+"""The document that `demo --json` and the benchmarks write: figures, with their settings and machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GIBIBYTE = 2**30
 
 
 def machine() -> dict[str, JsonValue]:
-    """What a figure depends on and a reader cannot see."""
+    """Describe the machine that the figures depend on."""
     return {
         "cpus": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / GIBIBYTE, 1),
@@ -28,7 +28,7 @@ def machine() -> dict[str, JsonValue]:
 def figures_document(
     settings: Mapping[str, JsonValue], figures: Mapping[str, float | int | None]
 ) -> dict[str, JsonValue]:
-    """Return `{"machine", "settings", "figures"}`; the figures are flat numbers, null where there is none."""
+    """Return `{"machine", "settings", "figures"}`; figures are a flat mapping to numbers, or null if there is none."""
     return {"machine": machine(), "settings": dict(settings), "figures": dict(figures)}
 
 

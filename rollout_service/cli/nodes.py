@@ -1,4 +1,4 @@
-"""`rollout-service nodes`: how much a running server does at once, shown and changed."""
+"""`rollout-service nodes`: show and change how much a running server does at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Figure = Annotated[int | None, typer.Option(min=1, show_default=False)]
 
 @app.command("show", epilog="Example: rollout-service nodes show --json")
 def show(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
-    """Show the workers and queues of the stages, and the sandboxes."""
+    """Show the workers and queues of each stage, and the sandboxes."""
 
     async def main() -> None:
         async with common.connect(url, key) as client:
@@ -37,13 +37,16 @@ def change(
     evaluate_workers: Figure = None,
     evaluate_queue: Figure = None,
     max_sandboxes: Annotated[
-        int | None, typer.Option(min=2, help="Sandboxes alive at once.", show_default=False)
+        int | None, typer.Option(min=2, help="The most sandboxes alive at once.", show_default=False)
     ] = None,
     url: Url = DEFAULT_URL,
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
-    """Change them until the server's next start; what is under way goes on."""
+    """Change the limits until the server restarts; work under way continues.
+
+    To make a change permanent, put it in rollout.toml.
+    """
     stages = {
         "init": {"workers": init_workers, "queue": init_queue},
         "rollout": {"workers": rollout_workers, "queue": rollout_queue},
@@ -63,7 +66,10 @@ def _patch(stages: dict[str, dict[str, int | None]], ceiling: int | None) -> Nod
 
     named = {stage: figures for stage, figures in stages.items() if any(figures.values())}
     if not named and ceiling is None:
-        raise common.CommandError("There is nothing to change.", hint="Give a figure: see --help.")
+        raise common.CommandError(
+            "nothing to change",
+            hint="Pass at least one limit, such as --rollout-workers 64; --help lists them.",
+        )
     sandboxes = {} if ceiling is None else {"sandboxes": {"ceiling": ceiling}}
     return NodePatch.model_validate(named | sandboxes)
 
@@ -81,7 +87,7 @@ def _print(node: NodeConcurrency, as_json: bool) -> None:
     common.out().print(rows)
     sandboxes = node.sandboxes
     common.out().print(
-        f"sandboxes on {node.node}: {sandboxes.in_use} in use, {sandboxes.waiting} waited for, "
-        f"{sandboxes.target} at the present pressure, {sandboxes.ceiling} at most",
+        f"sandboxes on {node.node}: {sandboxes.in_use} in use, {sandboxes.waiting} waiting to start, "
+        f"{sandboxes.target} allowed under the current pressure, {sandboxes.ceiling} at most",
         soft_wrap=True,
     )

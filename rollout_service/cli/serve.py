@@ -1,4 +1,4 @@
-"""`rollout-service serve`: the server in the foreground."""
+"""`rollout-service serve`: run the server in the foreground."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ PANEL = "Workers"
 
 
 def command(
-    host: Annotated[str | None, typer.Option(help="Address; beyond loopback it needs keys.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; beyond loopback, keys are required.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 picks a free one.")] = None,
     sandbox: Annotated[
         str | None, typer.Option(help="What runs untrusted code: apptainer, or local (isolates nothing).")
     ] = None,
-    engine: Annotated[str | None, typer.Option(help="Engine without a backend: embedded, or none.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Engine if there is no --backend: embedded, or none.")
+    ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Of the embedded engine: calc-base, calc-tuned, or a folder.")
+        str | None, typer.Option(help="The embedded engine's model: calc-base, calc-tuned, or a folder.")
     ] = None,
     backend: Annotated[
         list[str] | None, typer.Option(help="URL of an engine to register; may be repeated.")
@@ -31,39 +35,44 @@ def command(
     environment: Annotated[
         list[Path] | None, typer.Option(help="Folder with an environment.toml; may be repeated.")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="Settings file; default rollout.toml.")] = None,
-    state_dir: Annotated[Path | None, typer.Option(help="Where the store is kept; a local disk.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Settings file; by default, rollout.toml if it exists.")
+    ] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="Folder for the store, on a local disk.")] = None,
     keys_file: Annotated[
         Path | None, typer.Option(help="TOML file with the API's keys; may change while the server runs.")
     ] = None,
     tls_certificate: Annotated[
-        Path | None, typer.Option(help="PEM file of a certificate with its chain; serves HTTPS.")
+        Path | None, typer.Option(help="PEM file with the certificate and its chain; enables HTTPS.")
     ] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="PEM file of the certificate's key.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file with the certificate's private key.")] = None,
     port_file: Annotated[
-        Path | None, typer.Option(help="Write the address here once the server listens.")
+        Path | None, typer.Option(help="File to write the server's URL to once it listens.")
     ] = None,
     init_workers: Annotated[
-        int | None, typer.Option(help="Sandbox starts at once.", rich_help_panel=PANEL)
+        int | None, typer.Option(help="Rollouts being set up at once.", rich_help_panel=PANEL)
     ] = None,
     rollout_workers: Annotated[
         int | None, typer.Option(help="Agents at once.", rich_help_panel=PANEL)
     ] = None,
     evaluate_workers: Annotated[
-        int | None, typer.Option(help="Gradings at once.", rich_help_panel=PANEL)
+        int | None, typer.Option(help="Rollouts being scored at once.", rich_help_panel=PANEL)
     ] = None,
     max_sandboxes: Annotated[
-        int | None, typer.Option(help="Sandboxes alive at once, warm ones included.", rich_help_panel=PANEL)
+        int | None,
+        typer.Option(help="The most sandboxes alive at once, warm ones included.", rich_help_panel=PANEL),
     ] = None,
     warm_sandboxes: Annotated[
-        int | None, typer.Option(help="Started ahead of each kind; 0 for none.", rich_help_panel=PANEL)
+        int | None,
+        typer.Option(help="Sandboxes started ahead, of each kind; 0 for none.", rich_help_panel=PANEL),
     ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
-    """Run the server in the foreground; Ctrl-C ends it and hands back what is unfinished, twice without waiting.
+    """Run the server in the foreground, until Ctrl-C.
 
-    Everything can also be set by ROLLOUT_* variables and in rollout.toml; flags win. `rollout-service config docs`
-    lists all settings, and `config show` says what is set by what.
+    Ctrl-C lets rollouts end for the drain period, and returns the rest to the store; a second Ctrl-C skips the wait.
+    Every setting can also be a ROLLOUT_* variable, or stand in rollout.toml; flags win. `rollout-service config docs`
+    lists all settings, and `config show` prints each value with its source.
     """
     flags = settings_of(locals())
     common.run_blocking(lambda: _serve(config, flags, port_file))

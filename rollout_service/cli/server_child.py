@@ -1,7 +1,7 @@
-"""A server as a child process, for the commands that need one to themselves.
+"""A server as a child process, for commands that need one of their own.
 
-Guarantee: the child has ended when the block is left, however it is left: SIGTERM, a while to drain, then
-SIGKILL, always by its own pid. If this process is killed, the kernel sends the child SIGTERM.
+Guarantee: the child has ended when the block is left, however it is left: SIGTERM, time to drain, then SIGKILL, always
+by its own pid. If this process is killed, the kernel sends the child SIGTERM.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ SHOWN_LOG_LINES = 15
 async def running_server(
     state_dir: Path, flags: Sequence[str] = (), *, start_seconds: float = START_SECONDS
 ) -> AsyncIterator[RolloutClient]:
-    """Start `rollout-service serve` on a free port of the loopback; gives a client of it once it is ready.
+    """Start `rollout-service serve` on a free loopback port, and yield a client once it is ready.
 
-    Its log is `server.log` in `state_dir`. Raises CommandError with the log's end when it does not start.
+    The server's log is `server.log` in `state_dir`.
+
+    Raises:
+        CommandError: The server does not start; the message has the end of its log.
     """
     address, log = _prepare(state_dir)
     setpriv = shutil.which("setpriv")
@@ -62,8 +65,8 @@ async def stop(process: Process) -> None:
 
 
 async def _ready_address(process: Process, address: Path, log: Path, seconds: float) -> str:
-    """Where the server listens, once it can take work."""
-    why = "it did not listen"
+    """Return the server's URL once it can take work."""
+    why = "it does not listen yet"
     with anyio.move_on_after(seconds):
         while process.returncode is None:
             if (url := _read(address)) is not None:
@@ -75,7 +78,7 @@ async def _ready_address(process: Process, address: Path, log: Path, seconds: fl
                     why = str(error)
             await anyio.sleep(POLL_SECONDS)
         why = f"it ended with exit code {process.returncode}"
-    raise CommandError(f"the server did not start: {why}\n{_tail(log)}", hint=f"the whole log is in {log}")
+    raise CommandError(f"the server did not start: {why}\n{_tail(log)}", hint=f"The whole log is in {log}.")
 
 
 def _prepare(state_dir: Path) -> tuple[Path, Path]:

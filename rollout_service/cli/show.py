@@ -1,4 +1,4 @@
-"""A trajectory for human eyes: what the policy read, what it sampled, and how sure it was of each token."""
+"""Renders a trajectory for people: what the policy read, what it sampled, and how sure it was of each token."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ CONTEXT = "dim"
 SAMPLED = "green"
 UNSURE = "bold yellow"
 UNSURE_BELOW = -0.7
-"""Natural log-probability below which a token is marked: it had less than an even chance."""
+"""The natural log-probability below which a token is marked: it was less likely than not."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """Neighbouring tokens of one turn, or of none."""
+    """Consecutive tokens of one turn, or of the context."""
 
     start: int
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     turn: int
-    """-1: context, mask 0."""
+    """The turn; -1 for context, which has mask 0."""
     version: int
 
     @property
     def sampled(self) -> bool:
-        """Whether the policy sampled it, mask 1."""
+        """Whether the policy sampled the tokens, which then have mask 1."""
         return self.turn >= 0
 
 
 def split_by_turn(segment: Segment) -> Iterator[TokenSpan]:
-    """A segment cut where the turn changes."""
+    """Yield a segment's tokens, split where the turn changes."""
     for turn, indices in groupby(range(len(segment.token_ids)), key=segment.turn_ids.__getitem__):
         whole = list(indices)
         span = slice(whole[0], whole[-1] + 1)
@@ -54,7 +54,7 @@ def split_by_turn(segment: Segment) -> Iterator[TokenSpan]:
 
 
 def render_rollout(rollout: Rollout, tokenizer: ChatTokenizer, *, scripted: bool = False) -> RenderableType:
-    """Return a rollout and its whole trajectory; the log-probabilities of a scripted model are marked as made up."""
+    """Render a rollout with its whole trajectory; log-probabilities of a scripted model are marked as made up."""
     reward = "none" if rollout.reward is None else f"{rollout.reward:g}"
     parts_of_it = ", ".join(f"{name} {value:g}" for name, value in rollout.reward_parts.items())
     head = f"rollout {rollout.rollout_id}: {rollout.state}, {rollout.stop_reason}, reward {reward}"
@@ -71,7 +71,7 @@ def render_rollout(rollout: Rollout, tokenizer: ChatTokenizer, *, scripted: bool
 def render_trajectory(
     trajectory: Trajectory, tokenizer: ChatTokenizer, *, scripted: bool = False
 ) -> RenderableType:
-    """Every token of a trajectory: context dim, sampled tokens green with their log-probabilities."""
+    """Render every token of a trajectory: context dim, sampled tokens green with their log-probabilities."""
     parts: list[RenderableType] = []
     for number, segment in enumerate(trajectory.segments):
         counts = f"{len(segment.token_ids)} tokens, {sum(segment.loss_mask)} sampled"
@@ -92,7 +92,7 @@ def _render_span(span: TokenSpan, tokenizer: ChatTokenizer, scripted: bool) -> R
 
 
 def _logprobs(span: TokenSpan, tokenizer: ChatTokenizer, scripted: bool) -> Text:
-    """Each token with its log-probability; those that the policy was not sure of stand out."""
+    """Render each token with its log-probability, highlighting those that the policy was unsure of."""
     line = Text("logprobs (made up, the model is scripted): " if scripted else "logprobs: ", style=CONTEXT)
     for token_id, logprob in zip(span.token_ids, span.logprobs, strict=True):
         token = tokenizer.decode([token_id]).replace("\n", "\\n")

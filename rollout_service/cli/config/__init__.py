@@ -1,4 +1,4 @@
-"""`rollout-service config`: what can be set, and what is set by what."""
+"""`rollout-service config`: show the settings with their sources, and print their reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from rollout_service.cli.common import AsJson
 if TYPE_CHECKING:
     from rollout_service.settings.sources import Sources
 
-app = typer.Typer(name="config", help="Show the settings, and where they come from.", no_args_is_help=True)
+app = typer.Typer(
+    name="config", help="Show the settings with their sources, or their reference.", no_args_is_help=True
+)
 
 
 @app.command(
@@ -23,11 +25,11 @@ app = typer.Typer(name="config", help="Show the settings, and where they come fr
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def show(context: typer.Context, as_json: AsJson = False) -> None:
-    """Show the value of every setting, and what it was set by: flag, variable, file and line, or default.
+    """Show every setting's value and source: a flag, a variable, a line of the file, or the default.
 
-    Takes the flags of `serve`, --config among them, and shows what `serve` would make of them. Secrets are hidden.
+    Takes the flags of `serve`, including --config, and shows what `serve` would use. Secrets are hidden.
     """
-    # The parser belongs to the command line's framework: a wrong flag is its own kind of error.
+    # Outside `main`, since typer reports a wrong flag as an error of its own.
     config, flags = _flags_of_serve(context.args)
 
     def main() -> None:
@@ -42,7 +44,7 @@ def show(context: typer.Context, as_json: AsJson = False) -> None:
 
 @app.command("docs", epilog="Example: rollout-service config docs > settings.md")
 def docs() -> None:
-    """Print the reference of all settings as Markdown: key, type, default, variable, flag and meaning."""
+    """Print the reference of all settings as Markdown: key, type, default, variable, flag, and meaning."""
 
     def main() -> None:
         from rollout_service.cli.config.reference import reference

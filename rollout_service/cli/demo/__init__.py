@@ -1,4 +1,4 @@
-"""`rollout-service demo`: the main job from end to end, on this machine."""
+"""`rollout-service demo`: run rollouts from end to end on this machine."""
 
 from __future__ import annotations
 
@@ -14,43 +14,54 @@ EXAMPLE = "Example: rollout-service demo --rollouts 64 --json figures.json"
 
 
 def command(
-    rollouts: Annotated[int, typer.Option(min=1, help="How many.")] = 64,
+    rollouts: Annotated[int, typer.Option(min=1, help="Number of rollouts.")] = 64,
     sandbox: Annotated[
-        DemoSandbox, typer.Option(help="Where tools run; local isolates nothing.")
+        DemoSandbox, typer.Option(help="What runs the tools; local isolates nothing.")
     ] = DemoSandbox.APPTAINER,
     engine: Annotated[
-        DemoEngine, typer.Option(help="What serves the policy; sglang is the real one, on the CPU.")
+        DemoEngine, typer.Option(help="What serves the policy; sglang is real SGLang, on the CPU.")
     ] = DemoEngine.EMBEDDED,
     policy: Annotated[
-        DemoPolicy, typer.Option(help="calc-tuned knows the job, calc-base half of it.")
+        DemoPolicy, typer.Option(help="calc-tuned solves nearly all tasks, calc-base about half.")
     ] = DemoPolicy.TUNED,
     concurrency: Annotated[int, typer.Option(min=1, help="Agents at once.")] = 8,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 1.0,
     seed: Annotated[
-        int, typer.Option(min=0, help="Of the samples; the embedded engine draws the same again.")
+        int,
+        typer.Option(
+            min=0, help="Seed of the sampling; the embedded engine repeats its samples for the same seed."
+        ),
     ] = 0,
     state_dir: Annotated[
-        Path | None, typer.Option(help="Where the store, the log and the batch go; default a new folder.")
+        Path | None, typer.Option(help="Folder for the store, the log, and the batch; by default, a new one.")
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="The batch, a rollout a line; default in the state dir."),
+        typer.Option(
+            "--output",
+            "-o",
+            help="File for the batch, one rollout per line; by default, in the state folder.",
+        ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Write the figures as JSON: to FIGURES, or to stdout without it.")
+        bool,
+        typer.Option("--json", help="Write the figures as JSON: to FIGURES, or to stdout if it is left out."),
     ] = False,
-    figures: Annotated[Path | None, typer.Argument(help="With --json: the file for the figures.")] = None,
+    figures: Annotated[Path | None, typer.Argument(help="With --json: file for the figures.")] = None,
 ) -> None:
-    """Start a server, roll out calculations in sandboxes, and show what a trainer gets.
+    """Start a server, roll out calculation tasks in sandboxes, and show what a trainer gets.
 
-    Exit code 0 only if every trajectory passes the invariants and, with calc-tuned, 90 % succeed.
+    The exit code is 0 only if every trajectory passes the invariants and, with calc-tuned, 90 % of the rollouts
+    succeed.
     """
 
     async def main() -> int:
         from rollout_service.cli.demo.run import DemoPlan, run_demo
 
         if figures is not None and not as_json:
-            raise common.CommandError(f"{figures} is not an option.", hint=f"Did you mean --json {figures}?")
+            raise common.CommandError(
+                f"unexpected argument {figures}", hint=f"Did you mean --json {figures}?"
+            )
 
         plan = DemoPlan(
             rollouts=rollouts,

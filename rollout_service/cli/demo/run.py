@@ -1,6 +1,6 @@
-"""The demo at work: a server and an engine of its own, a batch of rollouts, and a look at what came back.
+"""Runs the demo: starts a server and an engine, rolls out a batch, and shows the results.
 
-Guarantee: the server and the engine that it started have ended when it returns.
+Guarantee: the server and the engine have ended when it returns.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from rollout_service.tokens.trajectory import check_invariants
 
 ENVIRONMENT = "calc"
 REQUIRED_SUCCESS_RATE = 0.9
-"""The share of successes below which a demo of the tuned policy has failed; one more may err, since it samples."""
+"""The share of rollouts of the tuned policy that must succeed; one more may fail, since it samples."""
 LOOK_SECONDS = 0.5
 ORDERED_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """What the demo is to do."""
+    """The options of a demo."""
 
     rollouts: int
     sandbox: DemoSandbox
@@ -56,7 +56,7 @@ class DemoPlan:
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """How the demo went."""
+    """The outcome of a demo."""
 
     plan: DemoPlan
     summary: Summary
@@ -73,7 +73,7 @@ class DemoResult:
 async def run_demo(
     plan: DemoPlan, state_dir: Path | None, output: Path | None, *, quiet: bool = False
 ) -> DemoResult:
-    """Run the plan, show the results and write the batch; with `quiet` nothing is printed to stdout."""
+    """Run the plan, show the results, and write the batch; with `quiet`, print nothing to stdout."""
     folder = state_dir or Path(tempfile.mkdtemp(prefix="rollout-demo-"))
     batch = output or folder / "batch.jsonl"
     console = common.err()
@@ -95,7 +95,7 @@ async def _serving(plan: DemoPlan, folder: Path) -> AsyncIterator[RolloutClient]
         async with running_server(folder, [*flags, "--model", plan.policy]) as client:
             yield client
         return
-    common.err().print("Starting SGLang on the CPU (half a minute or more)")
+    common.err().print("Starting SGLang on the CPU (takes half a minute or more)")
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(SGLangCpuServer(policy_folder(plan.policy)))
         yield await stack.enter_async_context(running_server(folder, [*flags, "--backend", engine.url]))
@@ -118,7 +118,7 @@ async def _roll_out(plan: DemoPlan, client: RolloutClient, batch: Path) -> Summa
 
 
 def _requests(plan: DemoPlan, dataset: list[dict[str, JsonValue]]) -> Iterator[RolloutRequest]:
-    """As many tasks as were asked for, each with a seed of its own; the data set is begun anew where it is shorter."""
+    """Yield the requested number of tasks, each with its own seed, repeating the data set if it is shorter."""
     for number, instance in enumerate(islice(cycle(dataset), plan.rollouts)):
         sampling = Sampling(temperature=plan.temperature, seed=plan.seed + number)
         yield RolloutRequest(task=Task(environment=ENVIRONMENT, instance=instance), sampling=sampling)
@@ -134,7 +134,7 @@ async def _watch_stages(client: RolloutClient, view: ProgressView) -> None:
 
 
 def _find_invalid_trajectories(rollouts: Sequence[Rollout]) -> list[str]:
-    """What is wrong with which trajectory; each is a sentence."""
+    """Return a sentence for each trajectory that violates an invariant."""
     found = []
     for rollout in rollouts:
         if rollout.trajectory is None:
@@ -157,14 +157,14 @@ def _show(summary: Summary, model: str, console: SafeConsole) -> None:
 
 
 def _example(rollouts: Sequence[Rollout]) -> Rollout | None:
-    """A rollout worth a look: one that succeeded with a tool, else the first that has a trajectory."""
+    """Return a rollout to show: one that succeeded with a tool, otherwise the first that has a trajectory."""
     seen = [rollout for rollout in rollouts if rollout.trajectory is not None]
     good = (rollout for rollout in seen if rollout.usage.tool_calls and (rollout.reward or 0.0) >= 1.0)
     return next(good, seen[0] if seen else None)
 
 
 def required_successes(rollouts: int) -> int:
-    """How many of so many rollouts of the tuned policy must succeed."""
+    """Return how many rollouts of the tuned policy must succeed."""
     return max(1, int(REQUIRED_SUCCESS_RATE * rollouts) - 1)
 
 
@@ -175,7 +175,7 @@ def _verdict(plan: DemoPlan, summary: Summary, invalid: list[str]) -> int:
     needed = required_successes(len(summary.rollouts))
     short = plan.policy is DemoPolicy.TUNED and summary.succeeded < needed
     if short:
-        console.print(f"only {summary.succeeded} succeeded; {needed} are needed", style="red")
+        console.print(f"only {summary.succeeded} rollouts succeeded; {needed} must", style="red")
     if not invalid:
         console.print(f"every trajectory passes the invariants ({len(summary.rollouts)} checked)")
     return 1 if invalid or short else 0

@@ -1,4 +1,4 @@
-"""What a batch of rollouts came to: success, turns, tokens, and where the time went."""
+"""The summary of a batch of rollouts: successes, turns, tokens, and where the time went."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ PARTS: tuple[tuple[str, Stage, Callable[[Span], float]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A batch that has ended, and how long it took altogether."""
+    """A batch of ended rollouts, and the time that it took in all."""
 
     rollouts: Sequence[Rollout]
     seconds: float
 
     @property
     def succeeded(self) -> int:
-        """How many have a reward of 1 or more."""
+        """The number of rollouts with a reward of 1 or more."""
         return sum(1 for rollout in self.rollouts if rollout.reward is not None and rollout.reward >= 1.0)
 
     @property
     def failed(self) -> int:
-        """How many came to no result; a wrong answer is a result."""
+        """The number of rollouts without a result; a wrong answer is a result."""
         return sum(1 for rollout in self.rollouts if rollout.state is not RolloutState.COMPLETED)
 
     @property
     def success_rate(self) -> float:
-        """Succeeded rollouts among all."""
+        """The share of rollouts that succeeded."""
         return self.succeeded / len(self.rollouts) if self.rollouts else 0.0
 
     def figures(self) -> dict[str, float | int | None]:
-        """The figures by which runs are compared."""
+        """Return the figures by which demos are compared."""
         return {
             "rollouts": len(self.rollouts),
             "succeeded": self.succeeded,
@@ -58,7 +58,7 @@ class Summary:
         }
 
     def show(self) -> RenderableType:
-        """For a terminal."""
+        """Render the summary for a terminal."""
         return Group(self._outcome(), self._times())
 
     def _outcome(self) -> Table:
@@ -67,7 +67,9 @@ class Summary:
         rows = table("", "", header=False)
         rows.add_row("success", f"{self.succeeded}/{len(self.rollouts)} ({self.success_rate:.1%})")
         rows.add_row("no result", _failures(self.rollouts))
-        rows.add_row("turns", f"{sum(u.turns for u in usage)}, {_spread([u.turns for u in usage])} a rollout")
+        rows.add_row(
+            "turns", f"{sum(u.turns for u in usage)}, {_spread([u.turns for u in usage])} per rollout"
+        )
         rows.add_row("tool calls", str(sum(u.tool_calls for u in usage)))
         rows.add_row("prompt tokens", f"{prompt:,}" + (f", {cached / prompt:.1%} cached" if prompt else ""))
         rows.add_row("sampled tokens", f"{sum(u.sampled_tokens for u in usage):,}")
@@ -76,7 +78,7 @@ class Summary:
         return rows
 
     def _times(self) -> Table:
-        rows = table("seconds a rollout", "median", "p95", title="Where the time went")
+        rows = table("seconds per rollout", "median", "p95", title="Where the time went")
         for column in rows.columns[1:]:
             column.justify = "right"
         spans = [span for rollout in self.rollouts for span in rollout.spans]
@@ -88,7 +90,7 @@ class Summary:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """A percentile, interpolated between neighbours; the value itself when there is one only."""
+    """Return a percentile, interpolated between neighbors; of a single value, the value itself."""
     if len(values) == 1:
         return values[0]
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
