@@ -115,7 +115,7 @@ async def test_the_version_that_an_engine_came_with_counts():
     engine = SlowEngine()
     engine.version = "5"
     async with running(engine) as pool:
-        with pytest.raises(WeightsConflict, match="has version 5"):
+        with pytest.raises(WeightsConflict, match="the pool's version 5"):
             await pool.update_weights("/w/4", 4)
         assert (await pool.update_weights("/w/5", 5)).changed, "which weights they were nobody knows"
 
@@ -219,7 +219,7 @@ async def test_a_backend_that_is_away_is_named_and_holds_nobody_up():
         with anyio.fail_after(10):
             outcome = await pool.update_weights("/w/1", 1)
         assert [each.ok for each in outcome.outcomes] == [True, False]
-        assert "has the pool's weights before it serves again" in outcome.outcomes[1].error
+        assert "gets the pool's weights before it serves again" in outcome.outcomes[1].error
 
 
 async def test_where_all_refuse_all_keep_what_they_have_and_serve():
