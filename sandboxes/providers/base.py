@@ -1,4 +1,4 @@
-"""What the providers of this host share: folder, guard, limits, launch, and the way back when any of it fails."""
+"""The common base of providers on this host: folders, the guard, limits, the launch, and cleanup if a step fails."""
 
 import socket
 import subprocess
@@ -49,16 +49,16 @@ LINGER_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class EgressPlan:
-    """A way to a list of hosts."""
+    """The access of a sandbox to a list of hosts."""
 
     allowed: AllowList
     port: int
     """The port on the loopback inside."""
     private: bool
-    """Whether names of the list may be private addresses."""
+    """Whether names on the list may resolve to private addresses."""
     user: int
     group: int
-    """Whom the proxies run as, those of all sandboxes."""
+    """The user and group that all sandboxes' proxies run as."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +80,17 @@ class LaunchPlan:
     session_env: dict[str, str] = field(default_factory=dict)
     python: str = "python3"
     egress: EgressPlan | None = None
-    """The way out that the launcher opens, if there is one."""
+    """The network access that the launcher opens, if there is any."""
     prefix: tuple[str, ...] = ()
-    """The command that every program inside is started through."""
+    """The command that starts every program inside."""
     lease: UserLease | None = None
-    """The lease of `user`, where no other sandbox has it."""
+    """The lease of `user`, if no other sandbox uses it."""
     answers: bool = False
-    """Whether the control shell answers on a pipe of its own, since its standard input goes one way."""
+    """Whether the control shell answers on a separate pipe, because its standard input is one-way."""
 
 
 class HostProvider(SandboxProvider):
-    """Launches control shells on this host; a subclass says how."""
+    """Launches control shells on this host; a subclass plans the launch."""
 
     def __init__(self, state_dir: Path, run_dir: Path | None, start_timeout: float) -> None:
         self._service_resources = ServiceResources(state_dir, run_dir)
@@ -107,11 +107,11 @@ class HostProvider(SandboxProvider):
 
     @abstractmethod
     async def plan(self, spec: SandboxSpec, folder: RunFolder) -> LaunchPlan:
-        """How to launch the sandbox; nothing has been made yet. The errors of `start`."""
+        """Plan the launch of a sandbox, before anything has been made. Raises the errors of `start`."""
 
     @abstractmethod
     def groups(self) -> ControlGroups:
-        """Where control groups are made, if anywhere."""
+        """Return where control groups can be made, if anywhere."""
 
     async def start(self, spec: SandboxSpec) -> ControlledSandbox:
         if self._closed:
@@ -121,7 +121,7 @@ class HostProvider(SandboxProvider):
         except OSError as error:
             raise SandboxStartError(f"no folder for the sandbox could be made: {error}") from error
         plan = await self.plan(spec, folder)
-        # From here to the sandbox's own `close` nothing may be lost, so cancellation waits at the end.
+        # From here until the sandbox's own `close` nothing may be lost, so cleanup is shielded from cancellation.
         resources = self._resources_of(plan, folder, None)
         control: ControlShell | None = None
         try:
@@ -144,7 +144,7 @@ class HostProvider(SandboxProvider):
                     control.close()
                 await resources.release()
             if isinstance(error, OSError):
-                raise SandboxStartError(f"the sandbox could not be launched: {error}") from error
+                raise SandboxStartError(f"cannot launch the sandbox: {error}") from error
             raise
         self._live[folder.id] = sandbox
         return sandbox
@@ -152,7 +152,7 @@ class HostProvider(SandboxProvider):
     async def _open_egress(
         self, plan: LaunchPlan, folder: RunFolder, resources: LauncherResources, handover: SocketHandover
     ) -> None:
-        """Where the launcher ends instead of handing a socket over, `_wait_until_ready` says why."""
+        """Open the egress. If the launcher ends instead of handing over a socket, `_wait_until_ready` reports why."""
         with anyio.move_on_after(self._start_timeout):
             if plan.egress is not None and (listening := await handover.receive()) is not None:
                 resources.before_release.push_async_callback(self.egress.close, folder.id)
@@ -172,10 +172,10 @@ class HostProvider(SandboxProvider):
         if ready is None:
             raise SandboxStartError(
                 f"the sandbox was not ready within {self._start_timeout:.0f} s: {folder.log_tail()}",
-                hint="raise sandbox.start_timeout, or see what keeps this host busy",
+                hint="raise sandbox.start_timeout, or check what keeps this host busy",
             )
         if not ready:
-            raise SandboxStartError(f"the sandbox ended while it started: {folder.log_tail()}")
+            raise SandboxStartError(f"the sandbox exited during its start: {folder.log_tail()}")
 
     def _make_launched(
         self,
@@ -185,13 +185,13 @@ class HostProvider(SandboxProvider):
         resources: LauncherResources,
         watched: ControlGroup | None,
     ) -> LaunchedSandbox:
-        if self._closed:  # while this was under way: nobody would close the sandbox any more
+        if self._closed:  # meanwhile, so nobody would close the sandbox
             raise SandboxClosedError("the provider has been closed")
         if self._context is None:
             self._context = make_context()
         paths = KernelPaths(
             plan.sockets_inside,
-            # The launcher's own root, which nothing inside can change: its mounts are not this process's.
+            # The launcher's root, which nothing inside can change, since its mounts are not this process's.
             Path(f"/proc/{resources.pid}/root{folder.overlay}/sockets") if plan.own_space else folder.sockets,
             plan.pipes_inside,
             folder.pipes,
@@ -236,11 +236,11 @@ class HostProvider(SandboxProvider):
         return LauncherResources(folder, group, self._leftovers, self._lingering)
 
     def make_sandbox(self, launched: LaunchedSandbox, spec: SandboxSpec) -> ControlledSandbox:
-        """The sandbox of a control shell that is ready."""
+        """Return the sandbox of a control shell that is ready."""
         return ControlledSandbox(launched, spec, self.forget)
 
     def forget(self, sandbox_id: str) -> None:
-        """A sandbox has been closed."""
+        """Remove a sandbox that has been closed from `live`."""
         self._live.pop(sandbox_id, None)
 
     async def sweep(self) -> SweepReport:

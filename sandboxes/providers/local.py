@@ -1,9 +1,9 @@
-"""Sandboxes that are plain processes of this user, for tests and for code that is trusted.
+"""Sandboxes that are plain processes of this user, for tests and trusted code only.
 
-It isolates NOTHING: code inside can read and change whatever this user can, reach the network, and end other
-processes. Limits of memory, processes, disk and processor time are not enforced, images are not used, and the
-network can neither be switched off nor held to a list of hosts. What it does keep is the contract's sessions,
-time-outs and output limits, a clean environment, and a working folder of its own that is removed with the sandbox.
+They isolate NOTHING. Code inside can read and change whatever this user can, reach the network, and end other
+processes. Limits on memory, processes, disk and processor time are not enforced. Images are not used. The network can
+neither be switched off nor restricted to a list of hosts. What does hold: the contract's sessions, time-outs and output
+limits, a clean environment, and a private working folder that is removed with the sandbox.
 """
 
 import os
@@ -27,9 +27,9 @@ from sandboxes.runtime.control import SCRIPT
 from sandboxes.runtime.export import export_tree, reader_command
 
 KNOWN_FAILURES = {
-    "hidden_host": "code runs as this user, among all of the host's files and processes",
+    "hidden_host": "code runs as this user and sees all of the host's files and processes",
     "hidden_network": "code has the host's network",
-    "hidden_neighbours": "sandboxes are processes of one user, which may signal each other",
+    "hidden_neighbours": "sandboxes are processes of one user, which can signal each other",
     "control_out_of_reach": "the control shell is a process of the same user",
     "no_rights": "code has all rights of this user",
 }
@@ -58,7 +58,7 @@ class LocalProvider(HostProvider):
     async def plan(self, spec: SandboxSpec, folder: RunFolder) -> LaunchPlan:
         if spec.read_only_binds:
             raise SandboxConfigError(
-                "the local provider cannot show host paths at other paths", hint="use the apptainer provider"
+                "the local provider cannot bind host paths", hint="use the apptainer provider"
             )
         workdir = str(folder.overlay)
         return LaunchPlan(
@@ -80,7 +80,7 @@ class LocalProvider(HostProvider):
 
 
 class LocalSandbox(ControlledSandbox):
-    """File operations take paths below `spec.workdir` for paths in the working folder, as callers write them."""
+    """Maps paths below `spec.workdir`, as callers write them, to the working folder in file operations."""
 
     def resolve(self, path: str) -> str:
         given = posixpath.normpath(posixpath.join(self.workdir, path))
@@ -90,7 +90,10 @@ class LocalSandbox(ControlledSandbox):
         return given
 
     async def _has_processes_left(self) -> bool:
-        """End what has left the control shell's session, by the mark that it inherited unless it took that off."""
+        """End processes that left the control shell's session; they are found by the mark they inherited.
+
+        A process that removed the mark is not found.
+        """
         control = self.info.pid
         ended = await anyio.to_thread.run_sync(kill_processes, frozenset({self.id}).__contains__, control)
         return ended > 0

@@ -1,7 +1,7 @@
-"""A sandbox made of a control shell: sessions, programs and files, whatever started the shell.
+"""A sandbox built on a control shell: its sessions, programs and files, independent of the provider.
 
-A provider launches `control.sh` in its own way and hands over the channel; `LaunchedSandbox` is what it knows about
-that. Everything else is the same for all providers.
+A provider launches `control.sh` in its own way and passes the result on as a `LaunchedSandbox`. Everything else is the
+same for all providers.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ class HostResources(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LaunchedSandbox:
-    """A running control shell, and what the sessions need to know of its surroundings."""
+    """A running control shell, and what its sessions need to know about its environment."""
 
     id: str
     provider: str
@@ -91,10 +91,10 @@ class LaunchedSandbox:
 
 
 class ControlledSandbox(Sandbox):
-    """Implements the contract by messages to a control shell."""
+    """Implements the contract with messages to a control shell."""
 
     def __init__(self, launched: LaunchedSandbox, spec: SandboxSpec, forget: Callable[[str], None]) -> None:
-        """`forget` is called once, with the id, when the sandbox has been closed."""
+        """`forget` is called once, with the id, after the sandbox has been closed."""
         self._launched = launched
         self._spec = spec
         self._forget = forget
@@ -154,7 +154,7 @@ class ControlledSandbox(Sandbox):
         return running and self._shell.healthy and self._kernel.healthy
 
     def resolve(self, path: str) -> str:
-        """The path as code inside would write it, absolute; no file is looked at."""
+        """Return the absolute path as code inside would write it, without looking at files."""
         return posixpath.normpath(posixpath.join(self.workdir, path))
 
     async def bash(self) -> ShellSession:
@@ -181,9 +181,9 @@ class ControlledSandbox(Sandbox):
     ) -> ExecResult:
         entries = {**self._env, **(env or {})}
         if not argv or any("\0" in text for text in (*argv, *entries, *entries.values(), cwd or "")):
-            raise ValueError("a program has a name, and no string of it has NUL characters")
+            raise ValueError("argv must not be empty, and no string may contain NUL characters")
         if timeout <= 0 or output_limit <= 0:
-            raise ValueError("the limits of a program are positive")
+            raise ValueError("timeout and output_limit must be positive")
         with self._operation():
             return await run_collected(
                 self._launched.control,
@@ -206,10 +206,10 @@ class ControlledSandbox(Sandbox):
                     await anyio.sleep(END_PAUSE)
                     await self._launched.control.end_all()
                 return
-        raise SandboxClosedError(f"the processes of the sandbox {self.id} did not end")
+        raise SandboxClosedError(f"the processes of sandbox {self.id} did not end")
 
     async def _has_processes_left(self) -> bool:
-        """Return whether the host sees any process inside but the first one."""
+        """Return whether the host sees any process inside except the first one."""
         first = await self._first_process()
         return bool(children_of(first.pid))
 
@@ -269,7 +269,7 @@ class ControlledSandbox(Sandbox):
                 self._closed.set()
 
     async def _drain(self) -> None:
-        """Let calls under way see that all has ended; then close what they may have left open."""
+        """Let calls under way notice the end, then close anything they left open."""
         with anyio.move_on_after(DRAIN_SECONDS):
             await self._shell.wait_until_idle()
             await self._kernel.wait_until_idle()
@@ -298,9 +298,9 @@ class ControlledSandbox(Sandbox):
             self._at_rest.set()
 
     def begin_lifetime(self) -> None:
-        """Let `spec.lifetime_seconds` begin now, again for a sandbox that was started ahead of its use.
+        """Start `spec.lifetime_seconds` now, also for a sandbox that was started ahead of its use.
 
-        At its end everything inside ends; folders and groups go when the sandbox is closed.
+        When it is over, everything inside ends. Folders and groups are removed when the sandbox is closed.
         """
         self._end_lifetime()
         if self._spec.lifetime_seconds is not None and not self._closing:
@@ -315,7 +315,7 @@ class ControlledSandbox(Sandbox):
     def _expire(self) -> None:
         seconds = self._spec.lifetime_seconds or 0.0
         self._lifetime_error = LimitExceededError(
-            f"the sandbox {self.id} has ended: its lifetime of {seconds:g} s is over", limit="lifetime"
+            f"sandbox {self.id} has ended: its lifetime of {seconds:g} s is over", limit="lifetime"
         )
         self._launched.monitor.record("lifetime")
         self._launched.control.close()
@@ -324,10 +324,10 @@ class ControlledSandbox(Sandbox):
         if self._lifetime_error is not None:
             return self._lifetime_error
         how = "has been closed" if self._closing else "has ended by itself"
-        return SandboxClosedError(f"the sandbox {self.id} {how}")
+        return SandboxClosedError(f"sandbox {self.id} {how}")
 
     async def _explain(self, violations: LimitViolations, error: SessionDiedError) -> SandboxError:
-        """Why a session died, as far as the sandbox knows."""
+        """Return why a session died, as far as the sandbox knows."""
         if self._closing or not self._launched.control.alive:
             return self._make_ended_error()
         for violation in violations.drain():
@@ -336,7 +336,7 @@ class ControlledSandbox(Sandbox):
                 return violation
         return error
 
-    # The programs of the file tools start in "/": the working folder may be gone, or a file by now.
+    # The programs of the file tools start in "/", since the working folder may be gone, or a file by now.
     def _run_script(
         self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float, output_limit: int
     ) -> Awaitable[ExecResult]:

@@ -1,4 +1,4 @@
-"""What the client of Docker is asked: which limits hold, and which containers are ours; their removal, their groups."""
+"""Query Docker's client: which limits hold, and our containers, their removal and their control groups."""
 
 import json
 import subprocess
@@ -21,17 +21,17 @@ class Containers:
     """One daemon, through its client."""
 
     SANDBOX = "rollout-service.sandbox"
-    """The label that says to which sandbox a container belongs."""
+    """The label that names a container's sandbox."""
     SERVICE = "rollout-service.folder"
-    """The label that names the folder which its service holds a lock on while it lives; see `reaper`."""
+    """The label that names the folder that a container's service keeps locked while it lives (see `reaper`)."""
 
     def __init__(self, binary: str, env: Mapping[str, str]) -> None:
         self._binary = binary
         self.env = dict(env)
-        """What the client runs with."""
+        """The client's environment."""
 
     async def ask(self, *arguments: str) -> tuple[int, str]:
-        """The client's exit code and what it says; a client that hangs is ended."""
+        """Run the client; return its exit code and output. A client that hangs is killed."""
         return await anyio.to_thread.run_sync(self._ask, arguments)
 
     def _ask(self, arguments: tuple[str, ...]) -> tuple[int, str]:
@@ -50,7 +50,7 @@ class Containers:
         return done.returncode, said.decode("utf-8", errors="replace")
 
     def find_limits(self) -> frozenset[str]:
-        """Return the limits that the daemon can hold here; none where it does not answer. It blocks."""
+        """Return the limits that the daemon can enforce here, or none if it does not answer. Blocks."""
         code, said = self._ask(("info", "--format", "{{json .}}"))
         try:
             info = json.loads(said) if code == 0 else {}
@@ -61,7 +61,7 @@ class Containers:
         return frozenset(found for name, found in names.items() if info.get(name))
 
     async def remove_sandbox(self, sandbox_id: str) -> None:
-        """Remove what is left of one sandbox; what cannot be removed now is left to the next sweep."""
+        """Remove the containers of one sandbox; the next sweep tries again if that fails."""
         for container, _ in await self._labelled(f"{self.SANDBOX}={sandbox_id}"):
             await self.ask("rm", "--force", "--volumes", container)
 
@@ -69,23 +69,21 @@ class Containers:
         """Count the processes of a sandbox's container.
 
         Raises:
-            SandboxClosedError: there is no such container any more.
+            SandboxClosedError: the container no longer exists.
         """
         code, said = await self.ask("top", await self._container(sandbox_id), "-o", "pid")
         if code != 0:
-            raise SandboxClosedError(
-                f"the daemon does not show the processes of {sandbox_id}: {said.strip()}"
-            )
-        return len(said.split()) - 1  # but for the heading
+            raise SandboxClosedError(f"cannot list the processes of sandbox {sandbox_id}: {said.strip()}")
+        return len(said.split()) - 1  # without the heading
 
     async def make_reader(self, sandbox_id: str, image: str, command: Sequence[str]) -> list[str]:
-        """Return the command that runs the reader of files in a container beside the sandbox's.
+        """Return the command that runs the file reader in a second container.
 
-        It sees the sandbox's processes, and through them its files, and has nothing else: no network, no rights but to
-        read and look. The script is shown where it is on the host.
+        That container sees the sandbox's processes, and its files through them. It has no network, and no rights except
+        to read and inspect. The reader's script is bound from the host.
 
         Raises:
-            SandboxClosedError: there is no such container any more.
+            SandboxClosedError: the sandbox's container no longer exists.
         """
         _, *flags, script, path, limit, pid, parent = command
         return [
@@ -100,11 +98,11 @@ class Containers:
     async def _container(self, sandbox_id: str) -> str:
         found = await self._labelled(f"{self.SANDBOX}={sandbox_id}")
         if not found:
-            raise SandboxClosedError(f"the container of {sandbox_id} has ended")
+            raise SandboxClosedError(f"the container of sandbox {sandbox_id} has ended")
         return found[0][0]
 
     async def sweep(self) -> tuple[int, tuple[str, ...]]:
-        """Remove the containers of dead services: how many, and what could not be removed and why."""
+        """Remove the containers of dead services; return how many, and why others could not be removed."""
         removed, failures = 0, []
         for container, folder in await self._labelled(self.SERVICE):
             if await anyio.to_thread.run_sync(_is_dead, Path(folder)):
@@ -115,7 +113,7 @@ class Containers:
         return removed, tuple(failures)
 
     async def _labelled(self, label: str) -> list[tuple[str, str]]:
-        """Containers with the label, and the folders of their services."""
+        """Return the containers with a label, and the folders of their services."""
         shown = '{{.ID}} {{.Label "' + self.SERVICE + '"}}'
         code, said = await self.ask(
             "ps", "--all", "--no-trunc", "--filter", f"label={label}", "--format", shown
@@ -125,19 +123,19 @@ class Containers:
 
 
 def container_group(sandbox_id: str) -> ControlGroup | None:
-    """The group that counts a container's memory, by its process on this host; None where that cannot be seen.
+    """Return the group that counts a container's memory, or None if its process is not visible on this host.
 
-    It reads all of /proc: call it in a thread.
+    Reads all of /proc: call it in a thread.
     """
     ours = _memory_folder("self")
     folders = (_memory_folder(str(pid)) for pid in processes_of({sandbox_id}))
-    # Other than ours: the client that started the container has the mark, too.
+    # Skip our own group: the client that started the container has the mark too.
     found = next((folder for folder in folders if folder is not None and folder != ours), None)
     return ControlGroup({"memory": found}) if found is not None else None
 
 
 def _memory_folder(pid: str) -> Path | None:
-    """Where the memory of a process is counted, in either version of control groups."""
+    """Return the folder that counts a process's memory, in either version of control groups."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -149,6 +147,6 @@ def _memory_folder(pid: str) -> Path | None:
 
 
 def _is_dead(folder: Path) -> bool:
-    """Whether nobody holds the folder: its service is gone, or never was on this host."""
+    """Return whether nobody holds the folder, so its service has ended or never ran on this host."""
     with claim(folder) as owner:
         return owner is not None

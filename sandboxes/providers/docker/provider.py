@@ -1,15 +1,15 @@
 """Sandboxes in Docker: one container each, whose process 1 is the control shell.
 
-What a container has of its own: processes, mounts, IPC, and a network with a loopback alone; no capability and no
-way to gain one; Docker's filter of system calls; the image, read-only, with memory file systems where code may
-write, within the disk limit each and the memory limit together. It runs as an ordinary user and has no socket of
-the daemon. What it shares: the kernel, and the numbers of users, unless the daemon remaps them.
+A container has its own processes, mounts and IPC, and a network with only a loopback. It has no capabilities and no way
+to gain any, and Docker's system call filter. The image is read-only; where code may write there are memory file
+systems, each within the disk limit and together within the memory limit. It runs as an ordinary user and has no socket
+of the daemon. It shares the kernel, and the user ids unless the daemon remaps them.
 
-The container lives as long as its `docker run`, whose standard input is the service's: when that closes, also by the
-service's death, process 1 ends and the daemon removes the container. What is left all the same carries labels with
-the sandbox's id and its service's folder; `sweep` removes those whose service is dead. Names are not looked at.
+The container lives as long as its `docker run`, whose standard input belongs to the service. When that closes, even by
+the service's death, process 1 ends and the daemon removes the container. Containers left anyway carry labels with the
+sandbox's id and its service's folder; `sweep` removes those whose service is dead. Container names play no part.
 
-The working folder is a memory file system too, and hides what the image has there.
+The working folder is a memory file system too, and hides the image's content there.
 """
 
 import os
@@ -42,14 +42,14 @@ HINT = "start the daemon, name one in DOCKER_HOST or sandbox.host, or install it
 REFERENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
 NO_IMAGE = ("No such image", "No such object")
 ENDED_BY_ITSELF = (0, 1)
-"""The exit codes of a control shell whose input closed, which `docker run` hands on; others may leave a container."""
+"""The exit codes of a control shell whose input closed, as `docker run` returns them; others may leave a container."""
 OVERHEAD_PROCESSES = 16
-"""The control shell's own processes, on top of the limit for what it starts."""
+"""The control shell's own processes, on top of the limit for those it starts."""
 OWN_IMAGES = "rollout-service"
-"""Where `scripts/docker-image` puts the images that this package brings."""
+"""The repository prefix of the images of this package that `scripts/docker-image` imports."""
 SHM_BYTES = 64 * 1024 * 1024
 INSIDE = FirstProcess(1, 0)
-"""As a container that joins the processes of another one numbers them."""
+"""The first process as seen by a container that joins the process namespace."""
 
 
 class ContainerResources(LauncherResources):
@@ -77,7 +77,7 @@ class ContainerResources(LauncherResources):
 
 
 class DockerSandbox(ControlledSandbox):
-    """Asks the daemon for what only it can see: a service that is not root may not look into containers."""
+    """Asks the daemon for what only it can see, since a service that is not root may not look into containers."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class DockerSandbox(ControlledSandbox):
         containers: Containers,
         image: str,
     ) -> None:
-        """`image` has Python, for the container that reads files out of this one."""
+        """`image` must have Python; the container that reads files from this one uses it."""
         super().__init__(launched, spec, forget)
         self._containers = containers
         self._image = image
@@ -105,7 +105,7 @@ class DockerSandbox(ControlledSandbox):
 
 
 class DockerProvider(HostProvider):
-    """Starts sandboxes through the command line of Docker."""
+    """Starts sandboxes with Docker's command line client."""
 
     name = "docker"
     isolates = True
@@ -114,12 +114,12 @@ class DockerProvider(HostProvider):
         """
         Raises:
             ProviderUnavailableError: the command is not installed.
-            SandboxConfigError: there is no user of the configured name, or it is root.
+            SandboxConfigError: the configured user does not exist, or is root.
         """
         super().__init__(state_dir, config.run_dir, config.start_timeout)
         binary = shutil.which(config.binary)
         if binary is None:
-            raise ProviderUnavailableError(f"there is no command {config.binary!r}", hint=HINT)
+            raise ProviderUnavailableError(f"command {config.binary!r} not found", hint=HINT)
         self._config = config
         self._user, self._group = resolve_user(config.user)
         self._binary = binary
@@ -127,7 +127,7 @@ class DockerProvider(HostProvider):
         self._containers = Containers(binary, self._env)
 
     def groups(self) -> ControlGroups:
-        return ControlGroups({})  # the daemon makes them
+        return ControlGroups({})  # the daemon makes its own
 
     @cached_property
     def enforced(self) -> frozenset[str]:
@@ -144,17 +144,17 @@ class DockerProvider(HostProvider):
         return await self._image_id(spec.image or self._config.image)
 
     async def _image_id(self, name: str) -> str:
-        """What the name stands for now.
+        """Return the id of the image that the name refers to now.
 
         Raises:
-            ImageNotFoundError: the daemon has no such image; none is pulled here.
-            ProviderUnavailableError: no daemon answers.
-            SandboxConfigError: it is not a reference.
+            ImageNotFoundError: the daemon does not have the image; it is never pulled here.
+            ProviderUnavailableError: the daemon does not answer.
+            SandboxConfigError: the name is not a valid image reference.
         """
         if not REFERENCE.fullmatch(name):
             raise SandboxConfigError(
-                f"{name!r} is not a reference of an image that {self._config.binary} has",
-                hint="name it as `docker images` does; scripts/docker-image imports one of the service's own",
+                f"{name!r} is not a valid image reference",
+                hint="name it as `docker images` does; scripts/docker-image imports the service's own images",
             )
         name = self._resolve_name(name)
         code, said = await self._containers.ask("image", "inspect", "--format", "{{.Id}}", name)
@@ -163,12 +163,12 @@ class DockerProvider(HostProvider):
         if any(text in said for text in NO_IMAGE):
             raise ImageNotFoundError(
                 f"{self._config.binary} has no image {name!r}",
-                hint=f"{self._config.binary} pull {name}, or scripts/docker-image for one of the service's own",
+                hint=f"run {self._config.binary} pull {name}; scripts/docker-image imports the service's own images",
             )
         raise ProviderUnavailableError(f"{self._config.binary} does not answer: {said.strip()}", hint=HINT)
 
     def _resolve_name(self, name: str) -> str:
-        """Return the daemon's name of an image that environments name for every provider."""
+        """Return the daemon's name for an image of this package, or the name unchanged."""
         return f"{OWN_IMAGES}/{name}" if name in packaged_names() else name
 
     async def plan(self, spec: SandboxSpec, folder: RunFolder) -> LaunchPlan:
@@ -188,7 +188,7 @@ class DockerProvider(HostProvider):
             argv=command,
             env=self._env,
             image=name,
-            limits=ResourceLimits(self._memory_limit(spec), None, None),  # the daemon holds them
+            limits=ResourceLimits(self._memory_limit(spec), None, None),  # the daemon enforces them
             user=self._user,
             group=self._group,
             pipes_inside=PIPES,
@@ -201,7 +201,7 @@ class DockerProvider(HostProvider):
     def _isolation_flags(self, spec: SandboxSpec) -> list[str]:
         if spec.network not in {"none", "full"}:
             raise SandboxConfigError(
-                "containers cannot be held to a list of hosts yet",
+                "the docker provider cannot restrict the network to a list of hosts",
                 hint='use "none", or the apptainer provider',
             )
         network = "none" if spec.network == "none" else "host"
@@ -230,14 +230,14 @@ class DockerProvider(HostProvider):
         return found
 
     def _memory_limit(self, spec: SandboxSpec) -> int | None:
-        """The limit in bytes that the daemon holds; None where it holds none."""
+        """Return the memory limit in bytes, or None if the daemon enforces none."""
         held = "memory" in self.enforced
         return spec.memory_bytes or self._config.limits.memory_bytes if held else None
 
     def _mount_flags(self, spec: SandboxSpec, folder: RunFolder) -> list[str]:
         disk = spec.disk_bytes or self._config.limits.disk_bytes
         shared = f"rw,exec,nosuid,nodev,size={disk},mode=1777"
-        # Executable, since the control shell runs from a copy there.
+        # Executable, since the control shell runs from a copy in it.
         found = ["--tmpfs", f"/dev/shm:rw,exec,nosuid,nodev,size={SHM_BYTES},mode=1777"]  # noqa: S108  inside
         for path in ("/tmp", "/var/tmp", "/root", _require_mountable(spec.workdir)):  # noqa: S108  inside
             found += ["--tmpfs", f"{path}:{shared}"]
@@ -253,7 +253,7 @@ class DockerProvider(HostProvider):
 
 
 def _client_env(host: str | None) -> dict[str, str]:
-    """What the client needs to find its daemon, and nothing else of the service's."""
+    """Return the variables that the client needs to find its daemon, and no others of the service's."""
     names = (
         "PATH",
         "HOME",
@@ -268,11 +268,11 @@ def _client_env(host: str | None) -> dict[str, str]:
 
 
 def _require_mountable(path: str) -> str:
-    """A path that can be part of a flag.
+    """Return the path if it can be part of a mount flag.
 
     Raises:
         SandboxConfigError: it cannot.
     """
     if not path.startswith("/") or any(character in path for character in ':,"\\\n'):
-        raise SandboxConfigError(f"{path!r} cannot be mounted", hint='give an absolute path without : , " \\')
+        raise SandboxConfigError(f"cannot mount {path!r}", hint='give an absolute path without : , " \\')
     return path
