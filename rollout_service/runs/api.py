@@ -1,4 +1,4 @@
-"""Orders on runs as they come from a caller: checked, made durable, and shown."""
+"""Callers' requests about runs: validated, made durable, and answered with the run as on the wire."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from rollout_service.store.rules import dropped_counts
 from rollout_service.store.runs_contract import RunRecord, RunStore
 
 CheckEnvironment = Callable[[str], Awaitable[Environment]]
-"""The environment of a name, with an image that can be used; raises InvalidFieldError at `environment`."""
+"""Returns the environment of a name, whose image can be used; raises InvalidFieldError at `environment`."""
 
 
 log = structlog.get_logger(__name__)
 
 
 class RunService:
-    """What callers may ask of runs."""
+    """The operations that callers may perform on runs."""
 
     def __init__(
         self,
@@ -52,9 +52,13 @@ class RunService:
         self._check_pool = check_pool
 
     async def create(self, request: RunRequest) -> tuple[Run, bool]:
-        """Check a standing order and make it durable; `run_id` must be set. Returns it and whether it is new.
+        """Validate a run and make it durable; return it and whether it is new. `run_id` must be set.
 
-        Raises InvalidFieldError with the paths at fault, NoBackendError, ConflictError, StoreError.
+        Raises:
+            InvalidFieldError: the request is invalid; with the paths at fault.
+            NoBackendError: the pool has no backend.
+            ConflictError: the id is taken by a different request.
+            StoreError: the store failed.
         """
         self._manager.chain(request)
         self._check_pool(request.pool)
@@ -80,8 +84,8 @@ class RunService:
 
     async def _check_inline(self, source: InlineTasks) -> None:
         if not (source.open or source.tasks):
-            problem = FieldError(path="body.source.tasks", message="there are none")
-            raise InvalidFieldError([problem], hint="Give some, or set `open` and append them.")
+            problem = FieldError(path="body.source.tasks", message="the list is empty")
+            raise InvalidFieldError([problem], hint="Add tasks, or set `open` and append them later.")
         await self._check_tasks(source.tasks, "body.source.tasks")
 
     async def _check_tasks(self, tasks: list[Task], field: str) -> None:
@@ -93,13 +97,24 @@ class RunService:
                 environments[task.environment].check(task.instance)
 
     async def append(self, run_id: str, order: AppendTasks) -> Run:
-        """Append tasks to an open run; raises InvalidFieldError, NotFoundError, ConflictError."""
+        """Append tasks to an open run.
+
+        Raises:
+            InvalidFieldError: a task is invalid; with the paths at fault.
+            NotFoundError: there is no such run.
+            ConflictError: the run takes no more tasks, or has another number of them.
+        """
         await self._check_tasks(order.tasks, "body.tasks")
         record = await self._runs.append(run_id, order.tasks, offset=order.offset, close=order.close)
         return self.view(record)
 
     async def patch(self, run_id: str, patch: RunPatch) -> Run:
-        """Pause, resume or end a run, tell it the trainer's version, change its share."""
+        """Pause, resume or end a run, set the trainer's version, or change the run's share.
+
+        Raises:
+            NotFoundError: there is no such run.
+            ConflictError: the run is over and cannot be paused or resumed.
+        """
         run = await self._runs.get(run_id)
         changes = patch.model_dump(include={"priority", "weight", "max_concurrent"}, exclude_none=True)
         request = run.request.model_copy(update=changes) if changes else None
@@ -109,21 +124,25 @@ class RunService:
         return self.view(updated)
 
     async def end(self, run_id: str) -> Run:
-        """End a run; what is finished can still be leased."""
+        """End a run; batches of groups that are ready can still be leased."""
         ended = await self._runs.update(run_id, state=RunState.ENDED)
         log.info("run ended", run=run_id, state=ended.state)
         return self.view(ended)
 
     async def get(self, run_id: str) -> Run:
-        """A run as it stands; raises NotFoundError."""
+        """Return a run in its current state.
+
+        Raises:
+            NotFoundError: there is no such run.
+        """
         return self.view(await self._runs.get(run_id))
 
     async def list(self) -> list[Run]:
-        """All runs, oldest first."""
+        """Return all runs, oldest first."""
         return [self.view(run) for run in await self._runs.list()]
 
     def view(self, run: RunRecord) -> Run:
-        """A run for the wire."""
+        """Return a run as on the wire."""
         over = run.state in (RunState.ENDED, RunState.FINISHED)
         return Run(
             run_id=run.run_id,

@@ -1,7 +1,7 @@
 """A batch on the wire as a safetensors file, which `rollout_client.arrays` describes and reads.
 
-Guarantees: the file's length is known before a trajectory is read, since the heads of the groups hold every number of
-tokens; columns are read and unpacked while others are sent, and what was sent is no longer in memory.
+Guarantees: the file's length is known before any trajectory is read, since the groups' heads contain all numbers of
+tokens. Columns are read and unpacked while others are sent, and what was sent is freed.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from rollout_service.store.columns import COLUMNS, Columns
 from rollout_service.store.runs_contract import GroupHead
 
 ReadColumns = Callable[[int], Awaitable[Sequence[Columns]]]
-"""Reads the columns of a group's segments."""
+"""Reads the columns of the segments of a group, by its number."""
 Send = Callable[[memoryview], Awaitable[None]]
 
 _NAMES = {np.dtype(code): name for name, code in TYPES.items()}
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
 PIECE_BYTES = 2 << 20
-"""Fewer, larger pieces take less of the event loop, and more memory."""
+"""The size of a piece to send; larger pieces take less time on the event loop, and more memory."""
 _GROUPS_AHEAD = 1
-"""Groups that were read and wait for their turn, beside the one that is being read."""
+"""How many groups are read ahead, in addition to the one being read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,14 @@ class _Tensor:
     dtype: np.dtype[Any]
     count: int
     content: memoryview | None
-    """None for a column of the tokens, which is read later."""
+    """The data; None for a column of tokens, which is read later."""
 
 
 class BatchFile:
     """A batch as a file; `write` it once."""
 
     def __init__(self, batch: Batch, heads: Sequence[GroupHead], read: ReadColumns) -> None:
-        """`batch` has no groups: the heads have theirs."""
+        """`batch` has no groups; the heads contain them."""
         self._heads = heads
         self._read = read
         self._lengths = [tokens for head in heads for sample in head.tokens for tokens in sample]
@@ -60,9 +60,10 @@ class BatchFile:
         self.length = len(self._first) + data
 
     async def write(self, send: Send) -> None:
-        """Send the file in order, in pieces that take a few milliseconds of a thread each.
+        """Send the file in order, in pieces that each take a thread a few milliseconds.
 
-        Raises StoreError, also when what it was to hold is gone meanwhile; the file is cut off then.
+        Raises:
+            StoreError: the store failed, or data of the batch is gone; the file ends early.
         """
         sender, receiver = anyio.create_memory_object_stream[Sequence[Columns]](_GROUPS_AHEAD)
         try:
@@ -94,18 +95,20 @@ class BatchFile:
         for head in self._heads:
             columns = await self._read(head.number)
             if [len(one) for one in columns] != list(chain.from_iterable(head.tokens)):
-                raise StoreError(f"the group {head.number} changed while it was sent", hint="Lease again.")
+                raise StoreError(
+                    f"the group {head.number} changed while it was sent", hint="Lease the batch again."
+                )
             await send(columns)
 
 
 def batch_json(batch: Batch, groups: Iterable[bytes]) -> bytes:
-    """Return a batch as JSON, with groups that are JSON already."""
+    """Return a batch as JSON, with groups that are JSON already, without decoding them."""
     rest = batch.model_dump_json(exclude={"groups"}).encode()
     return b'{"groups":[' + b",".join(groups) + b"]," + rest[1:]
 
 
 def _tensors(heads: Sequence[GroupHead], lengths: Sequence[int]) -> list[_Tensor]:
-    """Return the tensors, wide types first, so that every array is aligned as its type wants."""
+    """Return the tensors, those of wide types first, which aligns every array to its type."""
     samples = [sample for head in heads for sample in head.samples]
     segments = [len(sample) for head in heads for sample in head.tokens]
     arrays = {
@@ -122,7 +125,7 @@ def _tensors(heads: Sequence[GroupHead], lengths: Sequence[int]) -> list[_Tensor
 
 
 def _header(batch: bytes, tensors: Iterable[_Tensor]) -> bytes:
-    """Return the header behind its length, filled up with spaces so that the data is aligned."""
+    """Return the header after its length, padded with spaces to align the data."""
     header: dict[str, Any] = {"__metadata__": {"batch": batch.decode()}}
     at = 0
     for tensor in tensors:
@@ -144,10 +147,7 @@ def _offsets(lengths: Iterable[int]) -> NDArray[Any]:
 
 
 def _parts(lengths: Sequence[int], tokens: int) -> Iterator[tuple[int, int]]:
-    """Yield where segments are cut into parts of at most so many tokens; a longer segment is a part by itself.
-
-    Large pieces are few, since each costs a turn of the event loop.
-    """
+    """Yield the bounds of parts with at most `tokens` tokens; a longer segment is a part by itself."""
     begin = size = 0
     for number, length in enumerate(lengths):
         if size and size + length > tokens:

@@ -1,4 +1,4 @@
-"""From ended rollouts to a closed group: rewards with penalties, what is masked, the verdict, the advantages."""
+"""How a group whose rollouts have ended is closed: masked samples, penalties, the filters' verdict, advantages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ADVANTAGES = {Advantages.GROUP_NORM: group_normalized, Advantages.LEAVE_ONE_OUT
 
 
 def sample_outcome(member: GroupMember, rollout: Rollout) -> SampleOutcome:
-    """What a rollout that has ended counts as; `reward` is that of the environment."""
+    """Return the outcome of a sample whose rollout has ended, with the environment's own reward."""
     return SampleOutcome(
         sample=member.sample,
         reward=rollout.reward,
@@ -65,11 +65,12 @@ def close_group(
     cancel_reason: str | None = None,
     bound: int | None = None,
 ) -> GroupClosure:
-    """How a group ends whose rollouts all have; `cancel_reason` is why it is dropped whatever they came to.
+    """Return the closure of a group whose rollouts have all ended.
 
-    Filters judge the rewards of the environment; advantages and statistics are of the rewards with penalties. Samples
-    with a token older than version `bound` are masked, and the group is judged by the others; it is dropped as stale
-    when it would have been kept with them.
+    Filters see the environment's rewards; advantages and statistics are computed from the rewards with penalties.
+    Samples with a token older than version `bound` are masked, and the filters see the others. A group that would have
+    been kept with its stale samples is dropped as stale. With `cancel_reason`, the group is dropped for that reason,
+    whatever its rewards.
     """
     whole = GroupOutcome(number, tuple(sample_outcome(member, rollout) for member, rollout in samples))
     scored = whole.without_older_than(bound)

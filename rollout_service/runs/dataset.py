@@ -1,6 +1,6 @@
-"""The tasks of a run from its environment's own data set.
+"""Tasks of a run from its environment's own data set.
 
-Guarantee: a data set that changed since the run was created is refused, for its numbers would mean other tasks.
+Guarantees: a data set that has changed since the run was created is refused, since its numbers would mean other tasks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rollout_service.errors import InvalidFieldError
 from rollout_service.runs.task_source import FIELD, Reopen, Rows, SourceChangedError, reopen_file
 
 EnvironmentOf = Callable[[str], Environment]
-"""The environment of a name; raises InvalidFieldError, ConfigurationError."""
+"""Returns the environment of a name; raises InvalidFieldError or ConfigurationError."""
 
 
 class DatasetRows(Rows):
-    """The instances of one split, held in memory."""
+    """The instances of one split, in memory."""
 
     def __init__(self, instances: list[dict[str, JsonValue]]) -> None:
         self._instances = instances
@@ -33,14 +33,15 @@ class DatasetRows(Rows):
     def __len__(self) -> int:
         return len(self._instances)
 
-    def read(self, position: int) -> dict[str, JsonValue]:
-        return dict(self._instances[position])
+    def read(self, row: int) -> dict[str, JsonValue]:
+        return dict(self._instances[row])
 
 
 def open_dataset(source: DatasetTasks, environment: Environment) -> DatasetRows:
-    """Return the instances of the source's split, each checked; call it in a thread.
+    """Return the instances of the source's split, each validated; call it in a thread.
 
-    Raises InvalidFieldError: there is no such split, no instance in it, or one that the environment refuses.
+    Raises:
+        InvalidFieldError: the split does not exist or is empty, or the environment rejects an instance.
     """
     rows = _rows(source, environment)
     for position in range(len(rows)):
@@ -54,7 +55,11 @@ def open_dataset(source: DatasetTasks, environment: Environment) -> DatasetRows:
 
 
 def reopen_dataset(source: DatasetTasks, environment: Environment, digest: str | None) -> DatasetRows:
-    """Return the same instances as before; raises SourceChangedError. Call it in a thread."""
+    """Return the same instances as before; call it in a thread.
+
+    Raises:
+        SourceChangedError: the data set has changed.
+    """
     try:
         rows = _rows(source, environment)
     except InvalidFieldError as error:
@@ -65,7 +70,7 @@ def reopen_dataset(source: DatasetTasks, environment: Environment, digest: str |
 
 
 def reopening(environment_of: EnvironmentOf) -> Reopen:
-    """Return what opens any source again that is not inline."""
+    """Return a function that reopens a source of any kind but inline."""
 
     def reopen(source: FileTasks | DatasetTasks, digest: str | None) -> Rows:
         if isinstance(source, FileTasks):
@@ -78,14 +83,14 @@ def reopening(environment_of: EnvironmentOf) -> Reopen:
 def _rows(source: DatasetTasks, environment: Environment) -> DatasetRows:
     instances = select_split(environment.dataset(), source.split, field=f"{FIELD}.split")
     if not instances:
-        message = f"{source.environment!r} ships with no instance"
+        message = f"{source.environment!r} ships without instances"
         raise InvalidFieldError([FieldError(path=f"{FIELD}.environment", message=message)])
     return DatasetRows(instances)
 
 
 def _changed(source: DatasetTasks) -> SourceChangedError:
     return SourceChangedError(
-        f"the data set of {source.environment!r} was changed since the run was created, "
-        "so its cursor means other tasks",
-        hint="Put the environment back and resume the run, or end it and create one for the new data set.",
+        f"the data set of {source.environment!r} has changed since the run was created, "
+        "so the run's cursor no longer points to the same task",
+        hint="Restore the environment and resume the run, or end the run and create one for the new data set.",
     )

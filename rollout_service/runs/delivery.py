@@ -1,7 +1,7 @@
-"""Batches on their way to a trainer: leased, acknowledged or given back.
+"""The delivery of batches to a trainer: lease, renew, acknowledge, return.
 
-Guarantees: a batch comes again until it is acknowledged and never afterwards; nobody polls, not even for a lease that
-runs out; the answer to a lost request is had again with the same key.
+Guarantees: a batch is delivered again until it is acknowledged, and never afterwards. Nothing polls, not even for a
+lease that expires. Repeating a request with the same key repeats a response that was lost.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest, G
 
 
 class RunOverError(RequestError):
-    """The run is over, and everything that it made is acknowledged."""
+    """The run is over, and all its batches are acknowledged."""
 
     code = "run_over"
     status = HTTPStatus.GONE
 
 
 class Delivery:
-    """Gives out the batches of all runs."""
+    """Delivers the batches of all runs."""
 
     def __init__(
         self, runs: RunStore, manager: RunManager, *, clock: Callable[[], float] = time.time
@@ -43,42 +43,45 @@ class Delivery:
         self._clock = clock
 
     async def lease(
-        self, order: BatchLeaseRequest, *, version: int | None, timeout: float
+        self, request: BatchLeaseRequest, *, version: int | None, timeout: float
     ) -> BatchLease | None:
-        """The next batch for a trainer at this version, or None when there is none within so many seconds.
+        """Lease the next batch to a trainer at this version; return None if there is none within `timeout` seconds.
 
-        Raises NotFoundError, RunOverError, StoreError.
+        Raises:
+            NotFoundError: there is no such run.
+            RunOverError: the run is over, and all its batches are acknowledged.
+            StoreError: the store failed.
         """
         if version is not None:
-            await self._runs.update(order.run_id, version=version)
-        run = await self._manager.sync_version(await self._runs.get(order.run_id))
+            await self._runs.update(request.run_id, version=version)
+        run = await self._manager.sync_version(await self._runs.get(request.run_id))
         if run.request.max_staleness is not None:
-            await self._manager.mask_stale(order.run_id, strict=not order.allow_stale)
+            await self._manager.mask_stale(request.run_id, strict=not request.allow_stale)
         with anyio.move_on_after(timeout):
-            return await self._leased(order)
+            return await self._leased(request)
         return None
 
-    async def _leased(self, order: BatchLeaseRequest) -> BatchLease:
-        """Wait for a batch. A cancellation takes effect while it waits, never between a lease and its return."""
+    async def _leased(self, request: BatchLeaseRequest) -> BatchLease:
+        """Wait for a batch. Cancellation takes effect while it waits, never between a lease and its return."""
         while True:
             seen = self._runs.deliveries
             with anyio.CancelScope(shield=True):
-                leased = await self._runs.lease(order)
+                leased = await self._runs.lease(request)
             if isinstance(leased, BatchLease):
                 return leased
             if leased.over:
                 raise RunOverError(
-                    f"the run {order.run_id} is over, and every batch of it is acknowledged",
-                    hint="Create another run.",
+                    f"the run {request.run_id} is over, and all its batches are acknowledged",
+                    hint="Create a new run.",
                 )
             if leased.stale:
-                await self._manager.mask_stale(order.run_id)
+                await self._manager.mask_stale(request.run_id)
                 continue
             with anyio.move_on_after(max(0.0, leased.due - self._clock())):
                 await self._runs.wait_for_delivery(seen)
 
     async def as_json(self, leased: BatchLease) -> AsyncIterator[bytes]:
-        """A leased batch with all its tokens as the pieces of its JSON; holds one group at a time."""
+        """Yield the JSON of a leased batch, with all its tokens, in pieces; one group at a time is in memory."""
         seen: list[Group] = []
         before = b'{"groups":['
         for number in leased.groups:
@@ -89,27 +92,42 @@ class Delivery:
         yield b"]," + _batch(leased, seen).model_dump_json(exclude={"groups"}).encode()[1:]
 
     async def as_arrays(self, leased: BatchLease) -> BatchFile:
-        """Return a leased batch as a safetensors file, whose columns are read while it is sent."""
+        """Return a leased batch as a safetensors file; its columns are read while it is sent."""
         heads = await self._runs.group_heads(leased.run_id, leased.groups)
         read = partial(self._runs.columns, leased.run_id)
         return await anyio.to_thread.run_sync(BatchFile, _batch(leased, heads), heads, read)
 
     async def renew(self, run_id: str, batch_id: str, *, key: str | None, seconds: float) -> datetime:
-        """Keep a batch for longer; returns until when. Raises NotFoundError, ConflictError."""
+        """Renew the lease of a batch; return when it expires.
+
+        Raises:
+            NotFoundError: there is no such batch.
+            ConflictError: the batch is no longer leased, or is leased under another key.
+        """
         number = batch_number(run_id, batch_id)
         return await self._runs.renew_batch(run_id, number, key=key, seconds=seconds)
 
     async def acknowledge(self, run_id: str, batch_id: str) -> None:
-        """Settle a batch for good; idempotent. Raises NotFoundError, ConflictError."""
+        """Acknowledge a batch, so that it is never delivered again; idempotent.
+
+        Raises:
+            NotFoundError: there is no such batch.
+            ConflictError: the batch was dissolved.
+        """
         await self._runs.acknowledge(run_id, batch_number(run_id, batch_id))
 
     async def give_back(self, run_id: str, batch_id: str) -> None:
-        """Let a batch be leased again at once. Raises NotFoundError, ConflictError."""
+        """Return a batch, so that it can be leased again at once.
+
+        Raises:
+            NotFoundError: there is no such batch.
+            ConflictError: the batch is acknowledged.
+        """
         await self._runs.give_back(run_id, batch_number(run_id, batch_id))
 
 
 def _batch(leased: BatchLease, groups: Sequence[Group | GroupHead]) -> Batch:
-    """Return what is said of a batch beside its groups."""
+    """Return a batch without its groups; they only provide the range of versions."""
     return Batch(
         batch_id=leased.batch_id,
         run_id=leased.run_id,

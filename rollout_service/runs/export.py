@@ -1,7 +1,8 @@
 """A run as JSON Lines, group by group.
 
-Guarantees: what is read back equals what the service holds; one group is in memory at a time, and nothing is packed on
-the event loop; a run that goes on while it is exported gives the groups that were closed when the export began.
+Guarantees: reading an export returns exactly what the service holds. One group is in memory at a time, and nothing is
+compressed on the event loop. The export of a run that is still running contains the groups that were closed when the
+export started.
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ class RunExporter:
         self._runs = runs
         self._run_service = run_service
 
-    async def begin(self, run_id: str, *, compressed: bool) -> AsyncIterator[bytes]:
-        """The file in pieces; raises NotFoundError before the first."""
+    async def start(self, run_id: str, *, compressed: bool) -> AsyncIterator[bytes]:
+        """Return the pieces of the file.
+
+        Raises:
+            NotFoundError: there is no such run; raised before the first piece.
+        """
         head = ExportedRun(run=await self._run_service.get(run_id))
         return self._pieces(run_id, head, await self._runs.closed_groups(run_id), compressed=compressed)
 

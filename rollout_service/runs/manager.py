@@ -1,8 +1,8 @@
-"""The manager of all runs: begins groups as they are needed, repeats what failed, closes groups that have ended.
+"""The manager of all runs: starts groups as they are needed, retries failed samples, closes groups that have ended.
 
-Guarantees: what it decides by is in the store, so that a crash at any moment neither repeats nor skips a task, and a
-step that was cut short is simply made again. A run that cannot go on, also since the store lost a part of it, is paused
-with its problem and let be until its state is changed; it stops no other.
+Guarantees: decisions depend only on what is in the store. A crash at any moment neither repeats nor skips a task, and
+an interrupted step is simply repeated. A run that cannot continue, for example because the store lost part of it, is
+paused with its problem and left alone until its state is changed. It stops no other run.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from rollout_service.telemetry.metrics import Metrics
 log = structlog.get_logger(__name__)
 
 LOOK_SECONDS = 1.0
-"""How often runs are looked at without news: for stragglers, and for versions that a pool has reached."""
+"""How often to check runs in which nothing changed, for stragglers and for new versions of a pool."""
 GATHER_SECONDS = 0.01
-"""News that comes within this is taken together."""
+"""Changes within this time are handled in one step."""
 PRUNE_SECONDS = 60.0
-_HOPELESS = frozenset({Boundary.ENVIRONMENT, Boundary.REQUEST})
-"""Failures beyond these boundaries come again whenever the rollout is repeated."""
+_PERMANENT = frozenset({Boundary.ENVIRONMENT, Boundary.REQUEST})
+"""The boundaries whose failures recur whenever the rollout is retried."""
 
 
 class RunManager:
@@ -72,7 +72,7 @@ class RunManager:
         retention: RetentionPolicy | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`places` is how many rollouts of all runs are under way at once; more would only wait in the store."""
+        """`places` is the most rollouts of all runs under way at once; more would only wait in the store."""
         self._store = store
         self._runs = store.runs
         self._filters = filters
@@ -86,9 +86,9 @@ class RunManager:
         self._estimates: dict[str, RunEstimates] = {}
         self._tasks: dict[str, tuple[int, RunTasks]] = {}
         self._stuck: dict[str, RunState] = {}
-        """The state in which a run could not be settled; tried again only in another one."""
+        """The state in which a run could not be settled; it is tried again only in another state."""
         self._strict: set[str] = set()
-        """Runs whose last lease was not to have stale tokens; what nobody leased yet may be wanted as it is."""
+        """Runs whose last lease refused stale tokens. Before the first lease, a trainer may still accept them."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -100,11 +100,16 @@ class RunManager:
             tasks.cancel_scope.cancel()
 
     def acceptance_rate(self, run: RunRecord) -> float:
-        """The share of a run's groups that are expected to pass its filters."""
+        """Return the expected share of a run's groups that pass its filters."""
         return (self._estimates.get(run.run_id) or RunEstimates.from_record(run)).acceptance.rate
 
     def chain(self, request: RunRequest) -> FilterChain:
-        """The filters of a run. Raises InvalidFieldError, ConfigurationError."""
+        """Return the filters of a run.
+
+        Raises:
+            InvalidFieldError: there is no such filter, or an option is wrong.
+            ConfigurationError: the plug-in of a filter could not be loaded.
+        """
         made = [
             self._filters.make(spec.name, spec.options, field=f"body.filters.{index}")
             for index, spec in enumerate(request.filters)
@@ -112,18 +117,21 @@ class RunManager:
         return FilterChain(made, request.min_usable)
 
     def resize(self, places: int) -> None:
-        """Change how many rollouts of all runs are under way at once."""
+        """Change the most rollouts of all runs under way at once."""
         self._places = places
 
     async def sync_version(self, run: RunRecord) -> RunRecord:
-        """The run with the version that its pool has reached, if that is newer."""
+        """Return the run, after updating its version if its pool has reached a newer one."""
         reached = self._pool_version(run.request.pool)
         return await self._runs.update(run.run_id, version=reached) if reached > run.version else run
 
     async def mask_stale(self, run_id: str, *, strict: bool = True) -> None:
-        """Mask what has grown too old for a run's trainer, now and whenever its version moves.
+        """Mask samples that have become too old for a run's trainer, now and whenever its version changes.
 
-        Without `strict` leave it from now on, as for a trainer that takes what is stale. Raises StoreError.
+        Without `strict`, mask none from now on, as for a trainer that accepts stale samples.
+
+        Raises:
+            StoreError: the store failed.
         """
         if not strict:
             self._strict.discard(run_id)
@@ -142,7 +150,7 @@ class RunManager:
             await self._runs.reclose_group(run.run_id, revised)
 
     def _bound(self, run: RunRecord) -> int | None:
-        """The oldest version that a sample may have; None while nothing is masked for its age."""
+        """Return the oldest version that a sample may have; None while stale samples are accepted."""
         return oldest_allowed(run) if run.run_id in self._strict else None
 
     async def _work(self) -> None:
@@ -154,9 +162,10 @@ class RunManager:
             active = await retry_until_stored("work on runs", self.step)
 
     async def step(self) -> bool:
-        """Do for every run what there is to do; return whether any run is active.
+        """Advance every run as far as possible; return whether any run is active.
 
-        Raises StoreError, where the store failed for one run alone after the others have had their turn.
+        Raises:
+            StoreError: the store failed. If it failed for single runs, the other runs were advanced first.
         """
         active: list[ActiveRun] = []
         failure: StoreError | None = None
@@ -173,7 +182,7 @@ class RunManager:
                 active.append(found)
                 rate = found.estimates.acceptance.rate
                 self._metrics.set_run(run.run_id, found.run.counters, rate)
-        await self._begin(active)
+        await self._share_places(active)
         if failure is not None:
             raise failure
         self._forget_all_but({one.run.run_id for one in active} | self._stuck.keys())
@@ -189,21 +198,25 @@ class RunManager:
             log.info("run has no more to do", run=gone)
 
     async def _guarded(self, run: RunRecord) -> ActiveRun | None:
-        """Settle one run; whatever is wrong with it pauses it. Raises StoreError."""
+        """Settle one run, and pause it if that fails.
+
+        Raises:
+            StoreError: the store failed.
+        """
         if self._stuck.get(run.run_id) is run.state:
             return None
         try:
             settled = await self._settle(run)
         except StoreError:
             raise
-        except Exception as error:  # noqa: BLE001 - it is shown in the run, and must not stop the others
+        except Exception as error:  # noqa: BLE001 - the run shows it; it must not stop other runs
             self._stuck[run.run_id] = (await self._pause(run, error)).state
             return None
         self._stuck.pop(run.run_id, None)
         return settled
 
     async def _pause(self, run: RunRecord, error: Exception) -> RunRecord:
-        """Stop a run, and show its problem."""
+        """Pause a run, and record its problem."""
         info = describe(error)
         state = RunState.PAUSED if run.state is RunState.RUNNING else None
         stopped = await self._runs.update(run.run_id, state=state, problem=info)
@@ -235,18 +248,18 @@ class RunManager:
         if has_surplus(active.run):
             await self._runs.cancel_groups(run.run_id, SURPLUS)
         active.groups = await self._runs.open_groups(run.run_id)
-        await self._cut_stragglers(active)
+        await self._cancel_stragglers(active)
         return active
 
     async def _settle_group(self, active: ActiveRun, group: OpenGroup, cancel_reason: str | None) -> None:
-        """Repeat what failed, and close the group if all has ended."""
-        repeated = False
+        """Retry failed samples, and close the group once all its rollouts have ended."""
+        retried = False
         if cancel_reason is None:
-            _refuse_lost(group)
+            _check_complete(group)
             for member in group.members:
                 if member.state is RolloutState.FAILED:
-                    repeated |= await self._repeat(active.run, group.number, member)
-        if repeated or not all(member.state.terminal for member in group.members):
+                    retried |= await self._retry(active.run, group.number, member)
+        if retried or not all(member.state.terminal for member in group.members):
             return
         samples = await self._samples(group, whole=cancel_reason is None)
         whole = len(samples) == active.run.request.group_size
@@ -265,12 +278,13 @@ class RunManager:
         )
 
     async def _samples(self, group: OpenGroup, *, whole: bool = True) -> list[tuple[GroupMember, Rollout]]:
-        """Return the rollouts of a group that has ended.
+        """Return the rollouts of a group that has ended; without `whole`, omit those that are lost.
 
-        Raises RecordLostError if one is gone or damaged; it is left out unless the group is wanted whole.
+        Raises:
+            RecordLostError: with `whole`, the record of a rollout is missing or damaged.
         """
         if whole:
-            _refuse_lost(group)
+            _check_complete(group)
         samples: list[tuple[GroupMember, Rollout]] = []
         for member in group.members:
             with nullcontext() if whole else suppress(RecordLostError):
@@ -280,15 +294,17 @@ class RunManager:
     async def _rollout(self, member: GroupMember) -> Rollout:
         rollout = await self._store.get(member.rollout_id)
         if rollout is None:
-            raise RecordLostError(f"the rollout {member.rollout_id} of a group is gone", hint=RESTORE)
+            raise RecordLostError(
+                f"the rollout {member.rollout_id} of a group is missing from the store", hint=RESTORE
+            )
         return rollout
 
-    async def _repeat(self, run: RunRecord, number: int, member: GroupMember) -> bool:
-        """Roll a failed sample out again, if that may help and the budget allows."""
+    async def _retry(self, run: RunRecord, number: int, member: GroupMember) -> bool:
+        """Retry a failed sample if that may help and retries are left; return whether it is retried."""
         retry = SampleId.parse(member.rollout_id).retry + 1
         rollout = await self._rollout(member)
-        hopeless = rollout.error is not None and rollout.error.boundary in _HOPELESS
-        if hopeless or retry > run.request.infrastructure_retries:
+        is_permanent = rollout.error is not None and rollout.error.boundary in _PERMANENT
+        if is_permanent or retry > run.request.infrastructure_retries:
             return False
         request = rollout_request(run, number, member.sample, rollout.task, retry)
         await self._runs.retry_sample(run.run_id, number, member.sample, request)
@@ -299,7 +315,7 @@ class RunManager:
             if not member.state.terminal:
                 await self._store.cancel(member.rollout_id)
 
-    async def _cut_stragglers(self, active: ActiveRun) -> None:
+    async def _cancel_stragglers(self, active: ActiveRun) -> None:
         asked = active.run.request.stragglers
         if asked is None:
             return
@@ -308,22 +324,22 @@ class RunManager:
         for group in active.groups:
             usable = sum(member.reward is not None for member in group.members)
             if limit is not None and usable >= rule.min_samples:
-                slow = [member for member in group.members if self._rolling(member) > limit]
-                cut = {member.sample for member in group.members if member.is_straggler}
-                if not {member.sample for member in slow} <= cut:
-                    cut |= {member.sample for member in slow}
-                    await self._runs.mark_stragglers(active.run.run_id, group.number, sorted(cut))
+                slow = [member for member in group.members if self._rollout_seconds(member) > limit]
+                stragglers = {member.sample for member in group.members if member.is_straggler}
+                if not {member.sample for member in slow} <= stragglers:
+                    stragglers |= {member.sample for member in slow}
+                    await self._runs.mark_stragglers(active.run.run_id, group.number, sorted(stragglers))
                 await self._cancel(slow)
             await self._cancel([member for member in group.members if member.is_straggler])
 
-    def _rolling(self, member: GroupMember) -> float:
-        """How long a rollout's agent has been at work; 0 when it is not."""
+    def _rollout_seconds(self, member: GroupMember) -> float:
+        """Return how long a rollout's agent has been working; 0 if it is not."""
         return 0.0 if member.rolling_since is None else self._clock() - member.rolling_since
 
-    # -- new groups ------------------------------------------------------------
+    # -- new groups -----------------------------------------------------------
 
-    async def _begin(self, active: Sequence[ActiveRun]) -> None:
-        """Share the free places among the runs that want to begin groups."""
+    async def _share_places(self, active: Sequence[ActiveRun]) -> None:
+        """Share the free places among the runs that claim groups."""
         under_way = sum(
             not member.state.terminal for one in active for group in one.groups for member in group.members
         )
@@ -336,9 +352,9 @@ class RunManager:
         granted = self._scheduler.grant(claims, max(places, 0 if under_way else 1))
         for one in wanting:
             if count := granted.get(one.run.run_id, 0):
-                await self._begin_groups(one.run, count)
+                await self._start_groups(one.run, count)
 
-    async def _begin_groups(self, run: RunRecord, count: int) -> None:
+    async def _start_groups(self, run: RunRecord, count: int) -> None:
         try:
             taken = await (await self._tasks_of(run)).take(run.cursor, count)
             if taken:
@@ -348,7 +364,7 @@ class RunManager:
             )
         except StoreError:
             raise
-        except Exception as error:  # noqa: BLE001 - it is shown in the run, and must not stop the others
+        except Exception as error:  # noqa: BLE001 - the run shows it; it must not stop other runs
             await self._pause(run, error)
 
     async def _tasks_of(self, run: RunRecord) -> RunTasks:
@@ -368,14 +384,16 @@ class RunManager:
                 keep = run.request.retention
                 await self._runs.prune(run.run_id, seconds=keep.seconds, max_bytes=keep.max_bytes)
             while await self._runs.delete_expired(self._retention):
-                await anyio.lowlevel.checkpoint()  # others get their turn at the database
+                await anyio.lowlevel.checkpoint()  # so that other jobs get their turn
 
         while True:
             await retry_until_stored("prune what was acknowledged", prune)
             await anyio.sleep(PRUNE_SECONDS)
 
 
-def _refuse_lost(group: OpenGroup) -> None:
+def _check_complete(group: OpenGroup) -> None:
     if group.lost:
         gone = ", ".join(group.lost)
-        raise RecordLostError(f"rollouts of group {group.number} are gone: {gone}", hint=RESTORE)
+        raise RecordLostError(
+            f"rollouts of group {group.number} are missing from the store: {gone}", hint=RESTORE
+        )

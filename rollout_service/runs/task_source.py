@@ -1,8 +1,8 @@
-"""Where a run's tasks come from, by their number over all epochs.
+"""The tasks of a run by their number over all epochs.
 
-Guarantees: task n of a source is the same at any time and after any restart, as long as its file is the same; a file
-that changed is refused, for its numbers would mean other tasks. The order of a shuffled epoch is a sort by a keyed
-hash of each position, so it depends on no library's random numbers.
+Guarantees: task n of a source is the same at any time and after any restart, as long as the file is the same. A file
+that has changed is refused, since its numbers would mean other tasks. The order of a shuffled epoch is a sort by a
+keyed hash of each row's index, so it does not depend on a library's random numbers.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ _INSTANCE = TypeAdapter(dict[str, JsonValue])
 
 
 class SourceChangedError(ServiceError):
-    """The file or data set that a run's tasks come from is no longer what it was."""
+    """The file or data set that a run's tasks come from has changed."""
 
     code = "source_changed"
 
 
-Inline = Callable[[int, int], Awaitable[Sequence[Task]]]
-"""Reads so many inline tasks from a position on."""
+ReadInline = Callable[[int, int], Awaitable[Sequence[Task]]]
+"""Reads inline tasks, given the index of the first and how many."""
 
 
 class Rows(Protocol):
-    """The instances of a file or data set, by position."""
+    """The instances of a file or data set by their index."""
 
     digest: str
-    """SHA-256 of their content."""
+    """The SHA-256 of the content."""
 
     def __len__(self) -> int: ...
 
-    def read(self, position: int) -> dict[str, JsonValue]:
-        """The instance at a position."""
+    def read(self, row: int) -> dict[str, JsonValue]:
+        """Return the instance with this index."""
         ...
 
 
 Reopen = Callable[[FileTasks | DatasetTasks, str | None], Rows]
-"""Opens the same file or data set again, by its digest; raises SourceChangedError. It blocks."""
+"""Opens a file or data set again and compares its digest; raises SourceChangedError. It blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +101,13 @@ class TaskOrder:
 
 
 def shuffled(size: int, seed: int, epoch: int) -> list[int]:
-    """A permutation of 0..size-1 that is the same everywhere and for ever."""
+    """Return a permutation of 0..size-1 that is the same on every machine and in every release."""
     key = f"{seed}:{epoch}:".encode()
     return sorted(range(size), key=lambda position: hashlib.blake2b(key + b"%d" % position).digest())
 
 
 class JsonLines(Rows):
-    """A file with an object a line; empty lines do not count. Holds the lines' offsets, not the lines."""
+    """A file with one object per line; empty lines do not count. The lines' offsets are in memory, not the lines."""
 
     def __init__(self, path: Path, check: Callable[[dict[str, JsonValue]], None]) -> None:
         self._path = path
@@ -125,9 +125,9 @@ class JsonLines(Rows):
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def read(self, position: int) -> dict[str, JsonValue]:
+    def read(self, row: int) -> dict[str, JsonValue]:
         with self._path.open("rb") as file:
-            file.seek(self._offsets[position])
+            file.seek(self._offsets[row])
             instance: dict[str, JsonValue] = json.loads(file.readline())
         return instance
 
@@ -137,20 +137,20 @@ def _instance(line: bytes) -> dict[str, JsonValue]:
 
 
 class Parquet(Rows):
-    """A file with an instance a row; needs `pyarrow`.
+    """A file with one instance per row; needs `pyarrow`.
 
-    Times become their ISO 8601 text, decimals their digits, maps lists of pairs; bytes and numbers that are not finite
-    are refused, since no JSON has them.
+    Times become ISO 8601 text, decimals their digits, and maps lists of pairs. Bytes and numbers that are not finite
+    are rejected, since JSON cannot represent them.
     """
 
     def __init__(self, path: Path, check: Callable[[dict[str, JsonValue]], None]) -> None:
         try:
             from pyarrow import ArrowException, parquet
         except ImportError as error:
-            message = f"{path} is a Parquet file, and this service has no pyarrow"
+            message = f"{path} is a Parquet file, but pyarrow is not installed"
             raise InvalidFieldError(
                 [FieldError(path=f"{FIELD}.path", message=message)],
-                hint="Install it beside the service: pip install 'rollout-service[parquet]'; or write JSONL.",
+                hint="Install it with the service: pip install 'rollout-service[parquet]'. Or write JSONL instead.",
             ) from error
         with path.open("rb") as file:
             self.digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -158,7 +158,7 @@ class Parquet(Rows):
             self._table: Any = parquet.read_table(path, memory_map=True)
         except ArrowException as error:
             problem = FieldError(path=f"{FIELD}.path", message=f"{path} is not a whole Parquet file: {error}")
-            raise InvalidFieldError([problem], hint="Write it again.") from error
+            raise InvalidFieldError([problem], hint="Write the file again.") from error
         number = 0
         for batch in self._table.to_batches(max_chunksize=_ROWS_AT_ONCE):
             for row in batch.to_pylist():
@@ -169,14 +169,19 @@ class Parquet(Rows):
         rows: int = self._table.num_rows
         return rows
 
-    def read(self, position: int) -> dict[str, JsonValue]:
-        row = self._table.slice(position, 1).to_pylist()[0]
-        instance: dict[str, JsonValue] = json.loads(_as_json(row))
+    def read(self, row: int) -> dict[str, JsonValue]:
+        found = self._table.slice(row, 1).to_pylist()[0]
+        instance: dict[str, JsonValue] = json.loads(_as_json(found))
         return instance
 
 
 def _as_json(row: Any) -> str:
-    """A row as JSON; raises ValueError, TypeError for what no JSON has."""
+    """Return a row as JSON.
+
+    Raises:
+        ValueError: a number is not finite.
+        TypeError: JSON cannot represent a value.
+    """
     return json.dumps(row, default=_plain, allow_nan=False)
 
 
@@ -185,11 +190,15 @@ def _plain(value: Any) -> str:
         return value.isoformat()
     if isinstance(value, Decimal):
         return str(value)
-    raise TypeError(f"an instance cannot hold {type(value).__name__}: write it as text or a number")
+    raise TypeError(f"an instance cannot contain {type(value).__name__}: write it as text or a number")
 
 
 def check_row(path: Path, where: str, row: R, check: Callable[[R], None]) -> None:
-    """Raise InvalidFieldError that names the row, unless it is an instance that the environment takes."""
+    """Raise an error that names the row, unless it is an instance that the environment accepts.
+
+    Raises:
+        InvalidFieldError: the row is not a valid instance.
+    """
     try:
         check(row)
     except (ValueError, TypeError, InvalidFieldError) as error:
@@ -204,18 +213,22 @@ _KINDS: dict[str, Callable[[Path, Callable[[dict[str, JsonValue]], None]], Rows]
 
 
 def _regular(path: Path) -> Path:
-    """Return the path of a file with an end: opening a FIFO would wait for whoever writes to it."""
+    """Return the path of a regular file; opening a FIFO would wait for a writer.
+
+    Raises:
+        OSError: the path is not a regular file, or there is none.
+    """
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(f"{path} is not a regular file")
     return path
 
 
 def open_file(source: FileTasks, check: Callable[[dict[str, JsonValue]], None]) -> Rows:
-    """The instances of a file, each checked; call it in a thread.
+    """Return the instances of a file, each validated; call it in a thread.
 
     Raises:
-        InvalidFieldError: the file cannot be read, is empty, or holds something that is not an instance, with the row;
-            or it is a Parquet file, and pyarrow is not installed.
+        InvalidFieldError: the file cannot be read, is empty, or contains a row that is not a valid instance; or it is a
+            Parquet file and pyarrow is not installed.
     """
     path = Path(source.path)
     kind = _KINDS.get(path.suffix)
@@ -227,24 +240,29 @@ def open_file(source: FileTasks, check: Callable[[dict[str, JsonValue]], None]) 
         rows = kind(path, check)
     except (OSError, ValueError, RuntimeError) as error:  # a NUL in the path; the home of nobody
         problem = FieldError(path=f"{FIELD}.path", message=str(error))
-        raise InvalidFieldError([problem], hint="The path is one of the service's machine.") from error
+        raise InvalidFieldError([problem], hint="The path is on the service's machine.") from error
     if not len(rows):
-        raise InvalidFieldError([FieldError(path=f"{FIELD}.path", message=f"{path} holds no instance")])
+        raise InvalidFieldError([FieldError(path=f"{FIELD}.path", message=f"{path} contains no instances")])
     return rows
 
 
 def reopen_file(source: FileTasks, digest: str | None) -> Rows:
-    """The same file as before; raises SourceChangedError. Call it in a thread."""
+    """Return the instances of the same file as before; call it in a thread.
+
+    Raises:
+        SourceChangedError: the file has changed, or cannot be read.
+    """
     try:
         rows = open_file(source, lambda _: None)
     except InvalidFieldError as error:
         raise SourceChangedError(
-            f"the tasks cannot be read again: {error}", hint="Put the file back, and resume the run."
+            f"the tasks cannot be read again: {error}", hint="Restore the file and resume the run."
         ) from error
     if rows.digest != digest:
         raise SourceChangedError(
-            f"{source.path} was changed since the run was created, so its cursor means other tasks",
-            hint="Put the file back and resume the run, or end it and create one for the new file.",
+            f"{source.path} has changed since the run was created, "
+            "so the run's cursor no longer points to the same task",
+            hint="Restore the file and resume the run, or end the run and create one for the new file.",
         )
     return rows
 
@@ -257,16 +275,20 @@ def task_of(source: FileTasks | DatasetTasks, rows: Rows, position: TaskPosition
 class RunTasks:
     """The tasks of one run."""
 
-    def __init__(self, source: TaskSource, size: int, rows: Rows | None, inline: Inline) -> None:
-        """`rows` are those of a file or data set; `inline` reads appended and inline tasks from the store."""
+    def __init__(self, source: TaskSource, size: int, rows: Rows | None, inline: ReadInline) -> None:
+        """`rows` are a file's or data set's; `inline` reads inline and appended tasks from the store."""
         self._source = source
         self._order = TaskOrder(source, size)
         self._rows = rows
         self._inline = inline
 
     @classmethod
-    async def open(cls, run: RunRecord, inline: Inline, reopen: Reopen) -> Self:
-        """Those of a run; raises SourceChangedError."""
+    async def open(cls, run: RunRecord, inline: ReadInline, reopen: Reopen) -> Self:
+        """Open the tasks of a run.
+
+        Raises:
+            SourceChangedError: the file or data set has changed.
+        """
         source = run.request.source
         rows = None
         if not isinstance(source, InlineTasks):
@@ -274,7 +296,7 @@ class RunTasks:
         return cls(source, run.tasks, rows, inline)
 
     async def take(self, first: int, count: int) -> list[tuple[TaskPosition, Task]]:
-        """The tasks of these numbers; fewer at the end."""
+        """Return the tasks with these numbers and their positions; fewer at the end."""
         positions = await anyio.to_thread.run_sync(self._order.positions, first, count)
         if not isinstance(self._source, InlineTasks) and self._rows is not None:
             return await anyio.to_thread.run_sync(_read, self._source, self._rows, positions)

@@ -182,7 +182,7 @@ async def export_run(
 
     Exporting changes nothing; acknowledged and dropped groups are included for as long as they are retained.
     """
-    pieces = await service.run_exporter.begin(run_id, compressed=compression == "gzip")
+    pieces = await service.run_exporter.start(run_id, compressed=compression == "gzip")
     kind = GZIP_MEDIA_TYPE if compression == "gzip" else EXPORT_MEDIA_TYPE
     return StreamingResponse(pieces, media_type=kind)
 

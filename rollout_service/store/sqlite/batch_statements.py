@@ -1,4 +1,4 @@
-"""The statements on batches: each function runs inside one transaction, in the database's thread."""
+"""The statements on batches; each function runs inside one transaction, in the database's thread."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def _row(db: sqlite3.Connection, run_id: str, number: int) -> sqlite3.Row:
 
 
 def read_group(db: sqlite3.Connection, run_id: str, number: int) -> tuple[sqlite3.Row, list[sqlite3.Row]]:
-    """The row of a closed group and those of its rollouts with results; decoding is for another thread."""
+    """Return the row of a closed group, and the rows of its rollouts, to be decoded in another thread."""
     row = _closed_group(db, run_id, number)
     samples = run_codec.decode_samples(row["samples"])
     return row, read_rollouts(db, [sample.rollout_id for sample in samples])
@@ -211,14 +211,14 @@ def read_group(db: sqlite3.Connection, run_id: str, number: int) -> tuple[sqlite
 def _closed_group(db: sqlite3.Connection, run_id: str, number: int) -> sqlite3.Row:
     row: sqlite3.Row | None = db.execute(_CLOSED_GROUP, (run_id, number)).fetchone()
     if row is None:
-        raise NotFoundError(f"the run {run_id} has no finished group {number}")
+        raise NotFoundError(f"the run {run_id} has no closed group {number}")
     return row
 
 
 def read_closing(
     db: sqlite3.Connection, run_id: str, closure: GroupClosure
 ) -> tuple[sqlite3.Row | None, list[sqlite3.Row]]:
-    """Return the row that a group will have once it is closed, if it can be, and the rows of its rollouts."""
+    """Return the row that a group will have once it is closed, None if it cannot be, and the rows of its rollouts."""
     values = {
         "run": run_id,
         "number": closure.number,
@@ -230,16 +230,16 @@ def read_closing(
 
 
 def read_heads(db: sqlite3.Connection, run_id: str, numbers: Sequence[int]) -> list[sqlite3.Row]:
-    """Return the rows of closed groups joined with their heads, in this order."""
+    """Return the rows of closed groups, joined with their heads, in this order."""
     rows = {row["number"]: row for row in db.execute(_HEADS, (run_id, json.dumps(list(numbers))))}
     for number in numbers:
         if number not in rows:
-            raise NotFoundError(f"the run {run_id} has no finished group {number}")
+            raise NotFoundError(f"the run {run_id} has no closed group {number}")
     return [rows[number] for number in numbers]
 
 
 def read_trajectories(db: sqlite3.Connection, run_id: str, number: int) -> list[bytes]:
-    """Return the packed trajectories of a closed group, in its order, without those that are too old."""
+    """Return the encoded trajectories of a closed group in the order of its samples, without stale ones."""
     samples = run_codec.decode_samples(_closed_group(db, run_id, number)["samples"])
     kept = rules.delivered_rollouts(samples)
     found = {row["rollout_id"]: row["trajectory"] for row in db.execute(_TRAJECTORIES, (json.dumps(kept),))}
@@ -247,15 +247,15 @@ def read_trajectories(db: sqlite3.Connection, run_id: str, number: int) -> list[
 
 
 def read_rollouts(db: sqlite3.Connection, rollout_ids: Sequence[str]) -> list[sqlite3.Row]:
-    """The rows of these rollouts with their requests and results."""
+    """Return the rows of these rollouts with their requests and results."""
     return db.execute(_GROUP_ROLLOUTS, (json.dumps(list(rollout_ids)),)).fetchall()
 
 
 def closed_groups(db: sqlite3.Connection, run_id: str) -> list[int]:
-    """The numbers of the closed groups of a run."""
+    """Return the numbers of a run's closed groups."""
     return [row["number"] for row in db.execute(_CLOSED_GROUPS, (row_of(db, run_id)["seq"],))]
 
 
 def rollout_ids(db: sqlite3.Connection, run_id: str) -> list[str]:
-    """The rollouts of the closed groups of a run."""
+    """Return the ids of the rollouts of a run's closed groups."""
     return [row["id"] for row in db.execute(_ROLLOUT_IDS, (row_of(db, run_id)["seq"],))]

@@ -1,7 +1,7 @@
-"""What is deleted for its age: each function runs inside one transaction, in the database's thread.
+"""The deletion of expired records; each function runs inside one transaction, in the database's thread.
 
-Guarantees: nothing that a trainer has still to acknowledge is touched, nor a rollout that has not ended; a transaction
-deletes a bounded number of rows, so that others need not wait for long.
+Guarantees: nothing that a trainer still has to acknowledge is deleted, nor any rollout that has not ended. A
+transaction deletes a bounded number of groups or rollouts, so other jobs do not wait for long.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _COUNT = "UPDATE counts SET count = count - 1 WHERE state = ?"
 
 
 def delete_expired(db: sqlite3.Connection, policy: RetentionPolicy, now: float) -> int:
-    """Delete some of what is older than this policy allows; returns how many rows, 0 when nothing is left to delete."""
+    """Delete some of the records that have expired; return 0 once none is left."""
     deleted = 0
     if policy.ended_runs is not None:
         deleted += _delete_run(db, now - policy.ended_runs)
@@ -64,7 +64,7 @@ def delete_expired(db: sqlite3.Connection, policy: RetentionPolicy, now: float) 
 
 
 def _delete_run(db: sqlite3.Connection, before: float) -> int:
-    """The rollouts of a run that is over, and in the end the run itself."""
+    """Delete rollouts of a run that has expired, and the run itself once it has none left."""
     run = db.execute(_OVER, {"before": before}).fetchone()
     if run is None:
         return 0

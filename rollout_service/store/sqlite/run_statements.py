@@ -1,4 +1,4 @@
-"""The statements on runs and groups: each function runs inside one transaction, in the database's thread."""
+"""The statements on runs and groups; each function runs inside one transaction, in the database's thread."""
 
 from __future__ import annotations
 
@@ -113,15 +113,19 @@ _PRUNED = "UPDATE groups SET pruned = 1 WHERE run = :run AND number = :number"
 
 
 def row_of(db: sqlite3.Connection, run_id: str) -> sqlite3.Row:
-    """The row of a run; NotFoundError when there is none."""
+    """Return the row of a run.
+
+    Raises:
+        NotFoundError: there is no such run.
+    """
     row: sqlite3.Row | None = db.execute(_BY_ID, (run_id,)).fetchone()
     if row is None:
-        raise NotFoundError(f"there is no run {run_id}", hint="GET /v1/runs lists those there are.")
+        raise NotFoundError(f"there is no run {run_id}", hint="GET /v1/runs lists all runs.")
     return row
 
 
 def record_of(db: sqlite3.Connection, row: sqlite3.Row) -> RunRecord:
-    """A run with its counters."""
+    """Return a run with its counters."""
     counters = {row["name"]: row["count"] for row in db.execute(_COUNTERS, (row["seq"],))}
     return run_codec.decode_run(row, counters)
 
@@ -132,13 +136,17 @@ def add_to_counter(db: sqlite3.Connection, run: int, name: str, count: int = 1) 
 
 
 def create(db: sqlite3.Connection, values: dict[str, Any], request: RunRequest) -> tuple[RunRecord, bool]:
-    """The run and whether it is new; ConflictError when the id is taken by another request."""
+    """Insert a run; return it and whether it is new.
+
+    Raises:
+        ConflictError: the id is taken by a different request.
+    """
     new = db.execute(_CREATE, values).rowcount > 0
     row = row_of(db, values["id"])
     if row["fingerprint"] != values["fingerprint"]:
         raise ConflictError(
-            f"the run {values['id']} exists already, with another request",
-            hint="Choose another run_id, or send exactly what was sent before.",
+            f"the run {values['id']} already exists with a different request",
+            hint="Choose another run_id, or send exactly the same request again.",
         )
     if new and isinstance(request.source, InlineTasks):
         _add_tasks(db, row["seq"], 0, request.source.tasks)
@@ -151,12 +159,12 @@ def _add_tasks(db: sqlite3.Connection, run: int, first: int, tasks: Sequence[Tas
 
 
 def get(db: sqlite3.Connection, run_id: str) -> RunRecord:
-    """A run as it stands."""
+    """Return a run in its current state."""
     return record_of(db, row_of(db, run_id))
 
 
-def listed(db: sqlite3.Connection, *, active: bool) -> list[RunRecord]:
-    """All runs, or those on which there is something to do."""
+def list_runs(db: sqlite3.Connection, *, active: bool) -> list[RunRecord]:
+    """Return all runs, or only those that still need work."""
     return [record_of(db, row) for row in db.execute(_ACTIVE if active else _ALL).fetchall()]
 
 
@@ -213,13 +221,13 @@ def _are_there(db: sqlite3.Connection, run: int, first: int, tasks: Sequence[Tas
 
 
 def inline_tasks(db: sqlite3.Connection, run_id: str, first: int, limit: int) -> list[Task]:
-    """Tasks by their number in the epoch."""
+    """Return tasks by their number in the epoch."""
     rows = db.execute(_TASKS, (row_of(db, run_id)["seq"], first, limit)).fetchall()
     return [Task.model_validate_json(row["task"]) for row in rows]
 
 
 def start_groups(db: sqlite3.Connection, run_id: str, groups: Sequence[NewGroup], now: float) -> int:
-    """Begin groups that follow the cursor; how many were begun."""
+    """Start groups that follow the cursor; return how many were started."""
     row = row_of(db, run_id)
     if not rules.can_start(record_of(db, row), groups):
         return 0
@@ -237,12 +245,12 @@ def _submit(db: sqlite3.Connection, run: int, number: int, request: RolloutReque
 
 
 def open_groups(db: sqlite3.Connection, run_id: str) -> list[OpenGroup]:
-    """The groups under way with their rollouts."""
+    """Return the open groups with their rollouts."""
     return _groups(db.execute(_OPEN, (row_of(db, run_id)["seq"],)).fetchall())
 
 
 def stale_groups(db: sqlite3.Connection, run: int, bound: int) -> list[OpenGroup]:
-    """The groups that wait for a batch and have a usable sample older than this version."""
+    """Return the groups that wait for a batch and have a usable sample older than this version."""
     return _groups(db.execute(_STALE, (run, bound)).fetchall())
 
 
@@ -271,7 +279,7 @@ def _member(row: sqlite3.Row) -> GroupMember:
 
 
 def group_states(db: sqlite3.Connection, run_id: str) -> dict[int, str]:
-    """The state of every group by its number."""
+    """Return the state of every group by its number."""
     rows = db.execute(_GROUP_STATES, (row_of(db, run_id)["seq"],))
     return {row["number"]: row["state"] for row in rows}
 
@@ -279,7 +287,7 @@ def group_states(db: sqlite3.Connection, run_id: str) -> dict[int, str]:
 def retry_sample(
     db: sqlite3.Connection, run_id: str, number: int, sample: int, request: RolloutRequest, now: float
 ) -> None:
-    """Put another rollout in the place of one that failed."""
+    """Replace a failed rollout by another one."""
     run = row_of(db, run_id)["seq"]
     values = {"run": run, "number": number, "sample": sample, "id": request.rollout_id, "now": now}
     if db.execute(_REPLACE_MEMBER, values).rowcount:
@@ -288,20 +296,20 @@ def retry_sample(
 
 
 def mark_stragglers(db: sqlite3.Connection, run_id: str, number: int, samples: Sequence[int]) -> None:
-    """Remember which samples are cut off."""
+    """Record which samples are being cut off."""
     run = row_of(db, run_id)["seq"]
     db.execute(_MARK_STRAGGLERS, {"run": run, "number": number, "cut": json.dumps(sorted(samples))})
 
 
 def cancel_groups(db: sqlite3.Connection, run: int, reason: str) -> None:
-    """Remember why the groups under way are cancelled."""
+    """Record why the open groups are being cancelled."""
     db.execute(_CANCEL_GROUPS, {"run": run, "reason": reason})
 
 
 def close_group(
     db: sqlite3.Connection, run_id: str, closure: GroupClosure, head: Mapping[str, Any] | None, now: float
 ) -> None:
-    """Keep or drop a group that is open."""
+    """Keep or drop an open group."""
     run = row_of(db, run_id)["seq"]
     values = _closed(run, closure, now) | {
         "ids": json.dumps([sample.rollout_id for sample in closure.samples])
@@ -315,7 +323,7 @@ def close_group(
 def reclose_group(
     db: sqlite3.Connection, run_id: str, closure: GroupClosure, head: Mapping[str, Any] | None, now: float
 ) -> None:
-    """Close a group anew that waits for a batch."""
+    """Close a group that waits for a batch again."""
     run = row_of(db, run_id)["seq"]
     row = db.execute(_READY_SAMPLES, (run, closure.number)).fetchone()
     if row is None:

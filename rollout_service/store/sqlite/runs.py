@@ -1,4 +1,4 @@
-"""Runs, groups and batches in the SQLite store; made and closed with it."""
+"""Runs, groups and batches in the SQLite store, which creates and closes them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from rollout_service.store.sqlite.thread import DatabaseThread
 T = TypeVar("T")
 
 HEADS_AT_ONCE = 16
-"""Heads that are read in one job of the database's thread; with long conversations they take megabytes."""
+"""The most heads read in one job of the database's thread; with long conversations they take megabytes."""
 
 
 class SqliteRuns(RunStore):
@@ -49,7 +49,7 @@ class SqliteRuns(RunStore):
     def __init__(
         self, thread: DatabaseThread, clock: Callable[[], float], work_added: Callable[[], None]
     ) -> None:
-        """`work_added` is called when rollouts were queued."""
+        """`work_added` is called after rollouts were queued."""
         self._thread = thread
         self._clock = clock
         self._work_added = work_added
@@ -60,7 +60,7 @@ class SqliteRuns(RunStore):
         self, request: RunRequest, *, tasks: int, digest: str | None, version: int
     ) -> tuple[RunRecord, bool]:
         if request.run_id is None:
-            raise ValueError("a request needs its run_id before it is made durable")
+            raise ValueError("set the request's run_id before creating the run")
         values = {
             "id": request.run_id,
             "fingerprint": fingerprint(request),
@@ -79,10 +79,10 @@ class SqliteRuns(RunStore):
         return await self._read(lambda db: run_statements.get(db, run_id))
 
     async def list(self) -> Sequence[RunRecord]:
-        return await self._read(lambda db: run_statements.listed(db, active=False))
+        return await self._read(lambda db: run_statements.list_runs(db, active=False))
 
     async def active(self) -> Sequence[RunRecord]:
-        return await self._read(lambda db: run_statements.listed(db, active=True))
+        return await self._read(lambda db: run_statements.list_runs(db, active=True))
 
     async def update(
         self,
@@ -155,7 +155,7 @@ class SqliteRuns(RunStore):
         self._changed()
 
     async def _head_at_close(self, run_id: str, closure: GroupClosure) -> Mapping[str, Any] | None:
-        """Return the head, as it is stored, of a group that is about to be kept: what has ended changes no more."""
+        """Return the head to store with a group that is about to be kept; None while a rollout of it could change."""
         if closure.reason is not None:
             return None
         row, members = await self._read(lambda db: batch_statements.read_closing(db, run_id, closure))
@@ -250,7 +250,7 @@ class SqliteRuns(RunStore):
         return await self._deliveries.wait_above(after)
 
     def rollout_ended(self) -> None:
-        """Tell those who wait for changes that a rollout has ended."""
+        """Wake those who wait for changes, since a rollout has ended."""
         self._changes.increment()
 
     def _changed(self) -> None:
@@ -265,7 +265,7 @@ class SqliteRuns(RunStore):
 
 
 def _decode_group(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> Group:
-    """As a trainer gets it: without the tokens that are too old for it."""
+    """Return a group as a trainer gets it: without the tokens of stale samples."""
     kept = _delivered(row)
     rollouts = (
         _whole(member) if member["rollout_id"] in kept else codec.decode_rollout(member) for member in members
@@ -279,7 +279,7 @@ def _delivered(row: sqlite3.Row) -> set[str]:
 
 def _decode_exported(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> list[ExportedSample]:
     if not members:
-        return []  # all were gone when the group was given up
+        return []  # all were lost before the group was cancelled
     by_id = {member["rollout_id"]: member for member in members}
     group = run_codec.decode_group(row, {name: _whole(member) for name, member in by_id.items()})
     return run_codec.decode_exported(row, group, by_id)
@@ -293,7 +293,7 @@ def _decode_recorded(rows: Sequence[sqlite3.Row]) -> dict[str, RecordedRollout]:
 
 
 def _whole(row: sqlite3.Row) -> Rollout:
-    """A rollout with its trajectory, while there is one."""
+    """Return a rollout with its trajectory, if it still has one."""
     rollout = codec.decode_rollout(row)
     if row["trajectory"] is None:
         return rollout
@@ -318,10 +318,13 @@ def _make_head(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> GroupHead:
 
 
 def _encode_head(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> Mapping[str, Any] | None:
-    """Return None for a group that has none, as one with token ids beyond 32 bits, which comes as JSON alone."""
+    """Return the head to store, or None if it cannot be made.
+
+    A group with token ids beyond 32 bits has no head, for example, and is delivered only as JSON.
+    """
     try:
         return head_codec.encode(_make_head(row, members))
-    except Exception:  # noqa: BLE001 - it does not keep the group from closure, and is raised when it is leased as arrays
+    except Exception:  # noqa: BLE001 - it must not stop the close; a lease as arrays raises it
         return None
 
 

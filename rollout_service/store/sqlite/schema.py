@@ -1,8 +1,8 @@
 """The schema of the SQLite store, and its versions.
 
-The database holds the invariants itself, so that no code path can break them: a trigger refuses every change
-of a terminal rollout, and triggers write the events and the counts in the transaction of the change they tell
-of. What is large lives apart from `rollouts`, whose rows are rewritten several times in a rollout's life.
+The database itself enforces the invariants, so no code path can break them. A trigger rejects every change of a
+terminal rollout, and triggers write the events and the counts in the transaction of the change they describe. Large
+data is kept out of `rollouts`, whose rows are rewritten several times in a rollout's life.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rollout_service.errors import StoreError
 from rollout_service.store.sqlite.schema_runs import VERSION_2, VERSION_4, VERSION_5
 
 APPLICATION_ID = 0x526F6C6C
-"""Marks a file as ours: "Roll" in ASCII."""
+"""The mark of this project's files: "Roll" in ASCII."""
 
 _VERSION_1 = """
 CREATE TABLE rollouts (
@@ -108,18 +108,18 @@ WHERE state NOT IN ('completed', 'failed', 'cancelled');
 DROP INDEX ready;
 CREATE INDEX ready ON rollouts (seq, pool, not_before) WHERE state = 'queued' AND owner IS NULL;
 """
-"""An attempt counts when it enters its first stage; before, a lease counted as one. Claims go by the pool."""
+"""An attempt counts once it enters its first stage; earlier releases counted the lease. Claims select by pool."""
 
 MIGRATIONS = (_VERSION_1, VERSION_2, _VERSION_3, VERSION_4, VERSION_5)
-"""Script n (from 1) turns version n - 1 into version n."""
+"""The scripts that upgrade the schema; script n, from 1, upgrades version n - 1 to version n."""
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Bring a database to this version, each step in one transaction.
+    """Upgrade a database to the current version, each step in one transaction.
 
     Raises:
-        StoreError: the file belongs to another program or to a newer version of this one.
-        sqlite3.Error: it cannot be read or written.
+        StoreError: the file belongs to another program or to a newer release of this one.
+        sqlite3.Error: the file cannot be read or written.
     """
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     (application,) = connection.execute("PRAGMA application_id").fetchone()
@@ -127,12 +127,12 @@ def migrate(connection: sqlite3.Connection) -> None:
     if application != APPLICATION_ID and tables:
         raise StoreError(
             "the store's file is a database of another program",
-            hint="Point the service at another state directory, or move that file away.",
+            hint="Use another state directory, or move that file away.",
         )
     if version > len(MIGRATIONS):
         raise StoreError(
-            f"the store's file has schema version {version}, and this release knows up to {len(MIGRATIONS)}",
-            hint="Run the newer release that wrote it, or start with another state directory.",
+            f"the store's file has schema version {version}, but this release supports only {len(MIGRATIONS)}",
+            hint="Run the newer release that wrote it, or use another state directory.",
         )
     for number, script in enumerate(MIGRATIONS[version:], start=version + 1):
         connection.executescript(

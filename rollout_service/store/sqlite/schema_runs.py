@@ -1,9 +1,9 @@
 """Version 2 of the schema: runs, their groups and their batches. Version 4: the heads of groups. Version 5: the group
 that a rollout belongs to.
 
-The database holds the invariants itself: what was acknowledged never changes, a dropped group never comes back,
-and counts and events are written in the transaction of the change they tell of. Groups refer to their rollouts
-by id; what a rollout came to stays in the tables of the rollouts.
+The database itself enforces the invariants: an acknowledged group or batch never changes, and a dropped group never
+comes back. Triggers write the counts and events in the transaction of the change they describe. Groups refer to their
+rollouts by id; the outcome of a rollout is stored only in the tables of rollouts.
 """
 
 VERSION_2 = """
@@ -144,8 +144,8 @@ WHEN NEW.state IN ('acknowledged', 'dropped') BEGIN
     DELETE FROM group_heads WHERE seq = NEW.seq;
 END;
 """
-"""What a batch says of a group, ready to be sent, from when the group is kept until it is settled. A group that an
-earlier release kept has none, and its head is made when it is delivered."""
+"""The head of a group, ready to be sent, from when the group is kept until it is settled. A group kept by an earlier
+release has no stored head; its head is made when the group is delivered."""
 
 VERSION_5 = """
 ALTER TABLE rollouts ADD COLUMN run INTEGER;

@@ -102,7 +102,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         path.write_bytes(data)
         with pytest.raises(InvalidFieldError, match="not a whole Parquet file"):
             opened(path)
-    with pytest.raises(InvalidFieldError, match="holds no instance"):
+    with pytest.raises(InvalidFieldError, match="contains no instances"):
         opened(write(tmp_path / "empty.parquet", n=pyarrow.array([], pyarrow.int64())))
 
 
