@@ -1,9 +1,9 @@
-"""Which groups are worth training on: filters that answer `keep` and a reason.
+"""Filters that decide which groups are worth training on, and give a reason.
 
-Guarantees: a filter looks at usable samples only and never at the clock, so that judging a group again gives the same
-answer. The first filter that drops a group gives the reason; reasons are short words that can be counted.
+Guarantees: a filter sees only usable samples and no clock, so judging a group again gives the same answer. The first
+filter that drops a group determines the reason; reasons are short words that can be counted.
 
-A third party writes a `GroupFilter` and names it in the entry points `rollout_service.filters`.
+Plug-ins subclass `GroupFilter` and register the class under the entry point group `rollout_service.filters`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOO_FEW_USABLE = "too_few_usable"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a group is kept; if not, why."""
+    """Whether a group is kept, and if not, why."""
 
     keep: bool
     reason: str = ""
@@ -37,14 +37,14 @@ class GroupFilter(BaseModel, ABC):
 
     @abstractmethod
     def judge(self, group: GroupOutcome) -> Verdict:
-        """Whether to keep a group that has at least one usable sample."""
+        """Judge a group that has at least one usable sample."""
 
 
 class ZeroVariance(GroupFilter):
-    """Drops groups whose rewards do not differ, which have no advantage: DAPO's dynamic sampling (equation 11)."""
+    """Drops groups of equal rewards, whose advantages are all 0: DAPO's dynamic sampling (equation 11)."""
 
     tolerance: float = Field(1e-9, ge=0)
-    """Rewards that lie this close together count as equal."""
+    """The largest difference at which rewards count as equal."""
 
     def judge(self, group: GroupOutcome) -> Verdict:
         if max(group.rewards) - min(group.rewards) > self.tolerance:
@@ -53,7 +53,7 @@ class ZeroVariance(GroupFilter):
 
 
 class AllFailed(GroupFilter):
-    """Drops groups in which no sample scored more than `at_most`."""
+    """Drops groups in which no sample has a reward above `at_most`."""
 
     at_most: float = 0.0
 
@@ -64,12 +64,12 @@ class AllFailed(GroupFilter):
 
 
 class AccuracyBand(GroupFilter):
-    """Keeps groups whose share of successes lies between `low` and `high`, both included."""
+    """Keeps groups whose share of successes lies between `low` and `high`, inclusive."""
 
     low: float = Field(0.0, ge=0, le=1)
     high: float = Field(1.0, ge=0, le=1)
     success: float = 1.0
-    """The reward from which on a sample is a success."""
+    """The lowest reward that counts as a success."""
 
     def judge(self, group: GroupOutcome) -> Verdict:
         accuracy = sum(reward >= self.success for reward in group.rewards) / len(group.rewards)
@@ -91,7 +91,7 @@ class TooLong(GroupFilter):
 
 
 class MalformedCalls(GroupFilter):
-    """Drops groups in which more than `max_share` of the samples have a tool call that could not be parsed."""
+    """Drops groups in which more than `max_share` of the samples have a malformed tool call."""
 
     max_share: float = Field(0.0, ge=0, le=1)
 
@@ -100,7 +100,7 @@ class MalformedCalls(GroupFilter):
 
 
 class Truncated(GroupFilter):
-    """Drops groups in which more than `max_share` of the samples were ended by a limit."""
+    """Drops groups in which more than `max_share` of the samples ended at a limit."""
 
     max_share: float = Field(0.0, ge=0, le=1)
 
@@ -110,13 +110,13 @@ class Truncated(GroupFilter):
 
 @dataclass(frozen=True, slots=True)
 class FilterChain:
-    """A run's filters in their order, behind the least number of usable samples."""
+    """A minimum number of usable samples, followed by a run's filters in order."""
 
     filters: Sequence[GroupFilter] = (ZeroVariance(),)
     min_usable: int = 1
 
     def judge(self, group: GroupOutcome) -> Verdict:
-        """The first reason to drop a group, or that it is kept."""
+        """Return the first verdict that drops the group, or `KEEP`."""
         if len(group.usable) < max(1, self.min_usable):
             return Verdict(keep=False, reason=TOO_FEW_USABLE)
         verdicts = (one.judge(group) for one in self.filters)

@@ -1,7 +1,7 @@
-"""What a group came to: the facts that filters, statistics and batches decide by.
+"""The outcome of a group: the facts for filters, statistics and batches.
 
-Guarantees: a sample without a reward is masked and says why, so that a failure can never count as a score; these
-values know nothing of the wire or the store.
+Guarantees: a sample without a reward is masked and says why, so a failure never counts as a score. These values are
+independent of the wire format and the store.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 STRAGGLER = "straggler"
-"""The sample was cut off, since it took far longer than others."""
+"""The sample was cut off because it took far longer than others."""
 STALE = "stale"
-"""The sample, or too much of the group, has a token that is older than the run allows."""
+"""The sample, or too many samples of the group, have a token older than the run allows."""
 CANCELLED = "cancelled"
-"""The sample was ended before it was done, by a person or because it was not needed."""
+"""The sample was cancelled, by a person or because it was not needed."""
 SURPLUS = "surplus"
-"""The group was not needed, and its run carries nothing over."""
+"""The group was not needed, and its run does not carry groups over."""
 NOT_A_NUMBER = "reward_not_finite"
-"""The reward was infinite or not a number."""
+"""The reward is infinite or not a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +27,23 @@ class SampleOutcome:
     """One rollout of a group, after its last attempt."""
 
     sample: int
-    """Counted from 0."""
+    """The number of the sample in its group, from 0."""
     reward: float | None
-    """The score before any penalty of this run; None when it is masked."""
+    """The reward before any penalty; None if the sample is masked."""
     masked: str | None = None
-    """Why it does not count: the code of an infrastructure failure, or one of this module's reasons."""
+    """Why the sample does not count: the code of a failure, or one of this module's reasons; None if it counts."""
     sampled_tokens: int = 0
     truncated: bool = False
-    """A limit of tokens, turns or time ended it, not the policy."""
+    """Whether a limit of tokens, turns or time ended the sample."""
     tool_calls: int = 0
     malformed_calls: int = 0
     oldest_version: int | None = None
-    """The lowest version that sampled one of its tokens; None when nothing was sampled."""
+    """The lowest version that sampled one of its tokens; None if nothing was sampled."""
     newest_version: int | None = None
 
     def __post_init__(self) -> None:
         if self.masked is None and self.reward is None:
-            raise ValueError("a sample without a reward must say in `masked` why it has none")
+            raise ValueError("a sample without a reward needs a reason in `masked`")
         if self.masked is None and not math.isfinite(self.reward or 0.0):
             object.__setattr__(self, "masked", NOT_A_NUMBER)
         if self.masked is not None:
@@ -51,7 +51,7 @@ class SampleOutcome:
 
     @property
     def usable(self) -> bool:
-        """Whether it counts."""
+        """Whether the sample counts."""
         return self.masked is None
 
 
@@ -65,11 +65,11 @@ class GroupOutcome:
 
     @cached_property
     def usable(self) -> tuple[SampleOutcome, ...]:
-        """The samples that count."""
+        """The samples that are not masked."""
         return tuple(sample for sample in self.samples if sample.usable)
 
     def without_older_than(self, bound: int | None) -> GroupOutcome:
-        """The same with every usable sample masked that has a token older than version `bound`; None masks none."""
+        """Return the group with every usable sample masked that has a token older than `bound`; None masks none."""
         if bound is None or self.oldest_version is None or self.oldest_version >= bound:
             return self
         samples = (
@@ -82,17 +82,17 @@ class GroupOutcome:
 
     @cached_property
     def rewards(self) -> tuple[float, ...]:
-        """The rewards of the samples that count, in their order."""
+        """The rewards of the usable samples, in order."""
         return tuple(sample.reward for sample in self.usable if sample.reward is not None)
 
     @cached_property
     def oldest_version(self) -> int | None:
-        """The lowest version of a token of a usable sample."""
+        """The lowest version of a token in a usable sample."""
         versions = (sample.oldest_version for sample in self.usable)
         return min((version for version in versions if version is not None), default=None)
 
     @cached_property
     def newest_version(self) -> int | None:
-        """The highest version of a token of a usable sample."""
+        """The highest version of a token in a usable sample."""
         versions = (sample.newest_version for sample in self.usable)
         return max((version for version in versions if version is not None), default=None)
