@@ -1,7 +1,7 @@
-"""Runs attacks against an environment, each on a rollout of its own, and compares rewards with an idle agent's.
+"""Runs attacks against an environment, each in its own rollout, and compares the rewards with an idle agent's.
 
-Guarantees: an attack is `held` only if the environment gave a reward, and that is no more than an agent gets that does
-nothing; a verdict is never left out. The attacker has the whole sandbox of the agent, whatever the agent's tools are.
+Guarantees: an attack counts as `held` only if the environment gave a reward no higher than an idle agent's; every
+attack gets a verdict. The attacker has the agent's whole sandbox, whatever tools the agent has.
 """
 
 from __future__ import annotations
@@ -27,58 +27,58 @@ from sandboxes import Sandbox, SessionName
 from sandboxes.errors import SandboxError
 
 ATTACK_SECONDS = 60.0
-"""For the attack itself; what it left running goes on."""
+"""The time limit of the attack's script; processes that it leaves behind keep running."""
 GRACE_SECONDS = 120.0
-"""Beyond the evaluation's own time, for the attack, the sandboxes' starts and the transfer of files."""
+"""Time added to the evaluation's own limit for the attack, the sandboxes' starts and the transfer of files."""
 MAX_CONCURRENT = 4
 IDLE_ANSWER = "done"
 
 
 class AttackVerdict(StrEnum):
-    """How an attack went."""
+    """The outcome of an attack in one word."""
 
     HELD = "held"
-    """The reward is that of an agent that does nothing, or less."""
+    """The reward is at most that of an idle agent."""
     FORGED = "forged"
     """The reward is higher."""
     NULLED = "nulled"
-    """There is no reward: the rollout would be masked, or rolled out again."""
+    """There is no reward: the rollout would be masked or rolled out again."""
     NOT_PROMISED = "not promised"
-    """It did not hold, and cannot where the grader runs in the agent's own sandbox."""
+    """The attack succeeded, and the environment cannot prevent it: its grader runs in the agent's own sandbox."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttackOutcome:
-    """One attack, and how it went."""
+    """One attack and its outcome."""
 
     attack: str
     does: str
     verdict: AttackVerdict
     reward: float | None
     detail: str
-    """Why there is no reward."""
+    """The reason if there is no reward."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class AttackReport:
-    """All attacks on one environment."""
+    """The outcomes of all attacks on one environment."""
 
     environment: str
     evaluate_in: EvaluateIn
     idle_reward: float
-    """The reward of an agent that does nothing."""
+    """The reward of an idle agent."""
     outcomes: tuple[AttackOutcome, ...]
 
     @property
     def broken(self) -> int:
-        """How many attacks should have been held and were not."""
+        """The number of attacks that succeeded and should not have."""
         return sum(
             outcome.verdict in (AttackVerdict.FORGED, AttackVerdict.NULLED) for outcome in self.outcomes
         )
 
     def as_dict(self) -> dict[str, JsonValue]:
-        """Return it for `--json` and for programs."""
+        """Return the report as JSON for `--json` and for programs."""
         counts = Counter(outcome.verdict.value for outcome in self.outcomes)
         return {
             **asdict(self),
@@ -96,22 +96,22 @@ async def attack_environment(
     attacks: Sequence[Attack] = SCRIPTS,
     max_concurrent: int = MAX_CONCURRENT,
 ) -> AttackReport:
-    """Run the attacks against one instance, by default the first of the environment's data set.
+    """Run the attacks against one instance: by default, the first of the environment's data set.
 
     Raises:
-        EnvironmentFailedError: there is no instance, or even an agent that does nothing is not scored.
+        EnvironmentFailedError: there is no instance, or not even an idle agent gets a reward.
     """
     chosen = instance if instance is not None else next(iter(environment.dataset()), None)
     if chosen is None:
         raise EnvironmentFailedError(
             "the environment has no instance to attack",
-            hint="Pass one with --instance, or give it a data set.",
+            hint="Pass an instance with --instance, or add a data set to the environment.",
         )
     idle, detail = await _run_attack(environment, chosen, sandboxes, None)
     if idle is None:
         raise EnvironmentFailedError(
-            f"an agent that does nothing is not scored: {detail}",
-            hint="Mend the grader first: it must give a reward.",
+            f"not even an idle agent gets a reward: {detail}",
+            hint="Fix the grader first. It must give a reward to an agent that does nothing.",
         )
     outcomes: dict[str, AttackOutcome] = {}
     limiter = anyio.CapacityLimiter(max_concurrent)
@@ -152,20 +152,20 @@ async def _outcome(
 async def _run_attack(
     environment: Environment, instance: dict[str, JsonValue], sandboxes: SandboxSource, attack: Attack | None
 ) -> tuple[float | None, str]:
-    """Return the reward under an attack, or None and the reason."""
+    """Return the reward under an attack, or None and the reason why there is none."""
     watched = _AgentSandboxRecorder(sandboxes)
     try:
         with anyio.fail_after(environment.spec.limits.evaluate_seconds + GRACE_SECONDS):
             trial = await play(environment, dict(instance), _Attacker(watched, attack), watched)
     except TimeoutError:
-        return None, "the evaluation did not end in time"
+        return None, "the evaluation timed out"
     except Exception as error:  # noqa: BLE001  every failure of an evaluation is the finding
         return None, f"{describe(error).code}: {error}"
     return trial.score.reward, ""
 
 
 class _AgentSandboxRecorder(SandboxSource):
-    """Remembers the agent's sandbox, which is the first that is started."""
+    """Starts sandboxes and keeps hold of the agent's, which is the first."""
 
     def __init__(self, sandboxes: SandboxSource) -> None:
         self._sandboxes = sandboxes
@@ -181,7 +181,7 @@ class _AgentSandboxRecorder(SandboxSource):
 
 
 class _Attacker(ScriptedPolicy):
-    """Runs a script in the agent's sandbox when it is its turn, and says that it is done."""
+    """Runs the attack in the agent's sandbox on its first turn, then answers."""
 
     def __init__(self, watched: _AgentSandboxRecorder, attack: Attack | None) -> None:
         super().__init__([attack.answer if attack and attack.answer else IDLE_ANSWER])
@@ -194,5 +194,5 @@ class _Attacker(ScriptedPolicy):
                 bash = await self._watched.agent.bash()
                 await bash.run(PRELUDE + self._attack.script, timeout=ATTACK_SECONDS)
             except SandboxError:
-                pass  # an attacker that ends its shell, or all of its sandbox, meant to
+                pass  # an attack may end its shell or its whole sandbox on purpose
         return await super().respond(new_messages, max_tokens=max_tokens)

@@ -1,8 +1,8 @@
-"""What agents left, on its way from their sandboxes to the graders': archives in files without a name.
+"""The agents' artifacts on their way to the graders' sandboxes: archives in unnamed temporary files.
 
-Guarantees: archives are streamed and never unpacked on the host; before one is unpacked, every entry of it is seen to
-stay within its own path; nothing of them is left after a crash; all of them together take no more of the host's
-temporary disk than the budget.
+Guarantees: archives are streamed and never unpacked on the host; before one is unpacked, each of its entries is
+checked to stay within its own path; a crash leaves nothing of them behind; all of them together take no more of the
+host's temporary disk than the budget.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KINDS = frozenset({tarfile.DIRTYPE, tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.L
 
 
 class DiskBudget:
-    """Bytes of the host's temporary disk, for all rollouts together."""
+    """The bytes of the host's temporary disk that all rollouts share."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -36,14 +36,14 @@ class DiskBudget:
         self._returned = anyio.Condition()
 
     async def reserve(self, count: int) -> None:
-        """Wait until so many bytes are left; `count` is no more than the size."""
+        """Reserve bytes, waiting until they are available; `count` is at most the size."""
         async with self._returned:
             while self._left < count:
                 await self._returned.wait()
             self._left -= count
 
     async def give_back(self, count: int) -> None:
-        """Let others have them; shielded."""
+        """Return bytes to the budget; shielded."""
         with anyio.CancelScope(shield=True):
             async with self._returned:
                 self._left += count
@@ -52,22 +52,22 @@ class DiskBudget:
 
 @dataclass(slots=True)
 class Artifacts:
-    """Archives of what one agent left, with the folder in which each is unpacked."""
+    """The archives of one agent's artifacts, each with the folder in which it is unpacked."""
 
     budget: DiskBudget
     limit: int
-    """The limit, in bytes, of all contents together; the archives may take twice as many."""
+    """The limit of all contents together, in bytes; the archives may take twice as many."""
     archives: list[tuple[str, SpooledTemporaryFile[bytes]]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """Notes for people on what was left out."""
+    """Notes for people on artifacts that were left out."""
     _reserved: int = 0
     _used: int = 0
 
     async def add(self, path: str, archive: AsyncIterable[bytes]) -> None:
-        """Take the archive of a path. It is left out where the stream fails, and the failure is the caller's.
+        """Add the archive of a path. If the stream fails, the archive is left out and the error is raised.
 
-        One that is larger than memory should hold waits until the budget has room for the largest that it may become;
-        so those that hold a part of the budget never wait for more of it.
+        An archive too large for memory waits until the budget has room for the largest size it may reach, so a holder
+        of a part of the budget never waits for more of it.
         """
         file = SpooledTemporaryFile[bytes](max_size=IN_MEMORY_BYTES)
         used = 0
@@ -92,11 +92,11 @@ class Artifacts:
 
     @property
     def left(self) -> int:
-        """How much more there may be."""
+        """The bytes that may still be added."""
         return max(1, self.limit - self._used)
 
     async def settle(self) -> None:
-        """Give back what was reserved and is not used: nothing is added any more."""
+        """Return the unused part of the reservation once nothing more will be added."""
         spare = self._reserved - min(self._used, self._reserved)
         self._reserved -= spare
         await self.budget.give_back(spare)
@@ -105,7 +105,7 @@ class Artifacts:
         """Yield each folder with the archive to unpack there; may be called again.
 
         Raises:
-            SandboxFileError: an archive names something outside of its path.
+            SandboxFileError: an archive has an entry outside its path.
         """
         for parent, file in self.archives:
             await file.seek(0)
@@ -114,12 +114,12 @@ class Artifacts:
             yield parent, _chunks(file)
 
     async def drop(self, note: str) -> None:
-        """Leave all of it out, and say why."""
+        """Leave all artifacts out, and add a note that says why."""
         self.notes.append(note)
         await self.close()
 
     async def close(self) -> None:
-        """Free the files; idempotent."""
+        """Delete the files; idempotent."""
         while self.archives:
             _, file = self.archives.pop()
             await file.aclose()
@@ -129,12 +129,12 @@ class Artifacts:
 
 
 def require_safe(file: IO[bytes], parent: str) -> None:
-    """See that an archive for a folder has one top entry, and that nothing in it is a device or leads out of that.
+    """Check that an archive has one top entry, holds no devices, and that no entry leads out of the top one.
 
     Raises:
-        SandboxFileError: it does, or it is not an archive.
+        SandboxFileError: it is unsafe, or not an archive.
     """
-    # Digests, and no member is kept: what is in an archive takes no more memory than its number of entries asks for.
+    # Only digests are kept, so an archive's contents take memory in proportion to its number of entries alone.
     folders: set[bytes] = set()
     files: set[bytes] = set()
     try:
@@ -149,10 +149,12 @@ def require_safe(file: IO[bytes], parent: str) -> None:
                 top = posixpath.join(parent, (names or [last])[0])
                 safe &= not entry.issym() or stays_within(entry.linkname, names, top)
                 if not safe:
-                    raise SandboxFileError(f"what the agent left cannot be unpacked safely: {entry.name!r}")
+                    raise SandboxFileError(
+                        f"an artifact of the agent cannot be unpacked safely: {entry.name!r}"
+                    )
                 (folders if entry.isdir() else files).add(_digest(entry.name))
     except tarfile.TarError as error:
-        raise SandboxFileError(f"what the agent left is not an archive: {error}") from error
+        raise SandboxFileError(f"an artifact of the agent is not a valid archive: {error}") from error
 
 
 def _digest(name: str) -> bytes:

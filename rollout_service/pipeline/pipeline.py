@@ -1,11 +1,11 @@
 """The pipeline: leases rollouts from the store, sends them through the stages, and settles how each ended.
 
-Guarantees: every lease is settled exactly once, as completed, failed, cancelled, or queued again for another
-attempt; a rollout is worked on once at a time, also when the store could not be written for longer than a lease;
-a rollout begins only while its pool has a backend in service, and waiting for that costs no attempt and no deadline;
-only failures that may go away by themselves are tried again, within a budget; a cancellation takes effect at any
-moment and frees what the rollout held; at a shutdown what could not end in time goes back to the store with its
-attempt refunded. All tasks live in the task group of `running`; none outlives it.
+Guarantees: every lease is settled exactly once, as completed, failed, cancelled, or queued again for another attempt;
+a rollout is never worked on twice at a time, even if the store cannot be written for longer than a lease; a rollout
+begins only while its pool has a backend in service, and waiting for one uses no attempt and counts against no
+deadline; only failures that may pass are retried, within a budget; a cancellation takes effect at any moment and
+frees everything the rollout held; at a shutdown, unfinished rollouts go back to the store with their attempt
+refunded. All tasks live in the task group of `running`; none outlives it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 STORE_RETRY_SECONDS = 1.0
 CLOSE_SECONDS = 1.0
-"""How long a shutdown waits for sandboxes to close before it hands their rollouts back."""
+"""The time that a shutdown gives sandboxes to close before it hands their rollouts back."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class ActiveRollout:
 
 
 class Pipeline:
-    """The three stages at work."""
+    """Works on rollouts, as many at a time as the stages allow."""
 
     def __init__(self, context: AttemptContext, settings: PipelineSettings) -> None:
         self._context = context
@@ -62,7 +62,7 @@ class Pipeline:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Work until the block is left; then drain, cancel what is left, and hand it back to the store."""
+        """Work until the block is left; then drain, cancel the rest, and hand it back to the store."""
         recovered = await self._context.store.recover(self._context.owner)
         if recovered:
             log.info("queued again what a crash left", rollouts=recovered)
@@ -80,19 +80,19 @@ class Pipeline:
 
     @property
     def started(self) -> bool:
-        """Whether queued rollouts are begun."""
+        """Whether queued rollouts are being started."""
         return self._started.is_set
 
     def start(self) -> None:
-        """Begin queued rollouts (again)."""
+        """Start queued rollouts (again)."""
         self._started.set()
 
     def stop(self) -> None:
-        """Begin no more rollouts; those that are under way go on."""
+        """Start no more rollouts; those in progress continue."""
         self._started.clear()
 
     def live(self) -> int:
-        """How many rollouts are being worked on or wait inside of the pipeline."""
+        """Return how many rollouts are in the pipeline, working or waiting."""
         return len(self._active)
 
     @property
@@ -100,13 +100,13 @@ class Pipeline:
         return self._admission.cancel_called
 
     async def drain(self) -> None:
-        """Begin nothing more, and wait until what is under way has ended."""
+        """Start nothing more, and wait until the rollouts in progress have ended."""
         self._admission.cancel()
         while self._active:
             await self._rollout_ended.wait()
 
     async def _wind_down(self, work: TaskGroup) -> None:
-        """Drain, unless that was done; then cancel what is left, and hand it back though it may not have ended yet."""
+        """Drain, unless that is done; then cancel the rest, and hand it back even if it has not ended yet."""
         with anyio.move_on_after(0.0 if self._draining else self._settings.drain_seconds):
             await self.drain()
         work.cancel_scope.cancel()
@@ -129,7 +129,7 @@ class Pipeline:
             await self._admit_until_drained(work)
 
     async def _admit_until_drained(self, work: TaskGroup) -> None:
-        """Lease rollouts for all free places before the init stage, as soon as there is one of either."""
+        """Lease rollouts for all free places before the init stage, as soon as there are a place and a rollout."""
         places = self._context.stages.init.places
         while True:
             taken = await acquire_available(places)
@@ -142,10 +142,10 @@ class Pipeline:
             for lease in leases:
                 active = self._active[lease.rollout_id] = ActiveRollout(lease)
                 work.start_soon(self._work, active, name=f"rollout {lease.rollout_id}")
-            await self._apply_cancels()  # one may have come in between
+            await self._apply_cancels()  # a cancellation may have come in between
 
     async def _claim(self, limit: int) -> list[Lease]:
-        """Wait until the store has work; it may be that another service takes it first."""
+        """Wait for work in the store and lease it; the result is empty if another service takes it first."""
         context = self._context
 
         async def claim() -> list[Lease]:
@@ -174,7 +174,7 @@ class Pipeline:
             await retry_until_stored("renew leases", renew)
 
     async def _watch_cancels(self) -> None:
-        """Cancel what was asked to be, whichever service was asked."""
+        """Cancel rollouts on request, whichever service received it."""
         while True:
             await retry_until_stored("wait for cancellations", self._context.store.wait_for_cancels)
             await self._apply_cancels()
@@ -201,7 +201,7 @@ class Pipeline:
             finally:
                 if (
                     self._active.get(rollout_id) is active
-                ):  # one that is tried again at once may be back already
+                ):  # a rollout that is retried at once may be back already
                     del self._active[rollout_id]
                 self._rollout_ended.notify()
 
@@ -216,9 +216,9 @@ class Pipeline:
             await attempt.release()
 
     async def _give_up(self, lease: Lease, error: Exception) -> None:
-        """Fail a rollout with the defect alone, since what it came to may be what cannot be written.
+        """Fail a rollout whose result may be what cannot be written: record the defect alone.
 
-        A defect must not take the other rollouts with it.
+        A defect must not take other rollouts with it.
         """
         result = Rollout(
             rollout_id=lease.rollout_id,
@@ -238,7 +238,7 @@ class Pipeline:
             log.exception("a rollout stays unsettled until the next start")
 
     async def _run(self, attempt: Attempt) -> None:
-        """Run an attempt to a settled end; a cancellation passes through."""
+        """Run an attempt and settle how it ended; a cancellation passes through."""
         try:
             self._check_attempts(attempt.lease)
             result = attempt.result(RolloutState.COMPLETED, score=await attempt.run())
@@ -254,13 +254,15 @@ class Pipeline:
     def _check_attempts(self, lease: Lease) -> None:
         if lease.attempt > self._settings.max_attempts:
             raise AttemptsExhaustedError(
-                f"{lease.attempt - 1} attempts began and none of them ended",
-                hint="The service died under this rollout each time; look at its log and at the "
-                "host's memory before submitting it under another id.",
+                f"{lease.attempt - 1} attempts began, and the service died during each",
+                hint="Look at the service's log and at the host's memory, "
+                "then submit the rollout under another id.",
             )
 
     async def _settle_failure(self, attempt: Attempt, error: Exception) -> None:
-        number = attempt.lease.attempt if attempt.stage is not None else None  # before a stage none has begun
+        number = (
+            attempt.lease.attempt if attempt.stage is not None else None
+        )  # no attempt has begun before the first stage
         info = describe(error, stage=attempt.stage, attempt=number)
         self._context.metrics.count_failure(info)
         log.warning(
@@ -289,7 +291,7 @@ class Pipeline:
         await self._settle("queue a rollout again", attempt, retry)
 
     async def _hand_back(self, attempt: Attempt) -> None:
-        """Let an attempt that has not begun wait in the store, where it holds no place."""
+        """Return an attempt that has not begun to the store, where it holds no place."""
         context, rollout_id = self._context, attempt.lease.rollout_id
         await attempt.release()
         with anyio.CancelScope(shield=True):
@@ -307,7 +309,7 @@ class Pipeline:
         self._finished += self._draining
 
     async def _settle(self, what: str, attempt: Attempt, write: Callable[[], Awaitable[bool]]) -> None:
-        """Write how an attempt ended, for as long as it takes the store to accept it."""
+        """Write how an attempt ended; keep trying until the store accepts it."""
         with anyio.CancelScope(shield=True):
             held = await retry_until_stored(what, write)
         if not held:
@@ -315,9 +317,10 @@ class Pipeline:
 
 
 async def retry_until_stored(what: str, call: Callable[[], Awaitable[T]]) -> T:
-    """Make an idempotent call to the store until it succeeds, and log each failure.
+    """Repeat an idempotent call to the store until it succeeds, and log each failure.
 
-    Raises DefectError when the call itself is wrong.
+    Raises:
+        DefectError: the call itself is wrong.
     """
     while True:
         try:
@@ -328,7 +331,7 @@ async def retry_until_stored(what: str, call: Callable[[], Awaitable[T]]) -> T:
 
 
 async def first_of(*waits: Callable[[], Awaitable[object]]) -> None:
-    """Wait until one of these returns."""
+    """Call these at once and wait until the first returns; cancel the others."""
     async with anyio.create_task_group() as tasks:
 
         async def wait(one: Callable[[], Awaitable[object]]) -> None:
@@ -340,7 +343,7 @@ async def first_of(*waits: Callable[[], Awaitable[object]]) -> None:
 
 
 async def acquire_available(semaphore: SemaphoreLike) -> int:
-    """Acquire a semaphore as often as it goes, at least once; returns how often."""
+    """Acquire a semaphore as often as possible, at least once; return how often."""
     await semaphore.acquire()
     taken = 1
     with suppress(anyio.WouldBlock):

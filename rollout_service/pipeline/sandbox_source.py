@@ -1,9 +1,9 @@
 """Sandboxes for episodes: from an environment's settings to a running sandbox, and files from one to the next.
 
-From the end of the agent to the score, nothing that the agent wrote is executed or interpreted except as data, or in a
-step of its own without grader, instance or result. Guarantees: when files are taken out of an agent's sandbox, no
-process of the agent is left, and none of its programs has a part in it; what an agent did not make is simply not there
-for the grader; what is more than the limit, or gone with a sandbox that the agent ended, is an empty submission and
+Between the end of the agent and the score, nothing that the agent wrote is executed or interpreted except as data, or
+in a separate step without grader, instance or result. Guarantees: when files are taken out of an agent's sandbox, no
+process of the agent is left, and none of its programs takes part; an artifact that the agent did not make is missing
+for the grader; artifacts above the limit, or lost with a sandbox that the agent ended, are an empty submission and
 never a failure.
 """
 
@@ -20,28 +20,28 @@ from sandboxes import Bind, Sandbox, SandboxInfo, SandboxProvider, SandboxSpec, 
 from sandboxes.errors import FileMissingError, FileTooLargeError, LimitExceededError, SandboxClosedError
 
 DEFAULT_BUDGET = 8 << 30
-ENDED_NOTE = (
-    "the agent's sandbox ended before it could be scored: nothing is left of what the agent did there"
-)
+ENDED_NOTE = "the agent's sandbox ended before it could be scored: none of the agent's work is left"
 
 
 class SandboxSource:
-    """Starts sandboxes as environments want them."""
+    """Starts sandboxes with the settings of environments."""
 
     def __init__(self, provider: SandboxProvider, artifacts_bytes: int = DEFAULT_BUDGET) -> None:
-        """`artifacts_bytes` is what all artifacts together may take of the host's temporary disk."""
+        """`artifacts_bytes` is the budget of all artifacts together on the host's temporary disk."""
         self.provider = provider
         self._budget = DiskBudget(artifacts_bytes)
 
     @property
     def artifacts_bytes(self) -> int:
-        """What all artifacts together may take."""
+        """The budget of all artifacts together."""
         return self._budget.size
 
     async def check(self, spec: EnvironmentSpec) -> None:
-        """See that the image of an environment is there, where it and the provider need one.
+        """Check that an environment's image exists, if the environment and the provider need one.
 
-        Raises ImageNotFoundError that says how to make it, or another SandboxError.
+        Raises:
+            ImageNotFoundError: it does not; the hint says how to make it.
+            SandboxError: it cannot be used.
         """
         if spec.image is not None:
             await self.provider.identity(SandboxSpec(image=spec.image))
@@ -49,9 +49,13 @@ class SandboxSource:
     async def start(
         self, spec: EnvironmentSpec, label: str, sessions: frozenset[SessionName] = frozenset()
     ) -> Sandbox:
-        """Start a sandbox for an environment; `sessions` are those that will be used. Raises SandboxError."""
+        """Start a sandbox for an environment; `sessions` are those that will be used.
+
+        Raises:
+            SandboxError: it does not start.
+        """
         if spec.image is None:
-            raise ValueError(f"environment {spec.name} needs no sandbox")
+            raise ValueError(f"environment {spec.name} has no image to start a sandbox from")
         return await self.provider.start(
             SandboxSpec(
                 image=spec.image,
@@ -69,9 +73,10 @@ class SandboxSource:
         )
 
     async def pack(self, sandbox: Sandbox, spec: EnvironmentSpec) -> Artifacts:
-        """End the agent's processes and take its artifacts out of its sandbox; those that are not there are left out.
+        """End the agent's processes and take its artifacts out of its sandbox; skip those that do not exist.
 
-        Raises whatever keeps the host from reading them.
+        Raises:
+            SandboxError: the host cannot read them.
         """
         artifacts = Artifacts(self._budget, min(spec.artifacts_bytes, self._budget.size // 2))
         try:
@@ -95,12 +100,12 @@ class SandboxSource:
                     async with aclosing(archive):
                         await artifacts.add(path, archive)
         except FileTooLargeError as error:
-            await artifacts.drop(f"the artifacts were left out, as if there were none: {error}")
+            await artifacts.drop(f"the artifacts were left out, and the submission counts as empty: {error}")
         except SandboxClosedError:
             await artifacts.drop(ENDED_NOTE)
 
     async def end_agent(self, sandbox: Sandbox, notes: list[str]) -> bool:
-        """End every process of the agent; False, and a note, where its sandbox has ended before."""
+        """End every process of the agent; return False and add a note if its sandbox has ended already."""
         try:
             await sandbox.end_processes()
         except (SandboxClosedError, LimitExceededError) as error:
@@ -109,17 +114,17 @@ class SandboxSource:
         return True
 
     async def unpack(self, sandbox: Sandbox, artifacts: Artifacts) -> None:
-        """Put what was packed into another sandbox, at the same paths; may be done again."""
+        """Copy packed artifacts into another sandbox at the same paths; may be repeated."""
         async for parent, archive in artifacts.checked():
             await sandbox.import_path(_inside(sandbox, parent), archive)
 
     def live(self) -> list[SandboxInfo]:
-        """The sandboxes that are alive."""
+        """Return the live sandboxes."""
         return self.provider.live()
 
 
 def _inside(sandbox: Sandbox, path: str) -> str:
-    """A path of an environment as this sandbox has it; a provider without isolation moves the working folder."""
+    """Translate an environment's path to this sandbox's: a provider without isolation moves the working folder."""
     pure, workdir = PurePosixPath(path), PurePosixPath(sandbox.spec.workdir)
     if pure == workdir.parent:
         return str(PurePosixPath(sandbox.workdir).parent)

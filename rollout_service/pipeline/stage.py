@@ -1,9 +1,9 @@
-"""A stage: a bounded queue before a fixed number of workers.
+"""A stage: a bounded queue in front of a number of workers.
 
-Guarantees: at most `workers` rollouts are worked on and at most `places` wait for that; whoever waits keeps the
-worker of the stage before until there is a place, so a full queue holds up what is upstream and nothing is ever
-dropped; places and workers are given in order of arrival; leaving by cancellation at any point gives back what
-was held; the deadline starts with the work and is absolute, so that time in a queue costs nobody anything.
+Guarantees: at most `workers` rollouts are worked on and at most `places` wait for a worker; a rollout keeps the
+worker of the previous stage until it has a place here, so a full queue holds up the stages before it and drops
+nothing; places and workers are granted in order of arrival; a cancellation at any point gives back whatever was held;
+the deadline is absolute and starts with the work, so time in a queue counts against no deadline.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollout_service.telemetry.metrics import Metrics
 
 @dataclass(slots=True)
 class Timer:
-    """What a stage is doing for one rollout; becomes its span."""
+    """The time that one rollout spends in a stage; becomes its span."""
 
     stage: Stage
     attempt: int
@@ -61,27 +61,27 @@ class Timer:
 
 
 class Slot:
-    """What a rollout holds of the pipeline: at most one place in a queue and one worker."""
+    """One rollout's share of the pipeline: at most one place in a queue and one worker."""
 
     def __init__(self, place: SemaphoreLike | None = None) -> None:
         self._place = place
         self._worker: SemaphoreLike | None = None
 
     async def take_place(self, places: SemaphoreLike) -> None:
-        """Hold a place in a queue, unless one is held already."""
+        """Wait for a place in a queue, unless one is held already."""
         if self._place is None:
             await places.acquire()
             self._place = places
 
     async def take_worker(self, workers: SemaphoreLike) -> None:
-        """Exchange the worker of the stage before, then the place, for a worker of this stage."""
+        """Give back the previous stage's worker, wait for one of this stage, then give back the place."""
         self._free_worker()
         await workers.acquire()
         self._worker = workers
         self._free_place()
 
     def free(self) -> None:
-        """Give everything back; idempotent."""
+        """Give back everything; idempotent."""
         self._free_worker()
         self._free_place()
 
@@ -108,20 +108,20 @@ class StageLimiter:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody waits or works."""
+        """Whether no rollout waits or is worked on."""
         return not (self.places.in_use or self.workers.in_use)
 
     def resize(self, *, places: int, workers: int) -> None:
-        """Change how many may wait and work; those who do so go on."""
+        """Change the number of places and workers; rollouts that hold one keep it."""
         self.places.resize(places)
         self.workers.resize(workers)
 
     async def enter(
         self, slot: Slot, *, since: float, then: Callable[[], Awaitable[object]] | None = None
     ) -> float:
-        """Queue up, leave the stage before, and get a worker; returns the seconds waited since `since`.
+        """Queue, leave the previous stage, and get a worker; return the seconds waited since `since`.
 
-        `since` is a reading of `time.perf_counter`; `then` is what the worker has to wait for as well.
+        `since` is a reading of `time.perf_counter`; `then`, if given, is awaited once the worker is held.
         """
         with self._metrics.track_waiting(self.stage):
             await slot.take_place(self.places)
@@ -134,7 +134,11 @@ class StageLimiter:
 
     @asynccontextmanager
     async def deadline(self, seconds: float) -> AsyncIterator[None]:
-        """Work under an absolute deadline; raises StageTimeoutError when it passes."""
+        """Work under an absolute deadline.
+
+        Raises:
+            StageTimeoutError: it has passed.
+        """
         with (
             self._metrics.track_work(self.stage),
             anyio.CancelScope(deadline=anyio.current_time() + seconds) as scope,
@@ -143,7 +147,7 @@ class StageLimiter:
         if scope.cancelled_caught:
             raise StageTimeoutError(
                 f"the {self.stage} stage took longer than its limit of {seconds:g} s",
-                hint=f"Raise `limits.{self.stage}_seconds` of the request or of the environment, "
-                "or look at the span for what took the time.",
+                hint=f"Raise `limits.{self.stage}_seconds` in the request or the environment; "
+                "the span shows where the time went.",
                 retryable=self.stage is Stage.INIT,
             )

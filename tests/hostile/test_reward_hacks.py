@@ -170,5 +170,5 @@ async def test_a_grader_that_can_be_forged_is_found_out(tmp_path, sandboxes):
 async def test_an_environment_that_scores_nobody_is_named(tmp_path, sandboxes):
     made = make_environment("words", tmp_path)
     (made / "grade.py").write_text("raise SystemExit('broken')")
-    with pytest.raises(EnvironmentFailedError, match=r"does nothing is not scored.*broken"):
+    with pytest.raises(EnvironmentFailedError, match=r"not even an idle agent gets a reward.*broken"):
         await attack_environment(load_folder(made), sandboxes)

@@ -1,0 +1,27 @@
+"""The attacks: what a policy has been seen to do, or could, to be rewarded for nothing, or not to be scored.
+
+Each is a bash script that runs in the agent's own sandbox as the agent's user. They forge the results of graders that
+write `{"reward": 1}` to `$ROLLOUT_RESULT` and of those that print it, wherever a program, library, setting or file of
+theirs is executed or interpreted after the agent. They need bash and the core utilities, and Python where the image has
+it.
+"""
+
+from rollout_service.attacks.scripts.attack import PRELUDE, Attack
+from rollout_service.attacks.scripts.files import FILES
+from rollout_service.attacks.scripts.processes import PROCESSES
+from rollout_service.attacks.scripts.programs import PROGRAMS
+from rollout_service.attacks.scripts.python import PYTHON
+from rollout_service.attacks.scripts.results import RESULTS
+from rollout_service.attacks.scripts.submissions import SUBMISSIONS
+
+SCRIPTS: tuple[Attack, ...] = (
+    Attack("idle", "does nothing", ":"),
+    *PROGRAMS,
+    *PYTHON,
+    *PROCESSES,
+    *FILES,
+    *RESULTS,
+    *SUBMISSIONS,
+)
+
+__all__ = ["PRELUDE", "SCRIPTS", "Attack"]
