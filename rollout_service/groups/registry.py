@@ -1,7 +1,7 @@
-"""Filters by name: the built-in ones and those of plug-ins.
+"""Filters by name: built-in ones and plug-ins.
 
-Guarantees: a plug-in that cannot be loaded hides no other filter, and asking for it says why; options are validated,
-and what is wrong is told with its path in the request.
+Guarantees: a plug-in that cannot be loaded hides no other filter, and requesting it says why. Options are validated,
+and errors name their path in the request.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rollout_service.groups.filters import (
 )
 
 GROUP = "rollout_service.filters"
-"""The group of entry points; each is a subclass of `GroupFilter`."""
+"""The entry point group; each entry point is a subclass of `GroupFilter`."""
 
 
 class FilterRegistry:
-    """Kinds of filters by name."""
+    """Classes of filters by name."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, type[GroupFilter]] = {
@@ -41,11 +41,11 @@ class FilterRegistry:
             "truncated": Truncated,
         }
         self.problems: dict[str, ConfigurationError] = {}
-        """Plug-ins that could not be loaded, and why."""
+        """The errors of plug-ins that could not be loaded, by name."""
 
     @classmethod
     def load(cls, *, plugins: Iterable[EntryPoint] | None = None) -> Self:
-        """The built-in filters and those of all plug-ins; call it in a thread, since it imports them."""
+        """Return a registry of the built-in filters and all plug-ins; it imports them, so call it in a thread."""
         registry = cls()
         for plugin in entry_points(group=GROUP) if plugins is None else plugins:
             try:
@@ -55,26 +55,30 @@ class FilterRegistry:
         return registry
 
     def add(self, name: str, kind: type[GroupFilter]) -> None:
-        """Make a filter known; raises ConfigurationError when its name is taken."""
+        """Register a filter.
+
+        Raises:
+            ConfigurationError: the name is taken.
+        """
         if name in self._kinds:
             raise ConfigurationError(
-                f"there is another filter of the name {name!r}", hint="Give it another name."
+                f"the filter {name!r} is already registered", hint="Choose another name for the plug-in."
             )
         self._kinds[name] = kind
 
     @property
     def names(self) -> list[str]:
-        """All names that can be asked for."""
+        """The names of all registered filters."""
         return sorted(self._kinds)
 
     def make(
         self, name: str, options: Mapping[str, JsonValue] | None = None, *, field: str = "body.filters"
     ) -> GroupFilter:
-        """A filter with its options.
+        """Return a filter with these options.
 
         Raises:
-            InvalidFieldError: there is no such filter, or an option is wrong; at `field`.
-            ConfigurationError: the plug-in of that name could not be loaded.
+            InvalidFieldError: there is no such filter, or an option is invalid; at `field`.
+            ConfigurationError: the plug-in of this name could not be loaded.
         """
         if name in self.problems and name not in self._kinds:
             raise self.problems[name]
@@ -104,6 +108,6 @@ def _from_plugin(plugin: EntryPoint) -> type[GroupFilter]:
     if not (isinstance(kind, type) and issubclass(kind, GroupFilter)):
         raise ConfigurationError(
             f"{where} is not a GroupFilter",
-            hint="Name a subclass of rollout_service.groups.GroupFilter; its fields are its options.",
+            hint="Register a subclass of rollout_service.groups.GroupFilter; its fields are its options.",
         )
     return kind

@@ -1,12 +1,12 @@
-"""Which run begins its next group when several want to.
+"""Which run starts its next group when several could.
 
-Guarantees: runs of a higher priority are served first, and those of one priority share in proportion to their weights;
-every sixteenth turn goes to the run that has waited for the most turns, whatever its priority, so that a run which
-wants to goes on. Time that a run did not use gives it no claim later.
+Guarantees: runs of a higher priority are served first, and runs of equal priority share in proportion to their weights.
+Every sixteenth turn goes to the run that has waited for the most turns, whatever its priority, so no run starves. A run
+gains no credit from turns it did not use.
 
-Shares are kept by stride scheduling (Waldspurger and Weihl, 1995): each grant moves a run's pass on by 1 / weight, and
-the lowest pass is next. Among runs of one priority that want at all times, none is further than one grant from its
-share, times the number of runs.
+Shares follow stride scheduling (Waldspurger and Weihl, 1995): each grant advances a run's pass by 1 / weight, and the
+lowest pass is next. Among runs of one priority that always have claims, each stays within one grant of its share, times
+the number of runs.
 """
 
 from __future__ import annotations
@@ -15,68 +15,68 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 STARVATION_TURNS = 16
-"""Every so many grants one goes to the run that has waited longest."""
+"""One in this many grants goes to the run that has waited longest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a run wants."""
+    """What a run claims."""
 
     groups: int
-    """How many it would begin now."""
+    """The number of groups it would start now."""
     priority: int = 0
     weight: float = 1.0
 
 
 @dataclass(slots=True)
 class _Account:
-    """What a run has had."""
+    """The record of a run's grants."""
 
     position: float
-    """Its pass."""
+    """The run's pass."""
     served: int
-    """The turn in which it was served last, or began to want."""
+    """The turn in which it was last served, or began to claim groups."""
 
 
 class FairScheduler:
-    """Shares a number of places among runs."""
+    """Shares places among runs."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
-        self._wanted: frozenset[str] = frozenset()
-        """Who wanted in the last call."""
+        self._claiming: frozenset[str] = frozenset()
+        """The runs with claims in the last call."""
         self._turn = 0
         self._virtual: dict[int, float] = {}
-        """The pass that was served last, by priority."""
+        """The last pass served, by priority."""
 
     def grant(self, claims: Mapping[str, Claim], places: int) -> dict[str, int]:
-        """Who begins how many groups; together at most `places`, and no run more than it claims."""
-        wanting = {run: claim for run, claim in claims.items() if claim.groups > 0}
-        self._enter(wanting)
-        granted = dict.fromkeys(wanting, 0)
-        open_runs = set(wanting)
+        """Return how many groups each run starts: at most `places` together, and no run more than it claims."""
+        claiming = {run: claim for run, claim in claims.items() if claim.groups > 0}
+        self._enter(claiming)
+        granted = dict.fromkeys(claiming, 0)
+        open_runs = set(claiming)
         for _ in range(places):
             if not open_runs:
                 break
-            run = self._next(open_runs, wanting)
-            self._charge(run, wanting[run])
+            run = self._next(open_runs, claiming)
+            self._charge(run, claiming[run])
             granted[run] += 1
-            if granted[run] == wanting[run].groups:
+            if granted[run] == claiming[run].groups:
                 open_runs.discard(run)
         return granted
 
     def forget(self, run: str) -> None:
-        """A run is over."""
+        """Forget a run that is over."""
         self._accounts.pop(run, None)
-        self._wanted -= {run}
+        self._claiming -= {run}
 
-    def _enter(self, wanting: Mapping[str, Claim]) -> None:
-        """A run that begins to want starts where the order stands, or later if it has had more than its share."""
-        for run in wanting.keys() - self._wanted:
-            at = self._virtual.get(wanting[run].priority, 0.0)
+    def _enter(self, claiming: Mapping[str, Claim]) -> None:
+        """Let runs that begin to claim join at the current pass, or later if they had more than their share."""
+        for run in claiming.keys() - self._claiming:
+            at = self._virtual.get(claiming[run].priority, 0.0)
             before = self._accounts.get(run)
             self._accounts[run] = _Account(max(at, before.position) if before else at, self._turn)
-        self._wanted = frozenset(wanting)
+        self._claiming = frozenset(claiming)
 
     def _next(self, runs: Collection[str], claims: Mapping[str, Claim]) -> str:
         self._turn += 1

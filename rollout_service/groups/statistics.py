@@ -1,13 +1,13 @@
-"""Statistics of a group's rewards, advantages, and DAPO's penalty for length.
+"""Statistics of a group's rewards, advantages, and DAPO's length penalty.
 
-Guarantees: only samples with a reward enter any figure. None stands for "missing" wherever it goes in, and for "not
-defined" wherever it comes out; nothing is filled in. Advantages of one group sum to 0 up to rounding.
+Guarantees: only samples with a reward enter a statistic. As an input None means missing, as a result undefined; nothing
+is filled in. The advantages of a group sum to 0 up to rounding.
 
-The formulas, over the m rewards that are there, with mean mu and standard deviation sigma (dividing by m):
+The formulas, over the m rewards present, with mean mu and standard deviation sigma (dividing by m):
 
-- group normalised, GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1): A_i = (r_i - mu) / sigma. Trainers that divide
-  by m - 1 instead get values smaller by sqrt((m - 1) / m). No epsilon is added: where sigma is 0 no reward differs
-  from mu, and the advantage is the numerator's own value, 0.
+- group-normalized, GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1): A_i = (r_i - mu) / sigma. Trainers that divide
+  by m - 1 instead get values smaller by sqrt((m - 1) / m). No epsilon is added: if sigma is 0, all rewards equal mu and
+  every advantage is 0.
 - leave-one-out, RLOO (Kool et al. 2019; Ahmadian et al., arXiv 2402.14740, equation 6):
   A_i = r_i - mean of the others = m / (m - 1) * (r_i - mu).
 - soft overlong punishment (DAPO, arXiv 2503.14476, equation 13).
@@ -23,26 +23,26 @@ from dataclasses import dataclass, field
 from rollout_service.groups.outcome import GroupOutcome
 
 _NO_SPREAD = 1e-12
-"""Standard deviations up to this, relative to the largest reward, are rounding."""
+"""The largest standard deviation, relative to the largest reward, that is treated as rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStatistics:
-    """What a trainer may want to know of a group's rewards; None where no reward is there."""
+    """Statistics of a group's rewards; None if no sample has a reward."""
 
     size: int
     usable: int
     mean: float | None
     std: float | None
-    """Dividing by the number of usable samples."""
+    """The standard deviation, dividing by the number of usable samples."""
     lowest: float | None
     highest: float | None
     masked: Mapping[str, int] = field(default_factory=dict)
-    """Samples that do not count, by reason."""
+    """The number of masked samples, by reason."""
 
 
 def group_statistics(group: GroupOutcome) -> GroupStatistics:
-    """The statistics of a group."""
+    """Return the statistics of a group."""
     rewards = group.rewards
     mean, std = _moments(rewards) if rewards else (None, None)
     return GroupStatistics(
@@ -57,7 +57,7 @@ def group_statistics(group: GroupOutcome) -> GroupStatistics:
 
 
 def group_normalized(rewards: Sequence[float | None]) -> list[float | None]:
-    """GRPO's advantages, one for each entry; None where the reward is missing, or is the only one."""
+    """Return GRPO's advantages, one per entry; None if the reward is missing, or is the only one."""
     present = [reward for reward in rewards if reward is not None]
     if len(present) < 2:
         return [None] * len(rewards)
@@ -68,7 +68,7 @@ def group_normalized(rewards: Sequence[float | None]) -> list[float | None]:
 
 
 def leave_one_out(rewards: Sequence[float | None]) -> list[float | None]:
-    """RLOO's advantages, one for each entry; None where the reward is missing, or is the only one."""
+    """Return RLOO's advantages, one per entry; None if the reward is missing, or is the only one."""
     present = [reward for reward in rewards if reward is not None]
     if len(present) < 2:
         return [None] * len(rewards)
@@ -80,10 +80,10 @@ def leave_one_out(rewards: Sequence[float | None]) -> list[float | None]:
 def soft_overlong_penalty(
     sampled_tokens: int, *, max_tokens: int, buffer_tokens: int, penalty: float = 1.0
 ) -> float:
-    """What is added to a reward for its length: 0 down to `-penalty`.
+    """Return what to add to a reward for its length, from 0 down to `-penalty`.
 
-    DAPO's equation 13 with L_max = `max_tokens` and L_cache = `buffer_tokens`: 0 up to L_max - L_cache, then a straight
-    line to -1 at L_max, and -1 beyond; times `penalty`.
+    This is `penalty` times DAPO's equation 13 with L_max = `max_tokens` and L_cache = `buffer_tokens`: 0 up to
+    L_max - L_cache, then a straight line to -1 at L_max, and -1 beyond.
     """
     over = sampled_tokens - (max_tokens - buffer_tokens)
     if over <= 0:
@@ -92,6 +92,6 @@ def soft_overlong_penalty(
 
 
 def _moments(rewards: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard deviation (dividing by the number), by sums without loss."""
+    """Return mean and standard deviation (dividing by the count), from exact sums."""
     mean = math.fsum(rewards) / len(rewards)
     return mean, math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards))

@@ -1,7 +1,7 @@
-"""How long a run's rollouts take, and when a group should stop waiting for its last ones.
+"""How long a run's rollouts take, and when a group should stop waiting for its slowest ones.
 
-Guarantees: nothing is cut off before enough rollouts were seen. A rollout that is cut off enters the distribution as
-"longer than any seen", so that cutting does not lower the quantile by which the next one is cut.
+Guarantees: nothing is cut off before enough rollouts have ended. A rollout that is cut off enters the distribution as
+longer than any other, so cutting off does not lower the quantile that decides about the next one.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 _WINDOW = 1_024
 _FEWEST = 32
-"""Completions before a quantile means anything."""
+"""The number of completions from which on a quantile is meaningful."""
 
 
 class CompletionTimes:
-    """The seconds that the latest rollouts of a run took."""
+    """The durations in seconds of a run's latest rollouts."""
 
     def __init__(self, window: int = _WINDOW, fewest: int = _FEWEST) -> None:
         self._window = window
@@ -29,18 +29,18 @@ class CompletionTimes:
         return len(self._latest)
 
     def add(self, seconds: float) -> None:
-        """A rollout ended by itself."""
+        """Add the duration of a rollout that ended by itself."""
         self._latest.append(seconds)
         insort(self._sorted, seconds)
         if len(self._latest) > self._window:
             del self._sorted[bisect_left(self._sorted, self._latest.popleft())]
 
     def add_cut_off(self) -> None:
-        """A rollout was cut off: all that is known of its time is that it is long."""
+        """Add a rollout that was cut off, of which only a lower bound is known."""
         self.add(math.inf)
 
     def quantile(self, share: float) -> float | None:
-        """The time that this share of rollouts does not exceed; None while it is not known."""
+        """Return the duration that this share of rollouts does not exceed; None while it is unknown."""
         if len(self._sorted) < self._fewest:
             return None
         seconds = self._sorted[math.ceil(share * len(self._sorted)) - 1]
@@ -49,13 +49,13 @@ class CompletionTimes:
 
 @dataclass(frozen=True, slots=True)
 class StragglerRule:
-    """Cut off what has run longer than `factor` times the `quantile`, once `min_samples` of its group have ended."""
+    """The rule to cut off rollouts: longer than `factor` times the `quantile`, with `min_samples` of a group ended."""
 
     quantile: float = 0.95
     factor: float = 1.5
     min_samples: int = 2
 
     def limit(self, times: CompletionTimes) -> float | None:
-        """Seconds after which a rollout is a straggler; None while that is not known."""
+        """Return the seconds after which a rollout is a straggler; None while that is unknown."""
         seconds = times.quantile(self.quantile)
         return None if seconds is None else self.factor * seconds

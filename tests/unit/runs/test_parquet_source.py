@@ -78,7 +78,7 @@ def test_rows_beyond_one_group_are_read_by_position(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ([b"a"], "cannot hold bytes"),
+        ([b"a"], "cannot contain bytes"),
         ([float("nan")], "not JSON compliant"),
         ([datetime.timedelta(1)], "timedelta"),
     ],

@@ -631,7 +631,7 @@ async def test_a_batch_with_a_lost_rollout_says_so(tmp_path: Path) -> None:
         )
         with pytest.raises(RecordLostError, match=r"a\.0\.1") as caught:
             await it.lease()
-        assert "Restore a copy" in caught.value.hint
+        assert "Restore a backup" in caught.value.hint
 
 
 def test_a_bad_row_is_named(tmp_path: Path) -> None:
@@ -649,7 +649,7 @@ def test_parquet_needs_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     path = tmp_path / "tasks.parquet"
     path.write_bytes(b"PAR1")
-    with pytest.raises(InvalidFieldError, match="no pyarrow") as caught:
+    with pytest.raises(InvalidFieldError, match="pyarrow is not installed") as caught:
         open_file(FileTasks(path=str(path), environment="calc"), lambda _: None)
     assert "rollout-service[parquet]" in caught.value.hint
 
