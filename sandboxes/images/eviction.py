@@ -1,4 +1,4 @@
-"""Which things to give up when all together are larger than a budget: least recently used first."""
+"""Chooses what to evict when all items together exceed a budget: least recently used first."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class EvictionCandidate:
-    """Something that takes space."""
+    """An item that takes space."""
 
     kind: Literal["image", "unpacked"]
     name: str
@@ -16,13 +16,13 @@ class EvictionCandidate:
     """Unix time."""
 
     of: str = ""
-    """What it was made from."""
+    """The source it was made from."""
 
     rank: int = 0
-    """What has the lower one goes first, whenever it was used."""
+    """Items of a lower rank go first, whenever they were used."""
 
     kept: str = ""
-    """Why it must stay; empty if it may go."""
+    """Why it must stay; empty if it may be evicted."""
 
     evicted: bool = False
 
@@ -30,9 +30,9 @@ class EvictionCandidate:
 def choose_evictions(
     candidates: Iterable[EvictionCandidate], budget_bytes: int | None
 ) -> list[EvictionCandidate]:
-    """All candidates in the order in which they go; `evicted` is set for as few of the first as it takes.
+    """Return all candidates in the order of eviction, with `evicted` set for as few as the budget requires.
 
-    What must stay counts, too, so that the budget may be missed. None is no budget: nothing goes.
+    Items that must stay count too, so the budget may be exceeded. Without a budget (None) nothing is evicted.
     """
     ordered = sorted(candidates, key=lambda one: (one.rank, one.last_used, one.name))
     excess = 0 if budget_bytes is None else sum(one.size_bytes for one in ordered) - budget_bytes

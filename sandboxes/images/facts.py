@@ -1,7 +1,7 @@
-"""What an image offers to the service and what it lacks, read from its files: nothing of it is started.
+"""Reads from an image's files what it offers to the service and what it lacks; nothing of it is started.
 
-The sessions need bash; files need the core utilities and tar. The Python tool needs a python3 with ipykernel: one
-that the image has is used if its files say that it can run here, and the toolkit takes its place where not.
+Sessions need bash; file operations need the core utilities and tar. The Python tool needs a python3 with ipykernel. The
+image's own is used if its files show that it can run here; otherwise the toolkit takes its place.
 """
 
 import json
@@ -18,14 +18,14 @@ from sandboxes.images.tree import ImageTree
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 NEEDED_TOOLS = ("cat", "chmod", "cp", "head", "mkdir", "mv", "realpath", "rm", "stat", "tar")
-"""What the service's own scripts call inside."""
+"""The programs that the service's own scripts call inside."""
 
 BASH_VERSION = re.compile(rb"Bash version (\d[\w.()-]*)")
 PYTHON_NAME = re.compile(r"python(3\.\d+)")
 GLIBC_VERSION = re.compile(rb"GNU C Library [^\n]* version (\d+\.\d+)")
 MUSL_VERSION = re.compile(rb"\b(1\.\d+\.\d+)\0")
 DEFAULTED = re.compile(r'\s*export (\w+)="\$\{\w+:-"(.*)"\}"\s*')
-"""How Apptainer writes a variable that a Docker image declares."""
+"""The line that Apptainer writes for a variable that a Docker image declares."""
 
 SECRET = re.compile(r"(?i)token|secret|passw|credential|(^|_)key($|_)")
 UNKNOWN = "of an unknown version"
@@ -33,32 +33,32 @@ UNKNOWN = "of an unknown version"
 
 @dataclass(frozen=True, slots=True)
 class ImageFacts:
-    """One reading of an image; None is what it does not have."""
+    """One reading of an image; None for anything it does not have."""
 
     system: str | None = None
-    """What /etc/os-release calls it."""
+    """Its name in /etc/os-release."""
 
     architecture: str | None = None
-    """The architecture of its bash, as `uname -m` says it."""
+    """The architecture of its bash, as `uname -m` prints it."""
 
     libc: str | None = None
     bash: str | None = None
     """The version."""
 
     python: str | None = None
-    """Where python3 is."""
+    """The path of its python3."""
 
     python_version: str | None = None
     ipykernel: str | None = None
-    """The version that this python3 finds."""
+    """The version that this python3 imports."""
 
     python_problem: str = ""
-    """Why its python3 cannot run; empty where its files say that it can."""
+    """Why its python3 cannot run; empty if its files show that it can."""
 
     missing_tools: tuple[str, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    """What it declares; values whose names speak of secrets are left out."""
+    """The variables that it declares, except those whose names suggest secrets."""
 
     size_bytes: int = 0
     """The size of its files, unpacked."""
@@ -70,26 +70,30 @@ class ImageFacts:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """What no toolkit replaces."""
+        """The missing programs that no toolkit replaces."""
         return (("bash",) if self.bash is None else ()) + self.missing_tools
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What to do about what it lacks, a sentence each."""
+        """What to do about each thing it lacks, one sentence each."""
         return tuple(_advice(self))
 
     def as_json(self) -> dict[str, Any]:
-        """The fields, for `from_json`."""
+        """Return the fields, for `from_json`."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """What `as_json` gave. Raises TypeError for anything else."""
+        """Return the facts of an `as_json`.
+
+        Raises:
+            TypeError: the values are not those of `as_json`.
+        """
         return cls(**{**values, "missing_tools": tuple(values.get("missing_tools", ()))})
 
 
 def read_facts(root: Path) -> ImageFacts:
-    """Read an unpacked image. It looks at every file's size: call it in a thread."""
+    """Read an unpacked image. It reads every file's size, so call it in a thread."""
     tree = ImageTree(root)
     environment = dict(_environment(tree))
     folders = environment.get("PATH", PATH).split(":")
@@ -114,7 +118,7 @@ def read_facts(root: Path) -> ImageFacts:
 
 def _advice(facts: ImageFacts) -> Iterator[str]:
     if facts.bash is None:
-        yield "Install bash as /bin/bash: without it no session starts."
+        yield "Install bash as /bin/bash: no session can start without it."
     elif facts.architecture not in {None, platform.machine()}:
         yield f"Build it for {platform.machine()}: its programs are for {facts.architecture}."
     if facts.missing_tools:
@@ -167,11 +171,11 @@ def _python_version(tree: ImageTree, python: str) -> str | None:
 def _problem(tree: ImageTree, python: str) -> str:
     program = tree.program(python)
     if program is None:
-        return f"{python} is not a program of this kind of machine, but perhaps a script"
+        return f"{python} is not a program for this kind of machine; it may be a script"
     if program.machine != platform.machine():
         return f"{python} is for {program.machine}"
     if program.loader is not None and tree.executable(program.loader) is None:
-        return f"{python} needs {program.loader}, which is not there"
+        return f"{python} needs {program.loader}, which is missing"
     version = _python_version(tree, python)
     if version is not None and not any(tree.names(path) for path in _libraries(tree, python, version)):
         return f"{python} has no standard library"
@@ -179,7 +183,7 @@ def _problem(tree: ImageTree, python: str) -> str:
 
 
 def _ipykernel(tree: ImageTree, python: str) -> str | None:
-    """The version of the package that this interpreter would import."""
+    """Return the version of the package that this interpreter would import."""
     version = _python_version(tree, python)
     if version is None:
         return None
@@ -193,7 +197,7 @@ def _ipykernel(tree: ImageTree, python: str) -> str | None:
 
 
 def _libraries(tree: ImageTree, python: str, version: str) -> list[str]:
-    """Where an interpreter looks for modules: below its own prefix, as called and as linked, and Debian's places."""
+    """Return where an interpreter looks for modules: below its prefix, as called and as linked, and Debian's places."""
     called, linked = (
         posixpath.dirname(posixpath.dirname(path)) for path in (python, tree.find(python) or "")
     )
@@ -210,7 +214,7 @@ def _labels(tree: ImageTree) -> dict[str, str]:
 
 
 def _environment(tree: ImageTree) -> Iterator[tuple[str, str]]:
-    """What the image declares, by the scripts that Apptainer sources: plain assignments are all that is read."""
+    """Yield the variables that the image declares, by plain assignments in the scripts that Apptainer sources."""
     for name in ("10-docker2singularity.sh", "90-environment.sh"):
         text = (tree.read(f"/.singularity.d/env/{name}", 256 * 1024) or b"").decode(errors="replace")
         for line in text.splitlines():

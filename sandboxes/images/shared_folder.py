@@ -1,13 +1,13 @@
-"""A folder in which many processes, also of many nodes, make things that take long, and remove them again.
+"""A folder in which many processes, on one node or many, make things that take long, and remove them again.
 
 Guarantees, on local disks and on shared file systems:
-- What is made is complete or not there: it is made in a draft, whose name no other process has, and renamed.
-- Correctness rests on unique names and renames alone. Locks only save doing work twice: on some shared file
-  systems they hold for one node, or not at all.
-- A draft whose maker died is removed: on the same machine at once, by the identity of its process; of another
-  machine when it has had no sign of life for `SILENT_SECONDS`.
-- A stamp says when a node last used a thing, so that no other node removes it meanwhile. Ages are measured by the
-  clock of the file system, since those of the nodes differ.
+- An item is complete or not there: it is made in a draft, whose name no other process has, and then renamed.
+- Correctness rests on unique names and renames alone. Locks only avoid duplicate work: on some shared file systems
+  they hold for one node, or not at all.
+- A draft whose maker died is removed: on the same machine at once, by the identity of its process; from another
+  machine once it has shown no sign of life for `SILENT_SECONDS`.
+- A stamp records when a node last used an item, so other nodes do not remove it. Ages are measured by the clock of
+  the file system, because the clocks of nodes differ.
 """
 
 import errno
@@ -29,14 +29,14 @@ from sandboxes.reclaim.rmtree import remove_tree
 HEARTBEAT_SECONDS = 30.0
 SILENT_SECONDS = 15 * 60.0
 STAMP_SECONDS = 60.0
-"""A stamp is not renewed more often than this."""
+"""Least time between two stamps of one item."""
 
 NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 DRAFT = re.compile(r".+~(?P<machine>\w+-\d+)-(?P<pid>\d+)-(?P<start>\d+)-\w+")
 
 
 class SharedFolder:
-    """Drafts, locks and stamps below `root`, beside what its owner keeps there. Its methods block."""
+    """Drafts, locks and stamps below `root`, next to the owner's own files. Its methods block."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -45,12 +45,12 @@ class SharedFolder:
         self._uses = root / "uses"
         self._stamped: dict[str, float] = {}
         self.locks_hold = True
-        """Whether locks keep other processes of this node away; known after the first one."""
+        """Whether locks keep other processes of this node away; known after the first lock."""
 
     @contextmanager
     def draft(self, name: str) -> Iterator[Path]:
-        """A new empty folder that shows signs of life while the block runs, and is removed at its end."""
-        # The number of a process may be used again, its start time with it is unique as long as the machine is up.
+        """Create an empty folder that shows signs of life while the block runs, and remove it at the end."""
+        # A pid may be reused; with its start time it is unique for as long as the machine is up.
         mine = f"{_machine()}-{os.getpid()}-{start_time(os.getpid())}-{secrets.token_hex(4)}"
         folder = self.drafts / f"{name}~{mine}"
         folder.mkdir(parents=True)
@@ -65,7 +65,7 @@ class SharedFolder:
             remove_tree(folder)
 
     def remove_dead_drafts(self) -> list[Path]:
-        """Remove what makers that died have left; what was removed."""
+        """Remove the drafts of dead makers; return what was removed."""
         dead = [path for path in self.drafts.glob("*~*") if self._dead(path)]
         for path in dead:
             remove_tree(path)
@@ -83,10 +83,10 @@ class SharedFolder:
     def lock(
         self, name: str, *, wait: bool = True, waiting: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Hold a lock that the kernel releases when its holder dies. Without locks here the block runs anyway.
+        """Hold a lock that the kernel releases when its holder dies. If locks do not work here, the block runs anyway.
 
         Raises:
-            BlockingIOError: it is held, and `wait` is false.
+            BlockingIOError: another process holds it, and `wait` is false.
         """
         self._locks.mkdir(parents=True, exist_ok=True)
         with (self._locks / f"{name}.lock").open("w") as file:
@@ -104,7 +104,7 @@ class SharedFolder:
             yield
 
     def stamp(self, name: str) -> None:
-        """Note that this node uses the thing now; nothing on a folder that cannot be written to."""
+        """Record that this node uses an item now; do nothing if the folder cannot be written to."""
         now = time.monotonic()
         if now - self._stamped.get(name, -STAMP_SECONDS) < STAMP_SECONDS:
             return
@@ -113,24 +113,24 @@ class SharedFolder:
             self._stamped[name] = now
 
     def last_used(self, name: str, *, elsewhere: bool = False) -> float:
-        """When any node, or one but this, last used the thing: Unix time of the file system, 0 for never."""
+        """Return when any node, or any other, last used an item: Unix time of the file system, 0 for never."""
         stamps = (path for path in (self._uses / name).glob("*") if not (elsewhere and path.name == _node()))
         return max((modified(path) for path in stamps), default=0.0)
 
     def forget_uses(self, name: str) -> None:
-        """The thing has been removed."""
+        """Remove the stamps of an item that has been removed."""
         self._stamped.pop(name, None)
         shutil.rmtree(self._uses / name, ignore_errors=True)
 
     def now(self) -> float:
-        """The clock of the file system."""
+        """Return the time by the clock of the file system."""
         clock = self._uses / f".clock-{_node()}"
         _touch(clock)
         return clock.stat().st_mtime
 
 
 def modified(path: Path) -> float:
-    """When it was written to, as Unix time; 0 where it is gone."""
+    """Return when a file was last written to, as Unix time; 0 if it is gone."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
@@ -150,12 +150,12 @@ def _touch(path: Path) -> None:
 
 
 def _machine() -> str:
-    """This boot of this machine, and this process's numbering of processes."""
+    """Return an id of this boot of this machine and of this process's pid namespace."""
     namespace = re.sub(r"\D", "", str(Path("/proc/self/ns/pid").readlink()))
     return f"{boot_id().replace('-', '')}-{namespace}"
 
 
 def _node() -> str:
-    """A name for people, made unique: containers often share one."""
+    """Return the host's name, made unique, because containers often share one."""
     name = re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())[:64]
     return f"{name}-{boot_id()[:8]}"

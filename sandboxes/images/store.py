@@ -2,13 +2,13 @@
 
 Guarantees:
 - A name's file is complete at every moment: an image appears, and is replaced, by one rename.
-- An image is known by what it is made from (source, arguments, builder): making it again is a look-up.
+- An image is identified by what it is made from (source, arguments, builder), so making it again is a look-up.
 - A builder that fails, or is killed at any moment, leaves the names as they were.
 - No file is removed that another node has used within the grace period: it may have it mounted.
 
-In the root, `NAME.sif` is a link to `blobs/KEY.sif`, beside which `KEY.json` says where it is from; `uses/` tells
-which node used what and when. A file that no name links to is removed. Names are given up only by `remove`, or by
-`prune` when all are larger than a budget.
+In the root, `NAME.sif` is a link to `blobs/KEY.sif`. `blobs/KEY.json` says where that came from, and `uses/` which node
+used which image and when. A file that no name links to is removed. Names are removed only by `remove`, or by `prune`
+if all images together exceed a budget.
 """
 
 import hashlib
@@ -39,16 +39,16 @@ from sandboxes.images.sources import (
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 SUFFIX = ".sif"
 GRACE_SECONDS = 24 * 3600.0
-"""How long after its last use an image may still be mounted somewhere: longer than sandboxes live."""
+"""How long after its last use an image may still be mounted somewhere; longer than sandboxes live."""
 
 ATTEMPTS = 20
-"""To give a name that another process removes at once; all but the first are quick."""
+"""Attempts to give a name that another process keeps removing; all but the first are quick."""
 KINDS = {Definition: "build", Tree: "tree"}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
-    """One name of the store."""
+    """One named image of the store."""
 
     name: str
     path: Path
@@ -57,17 +57,17 @@ class StoredImage:
     """Seconds since the epoch."""
 
     key: str
-    """What it was made from, as a hash: equal keys are equal images. "" for a file that was put there by hand."""
+    """A hash of what it was made from: equal keys are equal images. It is "" for a file that was put there by hand."""
 
     source: str
-    """The definition, reference or folder; "" where it is not known."""
+    """The definition, reference or folder; "" if it is not known."""
 
     pulled: bool
-    """Whether it is a copy of an image that is elsewhere."""
+    """Whether it is a copy of an image that is stored elsewhere."""
 
 
 def default_cache() -> Path:
-    """`$XDG_CACHE_HOME/rollout-service`, by default below `~/.cache`."""
+    """Return `$XDG_CACHE_HOME/rollout-service`, by default below `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollout-service"
 
 
@@ -86,14 +86,14 @@ class ImageStore:
         self._shared = SharedFolder(self.root)
 
     def resolve(self, image: str | os.PathLike[str]) -> Path:
-        """The file (or unpacked folder) of a name, a path, or a reference that has been pulled.
+        """Return the file (or unpacked folder) of a name, a path, or a reference that has been pulled.
 
-        A path is what has a slash or ends in ".sif". Nothing is built or pulled: that may take minutes. That this
-        node uses the image is noted, at most once a minute.
+        A text with a slash or the suffix ".sif" is a path. Nothing is built or pulled, which could take minutes. The
+        use by this node is recorded, at most once a minute.
 
         Raises:
-            ImageNotFoundError: there is none; the hint says the command that makes it.
-            ImageError: it is a reference that holds a password.
+            ImageNotFoundError: there is no such image; the hint names the command that makes it.
+            ImageError: it is a reference with a password in it.
         """
         text = os.fspath(image)
         path, hint = self._find(text)
@@ -105,7 +105,7 @@ class ImageStore:
         raise ImageNotFoundError(f"there is no image {text!r}; images here: {names}", hint=hint)
 
     def _find(self, text: str) -> tuple[Path | None, str]:
-        """Where the image would be, and what to do if it is not there."""
+        """Return where the image would be, and what to do if it is not there."""
         if REFERENCE.fullmatch(text):
             return self._pulled(text), f"rollout-service image pull {text}"
         if "/" in text or text.endswith(SUFFIX):
@@ -120,18 +120,18 @@ class ImageStore:
         force: bool = False,
         progress: Progress | None = None,
     ) -> StoredImage:
-        """Make the image and give it the name; at once where one has been made from the same source before.
+        """Make the image and give it the name. It returns at once if one was made from the same source before.
 
         Args:
-            source: what to make it from; `packaged_definition` finds the definitions that this package brings.
-            name: what to call it; left out, it follows from the source.
-            force: make it even if it is here, for example to take in newer packages.
-            progress: called with each line of the builder, in this thread.
+            source: what to make it from; `packaged_definition` finds the definitions of this package.
+            name: its name; by default it follows from the source.
+            force: make it even if it exists, for example to get newer packages.
+            progress: called in this thread with each line of the builder.
 
         Raises:
-            ImageNotFoundError: the source is not there, or this is not a name.
-            ImageError: the source cannot be one.
-            ImageBuildError: the builder failed; the hint says what to do about the commonest causes.
+            ImageNotFoundError: the source does not exist, or the name is not valid.
+            ImageError: the source cannot be made into an image.
+            ImageBuildError: the builder failed; the hint says what to do about the most common causes.
             ProviderUnavailableError: Apptainer is not installed.
         """
         link = self._link(name or _name_of(source))
@@ -152,12 +152,12 @@ class ImageStore:
                 with self._shared.lock("store"):
                     self._give_name(link, blob)
                     self._collect(mine=key)
-            # Another process may have removed the name at once, or, where locks do not hold, the file.
+            # Another process may have removed the name at once or, if locks do not hold here, the file.
             if (stored := self._stored(link)) is not None:
                 return stored
         raise ImageBuildError(
             f"{source} was removed by another process as soon as it was made",
-            hint="see who removes images from this folder, and try again",
+            hint="find out which process removes images from this folder, then try again",
         )
 
     def _require_writable(self) -> None:
@@ -169,17 +169,17 @@ class ImageStore:
         except OSError as error:
             reason = error.strerror or str(error)
         raise ImageBuildError(
-            f"the images' folder {self.root} cannot be written: {reason}",
-            hint="build the image as the folder's owner, or name another folder in ROLLOUT_IMAGES_DIR",
+            f"cannot write to the images' folder {self.root}: {reason}",
+            hint="build the image as the folder's owner, or set ROLLOUT_IMAGES_DIR to another folder",
         )
 
     def list(self) -> list[StoredImage]:
-        """All names, sorted."""
+        """Return all named images, sorted by name."""
         found = (self._stored(link) for link in sorted(self.root.glob(f"*{SUFFIX}")))
         return [stored for stored in found if stored is not None]
 
     def remove(self, name: str) -> None:
-        """Forget the name, and its image where no other name has the same and no other node uses it.
+        """Remove the name, and its image if no other name links to it and no other node uses it.
 
         Raises:
             ImageNotFoundError: there is no such name.
@@ -199,13 +199,13 @@ class ImageStore:
         grace_seconds: float = GRACE_SECONDS,
         dry_run: bool = False,
     ) -> Sequence[EvictionCandidate]:
-        """Give up names until all images fit the budget: pulled ones first, each kind by its last use.
+        """Remove names until all images fit the budget: pulled images first, then the rest, by last use.
 
-        Kept are what `keep` names and what any node used within the grace period. What dead builders left, and
-        files without a name, go in any case.
+        Images in `keep`, and those that any node used within the grace period, are kept. Leftovers of dead builders
+        and files without a name are always removed.
 
         Returns:
-            Every name and what was decided about it; with `dry_run` nothing has been done.
+            Every name and what was decided about it; with `dry_run` nothing has been removed.
         """
         if not self.root.is_dir():
             return ()
@@ -245,7 +245,7 @@ class ImageStore:
             seen.add(stem)
 
     def _key_or_none(self, image: str) -> str | None:
-        """The stem of the file that an environment's image is, if it is one of the store's."""
+        """Return the stem of the file behind an environment's image, if it is one of the store's."""
         try:
             path, _ = self._find(image)
         except ImageNotFoundError:
@@ -253,20 +253,20 @@ class ImageStore:
         return _stem(path) if path is not None else None
 
     def _make(self, source: Source, key: str, say: Progress, *, another: bool) -> Path:
-        """Make the file. No file is ever written over: another node may have it mounted."""
+        """Make the file. No file is ever overwritten, because another node may have it mounted."""
         blob = self._blobs / (f"{key}-{secrets.token_hex(4)}{SUFFIX}" if another else f"{key}{SUFFIX}")
         with self._shared.draft(key) as draft:
             made = draft / blob.name
             self._builder.build(source, made, say)
             about = {"source": str(source), "kind": KINDS.get(type(source), "pull")}
             (draft / "about").write_text(json.dumps(about))
-            # Who finds a new file without a name sees by the stamp that somebody is about to give it one.
+            # The stamp tells whoever finds a new file without a name that it is about to get one.
             self._shared.stamp(blob.stem)
             (draft / "about").replace(blob.with_suffix(".json"))
             try:
                 os.link(made, blob)
             except FileExistsError:
-                pass  # of another node that did the same work
+                pass  # another node has done the same work
             except OSError:  # a file system without hard links
                 made.replace(blob)
         return blob
@@ -281,19 +281,19 @@ class ImageStore:
             (draft / "link").replace(link)
 
     def _has_name(self, link: Path, key: str) -> bool:
-        """Whether nothing is left to do: also where this user may not write."""
+        """Return whether nothing is left to do; this works even if this user may not write."""
         newest = self._blob(key)
         return newest is not None and link.exists() and _stem(link) == newest.stem
 
     def _collect(self, mine: str = "") -> None:
         """Remove the files that no name links to, unless another node uses them or is making them.
 
-        Of `mine` the caller has the lock.
+        The caller holds the lock of `mine`.
         """
         linked = {_stem(path) for path in self.root.glob(f"*{SUFFIX}")}
         now = self._shared.now()
         for stem in {path.stem for path in self._blobs.glob("*")} - linked:
-            # Locks tell what this node is making.
+            # Locks show what this node is making.
             used = self._shared.last_used(stem, elsewhere=self._shared.locks_hold)
             if now - used < GRACE_SECONDS:
                 continue
@@ -307,7 +307,7 @@ class ImageStore:
                 self._shared.forget_uses(stem)
 
     def _blob(self, key: str) -> Path | None:
-        """The newest file that was made from this."""
+        """Return the newest file that was made from this source."""
         found = [*self._blobs.glob(f"{key}{SUFFIX}"), *self._blobs.glob(f"{key}-*{SUFFIX}")]
         return max(found, key=modified, default=None)
 
@@ -321,7 +321,7 @@ class ImageStore:
         return _hash(KINDS.get(type(source), "pull"), self._builder.version, *source.identity())
 
     def _stored(self, link: Path) -> StoredImage | None:
-        """None for a name that has been removed, or that links to nothing."""
+        """Return the image of a name; None if the name was removed or links to nothing."""
         try:
             status, blob = link.stat(), link.resolve()
         except FileNotFoundError:
@@ -343,8 +343,8 @@ class ImageStore:
     def _link(self, name: str) -> Path:
         if not NAME.fullmatch(name):
             raise ImageNotFoundError(
-                f"{name!r} is not a name of an image",
-                hint="a name has small letters, digits, dots, dashes and underscores",
+                f"{name!r} is not a valid image name",
+                hint="use lower-case letters, digits, dots, dashes and underscores, at most 64 characters",
             )
         return self.root / f"{name}{SUFFIX}"
 
@@ -355,12 +355,16 @@ class ImageStore:
 
 
 def packaged(name: str, arguments: dict[str, str] | None = None) -> Definition:
-    """The definition that this package brings for `name`. Raises ImageNotFoundError where it brings none."""
+    """Return the definition that this package has for `name`.
+
+    Raises:
+        ImageNotFoundError: it has none.
+    """
     return Definition(packaged_definition(name), arguments or {})
 
 
 def _stem(link: Path) -> str | None:
-    """What the file is called that a name leads to; None where the name goes at this moment."""
+    """Return the stem of the file that a name links to; None if the name is being removed."""
     with suppress(FileNotFoundError):
         return link.resolve().stem
     return None
@@ -373,11 +377,11 @@ def _name_of(source: Source) -> str:
 
 
 def _silent(_line: str) -> None:
-    """Progress that nobody asked for."""
+    """Discard a line of progress."""
 
 
 def _hash(*parts: str) -> str:
-    """A hash of the parts that no other parts have: each is preceded by its length."""
+    """Return a hash that is unique to these parts: each is preceded by its length."""
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode(errors="surrogateescape")

@@ -1,12 +1,12 @@
-"""A Python with ipykernel that runs in any image: bound read-only at one place, it brings all that it loads.
+"""A Python with ipykernel that runs in any image: bound read-only in one place, it brings everything it loads.
 
 It is the interpreter, the standard library, the packages and the C library of the base image. The interpreter is
-started through its own loader, which is told where its libraries are by arguments, not by variables: so what code
-starts from it uses the image's own libraries, whatever C library those are of. It finds its modules by where it
-lies; the variables and folders by which others find theirs are not looked at.
+started through its own loader, which learns from arguments, not from variables, where its libraries are. Programs
+started from it therefore use the image's own libraries, whatever C library those use. It finds its modules by its own
+location, and ignores the variables and folders by which other Pythons find theirs.
 
-The Python tool then imports the toolkit's packages and not the image's; bash sees the image's own Python. The image
-needs bash, nothing else.
+The Python tool then imports the toolkit's packages, not the image's; bash sees the image's own Python. The image
+needs bash and nothing else.
 """
 
 import os
@@ -21,37 +21,37 @@ from sandboxes.images.facts import ImageFacts
 from sandboxes.images.tree import ImageTree
 
 RECIPE = "1"
-"""Changes with what `assemble` makes of the same image."""
+"""A version that changes when `assemble` makes something else of the same image."""
 
 INSIDE = "/run/rollout/python"
 PYTHON = f"{INSIDE}/bin/python3"
 LIBRARIES = "libraries"
 
-# -p: the image's BASH_ENV is not read. -X utf8: it does not have the image's locales.
+# -p: do not read the image's BASH_ENV. -X utf8: the image's locales are not there.
 WRAPPER = """#!/bin/bash -p
 exec {loader} --inhibit-cache --library-path {libraries} --argv0 "$0" {python} -E -s -X utf8 "$@"
 """
 
 
 def assemble(root: Path, facts: ImageFacts, target: Path) -> None:
-    """Make the toolkit of an unpacked image that has a Python with ipykernel, in the empty folder `target`.
+    """Make a toolkit in the empty folder `target` from an unpacked image that has a Python with ipykernel.
 
-    Files are linked, not copied, where both folders are on one file system: it takes a second and no space, and
-    what the kernel caches of them serves sandboxes of both.
+    If both folders are on one file system, files are linked, not copied. That takes a second and no space, and both
+    share the kernel's cache of the files.
 
     Raises:
-        ImageError: the image has no such Python, or one that the toolkit cannot be made of.
+        ImageError: the image has no such Python, or one that no toolkit can be made from.
     """
     if facts.needs_toolkit or facts.python is None or facts.python_version is None:
         raise ImageError(
-            f"no Python toolkit can be made of {root}: {facts.python_problem or 'it has no python3 with ipykernel'}",
-            hint="build the image that sandbox.toolkit_image names with python3 and ipykernel",
+            f"cannot make a Python toolkit from {root}: {facts.python_problem or 'it has no python3 with ipykernel'}",
+            hint="add python3 and ipykernel to the image that sandbox.toolkit_image names",
         )
     tree = ImageTree(root)
     program, python = tree.program(facts.python), tree.find(facts.python)
     loader = tree.find(program.loader) if program is not None and program.loader is not None else None
     if loader is None or python is None:
-        raise ImageError(f"no Python toolkit can be made of {root}: its python3 is linked statically")
+        raise ImageError(f"cannot make a Python toolkit from {root}: its python3 is statically linked")
     _link_libraries(tree, loader, target / LIBRARIES)
     _link_python(tree, python, facts.python_version, target)
     wrapper = target / "bin" / "python3"
@@ -66,7 +66,7 @@ def assemble(root: Path, facts: ImageFacts, target: Path) -> None:
 
 
 def _link_libraries(tree: ImageTree, loader: str, target: Path) -> None:
-    """Every shared library that the image has beside its loader, by each of its names."""
+    """Link every shared library next to the image's loader, under each of its names."""
     target.mkdir()
     folders = dict.fromkeys((posixpath.dirname(loader), f"/usr/lib/{platform.machine()}-linux-gnu"))
     for folder in folders:
@@ -77,7 +77,7 @@ def _link_libraries(tree: ImageTree, loader: str, target: Path) -> None:
 
 
 def _link_python(tree: ImageTree, python: str, version: str, target: Path) -> None:
-    """The interpreter and its modules, where they are in relation to each other."""
+    """Link the interpreter and its modules, keeping their relative places."""
     prefix = posixpath.dirname(posixpath.dirname(python))
     (target / "bin").mkdir()
     _link(str(tree.host(python)), str(target / "bin" / posixpath.basename(python)))

@@ -1,7 +1,7 @@
-"""Reading the files of an unpacked image from the host, where all of it may be hostile.
+"""Reads the files of an unpacked image from the host; all of them may be hostile.
 
-A path means what it would mean inside: links are followed within the tree, and none leads out of it. Only plain
-files are read, and no more of them than a bound. Nothing of the image is run.
+A path means what it would mean inside: links are followed within the tree, and none leads out of it. Only plain files
+are read, each up to a bound. Nothing of the image is run.
 """
 
 import os
@@ -15,19 +15,19 @@ from pathlib import Path
 LINK_LIMIT = 40
 READ_LIMIT = 8 * 1024 * 1024
 ELF_MACHINES = {62: "x86_64", 183: "aarch64", 21: "ppc64le", 22: "s390x", 243: "riscv64"}
-"""e_machine of elf.h, as `uname -m` calls it."""
+"""Values of e_machine in elf.h, with the names that `uname -m` prints."""
 PT_INTERP = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a program's ELF header says."""
+    """The parts of a program's ELF header that matter here."""
 
     machine: str
-    """As `uname -m` says it, or the number in the header."""
+    """The architecture as `uname -m` prints it, or the number in the header."""
 
     loader: str | None
-    """The path of what loads its libraries; None where it needs none."""
+    """The path of the program that loads its libraries; None if it needs none."""
 
 
 class ImageTree:
@@ -37,7 +37,7 @@ class ImageTree:
         self.root = root
 
     def find(self, path: str) -> str | None:
-        """The path inside after every link in it has been followed, or None where it leads to nothing."""
+        """Return the path inside after following every link in it; None if it leads nowhere."""
         todo, done, links = deque(_parts(path)), "/", 0
         while todo:
             part = todo.popleft()
@@ -61,11 +61,11 @@ class ImageTree:
         return done
 
     def host(self, found: str) -> Path:
-        """Where the host has what `find` found."""
+        """Return the host's path of a path that `find` returned."""
         return self.root / found.lstrip("/")
 
     def read(self, path: str, limit: int = READ_LIMIT) -> bytes | None:
-        """The first bytes of a plain file; None for anything else."""
+        """Return the first bytes of a plain file; None for anything else."""
         found = self.find(path)
         if found is None:
             return None
@@ -78,7 +78,7 @@ class ImageTree:
             return None
 
     def names(self, path: str) -> list[str]:
-        """The names in a folder, sorted; none where there is no folder."""
+        """Return the sorted names in a folder; none if there is no folder."""
         found = self.find(path)
         try:
             return sorted(path.name for path in self.host(found).iterdir()) if found is not None else []
@@ -86,7 +86,7 @@ class ImageTree:
             return []
 
     def executable(self, path: str) -> str | None:
-        """Where the path leads, if that is a plain file with a right to be executed."""
+        """Return where the path leads if that is an executable plain file, else None."""
         found = self.find(path)
         if found is None:
             return None
@@ -94,7 +94,7 @@ class ImageTree:
         return found if stat.S_ISREG(mode) and mode & 0o111 else None
 
     def program(self, path: str) -> Program | None:
-        """The ELF header of a program of 64 bits, little endian; None for anything else, such as a script."""
+        """Return the header of a 64-bit little-endian ELF program; None for anything else, such as a script."""
         data = self.read(path, 64 * 1024)
         if data is None or data[:6] != b"\x7fELF\x02\x01":
             return None
@@ -108,7 +108,7 @@ class ImageTree:
         return Program(ELF_MACHINES.get(machine, str(machine)), loader)
 
     def size_bytes(self) -> int:
-        """The size of all files, each counted once."""
+        """Return the total size of all files, counting each inode once."""
         seen: set[int] = set()
         total = 0
         for folder, _, names in os.walk(self.root):
@@ -121,7 +121,7 @@ class ImageTree:
 
 
 def _loader(data: bytes, table: int, size: int, count: int) -> str | None:
-    """The interpreter that a program header names. Offsets are of the 64-bit structures of elf.h."""
+    """Return the interpreter that a program header names. Offsets are those of the 64-bit structures in elf.h."""
     for number in range(count):
         entry = table + number * size
         (kind,) = struct.unpack_from("<I", data, entry)

@@ -1,11 +1,11 @@
 """Images unpacked on disk, each once for all its sandboxes: no FUSE, a shared page cache, faster starts.
 
-A folder is complete or not there. It belongs to the user that sandboxes run as, and only below their overlay, so
-that none can change it. What is in it is read once, when it is made. An image file that is replaced is another
-image. When all folders are larger than the budget, the least recently used go; one that a process of this machine
-has mounted, or that was used a moment ago, does not.
+A folder is complete or not there. It belongs to the user that sandboxes run as, and is only ever the lower layer of
+their overlays, so none of them can change it. Its contents are read once, when it is made. An image file that is replaced counts as another
+image. When all folders exceed the budget, the least recently used are removed, except those that a process of this
+machine has mounted or that were used a moment ago.
 
-It should be on a disk of this machine, where the image files may be on one that many share.
+It should be on a disk of this machine, while the image files may be on a shared one.
 """
 
 import hashlib
@@ -23,22 +23,22 @@ from sandboxes.images.facts import ImageFacts, read_facts
 from sandboxes.images.shared_folder import SharedFolder
 
 GRACE_SECONDS = 600.0
-"""A start has mounted its image well before this has passed."""
+"""Long enough for any start to have mounted its image."""
 
 FORMAT = "4"
-"""Changes with what is read from an image."""
+"""A version that changes with what is read from an image."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unpacked:
-    """An image on disk, and what is in it."""
+    """An unpacked image and its facts."""
 
     folder: Path
     facts: ImageFacts
 
 
 class UnpackedImages:
-    """A folder of unpacked images, which several services of one user may share. Its methods block."""
+    """A folder of unpacked images that several services of one user may share. Its methods block."""
 
     def __init__(
         self, apptainer: Path, root: Path, user: int, group: int, budget_bytes: int | None = None
@@ -53,9 +53,9 @@ class UnpackedImages:
         self._seen: dict[str, ImageFacts] = {}
 
     def provide(self, image: Path) -> Unpacked:
-        """An image file, unpacked now if it has not been: that takes seconds for each 100 MB.
+        """Return an image's folder, unpacking the image file if needed, which takes seconds for each 100 MB.
 
-        A folder is taken as it is.
+        An image that is a folder is used as it is.
 
         Raises:
             ImageError: it cannot be unpacked; the message is Apptainer's.
@@ -72,7 +72,7 @@ class UnpackedImages:
         return Unpacked(folder, self._facts(name, folder, str(image)))
 
     def facts(self, image: Path) -> ImageFacts:
-        """What is in an image; an image file that is not unpacked is unpacked for this alone.
+        """Return an image's facts. An image file that is not unpacked is unpacked temporarily.
 
         Raises:
             ImageError: it cannot be unpacked.
@@ -87,10 +87,10 @@ class UnpackedImages:
             return self._facts(name, draft / "root", str(image))
 
     def toolkit(self, base: Path) -> Path:
-        """The Python toolkit that is made of this image, made now if it has not been: see `toolkit.py`.
+        """Return the folder of the Python toolkit of this image, making it if needed; see `toolkit.py`.
 
         Raises:
-            ImageError: it cannot be made of this image.
+            ImageError: no toolkit can be made from this image.
         """
         name = self._name(f"toolkit {toolkit.RECIPE}", base)
         if (self.root / name).exists():
@@ -108,10 +108,10 @@ class UnpackedImages:
     def prune(
         self, budget_bytes: int | None, *, grace_seconds: float = GRACE_SECONDS, dry_run: bool = False
     ) -> Sequence[EvictionCandidate]:
-        """Remove folders until all fit the budget, by their last use; what dead services left goes in any case.
+        """Remove folders until all fit the budget, least recently used first, and leftovers of dead services always.
 
         Returns:
-            Every folder and what was decided about it; with `dry_run` nothing has been done.
+            Every folder and what was decided about it; with `dry_run` nothing has been removed.
         """
         if not self.root.is_dir():
             return ()
@@ -126,7 +126,7 @@ class UnpackedImages:
 
     def _make(self, name: str, image: str, make: Callable[[Path], None]) -> Path:
         folder = self.root / name
-        # Who is about to use it says so before it looks: `prune` looks at this before it removes.
+        # Stamp before looking: `prune` looks at the stamp before it removes.
         self._private()
         self._shared.stamp(name)
         if folder.exists():
@@ -153,7 +153,7 @@ class UnpackedImages:
             squashfs.run(["chown", "-hR", "{}:{}".format(*self._owner), str(folder)])
 
     def _facts(self, name: str, folder: Path, image: str) -> ImageFacts:
-        """What was read of it before; read now where nothing was."""
+        """Return the facts, from the last reading if there was one."""
         if name not in self._seen:
             file = self._facts_file(name)
             try:
@@ -164,7 +164,7 @@ class UnpackedImages:
         return self._seen[name]
 
     def _private(self) -> None:
-        """Make the root, where no other user may enter: the folders in it belong to the user of sandboxes."""
+        """Create the root, which no other user may enter: the folders in it belong to the user of sandboxes."""
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def _facts_file(self, name: str) -> Path:
@@ -198,7 +198,7 @@ class UnpackedImages:
             return ""
 
     def _remove(self, name: str) -> None:
-        """Take it away by one rename, so that nobody finds half of it."""
+        """Move it away by one rename, so nobody finds half of it, then remove it."""
         with self._shared.draft(name) as draft:
             (self.root / name).rename(draft / "root")
         self._facts_file(name).unlink(missing_ok=True)
@@ -206,18 +206,18 @@ class UnpackedImages:
         self._seen.pop(name, None)
 
     def _name(self, kind: str, image: Path) -> str:
-        """By path, size and time of the file, which tell it from any other, and by whom it is unpacked for."""
+        """Return a name from the file's path, size and time, which identify it, and the user it is unpacked for."""
         resolved = image.resolve()
         try:
             found = resolved.stat()
         except OSError as error:
-            raise ImageError(f"{image} cannot be read: {error.strerror}") from error
+            raise ImageError(f"cannot read the image {image}: {error.strerror}") from error
         identity = (FORMAT, kind, str(resolved), found.st_size, found.st_mtime_ns, self._owner)
         return hashlib.sha256(repr(identity).encode()).hexdigest()[:24]
 
 
 def _mounted() -> set[str]:
-    """The names of folders, of 24 hexadecimal digits, that are part of a mount which any process sees."""
+    """Return the folder names (24 hexadecimal digits) in the mounts of any process."""
     names: set[str] = set()
     seen: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
@@ -228,7 +228,7 @@ def _mounted() -> set[str]:
             names.update(
                 re.findall(r"/([0-9a-f]{24})[/ ]", (process / "mountinfo").read_text(errors="replace"))
             )
-        except OSError:  # it has ended, or is of another user, whose images are elsewhere
+        except OSError:  # it ended, or belongs to another user, whose images are elsewhere
             continue
         seen.add(space)
     return names

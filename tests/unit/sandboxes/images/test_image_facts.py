@@ -84,7 +84,7 @@ def test_what_is_missing_is_said(root: Path) -> None:
         ("script", "script"),
         ("empty", "script"),
         ("machine", "is for"),
-        ("loader", "which is not there"),
+        ("loader", "which is missing"),
         ("library", "standard library"),
         ("kernel", ""),
     ],

@@ -225,7 +225,7 @@ def test_an_image_put_there_by_hand_has_its_name(store: ImageStore) -> None:
 
 
 def test_errors_are_typed(store: ImageStore, tmp_path: Path) -> None:
-    with pytest.raises(ImageNotFoundError, match="no built-in definition 'calc'; there are: base"):
+    with pytest.raises(ImageNotFoundError, match="no built-in definition 'calc'; built in are: base"):
         packaged("calc")
     with pytest.raises(ImageNotFoundError, match="cannot be read"):
         store.provide(Definition(tmp_path / "missing.def"), "calc")
