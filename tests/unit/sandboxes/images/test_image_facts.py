@@ -227,7 +227,7 @@ def test_a_file_that_is_no_image_is_refused(tmp_path: Path, unpacked: UnpackedIm
     fake.write_text("not an image")
     with pytest.raises(ImageError, match="could not be unpacked"):
         unpacked.provide(fake)
-    with pytest.raises(ImageError, match="cannot be read"):
+    with pytest.raises(ImageError, match="cannot read the image"):
         unpacked.provide(tmp_path / "missing.sif")
     assert list((tmp_path / "cache/unpacked/drafts").iterdir()) == []
 
