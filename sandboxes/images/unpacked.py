@@ -2,8 +2,8 @@
 
 A folder is complete or not there. It belongs to the user that sandboxes run as, and is only ever the lower layer of
 their overlays, so none of them can change it. Its contents are read once, when it is made. An image file that is
-replaced counts as another image. When all folders exceed the budget, the least recently used are removed, except those that a process of this
-machine has mounted or that were used a moment ago.
+replaced counts as another image. When all folders exceed the budget, the least recently used are removed, except those
+that a process of this machine has mounted or that were used a moment ago.
 
 It should be on a disk of this machine, while the image files may be on a shared one.
 """
