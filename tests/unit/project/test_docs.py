@@ -162,3 +162,15 @@ FILE = re.compile(
 def test_every_file_that_a_page_names_exists(page: str) -> None:
     named = set(FILE.findall(prose(page)))
     assert not {path for path in named if not any(ROOT.glob(path.rstrip("/.")))}, page
+
+
+def test_the_page_on_architecture_has_the_layers_of_the_script() -> None:
+    script = ast.parse((ROOT / "scripts" / "architecture").read_text())
+    [layers] = [
+        ast.literal_eval(node.value)
+        for node in script.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS"
+    ]
+    page = (ROOT / "docs" / "architecture.md").read_text().partition("## The layers")[2]
+    rows = re.findall(r"^\| (`[^|]+) \|", page.partition("## The folder tree")[0], re.MULTILINE)
+    assert [tuple(re.findall(r"`(\w+)`", row)) for row in rows] == list(layers)
