@@ -1,4 +1,4 @@
-"""`rollout-service image`: the images that sandboxes are made from."""
+"""`rollout-service image`: build, pull, inspect, and remove the images that sandboxes start from."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ if TYPE_CHECKING:
     from sandboxes.images.unpacked import UnpackedImages
 
 app = typer.Typer(
-    name="image", help="Build, pull, list, inspect, remove and prune sandbox images.", no_args_is_help=True
+    name="image", help="Build, pull, list, inspect, remove, and prune sandbox images.", no_args_is_help=True
 )
 
-Image = Annotated[str, typer.Argument(help="A name, a path, or a reference that was pulled.")]
-Force = Annotated[bool, typer.Option("--force", help="Make it anew even if it is here.")]
-NoHttps = Annotated[bool, typer.Option("--no-https", help="Ask the registry without encryption.")]
+Image = Annotated[
+    str, typer.Argument(help="An image's name, its path, or the reference that it was pulled from.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Make the image again even if it exists.")]
+NoHttps = Annotated[bool, typer.Option("--no-https", help="Connect to the registry without TLS.")]
 MEBIBYTE = 2**20
 CLOCK_SECONDS = 2.0
-"""By which the clocks of this machine and of a shared disk may differ."""
+"""The most that the clocks of this machine and of a shared disk may differ."""
 
 
 @app.command(
@@ -39,12 +41,13 @@ CLOCK_SECONDS = 2.0
     "or: rollout-service image build mine --tree /srv/debootstrap",
 )
 def build(
-    name: Annotated[str, typer.Argument(help="What to call it.")],
+    name: Annotated[str, typer.Argument(help="The image's name.")],
     definition: Annotated[
-        Path | None, typer.Option(help="Apptainer definition file; default: the built-in one of this name.")
+        Path | None,
+        typer.Option(help="Apptainer definition file; by default, the built-in one with this name."),
     ] = None,
     tree: Annotated[
-        Path | None, typer.Option(help="Folder with a root file system, as debootstrap makes one.")
+        Path | None, typer.Option(help="Folder with a root file system, such as debootstrap makes.")
     ] = None,
     arg: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE for the definition's %arguments; may be repeated.")
@@ -52,14 +55,16 @@ def build(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Build an image from a definition or a folder; at once when the same was built before."""
+    """Build an image from a definition or a folder; an unchanged image is not built again."""
 
     def main() -> None:
         from sandboxes.images.sources import Definition, Tree
         from sandboxes.images.store import packaged
 
         if tree is not None and (definition is not None or arg):
-            raise common.CommandError("--tree stands alone: it has no definition and no arguments")
+            raise common.CommandError(
+                "--tree cannot be combined with --definition or --arg", hint="Leave one of them out."
+            )
         source: Source
         if tree is not None:
             source = Tree(tree.expanduser().absolute())
@@ -75,14 +80,19 @@ def build(
 @app.command("pull", epilog="Example: rollout-service image pull docker://python:3.12-slim --name python")
 def pull(
     reference: Annotated[
-        str, typer.Argument(help="Such as docker://python:3.12-slim, or oci-archive:python.tar for a file.")
+        str,
+        typer.Argument(
+            help="A reference such as docker://python:3.12-slim, or oci-archive:python.tar for a file."
+        ),
     ],
-    name: Annotated[str | None, typer.Option(help="What to call it; default: from the reference.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The image's name; by default, taken from the reference.")
+    ] = None,
     no_https: NoHttps = False,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Fetch an image from a registry, or make one from an archive of it."""
+    """Pull an image from a registry, or make one from an archive."""
 
     def main() -> None:
         from sandboxes.images.sources import source_of_reference
@@ -94,13 +104,16 @@ def pull(
 
 @app.command("list", epilog="Example: rollout-service image list --json")
 def list_images(as_json: AsJson = False) -> None:
-    """Show the images of this machine."""
+    """Show the images on this machine."""
     common.run_blocking(lambda: _show(_store(_settings()).list(), as_json=as_json))
 
 
 @app.command("inspect", epilog="Example: rollout-service image inspect base")
 def inspect(image: Image, as_json: AsJson = False) -> None:
-    """Read what an image offers and lacks; nothing of it is run. Exit code 1 when sessions or files lack something."""
+    """Show what an image offers, and what it lacks for sandboxes, without running anything in it.
+
+    The exit code is 1 if it lacks something that sessions or files need.
+    """
 
     def main() -> int:
         settings = _settings()
@@ -113,8 +126,8 @@ def inspect(image: Image, as_json: AsJson = False) -> None:
 
 
 @app.command("remove", epilog="Example: rollout-service image remove python")
-def remove(name: Annotated[str, typer.Argument(help="As `image list` shows it.")]) -> None:
-    """Forget an image; sandboxes that run keep theirs."""
+def remove(name: Annotated[str, typer.Argument(help="The image's name, from `image list`.")]) -> None:
+    """Remove an image; running sandboxes keep theirs."""
 
     def main() -> None:
         _store(_settings()).remove(name)
@@ -126,20 +139,26 @@ def remove(name: Annotated[str, typer.Argument(help="As `image list` shows it.")
 @app.command("prune", epilog="Example: rollout-service image prune --budget-gb 20 --dry-run")
 def prune(
     budget_gb: Annotated[
-        float | None, typer.Option(min=0, help="Instead of the budgets of the settings, for each of the two.")
+        float | None,
+        typer.Option(
+            min=0, help="Budget in GB for images, and for unpacked images, instead of the settings'."
+        ),
     ] = None,
     idle_hours: Annotated[
         float | None,
         typer.Option(
-            min=0, help="What was used since then stays; default: 24, and 10 minutes for unpacked images."
+            min=0,
+            help="Keep what was used within this many hours; by default, 24, and 10 minutes for unpacked images.",
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and leave it.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove unpacked images and images, least recently used first, until each fit their budget.
+    """Remove the least recently used images and unpacked images, until both fit their budgets.
 
-    Images that an environment uses stay, and so does what a sandbox uses. What killed builders left goes.
+    Images that an environment or a sandbox uses are kept. Leftovers of killed builds are removed.
     """
 
     def main() -> None:
@@ -167,7 +186,7 @@ def _settings() -> Settings:
 
 
 def _store(settings: Settings) -> ImageStore:
-    """The store of the settings, so that a server on this machine sees the same images."""
+    """Return the image store of the settings, which a server on this machine uses too."""
     from sandboxes.images.store import ImageStore
 
     return ImageStore(settings.images_dir)
@@ -187,7 +206,7 @@ def _unpacked_budget(settings: Settings) -> int | None:
 
 
 def _used(settings: Settings) -> set[str]:
-    """The images that sandboxes are started from without anybody naming them, and those of all environments."""
+    """Return the default images of sandboxes, and the images of all environments."""
     from rollout_service.environments.registry import EnvironmentRegistry
 
     names = {environment.spec.image for environment in EnvironmentRegistry.load(settings.environments).list()}
@@ -196,53 +215,55 @@ def _used(settings: Settings) -> set[str]:
 
 
 def _provide(source: Source, name: str | None, *, force: bool, as_json: bool) -> None:
-    """Make it, show it, and keep the budget."""
+    """Make an image, show it, and prune the store to its budget."""
     settings = _settings()
     store = _store(settings)
     begun = time.time()
     image = _made(store, source, name, force=force)
     if image.built_at < begun - CLOCK_SECONDS:
         common.err().print(
-            f"{image.name} is unchanged{_unseen(source)}; --force makes it anew", soft_wrap=True
+            f"{image.name} is unchanged{_unseen(source)}; pass --force to make it again", soft_wrap=True
         )
     _show([image], as_json=as_json)
     if settings.images_budget_bytes is None:
         return
     for gone in store.prune(settings.images_budget_bytes, keep={image.name, *_used(settings)}):
         if gone.evicted:
-            common.err().print(f"removed {gone.name}: images_budget_bytes is reached")
+            common.err().print(f"removed {gone.name}: images_budget_bytes is exceeded")
 
 
 def _made(store: ImageStore, source: Source, name: str | None, *, force: bool) -> StoredImage:
     from sandboxes.errors import ImageBuildError
 
     try:
-        with _progress(f"making an image of {source}") as say:
+        with _progress(f"making an image from {source}") as say:
             return store.provide(source, name, force=force, progress=say)
     except ImageBuildError as error:
         if common.err().is_terminal:
             raise
-        # Every line of the builder has been printed already.
+        # Every line of the builder's output has been printed already.
         raise common.CommandError(error.summary, hint=error.hint) from error
 
 
 def _unseen(source: Source) -> str:
     from sandboxes.images.sources import Definition
 
-    return ", files that it copies in not looked at" if isinstance(source, Definition) else ""
+    return " (files that it copies in were not compared)" if isinstance(source, Definition) else ""
 
 
 def _pairs(texts: list[str]) -> dict[str, str]:
     pairs = [text.partition("=") for text in texts]
     for name, equals, _ in pairs:
         if not name or not equals:
-            raise common.CommandError(f"--arg {name!r} is not of the form NAME=VALUE")
+            raise common.CommandError(
+                f"--arg {name!r} is not of the form NAME=VALUE", hint="Write it as --arg NAME=VALUE."
+            )
     return {name: value for name, _, value in pairs}
 
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[str], None]]:
-    """The builder's last line beside a spinner; off a terminal, every line."""
+    """Show the builder's last line next to a spinner, or, off a terminal, every line."""
     from rich.text import Text
 
     console = common.err()
@@ -264,7 +285,7 @@ def _show(images: list[StoredImage], *, as_json: bool) -> None:
         values = _as_dict(image)
         rows.add_row(image.name, f"{image.size_bytes / MEBIBYTE:.0f} MiB", values["built_at"], values["path"])
     common.out().print(
-        rows if images else "There is no image here; make one with `rollout-service image build base`."
+        rows if images else "There are no images. Build one with `rollout-service image build base`."
     )
 
 
@@ -295,7 +316,9 @@ def _show_facts(path: Path, facts: ImageFacts, *, as_json: bool) -> None:
     found |= {"python3": facts.python, "its version": facts.python_version, "its ipykernel": facts.ipykernel}
     for name, value in found.items():
         rows.add_row(name, value or "none")
-    rows.add_row("Python tool", "from the toolkit" if facts.needs_toolkit else "the image's own python3")
+    rows.add_row(
+        "Python tool", "from the toolkit image" if facts.needs_toolkit else "the image's own python3"
+    )
     rows.add_row("missing", ", ".join(facts.missing) or "nothing")
     for title, pairs in (("label", facts.labels), ("variable", facts.environment)):
         for name, value in pairs.items():
@@ -315,9 +338,9 @@ def _show_pruned(decided: Sequence[EvictionCandidate], *, dry_run: bool, as_json
     from rollout_service.cli.console import table
 
     rows = table("what", "name", "of", "size", "last used", "")
-    gone = "would go" if dry_run else "removed"
+    gone = "would be removed" if dry_run else "removed"
     for one in decided:
         used = datetime.fromtimestamp(one.last_used, UTC).isoformat(timespec="seconds")
-        state = gone if one.evicted else f"stays: {one.kept or 'within the budget'}"
+        state = gone if one.evicted else f"kept: {one.kept or 'within the budget'}"
         rows.add_row(one.kind, one.name[:20], one.of, f"{one.size_bytes / MEBIBYTE:.0f} MiB", used, state)
-    common.out().print(rows if decided else "There is no image here.")
+    common.out().print(rows if decided else "There are no images.")

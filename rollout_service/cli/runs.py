@@ -1,4 +1,4 @@
-"""`rollout-service runs`: standing orders of a running server, and their batches."""
+"""`rollout-service runs`: create and control a running server's runs, and lease and settle their batches."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="runs",
-    help="Standing orders: create, pause and end runs, lease and settle batches.",
+    help="Create, pause, and end runs; lease and settle their batches.",
     no_args_is_help=True,
 )
 
 PATIENCE_SECONDS = 300.0
-"""How long a server may be gone while a batch is waited for."""
+"""How long a server may be unreachable while a command waits for it."""
 
 RUN_HINT = (
-    'A run is, say, {"source": {"kind": "dataset", "environment": "calc", "split": "train"}, '
-    '"batch_size": 8}; `/openapi.json` of a server lists every field, below RunRequest.'
+    'A minimal run is {"source": {"kind": "dataset", "environment": "calc", "split": "train"}, '
+    '"batch_size": 8}. A server\'s /docs page lists every field, under RunRequest.'
 )
 
-RunId = Annotated[str, typer.Argument(help="As `runs list` shows it.")]
-BatchId = Annotated[str, typer.Argument(help="As `runs lease` printed it.")]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite the file if it is there.")]
+RunId = Annotated[str, typer.Argument(help="The run's id, from `runs list`.")]
+BatchId = Annotated[str, typer.Argument(help="The batch's id, as `runs lease` printed it.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")]
 
 
 @app.command("create", epilog="Example: rollout-service runs create run.json --json")
@@ -41,16 +41,16 @@ def create(
     request: Annotated[
         Path,
         typer.Argument(
-            help="JSON: a RunRequest (source, batch_size, ...); - is standard input.",
+            help="JSON file with a RunRequest (source, batch_size, ...); - reads standard input.",
             dir_okay=False,
         ),
     ],
-    run_id: Annotated[str | None, typer.Option(help="Instead of the one in the file.")] = None,
+    run_id: Annotated[str | None, typer.Option(help="The run's id, instead of the one in the file.")] = None,
     url: Url = DEFAULT_URL,
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
-    """Create a run; the same again under the same id changes nothing."""
+    """Create a run; repeating the command with the same id and file changes nothing."""
 
     def main() -> int | None:
         order = _read(request, run_id)
@@ -77,25 +77,25 @@ def list_runs(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) 
 
 @app.command("show", epilog="Example: rollout-service runs show dapo-7b")
 def show(run_id: RunId, url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
-    """Show a run."""
+    """Show one run."""
     _change(run_id, url, key, as_json, lambda run: run.view())
 
 
 @app.command("pause", epilog="Example: rollout-service runs pause dapo-7b")
 def pause(run_id: RunId, url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
-    """Begin no more groups; those under way end."""
+    """Pause a run: start no more groups, and let those under way end."""
     _change(run_id, url, key, as_json, lambda run: run.pause())
 
 
 @app.command("resume", epilog="Example: rollout-service runs resume dapo-7b")
 def resume(run_id: RunId, url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
-    """Begin groups again, also after a problem."""
+    """Resume a run that was paused, or that stopped because of a problem."""
     _change(run_id, url, key, as_json, lambda run: run.resume())
 
 
 @app.command("end", epilog="Example: rollout-service runs end dapo-7b")
 def end(run_id: RunId, url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
-    """End a run for good; what is finished can still be leased."""
+    """End a run for good; finished groups can still be leased."""
     _change(run_id, url, key, as_json, lambda run: run.end())
 
 
@@ -105,20 +105,22 @@ def lease(
     output: Annotated[
         Path,
         typer.Option(
-            "--output", "-o", help="Where the batch goes: arrays if it ends in .safetensors, or JSON."
+            "--output",
+            "-o",
+            help="File for the batch: arrays if its name ends in .safetensors, otherwise JSON.",
         ),
     ],
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for a batch.")] = 3_600.0,
-    seconds: Annotated[float, typer.Option(min=1, help="How long the batch is leased.")] = 600.0,
-    ack: Annotated[bool, typer.Option(help="Acknowledge it once it is in the file.")] = False,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds that the batch is leased for.")] = 600.0,
+    ack: Annotated[bool, typer.Option(help="Acknowledge the batch once it is written.")] = False,
     force: Force = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
-    """Lease the next batch into a file, and print its id; exit code 1 when there was none in time.
+    """Lease the next batch, write it to a file, and print its id.
 
-    A batch that is not acknowledged comes again when its lease runs out: settle it with --ack, or with `runs ack`
-    and `runs nack`.
+    The exit code is 1 if no batch became ready in time. A batch that is not acknowledged is delivered again when its
+    lease expires: settle it with --ack, or with `runs ack` or `runs nack`.
     """
     arrays = output.suffix == ".safetensors"
 
@@ -128,7 +130,9 @@ def lease(
             run = client.open_run(run_id)
             leased = await run.lease(timeout_seconds=timeout, lease_seconds=seconds, arrays=arrays)
             if leased is None:
-                common.err().print(f"There was no batch within {timeout:g} s.")
+                common.err().print(
+                    f"No batch became ready within {timeout:g} s. `rollout-service runs show {run_id}` shows why."
+                )
                 return 1
             _write(output, leased.content)
             common.print_line(leased.batch_id)
@@ -143,13 +147,13 @@ def lease(
 
 @app.command("ack", epilog="Example: rollout-service runs ack dapo-7b dapo-7b.b0")
 def ack(run_id: RunId, batch_id: BatchId, url: Url = DEFAULT_URL, key: Key = None) -> None:
-    """Acknowledge a batch: it was trained on and never comes again."""
+    """Acknowledge a batch: it was trained on, and is never delivered again."""
     _settle(run_id, batch_id, "ack", url, key)
 
 
 @app.command("nack", epilog="Example: rollout-service runs nack dapo-7b dapo-7b.b0")
 def nack(run_id: RunId, batch_id: BatchId, url: Url = DEFAULT_URL, key: Key = None) -> None:
-    """Give a batch back: the next lease gets it at once."""
+    """Return a batch: the next lease gets it at once."""
     _settle(run_id, batch_id, "nack", url, key)
 
 
@@ -158,13 +162,13 @@ def export(
     run_id: RunId,
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", help="JSON Lines, compressed when the name ends in .gz."),
+        typer.Option("--output", "-o", help="File for the JSON Lines; compressed if its name ends in .gz."),
     ],
     force: Force = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
-    """Write all rollouts of a run's closed groups to a file, with requests, trajectories and rewards."""
+    """Export the rollouts of a run's closed groups, with requests, trajectories, and rewards."""
 
     async def main() -> None:
         _refuse_to_overwrite(output, force=force)
@@ -181,16 +185,16 @@ def export(
 @app.command("rescore", epilog="Example: rollout-service runs rescore dapo-7b.jsonl.gz --environment math-v2")
 def rescore(
     what: Annotated[str, typer.Argument(help="A run's id, or a file (or pipe) that `runs export` wrote.")],
-    environment: Annotated[str | None, typer.Option(help="Evaluate by this one instead.")] = None,
+    environment: Annotated[str | None, typer.Option(help="Evaluate with this environment instead.")] = None,
     always: Annotated[
-        bool, typer.Option("--always-replay", help="Repeat the tool calls even where only the answer counts.")
+        bool, typer.Option("--always-replay", help="Replay the tool calls even if only the answer is scored.")
     ] = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
-    """Evaluate rollouts again without inference: a JSON object a line, with the old and the new reward.
+    """Evaluate rollouts again without inference, and print the old and new rewards, one JSON object per line.
 
-    Exit code 1 when a rollout could not be evaluated, or there was none.
+    The exit code is 1 if a rollout could not be evaluated, or if there was none.
     """
     replay: Literal["needed", "always"] = "always" if always else "needed"
 
@@ -209,7 +213,7 @@ def rescore(
                 _print_line(one) async for one in _rescored(client, file or what, environment, replay=replay)
             ]
         if not errors:
-            common.err().print("Nothing was evaluated: there is no rollout of a closed group.")
+            common.err().print("Nothing was evaluated: there are no rollouts in closed groups.")
         return 0 if errors and not any(errors) else 1
 
     common.run_blocking(main)
@@ -222,7 +226,7 @@ async def _rescored(
     *,
     replay: Literal["needed", "always"],
 ) -> AsyncIterator[Rescored]:
-    """Yield the results for an exported file, or for the run of this id."""
+    """Yield the results for an exported file, or for the run with this id."""
     from rollout_client.run_export import BadExportError, RunExport
 
     if isinstance(what, str):
@@ -253,19 +257,23 @@ def _settle(run_id: str, batch_id: str, how: Literal["ack", "nack"], url: str, k
 
 def _say_how_to_settle(run_id: str, batch_id: str, seconds: float) -> None:
     console = common.err()
-    console.print(f"Leased for {seconds:g} s; after that it comes again. Once it is trained on:")
+    console.print(f"Leased for {seconds:g} s; then it is delivered again. Once you have trained on it, run:")
     console.print(f"  rollout-service runs ack {run_id} {batch_id}", soft_wrap=True)
 
 
 def _refuse_to_overwrite(path: Path, *, force: bool) -> None:
-    """Raise CommandError when a file is there: it may hold what the server has no more."""
+    """Check that a file does not exist: it may hold data that the server no longer has.
+
+    Raises:
+        CommandError: It exists.
+    """
     if path.exists() and not force:
-        hint = "Name another file with --output, or pass --force."
-        raise common.CommandError(f"{path} is there already.", hint=hint)
+        hint = "Name another file with --output, or pass --force to overwrite it."
+        raise common.CommandError(f"{path} already exists", hint=hint)
 
 
 def _write(path: Path, content: bytes | bytearray) -> None:
-    """Write a file that is whole or not there."""
+    """Write a file atomically."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         partial.write_bytes(content)
@@ -313,7 +321,9 @@ def _show(runs: list[Run], as_json: bool) -> None:
         numbers = (run.cursor, counts.open, counts.ready, counts.batched, counts.acknowledged)
         dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.dropped.items()))
         rows.add_row(run.run_id, run.state, *map(str, numbers), dropped or "0", _kept(run))
-    common.out().print(rows if runs else "There is no run.")
+    common.out().print(
+        rows if runs else "There are no runs. Create one with `rollout-service runs create FILE`."
+    )
     for run in runs:
         if run.problem is not None:
             said = sentences(run.problem.message, run.problem.hint)
@@ -321,7 +331,7 @@ def _show(runs: list[Run], as_json: bool) -> None:
 
 
 def _kept(run: Run) -> str:
-    """Return the share of closed groups that were not dropped; the run's `acceptance_rate` is an estimate."""
+    """Return the share of closed groups that were kept; the run's `acceptance_rate` is an estimate."""
     counts = run.counts
     kept = counts.ready + counts.batched + counts.acknowledged
     closed = kept + sum(counts.dropped.values())

@@ -1,6 +1,6 @@
-"""`rollout-service doctor`: what this machine has, what it lacks, and the command that fixes it.
+"""`rollout-service doctor`: check this machine, and name the commands that fix what it lacks.
 
-With a batch and a model: whether the logprobs of the one are those of the other.
+With a batch and a model, it checks instead whether the batch's log-probabilities are the model's.
 """
 
 from __future__ import annotations
@@ -24,30 +24,36 @@ STYLES = {"ok": "green", "missing": "bold red", "limited": "yellow"}
 
 
 def command(
-    config: Annotated[Path | None, typer.Option(help="Settings file; default rollout.toml.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Settings file; by default, rollout.toml if it exists.")
+    ] = None,
     batch: Annotated[
-        Path | None, typer.Option(help="A leased batch, as arrays: compare its log-probabilities.")
+        Path | None, typer.Option(help="A leased batch, as arrays, to compare with --model.")
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(help="The folder of the weights that sampled it; with --batch.")
+        Path | None, typer.Option(help="With --batch: the folder of the weights that sampled it.")
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.01, help="That the batch was sampled at.")] = 1.0,
+    temperature: Annotated[
+        float, typer.Option(min=0.01, help="With --batch: the temperature that it was sampled at.")
+    ] = 1.0,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="With --batch: every token, a line of JSON each.")
+        Path | None,
+        typer.Option("--output", "-o", help="With --batch: file for every token, one JSON object per line."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine; exit code 1 when something is missing that the service needs.
+    """Check that this machine has what the service needs, and show how to fix what it lacks.
 
-    `limited` works, with reduced functionality. With --batch and --model it recomputes, with transformers, the
-    log-probability of every sampled token, and shows the differences by token, version and position.
+    `missing` keeps the service from running rollouts, and makes the exit code 1; `limited` works, with reduced
+    functionality. With --batch and --model, recompute the log-probability of every sampled token with transformers
+    instead, and show the differences by token, version, and position.
     """
 
     def main() -> int:
         if batch is not None and model is not None:
             return _compare(batch, model, temperature, output, as_json=as_json)
         if batch is not None or model is not None:
-            raise CommandError("--batch and --model belong together", hint="Name both.")
+            raise CommandError("--batch and --model must be given together", hint="Pass both, or neither.")
         return _check(config, as_json=as_json)
 
     common.run_blocking(main)
@@ -84,13 +90,13 @@ def _show(checks: list[Check], console: Console) -> None:
 
     from rollout_service.cli.console import table
 
-    rows = table("what", "state", "found")
+    rows = table("check", "state", "found")
     for check in checks:
         state = Text(check.state, style=STYLES[check.state])
         rows.add_row(check.name, state, check.found)
     console.print(rows)
-    mendable = [check for check in checks if check.fix]
-    if mendable:
+    fixable = [check for check in checks if check.fix]
+    if fixable:
         console.print("\nHow to fix it:")
-    for check in mendable:  # outside of the table: a command must not be broken by the width of the terminal
+    for check in fixable:  # outside the table, so that a narrow terminal does not break a command
         console.print(f"  {check.name}: {check.fix}", soft_wrap=True)

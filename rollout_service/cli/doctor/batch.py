@@ -1,8 +1,8 @@
-"""`rollout-service doctor --batch FILE --model DIR`: are the logprobs that a trainer got those of the weights?
+"""`rollout-service doctor --batch FILE --model DIR`: compares a batch's log-probabilities with the weights' own.
 
-Guarantees: every sampled token of the batch is compared, each with its whole segment before it; tokens of other
-versions than the model's differ honestly, so the report is by version, and says which versions kept older KV.
-Needs torch, which the service itself does not.
+Guarantees: every sampled token of the batch is compared, given its whole segment before it. Tokens of versions other
+than the model's are expected to differ, so the report is by version, and says which versions kept older KV. It needs
+torch, which the service itself does not.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 WORST = 10
-"""Tokens that are named one by one."""
+"""The number of tokens that are listed one by one."""
 POSITIONS_APART = 64
-"""Positions in a segment that are reported together."""
+"""The number of positions in a segment that are reported together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +34,20 @@ class Tokens:
 
     segment: NDArray[np.int64]
     position: NDArray[np.int64]
-    """In the segment, counted from 0."""
+    """The position in the segment, from 0."""
     token_id: NDArray[np.int64]
     version: NDArray[np.int64]
     engine: NDArray[np.float64]
-    """The logprob that came with the batch."""
+    """The log-probability in the batch."""
     recomputed: NDArray[np.float64]
 
     @property
     def difference(self) -> NDArray[np.float64]:
-        """Between the two, without its sign."""
+        """The absolute difference of the two."""
         return np.abs(self.engine - self.recomputed)
 
     def rows(self, order: Sequence[int] | range) -> Iterator[dict[str, float]]:
-        """Tokens as records."""
+        """Yield tokens as records."""
         columns = {name: getattr(self, name) for name in (*self.__slots__, "difference")}
         for at in order:
             yield {name: column[at].item() for name, column in columns.items()}
@@ -55,7 +55,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How far tokens are apart."""
+    """The spread of differences."""
 
     tokens: int
     mean: float
@@ -64,13 +64,17 @@ class Spread:
 
     @classmethod
     def of(cls, differences: NDArray[np.float64]) -> Spread:
-        """Return the spread of at least one token's difference."""
+        """Return the spread of at least one difference."""
         p99 = float(np.quantile(differences, 0.99))
         return cls(len(differences), float(differences.mean()), p99, float(differences.max()))
 
 
 def compare(batch: Path, model: Path, temperature: float) -> tuple[BatchArrays, Tokens]:
-    """Recompute every sampled token of a batch; raises CommandError when either cannot be read."""
+    """Recompute the log-probability of every sampled token of a batch.
+
+    Raises:
+        CommandError: The batch or the model cannot be read, or the batch holds no sampled token.
+    """
     try:
         arrays = BatchArrays.from_file(batch)
     except (OSError, ValueError) as error:
@@ -79,7 +83,9 @@ def compare(batch: Path, model: Path, temperature: float) -> tuple[BatchArrays, 
     ids = arrays.tensors["token_ids"].astype(np.int64)
     mask = arrays.tensors["loss_mask"].astype(bool)
     if not mask.any():
-        raise CommandError(f"{batch} holds no sampled token")
+        raise CommandError(
+            f"{batch} holds no sampled tokens", hint="Lease a batch with rollouts that have a turn."
+        )
     offsets = arrays.tensors["segment_offsets"]
     recomputed = _recompute(ids, offsets, model, temperature)
     segments = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
@@ -94,7 +100,7 @@ def compare(batch: Path, model: Path, temperature: float) -> tuple[BatchArrays, 
 
 
 def report(arrays: BatchArrays, tokens: Tokens) -> dict[str, Any]:
-    """The differences of all tokens, by version and by position, and the worst ones."""
+    """Summarize the differences: all tokens, by version, by position, and the largest ones."""
     gaps = tokens.difference
     kept = _kept_kv(arrays)
     versions = [
@@ -111,20 +117,20 @@ def report(arrays: BatchArrays, tokens: Tokens) -> dict[str, Any]:
 
 
 def write_tokens(tokens: Tokens, file: Path) -> None:
-    """A line of JSON for every sampled token."""
+    """Write a line of JSON for every sampled token."""
     with file.open("w") as lines:
         lines.writelines(json.dumps(row) + "\n" for row in tokens.rows(range(len(tokens.version))))
 
 
 def show(found: dict[str, Any], console: Console) -> None:
-    """The report as tables."""
+    """Print the report as tables."""
     from rollout_service.cli.console import table
 
     for title, rows in (
         ("all", [found["all"]]),
         ("by version", found["versions"]),
         ("by position in the segment", found["positions"]),
-        ("the worst tokens", found["worst"]),
+        ("largest differences", found["worst"]),
     ):
         lines = table(*rows[0], title=title)
         for row in rows:
@@ -135,7 +141,7 @@ def show(found: dict[str, Any], console: Console) -> None:
 
 
 def _kept_kv(arrays: BatchArrays) -> set[int]:
-    """Versions whose tokens attended to KV of older weights, which no recomputation repeats."""
+    """Return the versions whose tokens attended to KV of older weights, which recomputation cannot repeat."""
     rollouts = [sample.rollout for group in arrays.batch.groups for sample in group.samples]
     trajectories = [rollout.trajectory for rollout in rollouts if rollout.trajectory is not None]
     return {version for trajectory in trajectories for version in trajectory.kept_kv_versions}
@@ -144,7 +150,7 @@ def _kept_kv(arrays: BatchArrays) -> set[int]:
 def _recompute(
     ids: NDArray[np.int64], offsets: NDArray[np.int64], folder: Path, temperature: float
 ) -> NDArray[np.float64]:
-    """The logprob of every token given those before it in its segment; NaN for each segment's first."""
+    """Return every token's log-probability given its segment before it; NaN for each segment's first token."""
     torch, model = _load(folder)
     found = np.full(len(ids), np.nan)
     with torch.inference_mode():
@@ -157,11 +163,11 @@ def _recompute(
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
-    """Torch, and the model in float32."""
+    """Return torch, and the model in float32."""
     try:
         import torch
     except ImportError as error:
-        hint = "Install it into this environment: `scripts/train --install`, or `pip install torch`."
+        hint = "Install it into this environment with `scripts/train --install` or `pip install torch`."
         raise CommandError(
             "recomputing log-probabilities needs torch, which is not installed", hint=hint
         ) from error

@@ -1,7 +1,7 @@
-"""The checks of `doctor`: each looks at one thing, changes nothing, and knows the command that would.
+"""The checks of `doctor`: each examines one thing, changes nothing, and knows the command that fixes it.
 
-A thing is `missing` when the service cannot run rollouts in Apptainer without it, and `limited` when it can,
-though less well.
+A check is `missing` if the service cannot run rollouts in Apptainer without what it examines, and `limited` if it can,
+with reduced functionality.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from sandboxes.scheduling.host_metrics import HostReader
 from sandboxes.scheduling.pressure import measure_pressure
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
-"""Where the installing scripts are in a checkout; an installed package has none."""
+"""The folder of the install scripts in a checkout; an installed package has none."""
 FREE_GIBIBYTES = 2.0
 GIBIBYTE = 2**30
 BASE_IMAGE = "base"
 PTYS_RESERVE = 1024
-"""That the kernel keeps for the host by default."""
+"""The terminals that the kernel reserves for the host by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     state: Literal["ok", "missing", "limited"]
     found: str
     fix: str = ""
-    """The command that fixes it; empty when there is nothing to fix."""
+    """The command that fixes it; empty if there is nothing to fix."""
 
     def as_dict(self) -> dict[str, str]:
-        """For `--json`."""
+        """Return the result for `--json`."""
         return asdict(self)
 
 
 def check_machine(settings: Settings) -> list[Check]:
-    """All checks, in the order in which they are best mended."""
+    """Run all checks, in the order in which problems are best fixed."""
     facts = read_host_facts()
     return [
         Check("Python", "ok", ".".join(map(str, sys.version_info[:3]))),
@@ -71,7 +71,7 @@ def check_machine(settings: Settings) -> list[Check]:
 
 
 def check_apptainer(facts: HostFacts) -> Check:
-    """The program that makes sandboxes."""
+    """Check that Apptainer is installed and runs."""
     fix = script("install-apptainer", as_root=not facts.is_root)
     if facts.apptainer is None:
         return Check("Apptainer", "missing", "not on PATH, not in /opt/apptainer", fix)
@@ -105,17 +105,22 @@ def check_mounts(facts: HostFacts) -> Iterator[Check]:
 
 
 def check_limits(facts: HostFacts) -> Iterator[Check]:
-    """Whether the kernel can bound a sandbox's memory and processes for us."""
+    """Check that control groups can limit a sandbox's memory and processes."""
     if {"memory", "processes"} <= facts.cgroup_limits:
         found = f"control groups, version {facts.cgroup_version}: {', '.join(sorted(facts.cgroup_limits))}"
         yield Check("limits of sandboxes", "ok", found)
         return
     fix = "systemd-run --user --scope -p Delegate=yes rollout-service serve"
-    yield Check("limits of sandboxes", "limited", "no control group of our own; limits are per process", fix)
+    yield Check(
+        "limits of sandboxes",
+        "limited",
+        "the service has no control group of its own, so limits apply per process",
+        fix,
+    )
 
 
 def check_sharing(settings: Settings) -> Iterator[Check]:
-    """Check what one sandbox can use up or reach that its neighbours need."""
+    """Check that one sandbox cannot use up, or reach, what others need."""
     if not isinstance(settings.sandbox, ApptainerConfig):
         return
     try:
@@ -127,12 +132,16 @@ def check_sharing(settings: Settings) -> Iterator[Check]:
         yield Check("users of sandboxes", "ok", "each sandbox runs as a user of its own")
     else:
         counts = ", ".join(f"{name} ({most})" for name, most in found.counts.items())
-        shared = f"one for all sandboxes: one of them can use up {counts}"
+        shared = f"one user for all sandboxes, so one of them can use up {counts}"
         yield Check("users of sandboxes", "limited", shared, _separate_users(settings.sandbox))
     if found.filtered:
         yield Check("system calls of sandboxes", "ok", "filtered")
     else:
-        yield Check("system calls of sandboxes", "limited", "this kernel or processor has no filter of ours")
+        yield Check(
+            "system calls of sandboxes",
+            "limited",
+            "not filtered: the service has no filter for this kernel or processor",
+        )
     yield _check_terminals(found.own_terminals, settings.sandbox_ceiling)
 
 
@@ -171,7 +180,10 @@ def _check_terminals(sandboxes: int | None, ceiling: int) -> Check:
     name = "terminals of sandboxes"
     if sandboxes is None:
         return Check(
-            name, "limited", "no limit: one sandbox can open all that the host has", _allow_namespaces()
+            name,
+            "limited",
+            "no limit, so one sandbox can open all of the host's terminals",
+            _allow_namespaces(),
         )
     if sandboxes < ceiling:
         wanted = 2 ** math.ceil(math.log2((ceiling + 1) * PTYS + PTYS_RESERVE))
@@ -181,7 +193,7 @@ def _check_terminals(sandboxes: int | None, ceiling: int) -> Check:
 
 
 def check_image(settings: Settings) -> Check:
-    """The image that the built-in environments use."""
+    """Check that the image of the built-in environments is built."""
     names = [image.name for image in ImageStore(settings.images_dir).list()]
     if BASE_IMAGE in names:
         return Check("image base", "ok", "built")
@@ -189,24 +201,31 @@ def check_image(settings: Settings) -> Check:
 
 
 def check_engine(settings: Settings) -> Check:
-    """Something that serves the policy."""
+    """Check that some engine serves the policy."""
     if settings.backends:
         return Check("engine", "ok", ", ".join(str(backend.url) for backend in settings.backends))
     if settings.engine is DefaultEngine.NONE:
-        return Check("engine", "limited", "none is configured", "rollout-service backends add URL")
+        return Check(
+            "engine",
+            "limited",
+            "none is configured; register one once the server runs",
+            "rollout-service backends add URL",
+        )
     model = settings.embedded.model
     folder = policy_folder(model) if model in POLICIES else Path(model).expanduser()
     if (folder / "config.json").is_file():
         return Check("engine", "ok", f"embedded, with {model}")
-    return Check("engine", "missing", f"no policy {model}", "rollout-service serve --model calc-tuned")
+    return Check(
+        "engine", "missing", f"there is no policy {model}", "rollout-service serve --model calc-tuned"
+    )
 
 
 def check_state_dir(folder: Path) -> Check:
-    """Where the store is kept: it must be ours to write, with some room."""
+    """Check that the state folder is writable, and has room."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not os.access(there, os.W_OK):
         fix = f"sudo install -d -o {getpass.getuser()} {folder}"
-        return Check("state folder", "missing", f"{folder} cannot be written", fix)
+        return Check("state folder", "missing", f"{folder} is not writable", fix)
     free = shutil.disk_usage(there).free / GIBIBYTE
     if free < FREE_GIBIBYTES:
         fix = "rollout-service serve --state-dir DIR"
@@ -215,7 +234,7 @@ def check_state_dir(folder: Path) -> Check:
 
 
 def check_pressure(settings: Settings) -> Check:
-    """Whether this host bears further sandboxes at this moment."""
+    """Check whether this host has room for more sandboxes at this moment."""
     metrics = HostReader([settings.state_dir.expanduser().absolute()]).read()
     scarce = [
         it.hold_reason.text
@@ -224,28 +243,29 @@ def check_pressure(settings: Settings) -> Check:
     ]
     if scarce:
         return Check("room for sandboxes", "limited", "; ".join(scarce))
-    psi = "" if metrics.cpu_stall is not None else ", by the load: the kernel has no PSI"
+    psi = "" if metrics.cpu_stall is not None else ", by load average, since the kernel has no PSI"
     return Check("room for sandboxes", "ok", f"up to {settings.sandbox_ceiling}{psi}")
 
 
 def check_sglang() -> Check:
-    """The real engine on the CPU, for trying and for tests."""
+    """Check for SGLang on the CPU, which is used for trials and tests."""
     installed = SCRIPTS.parent / ".venv-sglang" / ".installed"
     if installed.exists():
         return Check("SGLang on the CPU", "ok", str(installed.parent))
     fix = script("install-sglang", as_root=False)
-    return Check("SGLang on the CPU", "limited", "not installed; the embedded engine does without", fix)
+    return Check("SGLang on the CPU", "limited", "not installed; the embedded engine does not need it", fix)
 
 
 def script(name: str, *, as_root: bool) -> str:
-    """The command that runs a script of the checkout."""
+    """Return the command that runs a script of the checkout."""
     path = SCRIPTS / name
     shown = f"scripts/{name} of a checkout" if not path.exists() else str(path)
     return f"sudo {shown}" if as_root else shown
 
 
 def _allow_namespaces() -> str:
-    """The switches differ between distributions; a key that this kernel lacks is left out."""
+    """Return the command that allows user namespaces; distributions differ, so keys that this kernel lacks are
+    omitted."""
     keys = {
         "user.max_user_namespaces": "15000",
         "kernel.unprivileged_userns_clone": "1",

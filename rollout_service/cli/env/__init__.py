@@ -1,4 +1,4 @@
-"""`rollout-service env`: make an environment, check it, try it."""
+"""`rollout-service env`: make an environment, check it, attack its grading, and try it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import typer
 from rollout_service.cli import common
 from rollout_service.cli.common import AsJson, Key
 
-app = typer.Typer(name="env", help="List, make, check and try environments.", no_args_is_help=True)
+app = typer.Typer(name="env", help="List, make, check, attack, and try environments.", no_args_is_help=True)
 
 Environment = Annotated[
     str,
-    typer.Argument(help="Folder with an environment.toml, an image that holds one, or an installed name."),
+    typer.Argument(
+        help="Folder with an environment.toml, image that contains one, or name of an installed environment."
+    ),
 ]
-ServerUrl = Annotated[
-    str | None, typer.Option("--url", help="Ask this server instead of looking on this machine.")
-]
+ServerUrl = Annotated[str | None, typer.Option("--url", help="Use this server instead of this machine.")]
 
 
 @app.command("list", epilog="Example: rollout-service env list --url http://127.0.0.1:8080")
 def list_environments(url: ServerUrl = None, key: Key = None, as_json: AsJson = False) -> None:
-    """Show the environments that are installed here, or that a server has."""
+    """Show the environments that are installed on this machine, or that a server has."""
 
     async def main() -> None:
         from rollout_service.cli.env.check import environment_table, list_installed
@@ -45,16 +45,16 @@ def list_environments(url: ServerUrl = None, key: Key = None, as_json: AsJson = 
 
 @app.command("new", epilog="Example: rollout-service env new word-count --folder environments")
 def new(
-    name: Annotated[str, typer.Argument(help="Letters, digits, '.', '_' or '-'.")],
-    folder: Annotated[Path, typer.Option(help="Where to make the folder NAME.")] = Path(),
+    name: Annotated[str, typer.Argument(help="The environment's name: letters, digits, '.', '_', or '-'.")],
+    folder: Annotated[Path, typer.Option(help="Folder to make the folder NAME in.")] = Path(),
 ) -> None:
-    """Make a small environment that works as it is: a task file, a prompt and a grader, and no Python module."""
+    """Make a small working environment: a task file, a prompt, and a grader, without a Python module."""
 
     def main() -> None:
         from rollout_service.cli.env.new import make_environment
 
         made = make_environment(name, folder)
-        common.err().print(f"made {made}; next:", soft_wrap=True)
+        common.err().print(f"made {made}; now try:", soft_wrap=True)
         for command in (f"check {made}", f"run {made} --script {made / 'solution.jsonl'}"):
             common.err().print(f"  rollout-service env {command}", soft_wrap=True)
 
@@ -65,7 +65,7 @@ def new(
 def check(environment: Environment, as_json: AsJson = False) -> None:
     """Validate an environment: its settings, its image, and every instance of its data set.
 
-    Each finding names what is wrong and where; exit code 1 when there is any.
+    Each finding says what is wrong, and where. The exit code is 1 if there are any.
     """
 
     def main() -> int:
@@ -84,16 +84,18 @@ def check(environment: Environment, as_json: AsJson = False) -> None:
 @app.command("attack", epilog="Example: rollout-service env attack ./word-count")
 def attack(
     environment: Environment,
-    instance: Annotated[str | None, typer.Option(help="Another instance than the first, as JSON.")] = None,
-    only: Annotated[list[str] | None, typer.Option(help="Run this attack alone; may be repeated.")] = None,
-    at_once: Annotated[int, typer.Option(min=1, help="How many attacks run at a time.")] = 4,
+    instance: Annotated[
+        str | None, typer.Option(help="Instance to attack, as JSON; by default, the data set's first.")
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Run only this attack; may be repeated.")] = None,
+    at_once: Annotated[int, typer.Option(min=1, help="Attacks that run at once.")] = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Try to be rewarded for nothing: run scripted reward hacks against an environment's grading.
+    """Run scripted reward hacks against an environment's grading.
 
-    Each gets a rollout of its own in real sandboxes. `held`: no more than an agent gets that does nothing. `forged`:
-    more. `nulled`: no reward at all. `not promised`: not held, by a grader in the agent's own sandbox, where it changed
-    the grader's programs. Exit code 1 when any was forged or nulled.
+    Each attack is a rollout of its own in real sandboxes. `held`: it got no more than an agent that does nothing.
+    `forged`: it got more. `nulled`: it got no reward at all. `not promised`: it succeeded by changing the programs of a
+    grader in the agent's own sandbox, which is not protected. The exit code is 1 if any attack was forged or nulled.
     """
 
     async def main() -> int:
@@ -107,23 +109,24 @@ def attack(
 @app.command("run", epilog="Example: rollout-service env run ./word-count --script word-count/solution.jsonl")
 def run(
     environment: Environment,
-    index: Annotated[int, typer.Option(min=0, help="Which instance of the data set, from 0.")] = 0,
-    instance: Annotated[str | None, typer.Option(help="An instance of your own, as JSON.")] = None,
+    index: Annotated[int, typer.Option(min=0, help="Index of the instance in the data set, from 0.")] = 0,
+    instance: Annotated[str | None, typer.Option(help="Instance to use instead, as JSON.")] = None,
     backend: Annotated[
-        str | None, typer.Option(help="URL of an engine; default: the embedded one with a small policy.")
+        str | None, typer.Option(help="URL of an engine; by default, the embedded one with a small policy.")
     ] = None,
     script: Annotated[
-        Path | None, typer.Option(help="JSONL: the turns of a scripted model, such as a known solution.")
+        Path | None,
+        typer.Option(help="JSONL file with the turns of a scripted model, such as a known solution."),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Of the embedded engine.")] = None,
+    model: Annotated[str | None, typer.Option(help="The embedded engine's model.")] = None,
     sandbox: Annotated[str | None, typer.Option(help="apptainer, or local (isolates nothing).")] = None,
     url: ServerUrl = None,
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
-    """Roll out one task, with a scripted or a real model, and show its whole trajectory.
+    """Roll out one task with a scripted or real model, and show its whole trajectory.
 
-    On a server of its own that ends with the command, or on the one at --url. Exit code 1 when it came to no
+    Uses a server of its own that ends with the command, or the one at --url. The exit code is 1 if the rollout has no
     result; a wrong answer is a result.
     """
 

@@ -1,4 +1,4 @@
-"""Attacks on an environment's grading, in the sandboxes that the settings name."""
+"""Attacks an environment's grading, in the sandboxes that the settings configure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STYLES = {
 async def attack(
     environment: str, instance: str | None, names: list[str], at_once: int, *, as_json: bool
 ) -> int:
-    """Run the attacks and show how they went; returns the exit code."""
+    """Run the attacks, show their outcomes, and return the exit code."""
     known = {script.name: script for script in SCRIPTS}
     for name in names:
         if name not in known:
@@ -57,7 +57,7 @@ async def attack(
 
 
 def show(report: AttackReport, console: Console) -> None:
-    """Print a line for each attack, and how many did not hold."""
+    """Print a line for each attack, and a summary."""
     rows = table(id_column("attack"), "verdict", "reward", "description")
     for outcome in report.outcomes:
         reward = "none" if outcome.reward is None else f"{outcome.reward:g}"

@@ -1,4 +1,4 @@
-"""Looking at environments without running them: which there are, and what is wrong with one."""
+"""Lists environments, and checks one without running it."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ SHOWN_FINDINGS = 20
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentReport:
-    """What was found out about an environment."""
+    """The results of checking an environment."""
 
     name: str
     image: str | None
     tools: list[str]
-    """The built-in ones and its own, as the policy is told of them."""
+    """The built-in tools and the environment's own, as the policy is told of them."""
     instances: int
     splits: dict[str, int]
-    """Instances of each split of the data set."""
+    """The number of instances in each split of the data set."""
     findings: list[str]
-    """The problems, each with its place."""
+    """The problems, each with its location."""
     warnings: list[str]
-    """The settings that have no effect."""
+    """Settings that have no effect."""
 
     def as_dict(self) -> dict[str, JsonValue]:
-        """For `--json`."""
+        """Return the report for `--json`."""
         return asdict(self)
 
     def show(self, console: SafeConsole) -> None:
-        """For a terminal."""
+        """Print the report."""
         rows = table("", "", header=False)
         rows.add_row("environment", self.name)
-        rows.add_row("image", self.image or "none: it needs no sandbox")
+        rows.add_row("image", self.image or "none; it needs no sandbox")
         rows.add_row("tools", ", ".join(self.tools) or "none")
         rows.add_row("data set", self._dataset())
         console.print(rows)
@@ -58,25 +58,25 @@ class EnvironmentReport:
         for finding in self.findings[:SHOWN_FINDINGS]:
             console.print(Text(finding, style="red"), soft_wrap=True)
         if (more := len(self.findings) - SHOWN_FINDINGS) > 0:
-            console.print(f"and {more} more")
+            console.print(f"... and {more} more")
         console.print(count(len(self.findings), "finding") if self.findings else "nothing is wrong")
 
     def _dataset(self) -> str:
         if not self.instances:
-            return "none: tasks bring their instances"
+            return "none; tasks bring their own instances"
         splits = ", ".join(f"{name} {number}" for name, number in self.splits.items())
         return count(self.instances, "instance") + (f" ({splits})" if splits else "")
 
 
 def list_installed() -> tuple[list[dict[str, JsonValue]], list[str]]:
-    """The environments that a server on this machine would have, and what could not be loaded."""
+    """Return the environments that a server on this machine would have, and the errors of those that fail to load."""
     registry = EnvironmentRegistry.load(load_settings().environments)
     specs = [_spec(environment) for environment in registry.list()]
     return specs, [f"{source}: {error}" for source, error in registry.problems.items()]
 
 
 def _spec(environment: Environment) -> dict[str, JsonValue]:
-    """Return the settings, with the environment's tools added to the built-in ones."""
+    """Return an environment's settings, with its own tools added to the built-in ones."""
     return environment.spec.model_dump(mode="json") | {"tools": [*tool_names(environment)]}
 
 
@@ -87,7 +87,7 @@ def tool_names(environment: Environment) -> list[str]:
 
 
 def environment_table(specs: Sequence[dict[str, JsonValue]]) -> Table:
-    """A table of environments."""
+    """Return a table of environments."""
     rows = table(id_column("name"), "image", "tools", "description")
     for spec in specs:
         tools = spec.get("tools")
@@ -97,14 +97,19 @@ def environment_table(specs: Sequence[dict[str, JsonValue]]) -> Table:
 
 
 def environment_path(name_or_path: str) -> Path | None:
-    """The path of an environment; None when it is the name of an installed one."""
+    """Return the path of an environment, or None if it is the name of an installed one."""
     path = Path(name_or_path).expanduser()
     is_place = "/" in name_or_path or path.is_file() or (path / FILE_NAME).is_file()
     return path.absolute() if is_place else None
 
 
 def load_environment(name_or_path: str) -> Environment:
-    """An installed environment, or the one at a path. Raises ConfigurationError, InvalidFieldError."""
+    """Load an installed environment, or the one at a path.
+
+    Raises:
+        ConfigurationError: The environment at the path is invalid.
+        InvalidFieldError: There is no installed environment with this name.
+    """
     place = environment_path(name_or_path)
     if place is not None:
         return load_path(place)
@@ -112,7 +117,7 @@ def load_environment(name_or_path: str) -> Environment:
 
 
 def check_environment(name_or_path: str) -> EnvironmentReport:
-    """Everything that can be said of an environment without starting a sandbox."""
+    """Check everything that can be checked without starting a sandbox."""
     settings = load_settings()
     environment = load_environment(name_or_path)
     dataset = environment.dataset()
@@ -145,13 +150,13 @@ def _check_image(environment: Environment, settings: Settings) -> Iterator[str]:
         yield f"image: {error} ({error.hint})" if error.hint else f"image: {error}"
         return
     for name in facts.missing:
-        yield f"image: it has no {name}, which every sandbox needs"
+        yield f"image: it lacks {name}, which every sandbox needs"
 
 
 def _find_unsplit(dataset: Sequence[dict[str, JsonValue]]) -> Iterator[str]:
     without = sum(1 for instance in dataset if get_split(instance) is None)
     if without and count_splits(dataset):
-        yield f"data set: {count(without, 'instance')} in no split, so no run can take them"
+        yield f"data set: {count(without, 'instance')} without a split, which no run can use"
 
 
 def _check_instances(environment: Environment, dataset: Sequence[dict[str, JsonValue]]) -> Iterator[str]:

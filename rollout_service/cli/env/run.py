@@ -1,4 +1,4 @@
-"""One task of an environment, rolled out for a look at it."""
+"""Rolls out one task of an environment, and shows it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rollout_service.tokens.tokenizer import load_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class OwnServer:
-    """The server that `env run` starts when it is given none."""
+    """The server that `env run` starts unless it is given one."""
 
     environment: str
     backend: str | None
@@ -36,7 +36,7 @@ class OwnServer:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[RolloutClient]:
-        """Start it, with the scripted model if there is a script."""
+        """Start the server, with the scripted model if there is a script."""
         turns = await anyio.to_thread.run_sync(read_turns, self.script) if self.script else None
         common.err().print("Starting a server")
         async with AsyncExitStack() as stack:
@@ -47,7 +47,7 @@ class OwnServer:
             yield await stack.enter_async_context(running_server(Path(folder), self._flags(backend)))
 
     def _flags(self, backend: str | None) -> list[str]:
-        """Flags of `rollout-service serve`."""
+        """Return the flags of `rollout-service serve`."""
         given = {
             "--environment": environment_path(self.environment),
             "--backend": backend,
@@ -60,7 +60,7 @@ class OwnServer:
 async def run_one(
     own: OwnServer, index: int, instance: str | None, url: str | None, key: str | None, *, as_json: bool
 ) -> int:
-    """Roll out one task and show it; returns the exit code."""
+    """Roll out one task, show it, and return the exit code."""
     name = await anyio.to_thread.run_sync(_name, own.environment)
     async with _server(own, url, key) as client:
         data = parse_instance(instance) if instance is not None else await _pick(client, name, index)
@@ -89,21 +89,25 @@ async def _pick(client: RolloutClient, name: str, index: int) -> dict[str, JsonV
     found = await client.dataset(name, limit=1, offset=index)
     if not found:
         raise CommandError(
-            f"{name} has no instance {index}: they count from 0.",
-            hint="Pass another --index, or --instance JSON.",
+            f"{name} has no instance with index {index}; indices start at 0",
+            hint="Pass another --index, or an --instance as JSON.",
         )
     return found[0]
 
 
 def parse_instance(text: str) -> dict[str, JsonValue]:
-    """Return the instance in a text; raises CommandError."""
+    """Parse an instance.
+
+    Raises:
+        CommandError: The text is not a JSON object.
+    """
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise CommandError(f"--instance is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise CommandError(
-            "--instance is not a JSON object.", hint="""As in --instance '{"question": "1+1"}'."""
+            "--instance is not a JSON object", hint="""For example: --instance '{"question": "1+1"}'"""
         )
     return value
 

@@ -1,7 +1,7 @@
-"""A scripted model: fixed turns from a file, so that an environment can be tried without a policy.
+"""A scripted model: fixed turns from a file, to try an environment without a policy.
 
 A turn is a line of JSON: `{"content": "...", "tool_calls": [{"name": "bash", "arguments": {...}}]}`, both optional.
-It is written in the format of the shipped policies, whose tokenizer spells any text.
+Turns are written in the format of the shipped policies, whose tokenizer can encode any text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ END = "<|im_end|>"
 
 
 class ScriptedCall(BaseModel):
-    """A call of a tool."""
+    """A tool call."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -30,7 +30,7 @@ class ScriptedCall(BaseModel):
     arguments: dict[str, JsonValue] = {}
 
     def text(self) -> str:
-        """As a policy writes it."""
+        """Return the call as a policy writes it."""
         return f"<tool_call>\n{json.dumps(self.model_dump(), ensure_ascii=False)}\n</tool_call>"
 
 
@@ -43,13 +43,17 @@ class ScriptedTurn(BaseModel):
     tool_calls: list[ScriptedCall] = []
 
     def text(self) -> str:
-        """As a policy writes it."""
+        """Return the turn as a policy writes it."""
         parts = [self.content, *(call.text() for call in self.tool_calls)]
         return "\n".join(part for part in parts if part) + END
 
 
 def read_turns(path: Path) -> list[str]:
-    """The texts of the turns in a file; raises CommandError that names the line at fault."""
+    """Return the texts of the turns in a file.
+
+    Raises:
+        CommandError: The file has no turns, or a line is not a turn; the message has its number.
+    """
     turns = []
     for number, line in enumerate(read_whole(path).split(b"\n"), start=1):
         if line.strip():
@@ -60,13 +64,13 @@ def read_turns(path: Path) -> list[str]:
                 raise CommandError(f"{path}, line {number}: {what}") from error
     if not turns:
         raise CommandError(
-            f"The script {path} has no turns.", hint='A turn is a line such as {"content": "42"}.'
+            f"the script {path} has no turns", hint='Write one turn per line, such as {"content": "42"}.'
         )
     return turns
 
 
 def scripted_engine(turns: list[str]) -> ScriptedEngine:
-    """An engine that answers with these turns in order; use it as an async context manager."""
+    """Return an engine that answers with these turns in order; enter it as an async context manager."""
     folder = policy_folder(POLICY)
     vocab_size = json.loads((folder / "config.json").read_bytes())["vocab_size"]
     return ScriptedEngine(Replies.from_texts(turns, folder), vocab_size=vocab_size, model_path=folder)

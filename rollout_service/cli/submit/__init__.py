@@ -1,4 +1,4 @@
-"""`rollout-service submit`: requests from a file, results into a file."""
+"""`rollout-service submit`: roll out the requests of a file, and write the results to another."""
 
 from __future__ import annotations
 
@@ -22,35 +22,38 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: rollout-service submit tasks.jsonl --output results.jsonl --concurrency 64"
 
 STREAM = "tasks"
-"""The prefix of ids for requests from a stream, whose name changes from one call to the next."""
+"""The prefix of ids for requests from a stream, whose name changes between calls."""
 PATIENCE_SECONDS = 300.0
-"""How long a server may be gone, as for a restart, before the command gives up."""
+"""How long a server may be unreachable, such as during a restart, before the command gives up."""
 
 
 def command(
     tasks: Annotated[
         Path,
         typer.Argument(
-            help="JSONL: a RolloutRequest a line; - or a pipe is read to its end first.",
+            help="JSONL file with one RolloutRequest per line; - or a pipe is read to its end first.",
             dir_okay=False,
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="JSONL: a finished Rollout a line.")],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="JSONL file for the results, one finished Rollout per line."),
+    ],
     environment: Annotated[
-        str | None, typer.Option(help="The lines are instances of this environment, not requests.")
+        str | None, typer.Option(help="Treat the lines as instances of this environment instead of requests.")
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Rollouts ordered at once.")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Rollouts submitted at once.")] = 64,
     fail_on_error: Annotated[
-        bool, typer.Option("--fail-on-error", help="Exit with 1 when a rollout failed or was cancelled.")
+        bool, typer.Option("--fail-on-error", help="Exit with 1 if a rollout failed or was cancelled.")
     ] = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the closing counts as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the final counts as JSON.")] = False,
 ) -> None:
-    """Roll out every line of a file; run it again after any interruption, and only what is missing is done.
+    """Roll out every line of a file; after an interruption, run it again to do only what is missing.
 
-    Lines that are not valid requests are reported by number, and the rest still run; the exit code is then 1. A
-    failed rollout is a result like any other, and its line says why; --fail-on-error makes it the command's failure.
+    Lines that are not valid requests are reported by number; the rest still run, and the exit code is 1. A failed
+    rollout is a result too, and its line says why; with --fail-on-error it also makes the exit code 1.
     """
 
     def main() -> int | None:
@@ -73,7 +76,7 @@ def command(
 
 @dataclass(frozen=True, slots=True)
 class _Submission:
-    """What to roll out, and where the results go."""
+    """What to roll out, and where to write the results."""
 
     tasks: Path
     stem: str
@@ -85,7 +88,7 @@ class _Submission:
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """The outcome of the lines."""
+    """The final counts."""
 
     tally: Tally
     resumed: int
@@ -93,17 +96,17 @@ class _Counts:
 
     @property
     def unsuccessful(self) -> int:
-        """How many rollouts of this submission failed or were cancelled."""
+        """The number of rollouts of this submission that failed or were cancelled."""
         from api_schemas.rollouts import RolloutState
 
         return self.tally.count - self.tally.ended[RolloutState.COMPLETED]
 
     def exit_code(self, *, fail_on_error: bool) -> int:
-        """Return 1 when lines gave no result, or, if asked, when rollouts failed."""
+        """Return 1 if lines gave no result, or, if asked, if rollouts failed."""
         return 1 if self.refused or (fail_on_error and self.unsuccessful) else 0
 
     def report(self, output: Path, *, as_json: bool) -> None:
-        """Print the closing line, or the counts as JSON."""
+        """Print the summary line, or the counts as JSON."""
         if as_json:
             ended = {str(state): count for state, count in sorted(self.tally.ended.items())}
             document = {"output": str(output), "resumed": self.resumed, "refused": self.refused}
@@ -111,11 +114,11 @@ class _Counts:
             return
         parts = [f"{common.count(self.tally.count, 'result')} written to {output}"]
         if self.resumed:
-            parts.append(f"{self.resumed} were there already")
+            parts.append(f"{self.resumed} were already there")
         if self.refused:
-            parts.append(f"{common.count(self.refused, 'line')} gave none (see above)")
+            parts.append(f"{common.count(self.refused, 'line')} gave no result (see above)")
         if self.unsuccessful:
-            parts.append(f"{self.unsuccessful} without success: see `error` in their lines")
+            parts.append(f"{self.unsuccessful} failed or cancelled (see `error` in their lines)")
         common.err().print("; ".join(parts), soft_wrap=True)
 
 
@@ -128,7 +131,7 @@ async def _submit(client: RolloutClient, submission: _Submission) -> _Counts:
     rejected.lines = requests.lines
     lines = requests.count()
     if not lines:
-        raise common.CommandError("The input holds no request: it is empty.", hint="Give a request a line.")
+        raise common.CommandError(f"{submission.tasks} is empty", hint="Write one request per line.")
     tally = Tally(lines)
     try:
         with ResultFile(submission.output) as results, _explain_resuming(submission.output):
@@ -146,13 +149,13 @@ def _explain_resuming(output: Path) -> Iterator[None]:
     try:
         yield
     except anyio.get_cancelled_exc_class():
-        text = f"Interrupted; finished results are in {output}. Run the same command again to go on."
+        text = f"Interrupted. Finished results are in {output}; run the same command again to continue."
         common.err().print(text, soft_wrap=True)
         raise
 
 
 class _RejectedLines:
-    """Says which lines give no result, and counts them."""
+    """Reports and counts the lines that give no result."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -177,7 +180,7 @@ async def _roll_out(
     rejected: _RejectedLines,
     tally: Tally,
 ) -> int:
-    """Roll out what is not in the results yet; returns how many were there already."""
+    """Roll out what is not in the results yet, and return how many were already there."""
     from rollout_service.cli.submit.progress import ProgressView
     from rollout_service.cli.submit.waiting import explain_waiting
 

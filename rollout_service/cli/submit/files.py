@@ -1,8 +1,8 @@
-"""Files of requests and of results, one JSON document a line.
+"""Files of requests and of results, with one JSON document per line.
 
-Guarantees: a bad line is named by its number and harms no other line; a request without an id gets one that
-follows from the file's name, the line's number and its content, so that a second run orders nothing twice; a
-result is in the file whole or not at all, as far as the next run is concerned: a torn last line is cut off.
+Guarantees: an invalid line is reported by its number, and affects no other line. A request without an id gets one that
+is derived from the file's name, the line's number, and its content, so a second run submits nothing twice. To the next
+run, a result is in the file completely or not at all: a truncated last line is removed.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from rollout_service.validation import describe_problems
 
 LONGEST_STEM = 64
 BEGIN = b'{"rollout_id":'
-"""How every result begins, since the id is the first field."""
+"""The beginning of every result, since the id is its first field."""
 
 
 @dataclass(slots=True)
 class RequestFile:
     """The requests of a file, read as they are needed.
 
-    A line is a `RolloutRequest`, or with `environment` just the instance of a task of that environment.
+    A line is a `RolloutRequest`, or, with `environment`, just an instance for that environment.
     """
 
     path: Path
     bad_line: Callable[[int, str], None]
-    """Called with the number of a line (from 1) that is not a request, and why."""
+    """A function that is called with the number (from 1) of each line that is not a request, and the reason."""
     environment: str | None = None
     stem: str | None = None
-    """The prefix of generated ids; the file's name when left out."""
+    """The prefix of generated ids; by default, the file's name."""
     lines: dict[str, int] = field(default_factory=dict)
-    """The line that each id came from, as far as the file was read."""
+    """The line number of each id, as far as the file has been read."""
 
     def __iter__(self) -> Iterator[RolloutRequest]:
         with self.path.open("rb") as file:
@@ -50,7 +50,7 @@ class RequestFile:
                     yield from self._request(number, line.strip())
 
     def count(self) -> int:
-        """How many lines there are that are not empty."""
+        """Count the lines that are not empty."""
         with self.path.open("rb") as file:
             return sum(1 for line in file if line.strip())
 
@@ -88,7 +88,8 @@ class RequestFile:
 class ResultFile:
     """A file that finished rollouts are appended to. `done` holds the ids that it had when it was opened.
 
-    Raises ValueError when it holds something else than results.
+    Raises:
+        ValueError: On entering, the file holds something other than results.
     """
 
     def __init__(self, path: Path) -> None:
@@ -105,7 +106,7 @@ class ResultFile:
         return self
 
     def _read(self, file: BinaryIO) -> int:
-        """Take in the ids of the results that are there; returns where the whole lines end."""
+        """Collect the ids of the existing results, and return where the complete lines end."""
         file.seek(0)
         end = 0
         for number, line in enumerate(file, start=1):
@@ -122,7 +123,7 @@ class ResultFile:
             self._file.close()
 
     def append(self, rollout: Rollout) -> None:
-        """Write a result; it is with the operating system when this returns."""
+        """Write a result; it has reached the operating system when this returns."""
         if self._file is None:
             raise RuntimeError("open the file first: with ResultFile(path) as results")
         self._file.write(rollout.model_dump_json().encode() + b"\n")
@@ -132,17 +133,17 @@ class ResultFile:
         try:
             return str(json.loads(line)["rollout_id"])
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{self.path}, line {number}: not a result of a rollout") from None
+            raise ValueError(f"{self.path}, line {number}: not a rollout's result") from None
 
 
 def _is_torn(line: bytes) -> bool:
-    """Whether a line without an end began as one of ours: anything else is somebody's own and is not cut."""
+    """Return whether an unterminated line begins like a result; anything else is not ours to remove."""
     length = min(len(line), len(BEGIN))
     return line[:length] == BEGIN[:length]
 
 
 def explain_bad_line(error: ValueError) -> str:
-    """Say in one line why a line is not a request."""
+    """Explain in one line why a line is not a request."""
     if isinstance(error, ValidationError):
         return "; ".join(describe_problems(error, RolloutRequest))
     if isinstance(error, json.JSONDecodeError):

@@ -1,7 +1,7 @@
-"""Input files of the commands.
+"""The commands' input files.
 
-Guarantee: a stream (a pipe, a FIFO, `/dev/stdin`, `<(command)`, or `-` for standard input) is read exactly once, to
-its end, before a command begins, so that the command can read it as often as any file.
+Guarantee: a stream (a pipe, a FIFO, `/dev/stdin`, `<(command)`, or `-` for standard input) is read exactly once, to its
+end, before a command begins; the command can then read it as often as any file.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ STDIN = "-"
 
 
 def is_stream(path: Path) -> bool:
-    """Return whether input from here can be read only once."""
+    """Return whether this input can be read only once."""
     return str(path) == STDIN or not path.is_file()
 
 
 @contextmanager
 def reread(path: Path) -> Iterator[Path]:
-    """Give a path that can be read any number of times: the file itself, or a temporary copy of a stream.
+    """Yield a path that can be read any number of times: the file itself, or a temporary copy of a stream.
 
-    Blocks until the stream ends: call it before an event loop starts. Raises CommandError when it cannot be read.
+    This blocks until the stream ends, so call it before an event loop starts.
+
+    Raises:
+        CommandError: The input cannot be read.
     """
     if not is_stream(path):
         yield path
@@ -44,7 +47,11 @@ def reread(path: Path) -> Iterator[Path]:
 
 
 def read_whole(path: Path) -> bytes:
-    """Return the content of a file or stream; raises CommandError when it cannot be read."""
+    """Return the content of a file or stream.
+
+    Raises:
+        CommandError: It cannot be read.
+    """
     try:
         with _opened(path) as stream:
             return stream.read()

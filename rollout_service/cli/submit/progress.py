@@ -1,4 +1,4 @@
-"""Progress for people: a live bar on a terminal, and elsewhere a plain line every few seconds."""
+"""Shows progress: a live bar on a terminal, and a plain line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LINE_SECONDS = 3.0
 
 @dataclass(slots=True)
 class Tally:
-    """How many rollouts ended how, and how fast."""
+    """Counts of how rollouts ended, and how fast."""
 
     total: int
     ended: Counter[RolloutState] = field(default_factory=Counter)
@@ -40,7 +40,7 @@ class Tally:
 
     @property
     def count(self) -> int:
-        """How many have ended."""
+        """The number of rollouts that have ended."""
         return self.ended.total()
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class ProgressView:
         self._task = self._bar.add_task("", total=tally.total)
 
     def update(self, note: str | None = None) -> None:
-        """Show how things stand; `note` begins the line until another one is given."""
+        """Show the current counts; `note` begins the line until it is replaced."""
         self._note = self._note if note is None else note
         text = ", ".join(filter(None, [self._note, str(self._tally)]))
         self._bar.update(self._task, completed=self._tally.count, total=self._tally.total, description=text)
@@ -81,12 +81,12 @@ class ProgressView:
             self._console.print(f"{self._tally.count}/{self._tally.total}: {text}")
 
     def say(self, text: str) -> None:
-        """Print a line; on a terminal above the bar."""
+        """Print a line, above the bar on a terminal."""
         self._console.print(text, markup=False, soft_wrap=True)
 
     @contextmanager
     def shown(self) -> Iterator[ProgressView]:
-        """Show the bar inside of the block, and a last line at its end."""
+        """Show the bar during the block, and a last line at its end."""
         with self._bar:
             self.update()
             yield self

@@ -1,4 +1,4 @@
-"""Says on stderr why a server rolls nothing out, for as long as it does not."""
+"""Explains on stderr why a server does not take work, for as long as it does not."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 CHECK_SECONDS = 3.0
 AGAIN_SECONDS = 30.0
-"""How often the same reason is said again."""
+"""How often the same reason is repeated."""
 
 
 @asynccontextmanager
 async def explain_waiting(client: RolloutClient, view: ProgressView) -> AsyncIterator[None]:
-    """Tell the user, for the length of the block, why the server takes no work whenever it takes none."""
+    """Tell the user, during the block, why the server takes no work whenever it does not."""
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_explain, client, view)
@@ -40,18 +40,18 @@ async def _explain(client: RolloutClient, view: ProgressView) -> None:
             view.say(f"Waiting: {reason}")
             said_at = time.monotonic()
         elif said and not reason:
-            view.say("The server takes work again.")
+            view.say("The server is ready again.")
         said = reason
         await anyio.sleep(CHECK_SECONDS)
 
 
 async def _reason(client: RolloutClient) -> str:
-    """Return why the server takes no work; empty when it does, or when that cannot be told."""
+    """Return why the server takes no work; empty if it does, or if it cannot be asked."""
     from rollout_client.client import ClientError, UnreachableError
 
     try:
         return " ".join((await client.readiness()).reasons)
     except UnreachableError as error:
         return str(error)
-    except ClientError:  # the requests meet the same, and say so
+    except ClientError:  # the requests get the same error, and report it
         return ""

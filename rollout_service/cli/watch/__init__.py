@@ -1,4 +1,4 @@
-"""`rollout-service watch`: what a running server is doing, as it happens."""
+"""`rollout-service watch`: show live what a running server is doing."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: rollout-service watch --url http://node-3:8080"
 
 PATIENCE_SECONDS = 3_600.0
-"""Watching goes on while the server restarts."""
+"""How long the server may be unreachable, such as during a restart."""
 
 
 def command(
     url: Url = DEFAULT_URL,
     key: Key = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print every event as a line of JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print every event as one JSON object per line.")
+    ] = False,
     after: Annotated[
-        int | None, typer.Option(min=0, help="With --json: begin after the event with this id.")
+        int | None, typer.Option(min=0, help="With --json: start after the event with this id.")
     ] = None,
 ) -> None:
-    """Show states, stages, engines and speed until Ctrl-C; off a terminal, a line every few seconds."""
+    """Show rollout states, engines, sandboxes, and speed until Ctrl-C; off a terminal, a line every few seconds."""
 
     async def main() -> None:
         from rollout_service.cli.watch.view import watch

@@ -30,31 +30,31 @@ STATE_EVENT = "rollout.state"
 
 @dataclass(slots=True)
 class ServerView:
-    """What is known of a server."""
+    """The current state of a server, as far as it is known."""
 
     counts: dict[RolloutState, int] = field(default_factory=dict)
     backends: list[BackendView] = field(default_factory=list)
     nodes: list[NodeView] = field(default_factory=list)
     recent_events: deque[Event] = field(default_factory=lambda: deque(maxlen=SHOWN_EVENTS))
     ended: deque[float] = field(default_factory=deque)
-    """When rollouts ended, within the last `RATE_SECONDS`."""
+    """The times at which rollouts ended, within the last `RATE_SECONDS`."""
     began: float = field(default_factory=time.monotonic)
 
     def add(self, event: Event) -> None:
-        """Take in an event."""
+        """Add an event."""
         self.recent_events.append(event)
         if event.kind == STATE_EVENT and RolloutState(str(event.data["state"])).terminal:
             self.ended.append(time.monotonic())
 
     def rate(self) -> float:
-        """Rollouts that ended each second, over the last `RATE_SECONDS` or since the watch began."""
+        """Return the rollouts ended per second, over the last `RATE_SECONDS` or since the watch began."""
         now = time.monotonic()
         while self.ended and self.ended[0] < now - RATE_SECONDS:
             self.ended.popleft()
         return len(self.ended) / max(LOOK_SECONDS, min(RATE_SECONDS, now - self.began))
 
     def line(self) -> str:
-        """Everything in a line."""
+        """Return the state as one line."""
         counts = [f"{self.counts[state]} {state}" for state in RolloutState if self.counts.get(state)]
         sandboxes = common.count(sum(node.live for node in self.nodes), "sandbox", "sandboxes")
         engines = common.count(len(self.backends), "engine")
@@ -72,13 +72,13 @@ class ServerView:
 
 
 def format_event(event: Event) -> str:
-    """An event in a line."""
+    """Return an event as one line."""
     data = ", ".join(f"{name} {value}" for name, value in event.data.items() if value is not None)
     return f"{event.time:%H:%M:%S} {event.kind} {event.subject} {data}"
 
 
 def render_nodes(nodes: list[NodeView]) -> RenderableType:
-    """Return a table of hosts and their sandboxes, with what holds new sandboxes back below it."""
+    """Return a table of hosts and their sandboxes, followed by what holds new sandboxes back."""
     names = ("provider", "sandboxes", "in use", "target", "ceiling", "warm", "waiting")
     rows = table("node", *names)
     for node in nodes:
@@ -89,7 +89,7 @@ def render_nodes(nodes: list[NodeView]) -> RenderableType:
 
 
 async def watch(client: RolloutClient) -> None:
-    """Show a server until cancelled."""
+    """Show a server's state until cancelled."""
     view, console = ServerView(), common.out()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_follow, client, view)

@@ -160,7 +160,7 @@ def test_submit_of_nothing_is_an_error(server, tmp_path, content):
     file.write_text(content)
     result = invoke("submit", str(file), "-o", str(output), url=server.url)
     assert result.exit_code == 1
-    assert "The input holds no request" in result.stderr
+    assert "is empty" in result.stderr
     assert not output.exists()
 
 
@@ -172,7 +172,7 @@ def test_submit_fails_on_failed_rollouts_only_when_asked(server, tmp_path):
     assert results(output)[0].state is RolloutState.FAILED
     assert result.exit_code == 0
     assert "1 result written" in result.stderr
-    assert "1 without success" in result.stderr
+    assert "1 failed or cancelled" in result.stderr
     again = tmp_path / "again.jsonl"
     assert invoke("submit", str(file), "-o", str(again), "--fail-on-error", url=server.url).exit_code == 1
 
@@ -208,7 +208,7 @@ def test_a_leased_batch_is_given_back_and_acknowledged_by_its_id(server, tmp_pat
 
     refused = invoke(*lease, url=server.url)
     assert refused.exit_code == 1
-    assert "is there already" in refused.stderr
+    assert "already exists" in refused.stderr
     assert output.read_bytes() == first
 
     assert invoke("runs", "nack", "settled", batch_id, url=server.url).exit_code == 0
@@ -247,7 +247,7 @@ def test_submit_refuses_an_output_that_is_something_else(server, tmp_path):
     output.write_text("mine\n")
     result = invoke("submit", str(file), "-o", str(output), url=server.url)
     assert result.exit_code == 1
-    assert "not a result of a rollout" in result.stderr
+    assert "not a rollout's result" in result.stderr
     assert output.read_text() == "mine\n"
 
 
@@ -285,7 +285,7 @@ def test_env_run_shows_a_whole_trajectory(server):
         assert part in result.stdout
     missing = invoke("env", "run", "calc", "--index", "100000", "--url", server.url)
     assert missing.exit_code == 1
-    assert "no instance 100000" in missing.stderr
+    assert "no instance with index 100000" in missing.stderr
 
 
 def test_a_new_environment_rewards_its_own_solution_and_nothing_less(tmp_path):

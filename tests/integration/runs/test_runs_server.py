@@ -330,7 +330,7 @@ def test_runs_from_the_command_line(url: str, tmp_path: Path) -> None:
     assert "there is no run nothing" in command("show", "nothing", exit_code=1).stderr
     export = tmp_path / "typed.jsonl.gz"
     assert "bytes" in command("export", "typed", "--output", str(export)).stdout
-    assert "is there already" in command("export", "typed", "-o", str(export), exit_code=1).stderr
+    assert "already exists" in command("export", "typed", "-o", str(export), exit_code=1).stderr
     assert "bytes" in command("export", "typed", "-o", str(export), "--force").stdout
     for what in ("typed", str(export)):
         results = [json.loads(line) for line in command("rescore", what).stdout.splitlines()]

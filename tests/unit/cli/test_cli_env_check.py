@@ -64,7 +64,7 @@ def test_what_is_wrong_with_an_environment_is_found(tmp_path):
         "[evaluate] command: /environment/grade.sh is not there",
         "image: ",
         "data set, instance 3: ",
-        "data set: 1 instance in no split",
+        "data set: 1 instance without a split",
         "4 findings",
     ):
         assert text in result.stdout

@@ -28,7 +28,7 @@ def test_a_name_that_is_none_is_refused_and_nothing_is_made(tmp_path, name):
 
 def test_what_is_there_is_not_overwritten(tmp_path):
     (tmp_path / "mine").mkdir()
-    with pytest.raises(CommandError, match="there already"):
+    with pytest.raises(CommandError, match="already exists"):
         make_environment("mine", tmp_path)
 
 

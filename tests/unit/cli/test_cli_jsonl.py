@@ -106,6 +106,6 @@ def test_a_torn_last_line_is_cut_off(tmp_path):
 def test_a_file_of_something_else_is_left_alone(tmp_path, text):
     path = tmp_path / "notes.txt"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"notes\.txt, line 1: not a result"), ResultFile(path):
+    with pytest.raises(ValueError, match=r"notes\.txt, line 1: not a rollout's result"), ResultFile(path):
         pass
     assert path.read_text() == text

@@ -86,7 +86,7 @@ def test_what_cannot_be_read_is_said(model, tmp_path):
     for flags, words in (
         (["--batch", nothing, "--model", model], "cannot be read as a batch"),
         (["--batch", batch, "--model", tmp_path / "none"], "cannot be loaded as a model"),
-        (["--batch", batch], "belong together"),
+        (["--batch", batch], "must be given together"),
     ):
         result = doctor(*flags)
         assert result.exit_code == 1
