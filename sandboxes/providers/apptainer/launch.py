@@ -1,26 +1,26 @@
-"""Starts one Apptainer sandbox: joins its control groups, makes its namespaces and file systems, becomes apptainer.
+"""Launch one Apptainer sandbox: join its control groups, make its namespaces and file systems, and exec apptainer.
 
-It runs by itself, as `python -I -S launch.py APPTAINER ARGUMENTS...`, and imports little, since every sandbox pays
-for it. Every mount, and the network, belongs to namespaces of this process and ends with the sandbox's last one.
-As root it gives up root before Apptainer starts. Whatever it may do in its own user namespace is gone with the
-`exec`, and that namespace allows no other below Apptainer's: code inside can make none to gain rights in.
+It runs on its own, as `python -I -S launch.py APPTAINER ARGUMENTS...`, and imports little, since every sandbox pays
+for it. Every mount, and the network, belongs to namespaces of this process and ends with the sandbox's last process.
+As root it drops root before Apptainer starts. Its rights in its own user namespace end with the `exec`, and that
+namespace allows no other below Apptainer's, so code inside cannot make one to gain rights in.
 
-What to do is said by variables:
-  LAUNCH_GROUPS       files of control groups to join, one a line
-  LAUNCH_SPACE        a folder for what the sandbox writes ("data"), its /sys, /dev/shm and /etc/hosts, and Apptainer's
+Environment variables tell it what to do:
+  LAUNCH_GROUPS       files of control groups to join, one per line
+  LAUNCH_SPACE        a folder for the sandbox's files ("data"), its /sys, /dev/shm and /etc/hosts, and Apptainer's
                       own settings ("conf")
-  LAUNCH_NAMESPACES   "1": a user namespace, and in it mounts; without it an ordinary user gets neither
-  LAUNCH_NETWORK      "1": a network of its own, whose loopback is up
+  LAUNCH_NAMESPACES   "1": a user namespace with mounts in it; without it an ordinary user gets neither
+  LAUNCH_NETWORK      "1": a separate network, whose loopback is up
   LAUNCH_LISTENER     a descriptor of a Unix socket that a listening socket of that network is sent to
-  LAUNCH_PORT         where that listens, on 127.0.0.1
-  LAUNCH_BYTES        the size of the file system that LAUNCH_SPACE gets; without mounts, the limit of one file
-  LAUNCH_FILTER       the filter of system calls, in hexadecimal digits, see `seccomp`
+  LAUNCH_PORT         the port it listens on, on 127.0.0.1
+  LAUNCH_BYTES        the size of the file system that LAUNCH_SPACE gets; without mounts, the limit on each file
+  LAUNCH_FILTER       the system call filter in hexadecimal digits, see `seccomp`
   LAUNCH_PROFILE      the same for Apptainer to set, as JSON, which it finds at "filter.json" in LAUNCH_SPACE
 and as root:
-  LAUNCH_USER, LAUNCH_GROUP  whom to become
-  LAUNCH_OWNER               another number for that user: its files on disk have it, and inside it is called so
-  LAUNCH_IMAGE               the image, which that user will find at "image" in LAUNCH_SPACE
-  LAUNCH_BINDS               what else it is to see, one a line, at "bind0", "bind1" ... in LAUNCH_SPACE
+  LAUNCH_USER, LAUNCH_GROUP  the user and group to become
+  LAUNCH_OWNER               another id for that user: the owner of its files on disk, and its id inside
+  LAUNCH_IMAGE               the image, shown to that user at "image" in LAUNCH_SPACE
+  LAUNCH_BINDS               other paths to show, one per line, at "bind0", "bind1" ... in LAUNCH_SPACE
 """
 
 # pathlib takes longer to import than all of this to run.
@@ -48,18 +48,18 @@ PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 4, 38
 KEYCTL_JOIN_SESSION_KEYRING = 1
 SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW = 1, 4
 KEYCTL, SECCOMP = {"x86_64": (250, 317), "aarch64": (219, 277)}.get(os.uname().machine, (0, 0))
-"""System calls that the C library has no functions for; 0 where their numbers are not known."""
+"""The numbers of system calls that the C library does not wrap; 0 if unknown."""
 SIOCSIFFLAGS, IFF_UP, IFREQ_SIZE, NAME_SIZE = 0x8914, 1, 40, 16
 AF_INET, SOCK_DGRAM = 2, 2
 
 PREFIX = "LAUNCH_"
 INODE_BYTES = 4096
-"""One file for so many bytes of space: files without content take memory of the kernel too."""
+"""One file is allowed per this many bytes of space, since empty files take kernel memory too."""
 LEAST_INODES = 4096
 BACKLOG = 64
 FUSE = (10, 229)
 PTYS = 64
-"""Pseudo-terminals of one sandbox; the host has 4,096 for all."""
+"""The pseudo-terminals of one sandbox; the host has 4,096 for all."""
 LIMITS = {
     resource.RLIMIT_NOFILE: 4096,
     resource.RLIMIT_SIGPENDING: 4096,
@@ -69,9 +69,10 @@ LIMITS = {
     resource.RLIMIT_RTPRIO: 0,
     resource.RLIMIT_NICE: 0,
 }
-"""The limits of each process, for what the kernel counts by user or lets a process multiply; never above the host's.
+"""The limits on each process, for resources that the kernel counts per user or a process can multiply.
 
-None dumps core, which the host's handler could keep on the host's disk, or gains priority over others.
+They are never above the host's. No process dumps core, since the host's handler could store it on the host's disk, and
+none gains priority over others.
 """
 HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
 
@@ -79,7 +80,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name: str, *arguments: "Any") -> int:
-    """A function of the C library that answers -1 with errno where it fails."""
+    """Call a function of the C library, and raise OSError from errno if the result is negative."""
     result: int = getattr(libc, name)(*arguments)
     if result < 0:
         number = ctypes.get_errno()
@@ -88,7 +89,7 @@ def call(name: str, *arguments: "Any") -> int:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
-    """mount(2)."""
+    """Call mount(2)."""
     call(
         "mount",
         os.fsencode(source),
@@ -100,13 +101,13 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str =
 
 
 def write(path: str, text: str) -> None:
-    """Write to a file of the kernel's, whole."""
+    """Write text to a kernel file."""
     with open(path, "w") as file:
         file.write(text)
 
 
 def new_user_namespace(others: int, user: int, group: int, inside: int) -> None:
-    """Enter a user namespace whose only user is this one, as `inside`, along with the namespaces `others`."""
+    """Enter a user namespace whose only user is this one, as `inside`, together with the namespaces `others`."""
     call("unshare", CLONE_NEWUSER | others)
     write("/proc/self/setgroups", "deny")
     write("/proc/self/uid_map", f"{inside} {user} 1")
@@ -114,7 +115,7 @@ def new_user_namespace(others: int, user: int, group: int, inside: int) -> None:
 
 
 def drop_root(user: int, group: int) -> None:
-    """Give up root for good. Without "dumpable" the kernel would keep the files of /proc/self for root."""
+    """Drop root for good. Without "dumpable" the kernel would keep the files in /proc/self owned by root."""
     os.setgroups([])
     os.setresgid(group, group, group)
     os.setresuid(user, user, user)
@@ -122,7 +123,10 @@ def drop_root(user: int, group: int) -> None:
 
 
 def allow_one_user_namespace() -> None:
-    """Apptainer's own. Where /proc/sys cannot be written, code inside may make some, without rights outside."""
+    """Allow only Apptainer's own user namespace.
+
+    If /proc/sys is not writable, code inside can make others, which give no rights outside.
+    """
     try:
         write("/proc/sys/user/max_user_namespaces", "1")
     except OSError:
@@ -130,7 +134,7 @@ def allow_one_user_namespace() -> None:
 
 
 def set_limits() -> None:
-    """Set the limits for good. In a new user namespace: the shares that are counted in the host's stay as they were."""
+    """Set the limits for good, in the new user namespace: the counts in the host's namespace stay as they were."""
     for what, most in LIMITS.items():
         _, hard = resource.getrlimit(what)
         least = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -138,7 +142,7 @@ def set_limits() -> None:
 
 
 def leave_keyring() -> None:
-    """Have an empty session keyring instead of the service's. Without it the filter still keeps all keys away."""
+    """Replace the service's session keyring by an empty one. If that fails, the filter still blocks all keys."""
     if KEYCTL:
         libc.syscall(KEYCTL, KEYCTL_JOIN_SESSION_KEYRING, None)
 
@@ -150,13 +154,13 @@ class FilterProgram(ctypes.Structure):
 
 
 def set_filter(program: bytes) -> None:
-    """Refuse system calls from here on, in everything that this process becomes and starts."""
+    """Filter system calls from here on, in this process and everything it starts."""
     told = FilterProgram(len(program) // 8, program)
     call("syscall", SECCOMP, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW, ctypes.byref(told))
 
 
 def raise_loopback() -> None:
-    """Bring up `lo`, and with it 127.0.0.1 and ::1."""
+    """Bring up `lo`, with 127.0.0.1 and ::1."""
     fd = call("socket", AF_INET, SOCK_DGRAM, 0)
     request = b"lo".ljust(NAME_SIZE, b"\0") + IFF_UP.to_bytes(2, sys.byteorder)
     fcntl.ioctl(fd, SIOCSIFFLAGS, request.ljust(IFREQ_SIZE, b"\0"))
@@ -164,8 +168,8 @@ def raise_loopback() -> None:
 
 
 def send_listener(fd: int, port: int) -> None:
-    """A socket belongs to the network it was made in, whoever holds it: the host gets one that listens here."""
-    import socket  # takes half as long as all the rest, and few need it
+    """Send the host a socket that listens here: a socket belongs to the network it was made in, whoever holds it."""
+    import socket  # takes half as long as all the rest, and few sandboxes need it
 
     with (
         socket.socket(fileno=fd) as channel,
@@ -175,23 +179,23 @@ def send_listener(fd: int, port: int) -> None:
 
 
 def mount_space(space: str, size: int) -> None:
-    """The file system for what the sandbox writes, and a view of the kernel that shows this network alone."""
+    """Mount the file system for the sandbox's files, and a /sys that shows only this network."""
     inodes = max(LEAST_INODES, size // INODE_BYTES)
     options = f"size={size},nr_inodes={inodes},mode=0711"
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", space, "tmpfs", MS_NOSUID, options)
     for name in ("sys", "shm"):
         os.mkdir(f"{space}/{name}")
-    os.chmod(f"{space}/shm", 0o1777)  # noqa: S103  as everywhere
+    os.chmod(f"{space}/shm", 0o1777)  # noqa: S103  the usual mode
     mount_terminals()
     try:
         mount("sysfs", f"{space}/sys", "sysfs", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
     except PermissionError:
-        return  # this network or this host's /sys is not ours to show: the folder stays empty
+        return  # not permitted for this network or by this host: the folder stays empty
 
 
 def mount_terminals() -> None:
-    """Pseudo-terminals of its own, where Apptainer takes those of the host from: it makes some without a limit."""
+    """Mount separate pseudo-terminals where Apptainer takes the host's from; its own would have no limit."""
     options = f"ptmxmode=0666,mode=0620,max={PTYS}"
     mount("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, options)
     if os.path.exists("/dev/ptmx") and not os.path.islink("/dev/ptmx"):
@@ -241,7 +245,7 @@ class MountAttributes(ctypes.Structure):
 
 
 def bind_mapped(source: str, target: str, namespace: int) -> None:
-    """Show a folder where the sandbox's user can reach it and owns what the namespace says, and nobody can write."""
+    """Bind a folder read-only where the sandbox's user can reach it, with owners mapped by the namespace."""
     os.mkdir(target)
     tree = call("syscall", OPEN_TREE, AT_FDCWD, os.fsencode(source), OPEN_TREE_CLONE | AT_RECURSIVE)
     told = MountAttributes(MOUNT_ATTR_RDONLY | MOUNT_ATTR_IDMAP, 0, 0, namespace)
@@ -252,7 +256,7 @@ def bind_mapped(source: str, target: str, namespace: int) -> None:
 
 
 def bind(source: str, target: str) -> None:
-    """A file or folder of root's where the sandbox's user can reach it."""
+    """Bind a file or folder of root's where the sandbox's user can reach it."""
     if stat.S_ISDIR(os.stat(source).st_mode):
         os.mkdir(target)
     else:
@@ -261,18 +265,18 @@ def bind(source: str, target: str) -> None:
 
 
 def bind_fuse(space: str) -> None:
-    """Image files are mounted through FUSE, whose device many hosts keep for root."""
+    """Bind a FUSE device that everyone may use, since many hosts reserve theirs for root and image files need one."""
     device = f"{space}/fuse"
     try:
         os.mknod(device, stat.S_IFCHR, os.makedev(*FUSE))
-        os.chmod(device, 0o666)  # noqa: S103  as everywhere
+        os.chmod(device, 0o666)  # noqa: S103  the usual mode
         mount(device, "/dev/fuse", None, MS_BIND)
     except OSError:
-        return  # the host's own device may do, and unpacked images need none
+        return  # the host's own device may suffice, and unpacked images need none
 
 
 class ApptainerLaunch:
-    """The steps, in the order that the kernel asks for."""
+    """The steps of a launch, in the order that the kernel requires."""
 
     def __init__(self, told: "dict[str, str]") -> None:
         self._space = told["SPACE"]
@@ -284,7 +288,7 @@ class ApptainerLaunch:
         self._told = told
 
     def run(self) -> None:
-        """All of them; afterwards this process is what Apptainer is to run as."""
+        """Run all steps; afterwards this process is ready to become Apptainer."""
         for file in self._told.get("GROUPS", "").splitlines():
             write(file, str(os.getpid()))
         leave_keyring()
@@ -307,7 +311,7 @@ class ApptainerLaunch:
         self._drop_rights()
 
     def _enter_namespaces(self) -> None:
-        """Root's belong to the host's user namespace, in which nobody inside has any rights at all."""
+        """Enter the namespaces. Root's belong to the host's user namespace, where nobody inside has any rights."""
         others = CLONE_NEWNS | (CLONE_NEWNET if "NETWORK" in self._told else 0)
         if self._root:
             call("unshare", others)
@@ -326,7 +330,7 @@ class ApptainerLaunch:
 
     @staticmethod
     def _bind(source: str, target: str, namespace: "int | None", *, needed: bool = False) -> None:
-        """Files keep their owner: whoever may read an image file sees what is in it as its own."""
+        """Bind a source. A plain file is not mapped: whoever may read an image file sees its content as its own."""
         if namespace is None or not os.path.isdir(source):
             bind(source, target)
             return
@@ -336,10 +340,10 @@ class ApptainerLaunch:
             if needed:
                 raise
             os.rmdir(target)
-            bind(source, target)  # a file system that cannot: as others see it
+            bind(source, target)  # the file system cannot map owners: bind it as it is
 
     def _drop_rights(self) -> None:
-        """Those of an own user namespace go with `exec`, since the user there is not root."""
+        """Drop all rights. Those in a separate user namespace end with `exec`, since its user is not root."""
         if self._root:
             self._set_filter()
             drop_root(self._user, self._group)
@@ -354,7 +358,7 @@ class ApptainerLaunch:
             self._set_filter()
 
     def _set_filter(self) -> None:
-        """Root may; others promise to gain no rights, which keeps them from programs such as newuidmap."""
+        """Set the filter. Unlike root, others must first give up gaining rights, which rules out newuidmap."""
         if "FILTER" not in self._told or not SECCOMP:
             return
         if not self._root:
@@ -363,7 +367,7 @@ class ApptainerLaunch:
 
 
 def main() -> None:
-    """Do it; a failure is one line on standard error, which the provider hands on."""
+    """Launch the sandbox. A failure is one line on standard error, which the provider reports."""
     told = {name[len(PREFIX) :]: value for name, value in os.environ.items() if name.startswith(PREFIX)}
     try:
         ApptainerLaunch(told).run()

@@ -1,8 +1,8 @@
-"""How sandboxes are launched on this host: `launch.py`, what it is told, and whether it can do all that it may.
+"""The command that launches sandboxes on this host: `launch.py`, its instructions, and what it can do here.
 
 As root, and where plain programs may make user namespaces, a sandbox gets its file systems and its network from
-`launch.py`. Elsewhere (Ubuntu's AppArmor gives user namespaces to programs that it knows) Apptainer makes the
-network, and an ordinary user's sandbox has no file system of a size of its own.
+`launch.py`. Elsewhere (Ubuntu's AppArmor allows user namespaces only to programs that it knows) Apptainer makes the
+network, and an ordinary user's sandbox has no file system with a size limit.
 """
 
 import os
@@ -29,7 +29,7 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PROBE_SECONDS = 10.0
 PROBE_BYTES = 1024 * 1024
 OVERLAYS_OF_MAPPED = (5, 19)
-"""The kernel from which on an overlay may lie on files that are shown as another user's."""
+"""The first kernel whose overlays may lie on mounts with mapped owners."""
 NAMESPACES_HINT = (
     "allow user namespaces: sysctl user.max_user_namespaces and kernel.unprivileged_userns_clone, and on Ubuntu "
     "kernel.apparmor_restrict_unprivileged_userns=0"
@@ -37,10 +37,13 @@ NAMESPACES_HINT = (
 
 
 class Launcher:
-    """Makes the command, the variables and the flags of a launch."""
+    """Builds the command, the variables and the flags of a launch."""
 
     def __init__(self, user: int, group: int, *, fakeroot: bool = False) -> None:
-        """Whom sandboxes run as; with `fakeroot`, Apptainer maps a range of ids and must be in the host's namespace."""
+        """Sandboxes run as `user` and `group`.
+
+        With `fakeroot`, Apptainer maps a range of ids, and must run in the host's user namespace.
+        """
         self._user, self._group = user, group
         self._fakeroot = fakeroot
         self.root = os.geteuid() == 0
@@ -48,14 +51,14 @@ class Launcher:
 
     @cached_property
     def namespaces(self) -> bool:
-        """Whether it can make namespaces of its own, and Apptainer others in them. It tries once: 20 ms."""
+        """Whether a launch can make namespaces, and Apptainer others inside them. Tried once, in 20 ms."""
         if self._fakeroot:
             return False
         told = {"LAUNCH_NAMESPACES": "1", "LAUNCH_NETWORK": "1"} | self._user_env()
         failure = self._try_launch(["unshare", "--user", "true"], told)
         if failure is not None:
             log.warning(
-                "sandboxes cannot be held to a list of hosts, and those of ordinary users not to a limit of the disk",
+                "cannot restrict sandboxes to a list of hosts, or those of ordinary users to a disk limit",
                 reason=failure,
                 use=NAMESPACES_HINT,
             )
@@ -63,16 +66,16 @@ class Launcher:
 
     @property
     def mounts(self) -> bool:
-        """Whether a sandbox gets a file system of its own, of limited size."""
+        """Whether a sandbox gets a separate file system of limited size."""
         return self.root or self.namespaces
 
     def make_command(self, apptainer: Sequence[str]) -> list[str]:
-        """What to run, for what Apptainer is to run."""
+        """Return the command that launches an Apptainer command."""
         return [sys.executable, "-I", "-S", self._script, *apptainer]
 
     @cached_property
     def _script(self) -> str:
-        """Compiled, where we may write beside it: every launch would compile it otherwise, for 2 ms."""
+        """The script, compiled if its folder is writable: otherwise every launch compiles it, in 2 ms."""
         try:
             return py_compile.compile(str(SCRIPT), doraise=True) or str(SCRIPT)
         except (OSError, py_compile.PyCompileError):
@@ -90,7 +93,13 @@ class Launcher:
     ) -> dict[str, str]:
         """Return the variables that tell `launch.py` what to do.
 
-        `network`: whether it has one of its own; `binds`: sources on the host; `user`: one that it alone runs as.
+        Args:
+            space: the folder for the sandbox's files.
+            disk_bytes: the size of its file system.
+            network: whether it has a separate network.
+            image: the image on the host.
+            binds: the sources of binds on the host.
+            user: a user that only this sandbox runs as.
         """
         conf = str(space / "conf")
         told = {"PATH": PATH, "HOME": conf, "APPTAINER_CONFIGDIR": conf, "APPTAINER_CACHEDIR": conf}
@@ -108,8 +117,8 @@ class Launcher:
         return told
 
     def apptainer_flags(self, space: Path, *, network: bool) -> list[str]:
-        """Apptainer's, for what `launch.py` makes in `space` and for what it cannot make."""
-        # Images without /etc/hosts are common. /dev/shm counts as disk, where Apptainer's own has no limit.
+        """Return Apptainer's flags for everything that `launch.py` makes in `space`, and for what it cannot make."""
+        # Images without /etc/hosts are common. /dev/shm counts as disk; Apptainer's own would have no limit.
         mounts = ["sys:/sys:ro", "shm:/dev/shm"] if self.mounts else []
         binds = ["hosts:/etc/hosts", *mounts]
         found = ["--overlay", str(space / "data")]
@@ -122,10 +131,10 @@ class Launcher:
         return found + (["--net", "--network", "none"] if network and not self.namespaces else [])
 
     def require_enterable(self, folder: Path, *, others: bool) -> None:
-        """Require that the user of sandboxes can enter their folders; with `others`, that every user can.
+        """Require that the sandboxes' user, or with `others` every user, can enter a folder.
 
         Raises:
-            SandboxConfigError: a folder above shuts it out; the message names it.
+            SandboxConfigError: it cannot enter the folder or one above; the message names that folder.
         """
         for parent in (folder, *folder.parents):
             found = parent.stat()
@@ -135,7 +144,7 @@ class Launcher:
             if not found.st_mode & bit:
                 raise SandboxConfigError(
                     f"the user that sandboxes run as cannot enter {parent}",
-                    hint=f"chmod o+x {parent}, or set sandbox.run_dir to a folder that all may enter",
+                    hint=f"run chmod o+x {parent}, or set sandbox.run_dir to a folder that everyone can enter",
                 )
 
     def _user_env(self, user: int | None = None) -> dict[str, str]:
@@ -145,9 +154,10 @@ class Launcher:
         return told if user is None else told | {"LAUNCH_OWNER": str(self._user)}
 
     def can_map(self, folder: Path, user: int) -> bool:
-        """Return whether a folder's files can be shown as another user's; it tries once per file system: 30 ms.
+        """Return whether a folder can be mounted with another owner. Tried once per file system, in 30 ms.
 
-        That takes root, user namespaces, a kernel whose overlays know such mounts (5.19), and a file system that does.
+        It needs root, user namespaces, a kernel with overlays on such mounts (5.19), and a file system that supports
+        them.
         """
         if not (self.root and self.namespaces):
             return False
@@ -164,7 +174,7 @@ class Launcher:
         return self._maps[device]
 
     def _try_launch(self, command: Sequence[str], told: dict[str, str]) -> str | None:
-        """Launch a plain program; return what it says when it fails."""
+        """Launch a plain program; return its error output if it fails, else None."""
         with tempfile.TemporaryDirectory(prefix="rollout-") as space:
             told |= {"LAUNCH_SPACE": space, "LAUNCH_BYTES": str(PROBE_BYTES)} | self._filter_env()
             path = shutil.which(command[0], path=PATH) or command[0]
@@ -179,7 +189,7 @@ class Launcher:
         return None if done.returncode == 0 else done.stderr.strip()
 
     def _filter_env(self) -> dict[str, str]:
-        """Return the variable with the filter of system calls, where this machine's are known."""
+        """Return the variable with the system call filter, if this machine's system calls are known."""
         if self._apptainer_filters:
             return {"LAUNCH_PROFILE": seccomp.build_profile()}
         program = seccomp.build_program()
@@ -187,7 +197,7 @@ class Launcher:
 
     @property
     def _apptainer_filters(self) -> bool:
-        """Whether Apptainer has to set the filter: with it an ordinary user could not start newuidmap."""
+        """Whether Apptainer has to set the filter: an ordinary user could not start newuidmap under it."""
         return self._fakeroot and not self.root
 
 

@@ -1,7 +1,7 @@
-"""What an Apptainer sandbox is made from: its image on disk, and the Python of its sessions' kernels.
+"""Prepare images for Apptainer sandboxes: the image on disk, and the Python that runs its kernels.
 
-The image's own python3 is used where its files say that it runs and has ipykernel, else the toolkit's. That is read
-once for each image, when it is unpacked, and costs a start nothing.
+The image's own python3 is used if the image's files show that it runs and has ipykernel; otherwise the toolkit's is.
+This is determined once per image, when it is unpacked, and costs a start nothing.
 """
 
 from dataclasses import dataclass
@@ -19,17 +19,17 @@ from sandboxes.images.unpacked import UnpackedImages
 
 @dataclass(frozen=True, slots=True)
 class PreparedImage:
-    """What one sandbox gets."""
+    """An image that is ready to start sandboxes from."""
 
     image: Path
-    """A file, or a folder that it is unpacked in."""
+    """The image file, or the folder it is unpacked in."""
 
     python: str = "python3"
     binds: tuple[Bind, ...] = ()
 
 
 class PreparedImages:
-    """Finds images by name, and prepares what is missing."""
+    """Finds images by name, and prepares them."""
 
     def __init__(
         self, config: ApptainerConfig, images: ImageStore, apptainer: Path, owner: tuple[int, int]
@@ -42,14 +42,14 @@ class PreparedImages:
             *owner,
             budget_bytes=config.unpacked_budget_bytes,
         )
-        """Where images are unpacked."""
+        """The unpacked images."""
 
     async def prepare(self, name: str) -> PreparedImage:
-        """An image, prepared. The first time it may take seconds: the image is unpacked.
+        """Prepare an image. The first time takes seconds if the image has to be unpacked.
 
         Raises:
-            ImageNotFoundError: there is no such image, or no image that the toolkit is made of and it is asked for.
-            ImageError: it cannot be unpacked, or the toolkit cannot be made.
+            ImageNotFoundError: the image does not exist, or the toolkit is required and its image does not exist.
+            ImageError: the image cannot be unpacked, or the toolkit cannot be made.
         """
         return await anyio.to_thread.run_sync(self._prepare, name)
 
@@ -66,5 +66,5 @@ class PreparedImages:
         except ImageNotFoundError:
             if self._config.python == "toolkit":
                 raise
-            return PreparedImage(image)  # it has a bash all the same; its kernel says what is missing
+            return PreparedImage(image)  # bash works anyway; the start of a kernel reports what is missing
         return PreparedImage(image, toolkit.PYTHON, (Bind(str(folder), toolkit.INSIDE),))

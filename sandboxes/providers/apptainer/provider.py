@@ -1,13 +1,13 @@
 """Sandboxes in Apptainer: one `apptainer exec` each, whose first process inside is the control shell.
 
-What a sandbox has of its own: user, process, mount, network and IPC namespaces; a clean environment; no capability
-and no way to gain one; the image, read-only, below a writable overlay that vanishes with it. It never runs as the
-host's root: a service that is root gives up root first, since even without capabilities that user could write to
-the host's /proc/sys.
+A sandbox has its own user, process, mount, network and IPC namespaces and a clean environment. It has no capabilities
+and no way to gain any. The image is read-only, below a writable overlay that vanishes with the sandbox. Nothing runs as
+the host's root: a service that is root drops root first, since even without capabilities that user could write to the
+host's /proc/sys.
 
-What it shares: the kernel. `enforced` says which limits hold for a sandbox as a whole: memory and processor time
-do only where control groups can be made, and the disk only where plain programs may make user namespaces. Elsewhere
-the memory limit holds for each process, and the disk limit for each file; a list of hosts is refused there, too.
+Sandboxes share the kernel. `enforced` names the limits that hold for a sandbox as a whole. Memory and processor time
+need control groups; the disk limit and lists of hosts need user namespaces for plain programs. Otherwise the memory
+limit holds for each process and the disk limit for each file, and a list of hosts is refused.
 """
 
 import os
@@ -35,15 +35,15 @@ from sandboxes.reclaim.run_folders import RunFolder
 from sandboxes.runtime.control import SCRIPT
 
 PROXY_PORT = 3128
-"""In the sandbox's own network, in which nothing else can have taken it."""
+"""The proxy's port in the sandbox's own network, where nothing else can have taken it."""
 
 FLAGS = (
     "--containall",
     "--cleanenv",
     "--no-home",
-    "--no-init",  # the control shell is process 1: nothing inside can kill it, and all ends with it
+    "--no-init",  # the control shell is process 1: nothing inside can kill it, and everything ends with it
     "--no-mount",
-    # /tmp is the image's, in the overlay, within the disk limit; /sys is of the sandbox's network, without the
+    # /tmp is the image's, in the overlay, within the disk limit. /sys belongs to the sandbox's network, without the
     # host's control groups, which an ordinary user's sandbox could change.
     "tmp,home,cwd,bind-paths,sys",
 )
@@ -51,8 +51,8 @@ FLAGS = (
 
 ORDINARY, FAKEROOT = ("--no-privs", "--userns"), ("--fakeroot",)
 
-# What root has in its own user namespace, as elsewhere in containers. The control shell keeps more, so that nothing
-# inside may look into it or trace it, and no file system can be mounted.
+# The capabilities of root in its own user namespace, as is usual in containers. The control shell keeps more, so
+# nothing inside can inspect or trace it, and nothing inside can mount a file system.
 KEPT = "chown,dac_override,fowner,fsetid,kill,setgid,setuid,setpcap,setfcap,net_bind_service,sys_chroot"
 GIVE_UP = (
     "setpriv",
@@ -74,7 +74,7 @@ class ApptainerProvider(HostProvider):
         """
         Raises:
             ProviderUnavailableError: Apptainer is not installed.
-            SandboxConfigError: there is no user of the configured name, or it has no ids for fakeroot.
+            SandboxConfigError: the configured user does not exist, or has no ids for fakeroot.
         """
         super().__init__(state_dir, config.run_dir, config.start_timeout)
         self._config = config
@@ -86,7 +86,7 @@ class ApptainerProvider(HostProvider):
         self.launcher = Launcher(self._user, self._group, fakeroot=config.fakeroot)
         if config.fakeroot and not has_subordinate_ids(self._user):
             raise SandboxConfigError(
-                f"fakeroot needs ids for user {self._user} in /etc/subuid and /etc/subgid, and there are none",
+                f"fakeroot needs ids for user {self._user} in /etc/subuid and /etc/subgid",
                 hint=subordinate_ids_command(self._user),
             )
         self.prepared_images = PreparedImages(config, self._images, self._binary, (self._user, self._group))
@@ -100,7 +100,7 @@ class ApptainerProvider(HostProvider):
 
     @property
     def enforced(self) -> frozenset[str]:
-        """The limits that hold here for a whole sandbox, of memory, processes, cpus, disk and users."""
+        """The limits that hold here for a whole sandbox: a subset of memory, processes, cpus, disk and users."""
         disk = {"disk"} if self.launcher.mounts else set()
         users = {"users"} if self._gives_own_users else set()
         return self._groups.enforced | disk | users | {"processes"}
@@ -114,7 +114,7 @@ class ApptainerProvider(HostProvider):
         try:
             files = [(path, path.stat()) for path in sources]
         except OSError as error:
-            raise SandboxConfigError(f"what the sandbox is made from cannot be read: {error}") from error
+            raise SandboxConfigError(f"cannot read the sandbox's image or binds: {error}") from error
         return "\n".join(
             f"{path} {found.st_dev}:{found.st_ino} {found.st_size} {found.st_mtime_ns}"
             for path, found in files
@@ -126,7 +126,7 @@ class ApptainerProvider(HostProvider):
         namespaces = await anyio.to_thread.run_sync(lambda: self.launcher.namespaces)
         if allowed is not None and not namespaces:
             raise SandboxConfigError(
-                "no sandbox can be held to a list of hosts here",
+                "cannot restrict a sandbox's network to a list of hosts on this host",
                 hint="set sandbox.fakeroot to false" if self._config.fakeroot else NAMESPACES_HINT,
             )
         name = spec.image or self._config.image
@@ -144,10 +144,10 @@ class ApptainerProvider(HostProvider):
             str(folder.overlay / "image" if self.launcher.root else prepared.image),
             *("/bin/bash", "--norc", "-c", HIDE, "hide"),
             *(f"{PIPES}/{SCRIPT.name}", PIPES, spec.workdir, str(limits.max_processes)),
-            # Without control groups the next best thing: each process alone is limited.
+            # Without control groups, limit each process separately.
             "0" if "memory" in self._groups.enforced else str((limits.memory_bytes or 0) // 1024),
         ]
-        # The last that waits: a cancelled start gives the lease back once there is a plan.
+        # This is the last wait: once there is a plan, a cancelled start returns the lease.
         lease = await anyio.to_thread.run_sync(self._lease_user, prepared.image)
         user = self._user if lease is None else lease.number
         return LaunchPlan(
@@ -181,7 +181,7 @@ class ApptainerProvider(HostProvider):
         return EgressPlan(allowed, PROXY_PORT, self._config.private_addresses, self._user, self._group)
 
     def _lease_user(self, image: Path) -> UserLease | None:
-        """Lease a user of the host that no other sandbox runs as; return None where all share one."""
+        """Lease a user of the host that no other sandbox runs as; return None if all share one."""
         return self._users.lease() if self._users is not None and self._has_users(image) else None
 
     def _has_users(self, image: Path) -> bool:
@@ -201,7 +201,7 @@ class ApptainerProvider(HostProvider):
             self._users.close()
 
     def _exec_command(self, spec: SandboxSpec, folder: RunFolder) -> list[str]:
-        """The command up to the image."""
+        """Return the command up to the image."""
         return [
             *(
                 str(self._binary),
@@ -217,13 +217,13 @@ class ApptainerProvider(HostProvider):
         ]
 
     def _format_binds(self, spec: SandboxSpec, folder: RunFolder) -> list[str]:
-        """Apptainer's form of the binds; as root the launcher shows their sources where its user can see them."""
+        """Return the binds for Apptainer. As root, the launcher shows their sources where its user can see them."""
         found = []
         for number, bind in enumerate(spec.read_only_binds):
             for path in (bind.source, bind.target):
                 if not path.startswith("/") or any(character in path for character in ":,\\\n"):
                     raise SandboxConfigError(
-                        f"{path!r} cannot be bound", hint="give an absolute path without : , \\"
+                        f"cannot bind {path!r}", hint="give an absolute path without : , \\"
                     )
             source = folder.overlay / f"bind{number}" if self.launcher.root else bind.source
             found.append(f"{source}:{bind.target}:ro")
@@ -231,18 +231,18 @@ class ApptainerProvider(HostProvider):
 
 
 def _parse_allow_list(spec: SandboxSpec) -> AllowList | None:
-    """The list of hosts, if the network is one."""
+    """Parse the network's list of hosts; return None if the network is not a list."""
     if spec.network in {"none", "full"}:
         return None
     if isinstance(spec.network, str):
         raise SandboxConfigError(
-            f"there is no network {spec.network!r}", hint='give "none", "full" or a list of hosts'
+            f"unknown network {spec.network!r}", hint='give "none", "full" or a list of hosts'
         )
     return AllowList(spec.network)
 
 
 def _proxy_env(allowed: AllowList | None) -> dict[str, str]:
-    """What programs look at for a proxy; some know one spelling, some the other."""
+    """Return the variables that programs read for a proxy, in both spellings."""
     if allowed is None:
         return {}
     proxy = f"http://127.0.0.1:{PROXY_PORT}"

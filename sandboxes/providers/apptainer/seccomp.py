@@ -1,15 +1,15 @@
-"""The system calls that nothing in a sandbox may make, as a classic BPF program for `launch.py` to install.
+"""The system calls that nothing in a sandbox may make, as a classic BPF program that `launch.py` installs.
 
-The kernel asks the program about each call of every process inside, and none can take it off again. What is refused:
+The kernel runs the program for each call of every process inside, and no process can remove it. It refuses:
 
-- sockets but for Unix, IPv4, IPv6 and netlink: VSOCK knows no network namespaces and reaches the host;
-- what is shared with neighbours by user or by host: keys, `userfaultfd`, io_uring and the asynchronous I/O before it,
-  of whose requests the host has 65,536 for all, BPF, performance counters, fanotify;
-- what would change process 1, the control shell: its limits, priority, processors;
-- calls of other architectures, whose numbers mean something else.
+- all sockets except Unix, IPv4, IPv6 and netlink: VSOCK has no network namespaces and reaches the host;
+- resources shared with neighbors by user or host: keys, `userfaultfd`, io_uring and the older asynchronous I/O, whose
+  65,536 requests all processes of the host share, BPF, performance counters, fanotify;
+- changes to process 1, the control shell: its limits, priority and processors;
+- calls of other architectures, whose numbers have other meanings.
 
-`sync` succeeds at once: what a sandbox writes lies in memory, and the host's disks are none of its business.
-Tracing one's own children, namespaces and mounts are left to the kernel's own rules, and Apptainer needs the latter.
+`sync` succeeds at once: a sandbox's files are in memory, and the host's disks do not concern it. The kernel's own rules
+govern tracing of child processes, namespaces and mounts; Apptainer needs the latter two.
 """
 
 import errno
@@ -27,7 +27,7 @@ LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16
 X32_BIT = 0x40000000
-"""The bit of numbers in x86_64's other table, which some kernels still answer."""
+"""The bit that marks system calls in x86_64's other table, which some kernels still accept."""
 
 PRIO_USER, IOPRIO_WHO_USER = 2, 3
 ITSELF, FIRST_PROCESS = 0, 1
@@ -36,7 +36,7 @@ FAMILIES = (AF_UNIX, AF_INET, AF_INET6, AF_NETLINK)
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What an argument must be, or must not be: one of these numbers of 32 bits."""
+    """An argument is among these 32-bit numbers, or is not."""
 
     argument: int
     values: tuple[int, ...]
@@ -45,14 +45,14 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A pointer that is not null."""
+    """A pointer argument is not null."""
 
     argument: int
 
 
 @dataclass(frozen=True, slots=True)
 class SyscallRule:
-    """A system call that is answered with an error where all conditions hold; without conditions always."""
+    """A system call that fails with an error if all conditions hold; without conditions it always fails."""
 
     name: str
     error: int
@@ -67,7 +67,7 @@ RULES: tuple[SyscallRule, ...] = (
     SyscallRule("socket", errno.EAFNOSUPPORT, (Condition(0, FAMILIES, among=False),)),
     SyscallRule("socketpair", errno.EAFNOSUPPORT, (Condition(0, FAMILIES, among=False),)),
     SyscallRule("prlimit64", errno.EPERM, (Condition(0, (ITSELF,), among=False), Given(2))),
-    # Others than process 1 are left alone: libraries name their own threads by number here.
+    # Only process 1 is protected: libraries name their own threads by number here.
     SyscallRule("sched_setaffinity", errno.EPERM, (Condition(0, (FIRST_PROCESS,)),)),
     SyscallRule("sched_setattr", errno.EPERM, (Condition(0, (FIRST_PROCESS,)),)),
     SyscallRule("sched_setparam", errno.EPERM, (Condition(0, (FIRST_PROCESS,)),)),
@@ -90,7 +90,7 @@ RULES: tuple[SyscallRule, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What the kernel calls a machine, and the numbers of its system calls."""
+    """The kernel's identifier of a machine, and the numbers of its system calls."""
 
     audit: int
     numbers: Mapping[str, int]
@@ -149,14 +149,14 @@ ARCHITECTURES = {"x86_64": _X86_64, "aarch64": _AARCH64}
 
 @cache
 def build_program(machine: str = "") -> bytes | None:
-    """Return the kernel's program for a machine, this one by default; None where its calls are not known."""
+    """Return the program for a machine, by default this one, or None if its system calls are not known."""
     architecture = ARCHITECTURES.get(machine or platform.machine())
     return None if architecture is None else b"".join(assemble(architecture))
 
 
 @cache
 def build_profile() -> str:
-    """Much the same as a profile of the OCI's runtime specification, for Apptainer to set: its only error is EPERM."""
+    """Return nearly the same rules as an OCI runtime profile for Apptainer, whose only error is EPERM."""
     calls = [
         {"names": [rule.name], "action": "SCMP_ACT_ERRNO", "args": arguments}
         for rule in RULES
@@ -167,7 +167,7 @@ def build_profile() -> str:
 
 
 def _combinations(conditions: Sequence[Condition | Given]) -> Iterator[list[dict[str, object]]]:
-    """Return the conditions as lists of which one must hold whole; libseccomp compares an argument once in each."""
+    """Yield the alternatives to the conditions; each must hold as a whole, and libseccomp compares an argument once."""
     yield from map(list, product(*(_comparisons(condition) for condition in conditions)))
 
 
@@ -177,7 +177,7 @@ def _comparisons(condition: Condition | Given) -> list[dict[str, object]]:
         return [{"index": at, "value": 0, "op": "SCMP_CMP_NE"}]
     if condition.among:
         return [{"index": at, "value": value, "op": "SCMP_CMP_EQ"} for value in condition.values]
-    # Between and beyond the numbers that are allowed.
+    # Match the numbers between and above those that are allowed.
     *others, most = sorted(condition.values)
     between = [value for value in range(most) if value not in others]
     return [
@@ -187,7 +187,7 @@ def _comparisons(condition: Condition | Given) -> list[dict[str, object]]:
 
 
 def assemble(architecture: Architecture, rules: Sequence[SyscallRule] = RULES) -> list[bytes]:
-    """Return the instructions, each of eight bytes."""
+    """Return the instructions, eight bytes each."""
     found = [
         _instruction(LOAD, ARCHITECTURE_AT),
         _instruction(EQUAL, architecture.audit, if_true=1),
@@ -206,7 +206,7 @@ def assemble(architecture: Architecture, rules: Sequence[SyscallRule] = RULES) -
 
 
 def _assemble_rule(number: int, rule: SyscallRule) -> list[bytes]:
-    """It leaves the number loaded for the next rule, and is jumped over for another call."""
+    """Return a rule's instructions, which skip other calls and leave the number loaded for the next rule."""
     refusal = _instruction(RETURN, ERRNO | rule.error)
     if not rule.conditions:
         return [_instruction(EQUAL, number, if_false=1), refusal]
@@ -218,7 +218,7 @@ def _assemble_rule(number: int, rule: SyscallRule) -> list[bytes]:
 
 
 def _assemble_condition(condition: Condition | Given, rest: int) -> list[bytes]:
-    """Fall through to the `rest` instructions where it holds, else jump over them."""
+    """Return instructions that fall through to the next `rest` ones if the condition holds, else jump over them."""
     at = ARGUMENTS_AT + 8 * condition.argument
     if isinstance(condition, Given):
         return [

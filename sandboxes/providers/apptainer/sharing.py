@@ -1,4 +1,4 @@
-"""What sandboxes share on this host, for `doctor`: read and tried, nothing is changed."""
+"""Determine, for `doctor`, what sandboxes share on this host. Nothing is changed."""
 
 import os
 from collections.abc import Mapping
@@ -26,26 +26,26 @@ FILTERS = "kernel/seccomp/actions_avail"
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What is shared by sandboxes, and what each has for itself."""
+    """The resources that sandboxes share, and those that each has for itself."""
 
     own_users: bool
-    """Whether what is counted by user of the host is counted for each sandbox alone."""
+    """Whether resources counted per user of the host are counted per sandbox."""
 
     filtered: bool
     """Whether system calls are filtered."""
 
     own_terminals: int | None
-    """How many sandboxes can use all of their own pseudo-terminals at once; None where theirs have no limit."""
+    """How many sandboxes can use all their pseudo-terminals at once; None if those have no limit."""
 
     counts: Mapping[str, int]
-    """What is counted by user, and how many of it a user may have."""
+    """The resources counted per user, with a user's limit on each."""
 
 
 def read_sharing(config: ApptainerConfig, kernel: Path = Path("/proc/sys")) -> Sharing:
-    """Read and try it. It may take 100 ms: call it in a thread.
+    """Determine what sandboxes share. It may take 100 ms: call it in a thread.
 
     Raises:
-        SandboxConfigError: there is no user of the configured name.
+        SandboxConfigError: the configured user does not exist.
     """
     launcher = Launcher(*resolve_user(config.user), fakeroot=config.fakeroot)
     counts = {name: found for name, path in COUNTED_BY_USER.items() if (found := _number(kernel / path))}
