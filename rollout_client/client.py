@@ -1,28 +1,27 @@
 """A typed, asynchronous client of the service, for trainers and for the command line.
 
-Guarantees: every call may be sent twice without harm (a rollout without an id gets one here), so each is repeated with
-back-off while the server cannot be reached or cannot take it, for at most `patience_seconds` from when that began;
-`run_all` gives each rollout exactly once, through restarts of the server, planned ones and crashes alike.
+Guarantees: every call may be sent twice without harm (a rollout without an id gets one here), so a call is repeated
+with back-off while the server cannot be reached or cannot take it, for at most `patience_seconds`; `run_all` gives each
+rollout exactly once, through planned restarts of the server and through crashes.
 
-The errors are those of `errors`, and can be imported from here.
+Every call may raise the errors of `errors`, which can be imported from here too; docstrings name those that a caller
+may want to handle.
 """
 
 from __future__ import annotations
 
-import random
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 from urllib.parse import quote
 
 import anyio
 import httpx
 from anyio.abc import TaskGroup
-from anyio.streams.memory import MemoryObjectSendStream
-from pydantic import JsonValue, TypeAdapter
+from pydantic import JsonValue
 from typing_extensions import Self
 
 from api_schemas.environments import EnvironmentView
@@ -46,8 +45,9 @@ from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutSt
 from api_schemas.runs import Run, RunPage, RunRequest
 from api_schemas.sandboxes import SandboxView
 from api_schemas.trajectories import Trajectory
-from rollout_client._download import LargeBody, is_direct
-from rollout_client._sse import SSEParser
+from rollout_client._connection import ANSWER_SECONDS, Connection
+from rollout_client._events import follow_events
+from rollout_client._run_all import Refused, run_all
 from rollout_client.errors import (
     ClientError,
     ConflictError,
@@ -59,11 +59,9 @@ from rollout_client.errors import (
     UnauthorizedError,
     UnavailableError,
     UnreachableError,
-    error_from,
-    parse,
     readiness_from,
 )
-from rollout_client.runs import ClientRun, LeasedBatch, Receive, send_rescore
+from rollout_client.runs import ClientRun, LeasedBatch, send_rescore
 
 __all__ = [
     "ClientError",
@@ -82,21 +80,12 @@ __all__ = [
     "with_id",
 ]
 
-T = TypeVar("T")
-Body = dict[str, Any] | None
-Refused = Callable[[RolloutRequest, "ProblemError"], None]
 
-CONNECT_SECONDS = 5.0
-ANSWER_SECONDS = 60.0
 ORDER_SECONDS = 1_800.0
 """For orders that go to every engine, such as loading weights."""
 LONG_POLL_SECONDS = 30.0
-FIRST_BACKOFF_SECONDS = 0.1
-LAST_BACKOFF_SECONDS = 5.0
 RESCORED_AT_ONCE = 8
 """Rollouts in one request: their messages are in its body."""
-SILENCE_SECONDS = 60.0
-"""A stream of events that says nothing for so long, not even a comment, is taken for dead and opened anew."""
 
 
 class RolloutClient:
@@ -116,24 +105,27 @@ class RolloutClient:
         ca_file: str | Path | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self.base_url = base_url.rstrip("/")
-        self.patience_seconds = patience_seconds
-        self._context = httpx.create_ssl_context()
-        if ca_file is not None:
-            self._context.load_verify_locations(cafile=ca_file)
-        self._http = httpx.AsyncClient(
-            base_url=self.base_url,
-            headers={"authorization": f"Bearer {key}"} if key else {},
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            timeout=httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
-            transport=transport,
-            verify=self._context,
+        self._connection = Connection(
+            base_url, key, patience_seconds=patience_seconds, ca_file=ca_file, transport=transport
         )
-        self._direct = transport is None and is_direct(self._http.base_url)
         self._tasks: TaskGroup | None = None
 
+    @property
+    def base_url(self) -> str:
+        """The address of the service, without a slash at the end."""
+        return self._connection.base_url
+
+    @property
+    def patience_seconds(self) -> float:
+        """How long a call is repeated."""
+        return self._connection.patience_seconds
+
+    @patience_seconds.setter
+    def patience_seconds(self, seconds: float) -> None:
+        self._connection.patience_seconds = seconds
+
     async def __aenter__(self) -> Self:
-        await self._http.__aenter__()
+        await self._connection.http.__aenter__()
         self._tasks = await anyio.create_task_group().__aenter__()
         return self
 
@@ -146,11 +138,11 @@ class RolloutClient:
             # The body's own exception is kept from the group, which would wrap it in an ExceptionGroup.
             await tasks.__aexit__(None, None, None)
         with anyio.CancelScope(shield=True):
-            await self._http.__aexit__(kind, error, trace)
+            await self._connection.http.__aexit__(kind, error, trace)
 
     async def aclose(self) -> None:
         """Close the connections of a client whose calls were used without `async with`."""
-        await self._http.aclose()
+        await self._connection.http.aclose()
 
     # -- rollouts --------------------------------------------------------------
 
@@ -162,14 +154,14 @@ class RolloutClient:
         """
         body = with_id(request).model_dump(mode="json", exclude_defaults=True)
         params = {"wait": f"{wait_seconds:g}"} if wait_seconds > 0 else None
-        return await self._call(
+        return await self._connection.call(
             Rollout, "POST", "/v1/rollouts", body, params=params, seconds=ANSWER_SECONDS + wait_seconds
         )
 
     async def get(self, rollout_id: str, *, trajectory: bool = False) -> Rollout:
         """A rollout as it stands. Raises NotFoundError."""
         params = {"trajectory": "true"} if trajectory else None
-        return await self._call(Rollout, "GET", f"/v1/rollouts/{rollout_id}", params=params)
+        return await self._connection.call(Rollout, "GET", f"/v1/rollouts/{rollout_id}", params=params)
 
     async def wait(self, rollout_id: str, *, timeout_seconds: float | None = None) -> Rollout:
         """The rollout with its trajectory once it has ended. Raises TimeoutError, NotFoundError."""
@@ -178,7 +170,7 @@ class RolloutClient:
         with anyio.fail_after(timeout_seconds):
             while True:
                 path = f"/v1/rollouts/{rollout_id}"
-                rollout = await self._call(Rollout, "GET", path, params=params, seconds=seconds)
+                rollout = await self._connection.call(Rollout, "GET", path, params=params, seconds=seconds)
                 if rollout.state.terminal:
                     return rollout
 
@@ -190,7 +182,7 @@ class RolloutClient:
             if rollout.state.terminal:
                 return rollout
 
-    async def run_all(
+    def run_all(
         self, requests: Iterable[RolloutRequest], *, concurrency: int = 64, refused: Refused | None = None
     ) -> AsyncGenerator[Rollout]:
         """Order these rollouts, at most `concurrency` at once; gives each with its trajectory when it ends.
@@ -201,60 +193,20 @@ class RolloutClient:
         """
         if self._tasks is None:
             raise RuntimeError("open the client first: async with RolloutClient(...) as client")
-        results, answers = anyio.create_memory_object_stream[Rollout | Exception](0)
-        scope = anyio.CancelScope()
-        self._tasks.start_soon(self._run_workers, scope, iter(requests), results, concurrency, refused)
-        try:
-            async for answer in answers:
-                if isinstance(answer, Exception):
-                    raise answer
-                yield answer
-        finally:
-            scope.cancel()
-            answers.close()
-
-    async def _run_workers(
-        self,
-        scope: anyio.CancelScope,
-        queue: Iterator[RolloutRequest],
-        results: MemoryObjectSendStream[Rollout | Exception],
-        concurrency: int,
-        refused: Refused | None,
-    ) -> None:
-        async def work() -> None:
-            try:
-                for request in queue:
-                    if (rollout := await self._run_unless_refused(request, refused)) is not None:
-                        await results.send(rollout)
-            except Exception as error:  # noqa: BLE001 - nothing is hidden: the caller's loop raises it
-                await results.send(error)
-
-        with scope:
-            async with results, anyio.create_task_group() as workers:
-                for _ in range(concurrency):
-                    workers.start_soon(work)
-
-    async def _run_unless_refused(self, request: RolloutRequest, refused: Refused | None) -> Rollout | None:
-        try:
-            return await self.run(request)
-        except (InvalidRequestError, NotFoundError, ConflictError) as error:
-            if refused is None:
-                raise
-            refused(request, error)
-            return None
+        return run_all(self.run, self._tasks, iter(requests), concurrency, refused)
 
     async def cancel(self, rollout_id: str) -> RolloutState | None:
         """Ask for a rollout to be cancelled; returns the state that it was in.
 
         None: it is not known yet, and cancelled when it comes.
         """
-        answer = await self._call(dict[str, str | None], "DELETE", f"/v1/rollouts/{rollout_id}")
+        answer = await self._connection.call(dict[str, str | None], "DELETE", f"/v1/rollouts/{rollout_id}")
         was = answer.get("was")
         return None if was is None else RolloutState(was)
 
     async def trajectory(self, rollout_id: str) -> Trajectory:
         """The trajectory of a finished rollout. Raises NotFoundError."""
-        return await self._call(Trajectory, "GET", f"/v1/rollouts/{rollout_id}/trajectory")
+        return await self._connection.call(Trajectory, "GET", f"/v1/rollouts/{rollout_id}/trajectory")
 
     async def page(
         self, *, state: RolloutState | None = None, cursor: str | None = None, limit: int = 100
@@ -262,7 +214,7 @@ class RolloutClient:
         """One page of rollouts, oldest first, with the number of rollouts in each state."""
         given = {"state": state, "cursor": cursor, "limit": str(limit)}
         params = {name: value for name, value in given.items() if value is not None}
-        return await self._call(RolloutPage, "GET", "/v1/rollouts", params=params)
+        return await self._connection.call(RolloutPage, "GET", "/v1/rollouts", params=params)
 
     async def rollouts(self, *, state: RolloutState | None = None) -> AsyncGenerator[Rollout]:
         """All rollouts, oldest first, without trajectories."""
@@ -285,16 +237,16 @@ class RolloutClient:
             request = request.model_copy(update={"run_id": uuid.uuid4().hex})
         body = request.model_dump(mode="json", exclude_defaults=True)
         body["source"] = request.source.model_dump(mode="json")
-        run = await self._call(Run, "POST", "/v1/runs", body)
+        run = await self._connection.call(Run, "POST", "/v1/runs", body)
         return self.open_run(run.run_id)
 
     def open_run(self, run_id: str) -> ClientRun:
         """A run that exists."""
-        return ClientRun(run_id, self._send, None if self._tasks is None else self._tasks.start_soon)
+        return ClientRun(run_id, self._connection, None if self._tasks is None else self._tasks.start_soon)
 
     async def runs(self) -> list[Run]:
         """All runs, oldest first."""
-        return (await self._call(RunPage, "GET", "/v1/runs")).runs
+        return (await self._connection.call(RunPage, "GET", "/v1/runs")).runs
 
     async def rescore(
         self,
@@ -310,26 +262,28 @@ class RolloutClient:
         )
         while part := list(islice(rollouts, RESCORED_AT_ONCE)):
             order = RescoreRollouts(rollouts=part, environment=environment, replay=replay)
-            for one in await send_rescore(self._send, "/v1/rescore", order):
+            for one in await send_rescore(self._connection, "/v1/rescore", order):
                 yield one
 
     # -- engines ---------------------------------------------------------------
 
     async def backends(self) -> list[BackendView]:
         """The engines that are registered."""
-        return await self._call(list[BackendView], "GET", "/v1/backends")
+        return await self._connection.call(list[BackendView], "GET", "/v1/backends")
 
     async def add_backend(self, backend: BackendSpec) -> BackendView:
         """Register an engine; it is asked for its model first."""
-        return await self._call(BackendView, "POST", "/v1/backends", backend.model_dump(mode="json"))
+        return await self._connection.call(
+            BackendView, "POST", "/v1/backends", backend.model_dump(mode="json")
+        )
 
     async def remove_backend(self, backend_id: str) -> None:
         """Take an engine out at once; its requests go on elsewhere. Raises NotFoundError."""
-        await self._call(None, "DELETE", _backend(backend_id))
+        await self._connection.call(None, "DELETE", _backend(backend_id))
 
     async def drain_backend(self, backend_id: str) -> BackendView:
         """Give an engine nothing new; it finishes what it has. Raises NotFoundError."""
-        return await self._call(BackendView, "POST", f"{_backend(backend_id)}/drain")
+        return await self._connection.call(BackendView, "POST", f"{_backend(backend_id)}/drain")
 
     async def update_weights(
         self,
@@ -365,16 +319,16 @@ class RolloutClient:
     async def abort(self, rollout_ids: list[str] | None = None) -> dict[str, JsonValue]:
         """Cancel these rollouts, or all that have not ended; says which or how many were."""
         body = AbortRequest(rollout_ids=rollout_ids).model_dump(mode="json")
-        return await self._call(dict[str, JsonValue], "POST", "/v1/abort", body)
+        return await self._connection.call(dict[str, JsonValue], "POST", "/v1/abort", body)
 
-    async def _order(self, path: str, body: Body) -> PoolOutcome:
-        return await self._call(PoolOutcome, "POST", path, body, seconds=ORDER_SECONDS)
+    async def _order(self, path: str, body: dict[str, Any]) -> PoolOutcome:
+        return await self._connection.call(PoolOutcome, "POST", path, body, seconds=ORDER_SECONDS)
 
     # -- the service -----------------------------------------------------------
 
     async def environments(self) -> list[EnvironmentView]:
         """Return the environments that tasks can name."""
-        return await self._call(list[EnvironmentView], "GET", "/v1/environments")
+        return await self._connection.call(list[EnvironmentView], "GET", "/v1/environments")
 
     async def dataset(
         self, environment: str, *, limit: int = 1_000, offset: int = 0, split: str | None = None
@@ -386,28 +340,28 @@ class RolloutClient:
         params = {"limit": str(limit), "offset": str(offset)}
         params |= {} if split is None else {"split": split}
         path = f"/v1/environments/{environment}/dataset"
-        return await self._call(list[dict[str, JsonValue]], "GET", path, params=params)
+        return await self._connection.call(list[dict[str, JsonValue]], "GET", path, params=params)
 
     async def sandboxes(self) -> list[SandboxView]:
         """Return the sandboxes that are alive."""
-        return await self._call(list[SandboxView], "GET", "/v1/sandboxes")
+        return await self._connection.call(list[SandboxView], "GET", "/v1/sandboxes")
 
     async def nodes(self) -> list[NodeView]:
         """The hosts that run sandboxes: how many each bears, why not more, and what its sandboxes did."""
-        return await self._call(list[NodeView], "GET", "/v1/nodes")
+        return await self._connection.call(list[NodeView], "GET", "/v1/nodes")
 
     async def node(self) -> NodeConcurrency:
         """How much the service does at once."""
-        return await self._call(NodeConcurrency, "GET", "/v1/node")
+        return await self._connection.call(NodeConcurrency, "GET", "/v1/node")
 
     async def update_node(self, patch: NodePatch) -> NodeConcurrency:
         """Change how much the service does at once, until its next start; work under way goes on."""
         body = patch.model_dump(mode="json", exclude_none=True)
-        return await self._call(NodeConcurrency, "PATCH", "/v1/node", body)
+        return await self._connection.call(NodeConcurrency, "PATCH", "/v1/node", body)
 
     async def ready(self) -> None:
         """Returns when the service can take work; within this client's patience it waits for that."""
-        await self._call(None, "GET", "/ready")
+        await self._connection.call(None, "GET", "/ready")
 
     async def readiness(self) -> Readiness:
         """Return whether the service can take work now, and if not, why. Asks once.
@@ -416,135 +370,18 @@ class RolloutClient:
         Raises UnreachableError, and the other errors of an answer that says nothing of readiness.
         """
         try:
-            response = await self._http.get("/ready")
+            response = await self._connection.http.get("/ready")
         except httpx.TransportError as error:
             raise UnreachableError(f"{self.base_url} does not answer: {error}") from error
         return readiness_from(response)
 
-    async def events(self, *, after: int | None = None) -> AsyncGenerator[Event]:
+    def events(self, *, after: int | None = None) -> AsyncGenerator[Event]:
         """Yield events as they happen, without end; from `after` on when it is given, each once and in order.
 
         A lost connection is resumed after the last event seen or, before the first, where the server began.
         Close it with `contextlib.aclosing`.
         """
-        last, patience = after, self._patience()
-        while True:
-            try:
-                async for reached, events in self._event_stream(last):
-                    patience = self._patience()
-                    for event in events:
-                        last = event.event_id
-                        yield event
-                    last = reached if last is None else last
-            except (httpx.TransportError, UnavailableError) as error:
-                await patience.wait(error)
-
-    async def _event_stream(self, after: int | None) -> AsyncGenerator[tuple[int | None, list[Event]]]:
-        """Yield, for each piece that arrives, the last id that the stream has named and the events in the piece.
-
-        A piece may hold no event: a comment, which shows that the server is there, or the id that the stream starts at.
-        """
-        headers = {"accept": "text/event-stream"} | ({} if after is None else {"last-event-id": str(after)})
-        timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
-        async with self._http.stream("GET", "/v1/events", headers=headers, timeout=timeout) as response:
-            if not response.is_success:
-                await response.aread()
-                raise error_from(response)
-            parser = SSEParser()
-            async for chunk in response.aiter_bytes():
-                events = [parse(TypeAdapter(Event), item.data.encode()) for item in parser.feed(chunk)]
-                yield int(parser.last_id) if parser.last_id.isdecimal() else None, events
-        raise httpx.RemoteProtocolError("the server ended the stream")
-
-    # -- calls -----------------------------------------------------------------
-
-    async def _call(
-        self,
-        model: type[T] | None,
-        method: str,
-        path: str,
-        body: Body = None,
-        *,
-        params: dict[str, str] | None = None,
-        seconds: float = ANSWER_SECONDS,
-    ) -> T:
-        response = await self._send(method, path, body, params=params, seconds=seconds)
-        return parse(TypeAdapter(Any if model is None else model), response.content or b"null")
-
-    async def _send(
-        self,
-        method: str,
-        path: str,
-        body: object = None,
-        *,
-        params: dict[str, str] | None = None,
-        seconds: float = ANSWER_SECONDS,
-        headers: dict[str, str] | None = None,
-        receive: Receive | None = None,
-        into: LargeBody | None = None,
-    ) -> httpx.Response:
-        timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
-        request = self._http.build_request(
-            method, path, json=body, params=params, headers=headers, timeout=timeout
-        )
-        patience = self._patience()
-        while True:
-            try:
-                if into is not None and self._direct:
-                    response = await into.fetch(
-                        request, connect_seconds=CONNECT_SECONDS, seconds=seconds, context=self._context
-                    )
-                else:
-                    response = await self._received(request, into.receive if into is not None else receive)
-                if not response.is_success:
-                    raise error_from(response)
-            except (httpx.TransportError, UnavailableError) as error:
-                await patience.wait(error)
-            else:
-                return response
-
-    async def _received(self, request: httpx.Request, receive: Receive | None) -> httpx.Response:
-        response = await self._http.send(request, stream=True)
-        try:
-            whole = receive if receive is not None and response.is_success else httpx.Response.aread
-            await whole(response)
-        finally:
-            with anyio.CancelScope(shield=True):
-                await response.aclose()
-        return response
-
-    def _patience(self) -> _Patience:
-        return _Patience(self.base_url, self.patience_seconds)
-
-
-class _Patience:
-    """How long one call is repeated, with pauses that double up to a limit and are drawn at random.
-
-    It is counted from the first failure: a call may have waited long, and well, before the server went away.
-    """
-
-    def __init__(self, address: str, seconds: float) -> None:
-        self._address = address
-        self._seconds = seconds
-        self._deadline: float | None = None
-        self._pause = FIRST_BACKOFF_SECONDS
-
-    async def wait(self, error: httpx.TransportError | UnavailableError) -> None:
-        """Pause before the next try, or raise what is to be raised when the time is up."""
-        now = anyio.current_time()
-        if self._deadline is None:
-            self._deadline = now + self._seconds
-        left = self._deadline - now
-        if left <= 0:
-            if isinstance(error, UnavailableError):
-                raise error
-            reason = str(error) or type(error).__name__
-            raise UnreachableError(f"no answer from {self._address}: {reason}") from error
-        pause = random.uniform(0.5, 1.0) * self._pause  # noqa: S311 - spreads clients, keeps no secret
-        if isinstance(error, UnavailableError):
-            pause = max(pause, random.uniform(1.0, 1.5) * error.retry_after)  # noqa: S311 - the same
-        self._pause = min(2.0 * self._pause, LAST_BACKOFF_SECONDS)
-        await anyio.sleep(min(pause, left))
+        return follow_events(self._connection, after)
 
 
 def _backend(backend_id: str) -> str:

@@ -7,12 +7,12 @@ under the same key, which brings the same batch. Needs httpx, pydantic and anyio
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from http import HTTPStatus
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -31,6 +31,7 @@ from api_schemas.runs import (
     RunState,
 )
 from api_schemas.tasks import Task
+from rollout_client._connection import Connection
 from rollout_client._download import LargeBody
 from rollout_client.arrays import BatchArrays
 from rollout_client.errors import ClientError, GoneError, ProtocolError, parse
@@ -45,31 +46,6 @@ ANSWER_SECONDS = 300.0
 
 Spawn = Callable[..., object]
 """Starts a coroutine function with its arguments in a task group."""
-Receive = Callable[[httpx.Response], Awaitable[object]]
-"""Reads the body of an answer."""
-
-
-class Sender(Protocol):
-    """Sends a request until it is answered, within the patience of a client."""
-
-    async def __call__(
-        self,
-        method: str,
-        path: str,
-        body: object = None,
-        *,
-        params: dict[str, str] | None = None,
-        seconds: float = ...,
-        headers: dict[str, str] | None = None,
-        receive: Receive | None = None,
-        into: LargeBody | None = None,
-    ) -> httpx.Response:
-        """The answer, if it is a success; raises ClientError.
-
-        `receive` reads its body, anew if that breaks off; `into` takes a large one.
-        """
-        ...
-
 
 RESCORE_SECONDS = 3_600.0
 """How long a part of the rollouts may take to be evaluated."""
@@ -132,9 +108,9 @@ async def _renew_until_settled(leased: LeasedBatch, seconds: float, scope: anyio
             await leased.renew(seconds)
 
 
-async def send_rescore(send: Sender, path: str, order: RescoreOptions) -> list[Rescored]:
+async def send_rescore(connection: Connection, path: str, order: RescoreOptions) -> list[Rescored]:
     """The results of an order to evaluate rollouts again; raises ProtocolError when the answer was cut off."""
-    response = await send("POST", path, order.model_dump(mode="json"), seconds=RESCORE_SECONDS)
+    response = await connection.send("POST", path, order.model_dump(mode="json"), seconds=RESCORE_SECONDS)
     lines = response.content.splitlines()
     results = [parse(TypeAdapter(Rescored), line) for line in lines[:-1]]
     if not lines or parse(TypeAdapter(RescoreEnd), lines[-1]).rescored != len(results):
@@ -145,11 +121,11 @@ async def send_rescore(send: Sender, path: str, order: RescoreOptions) -> list[R
 class ClientRun:
     """A run at a server."""
 
-    def __init__(self, run_id: str, send: Sender, spawn: Spawn | None = None) -> None:
+    def __init__(self, run_id: str, connection: Connection, spawn: Spawn | None = None) -> None:
         """`spawn` starts what goes on beside the caller, as long as the client is open."""
         self._spawn = spawn
         self.run_id = run_id
-        self._send = send
+        self._connection = connection
         self._path = f"/v1/runs/{run_id}"
         self._version: int | None = None
 
@@ -217,7 +193,7 @@ class ClientRun:
 
     async def _lease_once(self, params: dict[str, str], wait: float, *, arrays: bool) -> LeasedBatch | None:
         body = LargeBody()
-        response = await self._send(
+        response = await self._connection.send(
             "POST",
             f"{self._path}/lease",
             params=params,
@@ -272,7 +248,7 @@ class ClientRun:
                 async for piece in response.aiter_bytes():
                     await file.write(piece)
 
-        await self._send(
+        await self._connection.send(
             "GET",
             f"{self._path}/export",
             params={"compression": compression},
@@ -295,7 +271,7 @@ class ClientRun:
         """
         ids = None if rollout_ids is None else list(rollout_ids)
         order = RescoreRun(rollout_ids=ids, environment=environment, replay=replay)
-        return await send_rescore(self._send, f"{self._path}/rescore", order)
+        return await send_rescore(self._connection, f"{self._path}/rescore", order)
 
     def _start_renewal(self, leased: LeasedBatch, seconds: float) -> anyio.CancelScope:
         """Renew a lease until the scope is cancelled, the batch is settled, or it is lost."""
@@ -306,9 +282,11 @@ class ClientRun:
 
     async def settle(self, batch_id: str, how: str, /, **params: str) -> BatchAnswer:
         """Acknowledge (`ack`), give back (`nack`) or `renew` a batch by its id, as after a restart of the trainer."""
-        response = await self._send("POST", f"{self._path}/batches/{batch_id}/{how}", params=params)
+        response = await self._connection.send(
+            "POST", f"{self._path}/batches/{batch_id}/{how}", params=params
+        )
         return parse(TypeAdapter(BatchAnswer), response.content)
 
     async def _call(self, model: type[T], method: str, path: str, body: object = None) -> T:
-        response = await self._send(method, path, body)
+        response = await self._connection.send(method, path, body)
         return parse(TypeAdapter(model), response.content)

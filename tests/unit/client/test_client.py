@@ -12,7 +12,7 @@ from api_schemas.errors import Problem
 from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.tasks import Task
-from rollout_client import client as client_module
+from rollout_client import _connection
 from rollout_client.client import (
     ConflictError,
     InvalidRequestError,
@@ -33,8 +33,8 @@ URL = "http://service.test"
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(client_module, "FIRST_BACKOFF_SECONDS", 0.001)
-    monkeypatch.setattr(client_module, "LAST_BACKOFF_SECONDS", 0.005)
+    monkeypatch.setattr(_connection, "FIRST_BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr(_connection, "LAST_BACKOFF_SECONDS", 0.005)
 
 
 def request(rollout_id: str | None = "r-1") -> RolloutRequest:

@@ -1,0 +1,172 @@
+"""Requests to one server, repeated while it cannot be reached or cannot take them.
+
+Guarantees: a request is repeated with back-off for at most `patience_seconds`, counted from its first failure; a
+cancelled request closes its connection.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio
+import httpx
+from pydantic import TypeAdapter
+
+from rollout_client._download import LargeBody, is_direct
+from rollout_client.errors import UnavailableError, UnreachableError, error_from, parse
+
+T = TypeVar("T")
+Receive = Callable[[httpx.Response], Awaitable[object]]
+"""Reads the body of a response."""
+
+CONNECT_SECONDS = 5.0
+ANSWER_SECONDS = 60.0
+FIRST_BACKOFF_SECONDS = 0.1
+LAST_BACKOFF_SECONDS = 5.0
+
+
+class Connection:
+    """The HTTP connections of one client."""
+
+    def __init__(
+        self,
+        base_url: str,
+        key: str | None,
+        *,
+        patience_seconds: float,
+        ca_file: str | Path | None,
+        transport: httpx.AsyncBaseTransport | None,
+    ) -> None:
+        self.base_url = base_url.rstrip("/")
+        self.patience_seconds = patience_seconds
+        self._context = httpx.create_ssl_context()
+        if ca_file is not None:
+            self._context.load_verify_locations(cafile=ca_file)
+        self.http = httpx.AsyncClient(
+            base_url=self.base_url,
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            timeout=httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
+            transport=transport,
+            verify=self._context,
+        )
+        self._direct = transport is None and is_direct(self.http.base_url)
+
+    async def call(
+        self,
+        model: type[T] | None,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        params: dict[str, str] | None = None,
+        seconds: float = ANSWER_SECONDS,
+    ) -> T:
+        """Send a request and parse the response as `model`; None takes any JSON.
+
+        Raises:
+            ClientError: as `send` does, and if the response is of another type.
+        """
+        response = await self.send(method, path, body, params=params, seconds=seconds)
+        return parse(TypeAdapter(Any if model is None else model), response.content or b"null")
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        params: dict[str, str] | None = None,
+        seconds: float = ANSWER_SECONDS,
+        headers: dict[str, str] | None = None,
+        receive: Receive | None = None,
+        into: LargeBody | None = None,
+    ) -> httpx.Response:
+        """Send a request until it is answered, and return the response if it is a success.
+
+        `receive` reads the body, from the start again if the connection breaks; `into` takes a large one.
+
+        Raises:
+            UnreachableError: if the patience ends without a response.
+            ProblemError: if the server refuses the request.
+            ProtocolError: if the response is not one of this API.
+        """
+        timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
+        request = self.http.build_request(
+            method, path, json=body, params=params, headers=headers, timeout=timeout
+        )
+        patience = self.patience()
+        while True:
+            try:
+                if into is not None and self._direct:
+                    response = await into.fetch(
+                        request, connect_seconds=CONNECT_SECONDS, seconds=seconds, context=self._context
+                    )
+                else:
+                    response = await self._receive(request, into.receive if into is not None else receive)
+                if not response.is_success:
+                    raise error_from(response)
+            except (httpx.TransportError, UnavailableError) as error:
+                await patience.wait(error)
+            else:
+                return response
+
+    def stream(
+        self, path: str, headers: dict[str, str], *, seconds: float
+    ) -> AbstractAsyncContextManager[httpx.Response]:
+        """Open a stream once; `seconds` is how long it may be silent."""
+        timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
+        return self.http.stream("GET", path, headers=headers, timeout=timeout)
+
+    def patience(self) -> Patience:
+        """Return the patience for one request."""
+        return Patience(self.base_url, self.patience_seconds)
+
+    async def _receive(self, request: httpx.Request, receive: Receive | None) -> httpx.Response:
+        response = await self.http.send(request, stream=True)
+        try:
+            read = receive if receive is not None and response.is_success else httpx.Response.aread
+            await read(response)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await response.aclose()
+        return response
+
+
+class Patience:
+    """How long one request is repeated, with pauses that double up to a limit and are drawn at random.
+
+    The time is counted from the first failure: a request may have waited long before the server went away.
+    """
+
+    def __init__(self, address: str, seconds: float) -> None:
+        self._address = address
+        self._seconds = seconds
+        self._deadline: float | None = None
+        self._pause = FIRST_BACKOFF_SECONDS
+
+    async def wait(self, error: httpx.TransportError | UnavailableError) -> None:
+        """Pause before the next try.
+
+        Raises:
+            UnreachableError: if the time is up and the server could not be reached.
+            UnavailableError: `error` itself, if the time is up.
+        """
+        now = anyio.current_time()
+        if self._deadline is None:
+            self._deadline = now + self._seconds
+        left = self._deadline - now
+        if left <= 0:
+            if isinstance(error, UnavailableError):
+                raise error
+            reason = str(error) or type(error).__name__
+            raise UnreachableError(f"no answer from {self._address}: {reason}") from error
+        pause = random.uniform(0.5, 1.0) * self._pause  # noqa: S311 - spreads clients, keeps no secret
+        if isinstance(error, UnavailableError):
+            pause = max(pause, random.uniform(1.0, 1.5) * error.retry_after)  # noqa: S311 - the same
+        self._pause = min(2.0 * self._pause, LAST_BACKOFF_SECONDS)
+        await anyio.sleep(min(pause, left))
