@@ -3,9 +3,9 @@
     python -m sandboxes.conformance apptainer
     python -m sandboxes.conformance my_package.provider:make --json report.json
 
-Each check is given a fresh sandbox and its provider, and raises `ConformanceError` where the contract is broken; its
-docstring is what the contract promises. A provider names the checks that it is known to fail (`known_failures`);
-any other failure is one. Checks that attack are not run where the provider says that it does not isolate.
+Each check gets a fresh sandbox and its provider, and raises `ConformanceError` if the contract is broken; its docstring
+is the contract's promise. A provider names the checks it is known to fail (`known_failures`); any other failure counts.
+Checks that attack do not run if the provider says that it does not isolate.
 """
 
 from sandboxes.conformance import bash, exports, files, isolation, lifecycle, programs, python
@@ -21,7 +21,7 @@ CHECKS: tuple[Check, ...] = (
     *lifecycle.CHECKS,
     *isolation.CHECKS,
 )
-"""All of them, in the order in which they run."""
+"""All checks, in the order in which they run."""
 
 __all__ = [
     "CHECKS",

@@ -1,4 +1,4 @@
-"""The bash session: state, exit codes, time-outs, interrupts, output, death."""
+"""The bash session: state, exit codes, timeouts, interrupts, output, death."""
 
 import time
 
@@ -10,7 +10,7 @@ from sandboxes.errors import SessionDiedError
 
 
 async def bash_keeps_state(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """The working folder, variables and functions last from command to command; so does the session itself."""
+    """The working folder, variables and functions persist between commands, as does the session itself."""
     bash = await sandbox.bash()
     await bash.run("mkdir -p sub && cd sub && X=5 && f() { echo f$X; }")
     result = await (await sandbox.bash()).run('f; basename "$PWD"')
@@ -18,7 +18,7 @@ async def bash_keeps_state(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def bash_exit_codes(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """Exit codes are exact, those of syntax errors and signals too, and the session goes on."""
+    """Exit codes are exact, including those of syntax errors and signals, and the session goes on."""
     bash = await sandbox.bash()
     for command, code in (("true", 0), ("(exit 7)", 7), ("false | true", 0), ("if", 2), ("nope-nope", 127)):
         result = await bash.run(command)
@@ -32,7 +32,7 @@ async def bash_exit_codes(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def bash_ended_by_signals(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """A program that a signal ends adds nothing to the output, and commands inherit three descriptors only."""
+    """A program that a signal ends adds nothing to the output, and commands inherit only three descriptors."""
     bash = await sandbox.bash()
     for command in ("yes | head -n 1", "sh -c 'echo y; kill -9 $$'", "(echo y; kill -9 $BASHPID) | cat"):
         result = await bash.run(command)
@@ -42,7 +42,7 @@ async def bash_ended_by_signals(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def bash_any_text(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """Commands are taken as they are: quotes, lines, here-documents, no history expansion; output as UTF-8."""
+    """Commands run as they are: quotes, several lines, here-documents, no history expansion. Output is UTF-8."""
     bash = await sandbox.bash()
     result = await bash.run("cat <<'X'\n'\"$HOME\" !x\nX\nprintf 'é\\xff\\n'")
     expect(result.output == '\'"$HOME" !x\né\ufffd\n', result)
@@ -54,7 +54,7 @@ async def bash_any_text(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def bash_time_out(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """A time-out keeps what was printed and the session with its state, whatever form the command has."""
+    """A timeout keeps the output and the session's state, whatever form the command has."""
     bash = await sandbox.bash()
     await bash.run("KEPT=yes")
     stubborn = "echo part; bash -c 'trap \"\" INT TERM; while :; do sleep 1; done'; echo after"
@@ -69,7 +69,7 @@ async def bash_time_out(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def bash_background(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """A process in the background that holds the output open delays nothing and lives on."""
+    """A background process that keeps the output open delays nothing and lives on."""
     bash = await sandbox.bash()
     begun = time.monotonic()
     result = await bash.run("(sleep 300; echo late) & echo $! >pid; echo now")
@@ -81,7 +81,7 @@ async def bash_background(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def bash_output_limit(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """Output over the limit is cut in the middle and says so; one endless line is no exception."""
+    """Output over the limit is cut in the middle and says so, even if it is one endless line."""
     bash = await sandbox.bash()
     result = await bash.run(
         "echo first; head -c 3000000 /dev/zero | tr '\\0' x; echo last", output_limit=1000
@@ -94,7 +94,7 @@ async def bash_output_limit(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def bash_dies(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """A shell that ends is an error with what was printed; the next command runs in a fresh one."""
+    """A shell that ends is an error with the output so far; the next command runs in a new shell."""
     bash = await sandbox.bash()
     await bash.run("X=1; echo kept >file")
     error = await expect_error(SessionDiedError, bash.run("echo out; exit 3"))
@@ -107,7 +107,7 @@ async def bash_dies(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def bash_cancelled(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """A cancelled call ends the command; the next one finds a session that works."""
+    """A cancelled call ends the command; the next call finds a working session."""
     bash = await sandbox.bash()
     with anyio.move_on_after(0.5):
         await bash.run("sleep 100; touch reached")
@@ -116,7 +116,7 @@ async def bash_cancelled(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def bash_one_at_a_time(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """Calls at the same time are run one after the other, each with its own result."""
+    """Concurrent calls run one after the other, each with its own result."""
     bash = await sandbox.bash()
     found: dict[int, str] = {}
 
@@ -130,7 +130,7 @@ async def bash_one_at_a_time(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def bash_whole_rollout(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """State lasts over a hundred commands, with time-outs, interrupts, floods and failures among them."""
+    """State persists over a hundred commands, including timeouts, floods and failures."""
     bash = await sandbox.bash()
     await bash.run(
         "total=0; declare -A seen; mkdir -p deep/er; cd deep/er; shopt -s extglob; export MARK=kept"
@@ -153,7 +153,7 @@ async def bash_whole_rollout(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def bash_interrupt(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """`interrupt` ends the command and its children, again and again, in the middle of output; the shell stays."""
+    """`interrupt` ends the command and its children, repeatedly and in the middle of output; the shell survives."""
     bash = await sandbox.bash()
     await bash.run("KEPT=yes; sleep 300 & background=$!")
     await bash.interrupt()  # nothing runs: nothing happens
@@ -186,7 +186,7 @@ async def _interrupted(sandbox: Sandbox, bash: BashSession, command: str) -> Bas
 
 
 async def bash_interrupt_anywhere(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """An interrupt that comes between two programs ends the command too, and leaves nothing to the next one."""
+    """An interrupt between two programs ends the command too, and does not affect the next one."""
     bash = await sandbox.bash()
     for _round in range(10):
         result = await _interrupted(sandbox, bash, "touch running; env true; env true; env true; sleep 60")
@@ -198,7 +198,7 @@ async def bash_interrupt_anywhere(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def bash_stops_loops(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """A loop over short programs ends at its time-out and the shell stays, in most cases: bash can lose all signals."""
+    """A loop over short programs ends at its timeout and, in most cases, the shell survives: bash can lose signals."""
     bash = await sandbox.bash()
     kept = 0
     for number in range(8):
@@ -215,7 +215,7 @@ async def bash_stops_loops(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def bash_characters(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """A character that arrives in two halves is one; one that the limit cuts in two is left out whole."""
+    """A character that arrives in two parts is one character; one that the limit would cut is left out."""
     bash = await sandbox.bash()
     result = await bash.run("printf '\\xe2\\x82'; sleep 0.2; printf '\\xac\\n'")
     expect(result.output == "€\n", result)

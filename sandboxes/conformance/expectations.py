@@ -1,4 +1,4 @@
-"""How a check says what it expects, and what a check is."""
+"""The type of a check, and the functions that state what it expects."""
 
 from collections.abc import Awaitable, Callable
 
@@ -6,18 +6,18 @@ from sandboxes.contract import Sandbox, SandboxProvider
 from sandboxes.errors import SandboxError
 
 Check = Callable[[Sandbox, SandboxProvider], Awaitable[None]]
-"""It is given a fresh sandbox, alone in using it, and its provider; its docstring is what the contract promises."""
+"""A check gets a fresh sandbox that nothing else uses, and its provider; its docstring is the contract's promise."""
 
 GRACE = 12.0
-"""How many seconds after a time-out a call may still return."""
+"""Seconds after its timeout in which a call must return."""
 
 
 class ConformanceError(AssertionError):
-    """A provider does not keep the contract; the message says in what."""
+    """A provider breaks the contract; the message says how."""
 
 
 def expect(holds: bool, found: object) -> None:
-    """Fail with what was found instead.
+    """Fail with `found` unless the condition holds.
 
     Raises:
         ConformanceError: it does not hold.
@@ -27,7 +27,7 @@ def expect(holds: bool, found: object) -> None:
 
 
 async def expect_error(kind: type[SandboxError], call: Awaitable[object]) -> SandboxError:
-    """Await a call that must fail in one way.
+    """Await a call that must raise an error of `kind`, and return the error.
 
     Raises:
         ConformanceError: it does not fail.

@@ -1,4 +1,4 @@
-"""Files taken out of a sandbox to be judged: by the host alone, without what a grader should never meet."""
+"""Files exported from a sandbox for grading: read by the host alone, without anything a grader should never meet."""
 
 import io
 import tarfile
@@ -37,7 +37,7 @@ exit 0
 
 
 async def exported_entries(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """Folders, files and links that stay within come out; devices, pipes, links that lead out and rights do not."""
+    """Folders, files and inner links are exported; devices, pipes, links that lead out and rights are not."""
     result = await sandbox.exec(["bash", "-c", TREE])
     expect(result.exit_code == 0, result)
     entries = await exported(sandbox, "out")
@@ -61,7 +61,7 @@ async def exported_entries(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def exported_without_programs(sandbox: Sandbox, provider: SandboxProvider) -> None:
-    """No program, library or setting of the sandbox has a part in it, nor may modes forbid it to read."""
+    """No program, library or setting of the sandbox takes part in an export, and modes cannot forbid it to read."""
     await sandbox.exec(["bash", "-c", "mkdir -p out/d && echo hi >out/d/file && chmod 000 out/d/file out/d"])
     if provider.isolates:
         await sandbox.exec(["bash", "-c", PLANTED])
@@ -74,7 +74,7 @@ async def exported_without_programs(sandbox: Sandbox, provider: SandboxProvider)
 
 
 async def exported_within_limits(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """Holes count as what they stand for, entries as a page at least, and depth has an end."""
+    """Holes count with their full size, entries as at least a page, and depth is bounded."""
     made = "truncate -s 900M sparse; mkdir many; cd many; for ((i = 0; i < 600; i++)); do : >$i; done"
     await sandbox.exec(["bash", "-c", made])
     await expect_error(FileTooLargeError, exported(sandbox, "sparse"))
@@ -88,7 +88,7 @@ async def exported_within_limits(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def exported_out_of_reach(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """No link leads to what only the host can see, nor to the kernel's own files, and rings of links end."""
+    """No link leads to what only the host can see or to the kernel's own files, and circular links end."""
     commands = (
         "ln -s /proc/1/root/etc proc; ln -s ring ring; ln -s /proc/self/root self; mkdir real; touch real/f; "
         "ln -s /sys sys; ln -s /proc kernel"

@@ -1,4 +1,4 @@
-"""Files: any bytes, any names, any size, whole or not at all, and errors that say what is wrong."""
+"""Files: any bytes, any name, any size, completely or not at all, and errors that say what is wrong."""
 
 import hashlib
 import os
@@ -21,7 +21,7 @@ from sandboxes.errors import (
 
 
 async def files_round_trip(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """Bytes come back as they were written, at paths of any characters, and as sessions see them."""
+    """Files read back exactly as written, at paths with any characters, and sessions see the same."""
     data = bytes(range(256)) * 2000
     name = "a dir/ü 'quoted' $name\n.bin"
     await sandbox.write_file(name, data)
@@ -39,7 +39,7 @@ async def files_round_trip(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def files_edit(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """An edit replaces a text that is there exactly once, or all of them when told so."""
+    """An edit replaces a text that occurs exactly once, or all occurrences if asked."""
     await sandbox.write_file("f.txt", "one two\ntwo\n")
     expect(await sandbox.edit_file("f.txt", "one", "1") == 1, "not once")
     await expect_error(EditMatchError, sandbox.edit_file("f.txt", "two", "2"))
@@ -51,7 +51,7 @@ async def files_edit(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def files_to_another(sandbox: Sandbox, provider: SandboxProvider) -> None:
-    """A tree goes to a fresh sandbox as a stream, within a limit."""
+    """A tree can be streamed to a fresh sandbox, within a limit."""
     await (await sandbox.bash()).run("mkdir -p out/d && echo hi >out/d/f && ln -s d out/link")
     async with await provider.start(SandboxSpec()) as fresh:
         await fresh.import_path(fresh.workdir, sandbox.export_path("out"))
@@ -68,7 +68,7 @@ async def files_to_another(sandbox: Sandbox, provider: SandboxProvider) -> None:
 
 
 async def files_stream(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """Contents of many mebibytes go in and come out as streams, with the very bytes and within a limit."""
+    """Files of many mebibytes stream in and out unchanged, within a limit."""
     piece, count = bytes(range(251)) * 1000, 100
     await sandbox.write_stream("large", _repeated(piece, count))
     sent, found = hashlib.sha256(piece * count), hashlib.sha256()
@@ -87,7 +87,7 @@ async def files_stream(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def files_whole_or_not(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """A write that fails or is cancelled leaves the old contents and nothing beside them; modes are kept."""
+    """A write that fails or is cancelled leaves the old contents and no other file; modes are kept."""
     await sandbox.write_file("f", "old")
     await sandbox.exec(["chmod", "750", "f"])
 
@@ -111,7 +111,7 @@ async def files_whole_or_not(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def files_odd_names(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """Names of any bytes are listed, read and written: lines, dashes, stars, and what is no UTF-8."""
+    """Names of any bytes are listed, read and written: newlines, dashes, stars, and bytes that are not UTF-8."""
     names = ["-n", "*", "a\nb", "tail\n", " ", "'", "\\", os.fsdecode(b"\xff\xfe"), "ü"]
     for name in names:
         await sandbox.write_file(f"odd/{name}", name.encode("utf-8", "surrogateescape"))
@@ -123,7 +123,7 @@ async def files_odd_names(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def files_no_files(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """Pipes, devices and folders are not files, at once and not when somebody writes to them."""
+    """Pipes, devices and folders are refused as files at once, not only when somebody writes to them."""
     await sandbox.exec(["bash", "-c", "mkfifo pipe; mkdir folder; ln -s /dev/zero zero; ln -s loop loop"])
     for name in ("pipe", "folder", "zero", "loop"):
         with anyio.fail_after(30):
@@ -138,7 +138,7 @@ async def files_no_files(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def files_forbidden(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """What the user inside may not read or write is an error that says so."""
+    """Reading or writing without permission is an error that says so."""
     if (await sandbox.exec(["id", "-u"])).stdout == b"0\n":
         return  # who is root inside may do all of this
     await sandbox.exec(["bash", "-c", "echo secret >f; chmod 000 f; mkdir d; chmod 555 d"])
@@ -148,7 +148,7 @@ async def files_forbidden(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def files_full_disk(sandbox: Sandbox, provider: SandboxProvider) -> None:
-    """A write that finds no room says so, leaves nothing, and there is room again after."""
+    """A write without enough room says so and leaves nothing, and the room is free again."""
     if "disk" not in provider.enforced:
         return  # the provider claims nothing
     spec = replace(sandbox.spec, disk_bytes=32 * 1024 * 1024)

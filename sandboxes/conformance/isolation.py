@@ -14,7 +14,7 @@ from sandboxes.errors import SessionDiedError
 
 
 async def hidden_host(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """Neither the host's files, nor its processes, nor its environment are to be seen."""
+    """The host's files, processes and environment are hidden."""
     with tempfile.NamedTemporaryFile(prefix="rollout-secret-", dir="/tmp") as secret:
         result = await sandbox.exec(["cat", secret.name])
         expect(result.exit_code != 0, result)
@@ -49,7 +49,7 @@ async def hidden_neighbours(sandbox: Sandbox, provider: SandboxProvider) -> None
 
 
 async def control_out_of_reach(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """What runs inside cannot end or look into what holds the sandbox together, and killing all else is survived."""
+    """Code inside cannot end or inspect the processes that run the sandbox, which survives killing all others."""
     bash = await sandbox.bash()
     await bash.run("kill -9 1; kill -STOP 1")
     result = await bash.run("ls /proc/1/fd; cat /proc/1/environ >/dev/null")
@@ -59,7 +59,7 @@ async def control_out_of_reach(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def no_rights(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """No right over the host: no capability in its own user namespace, and none of its settings can be written."""
+    """Code has no right over the host: no capability in its user namespace, and no setting that it can write."""
     if await _root_of_its_own(sandbox):
         await _attempts_as_root(sandbox)
     else:
@@ -77,7 +77,7 @@ async def no_rights(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def _root_of_its_own(sandbox: Sandbox) -> bool:
-    """Whether code runs as a root that is not the host's: its user namespace maps 0 to another id.
+    """Return whether code runs as a root that is not the host's: its user namespace maps 0 to another id.
 
     A host whose own root is remapped looks the same, and is as safe.
     """
@@ -96,7 +96,7 @@ async def _status(sandbox: Sandbox) -> dict[bytes, bytes]:
 
 
 async def _attempts_as_root(sandbox: Sandbox) -> None:
-    """What the host's root could do and this one cannot, each tried."""
+    """Try everything that the host's root could do and this root cannot."""
     attempts = (
         "mknod disk b 8 0 && cat disk",
         "date -s 2000-01-01",

@@ -1,4 +1,4 @@
-"""From start to close: cancelled starts, calls under way, and that nothing can be run after."""
+"""From start to close: cancelled starts, calls in progress, and nothing that runs after the close."""
 
 from collections.abc import AsyncIterator, Awaitable
 
@@ -10,7 +10,7 @@ from sandboxes.errors import SandboxClosedError, SandboxError
 
 
 async def processes_end(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """`end_processes` ends all of them, sessions too; files stay, and new sessions open."""
+    """`end_processes` ends every process, sessions included; files stay, and new sessions open."""
     bash = await sandbox.bash()
     await bash.run("X=1; for number in 1 2 3; do (sleep 2; touch survived) & done")
     await sandbox.end_processes()
@@ -19,7 +19,7 @@ async def processes_end(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def closes(sandbox: Sandbox, provider: SandboxProvider) -> None:
-    """`close` ends calls under way, may be called again and at once, and leaves the sandbox unusable."""
+    """`close` ends calls in progress, may be called repeatedly and concurrently, and leaves the sandbox unusable."""
     bash = await sandbox.bash()
     failures: list[SandboxError] = []
 
@@ -42,7 +42,7 @@ async def closes(sandbox: Sandbox, provider: SandboxProvider) -> None:
 
 
 async def closes_under_calls(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """Every kind of call that is under way when the sandbox is closed ends soon, with an error of the family."""
+    """Every kind of call in progress when the sandbox closes ends soon, with a SandboxError."""
     bash, python = await sandbox.bash(), await sandbox.python()
     await sandbox.exec(["truncate", "-s", "1G", "large"])
     ended: list[str] = []
@@ -77,7 +77,7 @@ async def closes_under_calls(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def starts_cancelled(_: Sandbox, provider: SandboxProvider) -> None:
-    """A start that is cancelled, at whatever moment, leaves no sandbox."""
+    """A start that is cancelled at any moment leaves no sandbox."""
     before = {info.id for info in provider.live()}
     for milliseconds in (0, 20, 60, 120, 200):
         with anyio.move_on_after(milliseconds / 1000) as scope:

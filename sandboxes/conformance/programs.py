@@ -1,4 +1,4 @@
-"""Programs in processes of their own: streams, exit codes, time-outs, many at once."""
+"""Programs outside the sessions: streams, exit codes, timeouts, many at once."""
 
 import time
 
@@ -9,7 +9,7 @@ from sandboxes.contract import Sandbox, SandboxProvider
 
 
 async def exec_programs(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """One-shot programs have their own streams, input, environment, folder and exact exit codes."""
+    """Each program has its own streams, input, environment and folder, and an exact exit code."""
     data = bytes(range(256)) * 4000
     result = await sandbox.exec(["cat"], stdin=data, output_limit=2 * len(data))
     expect(result.exit_code == 0 and result.stdout == data, result.exit_code)
@@ -25,7 +25,7 @@ async def exec_programs(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def exec_apart(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """Programs run beside a busy session and beside each other."""
+    """Programs run concurrently with a busy session and with each other."""
     bash = await sandbox.bash()
     begun = time.monotonic()
     async with anyio.create_task_group() as tasks:
@@ -36,7 +36,7 @@ async def exec_apart(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def exec_at_once(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """Two dozen programs at once have each its own input and output."""
+    """Two dozen concurrent programs each have their own input and output."""
     found: dict[int, bytes] = {}
 
     async def run(number: int) -> None:
@@ -51,7 +51,7 @@ async def exec_at_once(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def exec_cancelled(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """A cancelled call ends its program and what that has started."""
+    """A cancelled call ends its program and everything that it started."""
     with anyio.move_on_after(0.5):
         await sandbox.exec(["bash", "-c", "(sleep 2; touch reached) & sleep 2; touch reached"])
     result = await sandbox.exec(["bash", "-c", "sleep 3; ls"])

@@ -1,4 +1,4 @@
-"""The Python session: state, results, exceptions, time-outs, interrupts, output, death."""
+"""The Python session: state, results, exceptions, timeouts, interrupts, output, death."""
 
 import anyio
 
@@ -8,7 +8,7 @@ from sandboxes.errors import SessionDiedError
 
 
 async def python_cells(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """Values, prints and exceptions come apart; state lasts; tracebacks have no terminal colours."""
+    """Values, output and exceptions are separate; state persists; tracebacks have no terminal colors."""
     python = await sandbox.python()
     first = await python.execute("import sys\nprint('out'); print('err', file=sys.stderr)\nx = 41")
     expect(first.output == "out\nerr\n" and first.result is None and first.error is None, first)
@@ -21,7 +21,7 @@ async def python_cells(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def python_time_out(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """A time-out interrupts the cell, keeps what was printed, and the session's variables."""
+    """A timeout interrupts the cell and keeps the output and the session's variables."""
     python = await sandbox.python()
     await python.execute("x = 'kept'")
     for code in (
@@ -34,7 +34,7 @@ async def python_time_out(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def python_output_limit(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """Long prints, results and exceptions are cut in the middle, and the session goes on."""
+    """Long output, results and exceptions are cut in the middle, and the session goes on."""
     python = await sandbox.python()
     printed = await python.execute("print('a' + 'x' * 9_000_000 + 'b')", output_limit=1000)
     expect(printed.truncated and len(printed.output) < 1200 and printed.output.endswith("b\n"), printed)
@@ -46,7 +46,7 @@ async def python_output_limit(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def python_dies(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """A kernel that ends is an error; the next cell runs in a fresh one."""
+    """A kernel that ends is an error; the next cell runs in a new kernel."""
     python = await sandbox.python()
     await python.execute("x = 1")
     await expect_error(SessionDiedError, python.execute("import os\nos._exit(3)"))
@@ -57,7 +57,7 @@ async def python_dies(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def python_whole_rollout(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """State lasts over dozens of cells, with time-outs, exceptions and floods among them."""
+    """State persists over dozens of cells, including timeouts, exceptions and floods."""
     python = await sandbox.python()
     await python.execute(
         "import collections, os\nos.makedirs('deep'); os.chdir('deep')\nseen = collections.Counter()"
@@ -76,7 +76,7 @@ async def python_whole_rollout(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def python_flood(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """Who prints faster than is read has to wait: the time-out stops it at once, whichever way, and state is kept."""
+    """Code that prints faster than it is read has to wait; the timeout stops it at once, and state is kept."""
     python = await sandbox.python()
     await python.execute("import os, subprocess\nfrom IPython.display import display\nkept = 1")
     floods = (
@@ -95,7 +95,7 @@ async def python_flood(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def python_interrupt(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """`interrupt` is a KeyboardInterrupt in the cell, again and again, in the middle of output; the kernel stays."""
+    """`interrupt` raises KeyboardInterrupt in the cell, repeatedly and in the middle of output; the kernel survives."""
     python = await sandbox.python()
     await python.execute("import os, subprocess, time\nkept = 1\ndef ready(): open('running', 'w').close()")
     await python.interrupt()  # nothing runs: nothing happens
@@ -127,7 +127,7 @@ async def _interrupted(sandbox: Sandbox, python: PythonSession, cell: str) -> Py
 
 
 async def python_cancelled(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """A cancelled call ends the cell; the next one finds a session that works."""
+    """A cancelled call ends the cell; the next call finds a working session."""
     python = await sandbox.python()
     with anyio.move_on_after(0.5):
         await python.execute("import time; time.sleep(3); open('reached', 'w').close()")
@@ -136,7 +136,7 @@ async def python_cancelled(sandbox: Sandbox, _: SandboxProvider) -> None:
 
 
 async def python_characters(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """Characters of several bytes come whole, whatever the limit."""
+    """Characters of several bytes are never cut, whatever the limit."""
     python = await sandbox.python()
     for limit in (1000, 1001, 1002, 1003):
         result = await python.execute("print('€' * 3000, end='')", output_limit=limit)

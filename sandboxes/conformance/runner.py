@@ -1,4 +1,4 @@
-"""Runs checks and tells four outcomes apart: holds, fails, fails as known, and holds though known to fail."""
+"""Runs checks and distinguishes four outcomes: holds, fails, fails as known, and holds though known to fail."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,49 +19,49 @@ Verdict = Literal["holds", "fails", "known failure", "holds now"]
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """How one check went."""
+    """The result of one check."""
 
     check: str
     promise: str
-    """The check's docstring: what the contract says."""
+    """The check's docstring, which is the contract's promise."""
     verdict: Verdict
     reason: str
-    """What was found instead, or why the failure is known; empty where it holds."""
+    """What was found instead, or why the failure is known; empty if it holds."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class ConformanceReport:
-    """How all of them went."""
+    """The results of all checks that ran."""
 
     provider: str
     isolates: bool
     enforced: tuple[str, ...]
-    """The limits that hold for a sandbox as a whole, as the provider says."""
+    """The limits that hold for a whole sandbox, according to the provider."""
     outcomes: tuple[CheckResult, ...]
 
     @property
     def conforms(self) -> bool:
-        """Whether nothing failed but what the provider names."""
+        """Whether nothing failed except what the provider names."""
         return all(outcome.verdict != "fails" for outcome in self.outcomes)
 
     def as_json(self) -> dict[str, Any]:
-        """For machines."""
+        """Return the report as JSON data."""
         return {"conforms": self.conforms, **asdict(self)}
 
 
 async def run_check(check: Check, provider: SandboxProvider, image: str | None = None) -> None:
-    """Run one check in a sandbox of its own.
+    """Run one check in a fresh sandbox.
 
     Raises:
-        ConformanceError: the contract is broken, or the check took longer than it may.
-        SandboxError: an error that the contract does not allow there.
+        ConformanceError: the contract is broken, or the check took too long.
+        SandboxError: the provider raised an error that the contract does not allow there.
     """
     with anyio.move_on_after(CHECK_SECONDS) as scope:
         async with await provider.start(SandboxSpec(image=image, label="conformance")) as sandbox:
             await check(sandbox, provider)
     if scope.cancelled_caught:
-        raise ConformanceError(f"not done within {CHECK_SECONDS:.0f} s")
+        raise ConformanceError(f"the check did not finish within {CHECK_SECONDS:.0f} s")
 
 
 async def run_checks(
@@ -82,10 +82,10 @@ async def run_checks(
 
 
 async def assess_check(check: Check, provider: SandboxProvider, image: str | None = None) -> CheckResult:
-    """Run one check and say how it went; one that attacks is not run where nothing isolates it."""
+    """Run one check and return its result. A check that attacks does not run if nothing isolates it."""
     known = provider.known_failures.get(check.__name__)
     begun = time.monotonic()
-    found = "the check attacks what is outside, and nothing here isolates it: not run"
+    found = "not run: the check attacks what is outside, and nothing here isolates it"
     if provider.isolates or check.__name__ not in ATTACKS:
         found = await _failure(check, provider, image)
     return CheckResult(

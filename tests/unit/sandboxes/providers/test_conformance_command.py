@@ -40,11 +40,11 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_a_provider_of_ones_own(tmp_path: Path) -> None:
+def test_a_custom_provider_is_checked(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     checks = ("--check", "exec_at_once", "--check", "no_rights", "--check", "hidden_network")
-    code, said = run(f"{HERE}:honest", *checks, "--json", str(report))
-    assert code == 0, said
+    code, output = run(f"{HERE}:honest", *checks, "--json", str(report))
+    assert code == 0, output
     found = json.loads(report.read_text())
     assert found["conforms"] is True
     verdicts = {outcome["check"]: outcome["verdict"] for outcome in found["outcomes"]}
@@ -55,25 +55,25 @@ def test_a_provider_of_ones_own(tmp_path: Path) -> None:
     }
 
 
-def test_a_failure_that_is_not_named_fails_and_one_that_has_gone_is_shown() -> None:
-    code, said = run(f"{HERE}:dishonest", "--check", "exec_at_once", "--check", "hidden_network")
+def test_an_undeclared_failure_fails_and_a_fixed_one_is_shown() -> None:
+    code, output = run(f"{HERE}:dishonest", "--check", "exec_at_once", "--check", "hidden_network")
     assert code == 1
-    assert "holds now exec_at_once" in said
-    assert "fails hidden_network" in said
+    assert "holds now exec_at_once" in output
+    assert "fails hidden_network" in output
 
 
 @pytest.mark.parametrize(
     "arguments",
     [("local", "--check", "nope"), (f"{HERE}:nope",), ("no_module_of_this:x",), (f"{HERE}:no_provider",)],
 )
-def test_what_cannot_be_checked_is_not_taken_for_a_failure(arguments: tuple[str, ...]) -> None:
+def test_an_unusable_provider_or_check_is_not_a_failed_check(arguments: tuple[str, ...]) -> None:
     code, _ = run(*arguments)
     assert code == 2
 
 
 def test_the_list_names_every_check() -> None:
-    code, said = run("local", "--list")
+    code, output = run("local", "--list")
     assert code == 0
-    assert all(check.__name__ in said for check in CHECKS)
+    assert all(check.__name__ in output for check in CHECKS)
     assert len({check.__name__ for check in CHECKS}) == len(CHECKS)
     assert all(check.__doc__ for check in CHECKS)
