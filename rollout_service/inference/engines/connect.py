@@ -1,11 +1,12 @@
-"""Which engines there are, and which of them listens at an address."""
+"""The kinds of engines, and which of them listens at an address."""
 
 from http import HTTPStatus
 
-import aiohttp
+import anyio
 
 from api_schemas.inference import EngineKind
 from rollout_service.inference.contract import Backend
+from rollout_service.inference.engines.http_client import HttpClient
 from rollout_service.inference.engines.sglang.backend import SGLangBackend
 from rollout_service.inference.engines.vllm.backend import VllmBackend
 
@@ -17,22 +18,27 @@ _ASK_SECONDS = 10.0
 
 
 async def connect(url: str, backend_id: str, kind: EngineKind | None = None) -> Backend:
-    """A backend for the engine at `url`, which is asked what it is where `kind` does not say."""
+    """Return a backend for the engine at `url`; if `kind` is None, ask the engine."""
     return _BACKENDS[kind or await ask_kind(url)](url, backend_id=backend_id)
 
 
 async def ask_kind(url: str) -> EngineKind:
-    """What listens at `url`; an engine that does not answer is taken for SGLang, whose backend then says so."""
-    limit = aiohttp.ClientTimeout(total=_ASK_SECONDS)
+    """Return the kind of the engine at `url`.
+
+    One that does not answer counts as SGLang, whose backend then reports that.
+    """
+    client = HttpClient(url)
     try:
-        async with aiohttp.ClientSession(timeout=limit) as session:
-            if await _has(session, f"{url}/model_info") or not await _has(session, f"{url}/version"):
+        with anyio.fail_after(_ASK_SECONDS):
+            if await _has(client, "/model_info") or not await _has(client, "/version"):
                 return EngineKind.SGLANG
-    except (aiohttp.ClientError, OSError, UnicodeError):
+    except (OSError, UnicodeError):
         return EngineKind.SGLANG
+    finally:
+        await client.close()
     return EngineKind.VLLM
 
 
-async def _has(session: aiohttp.ClientSession, url: str) -> bool:
-    async with session.get(url, allow_redirects=False) as answer:
-        return answer.status == HTTPStatus.OK
+async def _has(client: HttpClient, path: str) -> bool:
+    status, _ = await client.exchange("GET", path, None)
+    return status == HTTPStatus.OK

@@ -1,8 +1,8 @@
-"""Running an engine as a child process: start, wait until it serves, always end it.
+"""Runs an engine as a child process: starts it, waits until it serves, and always ends it.
 
-Guarantees: the child has a session of its own; leaving the context ends its whole process group, by SIGTERM and
-after a grace by SIGKILL, also when the body fails or is cancelled; a start that fails raises with the end of the
-child's log. What the child prints goes to a file that is deleted with the context.
+Guarantees: the child has its own session; leaving the context ends its whole process group with SIGTERM and, after a
+grace period, SIGKILL, even if the body fails or is cancelled; a failed start raises an error with the end of the
+child's log. The child's output goes to a file that is deleted with the context.
 """
 
 import os
@@ -20,20 +20,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import aiohttp
 import anyio
 import anyio.abc
 
 from rollout_service.errors import ConfigurationError
+from rollout_service.inference.engines.http_client import HttpClient
 from sandboxes.host.children import start_process
 
 _POLL_SECONDS = 0.1
+_PROBE_SECONDS = 30.0
 _GRACE_SECONDS = 3.0
 _TAIL_BYTES = 4000
 
 
 class EngineStartError(ConfigurationError):
-    """An engine's process ended, or did not serve in time; the message has the end of its log."""
+    """An engine's process exited, or did not serve in time; the message has the end of its log."""
 
     code = "engine_start"
 
@@ -44,13 +45,13 @@ class ServerCommand:
 
     command: list[str]
     environment: Mapping[str, str]
-    """The child's, whole."""
+    """The child's entire environment."""
     port: Callable[[], int | None]
-    """The port, once it is known."""
+    """Returns the port once it is known."""
 
 
 class ServerProcess(ABC):
-    """A server in a child process, for as long as the context lasts; inside it `/health` answers 200.
+    """A server in a child process for as long as the context lasts; inside, `/health` answers 200.
 
     Raises:
         EngineStartError: on entering, if it did not start.
@@ -59,7 +60,7 @@ class ServerProcess(ABC):
     start_seconds = 60.0
 
     def __init__(self, *, on_wait: Callable[[float], None] | None = None) -> None:
-        """`on_wait` is called while the start takes its time, with the seconds that have passed."""
+        """`on_wait` is called during the start with the seconds passed so far."""
         self._on_wait = on_wait
         self._stack = AsyncExitStack()
         self._url = ""
@@ -68,32 +69,32 @@ class ServerProcess(ABC):
 
     @property
     def url(self) -> str:
-        """Where the server answers."""
+        """The address of the server."""
         return self._url
 
     @property
     def pid(self) -> int:
-        """The child's process id, which is its process group's too."""
+        """The child's process id, which is also its process group's."""
         return self._pid
 
     async def ended(self) -> int:
-        """Wait until the child has ended by itself; its exit code. Inside the context only."""
+        """Wait until the child exits by itself and return its exit code; only inside the context."""
         if self._process is None:
             raise RuntimeError("the server was not started")
         return await self._process.wait()
 
     @abstractmethod
     def _server_command(self, folder: Path) -> ServerCommand:
-        """What to start; `folder` is its working directory, and is deleted afterwards."""
+        """Return how to start the server; `folder` is its working directory, deleted afterwards."""
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-engine-")))
-            launch = self._server_command(folder)
-            process = await _start(launch, folder)
+            command = self._server_command(folder)
+            process = await _start(command, folder)
             stack.push_async_callback(_end, process)
             self._process, self._pid = process, process.pid
-            self._url = await self._wait_until_healthy(process, launch, folder)
+            self._url = await self._wait_until_healthy(process, command, folder)
             self._stack = stack.pop_all()
         return self
 
@@ -103,28 +104,27 @@ class ServerProcess(ABC):
         await self._stack.aclose()
 
     async def _wait_until_healthy(
-        self, process: anyio.abc.Process, launch: ServerCommand, folder: Path
+        self, process: anyio.abc.Process, command: ServerCommand, folder: Path
     ) -> str:
         started = time.monotonic()
-        async with aiohttp.ClientSession() as session:
-            while (waited := time.monotonic() - started) < self.start_seconds:
-                if process.returncode is not None:
-                    raise EngineStartError(
-                        f"the engine ended with {process.returncode}. Its log ends:\n{_tail(folder)}"
-                    )
-                port = launch.port()
-                if port is not None and await _is_healthy(session, f"http://127.0.0.1:{port}"):
-                    return f"http://127.0.0.1:{port}"
-                if self._on_wait is not None:
-                    self._on_wait(waited)
-                await anyio.sleep(_POLL_SECONDS)
+        while (waited := time.monotonic() - started) < self.start_seconds:
+            if process.returncode is not None:
+                raise EngineStartError(
+                    f"the engine exited with code {process.returncode}. Its log ends with:\n{_tail(folder)}"
+                )
+            port = command.port()
+            if port is not None and await _is_healthy(f"http://127.0.0.1:{port}"):
+                return f"http://127.0.0.1:{port}"
+            if self._on_wait is not None:
+                self._on_wait(waited)
+            await anyio.sleep(_POLL_SECONDS)
         raise EngineStartError(
-            f"the engine did not serve in {self.start_seconds:g} s. Its log ends:\n{_tail(folder)}"
+            f"the engine did not serve within {self.start_seconds:g} s. Its log ends with:\n{_tail(folder)}"
         )
 
 
 def free_port() -> int:
-    """A port that nothing listens at now."""
+    """Return a port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
@@ -140,29 +140,32 @@ def _tail(folder: Path) -> str:
         return stream.read().decode(errors="replace").strip()
 
 
-async def _start(launch: ServerCommand, folder: Path) -> anyio.abc.Process:
+async def _start(command: ServerCommand, folder: Path) -> anyio.abc.Process:
     with _log(folder).open("wb") as output:
         return await start_process(
-            launch.command,
+            command.command,
             stdin=subprocess.PIPE,  # it closes when this process ends, however that happens
             stdout=output,
             stderr=output,
-            env=dict(launch.environment),
+            env=dict(command.environment),
             cwd=folder,
             new_session=True,
         )
 
 
-async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
+async def _is_healthy(url: str) -> bool:
+    client = HttpClient(url)
     try:
-        async with session.get(f"{url}/health", timeout=aiohttp.ClientTimeout(total=30)) as answer:
-            return answer.status == HTTPStatus.OK
-    except (aiohttp.ClientError, TimeoutError, OSError):
+        status, _ = await client.exchange("GET", "/health", None, seconds=_PROBE_SECONDS)
+    except OSError:
         return False
+    finally:
+        await client.close()
+    return status == HTTPStatus.OK
 
 
 async def _end(process: anyio.abc.Process) -> None:
-    """End the process group; what is left of it after the grace is killed."""
+    """Terminate the process group, and kill what is left of it after the grace period."""
     with anyio.CancelScope(shield=True):
         _signal_group(process.pid, signal.SIGTERM)
         with anyio.move_on_after(_GRACE_SECONDS):
