@@ -59,7 +59,7 @@ class Ticket:
 
 
 @dataclass(slots=True, eq=False)
-class _Waiter:
+class _QueuedStart:
     admitted: anyio.Event = field(default_factory=anyio.Event)
 
 
@@ -91,7 +91,7 @@ class AdmissionController:
         self._observer = observer
         self._period = period
         self._used = dict.fromkeys(Purpose, 0)
-        self._queues: dict[Purpose, deque[_Waiter]] = {purpose: deque() for purpose in Purpose}
+        self._queues: dict[Purpose, deque[_QueuedStart]] = {purpose: deque() for purpose in Purpose}
         self.host_metrics: HostMetrics | None = None
         """The last reading."""
 
@@ -141,7 +141,7 @@ class AdmissionController:
         if not self.waiting and self._may_admit(purpose):
             self._used[purpose] += 1
             return Ticket(self, purpose)
-        waiter = _Waiter()
+        waiter = _QueuedStart()
         self._queues[purpose].append(waiter)
         self._admit_waiting()
         if not waiter.admitted.is_set():

@@ -41,7 +41,7 @@ def test_the_defaults():
         (MINIMAL + "[sandbox]\nnetwork = [1]\n", ["sandbox.network: "]),
         (
             MINIMAL + "[sandbox]\nnetwork = ['a.b', 'c.d/e']\n",
-            ["sandbox.network: ", "entry 'c.d/e' is not valid"],
+            ["sandbox.network: ", "invalid entry 'c.d/e'"],
         ),
         (
             MINIMAL + "[init]\nfile = []\n",

@@ -1,0 +1,63 @@
+"""scripts/architecture passes on this checkout, and names each rule that a checkout breaks."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "scripts" / "architecture"
+
+
+def architecture(root: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, SCRIPT, "--root", root]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_house_is_in_order() -> None:
+    ran = architecture(ROOT)
+    assert ran.returncode == 0, ran.stderr
+    assert "rollout_service/inference/pool" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("files", "broken"),
+    [
+        ({"sandboxes/a.py": "import rollout_service"}, "sandboxes/a.py imports rollout_service"),
+        ({"api_schemas/a.py": "from sandboxes import b"}, "api_schemas/a.py imports sandboxes"),
+        (
+            {"rollout_service/errors.py": "def f():\n    from rollout_service.api import app"},
+            "rollout_service/errors.py imports api, which is above it",
+        ),
+        ({"rollout_service/attic.py": ""}, "rollout_service/attic.py has no layer"),
+        (
+            {"rollout_service/cli/a.py": "from rollout_service.client import X"},
+            "rollout_service/cli/a.py imports client, which is above it",
+        ),
+        (
+            {"sandboxes/a.py": "from sandboxes.b import y", "sandboxes/b/c.py": "import sandboxes.a"},
+            "sandboxes.a and sandboxes.b import each other",
+        ),
+        ({f"sandboxes/m{number}.py": "" for number in range(14)}, "sandboxes holds 14 modules, over 13"),
+        (
+            {"api_schemas/a.py": "class Twin: ...", "sandboxes/b.py": "\nclass _Twin: ..."},
+            "rollout-service has 2 classes Twin: api_schemas/a.py:1, sandboxes/b.py:2",
+        ),
+    ],
+)
+def test_a_broken_rule_is_named(tmp_path: Path, files: dict[str, str], broken: str) -> None:
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    ran = architecture(tmp_path)
+    assert ran.returncode == 1
+    assert broken in ran.stderr
+
+
+def test_what_only_type_checkers_import_has_no_layer(tmp_path: Path) -> None:
+    (tmp_path / "sandboxes").mkdir()
+    text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import rollout_service\n"
+    (tmp_path / "sandboxes" / "a.py").write_text(text)
+    assert architecture(tmp_path).returncode == 0
