@@ -1,4 +1,4 @@
-"""What code finds in a Python session is what any IPython kernel gives it, although the kernel starts with less."""
+"""A Python session gives code what any IPython kernel does, although the kernel starts with less."""
 
 import sys
 from collections.abc import AsyncIterator
@@ -75,7 +75,7 @@ async def test_output_in_the_order_it_was_made(python: PythonSession) -> None:
     assert found.output.split() == [str(text) for number in range(50) for text in (number, -number)]
 
 
-async def test_what_a_process_wrote_is_in_the_cell_that_waited_for_it(python: PythonSession) -> None:
+async def test_the_output_of_a_process_belongs_to_the_cell_that_waited_for_it(python: PythonSession) -> None:
     for number in range(100):
         found = await python.execute(f"import os\nos.system('echo {number}; echo {number} >&2') == 0")
         assert (sorted(found.output.split()), found.result) == ([str(number)] * 2, "True")
@@ -92,7 +92,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-async def test_a_kernel_that_lacks_a_part_is_refused_by_the_name_of_the_part(tmp_path: Path) -> None:
+async def test_a_kernel_without_a_required_part_is_refused_by_name(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(WITHOUT_A_PART.format(python=sys.executable))
     python.chmod(0o755)

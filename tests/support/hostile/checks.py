@@ -29,13 +29,13 @@ from sandboxes.reclaim.run_folders import run_base
 
 MIB = 1024**2
 PATIENCE = 60.0
-"""A bound for what takes a second on a host that is not busy."""
+"""A limit, in seconds, for work that takes a second on an idle host."""
 
 NOTHING = "nothing to attack"
 
 
 class NothingToAttackError(Exception):
-    """This host, or this user, gives a check nothing that it could take away from others."""
+    """This host, or this user, has nothing that the check could take away from others."""
 
 
 Check = Callable[[SandboxProvider], Awaitable[None]]
@@ -43,20 +43,20 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(function: Check) -> Check:
-    """Put it on the list."""
+    """Register a check."""
     CHECKS[function.__name__] = function
     return function
 
 
 async def works(sandbox: Sandbox) -> bool:
-    """Whether a command and a cell run in it."""
+    """Return whether a command and a cell run in the sandbox."""
     shell, python = await sandbox.bash(), await sandbox.python()
     said = await shell.run("echo up", timeout=PATIENCE)
     return said.output.endswith("up\n") and (await python.execute("6 * 7", timeout=PATIENCE)).result == "42"
 
 
 async def left_of(provider: SandboxProvider, sandbox_id: str) -> list[str]:
-    """What of a closed sandbox is still on this host."""
+    """Return everything of a closed sandbox that is still on this host."""
     found = [f"process {pid}" for pid in await anyio.to_thread.run_sync(processes_of, {sandbox_id})]
     folder = run_base(None).joinpath(*sandbox_id.split("-"))
     paths = [folder]
@@ -69,7 +69,7 @@ async def left_of(provider: SandboxProvider, sandbox_id: str) -> list[str]:
 
 @asynccontextmanager
 async def attacked(provider: SandboxProvider, **limits: Any) -> AsyncIterator[Sandbox]:
-    """A sandbox to attack, with a neighbour that must not notice; nothing of either is left."""
+    """Start a sandbox to attack and a neighbor that must not notice; require that nothing of either is left."""
     async with (
         await provider.start(SandboxSpec(**limits)) as sandbox,
         await provider.start(SandboxSpec()) as neighbour,
@@ -82,7 +82,7 @@ async def attacked(provider: SandboxProvider, **limits: Any) -> AsyncIterator[Sa
 
 
 async def limits_of(sandbox: Sandbox, command: str, timeout: float = PATIENCE) -> set[str]:
-    """The limits that a command of the shell is said to have reached, as errors or beside its result."""
+    """Return the limits that a command reached, as reported by an error or its result."""
     try:
         result = await (await sandbox.bash()).run(command, timeout=timeout)
     except LimitExceededError as error:
@@ -91,7 +91,7 @@ async def limits_of(sandbox: Sandbox, command: str, timeout: float = PATIENCE) -
 
 
 async def soon(sandbox: Sandbox, limit: str) -> None:
-    """Wait until the shell is told of a limit that what is in the background runs into."""
+    """Wait until the shell reports a limit that a background process reaches."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         if limit in await limits_of(sandbox, "true"):
@@ -101,7 +101,7 @@ async def soon(sandbox: Sandbox, limit: str) -> None:
 
 
 async def recovers(sandbox: Sandbox) -> None:
-    """Sessions that died say so once each, and then there are new ones."""
+    """Require that sessions that died report it once each, and that new ones start."""
     for _ in range(3):
         try:
             assert await works(sandbox)
@@ -116,7 +116,7 @@ async def recovers(sandbox: Sandbox) -> None:
 
 @check
 async def fork_bomb(provider: SandboxProvider) -> None:
-    """Forks fail inside, programs of the host's still start, and the end of everything ends it."""
+    """Forks fail inside, the host can still start programs, and ending all processes ends the attack."""
     async with attacked(provider, max_processes=64) as sandbox:
         shell = await sandbox.bash()
         await shell.run("bomb() { bomb | bomb & }; bomb", timeout=5)
@@ -127,7 +127,7 @@ async def fork_bomb(provider: SandboxProvider) -> None:
 
 @check
 async def processes_that_stay(provider: SandboxProvider) -> None:
-    """As many as there may be: the limit is told, programs of the host's still start."""
+    """At the limit of processes the violation is reported, and the host can still start programs."""
     many = "setsid -f sh -c 'for i in $(seq 200); do sleep 1000 & done' 2>/dev/null; true"
     async with attacked(provider, max_processes=64) as sandbox:
         if "processes" not in await limits_of(sandbox, many):
@@ -148,7 +148,7 @@ async def memory_hog(provider: SandboxProvider) -> None:
 
 @check
 async def memory_in_one_process(provider: SandboxProvider) -> None:
-    """A kernel that asks for more than there is either dies of it, with the cause, or is refused."""
+    """A kernel that asks for too much memory either dies with the cause, or is refused."""
     async with attacked(provider, memory_bytes=256 * MIB) as sandbox:
         python = await sandbox.python()
         if "memory" in provider.enforced:
@@ -167,7 +167,7 @@ async def memory_in_one_process(provider: SandboxProvider) -> None:
 
 @check
 async def full_disk(provider: SandboxProvider) -> None:
-    """Files, and names without content; removing them makes room again."""
+    """Files and empty files fill the disk; removing them makes room again."""
     async with attacked(provider, disk_bytes=32 * MIB) as sandbox:
         limits = await limits_of(sandbox, "dd if=/dev/zero of=/workspace/big bs=1M count=100; true")
         assert ("disk" in limits) == ("disk" in provider.enforced)
@@ -182,7 +182,7 @@ async def full_disk(provider: SandboxProvider) -> None:
 
 @check
 async def every_place_that_can_be_filled(provider: SandboxProvider) -> None:
-    """What is written anywhere inside is never more than a sandbox may write, on disk and in memory."""
+    """Writes anywhere inside never exceed the sandbox's limits on disk and in memory."""
     places = "/tmp /var/tmp /dev/shm /dev /run/rollout/sockets /run"
     fill = f"for at in {places}; do dd if=/dev/zero of=$at/fill bs=1M count=400; done 2>&1; true"
     async with attacked(provider, disk_bytes=64 * MIB, memory_bytes=512 * MIB) as sandbox:
@@ -202,7 +202,7 @@ async def every_place_that_can_be_filled(provider: SandboxProvider) -> None:
 
 @check
 async def endless_output(provider: SandboxProvider) -> None:
-    """`yes` on both sessions: cut in the middle, stopped in time, and the neighbour answers meanwhile."""
+    """`yes` on both sessions is cut in the middle and stopped in time, and the neighbor answers meanwhile."""
     async with attacked(provider) as sandbox:
         assert await limits_of(sandbox, "yes", timeout=2) == {"time", "output"}
         result = await (await sandbox.python()).execute("while True: print('y' * 1000)", timeout=2)
@@ -226,7 +226,7 @@ async def line_without_end(provider: SandboxProvider) -> None:
 
 @check
 async def invalid_utf8(provider: SandboxProvider) -> None:
-    """Bytes that are no text arrive as replacement characters, from everywhere."""
+    """Bytes that are not text arrive as replacement characters, from everywhere."""
     async with attacked(provider) as sandbox:
         said = await (await sandbox.bash()).run("printf '\\xff\\xfe\\xc3('; printf '\\xed\\xa0\\x80'")
         assert "\ufffd" in said.output
@@ -240,7 +240,7 @@ async def invalid_utf8(provider: SandboxProvider) -> None:
 
 @check
 async def terminal_escapes(provider: SandboxProvider) -> None:
-    """A flood of them is cut as any other output."""
+    """A flood of terminal escapes is cut like any other output."""
     async with attacked(provider) as sandbox:
         flood = "yes $'\\e[2J\\e]0;title\\a\\e[31m\\x00\\x9b' | head -c 50000000"
         assert "output" in await limits_of(sandbox, flood)
@@ -251,7 +251,7 @@ async def terminal_escapes(provider: SandboxProvider) -> None:
 
 @check
 async def lifetime(provider: SandboxProvider) -> None:
-    """Whatever runs, the end comes, and every call says why."""
+    """Whatever runs, the lifetime ends it, and every call reports why."""
     async with attacked(provider, lifetime_seconds=3.0) as sandbox:
         for command in ("trap '' INT TERM; sleep 300", "true"):
             assert await limits_of(sandbox, command) == {"lifetime"}
@@ -263,7 +263,7 @@ async def lifetime(provider: SandboxProvider) -> None:
 
 @check
 async def kernel_that_exits(provider: SandboxProvider) -> None:
-    """Said once; the next cell has a new kernel."""
+    """The death is reported once; the next cell has a new kernel."""
     async with attacked(provider) as sandbox:
         python = await sandbox.python()
         for code in ("import os; os._exit(3)", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"):
@@ -290,7 +290,7 @@ async def kill_everything(provider: SandboxProvider) -> None:
 
 @check
 async def stop_everything(provider: SandboxProvider) -> None:
-    """Stopped processes are no way to outlast a time-out."""
+    """Stopped processes do not outlast a time-out."""
     async with attacked(provider) as sandbox:
         shell = await sandbox.bash()
         for command in ("kill -STOP -1; kill -STOP $$", "kill -STOP $$; true"):
@@ -305,7 +305,7 @@ async def stop_everything(provider: SandboxProvider) -> None:
 
 @check
 async def daemon_that_holds_pipes(provider: SandboxProvider) -> None:
-    """A command is over when the shell says so, whoever holds its output."""
+    """A command is over when the shell reports it, even if another process holds its output."""
     async with attacked(provider) as sandbox:
         shell = await sandbox.bash()
         result = await shell.run("(setsid sleep 1000 &); setsid -f sleep 1000; echo over", timeout=PATIENCE)
@@ -317,7 +317,7 @@ async def daemon_that_holds_pipes(provider: SandboxProvider) -> None:
 
 @check
 async def numbers_of_processes(provider: SandboxProvider) -> None:
-    """A shell that ends under the host's feet, with others in its place: signals hit nobody else."""
+    """If a shell ends unexpectedly and others take its pid, signals reach nobody else."""
     async with attacked(provider) as sandbox:
         shell = await sandbox.bash()
         await shell.run("for i in {1..500}; do /bin/true; done; sleep 1000 & disown", timeout=PATIENCE)
@@ -332,7 +332,7 @@ async def numbers_of_processes(provider: SandboxProvider) -> None:
 
 @check
 async def every_descriptor(provider: SandboxProvider) -> None:
-    """Garbage in every pipe, socket and file that can be found costs the attacker sessions at most."""
+    """Garbage in every pipe, socket and file within reach costs the attacker at most its sessions."""
     code = """
 import glob, os
 for path in glob.glob("/proc/[0-9]*/fd/*"):
@@ -359,7 +359,7 @@ for path in glob.glob("/proc/[0-9]*/fd/*"):
 
 @check
 async def forged_reports(provider: SandboxProvider) -> None:
-    """Lines on the status pipe without the nonce of a command are no results, and too many end the session."""
+    """Lines on the status pipe without a command's nonce are not results, and too many end the session."""
     async with attacked(provider) as sandbox:
         shell = await sandbox.bash()
         found = "for path in /proc/$$/fd/*; do [[ $(readlink $path) == *.st* ]] && break; done; "
@@ -398,7 +398,7 @@ for make in (lambda: libc.inotify_init(), lambda: os.pipe(), lambda: os.open("/d
 
 @check
 async def huge_environment(provider: SandboxProvider) -> None:
-    """More than the kernel passes to a program: that program fails, and nothing else."""
+    """Arguments that are too long for the kernel fail that program, and nothing else."""
     async with attacked(provider) as sandbox:
         shell = await sandbox.bash()
         await shell.run("for i in {1..40}; do export big$i=$(head -c 100000 /dev/zero | tr '\\0' x); done")
@@ -414,7 +414,7 @@ async def huge_environment(provider: SandboxProvider) -> None:
 
 @check
 async def planted_files(provider: SandboxProvider) -> None:
-    """Links, FIFOs, devices and loops where the service reads and writes lead nowhere, and nothing waits for them."""
+    """Links, FIFOs, devices and loops in the service's paths lead nowhere, and nothing waits for them."""
     async with attacked(provider) as sandbox:
         shell = await sandbox.bash()
         with tempfile.TemporaryDirectory() as host:
@@ -437,7 +437,7 @@ async def planted_files(provider: SandboxProvider) -> None:
 
 @check
 async def folder_of_pipes(provider: SandboxProvider) -> None:
-    """It shows nothing and takes nothing, and the first process cannot be looked into."""
+    """The folder of pipes shows nothing and accepts nothing, and the first process cannot be inspected."""
     async with attacked(provider) as sandbox:
         shell = await sandbox.bash()
         for command in (
@@ -451,7 +451,7 @@ async def folder_of_pipes(provider: SandboxProvider) -> None:
 
 @check
 async def replaced_programs(provider: SandboxProvider) -> None:
-    """Whoever replaces the programs that file operations use harms itself."""
+    """Code that replaces the programs of file operations harms only itself."""
     async with attacked(provider, memory_bytes=128 * MIB) as sandbox:
         shell = await sandbox.bash()
         await shell.run("rm -f /bin/cat /bin/tar; printf '#!/bin/bash\\nyes' >/bin/stat; chmod +x /bin/stat")
@@ -468,7 +468,7 @@ async def replaced_programs(provider: SandboxProvider) -> None:
 
 @check
 async def answers_that_swell(provider: SandboxProvider) -> None:
-    """Listings, files and trees larger than the caller allows, from next to nothing on disk."""
+    """Listings, files and trees that are larger than allowed are refused, even if they take little disk."""
     async with attacked(provider) as sandbox:
         shell = await sandbox.bash()
         name = "n" * 200
@@ -501,7 +501,7 @@ async def _export(sandbox: Sandbox, path: str) -> None:
 
 @check
 async def forged_messages(provider: SandboxProvider) -> None:
-    """A kernel that sends garbage, other cells' output, and more than any message may have."""
+    """A kernel sends garbage, other cells' output, and messages that are too large."""
     garbage = """
 kernel = get_ipython().kernel
 socket, session = kernel.iopub_socket, kernel.session

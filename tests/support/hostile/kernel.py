@@ -72,7 +72,7 @@ print(subprocess.run([sys.executable, "-c", child], capture_output=True).returnc
 
 
 async def said_by(sandbox: Sandbox, code: str) -> str:
-    """Return what a Python program prints inside; it must succeed."""
+    """Return the output of a Python program inside, which must succeed."""
     await sandbox.write_file("/tmp/attack.py", LIBRARY + code)
     done = await sandbox.exec(["python3", "/tmp/attack.py"], timeout=PATIENCE)
     assert done.exit_code == 0, done
@@ -81,7 +81,7 @@ async def said_by(sandbox: Sandbox, code: str) -> str:
 
 @check
 async def other_socket_families(provider: SandboxProvider) -> None:
-    """Only Unix, IPv4, IPv6 and netlink: VSOCK would reach the host and every neighbour."""
+    """Only Unix, IPv4, IPv6 and netlink sockets exist: VSOCK would reach the host and every neighbor."""
     async with attacked(provider) as sandbox:
         found = set(map(int, (await said_by(sandbox, FAMILIES)).strip("[]").split(",")))
         assert found <= {1, 2, 10, 16}, found
@@ -102,7 +102,7 @@ async def system_calls_that_nobody_needs(provider: SandboxProvider) -> None:
 
 @check
 async def keys_of_the_service(provider: SandboxProvider) -> None:
-    """A key in the service's session keyring is out of reach; its name is seen by its own user at most."""
+    """A key in the service's session keyring is out of reach; at most its own user sees its name."""
     name = f"rollout-{secrets.token_hex(4)}"
     if add_key(name) < 0:
         raise NothingToAttackError("a host without keys has none to lose")
@@ -114,7 +114,7 @@ async def keys_of_the_service(provider: SandboxProvider) -> None:
 
 
 def add_key(name: str) -> int:
-    """Put a key into this process's own session keyring; below 0 where that cannot be."""
+    """Add a key to this process's own session keyring; return a negative number if that fails."""
     libc = ctypes.CDLL(None)
     libc.syscall(CALLS["keyctl"], 1, None)
     return int(libc.syscall(CALLS["add_key"], b"user", name.encode(), b"secret", 6, -3))
@@ -170,7 +170,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 @check
 async def process_1(provider: SandboxProvider) -> None:
-    """What would break the control shell is refused, or changes nothing; the same to oneself works, tracing too."""
+    """Calls that would break the control shell fail or change nothing; on oneself they work, tracing too."""
     async with attacked(provider) as sandbox:
         assert await said_by(sandbox, PROCESS_1) == "[]\n[]"
         for command in (["prlimit", "--pid", "1", "--nproc=1"], ["renice", "-n", "19", "-p", "1"]):
@@ -195,7 +195,7 @@ TERMINAL = "import os; os.write(os.openpty()[0], b'x'); print('up')"
 
 @check
 async def every_terminal(provider: SandboxProvider) -> None:
-    """A sandbox that opens all the pseudo-terminals it can leaves its neighbours theirs."""
+    """A sandbox that opens all its pseudo-terminals leaves its neighbors theirs."""
     if "disk" not in provider.enforced:
         raise NothingToAttackError("the host lets the service mount nothing")
     async with attacked(provider) as sandbox, await provider.start(SandboxSpec()) as other:
@@ -224,14 +224,14 @@ print([what for what in ("CORE", "RTPRIO", "NICE") if resource.getrlimit(getattr
 
 @check
 async def core_dumps_and_priorities(provider: SandboxProvider) -> None:
-    """A crash gives nothing to the host's handler of core dumps, and nothing inside runs before others."""
+    """A crash gives the host's core dump handler nothing, and nothing inside gains priority."""
     async with attacked(provider) as sandbox:
         assert await said_by(sandbox, FORBIDDEN) == "[]"
 
 
 @check
 async def every_descriptor_number(provider: SandboxProvider) -> None:
-    """A process has enough for real work, and not the service's own number."""
+    """A process has enough descriptors for real work, but not as many as the service."""
     async with attacked(provider) as sandbox:
         found = int(await said_by(sandbox, DESCRIPTORS))
         assert 1000 <= found < 4096, found
@@ -243,7 +243,7 @@ async def every_descriptor_number(provider: SandboxProvider) -> None:
 
 @check
 async def users_of_the_host(provider: SandboxProvider) -> None:
-    """Each sandbox runs as a user of its own, and sees itself as it always did; or the provider claims none."""
+    """Each sandbox runs as a separate user without noticing, or the provider does not claim to do so."""
     async with attacked(provider) as sandbox, await provider.start(SandboxSpec()) as other:
         found = [users_of(sandbox), users_of(other)]
         if "users" in provider.enforced:
@@ -259,7 +259,7 @@ async def users_of_the_host(provider: SandboxProvider) -> None:
 
 
 def users_of(sandbox: Sandbox) -> set[int]:
-    """Return the host's numbers of the users that processes in a sandbox have."""
+    """Return the host's ids of the users that processes in a sandbox run as."""
     found = set()
     for pid in processes_of({sandbox.id}):
         with suppress(OSError):
@@ -333,7 +333,7 @@ ONE_EPOLL = "import os, select; select.epoll().register(os.pipe()[0]); print(Tru
 
 
 async def uses_up(provider: SandboxProvider, attack: str, one: str) -> None:
-    """While a process of one sandbox holds all it can get, another one gets its share."""
+    """While a process in one sandbox holds all it can get, another sandbox gets its share."""
     if "users" not in provider.enforced:
         raise NothingToAttackError("the host counts all sandboxes together, as `doctor` says")
     async with attacked(provider) as sandbox, await provider.start(SandboxSpec()) as other:
@@ -347,25 +347,25 @@ async def uses_up(provider: SandboxProvider, attack: str, one: str) -> None:
 
 @check
 async def every_inotify_instance(provider: SandboxProvider) -> None:
-    """128 by user, by default."""
+    """Take inotify instances: 128 per user by default."""
     await uses_up(provider, WATCHERS, ONE_WATCHER)
 
 
 @check
 async def every_descriptor_in_flight(provider: SandboxProvider) -> None:
-    """As many by user as a process may have descriptors."""
+    """Send descriptors in flight: as many per user as a process may have."""
     await uses_up(provider, IN_FLIGHT, ONE_IN_FLIGHT)
 
 
 @check
 async def every_page_of_pipes(provider: SandboxProvider) -> None:
-    """Beyond 16,384 pages by user, new pipes are small."""
+    """Take pages of pipes: beyond 16,384 per user, new pipes are small."""
     await uses_up(provider, PIPES, ONE_PIPE)
 
 
 @check
 async def many_epoll_watches(provider: SandboxProvider) -> None:
-    """For two seconds: a neighbour's are counted apart."""
+    """Take epoll watches for two seconds: a neighbor's are counted separately."""
     await uses_up(provider, EPOLL, ONE_EPOLL)
 
 
@@ -374,7 +374,7 @@ ALL_EPOLL = EPOLL.replace("monotonic() + 2", "monotonic() + 60") + "time.sleep(6
 
 @check
 async def every_epoll_watch(provider: SandboxProvider) -> None:
-    """Where a user is shared, a sandbox is ended long before it has taken all: the service needs some to live."""
+    """If a user is shared, a sandbox is killed long before it has taken all watches, which the service needs too."""
     if "users" in provider.enforced:
         raise NothingToAttackError("no user is shared")
     async with attacked(provider) as sandbox:

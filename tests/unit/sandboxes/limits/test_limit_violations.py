@@ -10,7 +10,7 @@ LIMITS = ResourceLimits(memory_bytes=3 << 29, max_processes=10, cpus=None, disk_
 
 
 def make_monitor(folder: Path, **files: str) -> LimitMonitor:
-    """A monitor over a group of both controllers; the launcher has four tasks."""
+    """Return a monitor over a group with both controllers; the launcher has four tasks."""
     standard = {"memory.events": "oom 3\noom_kill 0\n", "pids.current": "5", "pids.peak": "5", "pids.max": ""}
     for name, text in {**standard, **files}.items():
         (folder / name).write_text(text)
@@ -40,7 +40,7 @@ def test_version_1_counts_kills_too(tmp_path: Path) -> None:
     monitor.close()
 
 
-def test_a_full_group_is_told_again_only_after_it_had_room(tmp_path: Path) -> None:
+def test_a_full_group_is_reported_again_only_after_it_had_room(tmp_path: Path) -> None:
     monitor = make_monitor(tmp_path)
     seen = LimitViolations(monitor)
     (tmp_path / "pids.peak").write_text("13\n")
@@ -75,7 +75,7 @@ def test_a_closed_monitor_keeps_what_it_knew(tmp_path: Path) -> None:
     assert [violation.limit for violation in seen.drain()] == ["memory"]
 
 
-def test_groups_that_tell_nothing_are_no_violation(tmp_path: Path) -> None:
+def test_groups_without_counters_report_no_violation(tmp_path: Path) -> None:
     monitor = LimitMonitor(
         LIMITS, ControlGroup({"memory": tmp_path, "pids": tmp_path}), None, None, Counter()
     )

@@ -31,7 +31,9 @@ def test_version_1_without_rights_enforces_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("own_gives", "place"), [("cpu memory pids", "slice/own"), ("", "slice")])
-def test_version_2_groups_are_where_controllers_are_given(tmp_path: Path, own_gives: str, place: str) -> None:
+def test_version_2_groups_are_made_where_controllers_are_delegated(
+    tmp_path: Path, own_gives: str, place: str
+) -> None:
     make_tree(
         tmp_path,
         {
@@ -47,12 +49,12 @@ def test_version_2_groups_are_where_controllers_are_given(tmp_path: Path, own_gi
     assert groups.enforced >= {"memory", "processes"}
 
 
-def test_version_2_that_gives_nothing_enforces_nothing(tmp_path: Path) -> None:
+def test_version_2_without_delegation_enforces_nothing(tmp_path: Path) -> None:
     make_tree(tmp_path, {"cgroup.controllers": "hugetlb", "own/cgroup.subtree_control": ""})
     assert find_control_groups(tmp_path, "0::/own\n").enforced == frozenset()
 
 
-def test_limits_are_written_as_each_version_wants_them(tmp_path: Path) -> None:
+def test_limits_are_written_in_the_form_of_each_version(tmp_path: Path) -> None:
     new, old = tmp_path / "new", tmp_path / "old"
     make_tree(new, dict.fromkeys(("memory.max", "memory.swap.max", "pids.max", "cpu.max"), ""))
     make_tree(old, dict.fromkeys(("memory.limit_in_bytes", "pids.max", "cpu.cfs_quota_us"), ""))
@@ -81,7 +83,7 @@ def test_the_launchers_tasks_do_not_count(tmp_path: Path) -> None:
     assert ControlGroup({}).settle(100) == 0
 
 
-def test_version_1_hierarchies_that_are_links_to_one_are_one(tmp_path: Path) -> None:
+def test_linked_version_1_hierarchies_count_as_one(tmp_path: Path) -> None:
     (tmp_path / "cpu,cpuacct/job").mkdir(parents=True)
     for name in ("cpu", "cpuacct"):
         (tmp_path / name).symlink_to("cpu,cpuacct")

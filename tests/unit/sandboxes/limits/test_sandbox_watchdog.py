@@ -1,4 +1,4 @@
-"""What the watchdog sees of real processes, and what it does to groups of plain files."""
+"""The watchdog on real processes, and on control groups made of plain files."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ def test_descendants_are_found_and_nobody_else() -> None:
 
 
 @pytest.mark.parametrize(("name", "unit"), [("cpuacct.usage", 10**9), ("cpu.stat", 10**6)])
-def test_who_does_not_rest_yields_until_it_rests(tmp_path: Path, name: str, unit: int) -> None:
+def test_a_busy_sandbox_yields_until_it_rests(tmp_path: Path, name: str, unit: int) -> None:
     def use(seconds: float) -> None:
         used = int(seconds * unit)
         (tmp_path / name).write_text(f"{used}\n" if name == "cpuacct.usage" else f"usage_usec {used}\nx 1\n")
@@ -60,7 +60,7 @@ def test_who_does_not_rest_yields_until_it_rests(tmp_path: Path, name: str, unit
     yielding.check(5.0)
 
 
-def test_only_what_no_group_holds_is_looked_at(tmp_path: Path) -> None:
+def test_only_sandboxes_without_enforcing_groups_are_scanned(tmp_path: Path) -> None:
     limits = ResourceLimits(1 << 30, 10, None)
     whole = ControlGroup({"memory": tmp_path, "pids": tmp_path})
     for group, needs_scan in ((whole, False), (ControlGroup({"pids": tmp_path}), True), (None, True)):

@@ -1,4 +1,4 @@
-"""How many epoll watches a process can have made, seen from outside of it."""
+"""How many epoll watches a process can have, estimated from outside."""
 
 import subprocess
 import sys
@@ -36,12 +36,12 @@ def test_instances_times_descriptors(holder: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("holder", [["3", "20"], ["0", "400"]], indirect=True)
-def test_programs_as_they_usually_are_have_next_to_none(holder: subprocess.Popen[str]) -> None:
+def test_ordinary_programs_have_almost_none(holder: subprocess.Popen[str]) -> None:
     assert not exceeds([holder.pid], 3 * 50)
 
 
 @pytest.mark.parametrize("holder", [["100", "200", "hidden"]], indirect=True)
-def test_a_process_that_hides_is_thought_to_have_what_it_has_room_for(holder: subprocess.Popen[str]) -> None:
+def test_a_process_that_cannot_be_inspected_counts_with_its_maximum(holder: subprocess.Popen[str]) -> None:
     assert exceeds([holder.pid], 20_000)
 
 

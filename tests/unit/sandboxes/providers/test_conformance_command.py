@@ -1,4 +1,4 @@
-"""The command of the conformance suite, for a provider of its own and for one that breaks its promises."""
+"""The command of the conformance suite, with a third-party provider and with one that breaks its promises."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ HERE = "tests.unit.sandboxes.providers.test_conformance_command"
 
 
 class Claims(LocalProvider):
-    """Names a failure that is none, and not one that is."""
+    """Lists a failure that does not exist, and omits one that does."""
 
     known_failures = {"exec_at_once": "it was so once"}  # type: ignore[assignment]
 

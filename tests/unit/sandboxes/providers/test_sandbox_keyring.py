@@ -1,4 +1,4 @@
-"""The keys of a service, which kernel and programs find through the session keyring that a process inherits."""
+"""The service's keys, which programs find through the session keyring that a process inherits."""
 
 import subprocess
 import sys

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 def run_dir() -> Iterator[Path]:
-    """Not below pytest's folder, whose path is too long for sockets."""
+    """Return a folder outside pytest's, whose path is too long for sockets."""
     with tempfile.TemporaryDirectory(prefix="rs-") as folder:
         yield Path(folder)
 
@@ -30,13 +30,13 @@ async def provider(run_dir: Path, tmp_path: Path) -> AsyncIterator[LocalProvider
 
 
 def left(run_dir: Path) -> list[object]:
-    """The folders of sandboxes, and the processes in sandboxes of the services below a folder."""
+    """Return the folders and processes of sandboxes of the services below a folder."""
     services = {path.name for path in run_dir.iterdir()}
     return [*run_dir.glob("*/[0-9]*"), *find_processes(lambda mark: mark.split("-")[0] in services)]
 
 
 @pytest.mark.parametrize("step", ["_wait_until_ready", "_make_launched", "make_sandbox"])
-async def test_what_fails_after_the_launch_has_an_owner(
+async def test_a_failure_after_the_launch_leaves_nothing(
     provider: LocalProvider, run_dir: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     def fail(*_: object) -> None:

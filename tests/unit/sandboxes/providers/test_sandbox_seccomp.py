@@ -1,4 +1,4 @@
-"""The filter of system calls, run as the kernel runs it, for both machines whose calls it knows."""
+"""The system call filter, run as the kernel runs it, for both supported machines."""
 
 import errno
 import json
@@ -14,7 +14,7 @@ ALLOWED, KILLED = 0x7FFF0000, 0x80000000
 
 
 def verdict(machine: str, name: str | int, *arguments: int, audit: int | None = None) -> int:
-    """What the program answers: 0x7fff0000, an error, or the end of the process."""
+    """Return the program's answer: 0x7fff0000, an error, or the end of the process."""
     architecture = seccomp.ARCHITECTURES[machine]
     number = name if isinstance(name, int) else architecture.numbers[name]
     values = (*arguments, *[0] * (6 - len(arguments)))
@@ -53,7 +53,7 @@ def test_what_is_refused_and_what_is_not(machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", seccomp.ARCHITECTURES)
-def test_limits_and_priorities_of_oneself_but_not_of_process_1(machine: str) -> None:
+def test_own_limits_and_priorities_can_change_but_not_those_of_process_1(machine: str) -> None:
     pointer = 0x7F00_0000_0000  # its lower half is 0
     assert verdict(machine, "prlimit64", 0, 7, pointer) == ALLOWED
     assert verdict(machine, "prlimit64", 1, 7, 0, pointer) == ALLOWED
@@ -81,7 +81,7 @@ def test_every_rule_has_a_number() -> None:
 
 
 def test_the_profile_says_the_same_of_families() -> None:
-    """As libseccomp reads it: a call is refused where all arguments of one entry match."""
+    """libseccomp refuses a call if all arguments of one entry match."""
     matches = {"SCMP_CMP_EQ": int.__eq__, "SCMP_CMP_NE": int.__ne__, "SCMP_CMP_GT": int.__gt__}
     calls = json.loads(seccomp.build_profile())["syscalls"]
 

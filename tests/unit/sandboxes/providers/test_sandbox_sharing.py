@@ -1,4 +1,4 @@
-"""What `doctor` says that sandboxes share."""
+"""What `doctor` reports about resources that sandboxes share."""
 
 import os
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_it_is_read_from_the_kernel(kernel: Path) -> None:
     assert found.own_terminals in {48, None}
 
 
-def test_users_are_separate_where_the_service_is_root_and_wants_it() -> None:
+def test_users_are_separate_if_the_service_is_root_and_configured_so() -> None:
     assert read_sharing(ApptainerConfig()).own_users == (os.geteuid() == 0)
     assert not read_sharing(ApptainerConfig(user_range="none")).own_users
 

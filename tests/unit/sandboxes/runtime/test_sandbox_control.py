@@ -1,4 +1,4 @@
-"""Messages to the control shell arrive whole, whatever happens to those who send them."""
+"""Messages to the control shell arrive whole, whatever happens to their senders."""
 
 import socket
 from collections.abc import AsyncIterator
@@ -49,7 +49,7 @@ async def test_a_cancelled_sender_sends_the_rest_of_what_it_began(
     assert read == b"2\0spawn\0" + LARGE.encode() + b"\0" + b"1\0end\0"
 
 
-async def test_a_shell_that_takes_nothing_is_given_up(
+async def test_a_shell_that_accepts_nothing_is_given_up(
     ends: tuple[ControlShell, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shell, _ = ends
@@ -71,7 +71,7 @@ async def test_a_field_cannot_end_a_message_and_begin_another(
     assert read_all(theirs) == b"1\0end\0"
 
 
-async def test_an_answer_to_one_who_was_cancelled_is_no_answer_to_the_next(
+async def test_an_answer_to_a_cancelled_caller_is_not_taken_by_the_next(
     ends: tuple[ControlShell, socket.socket],
 ) -> None:
     shell, theirs = ends
@@ -90,5 +90,5 @@ async def test_an_answer_to_one_who_was_cancelled_is_no_answer_to_the_next(
 
 
 def token_of(end: socket.socket) -> bytes:
-    """What the shell answers with."""
+    """Return the answer that the shell gives."""
     return end.recv(1000).split(b"\0")[2] + b"\n"

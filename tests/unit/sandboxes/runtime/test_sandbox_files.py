@@ -1,4 +1,4 @@
-"""Files of a sandbox: of any size and any name, whole or not at all, with typed errors."""
+"""A sandbox's files: any size, any name, whole or not at all, with typed errors."""
 
 import os
 import stat
@@ -102,7 +102,7 @@ async def test_a_reader_inside_never_sees_half_a_file(local_sandbox: Sandbox) ->
 
 
 @pytest.mark.parametrize("kind", ["directory", "fifo", "device", "missing"])
-async def test_what_is_no_readable_file_is_a_typed_error(local_sandbox: Sandbox, kind: str) -> None:
+async def test_an_unreadable_path_is_a_typed_error(local_sandbox: Sandbox, kind: str) -> None:
     path = Path(local_sandbox.workdir) / "p"
     expected: type[Exception] = SandboxFileError
     match kind:
@@ -175,7 +175,7 @@ async def test_a_stream_that_is_left_early_ends_its_program(local_sandbox: Sandb
     assert await local_sandbox.read_file("f") == bytes(10_000_000)
 
 
-async def test_files_of_the_kernel_say_no_size_and_are_read_all_the_same(local_sandbox: Sandbox) -> None:
+async def test_kernel_files_without_a_size_are_read(local_sandbox: Sandbox) -> None:
     assert b"Linux version" in await local_sandbox.read_file("/proc/version")
 
 

@@ -38,7 +38,7 @@ def test_many_small_reads_are_kept_in_bounds() -> None:
     assert buffer.bytes().endswith(b"56789")
 
 
-def test_what_is_no_utf8_is_replaced() -> None:
+def test_invalid_utf8_is_replaced() -> None:
     buffer = OutputBuffer(100)
     buffer.add(b"caf\xc3")
     buffer.add(b"\xa9 \xff")

@@ -26,7 +26,7 @@ async def test_names_are_gone_once_opened(tmp_path: Path) -> None:
     pipes.close()
 
 
-def test_nothing_is_left_where_a_pipe_cannot_be_made(tmp_path: Path) -> None:
+def test_nothing_is_left_if_a_pipe_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "token.err").touch()
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(FileExistsError):

@@ -1,4 +1,4 @@
-"""The controller that follows a host's pressure, the readings it follows, and who is let in."""
+"""The controller that follows a host's pressure, the metrics it reads, and who is admitted."""
 
 import os
 import time
@@ -98,7 +98,7 @@ def test_after_any_pressure_the_ceiling_is_reached_again(past: list[HostMetrics]
     assert controller.decision.hold_reasons == ()
 
 
-def test_it_grows_only_while_it_is_made_use_of() -> None:
+def test_the_target_grows_only_while_it_is_used() -> None:
     controller = PressureController(CONFIG, 1_000, cpus=2)
     first = controller.decision.target
     assert first == 2 * FIRST_PER_CPU
@@ -106,7 +106,7 @@ def test_it_grows_only_while_it_is_made_use_of() -> None:
     assert controller.update(CALM, used=first, waiting=0).target > first
 
 
-def test_what_runs_out_holds_at_once_and_what_ends_is_not_replaced() -> None:
+def test_a_scarce_resource_throttles_at_once_and_ended_sandboxes_are_not_replaced() -> None:
     controller = PressureController(CONFIG, 100, cpus=2)
     decision = controller.update(FULL, used=10, waiting=3)
     assert decision.target == 10
@@ -126,7 +126,7 @@ def test_busy_processors_cut_the_target_step_by_step_to_a_floor() -> None:
     assert targets[-1] == 2 * FLOOR_PER_CPU
 
 
-def test_a_hold_lasts_until_well_below_the_mark() -> None:
+def test_throttling_lasts_until_well_below_the_threshold() -> None:
     controller = PressureController(CONFIG, 100, cpus=2)
     for stall, held in [(94.0, False), (95.0, True), (80.0, True), (75.0, False), (94.0, False)]:
         decision = controller.update(HostMetrics(cpus=2, cpu_stall=stall), used=16, waiting=1)
@@ -136,7 +136,7 @@ def test_a_hold_lasts_until_well_below_the_mark() -> None:
     assert easing.hold_reasons[0].text == "cpu: some avg10 80 %, not yet below 76 %"
 
 
-def test_the_load_counts_only_where_there_is_no_psi() -> None:
+def test_the_load_counts_only_without_psi() -> None:
     loaded = HostMetrics(cpus=2, load=40.0)
     assert [pressure.ratio for pressure in measure_pressure(loaded, CONFIG)] == [2.5]
     told = measure_pressure(HostMetrics(cpus=2, load=40.0, cpu_stall=1.0), CONFIG)
@@ -153,7 +153,7 @@ def test_a_tenth_of_the_memory_is_kept_and_at_most_four_gib() -> None:
     assert memory_reserve(500 * GIB) == memory_reserve(None) == 4 * GIB
 
 
-def test_this_host_can_be_read_in_well_under_a_millisecond_of_a_second(tmp_path: Path) -> None:
+def test_this_host_can_be_read_in_milliseconds(tmp_path: Path) -> None:
     reader = HostReader([tmp_path / "missing" / "too"])
     metrics = reader.read()
     assert metrics.memory_available is not None
@@ -191,7 +191,7 @@ def test_open_files_are_counted(tmp_path: Path) -> None:
 
 
 def host(root: Path, **files: str) -> Path:
-    """A /proc or /sys/fs/cgroup with these files; `__` stands for a slash."""
+    """Make a /proc or /sys/fs/cgroup with these files; `__` stands for a slash."""
     for name, text in files.items():
         path = root / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -247,14 +247,14 @@ def test_a_group_of_version_1_has_a_limit_too(tmp_path: Path) -> None:
     assert metrics.processes_free == 9_100
 
 
-def test_a_host_that_tells_nothing_holds_nothing_back(tmp_path: Path) -> None:
+def test_a_host_that_reports_nothing_throttles_nothing(tmp_path: Path) -> None:
     metrics = HostReader(proc=tmp_path, cgroups=tmp_path).read()
     assert metrics.memory_available is metrics.cpu_stall is metrics.load is metrics.processes_free is None
     assert PressureController(CONFIG, 10, cpus=1).update(metrics, used=1, waiting=0).hold_reasons == ()
 
 
 class Counts:
-    """An observer that remembers what held sandboxes back."""
+    """An observer that records which resources throttled starts."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -304,7 +304,7 @@ async def test_under_pressure_one_agent_and_one_grader_go_on() -> None:
     assert scope.cancelled_caught
 
 
-async def test_who_waits_is_let_in_when_the_pressure_is_gone_graders_first() -> None:
+async def test_waiters_are_admitted_when_the_pressure_ends_graders_first() -> None:
     it = make_admission(50)
     it.observe(FULL)
     held = [await admitted(it, purpose) for purpose in Purpose]
@@ -324,7 +324,7 @@ async def test_who_waits_is_let_in_when_the_pressure_is_gone_graders_first() -> 
     assert it.used == 3 + len(held)
 
 
-async def test_warm_sandboxes_give_way_to_pressure_and_to_who_waits() -> None:
+async def test_warm_sandboxes_give_way_to_pressure_and_to_waiters() -> None:
     it = make_admission(50)
     assert it.headroom(10) == 6
     await admitted(it, Purpose.AGENT)

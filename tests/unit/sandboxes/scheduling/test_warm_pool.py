@@ -1,4 +1,4 @@
-"""The warm pool's promises, over a provider whose sandboxes are only names."""
+"""The warm pool's guarantees, over a provider whose sandboxes are only names."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.anyio
 
 
 class NamedSandbox(Sandbox):
-    """A sandbox that knows which sessions were opened and whether it lives; it runs nothing."""
+    """A sandbox that records which sessions were opened and whether it is alive; it runs nothing."""
 
     def __init__(self, provider: "NamedProvider", number: int, spec: SandboxSpec) -> None:
         self._provider = provider
@@ -96,11 +96,11 @@ class NamedProvider(SandboxProvider):
         self._go.set()
 
     def hold(self) -> None:
-        """Let every start wait from now on."""
+        """Make every start wait from now on."""
         self._go = anyio.Event()
 
     def go(self) -> None:
-        """Let starts go on."""
+        """Let starts continue."""
         self._go.set()
 
     async def identity(self, spec: SandboxSpec) -> str:
@@ -131,7 +131,7 @@ class NamedProvider(SandboxProvider):
 
 
 class Seen:
-    """An observer that remembers."""
+    """An observer that records events."""
 
     def __init__(self) -> None:
         self.starts: list[bool] = []
@@ -146,7 +146,7 @@ class Seen:
 
 
 class Clock:
-    """A clock that stands until it is moved."""
+    """A clock that moves only when told to."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -159,7 +159,7 @@ SPEC = SandboxSpec(image="base", sessions=frozenset({"bash", "python"}), label="
 
 
 class Bench:
-    """A pool over named sandboxes, and what it was seen to do."""
+    """A pool over named sandboxes, with a record of its events."""
 
     def __init__(self, ceiling: int = 10, **config: Any) -> None:
         self.provider, self.seen, self.clock = NamedProvider(), Seen(), Clock()
@@ -180,7 +180,7 @@ class Bench:
         return sandbox
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for what the pool does by itself."""
+        """Wait until the pool has brought about a condition."""
         with anyio.fail_after(10):
             while not condition():
                 await anyio.sleep(0.001)
@@ -253,7 +253,7 @@ async def test_a_rebuilt_image_is_never_served_stale() -> None:
         assert bench.seen.starts[-1] is True
 
 
-async def test_one_that_died_while_it_waited_is_not_handed_out() -> None:
+async def test_a_warm_sandbox_that_died_is_not_handed_out() -> None:
     bench = Bench()
     async with bench.pool.running():
         await bench.take()
@@ -265,7 +265,7 @@ async def test_one_that_died_while_it_waited_is_not_handed_out() -> None:
         await bench.until(lambda: warm not in bench.provider.alive)
 
 
-async def test_a_kind_that_nobody_wants_any_more_ends() -> None:
+async def test_a_kind_without_demand_is_ended() -> None:
     bench = Bench(idle_seconds=60.0)
     async with bench.pool.running():
         taken = await bench.take()
@@ -315,7 +315,7 @@ async def test_a_start_that_waits_for_a_place_takes_the_one_that_comes_up_warm()
         assert bench.provider.most == 2
 
 
-async def test_nothing_is_started_ahead_while_the_gate_is_shut() -> None:
+async def test_nothing_is_started_ahead_without_headroom() -> None:
     bench = Bench()
     bench.spare = 1
     async with bench.pool.running():
@@ -404,7 +404,7 @@ async def test_real_sessions_are_alive_and_of_one_sandbox(tmp_path: Path) -> Non
     await pool.close()
 
 
-async def test_a_kernel_that_was_killed_makes_a_sandbox_unwell(tmp_path: Path) -> None:
+async def test_a_killed_kernel_makes_a_sandbox_unhealthy(tmp_path: Path) -> None:
     provider = make_provider(LocalConfig(provider="local"), tmp_path)
     try:
         sandbox = await provider.start(SandboxSpec())
@@ -447,7 +447,7 @@ class PoolMachine(RuleBasedStateMachine):
         next(self._contexts, None)
 
     def settle(self) -> None:
-        """Let the pool do what it has to."""
+        """Let the pool finish its work."""
         self.portal.call(self.bench.pool._notify)
         self.portal.call(anyio.wait_all_tasks_blocked)
 

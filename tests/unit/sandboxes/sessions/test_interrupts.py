@@ -1,4 +1,4 @@
-"""What an interrupter sends to the control shell and to the shell, and which reports it takes."""
+"""What an interrupter sends to the control shell and the shell, and which reports it accepts."""
 
 import os
 import socket
@@ -50,7 +50,7 @@ class Bench:
         self._reports = -1
 
     def messages(self) -> list[list[str]]:
-        """What the control shell was sent."""
+        """Return the messages sent to the control shell."""
         fields = self._theirs.recv(65536).decode().split("\0")[:-1]
         found = []
         while fields:
@@ -60,7 +60,7 @@ class Bench:
         return found
 
     def questions(self) -> int:
-        """How many reports the shell was asked for."""
+        """Return how many reports the shell was asked for."""
         try:
             return os.read(self._stdin, 65536).decode().count(REPORT)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Kernels' messages are hostile: fields are checked, sockets are opened and links never followed."""
+"""Kernel messages are untrusted: fields are checked, only sockets are opened, and links are never followed."""
 
 import os
 import socket
@@ -29,7 +29,7 @@ def test_any_message_is_survived(kind: str, content: dict[str, object]) -> None:
     assert cell.result is None or isinstance(cell.result, str)
 
 
-def test_colours_are_taken_out_and_long_values_cut() -> None:
+def test_colors_are_removed_and_long_values_cut() -> None:
     cell = Cell(100)
     cell.add_message(
         "error", {"ename": "E", "evalue": "v" * 1000, "traceback": ["\x1b[31mred\x1b[0m", "end"]}

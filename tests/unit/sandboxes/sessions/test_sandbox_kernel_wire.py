@@ -1,4 +1,4 @@
-"""Messages of kernels are hostile: what is not well formed, or answers another request, is dropped."""
+"""Kernel messages are untrusted: a malformed one, or one for another request, is dropped."""
 
 import json
 from pathlib import Path
@@ -32,11 +32,11 @@ def test_an_answer_is_decoded() -> None:
 
 
 @pytest.mark.parametrize("parent", [{"msg_id": "another"}, ["request"], "request", 7])
-def test_what_answers_another_request_is_dropped(parent: object) -> None:
+def test_an_answer_to_another_request_is_dropped(parent: object) -> None:
     assert decode(make_session(), frames("stream", {}, parent), "request") is None
 
 
-def test_text_that_is_no_utf8_and_numbers_that_are_no_json_are_survived() -> None:
+def test_invalid_utf8_and_json_are_survived() -> None:
     message = frames("stream", {})
     message[-1] = b'{"text": "\xff", "number": NaN}'
     found = decode(make_session(), message, "request")
@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def test_a_request_and_a_flood_of_answers(folder: Path) -> None:
-    """Everything arrives in order, nothing before `listen` and nothing after `rest`."""
+    """Everything arrives in order, nothing before `listen` and nothing after `stop`."""
     context = make_context()
     try:
         with context.socket(zmq.ROUTER) as shell, context.socket(zmq.XPUB) as iopub:
