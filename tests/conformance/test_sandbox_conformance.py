@@ -1,4 +1,4 @@
-"""The providers of this package keep the sandbox contract, but for what they name themselves."""
+"""The providers of this package keep the sandbox contract, except for the failures that they declare."""
 
 import json
 from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ async def apptainer(tmp_path: Path) -> AsyncIterator[SandboxProvider]:
 
 
 async def conforms(check: Check, provider: SandboxProvider) -> None:
-    """It holds, or fails as the provider says: a known failure that has gone is one too many."""
+    """Assert that a check holds or fails as declared; a declared failure that holds is an error too."""
     outcome = await assess_check(check, provider)
     expected = "known failure" if check.__name__ in provider.known_failures else "holds"
     assert outcome.verdict == expected, outcome.reason

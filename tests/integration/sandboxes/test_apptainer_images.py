@@ -1,4 +1,4 @@
-"""Images by the real Apptainer: of definitions, archives, a registry and folders; inspected, refused, killed."""
+"""Images built by the real Apptainer from definitions, archives, a registry and folders."""
 
 import json
 import os
@@ -112,14 +112,14 @@ def test_a_failed_build_says_why_and_leaves_nothing(store: ImageStore, tmp_path:
     assert list((store.root / "drafts").iterdir()) == []
 
 
-def test_a_registry_out_of_reach_is_a_typed_error(store: ImageStore) -> None:
+def test_an_unreachable_registry_is_a_typed_error(store: ImageStore) -> None:
     with pytest.raises(ImageBuildError) as caught:
         store.provide(Reference("docker://localhost:9/nothing:here"))
     assert "registry cannot be reached" in caught.value.hint
     assert store.list() == []
 
 
-def test_a_file_that_is_no_image_is_refused(unpacked: UnpackedImages, tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_image_is_refused(unpacked: UnpackedImages, tmp_path: Path) -> None:
     fake = tmp_path / "fake.sif"
     fake.write_text("not an image")
     with pytest.raises(ImageError, match=r"could not be unpacked"):

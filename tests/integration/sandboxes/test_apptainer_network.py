@@ -73,7 +73,7 @@ async def provider(tmp_path: Path) -> AsyncIterator[ApptainerProvider]:
 
 
 class Hello(BaseHTTPRequestHandler):
-    """Says hello to everyone."""
+    """A handler that says hello to everyone."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -87,7 +87,7 @@ class Hello(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hello() -> Iterator[str]:
-    """The address of an HTTP server on the host's loopback."""
+    """Yield the address of an HTTP server on the host's loopback."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Hello) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
@@ -112,7 +112,7 @@ async def connect(sandbox: Sandbox, family: int, kind: int, address: object) -> 
 
 
 def host_addresses() -> list[str]:
-    """Every address of version 4 that this host answers at."""
+    """Return every IPv4 address of this host."""
     found = psutil.net_if_addrs().values()
     return [one.address for entries in found for one in entries if one.family == socket.AF_INET]
 
@@ -192,7 +192,7 @@ async def test_every_session_finds_the_proxy(provider: ApptainerProvider, hello:
         assert (await get(sandbox, "http://example.net/"))[0] == 403
 
 
-async def test_a_list_is_its_own_sandboxs_alone(provider: ApptainerProvider) -> None:
+async def test_a_list_applies_to_its_own_sandbox_only(provider: ApptainerProvider) -> None:
     first, second = SandboxSpec(network=("one.example",)), SandboxSpec(network=("two.example",))
     async with (
         await provider.start(first) as one,
@@ -244,7 +244,7 @@ async def test_without_namespaces_of_our_own_less_is_promised(provider: Apptaine
     assert ("disk" in provider.enforced) == (os.geteuid() == 0)
 
 
-async def test_a_list_that_is_none_is_refused_at_once(provider: ApptainerProvider) -> None:
+async def test_an_invalid_list_is_refused_at_once(provider: ApptainerProvider) -> None:
     with pytest.raises(SandboxConfigError, match=r"https://one\.example"):
         await provider.start(SandboxSpec(network=("https://one.example",)))
     with pytest.raises(SandboxConfigError, match="internet"):

@@ -1,4 +1,4 @@
-"""No sandbox outlives its service by seconds: not after kill -9 of it, of its guard, of both, nor half started."""
+"""No sandbox outlives its service by seconds, even after kill -9 of the service, its guard or both, at any moment."""
 
 import os
 import signal
@@ -94,7 +94,7 @@ class Owner:
 
 @pytest.fixture
 def run() -> Iterator[Path]:
-    """A folder for services, with a short path, since sockets are made below it."""
+    """Create a folder for services, with a short path, because sockets are created below it."""
     with tempfile.TemporaryDirectory(prefix="rt-", dir="/tmp") as made:
         Path(made).chmod(0o755)  # sandboxes run as another user, who must reach theirs
         yield Path(made) / "run"
@@ -134,7 +134,7 @@ def start_owner(run: Path, tmp_path: Path) -> Iterator[Callable[[str], Owner]]:
 
 
 def guards(run: Path) -> list[psutil.Process]:
-    """The guards of this process's services in a run folder."""
+    """Return the guards of this process's services in a run folder."""
     found = []
     for child in psutil.Process().children():
         with suppress(psutil.Error):  # zombies have no command line
@@ -145,17 +145,17 @@ def guards(run: Path) -> list[psutil.Process]:
 
 
 def services(run: Path) -> set[str]:
-    """The folders of services."""
+    """Return the folders of services."""
     return {path.name for path in run.iterdir()} if run.exists() else set()
 
 
 def contents(run: Path) -> list[str]:
-    """What is in the folders of services."""
+    """Return the contents of the folders of services."""
     return [path.name for folder in run.iterdir() for path in folder.iterdir()]
 
 
 def traces(run: Path, name: str) -> list[str]:
-    """What is left of a service on the host: processes, folders, mounts and control groups."""
+    """Return what is left of a service on the host: processes, folders, mounts and control groups."""
     mounts = Path("/proc/self/mountinfo").read_text()
     prefixes = set(find_control_groups().paths_of(name).values())
     return [
@@ -307,7 +307,7 @@ async def test_as_an_ordinary_user() -> None:
         assert user.processes() == []
 
 
-async def test_the_run_folder_taken_away_under_a_live_service(run: Path, provider: SandboxProvider) -> None:
+async def test_a_run_folder_removed_under_a_live_service(run: Path, provider: SandboxProvider) -> None:
     first = await provider.start(SandboxSpec())
     bash = await first.bash()
     (run / first.id.split("-")[0]).rename(run / "elsewhere")
@@ -320,7 +320,7 @@ async def test_the_run_folder_taken_away_under_a_live_service(run: Path, provide
         assert await anyio.to_thread.run_sync(traces, run, sandbox.id.split("-")[0]) == []
 
 
-async def test_the_run_folder_taken_away_and_the_service_killed(
+async def test_a_run_folder_removed_and_the_service_killed(
     run: Path, start_owner: Callable[[], Owner]
 ) -> None:
     owner = await anyio.to_thread.run_sync(start_owner)

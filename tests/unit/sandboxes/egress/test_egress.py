@@ -1,4 +1,4 @@
-"""The list of hosts and the proxy that holds a sandbox to it, against real sockets and a resolver of our own."""
+"""The list of hosts and the proxy that enforces it, with real sockets and a scripted resolver."""
 
 import secrets
 import signal
@@ -24,7 +24,7 @@ from sandboxes.host.processes import kill_processes, sandbox_of
 pytestmark = pytest.mark.anyio
 
 OWNER = ProxyOwner(secrets.token_hex(4), 65534, 65534)
-"""Of this process of the tests alone, since what belongs to it is killed by its name."""
+"""A name for this test process alone, because processes that belong to it are killed by name."""
 
 LABELS = st.from_regex(r"[a-z]([a-z0-9-]{0,8}[a-z0-9])?", fullmatch=True)
 NAMES = st.lists(LABELS, min_size=1, max_size=4).map(".".join)
@@ -38,7 +38,7 @@ def test_a_name_has_one_form(name: str) -> None:
 
 
 @given(NAMES, NAMES, PORTS)
-def test_a_name_stands_for_itself_alone(name: str, other: str, port: int) -> None:
+def test_a_name_matches_only_itself(name: str, other: str, port: int) -> None:
     allowed = AllowList([f"{name}:{port}"])
     assert allowed.allows(name, port)
     assert not allowed.allows(name, port % 65535 + 1)
@@ -48,7 +48,7 @@ def test_a_name_stands_for_itself_alone(name: str, other: str, port: int) -> Non
 
 
 @given(NAMES, NAMES)
-def test_a_star_stands_for_what_is_below(name: str, other: str) -> None:
+def test_a_star_matches_subdomains(name: str, other: str) -> None:
     allowed = AllowList([f"*.{name}"])
     assert not allowed.allows(name, 443)
     assert allowed.allows(f"{other}.{name}", 443)
@@ -112,14 +112,14 @@ def test_international_names_are_compared_in_ascii() -> None:
         "::ffff:1.2.3.4%a",
     ],
 )
-def test_what_is_no_entry(entry: str) -> None:
+def test_invalid_entries_are_refused(entry: str) -> None:
     with pytest.raises(SandboxConfigError) as error:
         AllowList(["api.example.com", entry])
     assert repr(entry) in str(error.value)
     assert error.value.hint
 
 
-def test_a_list_has_an_end() -> None:
+def test_the_length_of_a_list_is_bounded() -> None:
     with pytest.raises(SandboxConfigError, match="1001"):
         AllowList(f"h{number}.example" for number in range(1001))
 
@@ -163,7 +163,7 @@ def test_a_list_has_an_end() -> None:
         ("240.0.0.1", True, False),
     ],
 )
-def test_what_a_listed_name_may_be(address: str, private: bool, accepted: bool) -> None:
+def test_the_addresses_that_a_listed_name_may_resolve_to(address: str, private: bool, accepted: bool) -> None:
     assert (
         AllowList(["name.example"]).accepts_address(ip_address(normalize_host(address)), 80, private=private)
         is accepted
@@ -172,7 +172,7 @@ def test_what_a_listed_name_may_be(address: str, private: bool, accepted: bool) 
 
 @dataclass
 class Upstream:
-    """A server that keeps what it was sent and answers as it is told."""
+    """A server that records what it was sent and gives a scripted answer."""
 
     answer: bytes = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
     port: int = 0
@@ -190,7 +190,7 @@ class Upstream:
 
 @dataclass
 class Names:
-    """A resolver that knows what it is told, and what it was asked."""
+    """A resolver with scripted answers that records the questions."""
 
     known: dict[str, list[str]] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
@@ -225,7 +225,7 @@ async def serving(proxy: EgressProxy) -> AsyncIterator[int]:
 
 
 async def ask(port: int, request: str) -> bytes:
-    """Everything that comes back until the connection ends."""
+    """Send a request and return everything that arrives until the connection ends."""
     answer = b""
     async with await anyio.connect_tcp("127.0.0.1", port) as client:
         await client.send(request.encode("latin-1"))
@@ -252,7 +252,7 @@ async def test_a_tunnel_carries_bytes_both_ways_and_counts_them() -> None:
     assert proxy.counts.bytes_in == len(server.answer)
 
 
-async def test_a_plain_request_is_forwarded_without_what_is_the_proxys() -> None:
+async def test_a_plain_request_is_forwarded_without_proxy_headers() -> None:
     async with upstream() as server:
         proxy = EgressProxy("a", AllowList([f"127.0.0.1:{server.port}"]))
         async with serving(proxy) as port:
@@ -301,7 +301,7 @@ async def test_a_listed_name_does_not_lead_to_the_host_or_its_network(address: s
     assert proxy.counts.refused == {"address": 1}
 
 
-async def test_of_several_addresses_only_those_that_may_be_are_tried() -> None:
+async def test_only_allowed_addresses_of_a_name_are_tried() -> None:
     async with upstream() as server:
         names = Names({"two.example": ["127.0.0.3", "127.0.0.1"]})
         allowed = AllowList([f"two.example:{server.port}", f"127.0.0.1:{server.port}"])
@@ -310,7 +310,7 @@ async def test_of_several_addresses_only_those_that_may_be_are_tried() -> None:
     assert answer.endswith(server.answer)
 
 
-async def test_names_without_address_and_hosts_that_do_not_answer_are_told_apart() -> None:
+async def test_unresolved_names_and_silent_hosts_are_different_refusals() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         free = closed.getsockname()[1]
     proxy = EgressProxy("a", AllowList(["gone.example", f"127.0.0.1:{free}"]), resolve=Names())
@@ -336,7 +336,7 @@ async def test_names_without_address_and_hosts_that_do_not_answer_are_told_apart
         ("GET http://good.example/ HTTP/1.1\r\nHost: x\r\nA: " + "a" * (HEAD_BYTES + 1), 431),
     ],
 )
-async def test_what_is_no_request(request_text: str, status: int) -> None:
+async def test_malformed_requests_are_refused(request_text: str, status: int) -> None:
     proxy = EgressProxy("a", AllowList(["good.example"]), resolve=Names())
     async with serving(proxy) as port:
         answer = await ask(port, request_text)
@@ -344,7 +344,7 @@ async def test_what_is_no_request(request_text: str, status: int) -> None:
     assert proxy.counts.refused == {"bad_request": 1}
 
 
-async def test_who_says_nothing_is_let_go() -> None:
+async def test_silent_clients_are_disconnected() -> None:
     limits = ProxyLimits(head_seconds=0.2, idle_seconds=0.3)
     async with upstream() as server:
         proxy = EgressProxy("a", AllowList([f"127.0.0.1:{server.port}"]), limits=limits)
@@ -417,7 +417,7 @@ async def test_the_process_of_the_proxies_serves_counts_and_ends() -> None:
     await host.aclose()
 
 
-async def test_a_process_that_was_killed_is_an_error_once_and_then_another() -> None:
+async def test_a_killed_process_is_one_error_and_is_then_replaced() -> None:
     host = EgressHost()
     allowed = AllowList([])
     await host.open("a", allowed, False, socket.create_server(("127.0.0.1", 0)), OWNER)
@@ -431,7 +431,7 @@ async def test_a_process_that_was_killed_is_an_error_once_and_then_another() -> 
     await host.aclose()
 
 
-async def test_the_process_is_found_by_its_service_and_has_nothing_else_of_it(
+async def test_the_process_is_marked_with_its_service_and_inherits_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SOME_KEY", "secret")

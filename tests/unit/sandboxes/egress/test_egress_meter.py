@@ -1,4 +1,4 @@
-"""What goes out of sandboxes is seen in the metrics, as it was last read."""
+"""The metrics show the egress of sandboxes as it was last read."""
 
 import anyio
 import pytest
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Counting(SandboxProvider):
-    """Has sandboxes that connect once more whenever somebody looks."""
+    """A provider whose sandboxes make one more connection at every reading."""
 
     name, isolates = "counting", True
 
@@ -37,7 +37,7 @@ class Counting(SandboxProvider):
         """Nothing to close."""
 
 
-async def test_counts_are_read_again_and_again_and_shown() -> None:
+async def test_counts_are_read_repeatedly_and_shown() -> None:
     provider, metrics = Counting(), Metrics()
     meter = EgressMeter(provider, seconds=0.01)
     metrics.watch_egress(lambda: meter.counts)

@@ -1,4 +1,4 @@
-"""A child is collected whatever moment of its start or life a cancellation hits, and before its event loop ends."""
+"""A cancelled child is always collected, whichever step of its start or life the cancellation hits."""
 
 from collections.abc import Callable
 from pathlib import Path

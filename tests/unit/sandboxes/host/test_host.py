@@ -1,4 +1,4 @@
-"""What the host offers: where Apptainer is looked for, and how the facts decide."""
+"""The facts about the host: where Apptainer is found, and what the facts imply."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ def program(path: Path, says: str = "apptainer version 1.4.5-2") -> Path:
     return path
 
 
-def test_the_environment_variable_wins_over_path(tmp_path: Path) -> None:
+def test_the_environment_variable_overrides_path(tmp_path: Path) -> None:
     named, found = program(tmp_path / "named" / "mine"), program(tmp_path / "path" / "apptainer")
     environ = {"ROLLOUT_APPTAINER": str(named), "PATH": str(found.parent)}
     assert find_apptainer(environ) == named

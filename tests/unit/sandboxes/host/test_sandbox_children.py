@@ -1,4 +1,4 @@
-"""Children are ended with patience."""
+"""Children are asked to end, then killed, within a bounded time."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ async def test_a_process_that_ignores_sigterm_is_killed() -> None:
         assert time.monotonic() - begun < 10
 
 
-async def test_a_process_that_ends_by_itself_is_left_to() -> None:
+async def test_a_process_that_ends_by_itself_gets_no_signal() -> None:
     with started("print(flush=True)") as process:
         assert await end_process(process, grace=10, kill_wait=1)
         assert process.returncode == 0

@@ -1,4 +1,4 @@
-"""Users of the host that sandboxes run as: leased to one at a time, by one service at a time."""
+"""Host users are leased to one sandbox at a time, by one service at a time."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ def leased(users: HostUsers, count: int = 1) -> list[UserLease]:
     return [lease for lease in found if lease is not None]
 
 
-def test_no_two_services_have_a_number_at_the_same_time(tmp_path: Path) -> None:
+def test_two_services_never_hold_one_id(tmp_path: Path) -> None:
     folder = tmp_path / "users"
     services = [HostUsers(NUMBERS, folder) for _ in range(4)]
     numbers = [lease.number for users in services for lease in leased(users, 100)]
@@ -37,7 +37,7 @@ def test_no_two_services_have_a_number_at_the_same_time(tmp_path: Path) -> None:
     after.close()
 
 
-def test_services_whose_ranges_overlap_never_have_the_same_number(tmp_path: Path) -> None:
+def test_services_with_overlapping_ranges_never_hold_one_id(tmp_path: Path) -> None:
     start = NUMBERS.start
     ranges = range(start, start + BLOCK), range(start + 1, start + 2 * BLOCK)
     services = [HostUsers(numbers, tmp_path / "users") for numbers in ranges]
@@ -51,7 +51,7 @@ def all_leases(users: HostUsers) -> list[UserLease]:
     return list(iter(users.lease, None))
 
 
-def test_a_number_is_used_again_after_all_others(tmp_path: Path) -> None:
+def test_an_id_is_reused_only_after_all_others(tmp_path: Path) -> None:
     users = HostUsers(range(NUMBERS.start, NUMBERS.start + BLOCK), tmp_path / "users")
     leases = leased(users, BLOCK)
     assert users.lease() is None
@@ -83,7 +83,7 @@ def test_the_block_of_a_dead_service_is_free_again(tmp_path: Path) -> None:
     other.close()
 
 
-def test_numbers_of_users_processes_and_subordinates_are_never_taken(
+def test_ids_of_users_processes_and_subordinates_are_never_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = os.geteuid()
@@ -109,7 +109,7 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("owner", [0, 1, 65_534, 3_000_000_000])
-def test_the_map_gives_the_owners_files_to_the_user_and_leaves_all_others(owner: int) -> None:
+def test_the_map_gives_the_owners_files_to_the_user_and_changes_no_other(owner: int) -> None:
     user = NUMBERS.start
     lines = [tuple(map(int, line.split())) for line in swap_ids(owner, user).splitlines()]
 

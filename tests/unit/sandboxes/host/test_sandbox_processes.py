@@ -1,4 +1,4 @@
-"""Processes of the host: known by marks, number and start time, and killed only if they are the right ones."""
+"""Processes are identified by marks, pid and start time, and killed only if they are the right ones."""
 
 import os
 import subprocess
@@ -50,7 +50,7 @@ def test_marks_and_kills_only_what_matches() -> None:
         assert not kill_if(process.pid, lambda pid: True)
 
 
-def test_kills_by_the_service_and_spares_the_neighbour() -> None:
+def test_kills_by_service_and_spares_the_neighbor() -> None:
     with (
         started(STUBBORN, **{MARKER: "0a0a0a0a-12"}) as mine,
         started(STUBBORN, **{MARKER: "0a0a0a0b-12"}) as neighbour,
@@ -61,11 +61,11 @@ def test_kills_by_the_service_and_spares_the_neighbour() -> None:
         assert neighbour.poll() is None
 
 
-def test_processes_that_have_gone_are_not_ours() -> None:
+def test_ended_processes_belong_to_no_sandbox() -> None:
     assert sandbox_of(2**22 + 1) is None
 
 
-def test_a_sandbox_is_told_by_its_mounts() -> None:
+def test_a_sandbox_is_recognized_by_its_mounts() -> None:
     line = b"36 35 0:20 /rs-0/0a1b2c3d/17/pipes /run/rollout/pipes ro,nosuid - tmpfs tmpfs rw"
     found = FOLDERS.search(line)
     assert found is not None

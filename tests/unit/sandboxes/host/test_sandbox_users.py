@@ -1,4 +1,4 @@
-"""Whom sandboxes run as, and whose ids they may map."""
+"""The user that sandboxes run as, and the ids that it may map."""
 
 import os
 import pwd
@@ -35,7 +35,7 @@ def test_root_runs_sandboxes_as_another_and_others_as_themselves(monkeypatch: py
     assert resolve_user("nobody") == (1234, 5678)
 
 
-def test_the_ids_that_are_proposed_are_nobody_elses(tmp_path: Path) -> None:
+def test_proposed_ids_belong_to_nobody_else(tmp_path: Path) -> None:
     files = (tmp_path / "subuid", tmp_path / "subgid")
     assert "--add-subuids 131072-196607 --add-subgids 131072-196607 " in subordinate_ids_command(files=files)
     files[0].write_text("first:100000:65536\nsecond:200000:65536\n")

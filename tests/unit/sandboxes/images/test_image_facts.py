@@ -1,4 +1,4 @@
-"""What is read from an image's files, also from a hostile one's, and what an unpacked image and a toolkit cost."""
+"""Facts are read from the files of any image, even a hostile one; unpacking and toolkits happen once."""
 
 import json
 import os
@@ -22,7 +22,7 @@ MACHINE = next(number for number, name in ELF_MACHINES.items() if name == platfo
 
 
 def elf(loader: str | None = "/lib64/ld.so", machine: int = MACHINE) -> bytes:
-    """A program's header, and one more of its loader's path, by elf.h."""
+    """Return an ELF header with a program header for the loader's path, as in elf.h."""
     path = (loader or "").encode() + b"\0"
     head = b"\x7fELF\x02\x01\x01" + bytes(9) + struct.pack("<HHIQQQ", 2, machine, 1, 0, 64, 0)
     head += struct.pack("<IHHHHHH", 0, 64, 56, 1 if loader else 0, 0, 0, 0)
@@ -66,7 +66,7 @@ def test_a_full_image_lacks_nothing(root: Path) -> None:
     assert ImageFacts.from_json(json.loads(json.dumps(facts.as_json()))) == facts
 
 
-def test_what_is_missing_is_said(root: Path) -> None:
+def test_missing_programs_are_reported(root: Path) -> None:
     for name in ("bash", "tar", "python3"):
         (root / "usr" / "bin" / name).unlink()
     facts = read_facts(root)
@@ -106,7 +106,7 @@ def test_a_python_that_cannot_run_is_not_used(root: Path, change: str, problem: 
     assert facts.advice
 
 
-def test_the_python_of_the_path_that_the_image_declares_is_meant(root: Path) -> None:
+def test_python_is_found_on_the_path_that_the_image_declares(root: Path) -> None:
     put(root, "/opt/conda/bin/python3.12", elf())
     (root / "opt/conda/bin/python3").symlink_to("python3.12")
     put(root, "/opt/conda/lib/python3.12/site-packages/ipykernel/kernelapp.py", b"#", 0o644)
@@ -143,7 +143,7 @@ def test_no_link_leads_out_and_no_file_blocks(root: Path, tmp_path: Path) -> Non
     assert ImageTree(root).read("/usr/lib/os-release") is None
 
 
-def test_labels_and_variables_that_are_nonsense_are_none(root: Path) -> None:
+def test_malformed_labels_and_variables_are_ignored(root: Path) -> None:
     put(root, "/.singularity.d/labels.json", b"[1, 2")
     put(root, "/.singularity.d/env/90-environment.sh", b'\xff\xfe export\nexport\nexport A B\nexport "C=\n=')
     facts = read_facts(root)
@@ -163,7 +163,7 @@ def test_no_header_breaks_the_reader(tmp_path_factory: pytest.TempPathFactory, d
 
 @pytest.fixture
 def unpacked(tmp_path: Path) -> UnpackedImages:
-    """Its Apptainer says where the squashfs begins."""
+    """Unpacked images whose Apptainer reports where the squashfs begins."""
     apptainer = tmp_path / "apptainer"
     apptainer.write_text("#!/bin/sh\necho '4    |1   |NONE  |0-99999   |FS (Squashfs/*System/amd64)'\n")
     apptainer.chmod(0o755)
@@ -191,14 +191,14 @@ def test_an_image_is_unpacked_and_read_once(unpacked: UnpackedImages, root: Path
     assert unpacked.provide(image).folder != first.folder, "an image that is written again is another"
 
 
-def test_looking_into_an_image_leaves_it_packed(unpacked: UnpackedImages, root: Path, tmp_path: Path) -> None:
+def test_inspecting_an_image_leaves_it_packed(unpacked: UnpackedImages, root: Path, tmp_path: Path) -> None:
     image = image_of(root, tmp_path / "image.sif")
     assert unpacked.facts(image).ipykernel == "7.4.0"
     assert unpacked.prune(0, grace_seconds=0) == []
     assert list((tmp_path / "cache/unpacked/drafts").iterdir()) == []
 
 
-def test_unpacked_images_keep_their_budget(unpacked: UnpackedImages, root: Path, tmp_path: Path) -> None:
+def test_unpacked_images_stay_within_the_budget(unpacked: UnpackedImages, root: Path, tmp_path: Path) -> None:
     old, new = (image_of(root, tmp_path / f"{name}.sif") for name in ("old", "new"))
     folders = [unpacked.provide(image).folder for image in (old, new)]
     for folder, when in zip(folders, (1000, 2000), strict=True):
@@ -213,7 +213,7 @@ def test_unpacked_images_keep_their_budget(unpacked: UnpackedImages, root: Path,
     assert unpacked.provide(old).folder.exists()
 
 
-def test_what_is_mounted_stays(
+def test_mounted_images_are_not_evicted(
     unpacked: UnpackedImages, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = unpacked.provide(image_of(root, tmp_path / "image.sif")).folder
@@ -222,7 +222,7 @@ def test_what_is_mounted_stays(
     assert (decided.evicted, decided.kept) == (False, "a sandbox has it mounted")
 
 
-def test_a_file_that_is_no_image_is_refused(tmp_path: Path, unpacked: UnpackedImages) -> None:
+def test_a_file_that_is_not_an_image_is_refused(tmp_path: Path, unpacked: UnpackedImages) -> None:
     fake = tmp_path / "fake.sif"
     fake.write_text("not an image")
     with pytest.raises(ImageError, match="could not be unpacked"):
@@ -248,7 +248,7 @@ def test_a_toolkit_is_made_of_links(root: Path, tmp_path: Path, unpacked: Unpack
     assert unpacked.toolkit(image).exists()
 
 
-def test_no_toolkit_is_made_of_an_image_without_the_kernel(root: Path, tmp_path: Path) -> None:
+def test_no_toolkit_is_made_from_an_image_without_ipykernel(root: Path, tmp_path: Path) -> None:
     shutil.rmtree(root / "usr" / "local")
     with pytest.raises(ImageError, match="no python3 with ipykernel"):
         assemble(root, read_facts(root), tmp_path)

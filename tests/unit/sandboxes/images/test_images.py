@@ -1,4 +1,4 @@
-"""The image store: names, the cache, locks, and what a failed or killed build leaves."""
+"""The image store: names, the cache, locks, and failed or killed builds."""
 
 import os
 import re
@@ -36,7 +36,7 @@ from tests.support.processes.children import killed
 
 @dataclass
 class CountingBuilder:
-    """Writes what it was asked for; can be told to fail after half of the work, or to wait."""
+    """A builder that writes what it was asked for; it can be told to fail halfway, or to wait."""
 
     version: str = "counting:1"
     fails: bool = False
@@ -79,7 +79,7 @@ def definition(tmp_path: Path) -> Definition:
 
 
 def files_of(store: ImageStore) -> list[str]:
-    """The images: not the locks, which stay, and not who used what."""
+    """Return the image files, without locks, which stay, and stamps."""
     paths = (path.relative_to(store.root) for path in store.root.rglob("*") if path.is_file())
     found = [path for path in paths if path.parts[0] not in {"locks", "uses"} and path.suffix != ".json"]
     return sorted(str(path) for path in found)
@@ -114,7 +114,7 @@ def test_force_replaces_the_image(
 
 
 @pytest.mark.parametrize("change", ["definition", "arguments", "builder"])
-def test_whatever_an_image_is_made_from_makes_it_another(
+def test_any_change_of_the_source_gives_another_image(
     store: ImageStore, builder: CountingBuilder, definition: Definition, change: str
 ) -> None:
     first = store.provide(Definition(definition.path, {"A": "1"}))
@@ -207,7 +207,7 @@ def test_resolve_takes_names_paths_and_pulled_references(store: ImageStore, tmp_
         ("..", "lower-case letters"),
     ],
 )
-def test_a_missing_image_says_what_makes_it(store: ImageStore, image: str, hint: str) -> None:
+def test_the_error_for_a_missing_image_says_how_to_make_it(store: ImageStore, image: str, hint: str) -> None:
     store.provide(Reference("docker://debian:11"), "here")
     with pytest.raises(ImageNotFoundError) as caught:
         store.resolve(image)
@@ -250,7 +250,7 @@ def test_a_password_in_a_reference_is_refused_and_not_repeated(store: ImageStore
     assert store.resolve(store.provide(Reference("docker://debian:12@sha256:0123")).name)
 
 
-def test_a_tree_is_another_when_a_file_in_it_changes(
+def test_a_changed_file_makes_a_tree_another_source(
     store: ImageStore, builder: CountingBuilder, tmp_path: Path
 ) -> None:
     tree = tmp_path / "root"
@@ -264,7 +264,7 @@ def test_a_tree_is_another_when_a_file_in_it_changes(
     assert len(builder.calls) == 2
 
 
-def test_an_archive_is_another_when_it_is_written_again(store: ImageStore, tmp_path: Path) -> None:
+def test_a_rewritten_archive_is_another_source(store: ImageStore, tmp_path: Path) -> None:
     plain = tmp_path / "tiny.tar"
     plain.write_text("one")
     reference = source_of_reference(f"oci-archive:{plain}")
@@ -380,7 +380,7 @@ def test_nodes_that_see_no_locks_of_each_other_do_no_harm(
     assert all(name.read_text().endswith("end") for name in names), "no name leads to nothing, or to half"
 
 
-def test_what_a_builder_of_another_machine_makes_is_left_until_it_is_silent(
+def test_a_draft_of_another_machine_stays_until_it_is_silent(
     store: ImageStore, definition: Definition
 ) -> None:
     theirs = store.root / "drafts" / "0123~0f0f0f-4026531836-77-1234-abcd"
@@ -392,9 +392,7 @@ def test_what_a_builder_of_another_machine_makes_is_left_until_it_is_silent(
     assert not theirs.exists()
 
 
-def test_a_draft_of_a_number_that_was_used_again_is_removed(
-    store: ImageStore, definition: Definition
-) -> None:
+def test_a_draft_whose_pid_was_reused_is_removed(store: ImageStore, definition: Definition) -> None:
     with store._shared.draft("mine") as mine:
         machine, pid, start, rest = mine.name.rsplit("-", 3)
         left = mine.with_name(f"{machine}-{pid}-{int(start) - 1}-{rest}")
@@ -455,7 +453,7 @@ def test_the_budget_takes_pulled_images_first_and_the_least_recently_used_of_eac
     assert [image.name for image in store.list()] == ["mine", "pulled1"]
 
 
-def test_an_image_that_was_used_a_moment_ago_stays(store: ImageStore, definition: Definition) -> None:
+def test_a_recently_used_image_is_not_evicted(store: ImageStore, definition: Definition) -> None:
     store.provide(definition, "calc")
     (decided,) = store.prune(0)
     assert (decided.evicted, decided.kept[:4]) == (False, "used")
@@ -464,7 +462,7 @@ def test_an_image_that_was_used_a_moment_ago_stays(store: ImageStore, definition
     assert store.list() == []
 
 
-def test_pruning_nothing_makes_nothing(tmp_path: Path, builder: CountingBuilder) -> None:
+def test_pruning_a_missing_store_creates_nothing(tmp_path: Path, builder: CountingBuilder) -> None:
     assert list(ImageStore(tmp_path / "none", builder).prune(0)) == []
     assert not (tmp_path / "none").exists()
 
@@ -483,7 +481,7 @@ candidates = st.lists(
 
 
 @given(candidates, st.integers(0, 500))
-def test_as_little_goes_as_keeps_the_budget(ones: list[EvictionCandidate], budget: int) -> None:
+def test_no_more_is_evicted_than_the_budget_requires(ones: list[EvictionCandidate], budget: int) -> None:
     decided = choose_evictions(ones, budget)
     gone = [one for one in decided if one.evicted]
     assert not any(one.kept for one in gone)
@@ -516,7 +514,7 @@ def test_failures_have_hints(said: str, hint: str) -> None:
 def test_a_definition_finds_the_programs_of_administrators(
     definition: Definition, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`chroot` among them, which is in /usr/sbin: on Debian that is not on an ordinary user's PATH."""
+    """One is `chroot` in /usr/sbin, which on Debian is not on an ordinary user's PATH."""
     program = tmp_path / "apptainer"
     program.write_text(
         '#!/bin/sh\ncase $1 in --version) echo "apptainer version 1.3.6" ;; *) echo "$PATH"; exit 1 ;; esac\n'
@@ -574,7 +572,7 @@ def test_a_folder_that_cannot_be_written_is_named(definition: Definition, tmp_pa
     assert "ROLLOUT_IMAGES_DIR" in caught.value.hint
 
 
-def test_an_image_that_is_there_is_found_where_nothing_can_be_written(
+def test_an_existing_image_is_found_in_a_read_only_store(
     store: ImageStore, definition: Definition, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = store.provide(definition, "calc")

@@ -1,4 +1,4 @@
-"""Sweeps: what dead services left goes, whatever it looks like, and the living and strangers are not touched."""
+"""A sweep removes whatever dead services left, and touches neither live services nor anything else."""
 
 import json
 import os
@@ -26,7 +26,7 @@ SLEEP = [sys.executable, "-c", "print(flush=True); import signal; signal.pause()
 
 
 def dead_service(base: Path, sandboxes: int = 1) -> Path:
-    """What a service leaves that was killed: its folder, unlocked."""
+    """Create what a killed service leaves: its folder, unlocked."""
     service = ServiceFolder(base)
     service.describe([])
     for _ in range(sandboxes):
@@ -37,7 +37,7 @@ def dead_service(base: Path, sandboxes: int = 1) -> Path:
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    """Collect the processes of a test, whatever becomes of it."""
+    """Collect the processes of a test, whatever its outcome."""
     with ExitStack() as made:
         yield made
 
@@ -125,7 +125,7 @@ JSON = st.recursive(
 
 @given(st.one_of(st.binary(), JSON.map(lambda value: json.dumps(value).encode())))
 @settings(max_examples=40, deadline=None)
-def test_a_damaged_owner_file_is_no_hindrance(
+def test_a_damaged_owner_file_does_not_stop_the_sweep(
     tmp_path_factory: pytest.TempPathFactory, damage: bytes
 ) -> None:
     base = tmp_path_factory.mktemp("run")
@@ -135,7 +135,7 @@ def test_a_damaged_owner_file_is_no_hindrance(
     assert list(base.iterdir()) == []
 
 
-def test_control_groups_elsewhere_are_not_believed(base: Path, tmp_path: Path) -> None:
+def test_control_groups_outside_the_hierarchy_are_ignored(base: Path, tmp_path: Path) -> None:
     folder = dead_service(base)
     victim = tmp_path / f"rollout-{folder.name}-1"
     victim.mkdir()
@@ -155,7 +155,7 @@ def test_a_service_killed_before_its_owner_file(base: Path) -> None:
     assert list(base.iterdir()) == []
 
 
-def test_processes_go_also_where_the_folder_has_gone(base: Path, stack: ExitStack) -> None:
+def test_processes_are_ended_even_without_the_folder(base: Path, stack: ExitStack) -> None:
     process = start_marked(stack, "0c0c0c0c-3")
     swept = sweep_service(base / "0c0c0c0c")
     assert swept == ReclaimResult(0, 1)
@@ -179,7 +179,7 @@ def test_many_sweeps_at_once_do_no_harm(base: Path, service: ServiceFolder) -> N
 
 
 def test_services_start_while_others_sweep(base: Path) -> None:
-    """A folder that is not locked yet looks like a dead one: who loses the race takes another name."""
+    """A folder that is not locked yet looks dead; the service that loses the race takes another name."""
     stop = threading.Event()
 
     def sweeping() -> None:
@@ -202,7 +202,7 @@ def test_services_start_while_others_sweep(base: Path) -> None:
         one.close()
 
 
-def test_the_guard_waits_small_and_leaves_at_a_goodbye(
+def test_the_guard_is_small_and_ends_at_a_goodbye(
     base: Path, service: ServiceFolder, stack: ExitStack
 ) -> None:
     guard = Guard(service.path, [])
@@ -236,7 +236,7 @@ def test_the_guard_sweeps_after_a_death(base: Path, stack: ExitStack) -> None:
     assert list(base.iterdir()) == []
 
 
-def test_the_guard_spares_a_service_that_lives_without_its_pipe(base: Path, stack: ExitStack) -> None:
+def test_the_guard_spares_a_live_service_that_lost_its_pipe(base: Path, stack: ExitStack) -> None:
     service = ServiceFolder(base)
     service.describe([])
     process = start_marked(stack, f"{service.name}-1")
@@ -266,7 +266,7 @@ def test_a_sweep_that_was_killed_is_finished_by_the_next(base: Path) -> None:
         assert not folder.exists()
 
 
-def test_the_sweep_needs_the_standard_library_alone(tmp_path: Path) -> None:
+def test_the_sweep_needs_only_the_standard_library(tmp_path: Path) -> None:
     import sandboxes.reclaim.guard as module
 
     code = (

@@ -1,4 +1,4 @@
-"""Run folders are private, short, locked by their service, and not given to two."""
+"""Run folders are private, short, locked by their service, and never shared by two."""
 
 import os
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_a_service_folder_is_locked_until_it_is_closed(tmp_path: Path) -> None:
     os.close(handle)
 
 
-def test_a_service_folder_that_was_taken_away_is_noticed(tmp_path: Path) -> None:
+def test_a_removed_service_folder_is_noticed(tmp_path: Path) -> None:
     service = ServiceFolder(tmp_path)
     assert service.intact
     service.path.rmdir()

@@ -1,4 +1,4 @@
-"""The removal of hostile trees: it stays inside, copes with any depth and rights, is bounded, and raises nothing."""
+"""Removing a hostile tree stays inside it, copes with any depth and modes, takes bounded time, and never raises."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ from sandboxes.reclaim.rmtree import mounts_below, remove_tree
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """What a tree may point at and must not lose."""
+    """Files that a tree may link to and must not lose."""
     folder = tmp_path / "outside"
     folder.mkdir()
     (folder / "file").write_text("kept")
@@ -40,7 +40,7 @@ def test_links_are_not_followed(tree: Path, outside: Path) -> None:
     assert (outside / "file").read_text() == "kept"
 
 
-def test_a_link_in_the_place_of_the_tree_goes_alone(tree: Path, outside: Path) -> None:
+def test_a_link_in_place_of_the_tree_is_removed_alone(tree: Path, outside: Path) -> None:
     tree.rmdir()
     tree.symlink_to(outside)
     assert remove_tree(tree) is None
@@ -87,7 +87,7 @@ def test_many_files(tree: Path) -> None:
     assert not tree.exists()
 
 
-def test_the_time_is_bounded_and_what_is_left_is_told(tree: Path) -> None:
+def test_the_time_is_bounded_and_leftovers_are_reported(tree: Path) -> None:
     (tree / "a/b").mkdir(parents=True)
     problem = remove_tree(tree, time.monotonic() - 1)
     assert problem is not None
@@ -95,7 +95,7 @@ def test_the_time_is_bounded_and_what_is_left_is_told(tree: Path) -> None:
     assert remove_tree(tree) is None
 
 
-def test_what_is_not_there_is_removed(tmp_path: Path) -> None:
+def test_a_missing_tree_counts_as_removed(tmp_path: Path) -> None:
     assert remove_tree(tmp_path / "nothing") is None
     assert remove_tree(tmp_path / "nothing" / "below") is None
 
@@ -115,7 +115,7 @@ assert not tree.exists()
 """
 
 
-def test_mounts_are_undone_and_not_entered(tree: Path, outside: Path) -> None:
+def test_mounts_are_unmounted_and_not_entered(tree: Path, outside: Path) -> None:
     """In namespaces of its own, as whoever runs the tests."""
     namespaces = ["unshare", "--user", "--map-root-user", "--mount", "--propagation", "private", "--"]
     script = [sys.executable, "-c", MOUNTED, str(tree), str(outside)]
@@ -169,7 +169,7 @@ def build(path: Path, node: "str | dict[str, object]", outside: Path) -> None:
 
 @given(NODES)
 @settings(max_examples=60, deadline=None)
-def test_any_tree_goes_and_nothing_else(node: "str | dict[str, object]") -> None:
+def test_any_tree_is_removed_and_nothing_else(node: "str | dict[str, object]") -> None:
     with tempfile.TemporaryDirectory() as place:
         outside = Path(place) / "outside"
         outside.mkdir()
