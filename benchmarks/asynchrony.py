@@ -1,11 +1,12 @@
-"""Wall time to the same reward, sampling while the trainer works against taking turns, where rollouts are long-tailed.
+"""Measures the wall time to the same reward of asynchronous against synchronous training, with long-tailed rollouts.
+
+Run: python benchmarks/asynchrony.py [--json FILE] [--quick]
+It needs what `scripts/train --install` installs, and Apptainer.
 
 Both train the same policy, from the same seed, with the reference trainer on the environment `slow`, whose tool takes
-a lognormal time: 1 s at the median, 2 s on average, up to 30 s. In turns, every step waits for its slowest rollout.
-The time counts until the mean reward of two batches' tasks has reached the goal; `speedup` is the ratio of the two
-times, and there is none when one does not get there in the time allowed. `--quick` counts the time of three steps.
-
-Needs what `scripts/train --install` installs, and Apptainer.
+a lognormal time: 1 s at the median, 2 s on average, up to 30 s. Synchronously, every step waits for its slowest
+rollout. The clock stops when the mean reward of two batches has reached the goal. `speedup` is the ratio of the two
+times; it is null if one does not get there in the time allowed. `--quick` times three steps.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ GOAL, MINUTES, STEPS = 0.9, 20.0, 200
 QUICK_STEPS = 3
 ETA = 2
 WORKERS = 48
-"""Agents at once; most of them wait for their tool."""
+"""Agents at once; most of them are waiting for their tool."""
 SEED = 3
 
 
@@ -51,7 +52,7 @@ async def main(given: Options) -> None:
 
 
 async def train(folder: Path, eta: int, *, quick: bool) -> dict:
-    """Train in a process of its own; what it reports."""
+    """Train in a separate process, and return its report."""
     figures = folder / f"eta-{eta}.json"
     steps, target = (QUICK_STEPS, 2.0) if quick else (STEPS, GOAL)
     command = [

@@ -1,7 +1,8 @@
-"""What the benchmarks share: their options, their report, and the processes that they measure.
+"""What the benchmarks share: options, reports, and the processes that they measure.
 
-Every benchmark is one command; `--json FILE` writes machine, settings and flat figures, `--quick` takes at most a
-minute and gives the same keys.
+Every benchmark is one command. `--json FILE` writes the machine, the settings, and flat figures; `--quick` takes at
+most a minute and gives the same keys. Modules that benchmarks import are in `support/`, and programs that they start
+are in `programs/`.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ Main = Callable[["Options"], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What every benchmark is told."""
+    """The options of every benchmark."""
 
     json: Path | None
     quick: bool
 
 
 def run(main: Main, description: str) -> None:
-    """Run a benchmark; whatever ends it, also SIGTERM, the processes that it started are ended first."""
+    """Run a benchmark; whatever ends it, SIGTERM included, the processes that it started end first."""
     given = _options(description)
 
     async def watched() -> bool:
@@ -88,7 +89,7 @@ def report(
     figures: Mapping[str, float | int | None],
     aims: Mapping[str, str],
 ) -> None:
-    """Show the figures beside what they aim at, and write them to the file that was asked for."""
+    """Show the figures next to their aims, and write them to the requested file."""
     table = Table(title=title)
     table.add_column("figure")
     table.add_column("value", justify="right")
@@ -104,7 +105,7 @@ def report(
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running service, with a client of it."""
+    """A running service, with a client."""
 
     client: RolloutClient
     process: psutil.Process
@@ -125,13 +126,13 @@ class Server:
 async def service(
     state_dir: Path, engine_url: str, *, workers: int, environment: Path
 ) -> AsyncIterator[Server]:
-    """`rollout-service serve` with local sandboxes, with room for `workers` rollouts in the agent's stage."""
+    """Run `rollout-service serve` with local sandboxes and `workers` rollout workers."""
     config = state_dir / "rollout.toml"
     config.write_text(
         f'[sandbox]\nprovider = "local"\n'
         f"[pipeline]\ninit_workers = 16\ninit_queue = 64\nrollout_queue = 16\nrollout_workers = {workers}\n"
         f"evaluate_workers = 16\n"
-        "[sandboxes.pressure]\nenabled = false\n"  # so many at once is the point, and no reason to start fewer
+        "[sandboxes.pressure]\nenabled = false\n"  # the load is intended, and must not throttle starts
     )
     flags = ["--config", str(config), "--engine", "none", "--backend", engine_url]
     flags += ["--environment", str(environment), "--log-level", "warning"]
@@ -142,7 +143,7 @@ async def service(
 
 @asynccontextmanager
 async def child(arguments: Sequence[str], address: Path) -> AsyncIterator[str]:
-    """A Python program as a process that writes its URL to a file once it listens; ended with the block."""
+    """Run a Python program that writes its URL to a file once it listens; it ends with the block."""
     with address.with_suffix(".log").open("wb") as log:
         process = await start_process([sys.executable, *arguments], stdout=log, stderr=log, new_session=True)
     try:

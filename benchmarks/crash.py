@@ -1,13 +1,13 @@
-"""kill -9 of the service, of the trainer, and of both, at random moments: is anything lost, does anything come twice?
+"""Counts what is lost or duplicated when the service, the trainer, or both are killed with SIGKILL at random moments.
 
 Run: python benchmarks/crash.py [--json FILE] [--quick]
 
-A trainer takes batches of a run and keeps a ledger of what it got and what was acknowledged, on the disk before it goes
-on. After the last kill the run is ended and drained. Then, by the ids on both sides:
+A trainer takes batches of a run. Before it continues, it writes to a ledger on disk what it got and what was
+acknowledged. After the last kill the run is ended and drained. Then the ids on both sides are compared:
 
-- lost: tasks that the cursor has passed and that were neither acknowledged nor cancelled when the run was ended;
-  batches that the trainer saw acknowledged and the service does not know to be;
-- duplicated: groups that came again after the trainer saw them acknowledged, or that were acknowledged in two batches.
+- `lost`: tasks that the cursor has passed and that were neither acknowledged nor cancelled when the run was ended, and
+  batches that the trainer saw acknowledged and the service does not record as such;
+- `duplicated`: groups that came again after the trainer saw them acknowledged, or were acknowledged in two batches.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ TASKS = 50
 ROUNDS, QUICK_ROUNDS = 100, 3
 VICTIMS = (("trainer",), ("service",), ("trainer", "service"))
 LONGEST_SECONDS = 2.0
-"""The moment of a kill is drawn from so many seconds after the last progress was seen."""
+"""A kill comes at a random moment within this time after the last observed progress."""
 PROGRESS_SECONDS = 120.0
 DRAIN_SECONDS = 300.0
 
 
 @dataclass(slots=True)
 class Ledger:
-    """What the trainer wrote."""
+    """The trainer's ledger."""
 
     acknowledged: dict[str, list[int]] = field(default_factory=dict)
     came_again: int = 0
@@ -55,7 +55,7 @@ class Ledger:
 
     @classmethod
     def read(cls, path: Path) -> Ledger:
-        """All whole lines; a kill may have cut one short."""
+        """Read all complete lines; a kill may have cut one short."""
         ledger = cls()
         for line in path.read_text().splitlines() if path.exists() else ():
             try:
@@ -76,7 +76,7 @@ class Ledger:
 
 
 class Victims:
-    """The two processes that are killed and started again."""
+    """The two processes that are killed and restarted."""
 
     def __init__(self, folder: Path, engine_url: str) -> None:
         self.folder = folder
@@ -101,7 +101,7 @@ class Victims:
             )
 
     async def kill(self, names: Sequence[str]) -> None:
-        """SIGKILL to all of them at once, and start them again."""
+        """Send SIGKILL to all of them at once, and restart them."""
         for name in names:
             if self.processes[name].returncode is None:
                 self.processes[name].kill()
@@ -111,7 +111,7 @@ class Victims:
             await self.start(name)
 
     async def progress(self) -> None:
-        """Wait until something more was acknowledged."""
+        """Wait until another batch is acknowledged."""
         before = len(Ledger.read(self.ledger).acknowledged)
         with anyio.fail_after(PROGRESS_SECONDS):
             while len(Ledger.read(self.ledger).acknowledged) == before:  # noqa: ASYNC110 - another process writes it
@@ -124,7 +124,7 @@ class Victims:
 
 
 def order(folder: Path) -> RunRequest:
-    """A run over a small file, without end."""
+    """Return an endless run over a small file."""
     path = folder / "tasks.jsonl"
     lines = [json.dumps({"question": f"{number} + 1", "answer": str(number + 1)}) for number in range(TASKS)]
     path.write_text("\n".join(lines))
@@ -173,7 +173,7 @@ async def main(given: Options) -> None:
 
 
 async def compare(ledger: Ledger, database: Path) -> dict[str, float | int | None]:
-    """What the two sides say."""
+    """Compare the two sides."""
     async with await SqliteStore.open(database) as store:
         run_record = await store.runs.get(RUN_ID)
         standing = await store.runs.group_states(RUN_ID)

@@ -1,15 +1,15 @@
-"""What it costs to deliver a batch of 256 trajectories of 32,000 tokens, as arrays and as JSON.
+"""Measures the delivery of a batch of 256 trajectories of 32,000 tokens, as arrays and as JSON.
 
 Run: python benchmarks/delivery.py [--json FILE] [--quick]
 
-The batch is put into a store, a service is started on it, and the client leases it in both forms. The yardstick is
-the same bytes as a static file, from the same HTTP server through the same client into the same arrays: unlike the
-disk, whose speed differs by times between machines of one kind, it moves with what delivery is made of. Each lease is
-measured beside a file, in turn first and second, and the ratio is the median of the pairs'.
+The batch is put into a store, a service is started on it, and the client leases it in both forms. The yardstick is the
+same bytes as a static file, from the same HTTP server, through the same client, into the same arrays. Unlike a disk,
+whose speed differs several times between machines of one kind, it scales with what delivery consists of. Each lease is
+paired with a download of the file, alternately first and second; the ratio is the median over the pairs.
 
-- binary_vs_http: seconds from the lease to a batch that can be trained on, over those of the static file;
-- json_vs_http: the same as JSON; disk_seconds: to write the arrays to a file until they are on the disk;
-- peak_mb: the most memory (10^6 bytes) that the service's process had; binary_mb: what the arrays take.
+- `binary_vs_http`: seconds from the lease to a batch that is ready for training, over those of the static file;
+- `json_vs_http`: the same for JSON; `disk_seconds`: the time to write the arrays to a file, until they are on disk;
+- `peak_mb`: the peak memory (10^6 bytes) of the service's process; `binary_mb`: the size of the arrays.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ENVIRONMENT = HERE / "environments" / "echo"
 
 
 def trajectory(draw: np.random.Generator, tokens: int) -> Trajectory:
-    """Turns of sampled tokens after as many of tools, with log-probabilities as engines give them."""
+    """Make a trajectory of alternating tool and sampled tokens, with log-probabilities like an engine's."""
     turn = np.arange(tokens) * TURNS // tokens
     sampled = (np.arange(tokens) * TURNS * 2 // tokens) % 2 == 1
     logprobs = np.where(sampled, -draw.exponential(0.3, tokens), 0.0).astype("<f4")
@@ -67,7 +67,7 @@ def trajectory(draw: np.random.Generator, tokens: int) -> Trajectory:
 
 
 async def fill(database: Path, tokens: int) -> None:
-    """A run whose groups are all ready."""
+    """Fill a store with a run whose groups are all ready."""
     draw = np.random.default_rng(0)
     tasks = [Task(environment="math", instance={"question": "1", "answer": "1"})] * GROUPS
     order = RunRequest(
@@ -100,7 +100,7 @@ async def fill(database: Path, tokens: int) -> None:
 
 
 async def timed_lease(run_of: ClientRun, *, arrays: bool) -> tuple[float, bytes | bytearray]:
-    """Seconds until the batch is there, its arrays too, and what came; the batch is given back."""
+    """Return the seconds until the batch and its arrays are read, and its content; the batch is returned."""
     started = time.perf_counter()
     leased = await run_of.lease(arrays=arrays)
     if leased is None:
@@ -112,7 +112,7 @@ async def timed_lease(run_of: ClientRun, *, arrays: bool) -> tuple[float, bytes 
 
 
 async def timed_file(url: str) -> float:
-    """Return the seconds until the arrays of a static file are there."""
+    """Return the seconds until the arrays of the static file are read."""
     request = httpx.Request("GET", url)
     context = httpx.create_ssl_context()
     body = LargeBody()
@@ -123,7 +123,7 @@ async def timed_file(url: str) -> float:
 
 
 async def pair(run_of: ClientRun, url: str, *, lease_first: bool) -> tuple[float, float]:
-    """Return the seconds that a lease and the file take, one after the other."""
+    """Return the seconds of a lease and of the file, one after the other."""
     if lease_first:
         seconds, _ = await timed_lease(run_of, arrays=True)
         return seconds, await timed_file(url)
@@ -132,7 +132,7 @@ async def pair(run_of: ClientRun, url: str, *, lease_first: bool) -> tuple[float
 
 
 def written(path: Path, content: bytes | bytearray) -> float:
-    """Seconds to write bytes to a new file until they are on the disk."""
+    """Return the seconds to write bytes to a new file, until they are on disk."""
     started = time.perf_counter()
     with path.open("wb") as file:
         file.write(content)
@@ -144,7 +144,7 @@ def written(path: Path, content: bytes | bytearray) -> float:
 
 
 def peak_mb(pid: int) -> float:
-    """The most resident memory that a process had, in MB."""
+    """Return a process's peak resident memory, in MB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     kib = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
     return kib * 1024 / 1e6
@@ -165,7 +165,7 @@ async def main(given: Options) -> None:
             figures = await measure(server.client, server.process.pid, folder, rounds)
     aims = {"binary_vs_http": "<= 1.3"}
     report(
-        "a batch on its way to a trainer",
+        "Delivering a batch",
         given,
         {"trajectories": GROUPS * SAMPLES, "tokens": TOKENS, "rounds": rounds},
         figures,
@@ -176,7 +176,7 @@ async def main(given: Options) -> None:
 async def measure(
     client: RolloutClient, pid: int, folder: Path, rounds: int
 ) -> dict[str, float | int | None]:
-    """The figures of one batch."""
+    """Measure one batch."""
     run_of = client.open_run(RUN_ID)
     before = peak_mb(pid)
     _, content = await timed_lease(run_of, arrays=True)

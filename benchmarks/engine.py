@@ -1,7 +1,8 @@
-"""A scripted engine that writes down each turn's times, so that the service is timed from outside.
+"""A scripted engine that records the times of each turn, to time the service from outside.
 
-A turn is asked for when the last bytes of its request have come to this process, and answered when the answer has been
-given to the socket: what the engine itself takes to read a request and to write an answer is none of the service's.
+A turn is asked for when the last bytes of its request have arrived in this process, and answered when the response has
+been handed to the socket. The time that the engine itself takes to parse requests and write responses is not counted as
+the service's.
 
 Run: python benchmarks/engine.py --delay SECONDS --address FILE --record FILE
 """
@@ -34,22 +35,22 @@ COMMAND = "echo hello"
 CALL = {"name": "bash", "arguments": {"command": COMMAND}}
 TURN = f"<tool_call>\n{json.dumps(CALL)}\n</tool_call><|im_end|>"
 KEPT_TOKENS = 256
-"""How much of a prompt is written down: enough to hold the number in the first message."""
+"""How many tokens of a prompt are recorded: enough to hold the number in the first message."""
 RECORD = struct.Struct(f"=2d{KEPT_TOKENS}i")
 
 
 PROMPT: ContextVar[bytes] = ContextVar("prompt")
-"""How the prompt of the request begins that this task answers."""
+"""The beginning of the prompt that the current task answers."""
 
 
 class OneTurn:
-    """The script of one turn that repeats for ever; keeps how the prompt begins."""
+    """A script that repeats one turn forever, and keeps the beginning of the prompt."""
 
     def __init__(self) -> None:
         self._replies = Replies.from_texts([TURN], MODEL)
 
     def reply(self, input_ids: Sequence[int], budget: int) -> Reply:
-        """The turn."""
+        """Return the turn."""
         begin = array("i", input_ids[:KEPT_TOKENS])
         begin.extend([0] * (KEPT_TOKENS - len(begin)))
         PROMPT.set(begin.tobytes())
@@ -57,7 +58,7 @@ class OneTurn:
 
 
 class TimedConnection(web.RequestHandler):
-    """Knows when something came last."""
+    """A connection that records when data arrived last."""
 
     arrived = 0.0
 
@@ -67,14 +68,14 @@ class TimedConnection(web.RequestHandler):
 
 
 class TimedServer(web.Server):
-    """Makes such connections."""
+    """A server that makes such connections."""
 
     def __call__(self) -> TimedConnection:
         return TimedConnection(self, loop=self._loop, **self._kwargs)
 
 
 class TimedEngine(ScriptedEngine):
-    """Appends a record of each turn to a file."""
+    """An engine that appends a record of each turn to a file."""
 
     def __init__(self, record: Path, *, latency: float) -> None:
         vocab_size = json.loads((MODEL / "config.json").read_bytes())["vocab_size"]
@@ -105,7 +106,7 @@ class Turn:
 
 
 def read_turns(file: Path) -> dict[int, list[Turn]]:
-    """The turns of each rollout in order, by the number in its prompt."""
+    """Read the turns of each rollout in order, by the number in its prompt."""
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     turns: dict[int, list[Turn]] = defaultdict(list)
     for asked, answered, *begin in RECORD.iter_unpack(file.read_bytes()):
@@ -116,7 +117,7 @@ def read_turns(file: Path) -> dict[int, list[Turn]]:
 
 async def main() -> None:
     """Serve until the process is ended."""
-    parser = argparse.ArgumentParser(description="A scripted engine that writes down each turn's times.")
+    parser = argparse.ArgumentParser(description="A scripted engine that records the times of each turn.")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds per turn")
     parser.add_argument("--address", type=Path, required=True, help="write the URL to this file")
     parser.add_argument("--record", type=Path, required=True, help="write the requests to this file")

@@ -1,10 +1,10 @@
-"""What an attack in one sandbox costs a neighbour and the service, in real Apptainer.
+"""Measures what an attack in one sandbox costs a neighbor and the service, in real Apptainer.
 
-    python benchmarks/neighbours.py [--json FILE] [--quick]
+Run: python benchmarks/neighbours.py [--json FILE] [--quick]
 
-For each attack, rounds in turn without and with it: the round trip of `true` in a neighbour's shell, and of a line
-through a socket that the service's event loop serves. A figure is the median over the rounds of the ratio of the
-two medians of a round, so that what else the machine does weighs on both sides; 1.1 is ten percent slower.
+For each attack, rounds without and with it alternate. Each measures the round trip of `true` in a neighbor's shell, and
+of a line through a socket that the service's event loop serves. A figure is the median over the rounds of the ratio of
+a round's two medians; other load on the machine affects both sides. 1.1 means ten percent slower.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from sandboxes import (
 MIB = 1024**2
 LIMITS = {"max_processes": 128, "memory_bytes": 512 * MIB, "disk_bytes": 128 * MIB}
 PAUSE = 0.003
-"""Between two probes: a neighbour that is not busy itself."""
+"""The pause between two probes, since the neighbor is not busy itself."""
 SETTLE = 0.7
-"""Between an attack's begin and the first probe: the watchdog has looked once."""
+"""The time from the start of an attack to the first probe, in which the watchdog looks once."""
 ATTACK_SECONDS = 60.0
 AIM = "<= 1.10"
 
@@ -69,13 +69,13 @@ class Times:
 
 @dataclass(slots=True)
 class Probes:
-    """The neighbour's shell and a connection to the service's loop."""
+    """The neighbor's shell, and a connection to the service's event loop."""
 
     sandbox: Sandbox
     stream: anyio.abc.SocketStream
 
     async def measure(self, seconds: float) -> Times:
-        """Both round trips, one after the other, for so long."""
+        """Measure both round trips, one after the other, for `seconds`."""
         times, shell = Times(), await self.sandbox.bash()
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -92,7 +92,7 @@ class Probes:
 
 @asynccontextmanager
 async def probes(provider: SandboxProvider) -> AsyncIterator[Probes]:
-    """A neighbour that is ready, and a server in this event loop."""
+    """Start a neighbor, and a server in this event loop."""
 
     async def answer(stream: anyio.abc.SocketStream) -> None:
         async with stream:
@@ -111,7 +111,7 @@ async def probes(provider: SandboxProvider) -> AsyncIterator[Probes]:
 
 
 def attacks() -> dict[str, Callable[[Sandbox], Awaitable[object]]]:
-    """What each does once, by its name."""
+    """Return the attacks by name; each runs once per call."""
 
     def in_shell(command: str) -> Callable[[Sandbox], Awaitable[object]]:
         async def attack(sandbox: Sandbox) -> object:
@@ -131,7 +131,7 @@ def attacks() -> dict[str, Callable[[Sandbox], Awaitable[object]]]:
 
 
 class Attacker:
-    """A sandbox that attacks, and another where that one has ended."""
+    """A sandbox that attacks, replaced by a new one when it has ended."""
 
     def __init__(self, provider: SandboxProvider, attack: Callable[[Sandbox], Awaitable[object]]) -> None:
         self._provider = provider
@@ -147,7 +147,7 @@ class Attacker:
 
     @asynccontextmanager
     async def attacking(self) -> AsyncIterator[None]:
-        """Attack again and again, for as long as the block."""
+        """Attack over and over during the block."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._go_on)
             await anyio.sleep(SETTLE)
@@ -166,7 +166,7 @@ class Attacker:
             except SandboxClosedError:
                 await self.aclose()
             except SandboxError:
-                continue  # it has ended its own session, or is at a limit: the next attempt
+                continue  # it ended its own session, or reached a limit: try again
 
     async def aclose(self) -> None:
         """Close the sandbox, if there is one."""
@@ -202,7 +202,7 @@ async def ratios(
     rounds: int,
     seconds: float,
 ) -> dict[str, float]:
-    """The figures of one attack."""
+    """Measure one attack."""
     pairs: list[tuple[Times, Times]] = []
     async with aclosing(Attacker(provider, attack)) as attacker:
         for _ in range(rounds):

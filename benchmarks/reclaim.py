@@ -1,4 +1,4 @@
-"""What outlives a service that is killed: `kill -9` at random moments while it starts, uses and closes sandboxes.
+"""Counts what outlives a service that is killed with SIGKILL while it starts, uses, and closes sandboxes.
 
 Run: python benchmarks/reclaim.py [--json FILE] [--quick]
 
@@ -43,7 +43,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass
 class Round:
-    """One service, from the moment before its death."""
+    """One service, from the moment before it is killed."""
 
     seconds: float = ALLOWED_SECONDS
     services: set[str] = field(default_factory=set)
@@ -54,7 +54,7 @@ class Round:
 
 
 class Arena:
-    """The run folder of all rounds, and who may be in it."""
+    """The run folder of all rounds, and the services that may be in it."""
 
     def __init__(self, folder: Path, provider: str) -> None:
         self.folder = folder
@@ -117,7 +117,7 @@ class Arena:
             victim.kill()
         victim.wait()
         while time.monotonic() < begun + ALLOWED_SECONDS:
-            # The mount tables take long to read: only when all else has gone.
+            # Mount tables take long to read, so only once everything else is gone.
             found.left = self.left(found.services, mounts=False) or self.left(found.services)
             if not found.left:
                 found.seconds = time.monotonic() - begun
@@ -138,7 +138,7 @@ class Arena:
         )
 
     def left(self, services: set[str], *, mounts: bool = True) -> list[str]:
-        """Everything that should not be there."""
+        """Return everything that should not be there."""
         found = [f"process {process}" for process in self._orphans()]
         strangers = [path for path in self.run.iterdir() if path.name not in self.services]
         found += [f"folder {path}" for path in strangers]
@@ -154,7 +154,7 @@ class Arena:
         return found
 
     def _orphans(self) -> list[psutil.Process]:
-        """What has come down to this process, but for the bystander and what is dead."""
+        """Return the processes that this one has adopted, except the bystander's and zombies."""
         known = {self.bystander.pid}
         with _gone():
             known |= {process.pid for process in psutil.Process(self.bystander.pid).children(recursive=True)}
@@ -169,7 +169,7 @@ class Arena:
 
 
 def _gone() -> AbstractContextManager[None]:
-    """Processes may end while they are looked at."""
+    """Ignore that processes may end while they are examined."""
     return suppress(psutil.Error, OSError)
 
 
@@ -187,7 +187,7 @@ def _pss(pid: int) -> int:
 
 
 def _groups(services: set[str]) -> list[str]:
-    """Control groups of these services, wherever they are."""
+    """Return the control groups of these services, wherever they are."""
     return [
         str(Path(where) / name)
         for where, names, _ in os.walk(CGROUPS)
@@ -197,7 +197,7 @@ def _groups(services: set[str]) -> list[str]:
 
 
 def _mounts(run: Path, spared: set[str]) -> list[str]:
-    """Lines of every readable mount table that name the run folder, but not a service that lives."""
+    """Return the lines of every readable mount table that name the run folder, except those of live services."""
     lines = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -210,8 +210,8 @@ def _mounts(run: Path, spared: set[str]) -> list[str]:
 def _measure(provider: str, lives: list[float], progress: Callable[[str], None]) -> list[Round]:
     with tempfile.TemporaryDirectory(
         prefix="rk-", dir="/tmp"
-    ) as folder:  # short, since sockets are made below it
-        Path(folder).chmod(0o755)  # sandboxes run as another user, who must reach theirs
+    ) as folder:  # short, since sockets are created in it
+        Path(folder).chmod(0o755)  # sandboxes run as other users, who must reach their folders
         return _rounds(Arena(Path(folder), provider), lives, progress)
 
 
@@ -224,7 +224,7 @@ def _rounds(arena: Arena, lives: list[float], progress: Callable[[str], None]) -
             rounds.append(one)
             for left in one.left:
                 progress(f"round {number}: {left}")
-        for one in rounds:  # what came back, or was not there yet
+        for one in rounds:  # catches what came back, or appeared late
             one.left = one.left or arena.left(one.services)
     finally:
         arena.close()
@@ -234,7 +234,7 @@ def _rounds(arena: Arena, lives: list[float], progress: Callable[[str], None]) -
 
 
 async def main(given: Options) -> None:
-    """Kill one service after the other."""
+    """Kill one service after another."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     seed = random.randrange(2**32)
     draw = random.Random(seed)

@@ -1,15 +1,15 @@
-"""SIGTERM to the service at random moments, with clients attached: is anything lost, does anything come twice?
+"""Counts what is lost or duplicated when the service is restarted with SIGTERM at random moments under load.
 
 Run: python benchmarks/restarts.py [--json FILE] [--quick]
 
-64 rollouts are in flight, ordered by `rollout-service submit` and by a run whose batches a trainer takes. The service
-is stopped with SIGTERM and started again on the same port, over and over. In the end, by the ids on all sides:
+64 rollouts are in flight, submitted by `rollout-service submit` and by a run whose batches a trainer takes. The service
+is stopped with SIGTERM and started again on the same port, over and over. Finally the ids on all sides are compared:
 
-- lost: rollouts that `submit` has no result of, and groups that neither the trainer nor the service have settled;
-- duplicated: results that `submit` wrote twice, and groups that came again after they were acknowledged;
-- client_failures: clients that ended otherwise than with success.
+- `lost`: rollouts that `submit` has no result of, and groups that neither the trainer nor the service has settled;
+- `duplicated`: results that `submit` wrote twice, and groups that came again after they were acknowledged;
+- `client_failures`: clients that did not end with success.
 
-The seconds from the signal to the end of the process are to stay below `drain_seconds` and 3 s.
+The time from the signal to the end of the process must stay below `drain_seconds` plus 3 s.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ IN_FLIGHT = 64
 DRAIN_SECONDS = 1.0
 LAST_SECONDS = 3.0
 TURN_SECONDS = 1.5
-"""Longer than the drain, so that every stop finds rollouts that cannot end in time."""
+"""Longer than the drain: every stop finds rollouts that cannot end in time."""
 LONGEST_SECONDS = 2.0
-"""The moment of a stop is drawn from so many seconds after the last progress was seen."""
+"""A stop comes at a random moment within this time after the last observed progress."""
 PROGRESS_SECONDS = 120.0
 END_SECONDS = 600.0
 SHOWN = 4_000
-"""The characters shown of the log of a client that failed."""
+"""The number of characters shown of a failed client's log."""
 CONFIG = f"""
 [pipeline]
 init_workers = 16
@@ -71,7 +71,7 @@ class Attached:
 
     @property
     def url(self) -> str:
-        """Where the service answers, through all restarts."""
+        """The service's URL, through all restarts."""
         return f"http://127.0.0.1:{self.port}"
 
     def path(self, name: str) -> Path:
@@ -88,7 +88,7 @@ class Attached:
         )
 
     async def start_clients(self) -> None:
-        """Order rollouts, and train on the batches of the run."""
+        """Submit rollouts, and train on the batches of the run."""
         questions = (
             {"question": f"{n} + 2", "answer": str(n + 2)} for n in range(self.rounds * ORDERS_PER_ROUND)
         )
@@ -122,7 +122,7 @@ class Attached:
                 await anyio.sleep(0.05)
 
     async def failures(self) -> int:
-        """Wait until the clients have ended; how many of them failed."""
+        """Wait until the clients have ended, and return how many failed."""
         with anyio.fail_after(END_SECONDS):
             failed = [name for name in ("submit", "trainer") if await self.processes[name].wait() != 0]
         for name in failed:
@@ -174,7 +174,7 @@ async def main(given: Options) -> None:
 
 
 def engine(folder: Path) -> AbstractAsyncContextManager[str]:
-    """Start an engine that takes its time for every turn."""
+    """Start an engine whose turns take `TURN_SECONDS`."""
     arguments = ["-m", "rollout_service.testing", "--delay", f"{TURN_SECONDS:g}"]
     arguments += ["--turn", "No idea.<|im_end|>", "--address", str(folder / "engine.address")]
     return child(arguments, folder / "engine.address")

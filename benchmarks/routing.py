@@ -1,17 +1,18 @@
-"""What a router keeps in the engines' caches, how evenly it spreads, and how long turns take.
+"""Compares routers: their cache hits, how evenly they spread the load, and how long turns take.
 
 Run: python benchmarks/routing.py [--json FILE] [--quick]
-Before that: scripts/install-sglang, scripts/install-sglang-router
+It needs scripts/install-sglang and scripts/install-sglang-router.
 
-The same sessions (64 of 10 turns, in 8 groups that share a task) go to the same engines by this service's pool and by
-sglang-router's policies `cache_aware` and `round_robin`. `sim_` is 4 scripted engines with a simulated prefix cache of
-bounded size, each in a process of its own; `sglang_` is 2 real SGLang servers on the CPU with a tiny model and shorter
-turns. The engines are emptied between the runs. Figures are medians over runs with different seeds.
+The same sessions (64 of 10 turns, in 8 groups that share a task) go to the same engines through this service's pool,
+and through sglang-router's policies `cache_aware` and `round_robin`. `sim_` figures are for 4 scripted engines with a
+simulated prefix cache of bounded size, each in its own process; `sglang_` figures are for 2 real SGLang servers on the
+CPU, with a tiny model and shorter turns. Caches are flushed between runs. Figures are medians over runs with different
+seeds.
 
-- `cached_vs_ideal`: prompt tokens that were found in a cache, over those that one engine with an unbounded cache would
-  have found, had it been asked for the same prompts one after the other.
-- `imbalance`: tokens (prompts and answers) of the engine that was given most of them, over the mean of all engines.
-- `p99_ms`: the 99th percentile of the time of a turn as its rollout sees it.
+- `cached_vs_ideal`: prompt tokens found in a cache, over those that one engine with an unbounded cache would have found
+  for the same prompts, one after the other.
+- `imbalance`: tokens (prompts and answers) of the engine with the most, over the mean of all engines.
+- `p99_ms`: the 99th percentile of a turn's time, as its rollout sees it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a benchmark and all that it starts cost: CPU time and memory, every process counted, also those that ended.
+"""The CPU time and memory of a benchmark and everything that it starts, including processes that have ended.
 
-CPU time is read of a control group around the benchmark (cpuacct of version 1, cpu.stat of version 2), which counts
-what the kernel did for its processes too; where no group can be made, of rusage, which counts a process when it has
-been waited for. Work that the kernel does on its own account, such as taking down a namespace after its last process,
-is in neither: `host_cpu_seconds` has it, with whatever else runs on the machine.
+CPU time comes from a control group around the benchmark (cpuacct of version 1, cpu.stat of version 2), which includes
+what the kernel did for its processes. If no group can be made, it comes from rusage, which counts a process once it has
+been waited for. Neither includes work that the kernel does on its own account, such as removing a namespace after its
+last process; `host_cpu_seconds` does, together with whatever else runs on the machine.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ KERNEL_MEMORY = ("Slab", "KernelStack", "PageTables", "Percpu", "Shmem")
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The processes that are counted."""
+    """The account of the processes that are counted."""
 
     source: str
-    """Where CPU time is read: "cpuacct", "cpu.stat" or "rusage"."""
+    """The source of CPU time: "cpuacct", "cpu.stat", or "rusage"."""
     cpu_seconds: Callable[[], float]
 
 
@@ -39,20 +39,20 @@ class Memory:
     """Memory at one moment, in MB (10^6 bytes)."""
 
     processes: float
-    """Proportional set size of this process and of all below it: shared pages are shared out."""
+    """Proportional set size of this process and its descendants: shared pages are divided among them."""
     kernel: float
     """The whole machine's slabs, stacks, page tables, per-CPU data and memory file systems."""
     available: float
     """The memory that the kernel could still give."""
 
     def growth(self, before: Memory) -> tuple[float, float]:
-        """What came since: by counting, and by how much less is available."""
+        """Return the growth since `before`: as counted, and as the drop in available memory."""
         counted = self.processes - before.processes + self.kernel - before.kernel
         return counted, before.available - self.available
 
 
 def read_memory() -> Memory:
-    """Read it now; tens of milliseconds for a hundred processes."""
+    """Read the current memory; this takes tens of milliseconds for a hundred processes."""
     own = psutil.Process()
     pss = 0
     for process in (own, *own.children(recursive=True)):
@@ -71,14 +71,14 @@ def _pss(pid: int) -> int:
 
 
 def host_cpu_seconds() -> float:
-    """CPU time that the whole machine has spent at work; a cross-check where nothing else runs."""
+    """Return the busy CPU time of the whole machine, a cross-check if nothing else runs."""
     times = psutil.cpu_times()
     return float(times.user + times.nice + times.system + times.irq + times.softirq)
 
 
 @contextmanager
 def account() -> Iterator[Account]:
-    """Count this process and what it starts from here on."""
+    """Count this process, and what it starts from here on."""
     own = _own_groups()
     for source, enter in (("cpuacct", _enter_v1), ("cpu.stat", _enter_v2)):
         try:
@@ -94,7 +94,7 @@ def account() -> Iterator[Account]:
 
 
 def _own_groups() -> dict[str, str]:
-    """This process's control groups by controller; version 2's has no name."""
+    """Return this process's control groups by controller; version 2's has no name."""
     lines = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
     return {name: path.lstrip("/") for _, names, path in lines for name in names.split(",")}
 
@@ -113,8 +113,8 @@ def _enter_v2(own: dict[str, str]) -> tuple[Path, Path]:
     if not (home / "cgroup.controllers").exists():
         raise FileNotFoundError(home)
     group = home / f"benchmark-{os.getpid()}"
-    # Processes go one below: a group with processes of its own may give its children no controllers, and the
-    # groups of sandboxes are made beside this one.
+    # Processes go one level down: a group with processes cannot give its children controllers, and the groups of
+    # sandboxes are made next to this one.
     (group / "main").mkdir(parents=True)
     return _join(group / "main", group, home)
 
@@ -129,7 +129,7 @@ def _join(inner: Path, group: Path, home: Path) -> tuple[Path, Path]:
 
 
 def _leave(group: Path, home: Path) -> None:
-    with suppress(OSError):  # version 2 lets nothing into a group whose children have controllers
+    with suppress(OSError):  # version 2 refuses processes in a group whose children have controllers
         (home / "cgroup.procs").write_text(str(os.getpid()))
     _remove(group)
 

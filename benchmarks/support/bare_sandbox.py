@@ -1,4 +1,4 @@
-"""What the parts of a sandbox cost by themselves: the limits that this project's figures are held against."""
+"""The costs of a sandbox's parts by themselves, which bound what this project's sandboxes can reach."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
 
 def median_ms(call: Callable[[], object], count: int) -> float:
-    """The median of so many calls, in milliseconds."""
+    """Return the median time of `count` calls, in milliseconds."""
     taken = []
     for _ in range(count):
         begun = time.perf_counter()
@@ -33,7 +33,7 @@ def median_ms(call: Callable[[], object], count: int) -> float:
 
 
 def bare_bash(command: str, count: int) -> dict[str, float]:
-    """A line to a bash on the host and its answer, over two pipes, by a loop that does nothing else."""
+    """Time a line to a bash on the host and its answer, over two pipes, in a loop that does nothing else."""
     argv = ["bash", "--norc", "--noprofile"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as bash:
         assert bash.stdin is not None
@@ -51,7 +51,7 @@ def bare_bash(command: str, count: int) -> dict[str, float]:
 
 
 def bare_apptainer(account: Account, apptainer: Path, image: Path, count: int) -> dict[str, float]:
-    """`apptainer exec IMAGE true`, one after the other."""
+    """Time `apptainer exec IMAGE true`, one after the other."""
     argv = [*exec_argv(apptainer, image), "true"]
     subprocess.run(argv, check=True, **QUIET)
     begun = account.cpu_seconds()
@@ -61,13 +61,13 @@ def bare_apptainer(account: Account, apptainer: Path, image: Path, count: int) -
 
 
 def exec_argv(apptainer: Path, image: Path) -> list[str]:
-    """The least that Apptainer asks for here: as root it may lack a capability that it wants to keep."""
+    """Return the minimal `apptainer exec` command; as root, it may lack a capability that Apptainer wants to keep."""
     flags = ["--no-privs"] if os.geteuid() == 0 else []
     return [str(apptainer), "--silent", "exec", *flags, str(image)]
 
 
 def bare_kernels(account: Account, apptainer: Path, image: Path, count: int) -> dict[str, float]:
-    """IPython kernels with no flags: on the host, and below a bare `apptainer exec`; start to answer to end."""
+    """Time IPython kernels from start to answer to end, on the host and under a bare `apptainer exec`."""
     host, ms = _kernels(account, [sys.executable], count)
     contained, _ = _kernels(account, [*exec_argv(apptainer, image), "python3"], count)
     return {
@@ -78,7 +78,7 @@ def bare_kernels(account: Account, apptainer: Path, image: Path, count: int) -> 
 
 
 def _kernels(account: Account, python: Sequence[str], count: int) -> tuple[float, float]:
-    """CPU seconds of each, and the median round trip of a cell in the last one, in milliseconds."""
+    """Return the CPU seconds per kernel, and the median round trip of a cell in milliseconds."""
     begun = account.cpu_seconds()
     for _ in range(count):
         with kernel(python):
@@ -95,7 +95,7 @@ def _ignore(message: object) -> None:
 
 @contextmanager
 def kernel(python: Sequence[str]) -> Iterator[BlockingKernelClient]:
-    """A kernel that has answered; ended with the block."""
+    """Run a kernel until it answers; it ends with the block."""
     with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as folder:
         file = Path(folder) / "kernel.json"
         client = BlockingKernelClient()
@@ -104,7 +104,7 @@ def kernel(python: Sequence[str]) -> Iterator[BlockingKernelClient]:
         argv = [*python, "-m", "ipykernel_launcher", "-f", str(file)]
         with subprocess.Popen(argv, **QUIET) as process:
             try:
-                client.start_channels(stdin=False, hb=False)  # a kernel that starts has no heart yet
+                client.start_channels(stdin=False, hb=False)  # a starting kernel has no heartbeat yet
                 client.wait_for_ready(timeout=START_SECONDS)
                 yield client
                 client.shutdown()

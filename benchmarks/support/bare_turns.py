@@ -1,4 +1,4 @@
-"""The same turns without the service: an HTTP call to the engine and a line to a running bash, in a bare loop."""
+"""The same turns without the service: an HTTP call to the engine, and a line to a running bash, in a bare loop."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ END = b"END\n"
 
 @dataclass(frozen=True, slots=True)
 class Bare:
-    """What bare loops took."""
+    """The times of bare loops."""
 
     turns_per_second: float
     engine_ms: float
-    """Median of the HTTP calls."""
+    """The median of the HTTP calls."""
     tool_ms: float
-    """Median of the commands, without each loop's first, which waits for its shell to start."""
+    """The median of the commands, except each loop's first, which waits for its shell to start."""
 
 
 async def bare_turns(
@@ -38,7 +38,7 @@ async def bare_turns(
     spread_seconds: float = 0.0,
     prompts: Sequence[list[int]] = (),
 ) -> Bare:
-    """Run so many loops, each of so many turns, begun over `spread_seconds`; `prompts` are what theirs begin with."""
+    """Run `concurrency` loops of `turns` turns, started over `spread_seconds`; `prompts` begin their prompts."""
     engine: list[float] = []
     tool: list[float] = []
 
@@ -65,7 +65,7 @@ async def bare_turns(
 
 
 async def generate(http: aiohttp.ClientSession, engine_url: str, input_ids: list[int]) -> dict[str, Any]:
-    """One sampled turn."""
+    """Sample one turn."""
     body = {
         "input_ids": input_ids,
         "sampling_params": {"max_new_tokens": 512},
@@ -80,7 +80,7 @@ async def generate(http: aiohttp.ClientSession, engine_url: str, input_ids: list
 
 @asynccontextmanager
 async def shell() -> AsyncIterator[asyncio.subprocess.Process]:
-    """A bash that runs what it reads."""
+    """Run a bash that executes what it reads."""
     bash = await asyncio.create_subprocess_exec(
         "bash", "--norc", "--noprofile", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
@@ -92,7 +92,7 @@ async def shell() -> AsyncIterator[asyncio.subprocess.Process]:
 
 
 async def run(bash: asyncio.subprocess.Process, command: str) -> bytes:
-    """Run one command and read what it prints."""
+    """Run one command, and read its output."""
     assert bash.stdin is not None
     assert bash.stdout is not None
     bash.stdin.write(f"{command}; echo END\n".encode())

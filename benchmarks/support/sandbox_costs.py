@@ -1,4 +1,4 @@
-"""The measures of benchmarks/sandboxes.py, which says what each figure is."""
+"""The measurements of benchmarks/sandboxes.py, whose docstring explains each figure."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ Figures = dict[str, float | int | None]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is measured."""
+    """The amounts of what is measured."""
 
     calls: int
-    """The calls of bash; Python gets a quarter as many."""
+    """Calls to bash; Python gets a quarter as many."""
     starts: int
-    """One after the other, of each kind."""
+    """Starts of each kind, one after the other."""
     concurrent_starts: int
     live_python: int
     live_bash: int
@@ -74,7 +74,7 @@ class Bench:
     plan: Plan
 
     async def open(self, *, python: bool) -> Sandbox:
-        """A new sandbox with its bash open, and with its Python session if that is wanted."""
+        """Start a sandbox, and open its bash and, with `python`, its Python session."""
         sandbox = await self.provider.start(SPEC)
         await open_sessions(sandbox, BOTH if python else ("bash",))
         return sandbox
@@ -95,7 +95,7 @@ async def main(given: Options) -> None:
 
 
 async def sandbox_figures(counted: Account, plan: Plan) -> Figures:
-    """All figures of ours; memory first, while this process has held nothing else."""
+    """Measure this project's sandboxes: memory first, while this process holds nothing else."""
     async with provider() as apptainer:
         bench = Bench(apptainer, counted, plan)
         await (await bench.open(python=True)).close()  # unpacks the image, once
@@ -110,7 +110,7 @@ async def sandbox_figures(counted: Account, plan: Plan) -> Figures:
 
 @asynccontextmanager
 async def provider() -> AsyncIterator[SandboxProvider]:
-    """Apptainer with the defaults; its records are of this run alone."""
+    """Make an Apptainer provider with default settings and a state folder of its own."""
     with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as state:
         made = make_provider(ApptainerConfig(), Path(state))
         try:
@@ -120,7 +120,7 @@ async def provider() -> AsyncIterator[SandboxProvider]:
 
 
 async def cold_starts(bench: Bench, *, python: bool) -> Figures:
-    """Sandboxes one after the other, from nothing to open sessions and back to nothing."""
+    """Start and close sandboxes one after the other, with their sessions open in between."""
     opened, closed, count = [], [], bench.plan.starts
     cpu, host = bench.account.cpu_seconds(), host_cpu_seconds()
     for _ in range(count):
@@ -140,7 +140,7 @@ async def cold_starts(bench: Bench, *, python: bool) -> Figures:
 
 
 async def round_trips(bench: Bench) -> Figures:
-    """A command and a cell that do next to nothing, many times in one sandbox."""
+    """Run a trivial command and a trivial cell many times in one sandbox."""
     sandbox = await bench.open(python=True)
     bash, python = await sandbox.bash(), await sandbox.python()
     figures = await latencies("bash", lambda: bash.run(COMMAND), bench.plan.calls)
@@ -150,7 +150,7 @@ async def round_trips(bench: Bench) -> Figures:
 
 
 async def latencies(name: str, call: Callable[[], Awaitable[object]], count: int) -> Figures:
-    """Percentiles of one call after the other."""
+    """Return the percentiles of a call, made one after the other."""
     await call()
     taken = []
     for _ in range(count):
@@ -161,7 +161,7 @@ async def latencies(name: str, call: Callable[[], Awaitable[object]], count: int
 
 
 async def sleepers(bench: Bench) -> Figures:
-    """`sleep 1` in many sandboxes at once."""
+    """Run `sleep 1` in many sandboxes at once."""
     async with live(bench, SLEEPERS, python=False) as sandboxes:
         begun = time.perf_counter()
         async with anyio.create_task_group() as group:
@@ -186,11 +186,11 @@ async def many_starts(bench: Bench) -> Figures:
 
 
 async def warm_acquires(bench: Bench) -> Figures:
-    """From a pool of one that is full: the start, and both sessions."""
+    """Time starts from a full warm pool of one, with both sessions."""
     spec, taken = replace(SPEC, sessions=frozenset(BOTH)), []
     pool = WarmPool(bench.provider, WarmPoolConfig(size=1), ceiling=8)
     async with pool.running():
-        await (await pool.start(spec)).close()  # tells the pool what is wanted
+        await (await pool.start(spec)).close()  # tells the pool what to keep warm
         for _ in range(bench.plan.starts):
             with anyio.fail_after(60):
                 while not pool.warm:  # noqa: ASYNC110
@@ -205,7 +205,7 @@ async def warm_acquires(bench: Bench) -> Figures:
 
 
 async def memory(bench: Bench, *, python: bool) -> Figures:
-    """What each of many live sandboxes holds, after a call in every session."""
+    """Measure the memory of each of many live sandboxes, after a call in every session."""
     kind, count = ("python", bench.plan.live_python) if python else ("bash", bench.plan.live_bash)
     before = await settled_memory()
     async with live(bench, count, python=python) as sandboxes:
@@ -228,14 +228,14 @@ async def use(sandbox: Sandbox, *, python: bool) -> None:
 
 
 async def settled_memory() -> Memory:
-    """Read memory after a moment in which ended processes are buried and per-CPU lists are written back."""
+    """Read memory after a moment for ended processes to be reaped and per-CPU lists to be written back."""
     await anyio.sleep(1.0)
     return await anyio.to_thread.run_sync(read_memory)
 
 
 @asynccontextmanager
 async def live(bench: Bench, count: int, *, python: bool) -> AsyncIterator[list[Sandbox]]:
-    """So many sandboxes at once, all closed with the block."""
+    """Run `count` sandboxes at once; all close with the block."""
     async with AsyncExitStack() as stack:
         found: list[Sandbox] = []
 
@@ -262,7 +262,7 @@ async def at_once(calls: list[Callable[[], Awaitable[None]]]) -> None:
 
 
 def bare_figures(counted: Account, plan: Plan) -> Figures:
-    """The parts by themselves; blocks."""
+    """Measure the parts by themselves; this blocks."""
     apptainer, image = find_apptainer(), ImageStore().resolve("base")
     return {
         **bare_bash(COMMAND, plan.calls),
@@ -272,7 +272,7 @@ def bare_figures(counted: Account, plan: Plan) -> Figures:
 
 
 async def swerex_figures(plan: Plan) -> Figures:
-    """SWE-ReX's local runtime, by a program in its own environment."""
+    """Measure SWE-ReX's local runtime, with a program in its own environment."""
     python = ROOT / ".venv-swerex" / "bin" / "python"
     script = [str(python), str(HERE / "programs" / "swerex_rates.py"), str(plan.swerex_calls), str(SLEEPERS)]
     done = await anyio.run_process(script, check=False)

@@ -1,4 +1,4 @@
-"""sglang-router as a process; `scripts/install-sglang-router` puts it in an environment of its own."""
+"""Runs sglang-router as a process; `scripts/install-sglang-router` installs it into its own environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENVIRONMENT = Path(__file__).parents[2] / ".venv-sglang-router"
 
 
 class SGLangRouter(ServerProcess):
-    """Routes to `workers` by `policy` while the context lasts; `.url` is where. Its other settings are its own.
+    """Routes to `workers` by `policy` while the context lasts, at `.url`. Its other settings are defaults.
 
     Raises:
         EngineStartError: on entering, if it is not installed or does not start.
@@ -30,7 +30,7 @@ class SGLangRouter(ServerProcess):
         self._port, self._metrics_port = free_port(), free_port()
 
     async def until_ready(self) -> None:
-        """Return once it sends requests to every worker, which is some time after it is healthy."""
+        """Return once it sends requests to every worker, which is some time after it becomes healthy."""
         async with httpx.AsyncClient(base_url=self.url) as http:
             with anyio.fail_after(self.start_seconds):
                 while True:

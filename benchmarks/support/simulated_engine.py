@@ -1,6 +1,6 @@
-"""A simulated engine of finite concurrency, and long-tailed rollouts for it: what `dapo.py` measures schedulers on.
+"""A simulated engine of finite concurrency, with long-tailed rollouts, on which `dapo.py` measures schedulers.
 
-Guarantees: a seed draws the same tasks for every scheduler; a place that is free is given to who waits longest.
+Guarantees: a seed draws the same tasks for every scheduler. A free slot goes to the rollout that has waited longest.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What tasks are like. Times are in units of the median rollout's."""
+    """The distribution of tasks. Times are in units of the median rollout's."""
 
     group_size: int = 8
     task_sigma: float = 0.5
-    """Spread of the logarithm of times between tasks: hard ones take longer, for all samples."""
+    """The spread of log-times between tasks: hard tasks take longer for all samples."""
     sample_sigma: float = 0.8
-    """And within a task."""
+    """The spread of log-times within a task."""
     tail_share: float = 0.03
-    """Rollouts whose time is multiplied by a Pareto variate, as when an agent goes in circles."""
+    """The share of rollouts whose time is multiplied by a Pareto variate, as when an agent goes in circles."""
     tail_alpha: float = 1.5
     longest: float = 24.0
     """The limit of a rollout's time."""
@@ -33,7 +33,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class DrawnTask:
-    """A task, with what will become of it."""
+    """A task, with its future rewards and times."""
 
     number: int
     rewards: tuple[float, ...]
@@ -46,7 +46,7 @@ class DrawnTask:
 
 
 def tasks(workload: Workload, uninformative: float, seed: int) -> Iterator[DrawnTask]:
-    """Tasks without end; of those without variance half are always solved and half never."""
+    """Yield tasks without end; of those without variance, half are always solved, and half never."""
     draw = random.Random(f"{seed}:{uninformative}")
     number = 0
     while True:
@@ -74,12 +74,12 @@ def _seconds(draw: random.Random, workload: Workload) -> tuple[float, ...]:
 
 
 class SimulatedEngine:
-    """Runs as many rollouts at once as it has places for; the others wait in order."""
+    """Runs as many rollouts at once as it has places; the others wait in order."""
 
     def __init__(self, places: int) -> None:
         self.now = 0.0
         self.busy = 0.0
-        """Place-seconds in which a rollout ran, those of cancelled rollouts among them."""
+        """Place-seconds in which a rollout ran, including cancelled rollouts."""
         self.places = places
         self._waiting: deque[tuple[Key, float]] = deque()
         self._running: list[tuple[float, Key]] = []

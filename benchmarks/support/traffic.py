@@ -1,7 +1,7 @@
-"""Sessions as a rollout service has them: groups that share a task, turns that extend each other, waits for tools.
+"""Sessions like those of a rollout service: groups that share a task, turns that extend each other, waits for tools.
 
-All is drawn from a seed. A group's sessions have the same prompt, as the samples of one task have; all groups share a
-system prompt. How long a tool takes is drawn from a distribution with a long tail.
+Everything is drawn from a seed. The sessions of a group have the same prompt, like the samples of one task, and all
+groups share a system prompt. The times of tools have a long-tailed distribution.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ class Shape:
     system: int = 400
     task: tuple[int, int] = (800, 2000)
     observation: float = 250.0
-    """Median of what a tool says."""
+    """The median length of a tool's output."""
     answer: float = 60.0
-    """Median of what a turn may sample."""
+    """The median of what a turn may sample."""
     longest: int = 1000
-    """The greatest length of an observation and of an answer."""
+    """The greatest length of an observation, and of an answer."""
     wait: float = 0.5
-    """Median of what a tool takes; one in a hundred takes over sixteen times as long."""
+    """The median time of a tool; one in a hundred takes over sixteen times as long."""
     arrival: float = 0.05
-    """Between the starts of two sessions, on average."""
+    """The mean time between the starts of two sessions."""
     time_scale: float = 1.0
-    """By which all times are multiplied."""
+    """The factor on all times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """How long a sampled answer may be, what its tool takes, and what the tool says."""
+    """The limit on a sampled answer, the time of its tool, and the tool's output."""
 
     budget: int
     wait: float
@@ -75,17 +75,17 @@ class Served:
 
 @dataclass(slots=True)
 class Trace:
-    """All answered turns, in the order in which they were asked."""
+    """All answered turns, in the order of their requests."""
 
     turns: dict[int, Served] = field(default_factory=dict)
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that engines had in their caches."""
+        """The prompt tokens that engines had in their caches."""
         return sum(turn.cached_tokens for turn in self.turns.values())
 
     def ideal_cached_tokens(self, page: int) -> int:
-        """The same of one engine with a cache without bound, asked in the same order, one after the other."""
+        """Return the same for one engine with an unbounded cache, asked in the same order, one after the other."""
         cache, total = KVCache(page=page), 0
         for _, turn in sorted(self.turns.items()):
             hold = cache.take(turn.prompt)
@@ -99,7 +99,7 @@ Ask = Callable[[str, GenerateRequest], Awaitable[Generation]]
 
 
 def draw(shape: Shape, seed: int) -> list[Session]:
-    """The sessions in the order of their arrival, which is that of no group."""
+    """Draw the sessions, in their order of arrival, which mixes the groups."""
     rng = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
@@ -125,7 +125,7 @@ def draw(shape: Shape, seed: int) -> list[Session]:
 
 
 async def drive(sessions: list[Session], ask: Ask, release: Callable[[str], None]) -> Trace:
-    """Let all sessions happen; every turn begins once the one before it has ended and its tool has answered."""
+    """Run all sessions; a turn begins once the turn before it has ended and its tool has answered."""
     trace = Trace()
     numbers = iter(range(1_000_000))
 
