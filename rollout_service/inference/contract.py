@@ -1,4 +1,4 @@
-"""What the service asks of an inference engine: prompt ids in, sampled ids with logprobs and versions out.
+"""The contract of an inference engine: prompt ids in, sampled ids with logprobs and versions out.
 
 Guarantees of every `Backend`:
 
@@ -25,7 +25,7 @@ _REQUEST_ID = re.compile(r"[0-9a-f]{32}(-\d{4})?")
 
 
 def new_request_id() -> str:
-    """A fresh id for a `GenerateRequest`: 32 hexadecimal digits."""
+    """Return a new id for a `GenerateRequest`: 32 hexadecimal digits."""
     return os.urandom(16).hex()
 
 
@@ -33,7 +33,7 @@ def new_request_id() -> str:
 class SamplingOptions:
     """How to sample.
 
-    Every field is sent, because an engine's own defaults (a model's top_k of 50, say) would change the
+    Every field is sent, because an engine's own defaults (such as a model's top_k of 50) would change the
     distribution that the logprobs are taken from.
     """
 
@@ -47,7 +47,7 @@ class SamplingOptions:
     stop: Sequence[str] = ()
     """Texts after which to stop; the tokens that spell them are kept."""
     stop_token_ids: Sequence[int] = ()
-    """Ids after which to stop, beside the model's own end-of-sequence ids; the id is kept."""
+    """Ids after which to stop, in addition to the model's end-of-sequence ids; the id is kept."""
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -65,20 +65,20 @@ class SamplingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedExtras:
-    """What is wanted beside the sampled ids with their logprobs and versions; by default nothing."""
+    """What to return in addition to sampled ids, logprobs and versions; nothing by default."""
 
     top_logprobs: int = 0
-    """So many of the likeliest tokens for each sampled one."""
+    """How many of the likeliest tokens to return for each sampled one."""
     prompt_logprobs_from: int | None = None
-    """The index of the first prompt token whose logprob is wanted; None for none."""
+    """The index of the first prompt token whose logprob to return; None for no prompt logprobs."""
     routed_experts_from: int | None = None
-    """The index of the first token, of prompt and output, whose experts are wanted; None for none."""
+    """The index of the first token, of prompt and output, whose experts to return; None for no experts."""
 
     def __post_init__(self) -> None:
         if self.top_logprobs < 0:
             raise ValueError(f"top_logprobs must not be negative, got {self.top_logprobs}")
         if min(self.prompt_logprobs_from or 0, self.routed_experts_from or 0) < 0:
-            raise ValueError("a token's index is not negative")
+            raise ValueError("a token's index must not be negative")
 
 
 NO_EXTRAS = RequestedExtras()
@@ -96,13 +96,13 @@ class GenerateRequest:
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     extras: RequestedExtras = NO_EXTRAS
     known: int = 0
-    """How many of the first ids were sent or sampled in an earlier turn of the conversation, and looked at then."""
+    """How many of the first ids were sent or sampled in an earlier turn, and checked then."""
 
     def __post_init__(self) -> None:
         if not _REQUEST_ID.fullmatch(self.request_id):
             raise ValueError(f"request id {self.request_id!r} is not from new_request_id()")
         if not self.input_ids:
-            raise ValueError("input_ids is empty; a prompt has at least one token")
+            raise ValueError("input_ids must not be empty")
         extras = self.extras
         first = max(extras.prompt_logprobs_from or 0, extras.routed_experts_from or 0)
         if first > len(self.input_ids):
@@ -118,10 +118,10 @@ class TopLogprob(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReturnedExtras:
-    """What `RequestedExtras` asked for; None where it did not ask, or where nothing was sampled."""
+    """What `RequestedExtras` asked for; None for what was not asked for, and if nothing was sampled."""
 
     top_logprobs: list[list[TopLogprob]] | None = None
-    """For each sampled token the likeliest ones, best first, of the distribution that `logprobs` is of."""
+    """The likeliest tokens for each sampled one, best first, under the distribution of `logprobs`."""
     prompt_logprobs: list[float | None] | None = None
     """The log-probabilities of the prompt's tokens from `prompt_logprobs_from` on, at temperature 1, each given all
     tokens before it; None for the first token of a prompt. They are of the first sampled token's version."""
@@ -135,7 +135,7 @@ NOTHING_RETURNED = ReturnedExtras()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What was sampled. `output_ids`, `logprobs` and `versions` have one entry per sampled token."""
+    """The answer to a request; `output_ids`, `logprobs` and `versions` have one entry per sampled token."""
 
     output_ids: list[int]
     logprobs: list[float]
@@ -145,7 +145,7 @@ class Generation:
     """The weight version that sampled each token."""
     finish_reason: FinishReason
     matched: int | str | None = None
-    """The id or text that ended a `stop`, where the engine names it."""
+    """The id or text that ended a `stop`, if the engine reports it."""
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens whose KV the engine already held, at the first attempt."""
@@ -161,38 +161,38 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What an engine says about its model."""
+    """What an engine reports about its model."""
 
     model_path: str
     tokenizer_path: str
     weight_version: int
     vocab_size: int | None
-    """None where the engine does not say and its model folder is not readable from here."""
+    """None if the engine does not report it and its model folder is not readable from here."""
     context_length: int
     routing_shape: tuple[int, int] | None = None
-    """Layers and experts per token of a mixture of experts; None for other models, and where the model folder is not
+    """Layers and experts per token of a mixture of experts; None for other models, or if the model folder is not
     readable from here."""
     kind: EngineKind = EngineKind.SGLANG
     extras: frozenset[str] = frozenset()
-    """What it was found to give of `RequestedExtras`, when it was registered."""
+    """The extras that it returned when it was checked at registration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendLoad:
-    """How busy an engine says it is."""
+    """How busy an engine reports to be."""
 
     running: int
     waiting: int
     used_tokens: int
-    """KV tokens that are held."""
+    """KV tokens in use."""
     token_usage: float
-    """Share of the KV budget that is held, 0 to 1."""
+    """Fraction of the KV budget in use, 0 to 1."""
     waiting_tokens: int | None = None
-    """Prompt tokens in its queue that it has yet to read; None where it does not say."""
+    """Prompt tokens in its queue that are not read yet; None if it does not report them."""
     capacity_tokens: int | None = None
-    """KV tokens that it has room for; None where it does not say."""
+    """KV tokens that it has room for; None if it does not report them."""
     signature: str = ""
-    """Whatever it reported: the same text twice means that nothing has changed in between."""
+    """The whole report; two equal texts mean that nothing changed in between."""
 
 
 class Backend(Protocol):
@@ -207,49 +207,49 @@ class Backend(Protocol):
 
     @property
     def url(self) -> str:
-        """Where the engine listens."""
+        """The address of the engine."""
 
     @property
     def keeps_kv_apart(self) -> bool:
-        """Whether a request finds no KV of weights before those that the engine has when it is sent."""
+        """Whether a request can find only KV of the weights that the engine has when it is sent."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Sample one continuation; an abort in the engine gives what was sampled until then.
+        """Sample one continuation; after an abort in the engine, return the tokens sampled so far.
 
         Cancelling this call aborts the request in the engine.
 
         Raises:
             PromptTooLong: prompt and budget do not fit the context.
-            GenerationTimeout: the engine did not answer in the backend's time limit; the request was aborted.
+            GenerationTimeout: the engine did not answer within the time limit; the request was aborted.
         """
 
     async def abort(self, request_id: str | None = None) -> None:
-        """End one request, or with None all of them; their `generate` calls return what they have."""
+        """Abort one request, or all for None; their `generate` calls return the tokens sampled so far."""
 
     async def pause(self, mode: PauseMode = PauseMode.ABORT) -> None:
         """Stop sampling; requests that arrive now wait in the engine.
 
-        After `abort` the calls that were open have given what they had. `drain` is the pool's: it is never asked for.
+        After `abort`, the open calls have returned what they had. `drain` is the pool's task and never passed here.
         """
 
     async def resume(self) -> None:
-        """Sample again; no effect on an engine that is not paused."""
+        """Resume sampling; does nothing if the engine is not paused."""
 
     async def update_weights(self, path: str, version: int, *, flush_cache: bool = True) -> None:
         """Load the weights in the folder `path`, which the engine must be able to read, as `version`.
 
-        Without a pause the engine first finishes what is running. With `flush_cache=False` KV of the old
-        weights stays in use; it is required while a pause `in_place` holds running requests.
+        Without a pause, the engine first finishes its running requests. With `flush_cache=False`, KV of the old weights
+        stays in use; this is required while an `in_place` pause holds running requests.
         """
 
     async def model_info(self) -> ModelInfo:
-        """The model, its limits and the current weight version."""
+        """Return the model, its limits and the current weight version."""
 
     async def health(self, *, paused: bool = False) -> None:
-        """Return if the engine serves; a paused one is only asked whether it answers at all."""
+        """Return if the engine serves, else raise; a paused one only has to answer."""
 
     async def load(self) -> BackendLoad:
-        """How busy the engine is."""
+        """Return how busy the engine is."""
 
     async def close(self) -> None:
-        """Release the connections; the engine itself runs on."""
+        """Close the connections; the engine itself keeps running."""

@@ -1,22 +1,22 @@
-"""What can go wrong between this service and an inference engine.
+"""The errors between this service and an inference engine.
 
 InferenceError
 ├── BackendUnreachable      no answer, a broken connection, or a 5xx: the engine did not serve the request
-├── BackendRejected         a 4xx: the engine refused this request and would refuse it again
+├── BackendRejected         a 4xx: the engine refused the request and would refuse it again
 │   ├── PromptTooLong       ... because the prompt and its budget do not fit the context
-│   └── ExtraUnsupported   ... because it does not give what was asked for beside ids and logprobs
-├── BackendProtocolError    an answer that cannot be trusted: missing logprobs, wrong counts, no JSON
-├── NoBackendError          the pool has nothing that could serve the request
-├── UnknownBackend          no backend of that id is registered
+│   └── ExtraUnsupported   ... because it does not return the extras asked for
+├── BackendProtocolError    an answer that cannot be trusted: missing logprobs, wrong counts, invalid JSON
+├── NoBackendError          the pool has no backend to serve the request
+├── UnknownBackend          no backend with that id is registered
 ├── GenerationTimeout       the request was served, but not in time
 │   └── PoolPaused          ... or was held by a pause for longer than allowed
-├── WeightsConflict         the weights are not those that the pool can be given next
-└── OrderFailed             backends did not carry out an order to their pool; the context has every answer
+├── WeightsConflict         the pool cannot take these weights next
+└── OrderFailed             backends failed a command to their pool; the context has every answer
     ├── WeightsRefused      ... and all refused the weights that they were given
     ├── WeightsNotLoaded    ... and none has the weights
     └── WeightsPartlyLoaded ... and only some have the weights
 
-Nothing here is ever repaired: tokens and logprobs are the engine's or there are none.
+Answers are never repaired: tokens and logprobs are the engine's, or there are none.
 """
 
 # ruff: noqa: N818 - named for what happened, as httpx does; the family ends in Error.
@@ -31,7 +31,7 @@ LONGEST_MESSAGE = 2_000
 
 
 class InferenceError(ServiceError):
-    """The base of the family; `backend_id` names the backend where one is at fault."""
+    """The base class; `backend_id` names the backend at fault, if any."""
 
     code: ClassVar[str] = "inference_error"
     boundary: ClassVar[Boundary] = Boundary.INFERENCE
@@ -72,19 +72,19 @@ class PromptTooLong(BackendRejected):
 
 
 class ExtraUnsupported(BackendRejected):
-    """The engine does not give top-k logprobs, prompt logprobs or routed experts, which were asked for."""
+    """The engine does not return the top-k logprobs, prompt logprobs or routed experts asked for."""
 
     code = "export_unsupported"
 
 
 class BackendProtocolError(InferenceError):
-    """The engine answered something that the service cannot vouch for; the answer is dropped whole."""
+    """The engine's answer cannot be trusted; the whole answer is dropped."""
 
     code = "backend_protocol_error"
 
 
 class NoBackendError(InferenceError):
-    """No backend of the pool is registered and in service."""
+    """The pool has no backend in service."""
 
     code = "no_backend"
     status = 503
@@ -92,7 +92,7 @@ class NoBackendError(InferenceError):
 
 
 class UnknownBackend(InferenceError):
-    """No backend of that id is registered."""
+    """No backend with that id is registered."""
 
     code = "unknown_backend"
     status = 404
@@ -114,27 +114,27 @@ class PoolPaused(GenerationTimeout):
 
 
 class WeightsConflict(InferenceError):
-    """An order about weights contradicts what the pool has: an older version, or a group that is not whole."""
+    """A command about weights contradicts the pool's state: an older version, or an incomplete group."""
 
     code = "weights_conflict"
     status = 409
 
 
 class OrderFailed(InferenceError):
-    """Backends did not carry out an order that went to all of their pool; `context["outcome"]` has every answer."""
+    """Backends failed a command to their pool; `context["outcome"]` has every answer."""
 
     code = "order_failed"
 
 
 class WeightsRefused(OrderFailed):
-    """Every backend refused the weights, as with a folder that does not exist, and keeps those that it had."""
+    """Every backend refused the weights, such as a folder that does not exist, and keeps its own."""
 
     code = "weights_refused"
     status = 422
 
 
 class WeightsNotLoaded(OrderFailed):
-    """No backend has the weights, and not all refused them: some did not answer, or failed while they loaded."""
+    """No backend has the weights, and not all refused them: some did not answer, or failed during the load."""
 
     code = "weights_not_loaded"
     retryable = True

@@ -1,4 +1,4 @@
-"""How large an engine's answer may be: what was asked for, generously, and never more than `CEILING_BYTES`."""
+"""Limits of the size of an engine's answer: generous for the request, and at most `CEILING_BYTES`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from rollout_service.inference.contract import GenerateRequest, ModelInfo
 CEILING_BYTES = 1 << 30
 _BASE_BYTES = 1 << 20
 _TOKEN_BYTES = 1_024
-"""An id, its text, its log-probability and its version, spelt out as JSON; several times what engines write."""
+"""An id, its text, its log-probability and its version as JSON; several times what engines write."""
 _CANDIDATE_BYTES = 256
 """One of the likeliest tokens with its log-probability."""
 _EXPERT_BYTES = 16
 """One expert's number, in base64 or as JSON."""
 _EXPERTS_A_TOKEN = 128 * 16
-"""Layers and experts of a token of the largest models, where the engine's model is not known."""
+"""Layers and experts of a token of the largest models, used if the engine's model is unknown."""
 
 
 def generation_bytes(request: GenerateRequest, info: ModelInfo | None) -> int:

@@ -1,6 +1,6 @@
-"""What is asked of every engine's answer before it is believed, whatever protocol it speaks.
+"""Checks of engines' answers, whatever the protocol.
 
-Each function gives the value in the project's terms, or raises `BackendProtocolError`: nothing is padded or repaired.
+Each function returns the value in the project's terms or raises BackendProtocolError: nothing is padded or repaired.
 """
 
 import math
@@ -17,7 +17,7 @@ _LOGPROB_SLACK = 1e-3  # a certain token's logprob may come out a little above z
 
 @contextmanager
 def answer_of(backend_id: str) -> Iterator[None]:
-    """Let the errors that are raised inside name the backend."""
+    """Add the backend's id to errors raised inside."""
     try:
         yield
     except BackendProtocolError as error:
@@ -27,25 +27,25 @@ def answer_of(backend_id: str) -> Iterator[None]:
 
 
 def mapping(value: object, what: str, hint: str = "") -> Mapping[str, Any]:
-    """A JSON object."""
+    """Return a value that must be a JSON object."""
     if not isinstance(value, dict):
         raise BackendProtocolError(f"{what} is not a JSON object", hint=hint)
     return value
 
 
 def is_count(value: object) -> bool:
-    """Whether it is a whole number from 0 on."""
+    """Return whether a value is a whole number, 0 or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def sampled_ids(ids: object, *, name: str, budget: int, vocab_size: int | None) -> list[int]:
-    """The ids that were sampled: at most `budget`, each in the vocabulary."""
+    """Return the sampled ids: at most `budget`, each in the vocabulary."""
     if not isinstance(ids, list):
         raise BackendProtocolError(
-            f"{name} is missing", hint="Use an engine that returns the sampled ids beside their text"
+            f"{name} is missing", hint="Use an engine that returns the sampled ids, not only text."
         )
     limit = math.inf if vocab_size is None else vocab_size
-    # First all at once, which takes a tenth of the time.
+    # All at once first, which takes a tenth of the time.
     if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= limit:
         for position, token in enumerate(ids):
             if not is_count(token) or token >= limit:
@@ -53,20 +53,20 @@ def sampled_ids(ids: object, *, name: str, budget: int, vocab_size: int | None) 
                     f"output id {token!r} at {position} is outside the vocabulary of {limit}"
                 )
     if len(ids) > budget:
-        raise BackendProtocolError(f"{len(ids)} tokens were sampled where at most {budget} were asked for")
+        raise BackendProtocolError(f"{len(ids)} tokens were sampled, but at most {budget} were asked for")
     return ids
 
 
 def expect_count(stated: object, name: str, expected: int, *, required: bool) -> None:
-    """A count that the engine states beside its lists agrees with them."""
+    """Check that a count stated by the engine agrees with its lists."""
     if stated is None and not required:
         return
     if stated != expected:
-        raise BackendProtocolError(f"{name} is {stated!r} where {expected} is right")
+        raise BackendProtocolError(f"{name} is {stated!r}, but should be {expected}")
 
 
 def cached_count(cached: Any, name: str, prompt_tokens: int, *, required: bool, hint: str = "") -> int:
-    """How many of the prompt's tokens were cached."""
+    """Return how many of the prompt's tokens were cached."""
     if cached is None and not required:
         return 0
     if not is_count(cached) or cached > prompt_tokens:
@@ -75,7 +75,7 @@ def cached_count(cached: Any, name: str, prompt_tokens: int, *, required: bool, 
 
 
 def are_logprobs(values: Sequence[object]) -> bool:
-    """Whether all are plain logarithms of probabilities, asked all at once; `logprob` tells more of one."""
+    """Return whether all are logarithms of probabilities; `logprob` explains a single failure."""
     if set(map(type, values)) != {float}:
         return False
     numbers = cast(Sequence[float], values)
@@ -83,7 +83,7 @@ def are_logprobs(values: Sequence[object]) -> bool:
 
 
 def logprob(value: object, where: str) -> float:
-    """The logarithm of a probability."""
+    """Return a value that must be the logarithm of a probability."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value > _LOGPROB_SLACK:  # type: ignore[arg-type, operator]
         raise BackendProtocolError(f"{where} is {value!r}, which is not the logarithm of a probability")
@@ -93,7 +93,7 @@ def logprob(value: object, where: str) -> float:
 def top_logprobs(
     rows: Sequence[Sequence[TopLogprob]], *, wanted: int, tokens: int, vocab_size: int | None
 ) -> list[list[TopLogprob]]:
-    """The likeliest tokens at each of `tokens` positions: `wanted` different ones, best first."""
+    """Return the likeliest tokens at each of `tokens` positions: `wanted` distinct ones, best first."""
     if len(rows) != tokens:
         raise BackendProtocolError(f"the likeliest tokens of {len(rows)} positions came with {tokens} tokens")
     limit = math.inf if vocab_size is None else vocab_size
@@ -102,7 +102,7 @@ def top_logprobs(
         ids = {each.token_id for each in row}
         if len(row) != expected or len(ids) != len(row):
             raise BackendProtocolError(
-                f"{len(ids)} likeliest tokens at {position}, where {expected} were asked"
+                f"{len(ids)} likeliest tokens at {position}, but {expected} were asked for"
             )
         if not all(is_count(token) and token < limit for token in ids):
             raise BackendProtocolError(
@@ -115,7 +115,7 @@ def top_logprobs(
 
 
 def parse_version(raw: object) -> int:
-    """The integer behind an engine's weight version; an engine that was never told one is at 0.
+    """Return an engine's weight version as an integer; an engine that was never given one is at 0.
 
     Raises:
         BackendProtocolError: the version is a name.
@@ -128,12 +128,12 @@ def parse_version(raw: object) -> int:
         return int(raw)
     raise BackendProtocolError(
         f"weight version {raw!r} is not an integer",
-        hint="Pass a whole number as weight_version when updating the engine's weights",
+        hint="Pass a whole number as weight_version when you update the engine's weights.",
     )
 
 
 def versions_of_spans(spans: object, count: int) -> list[int]:
-    """The version of each of `count` tokens, from spans `{version, start, end}` that cover them in order."""
+    """Return the version of each of `count` tokens from spans `{version, start, end}` that cover them in order."""
     versions: list[int] = []
     for span in spans if isinstance(spans, list) else [spans]:
         fields = mapping(span, "an entry of weight_versions")

@@ -1,7 +1,7 @@
-"""What every backend over HTTP has in common: connections, one call at a time or many, and the end of a call.
+"""The base of all backends over HTTP: connections, calls, and aborts.
 
-Guarantees: a call that is cancelled or runs out of time aborts its request in the engine before it returns; an
-answer is JSON or an error that names engine, route and status; a prompt without room for its budget is never sent.
+Guarantees: a call that is cancelled or times out aborts its request in the engine before it returns; an answer is JSON
+or an error that names engine, route and status; a prompt that leaves no room for its budget is never sent.
 """
 
 import asyncio
@@ -44,14 +44,14 @@ _OK = HTTPStatus.OK.value
 _PORTS = {"http": 80, "https": 443}
 _ERROR_KEYS = ("error", "message", "detail")
 QUOTED_CHARACTERS = 500
-"""So much of what an engine says about an error is passed on."""
+"""How much of an engine's error message is passed on."""
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 
 class HttpBackend(ABC):
     """The part of a `Backend` that all engines behind an HTTP server share.
 
-    Use it from one event loop; `close` releases its connections.
+    Use it from one event loop; `close` closes its connections.
 
     Args:
         url: where the server listens, `http://host:port`.
@@ -68,7 +68,6 @@ class HttpBackend(ABC):
         self._info: ModelInfo | None = None
         self._open_calls = 0
         self._call_ended = ChangeSignal()
-        """Set at the end of the next call, where somebody waits for it."""
 
     @property
     def id(self) -> str:
@@ -77,12 +76,12 @@ class HttpBackend(ABC):
 
     @property
     def url(self) -> str:
-        """Where the engine listens."""
+        """The address of the engine."""
         return self._url
 
     @property
     def keeps_kv_apart(self) -> bool:
-        """Whether a request finds no KV of weights before those that the engine has when it is sent."""
+        """Whether a request can find only KV of the weights that the engine has when it is sent."""
         return False
 
     async def generate(self, request: GenerateRequest) -> Generation:
@@ -100,7 +99,7 @@ class HttpBackend(ABC):
             await self._abort_quietly(request.request_id)
             raise GenerationTimeout(
                 str(error),
-                hint="Lower max_new_tokens, or raise the generation time-out",
+                hint="Lower max_new_tokens, or raise the generation timeout.",
                 backend_id=self._id,
             ) from error
         finally:
@@ -108,22 +107,22 @@ class HttpBackend(ABC):
             self._call_ended.notify()
 
     async def close(self) -> None:
-        """Release the connections; the engine itself runs on."""
+        """Close the connections; the engine itself keeps running."""
         self._is_closed = True
         await self._client.close()
 
     @abstractmethod
     async def abort(self, request_id: str | None = None) -> None:
-        """End one request, or with None all of them."""
+        """Abort one request, or all for None."""
 
     @abstractmethod
     async def _sample(self, request: GenerateRequest, started: float) -> Generation:
-        """Ask the engine, and check its answer; `started` is of `time.perf_counter`."""
+        """Ask the engine and check its answer; `started` comes from `time.perf_counter`."""
 
-    # ---- for the engines' own classes
+    # ---- for subclasses
 
     async def _end_calls(self) -> None:
-        """Abort until no call is open: one that is on its way to the engine is not hit by the first abort."""
+        """Abort until no call is open, since the first abort misses a request still on its way to the engine."""
         await self.abort()
         with anyio.move_on_after(_END_SECONDS):
             while self._open_calls:
@@ -148,9 +147,14 @@ class HttpBackend(ABC):
         is_json: bool | None = True,
         max_bytes: int = ANSWER_BYTES,
     ) -> Any:
-        """One HTTP exchange. `is_json=None` takes what is not JSON as None; False does not look at all.
+        """Make one HTTP exchange, and return its JSON.
 
-        Without `seconds` it may take as long as a generation, and raises AnswerTimeoutError, which `generate` explains.
+        With `is_json=None`, invalid JSON becomes None; with False, the body is ignored. Without `seconds` the exchange
+        may take as long as a generation.
+
+        Raises:
+            InferenceError: the exchange failed.
+            AnswerTimeoutError: there was no answer in the time of a generation; `generate` translates it.
         """
         raw = await self._exchange_bytes(method, path, content, seconds, max_bytes)
         return self._decode(raw, path, is_json) if is_json is not False else None
@@ -178,13 +182,13 @@ class HttpBackend(ABC):
         except AnswerTooLargeError as error:
             raise BackendProtocolError(
                 f"{path} answered more than {max_bytes} bytes",
-                hint="Register an engine's own address",
+                hint="Register the engine's own address.",
                 backend_id=self._id,
             ) from error
         except OSError as error:
             raise BackendUnreachable(
                 f"{method} {path} failed: {str(error) or type(error).__name__}",
-                hint=f"Check that an engine listens at {self._url}",
+                hint=f"Check that an engine listens at {self._url}.",
                 backend_id=self._id,
             ) from error
         if status != _OK:
@@ -193,35 +197,35 @@ class HttpBackend(ABC):
 
     def _object(self, answer: Any, path: str) -> Mapping[str, Any]:
         if not isinstance(answer, dict):
-            raise BackendProtocolError(f"{path} answered no JSON object", backend_id=self._id)
+            raise BackendProtocolError(f"{path} did not answer with a JSON object", backend_id=self._id)
         return answer
 
     async def _context_length(self) -> tuple[str, int]:
-        """The model's name and longest sequence, as `/v1/models` has them."""
+        """Return the model's name and maximum sequence length from `/v1/models`."""
         models = self._object(await self._get("/v1/models"), "/v1/models").get("data")
         first = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
         length = first.get("max_model_len")
         if not isinstance(length, int):
-            raise BackendProtocolError("/v1/models names no max_model_len", backend_id=self._id)
+            raise BackendProtocolError("/v1/models does not state max_model_len", backend_id=self._id)
         return str(first.get("root") or first.get("id") or ""), length
 
     def _has_version(self, version: int) -> None:
         if self._info is not None:
             self._info = replace(self._info, weight_version=version)
 
-    # ---- own
+    # ---- private
 
     def _check_room(self, request: GenerateRequest, info: ModelInfo) -> None:
         length, budget = len(request.input_ids), request.sampling.max_new_tokens
         if length + budget > info.context_length:
             raise PromptTooLong(
                 f"{length} prompt tokens and {budget} to sample exceed the context length {info.context_length}",
-                hint="Shorten the prompt or lower max_new_tokens",
+                hint="Shorten the prompt or lower max_new_tokens.",
                 backend_id=self._id,
             )
 
     async def _abort_quietly(self, request_id: str) -> None:
-        """Abort within a bound; an engine that cannot be told will see the closed connection."""
+        """Abort within a time limit; an engine that cannot be reached sees the closed connection."""
         with anyio.move_on_after(_ABORT_SECONDS):
             try:
                 await self.abort(request_id)
@@ -235,30 +239,32 @@ class HttpBackend(ABC):
             if is_json is None:
                 return None
             raise BackendProtocolError(
-                f"{path} answered no JSON", hint="Register an engine's own address", backend_id=self._id
+                f"{path} did not answer with JSON",
+                hint="Register the engine's own address.",
+                backend_id=self._id,
             ) from error
 
     def _refusal(self, status: int, path: str, raw: bytes) -> InferenceError:
         said = _error_message(raw)
         message = f"{path} answered {status}" + (f": {said}" if said else "")
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status == HTTPStatus.TOO_MANY_REQUESTS:
-            return BackendUnreachable(message, hint="See the engine's log", backend_id=self._id)
+            return BackendUnreachable(message, hint="See the engine's log.", backend_id=self._id)
         if "context length" in message:
             return PromptTooLong(
-                message, hint="Shorten the prompt or lower max_new_tokens", backend_id=self._id
+                message, hint="Shorten the prompt or lower max_new_tokens.", backend_id=self._id
             )
         if status < HTTPStatus.BAD_REQUEST:
             return BackendProtocolError(
-                message, hint="Register the engine's own address", backend_id=self._id
+                message, hint="Register the engine's own address.", backend_id=self._id
             )
         return BackendRejected(message, backend_id=self._id)
 
 
 def normalise_url(url: str) -> str:
-    """Return `url` as scheme, host, port and path, without a slash at the end.
+    """Return `url` as scheme, host, port and path, without a trailing slash.
 
     Raises:
-        ValueError: it is not a plain http or https address.
+        ValueError: `url` is not a plain http or https address.
     """
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
@@ -269,10 +275,10 @@ def normalise_url(url: str) -> str:
 
 
 def location_of(url: str) -> str:
-    """Return where an engine is: host and port and, behind a gateway, the path that leads to it.
+    """Return an engine's location: host, port and, behind a gateway, its path.
 
     Raises:
-        ValueError: it is not a plain http or https address.
+        ValueError: `url` is not a plain http or https address.
     """
     parts = urlsplit(normalise_url(url))
     port = "" if parts.port else f":{_PORTS[parts.scheme]}"
@@ -280,17 +286,17 @@ def location_of(url: str) -> str:
 
 
 def kv_key(info: ModelInfo) -> str:
-    """What engines are to tell KV of these weights from that of others by, beside the tokens."""
+    """Return the cache key that separates KV of these weights from that of other versions."""
     return f"weights-{info.weight_version}"
 
 
 async def read_model_config(model_path: str) -> dict[str, Any]:
-    """The text model's part of the `config.json` in a model folder; empty where it cannot be read from here."""
+    """Return the text model's part of a folder's `config.json`; empty if it cannot be read from here."""
     return await anyio.to_thread.run_sync(_read_model_config, model_path)
 
 
 def routing_shape(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Layers and experts per token of a mixture of experts, from its `config.json`; None for other models."""
+    """Return layers and experts per token from a `config.json`; None unless it is a mixture of experts."""
     layers = config.get("num_hidden_layers")
     experts = next((config[name] for name in _EXPERTS_PER_TOKEN if isinstance(config.get(name), int)), None)
     return (layers, experts) if isinstance(layers, int) and isinstance(experts, int) and experts else None
@@ -308,7 +314,7 @@ def _read_model_config(model_path: str) -> dict[str, Any]:
 
 
 def _error_message(raw: bytes) -> str:
-    """Return the error message in an engine's answer, or nothing for a body of unknown form."""
+    """Return the error message in an engine's answer; empty for an unknown format."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError:

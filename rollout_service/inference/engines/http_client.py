@@ -1,9 +1,11 @@
-"""HTTP/1.1 to one engine: what a turn needs of it and no more, since every turn waits for it twice.
+"""A minimal HTTP/1.1 client for one engine, kept small because every turn waits for it twice.
 
-Guarantees: an answer is whole, of a length that the engine has stated, and no larger than asked for, or it is an
-error; a connection carries one request at a time, and is used again only after a whole answer and before it has rested
-for `REST_SECONDS`; a call that is cancelled closes its connection, which the engine sees; a connection that comes about
-too late is closed, and closing the client waits for none longer than `CLOSE_SECONDS`.
+httpx's pool takes time that grows with the square of its connections, and aiohttp a fifth of a turn's CPU time.
+
+Guarantees: an answer is complete, of the length that the engine stated, and within the size limit, or it is an error; a
+connection carries one request at a time, and is reused only after a complete answer and within `REST_SECONDS`; a
+cancelled call closes its connection, which the engine sees; a connection that is established too late is closed, and
+`close` waits no longer than `CLOSE_SECONDS`.
 """
 
 import asyncio
@@ -20,26 +22,26 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 CONNECT_SECONDS = 10.0
 CLOSE_SECONDS = 1.0
 REST_SECONDS = 4.0
-"""Below the 5 seconds after which the engines' HTTP server drops an idle connection, so that no request is sent into
-one that is being closed."""
+"""Less than the 5 seconds after which the engines' HTTP server drops an idle connection: no request is sent into a
+connection that is being closed."""
 FIRST_FINAL_STATUS = 200
 ANSWER_BYTES = 16 << 20
-"""How large an answer may be where nothing else is said."""
+"""The default limit of an answer's size."""
 
 
 class AnswerTimeoutError(TimeoutError):
-    """A request was sent, and in the time that was given no whole answer came."""
+    """A request was sent, and no complete answer arrived in time."""
 
 
 class AnswerTooLargeError(OSError):
-    """An answer took more bytes than what was asked for can take; the rest of it was not read."""
+    """An answer exceeded its size limit; the rest of it was not read."""
 
 
 class HttpClient:
     """The connections to one engine; use it from one event loop, and close it."""
 
     def __init__(self, url: str) -> None:
-        """`url` is scheme, host and port, and perhaps a path that all others are below."""
+        """`url` has scheme, host and port, and may have a path that prefixes all others."""
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "", parts.port
         self._is_tls = parts.scheme == "https"
@@ -59,11 +61,12 @@ class HttpClient:
         seconds: float | None = None,
         max_bytes: int = ANSWER_BYTES,
     ) -> tuple[int, bytes]:
-        """Return the status and the body of an answer, within limits of time and size; redirects are answers too.
+        """Return the status and body of an answer, within limits of time and size; redirects are not followed.
 
         Raises:
-            OSError: there is no connection, it broke, or what came is not HTTP; TimeoutError is one of them, and
-                AnswerTimeoutError and AnswerTooLargeError too.
+            AnswerTimeoutError: no complete answer arrived within `seconds`.
+            AnswerTooLargeError: the answer is larger than `max_bytes`.
+            OSError: the connection failed or broke, or the answer is not HTTP; both errors above are subclasses.
         """
         length = f"Content-Length: {len(body)}\r\n" if body is not None else ""
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{length}\r\n".encode("ascii")
@@ -80,7 +83,7 @@ class HttpClient:
         return answer
 
     async def close(self) -> None:
-        """Close all connections; calls that are open fail."""
+        """Close all connections; open calls fail."""
         self._resting.clear()
         connections = list(self._open)
         for connection in connections:
@@ -91,7 +94,7 @@ class HttpClient:
         self._open.clear()
 
     def _rested(self) -> "_Connection | None":
-        """The one that was used last, if it may be used again; those that have rested for too long are closed."""
+        """Return the connection that was used last, if reusable; close those that have rested too long."""
         oldest = asyncio.get_running_loop().time() - REST_SECONDS
         while self._resting and self._resting[0].since < oldest:
             self._resting.popleft().close()
@@ -119,12 +122,12 @@ class HttpClient:
 
 @lru_cache(1)
 def _tls_context() -> ssl.SSLContext:
-    """The system's certificates, which take a while to read."""
+    """Return a context with the system's certificates, which are slow to read."""
     return ssl.create_default_context()
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, and the answer that is being read from it."""
+    """One connection, and the answer being read from it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, among: "set[_Connection]") -> None:
         self._loop = loop
@@ -132,19 +135,22 @@ class _Connection(asyncio.Protocol):
         self._parser = HttpResponseParser(self)
         self._parts: list[bytes] = []
         self._room = 0
-        """Bytes that the answer may still take, its head included."""
+        """Bytes that the answer may still take, including its head."""
         self._answer: asyncio.Future[tuple[int, bytes]] | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._is_discarded = False
         self.is_reusable = False
         self.since = 0.0
-        """When the last answer had come."""
+        """When the last answer was complete."""
         self.lost = anyio.Event()
 
     async def exchange(self, request: bytes, seconds: float | None, max_bytes: int) -> tuple[int, bytes]:
-        """Send a request and read its answer; raises OSError.
+        """Send a request and read its answer.
 
-        A timer alone ends what takes too long: each turn passes here, and a cancel scope costs it ten times as much.
+        A bare timer ends a slow exchange: every turn passes here, and a cancel scope costs ten times as much.
+
+        Raises:
+            OSError: as in `HttpClient.exchange`.
         """
         if self._transport is None:
             raise ConnectionError("the connection was never made")
@@ -165,9 +171,9 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def discard(self) -> None:
-        """Close a connection that nobody waits for any more, now or as soon as it is there.
+        """Close a connection that nobody waits for, now or once it is established.
 
-        An event loop that gives up connecting may close the transport without saying that the connection is lost.
+        An event loop that gives up connecting may close the transport without calling `connection_lost`.
         """
         self._is_discarded = True
         self._among.discard(self)
@@ -189,7 +195,7 @@ class _Connection(asyncio.Protocol):
         self._room -= len(data)
         if self._room < 0:
             self._parts.clear()
-            self._fail(AnswerTooLargeError("the answer is larger than what was asked for"))
+            self._fail(AnswerTooLargeError("the answer exceeds its size limit"))
             self.close()
             return
         try:

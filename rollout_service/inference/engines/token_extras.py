@@ -1,7 +1,7 @@
-"""What trainers may want of an engine beside ids, logprobs and versions, in the terms of the wire formats.
+"""Per-token extras of an engine's answer (top-k and prompt logprobs, routed experts), as the protocols send them.
 
-Guarantees: what was asked for comes in full, one entry for each token it is of, or the answer is refused: with
-`ExtraUnsupported` where the engine leaves it out altogether, with `BackendProtocolError` where it is wrong.
+Guarantees: an extra that was asked for is complete, with one entry per token, or the answer is refused: with
+ExtraUnsupported if the engine leaves it out, with BackendProtocolError if it is wrong.
 """
 
 import base64
@@ -17,7 +17,7 @@ from rollout_service.inference.errors import BackendProtocolError, ExtraUnsuppor
 
 
 class ExtraKind(StrEnum):
-    """One kind of export."""
+    """One kind of extra."""
 
     TOP_LOGPROBS = "top_logprobs"
     PROMPT_LOGPROBS = "prompt_logprobs"
@@ -25,7 +25,7 @@ class ExtraKind(StrEnum):
 
 
 def wanted(extras: RequestedExtras) -> frozenset[ExtraKind]:
-    """The kinds that are asked for."""
+    """Return the kinds that are asked for."""
     if extras == NO_EXTRAS:  # as of most requests
         return frozenset()
     kinds = {
@@ -37,19 +37,19 @@ def wanted(extras: RequestedExtras) -> frozenset[ExtraKind]:
 
 
 def unsupported(kind: ExtraKind, *, hint: str, backend_id: str = "") -> ExtraUnsupported:
-    """The error of an engine that does not give a kind of export."""
+    """Return the error of an engine that does not return an extra."""
     return ExtraUnsupported(
-        f"does not give {kind.value}", hint=hint, backend_id=backend_id, context={"export": kind.value}
+        f"does not return {kind.value}", hint=hint, backend_id=backend_id, context={"export": kind.value}
     )
 
 
 def routed_rows(request: GenerateRequest, sampled: int) -> int:
-    """How many tokens' experts an answer with `sampled` tokens has."""
+    """Return for how many tokens an answer with `sampled` tokens has experts."""
     return len(request.input_ids) + sampled - 1 - (request.extras.routed_experts_from or 0)
 
 
 def flat_experts(encoded: object, rows: int, shape: tuple[int, int]) -> NDArray[np.int32]:
-    """Experts from the base64 of little-endian int32, `[rows, layers, experts per token]` with `shape` the last two."""
+    """Decode experts from the base64 of little-endian int32: `rows` times `shape`, layers and experts per token."""
     raw, count = _decoded(encoded), max(rows, 0)
     if len(raw) != 4 * count * shape[0] * shape[1]:
         raise BackendProtocolError(
@@ -59,7 +59,7 @@ def flat_experts(encoded: object, rows: int, shape: tuple[int, int]) -> NDArray[
 
 
 def npy_experts(encoded: object, rows: int) -> NDArray[np.int32]:
-    """Experts from the base64 of a `.npy` file with an integer array `[rows, layers, experts per token]`."""
+    """Decode experts from the base64 of a `.npy` file with an integer array `[rows, layers, experts per token]`."""
     try:
         values = np.load(io.BytesIO(_decoded(encoded)), allow_pickle=False)
     except (ValueError, EOFError) as error:
@@ -80,5 +80,5 @@ def _decoded(encoded: object) -> bytes:
 
 def _checked(values: NDArray[np.integer]) -> NDArray[np.int32]:
     if values.size and values.min() < 0:
-        raise BackendProtocolError("a routed expert is negative")
+        raise BackendProtocolError("a routed expert's number is negative")
     return values.astype(np.int32)

@@ -133,7 +133,7 @@ async def test_an_engine_without_experts_refuses_the_order_typed():
     async with engine, Pools(OPTIONS) as pools:
         await pools.register(engine.url)
         policy = session(pools["policy"], TokenExtras(routed_experts=True))
-        with pytest.raises(ExtraUnsupported, match="does not give routed_experts"):
+        with pytest.raises(ExtraUnsupported, match="does not return routed_experts"):
             await policy.respond([Message(role="user", content="first")], max_tokens=9)
 
 

@@ -59,7 +59,7 @@ class SGLangWeights:
         """
         info = await self._call("/server_info", None)
         if not isinstance(info, dict):
-            raise BackendProtocolError("/server_info answered no JSON object", backend_id=self._id)
+            raise BackendProtocolError("/server_info did not answer with a JSON object", backend_id=self._id)
         if (replicas := info.get("dp_size", 1)) != 1:
             raise BackendRejected(
                 f"has {replicas} replicas (dp_size), which cannot join a process group",

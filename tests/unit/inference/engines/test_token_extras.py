@@ -1,4 +1,4 @@
-"""RequestedExtras on the wire and over interruptions: one entry for each token that they are of, or a typed refusal."""
+"""Extras on the wire and across interruptions: one entry per token, or a typed error."""
 
 import base64
 import copy
@@ -150,7 +150,7 @@ def nothing(_):
 
 FLAWS = [
     ("sglang", (*META, "output_top_logprobs"), shorter, "1 positions came with 2 tokens"),
-    ("sglang", (*META, "output_top_logprobs", 1), shorter, "1 likeliest tokens at 1, where 2"),
+    ("sglang", (*META, "output_top_logprobs", 1), shorter, "1 likeliest tokens at 1, but 2"),
     ("sglang", (*META, "output_top_logprobs", 0, 0, 1), lambda _: 50, "outside the vocabulary"),
     ("sglang", (*META, "output_top_logprobs", 0, 0, 0), lambda _: -3.0, "not in order"),
     ("sglang", (*META, "output_top_logprobs", 0, 0, 0), nothing, "not the logarithm"),
@@ -187,8 +187,8 @@ def test_a_flaw_is_refused_by_name(wire, path, change, message):
         ("vllm", (*CHOICE, "routed_experts"), "routed_experts"),
     ],
 )
-def test_an_engine_that_leaves_it_out_is_named_as_one_that_does_not_give_it(wire, path, kind):
-    with pytest.raises(ExtraUnsupported, match=f"does not give {kind}") as caught:
+def test_an_engine_that_leaves_it_out_is_named_as_one_that_does_not_return_it(wire, path, kind):
+    with pytest.raises(ExtraUnsupported, match=f"does not return {kind}") as caught:
         parse(wire, edited(WIRES[wire][1](), path, nothing))
     assert caught.value.context["export"] == kind
     assert caught.value.hint
