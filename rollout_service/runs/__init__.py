@@ -1,4 +1,4 @@
-"""Runs: standing orders that yield batches of groups; from the tasks' files to the trainer's acknowledgement."""
+"""Runs: tasks in, batches of groups out, from the source of the tasks to the acknowledgement."""
 
 from rollout_service.runs.delivery import Delivery, RunOverError
 from rollout_service.runs.manager import RunManager

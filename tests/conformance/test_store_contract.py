@@ -169,7 +169,7 @@ async def test_what_is_unknown_or_unfinished_has_no_trajectory(store: Store) -> 
     assert (await known(store)).error == INFRASTRUCTURE
 
 
-async def test_the_same_body_again_changes_nothing_and_another_is_refused(store: Store) -> None:
+async def test_repeating_a_request_changes_nothing_and_a_different_one_is_refused(store: Store) -> None:
     await store.submit(order(x=1, y=2))
     again, new = await store.submit(order(y=2, x=1))
     assert not new
@@ -253,9 +253,7 @@ async def test_renewing_touches_only_the_named_leases_of_the_owner(store: Store,
 
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("crashed", [False, True])
-async def test_what_is_given_back_is_queued_again(
-    store: Store, clock: Clock, begun: bool, crashed: bool
-) -> None:
+async def test_released_rollouts_are_requeued(store: Store, clock: Clock, begun: bool, crashed: bool) -> None:
     await store.submit(order())
     lost = await take(store)
     if begun:

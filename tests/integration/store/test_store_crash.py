@@ -1,4 +1,4 @@
-"""kill -9 of a process that writes to its store: nothing that it was told is durable may be missing."""
+"""kill -9 of a process that writes to its store: every write reported as durable is still there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store that cannot be written or read, as a trainer sees it over HTTP: a 503 that says what to do, and no loss."""
+"""A store that cannot be read or written, as a trainer sees it over HTTP: a 503 with a hint, and no data lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs, groups and batches in the store: each promise of the contract by an example, and an upgrade of the file."""
+"""The contract of runs, groups and batches by examples, and upgrades of the file."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ async def test_the_cursor_moves_with_the_groups(store: SqliteStore) -> None:
     assert await store.runs.start_groups("a", [new_group(2)]) == 0
 
 
-async def test_members_tell_their_versions(store: SqliteStore) -> None:
+async def test_members_report_their_versions(store: SqliteStore) -> None:
     await create(store)
     await store.runs.start_groups("a", [new_group(0)])
     await end_all(store, version=4)
@@ -160,7 +160,7 @@ async def test_members_tell_their_versions(store: SqliteStore) -> None:
     assert {(member.oldest_version, member.newest_version) for member in group.members} == {(4, 5)}
 
 
-async def test_a_sample_is_repeated_and_counted(store: SqliteStore) -> None:
+async def test_a_retried_sample_is_counted(store: SqliteStore) -> None:
     await create(store)
     await store.runs.start_groups("a", [new_group(0)])
     again = RolloutRequest(rollout_id="a.0.1.1", task=TASKS[0])
@@ -190,7 +190,7 @@ async def test_a_batch_is_leased_acknowledged_and_never_comes_again(store: Sqlit
     assert (run.count("acknowledged"), run.count("batched"), run.count("batches:acknowledged")) == (2, 0, 1)
 
 
-async def test_a_lost_answer_brings_the_same_batch(store: SqliteStore) -> None:
+async def test_repeating_a_key_returns_the_same_batch(store: SqliteStore) -> None:
     await create(store)
     await make_ready(store, 0, 1, 2, 3)
     first, again, other = await leased(store), await leased(store), await leased(store, "other")
@@ -198,7 +198,7 @@ async def test_a_lost_answer_brings_the_same_batch(store: SqliteStore) -> None:
     assert again.delivery == 1
 
 
-async def test_what_is_not_acknowledged_comes_again(store: SqliteStore, clock: Clock) -> None:
+async def test_an_unacknowledged_batch_is_delivered_again(store: SqliteStore, clock: Clock) -> None:
     await create(store)
     await make_ready(store, 0, 1)
     await leased(store)
@@ -329,7 +329,7 @@ async def test_a_consumer_may_ask_for_stale_groups(store: SqliteStore) -> None:
     assert isinstance(batch, BatchLease)
 
 
-async def test_dropped_groups_are_told_with_the_next_batch(store: SqliteStore) -> None:
+async def test_dropped_groups_are_reported_with_the_next_batch(store: SqliteStore) -> None:
     await create(store)
     await store.runs.start_groups("a", [new_group(n) for n in range(4)])
     await end_all(store)
@@ -382,7 +382,7 @@ async def test_only_what_is_settled_is_pruned(store: SqliteStore, clock: Clock) 
     assert await store.runs.prune("a", seconds=None, max_bytes=0) == 2
 
 
-async def test_waiting_tells_of_every_change(store: SqliteStore) -> None:
+async def test_waiting_sees_every_change(store: SqliteStore) -> None:
     seen = await store.runs.wait_for_change(0)
     await create(store)
     seen = await store.runs.wait_for_change(seen)
@@ -465,7 +465,7 @@ async def test_a_dropped_group_has_no_head(store: SqliteStore) -> None:
     assert await stored_heads(store) == 0
 
 
-async def test_what_fits_no_column_is_closed_and_comes_as_json(store: SqliteStore) -> None:
+async def test_a_group_that_does_not_fit_the_columns_is_delivered_as_json(store: SqliteStore) -> None:
     await create(store)
     await store.runs.start_groups("a", [new_group(0)])
     large = trajectory(0).segments[0].model_copy(update={"token_ids": [5, 6, 2**31]})
@@ -518,7 +518,7 @@ async def all_rows(store: SqliteStore) -> dict[str, int]:
     return await store._read(count)
 
 
-async def test_what_is_settled_is_deleted_by_age(store: SqliteStore, clock: Clock) -> None:
+async def test_settled_records_are_deleted_by_age(store: SqliteStore, clock: Clock) -> None:
     await create(store)
     await make_ready(store, 0, 1, 2, 3)
     await store.submit(RolloutRequest(rollout_id="plain", task=TASKS[0]))
@@ -619,7 +619,7 @@ async def test_the_rollouts_of_a_file_of_version_4_find_their_groups(tmp_path: P
     upgraded.close()
 
 
-async def test_what_nobody_acknowledged_outlives_every_age(store: SqliteStore, clock: Clock) -> None:
+async def test_unacknowledged_records_are_never_deleted(store: SqliteStore, clock: Clock) -> None:
     await create(store)
     await make_ready(store, 0)
     await store.runs.start_groups("a", [new_group(1)])

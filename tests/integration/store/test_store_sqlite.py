@@ -1,4 +1,4 @@
-"""What is particular to the SQLite store: its file, its failures, its group commit, its limits."""
+"""The specifics of the SQLite store: its file, its failures, its group commit, its limits."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ async def test_a_database_of_another_program_is_refused(path: Path) -> None:
         await SqliteStore.open(path)
 
 
-async def test_a_file_that_is_no_database_is_refused_with_a_hint(path: Path) -> None:
+async def test_a_file_that_is_not_a_database_is_refused_with_a_hint(path: Path) -> None:
     write(path, b"not a database, but long enough to have a header" * 100)
     with pytest.raises(StoreError, match="not a database") as caught:
         await SqliteStore.open(path)

@@ -1,4 +1,4 @@
-"""How many groups are begun, what is learned for it, and who is cut off."""
+"""How many groups are needed, how the acceptance rate is learned, and who is cut off."""
 
 import math
 import random
@@ -102,7 +102,7 @@ def test_without_evidence_the_prior_decides():
     assert AcceptanceRate(prior=0.3).given(GroupProgress(3, varied=True)) == pytest.approx(0.3)
 
 
-def test_what_a_group_has_shown_changes_its_worth():
+def test_a_groups_progress_changes_its_probability_of_being_kept():
     acceptance = AcceptanceRate()
     mixed, alike = GroupProgress(5, varied=True), GroupProgress(5, varied=False)
     for turn in range(200):

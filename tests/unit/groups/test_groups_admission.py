@@ -1,4 +1,4 @@
-"""The admission formula against an independent model, and what is too old."""
+"""The admission formula against an independent model, and staleness."""
 
 import pytest
 from hypothesis import given
@@ -15,17 +15,17 @@ from rollout_service.groups import (
 
 
 class AdmissionMachine(RuleBasedStateMachine):
-    """The model knows no formula: it asks in which step a group would be trained on.
+    """A model without the formula: it computes in which step a group would be trained on.
 
-    Groups are trained on B at a time. A group may begin if it would be trained on, if all that are there are kept, in
-    a step that is at most eta after the trainer's.
+    Groups are trained on B at a time. A group may start if, when all existing groups are kept, it would be trained on
+    at most `eta` steps after the trainer's current one.
     """
 
     @initialize(
         size=st.integers(1, 5), eta=st.integers(0, 4), most=st.integers(1, 30), version=st.integers(0, 6)
     )
     def start(self, size, eta, most, version):
-        """At version v, as after a restart without any record of what was trained on."""
+        """Start at a version, as after a restart without a record of what was trained on."""
         self.size, self.eta, self.most = size, eta, most
         self.step = version
         self.trained = version * size
@@ -115,8 +115,8 @@ def test_the_formula(most, size, eta, version, ready, acknowledged, running):
 
 
 @given(st.integers(1, 20), st.integers(0, 8), st.integers(0, 10_000), st.data())
-def test_a_restart_is_granted_no_more_than_eta_and_one_batches(size, eta, version, data):
-    """Whatever the record says of what was acknowledged before, and however much is kept."""
+def test_a_restart_is_granted_at_most_max_staleness_plus_one_batches(size, eta, version, data):
+    """This holds for any number of groups acknowledged before, and however many are kept."""
     acknowledged = data.draw(st.integers(0, (version + 2) * size))
     granted = ready = 0
     while True:
@@ -132,7 +132,7 @@ def test_a_restart_is_granted_no_more_than_eta_and_one_batches(size, eta, versio
 
 
 @given(count, st.integers(1, 30))
-def test_without_eta_only_concurrency_limits(running, most):
+def test_without_max_staleness_only_concurrency_limits(running, most):
     state = AdmissionState(1, most, None, 1, version=0, running=running, ready=10**6)
     assert admission_capacity(state) == most - running
 
@@ -149,5 +149,5 @@ def test_groups_to_start_are_within_the_capacity_and_never_negative(size, eta, a
 @pytest.mark.parametrize(
     ("oldest", "eta", "old"), [(None, 0, False), (3, None, False), (5, 0, False), (4, 0, True), (3, 2, False)]
 )
-def test_too_old(oldest, eta, old):
+def test_is_too_old(oldest, eta, old):
     assert is_too_old(oldest, version=5, max_staleness=eta) is old

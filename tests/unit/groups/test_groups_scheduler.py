@@ -1,4 +1,4 @@
-"""Fair shares among runs: weights, priorities, and nobody starves."""
+"""Fair shares among runs: weights, priorities, and no starvation."""
 
 from collections import Counter
 
@@ -50,7 +50,7 @@ def test_a_higher_priority_goes_first_and_a_lower_one_goes_on(turns):
 
 @given(st.lists(st.tuples(st.integers(-3, 3), st.floats(0.01, 100.0)), min_size=2, max_size=6))
 @settings(max_examples=30)
-def test_nobody_who_wants_to_starves(runs):
+def test_no_run_starves(runs):
     scheduler, had = FairScheduler(), Counter()
     asked = {str(i): Claim(ENDLESS, priority, weight) for i, (priority, weight) in enumerate(runs)}
     for _ in range(STARVATION_TURNS * len(runs)):

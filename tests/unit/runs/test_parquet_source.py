@@ -1,4 +1,4 @@
-"""Tasks from real Parquet files: every type that a data set has, or the row that is at fault."""
+"""Tasks from real Parquet files: every column type, or an error that names the row at fault."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_rows_beyond_one_group_are_read_by_position(tmp_path: Path) -> None:
         ([datetime.timedelta(1)], "timedelta"),
     ],
 )
-def test_what_no_instance_can_hold_is_named(tmp_path: Path, values: list[Any], said: str) -> None:
+def test_values_that_json_cannot_represent_are_named(tmp_path: Path, values: list[Any], said: str) -> None:
     with pytest.raises(InvalidFieldError, match=f"row 1.*{said}"):
         opened(write(tmp_path / "odd.parquet", value=values))
 
@@ -96,7 +96,7 @@ def test_a_row_that_the_environment_refuses_is_named(tmp_path: Path) -> None:
     assert [field.path for field in caught.value.fields] == ["body.source.path"]
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_files_without_instances_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "cut.parquet"
     for data in (b"", b"PAR1", write(tmp_path / "whole.parquet", n=[1]).read_bytes()[:-9]):
         path.write_bytes(data)

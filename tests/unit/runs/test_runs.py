@@ -1,4 +1,4 @@
-"""Runs at work: a real store and manager, and a worker whose rollouts end as the test says."""
+"""Runs with a real store and manager, and a worker whose rollouts end as the test says."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ async def test_a_trainer_gets_informative_groups_only() -> None:
         assert sum(n for batch in batches for n in batch.dropped.values()) <= 6
 
 
-async def test_no_more_is_begun_than_is_expected_to_be_needed() -> None:
+async def test_no_more_groups_start_than_are_expected_to_be_needed() -> None:
     async with bench(lambda lease: float(place(lease)[1])) as it:
         await it.create(tasks=500, prefetch_batches=0)
         for _ in range(20):
@@ -213,7 +213,7 @@ async def test_no_more_is_begun_than_is_expected_to_be_needed() -> None:
         assert 'rollout_run_acceptance_rate{run="a"}' in it.metrics.render().decode()
 
 
-async def test_what_fails_is_repeated_then_masked() -> None:
+async def test_a_failed_sample_is_retried_then_masked() -> None:
     def play(lease: Lease) -> float | ErrorInfo:
         number, sample, retry = place(lease)
         if sample == 0 and retry <= number:
@@ -253,7 +253,7 @@ async def test_filters_are_chosen_by_name() -> None:
             )
 
 
-async def test_staleness_bounds_what_is_begun() -> None:
+async def test_staleness_bounds_how_many_groups_start() -> None:
     async with bench(lambda lease: float(place(lease)[1] % 2)) as it:
         await it.create(tasks=100, max_staleness=1, prefetch_batches=8)
         for version in range(3):
@@ -304,7 +304,7 @@ async def test_a_group_with_too_little_left_is_dropped_as_stale(fields: dict[str
         assert (await it.store.runs.get("a")).count("dropped:stale") == 2
 
 
-async def test_what_grows_too_old_is_replaced_before_anyone_asks() -> None:
+async def test_groups_that_become_too_old_are_replaced_before_a_lease() -> None:
     async with bench(lambda lease: float(place(lease)[1] % 2)) as it:
         await it.create(tasks=100, max_staleness=0, prefetch_batches=1, source=InlineTasks(open=True))
         tasks = [Task(environment="calc", instance={"n": n}) for n in range(100)]
@@ -323,7 +323,7 @@ async def test_what_grows_too_old_is_replaced_before_anyone_asks() -> None:
         assert run.count("acknowledged") == 2
 
 
-async def test_a_trainer_that_takes_what_is_stale_gets_all_of_it() -> None:
+async def test_a_trainer_that_accepts_stale_samples_gets_all_of_them() -> None:
     async with bench(lambda lease: float(place(lease)[1] % 2)) as it:
         await it.create(tasks=4, max_staleness=0)
         while (await it.store.runs.get("a")).count("ready") < 2:
@@ -354,7 +354,7 @@ async def test_pause_resume_and_end() -> None:
         assert (run.count("open"), run.count("ready"), run.state) == (0, 0, RunState.ENDED)
 
 
-async def test_ending_a_run_frees_what_is_under_way() -> None:
+async def test_ending_a_run_cancels_its_open_groups() -> None:
     async with bench(lambda _: None) as it:
         await it.create()
         while len(it.begun) < 8:
