@@ -43,9 +43,11 @@ async def hidden_neighbours(sandbox: Sandbox, provider: SandboxProvider) -> None
         await (await sandbox.bash()).run("sleep 4242 &")
         result = await other.exec(["bash", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"])
         expect(b"4242" not in result.stdout, result)
-        expect((await other.exec(["cat", mine])).exit_code != 0, "a neighbour's file")
+        expect((await other.exec(["cat", mine])).exit_code != 0, "another sandbox's file")
         await other.exec(["bash", "-c", "kill -9 -1"])
-        expect((await (await sandbox.bash()).run("jobs")).output.count("4242") == 1, "a neighbour ended it")
+        expect(
+            (await (await sandbox.bash()).run("jobs")).output.count("4242") == 1, "another sandbox ended it"
+        )
 
 
 async def control_out_of_reach(sandbox: Sandbox, _: SandboxProvider) -> None:

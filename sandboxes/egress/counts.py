@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class EgressCounts:
-    """What one proxy, or several together, have done."""
+    """The counts of one proxy, or of several together."""
 
     connections: int = 0
     allowed: int = 0
