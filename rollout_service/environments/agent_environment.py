@@ -1,4 +1,4 @@
-"""An environment whose agent is the built-in one; what is left to write is how an outcome is scored."""
+"""An environment with the built-in agent; a subclass only has to score the outcome."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ PROGRAMS = (
     *("/environment", "/.singularity.d", "/etc/ld.so.preload", "/etc/ld.so.cache", "/etc/ld.so.conf"),
     *("/etc/ld.so.conf.d", "/etc/profile", "/etc/profile.d", "/etc/bash.bashrc", "/etc/environment"),
 )
-"""Where a system has its programs, and what changes how they start: never taken over from an agent."""
+"""A system's programs, and the files that change how they start: never copied from an agent's sandbox."""
 
 
 class AgentEnvironment(Environment):
-    """Renders the prompts of its spec over the instance and runs the built-in agent.
-
-    Raises ConfigurationError when the spec contradicts itself, with the environment's name.
-    """
+    """Renders the prompts of its spec over the instance and runs the built-in agent."""
 
     def __init__(self, spec: EnvironmentSpec, *, extra_tools: Sequence[Tool] = ()) -> None:
-        """`extra_tools` are given to the agent beside the built-in ones that the spec names."""
+        """`extra_tools` are added to the built-in tools that the spec names.
+
+        Raises:
+            ConfigurationError: the spec contradicts itself.
+        """
         self.spec = spec
         _check_spec(spec)
         if self.replayable == "answer" and spec.evaluate_in is not EvaluateIn.NONE:
@@ -52,11 +53,15 @@ class AgentEnvironment(Environment):
             raise ConfigurationError(f"environment {spec.name!r}: {error}") from error
 
     def check(self, instance: dict[str, JsonValue]) -> None:
-        """Refuse an instance that lacks what the prompts use."""
+        """Reject an instance that lacks a field which the prompts use."""
         self.messages(instance)
 
     def messages(self, instance: dict[str, JsonValue]) -> list[Message]:
-        """The messages that a conversation begins with; raises InvalidFieldError."""
+        """Return the messages that begin the conversation.
+
+        Raises:
+            InvalidFieldError: the instance lacks a field which the prompts use.
+        """
         prompt = Message(role="user", content=self._prompt.render(instance))
         if self._system is None:
             return [prompt]
@@ -71,7 +76,7 @@ class AgentEnvironment(Environment):
         except (SandboxClosedError, LimitExceededError) as error:
             if isinstance(error, LimitExceededError) and error.limit != "lifetime":
                 raise
-            episode.notes.append(f"the agent's sandbox ended under it: {error}")
+            episode.notes.append(f"the agent's sandbox ended while the agent was at work: {error}")
             return StopReason.SANDBOX_ENDED
 
 
@@ -80,7 +85,7 @@ def _check_spec(spec: EnvironmentSpec) -> None:
     if spec.image is None and (needing or spec.evaluate_in is not EvaluateIn.NONE):
         what = f"the tools {', '.join(needing)}" if needing else f"evaluation in a {spec.evaluate_in} sandbox"
         raise ConfigurationError(
-            f"environment {spec.name!r} has no image, and {what} would need a sandbox",
+            f"environment {spec.name!r} has no image, and {what} needs a sandbox",
             hint="Name an image, such as image = 'base'.",
         )
     for path in spec.artifacts:
@@ -96,6 +101,6 @@ def _check_artifact(name: str, path: str) -> None:
     place = "/" + "/".join(parts)
     if place in WHOLE_SYSTEM or any(f"{place}/".startswith(f"{folder}/") for folder in PROGRAMS):
         raise ConfigurationError(
-            f"environment {name!r}: the artifact {path!r} would bring the agent's programs and settings to the grader",
+            f"environment {name!r}: the artifact {path!r} would copy the agent's programs and settings to the grader",
             hint="Name the folders that hold the agent's work, such as /workspace.",
         )

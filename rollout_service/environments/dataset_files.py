@@ -1,6 +1,6 @@
-"""The data set of an environment's folder: JSON Lines, an instance a line.
+"""The data set in an environment's folder: JSON Lines, one instance per line.
 
-Guarantee: every instance is a JSON object, and one that is not is named by its file and line, counted from 1.
+Guarantee: every instance is a JSON object; a line that is not is reported by its file and number, counted from 1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from rollout_service.errors import ConfigurationError
 
 
 def read_instances(path: Path, split: str | None = None) -> list[dict[str, JsonValue]]:
-    """Return the instances of a file, with `split` as theirs when it is given; raises ConfigurationError."""
+    """Read the instances of a file; `split`, if given, becomes theirs.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or a line is not valid.
+    """
     try:
         lines = path.read_bytes().split(b"\n")  # a text's splitlines() would also cut at U+2028
     except OSError as error:

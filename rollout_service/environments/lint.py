@@ -1,6 +1,6 @@
-"""Mistakes of an environment's folder that would only show when a rollout is set up or scored.
+"""Mistakes in an environment's folder that would otherwise appear only when a rollout is set up or scored.
 
-Guarantee: nothing is run, and each finding names the file and what to do about it.
+Guarantee: nothing is run, and each finding names the file and the remedy.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _CREATES = re.compile(rf"(?:>|\b(?:mkdir|touch|tee)\b[^;|&]*?)\s*{INSIDE}/")
 
 
 def findings(declaration: Declaration, files: Sequence[PackedFile]) -> Iterator[str]:
-    """Yield what is wrong with the commands of a declaration, given the files of its folder."""
+    """Yield the mistakes in the commands of a declaration, given the files of its folder."""
     by_path = {file.path: file for file in files}
     for where, command in _commands(declaration):
         if _CREATES.search(command):
-            continue  # it makes files there by itself
+            continue  # it creates files there itself
         yield from _missing(where, command, by_path)
         yield from _not_runnable(where, command, by_path)
 
@@ -38,7 +38,7 @@ def _missing(where: str, command: str, files: Iterable[str]) -> Iterator[str]:
     for name in _NAMED.findall(command):
         path = name.strip("/")
         if not any(f"{file}/".startswith(f"{path}/") for file in files):
-            yield f"{where}: {INSIDE}/{path} is not there: the folder has no file {path}"
+            yield f"{where}: {INSIDE}/{path} does not exist: the folder has no file {path}"
 
 
 def _not_runnable(where: str, command: str, files: dict[str, PackedFile]) -> Iterator[str]:
@@ -49,11 +49,11 @@ def _not_runnable(where: str, command: str, files: dict[str, PackedFile]) -> Ite
         if not file.executable:
             yield f"{where}: {program} is not executable: chmod +x {file.path}, or name its interpreter"
         elif file.data.startswith(b"#!") and file.data.split(b"\n", 1)[0].endswith(b"\r"):
-            yield f"{where}: {program} has Windows line ends, so its first line names no program"
+            yield f"{where}: {program} has Windows line endings, so its first line names no program; convert them"
 
 
 def _programs(command: str) -> Iterator[str]:
-    """Yield the first word of each simple command, as far as it can be told without running the shell."""
+    """Yield the first word of each simple command, as far as that is known without running the shell."""
     words = shlex.shlex(command, posix=True, punctuation_chars=True)
     words.whitespace_split = True
     begins = True
@@ -64,5 +64,5 @@ def _programs(command: str) -> Iterator[str]:
             elif begins and not _ASSIGNMENT.match(word):
                 begins = False
                 yield word
-    except ValueError:  # a quote that the shell would complain of too
+    except ValueError:  # an open quote, which the shell would reject too
         return

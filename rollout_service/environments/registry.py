@@ -1,7 +1,7 @@
-"""The environments that a service knows: built-in ones, plug-ins, folders and images.
+"""The environments of a service: built-in ones, plug-ins, folders and images.
 
-Guarantees: an environment that cannot be loaded does not hide the others, and asking for it says why it could
-not; two of the same name are an error of the second one.
+Guarantees: an environment that cannot be loaded does not hide the others, and looking it up raises the reason; if two
+have the same name, the second one is an error.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from rollout_service.environments.declarative.from_image import extract_environm
 from rollout_service.errors import ConfigurationError, InvalidFieldError, did_you_mean
 
 GROUP = "rollout_service.environments"
-"""The group of entry points; each is an `Environment` or a function without arguments that returns one."""
+"""The group of entry points; each is an `Environment`, or a function without arguments that returns one."""
 FIELD = "environment"
-"""As in a task: callers put it below the task's own path."""
+"""The path of an environment's name in a task; callers prefix it with the task's own path."""
 
 
 class EnvironmentRegistry:
@@ -30,16 +30,16 @@ class EnvironmentRegistry:
     def __init__(self, environments: Iterable[Environment] = ()) -> None:
         self._environments: dict[str, Environment] = {}
         self.problems: dict[str, ConfigurationError] = {}
-        """What could not be loaded, by the plug-in's name or the path, and why."""
+        """The reason for each environment that could not be loaded, by the plug-in's name or the path."""
         for environment in environments:
             self.add(environment, environment.spec.name)
 
     @classmethod
     def load(cls, paths: Iterable[Path] = (), *, plugins: Iterable[EntryPoint] | None = None) -> Self:
-        """All plug-ins, the built-in environments among them, and those at the paths.
+        """Load all plug-ins, including the built-in environments, and the environments at the paths.
 
-        A path is a folder with an `environment.toml`, such a file, or an image that holds `/environment`. Call
-        it in a thread: it imports plug-ins and may read images.
+        A path is a folder with an `environment.toml`, such a file, or an image with `/environment`. Call this in a
+        thread: it imports plug-ins and may read images.
         """
         registry = cls()
         for plugin in entry_points(group=GROUP) if plugins is None else plugins:
@@ -49,11 +49,15 @@ class EnvironmentRegistry:
         return registry
 
     def add(self, environment: Environment, source: str) -> None:
-        """Make an environment known; raises ConfigurationError when its name is taken."""
+        """Register an environment.
+
+        Raises:
+            ConfigurationError: its name is taken.
+        """
         name = environment.spec.name
         if name in self._environments:
             raise ConfigurationError(
-                f"{source}: there is another environment of the name {name!r}", hint="Give it another name."
+                f"{source}: environment {name!r} is already registered", hint="Give it another name."
             )
         self._environments[name] = environment
 
@@ -61,7 +65,7 @@ class EnvironmentRegistry:
         """Return the environment of that name.
 
         Raises:
-            InvalidFieldError: there is none; at `environment`, with the names that are known.
+            InvalidFieldError: there is none; the hint lists the known names.
             ConfigurationError: the plug-in of that name could not be loaded.
         """
         if name in self._environments:
@@ -76,7 +80,7 @@ class EnvironmentRegistry:
         )
 
     def list(self) -> list[Environment]:
-        """All environments, by name."""
+        """Return all environments, sorted by name."""
         return [self._environments[name] for name in sorted(self._environments)]
 
     def _try(self, source: str, load: Callable[[], Environment]) -> None:
@@ -87,7 +91,11 @@ class EnvironmentRegistry:
 
 
 def load_path(path: Path) -> Environment:
-    """The environment at a path; raises ConfigurationError that names it."""
+    """Load the environment at a path.
+
+    Raises:
+        ConfigurationError: there is none, or it is not valid; the message names the path.
+    """
     path = path.expanduser()
     if path.name == FILE_NAME:
         path = path.parent
@@ -97,17 +105,17 @@ def load_path(path: Path) -> Environment:
         return _load_image(path.resolve())
     raise ConfigurationError(
         f"there is no environment at {path}",
-        hint=f"Name a folder with an {FILE_NAME}, or an image that holds one.",
+        hint=f"Name a folder with an {FILE_NAME}, or an image that contains one.",
     )
 
 
 def _load_image(image: Path) -> Environment:
-    """The environment in an image; mistakes are named where they are in it, not in the folder that it is copied to."""
+    """Load the environment in an image; errors name paths in the image, not in the folder that it is copied to."""
     folder = extract_environment(image)
     if not (folder / FILE_NAME).is_file():
         raise ConfigurationError(
             f"the image {image} has no {INSIDE}/{FILE_NAME}",
-            hint="Put one there, or name the folder that has it instead of the image.",
+            hint="Put one there, or name a folder that has one instead of the image.",
         )
     try:
         return load_folder(folder, image=image)
@@ -126,5 +134,7 @@ def _from_plugin(plugin: EntryPoint) -> Environment:
     except Exception as error:
         raise ConfigurationError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(environment, Environment):
-        raise ConfigurationError(f"{where} is a {type(environment).__name__} and no Environment")
+        raise ConfigurationError(
+            f"{where} is not an Environment but an object of type {type(environment).__name__}"
+        )
     return environment

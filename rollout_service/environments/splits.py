@@ -1,7 +1,7 @@
 """The splits of a data set, such as `train` and `held_out`.
 
-An instance belongs to the split that its field `split` names. Guarantee: no instance is in two splits, and whoever asks
-for a data set that has splits must say which one, so that nobody trains on held-out tasks by accident.
+An instance belongs to the split named in its field `split`. Guarantee: no instance is in two splits, and a data set
+with splits is only ever read one split at a time, so nobody trains on held-out tasks by accident.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ Instance = dict[str, JsonValue]
 
 
 def get_split(instance: Instance) -> str | None:
-    """Return the split that an instance belongs to, None for none."""
+    """Return the split of an instance, or None."""
     name = instance.get(SPLIT)
     return name if isinstance(name, str) else None
 
 
 def count_splits(dataset: Sequence[Instance]) -> dict[str, int]:
-    """Count the instances of each split, in the order in which the splits appear; empty for a data set without any."""
+    """Count the instances of each split, in order of appearance; empty for a data set without splits."""
     return dict(Counter(name for name in map(get_split, dataset) if name is not None))
 
 
 def select_split(dataset: Sequence[Instance], split: str | None, *, field: str) -> list[Instance]:
     """Return the instances of a split, or all instances of a data set without splits.
 
-    Raises InvalidFieldError at `field` for a split that is not there, or when one must be named.
+    Raises:
+        InvalidFieldError: there is no such split, or one must be named; the path is `field`.
     """
     known = count_splits(dataset)
     if split is None and not known:

@@ -1,8 +1,8 @@
 """Runs of an agent's program, kept as data for the grader.
 
-Guarantees: when the program runs, nothing of the grader, of the instance but this run's input, and of the result is in
-its sandbox; each run has a limit of time and of output, and all together one of time; no process of one run meets the
-next; whatever the program does to its sandbox is a run that failed, and never a failure of the evaluation.
+Guarantees: while the program runs, its sandbox holds nothing of the grader or the result, and nothing of the instance
+but this run's input; each run has a limit on time and output, and all runs together one on time; no process survives
+into the next run; whatever the program does to its sandbox fails that run, never the evaluation.
 """
 
 from __future__ import annotations
@@ -32,14 +32,18 @@ class SubmissionRun:
     stdout: str = ""
     stderr: str = ""
     exit_code: int | None = None
-    """None where it did not end by itself, or did not begin."""
+    """None if it did not exit by itself or was never started."""
     timed_out: bool = False
     truncated: bool = False
-    """Whether output is missing in the middle."""
+    """Whether the middle of the output is missing."""
 
 
 def read_inputs(table: RunTable, instance: dict[str, JsonValue]) -> list[str]:
-    """Return what each run reads; raises InvalidFieldError where the instance does not say it."""
+    """Return the input of each run.
+
+    Raises:
+        InvalidFieldError: the instance lacks it.
+    """
     if table.stdin is None:
         return [""]
     found = instance.get(table.stdin)
@@ -48,14 +52,14 @@ def read_inputs(table: RunTable, instance: dict[str, JsonValue]) -> list[str]:
         checked = [text for text in texts if isinstance(text, str)]
         if len(checked) == len(texts):
             return checked
-    message = f"must be a text, or a list of 1 to {MAX_RUNS} texts: the input of each run"
+    message = f"must be a string, or a list of 1 to {MAX_RUNS} strings: the input of each run"
     raise InvalidFieldError([FieldError(path=f"instance.{table.stdin}", message=message)])
 
 
 async def run_submission(
     sandbox: Sandbox, table: RunTable, inputs: list[str], seconds: float
 ) -> list[SubmissionRun]:
-    """Run the program on each input; a run that would begin after `seconds` has timed out."""
+    """Run the program on each input; a run that would start after `seconds` counts as timed out."""
     limit = max(1, min(parse_size(table.output_size), MAX_OUTPUT_BYTES // (2 * len(inputs))))
     deadline = anyio.current_time() + seconds
     runs = []
@@ -91,5 +95,5 @@ async def _run(sandbox: Sandbox, command: str, text: str, seconds: float, limit:
 
 
 def encode_runs(runs: list[SubmissionRun]) -> bytes:
-    """Return the runs as the grader reads them."""
+    """Return the runs as JSON for the grader."""
     return json.dumps([asdict(run) for run in runs]).encode()

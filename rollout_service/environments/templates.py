@@ -1,7 +1,7 @@
-"""Prompts: sandboxed Jinja2 over a task's instance.
+"""Prompts: sandboxed Jinja2 templates over a task's instance.
 
-Guarantees: the instance is data and is never read as a template, whatever braces it holds; a template cannot
-change the instance or reach Python behind it; a field that is missing is an InvalidFieldError that names it.
+Guarantees: the instance is data and never read as a template, whatever braces it contains; a template cannot change the
+instance or reach Python behind it; a missing field raises an InvalidFieldError that names it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollout_service.errors import ConfigurationError, InvalidFieldError
 
 
 class _MissingError(Exception):
-    """A template used a field that is not there."""
+    """A template used a field that the instance lacks."""
 
     def __init__(self, owner: object, name: str, message: str) -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ class _MissingError(Exception):
 
 
 class _Undefined(StrictUndefined):
-    """An undefined value that, when it is used, says whose field it was."""
+    """An undefined value that names its owner when it is used."""
 
     __slots__ = ()
 
@@ -39,13 +39,13 @@ class _Undefined(StrictUndefined):
         hint: str | None = None,
         obj: Any = missing,
         name: str | None = None,
-        exc: Any = None,  # noqa: ARG002 - jinja's own choice of an exception
+        exc: Any = None,  # noqa: ARG002 - Jinja's own choice of an exception
     ) -> None:
         super().__init__(hint, obj, name, partial(_MissingError, obj, str(name)))  # type: ignore[arg-type]
 
 
 class _TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Where `instance.items` means the field `items`, not a method of dict."""
+    """A Jinja environment where `instance.items` means the field `items`, not dict's method."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if isinstance(obj, Mapping) and attribute in obj:
@@ -54,12 +54,16 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 class PromptTemplate:
-    """One template, compiled."""
+    """A compiled template."""
 
     def __init__(self, source: str, *, where: str) -> None:
-        """Compile it; raises ConfigurationError, naming `where`, when it is not valid."""
+        """Compile the template.
+
+        Raises:
+            ConfigurationError: it is not valid; the message names `where`.
+        """
         self._where = where
-        # Text for a model is not HTML: nothing is to be escaped.
+        # Text for a model is not HTML, so nothing is escaped.
         environment = _TemplateEnvironment(undefined=_Undefined, autoescape=False, keep_trailing_newline=True)
         try:
             unknown = find_undeclared_variables(environment.parse(source)) - {
@@ -72,12 +76,16 @@ class PromptTemplate:
         if unknown:
             names = ", ".join(sorted(unknown))
             raise ConfigurationError(
-                f"{where} uses {names}, and a template knows nothing but `instance`",
+                f"{where} uses {names}, but a template has only `instance`",
                 hint="Write {{ instance.NAME }} for a field of the task.",
             )
 
     def render(self, instance: dict[str, JsonValue]) -> str:
-        """The text for an instance; raises InvalidFieldError with the path of what it lacks."""
+        """Return the text for an instance.
+
+        Raises:
+            InvalidFieldError: the instance lacks a field that the template uses.
+        """
         try:
             return self._template.render(instance=instance)
         except _MissingError as error:
@@ -91,7 +99,7 @@ class PromptTemplate:
         path = f"{next(owners, 'instance')}.{error.name}"
         return InvalidFieldError(
             [FieldError(path=path, message=f"is missing, and {self._where} uses it")],
-            hint="Add the field to the task's instance, or make the template do without it.",
+            hint="Add the field to the task's instance, or remove it from the template.",
         )
 
 

@@ -1,6 +1,6 @@
-"""One episode of an environment outside of the service: for its author's tests, and to try it out.
+"""One episode of an environment outside the service: for its author's tests, and to try it out.
 
-It does what the pipeline does, in the same order, without queues, deadlines and retries.
+Guarantee: the steps are the pipeline's, in the same order, without its queues, deadlines and retries.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sandboxes.sessions.opening import open_sessions
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How an episode went."""
+    """The outcome of a trial."""
 
     score: Score
     stop_reason: StopReason
@@ -36,9 +36,9 @@ async def play(
     policy: Policy,
     sandboxes: SandboxSource,
 ) -> Trial:
-    """Check an instance, set it up, let the policy work on it, and score the outcome.
+    """Check an instance, set it up, run the agent with the policy, and score the outcome.
 
-    Raises whatever the environment, the policy or a sandbox fails with.
+    Errors of the environment, the policy or a sandbox are raised as they are.
     """
     environment.check(instance)
     spec = environment.spec
@@ -68,7 +68,7 @@ async def play(
 
 
 async def _score_in_place(environment: Environment, episode: Episode, sandboxes: SandboxSource) -> Score:
-    """Score in the agent's own sandbox, as long as that is there."""
+    """Score in the agent's own sandbox, unless that has ended."""
     if not await _end_agent(episode, sandboxes):
         return SANDBOX_ENDED_SCORE
     if environment.spec.runs_submission:
@@ -86,7 +86,7 @@ async def _end_agent(episode: Episode, sandboxes: SandboxSource) -> bool:
 async def _sandbox(
     spec: EnvironmentSpec, episode: Episode, sandboxes: SandboxSource, artifacts: Artifacts | None = None
 ) -> AsyncIterator[Sandbox | None]:
-    """Yield the episode's sandbox with what the agent left, or None if its environment needs none."""
+    """Yield the episode's sandbox with the artifacts, or None if its environment needs no sandbox."""
     if spec.image is None:
         yield None
         return

@@ -1,7 +1,7 @@
-"""A policy that says again what was recorded: rollouts are replayed without an engine.
+"""A policy that repeats a recorded rollout without an engine.
 
-Guarantees: the agent gets the recorded turns in their order and nothing else; every message that reaches it otherwise
-than recorded is kept as a difference. A history that was edited in between cannot be replayed, and is refused.
+Guarantees: the agent gets the recorded turns in their order and nothing else; every message that differs from the
+recorded one is kept as a difference; a rollout whose history was edited is rejected.
 """
 
 from __future__ import annotations
@@ -44,16 +44,20 @@ class RecordedPolicy:
 
     @property
     def turns_recorded(self) -> int:
-        """How many there are."""
+        """The number of recorded turns."""
         return len(self._turns)
 
     @property
     def usage(self) -> Usage:
-        """Return the usage of the turns played so far, in the tokens that they once took."""
+        """The usage of the turns played so far, in the tokens that they took originally."""
         return self._usage
 
     def check(self) -> None:
-        """Raise NotReplayableError unless the conversation is whole."""
+        """Check that the conversation is whole.
+
+        Raises:
+            NotReplayableError: the agent replaced parts of it.
+        """
         if any(self._trajectory.fork_counts.get(reason) for reason in _EDITED):
             raise NotReplayableError(
                 "the agent replaced parts of its conversation, which are not recorded",
@@ -61,7 +65,11 @@ class RecordedPolicy:
             )
 
     async def respond(self, new_messages: list[Message], *, max_tokens: int) -> PolicyTurn:  # noqa: ARG002
-        """The next recorded turn; ContextFullError after the last one, which ends an agent in an orderly way."""
+        """Return the next recorded turn.
+
+        Raises:
+            ContextFullError: there is none, which ends the agent in an orderly way.
+        """
         number = self._usage.turns
         self.messages += new_messages
         if number >= len(self._turns):
@@ -81,14 +89,18 @@ class RecordedPolicy:
         messages: list[Message],  # noqa: ARG002
         reason: ForkReason = ForkReason.HISTORY_EDITED,
     ) -> None:
-        """Refuse: what follows a history that was replaced cannot be told from the recording."""
+        """Reject the change: the recording does not say what follows another history.
+
+        Raises:
+            NotReplayableError: always.
+        """
         raise NotReplayableError(
-            f"the agent replaced its conversation ({reason}), which no recording can follow",
+            f"the agent replaced its conversation ({reason}), which a recording cannot follow",
             hint="Only an environment that evaluates the answer alone can evaluate it again.",
         )
 
     def trajectory(self) -> Trajectory:
-        """As recorded."""
+        """Return the recorded trajectory."""
         return self._trajectory
 
     def _compare(self, turn: int, recorded: Sequence[Message], replayed: Sequence[Message]) -> None:
@@ -118,7 +130,7 @@ class RecordedPolicy:
 
 
 def split_turns(messages: Sequence[Message]) -> list[tuple[list[Message], Message]]:
-    """Each turn of the policy behind the messages that came since the one before."""
+    """Return each turn of the policy with the new messages before it."""
     turns: list[tuple[list[Message], Message]] = []
     before: list[Message] = []
     for message in messages:

@@ -1,9 +1,9 @@
-"""The built-in agent: the policy answers, its tool calls are carried out, their results go back to it.
+"""The built-in agent: the policy answers, its tool calls run, and their results go back to it.
 
-Guarantees: results are in the order of the calls; a call that the policy got wrong gets an explanation as its
-result, and so does one for which the agent left no room in its sandbox; a failure of the infrastructure ends the
-rollout as one, with its own type; whatever stops the agent,
-the calls and seconds so far are counted and the conversation ends after a whole turn.
+Guarantees: results are in the order of the calls; a malformed call gets an explanation as its result, and so does a
+call for which the agent left no room in its sandbox; a failure of the infrastructure ends the rollout with an error
+of its own type; whatever stops the agent, the calls and seconds so far are counted and the conversation ends after a
+whole turn.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from sandboxes.errors import LimitExceededError
 from sandboxes.task_groups import open_task_group
 
 GRACE_SECONDS = 5.0
-"""What a tool has beyond its time limit to end by itself, which leaves a better result than being cut off."""
+"""Time beyond its limit for a tool to end by itself, which leaves a better result than cutting it off."""
 
 
 class ToolCallingAgent:
-    """Runs the policy with these tools."""
+    """Runs a policy with a set of tools."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._tools = by_name(tools)
 
     @property
     def definitions(self) -> list[ToolSpec]:
-        """What the policy is told of the tools."""
+        """The tools' definitions for the policy."""
         return [tool.definition for tool in self._tools.values()]
 
     async def run(self, episode: Episode, messages: Sequence[Message]) -> StopReason:
-        """Work on a task that begins with these messages; leaves the final text in `episode.answer`.
+        """Work on a task that begins with these messages; put the final text in `episode.answer`.
 
-        Raises whatever the engine, the renderer or the sandbox fails with.
+        Errors of the engine, the renderer and the sandbox are raised as they are.
         """
         with anyio.move_on_after(episode.limits.agent_seconds):
             return await self._run_turns(episode, list(messages))
@@ -73,7 +73,7 @@ class ToolCallingAgent:
         return StopReason.MAX_TURNS
 
     async def _run_calls(self, episode: Episode, calls: Sequence[ToolCall]) -> list[Message]:
-        """The results of a turn's calls; nothing when one of them ended the agent."""
+        """Return the results of a turn's calls; empty if one of them ended the agent."""
         limits = episode.limits
         context = ToolContext(
             episode.sandbox, limits.tool_seconds, limits.tool_output_chars, episode.limit_violations
@@ -103,7 +103,7 @@ class ToolCallingAgent:
         return call.error is None and tool is not None and tool.parallel
 
     async def _run_in_order(self, calls: Sequence[ToolCall], context: ToolContext) -> list[ToolResult]:
-        """Results up to the last call, or to the first one that ends the agent."""
+        """Run calls one after another, up to the first that ends the agent."""
         results: list[ToolResult] = []
         for call in calls:
             results.append(await self._run_call(call, context))
@@ -154,7 +154,7 @@ def final_answer(messages: Sequence[Message]) -> str | None:
 
 
 def _stop_reason_of(turn: PolicyTurn, episode: Episode) -> StopReason | None:
-    """Why a turn without a well-formed call is the last one; None when it holds malformed calls to answer."""
+    """Return why a turn without a well-formed call is the last; None if it has malformed calls to answer."""
     if not turn.truncated:
         return None if turn.message.tool_calls else StopReason.ANSWERED
     if turn.context_full:

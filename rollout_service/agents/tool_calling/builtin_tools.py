@@ -1,8 +1,8 @@
 """The built-in tools: `bash`, `python`, `read`, `write`, `edit` and `finish`.
 
-A result is what the command or the code printed, without its last newline, and then notes in square brackets:
-an exit code that is not zero, a time limit that was reached, output that is missing. The whole is no longer
-than the limit of the environment, and a note is never cut.
+A result is the output of the command or the code without its last newline, followed by notes in square brackets: a
+nonzero exit code, a time limit that was reached, missing output. Guarantees: the whole is no longer than the
+environment's limit, and no note is cut.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ async def _python(arguments: _Python, context: ToolContext) -> str:
     except (SessionDiedError, LimitExceededError) as error:
         return _died("Python", error, context)
     context.limit_violations.extend(result.limit_violations)
-    # IPython draws a line first, which tells nobody anything.
+    # IPython begins with a line of dashes, which says nothing.
     traceback = result.error.traceback.lstrip("-").lstrip() if result.error and not result.timed_out else None
     parts = [result.output.removesuffix("\n"), result.result, traceback]
     output = "\n".join(part for part in parts if part)
@@ -121,7 +121,11 @@ NEEDS_SANDBOX = frozenset(tool.name for tool in BUILTIN_TOOLS) - {FINISH.name}
 
 
 def builtin_tools(names: Iterable[str]) -> list[Tool]:
-    """The built-in tools of these names; raises ConfigurationError for an unknown one."""
+    """Return the built-in tools of these names.
+
+    Raises:
+        ConfigurationError: a name is unknown.
+    """
     known = by_name(BUILTIN_TOOLS)
     tools = []
     for name in names:
@@ -136,7 +140,7 @@ def builtin_tools(names: Iterable[str]) -> list[Tool]:
 
 @contextmanager
 def _file_errors(path: str) -> Iterator[None]:
-    """A file that cannot be used is the policy's to know."""
+    """Report a file that cannot be used to the policy, as a ToolInputError."""
     _refuse_nul(path, "path")
     try:
         yield
@@ -153,7 +157,7 @@ def _died(what: str, error: SessionDiedError | LimitExceededError, context: Tool
     """Describe a session that the policy's own code ended, or keeps from starting: its output and the cause."""
     if isinstance(error, LimitExceededError):
         if error.limit == "lifetime":
-            raise error  # the whole sandbox is over, and no call can work any more
+            raise error  # the sandbox has ended, so no later call can work
         context.limit_violations.append(error)
     note = f"[{what} was restarted, its state is lost: {cut_middle(str(error), MIN_LIMIT * 2)}]"
     return _text(error.output, [note], context.output_chars)
@@ -172,7 +176,7 @@ def _notes(result: BashResult | PythonResult, seconds: float) -> list[str]:
 
 
 def _text(output: str, notes: list[str], limit: int) -> str:
-    """The output, cut if need be so that the notes after it stay whole."""
+    """Return the output and the notes; the output is cut if necessary, the notes never."""
     tail = "\n".join(notes)
     output = output.removesuffix("\n")
     if not output:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 MIN_LIMIT = 64
-"""Below this the note alone would not fit beside some text."""
+"""The smallest limit that leaves room for text next to the note."""
 
 
 def cut_middle(text: str, limit: int) -> str:
-    """The text, or its beginning and end around a note that says how much is missing.
+    """Return the text, or its beginning and end around a note that says how much is missing.
 
     The result is never longer than `limit` characters, which must be at least `MIN_LIMIT`.
     """
@@ -15,7 +15,7 @@ def cut_middle(text: str, limit: int) -> str:
         raise ValueError(f"a limit of {limit} characters leaves no room for text; use {MIN_LIMIT} or more")
     if len(text) <= limit:
         return text
-    # The note's own length depends on the number in it; the longest it can get is reserved.
+    # The note's length depends on the number in it, so its greatest length is reserved.
     room = limit - len(_note(len(text)))
     head = (room + 1) // 2
     tail = room - head

@@ -1,7 +1,7 @@
-"""What a tool is, and how one is made from a coroutine.
+"""The contract of a tool, and how to make one from a coroutine.
 
-A call that the policy got wrong raises ToolInputError, whose message the policy reads. Whatever else a tool
-raises is a failure of the infrastructure and ends the rollout as one.
+A call that the policy got wrong raises ToolInputError, whose message the policy reads. Anything else that a tool raises
+is a failure of the infrastructure and ends the rollout.
 """
 
 from __future__ import annotations
@@ -19,52 +19,56 @@ from sandboxes import LimitExceededError, Sandbox
 
 @dataclass(frozen=True, slots=True)
 class ToolContext:
-    """What a call may use."""
+    """The resources of a call."""
 
     sandbox: Sandbox | None
     """The agent's sandbox; None in an environment without one."""
     seconds: float
-    """Wall clock that the call has."""
+    """The time limit of the call, in wall-clock seconds."""
     output_chars: int
-    """Length of the longest result that is useful; at least 256."""
+    """The length of the longest useful result; at least 256."""
     limit_violations: list[LimitExceededError] = field(default_factory=list)
     """Takes the limits of the sandbox that the call reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a call gave."""
+    """The result of a call."""
 
     text: str
     answer: str | None = None
-    """Set by a tool that ends the agent: its final answer."""
+    """The agent's final answer, set by a tool that ends the agent."""
 
 
 class Tool(Protocol):
-    """Something that the policy can call."""
+    """A tool that the policy can call."""
 
     @property
     def name(self) -> str:
-        """What the policy calls it by."""
+        """The name by which the policy calls it."""
         ...
 
     @property
     def definition(self) -> ToolSpec:
-        """What the policy is told of it, in the OpenAI function format."""
+        """Its description for the policy, in the OpenAI function format."""
         ...
 
     @property
     def parallel(self) -> bool:
-        """Whether calls that follow each other in one turn may run at the same time: nothing is changed."""
+        """Whether consecutive calls in one turn may run at the same time, since they change nothing."""
         ...
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> ToolResult:
-        """Carry out a call; raises ToolInputError for one that cannot be carried out as written."""
+        """Carry out a call.
+
+        Raises:
+            ToolInputError: the call cannot be carried out as written.
+        """
         ...
 
 
 class Arguments(BaseModel):
-    """Base of a tool's arguments; unknown ones are refused."""
+    """The base of a tool's arguments; unknown arguments are rejected."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -73,9 +77,9 @@ A = TypeVar("A", bound=Arguments)
 
 
 class FunctionTool(Generic[A]):
-    """A tool made of a coroutine and the pydantic model of its arguments.
+    """A tool made from a coroutine and the pydantic model of its arguments.
 
-    Descriptions should be short: they are part of every prompt.
+    Keep descriptions short: they are part of every prompt.
     """
 
     def __init__(
@@ -107,23 +111,27 @@ class FunctionTool(Generic[A]):
 
 
 def by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
-    """The tools by their names; raises ValueError when two have the same."""
+    """Return the tools by name.
+
+    Raises:
+        ValueError: two have the same name.
+    """
     found: dict[str, Tool] = {}
     for tool in tools:
         if tool.name in found:
-            raise ValueError(f"there are two tools of the name {tool.name!r}; rename one")
+            raise ValueError(f"two tools are named {tool.name!r}; rename one")
         found[tool.name] = tool
     return found
 
 
 def _parameters(arguments: type[BaseModel]) -> dict[str, Any]:
-    """The JSON schema of the arguments, without what only costs tokens."""
+    """Return the JSON schema of the arguments, without the parts that only cost tokens."""
     schema = _without_titles(arguments.model_json_schema())
     return {key: schema[key] for key in ("type", "properties", "required", "$defs") if key in schema}
 
 
 def _without_titles(value: Any, *, named: bool = False) -> Any:
-    """A schema without pydantic's titles; `named` tells a map of fields, where `title` is a field's name."""
+    """Return a schema without pydantic's titles; in a map of fields (`named`), `title` is a field and stays."""
     if isinstance(value, list):
         return [_without_titles(item) for item in value]
     if not isinstance(value, dict):

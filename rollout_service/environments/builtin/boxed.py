@@ -1,4 +1,4 @@
-r"""The answer that a text puts in a box, as in `so it is \boxed{42}`."""
+r"""The boxed answer in a text, as in `so it is \boxed{42}`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _TOKEN = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)
 
 
 def last_boxed(text: str | None) -> str | None:
-    r"""The content of the `\boxed{...}` that is closed last; None when there is none.
+    r"""Return the content of the `\boxed{...}` that is closed last, or None.
 
     Braces inside it are matched, `\{` and `\}` are text, and the time is linear in the length.
     """

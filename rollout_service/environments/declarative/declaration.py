@@ -1,7 +1,7 @@
-"""The file `environment.toml`: its keys, and its reading.
+"""The keys of `environment.toml`, and how the file is read.
 
-Guarantees: a key that is not known is refused with its path and the nearest known key; what is returned is
-consistent with the folder that the file is in.
+Guarantees: an unknown key is rejected with its path and the nearest known key; a declaration agrees with the folder
+that its file is in.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from rollout_service.errors import ConfigurationError, did_you_mean
 
 FILE_NAME = "environment.toml"
 INSIDE = "/environment"
-"""The path under which commands find the environment's folder."""
+"""The path at which commands find the environment's folder."""
 
 
 class InitTable(EnvironmentSettings):
-    """`[init]`: what prepares the sandbox."""
+    """`[init]`: the command that prepares the sandbox."""
 
     command: str = Field(min_length=1)
     files: list[str] = []
-    """Files and folders of the environment that the command needs, beside the one that it names itself."""
+    """Files and folders of the environment that the command needs, in addition to those that it names itself."""
 
 
 class GraderSandbox(StrEnum):
@@ -50,32 +50,32 @@ class RunTable(EnvironmentSettings):
 
     command: str = Field(min_length=1)
     stdin: str | None = None
-    """The field of the instance that has what the program reads: a text, or a list of texts, each for a run."""
+    """The instance's field with the program's input: a string, or a list of strings, one per run."""
     seconds: float = Field(10.0, gt=0)
-    """The seconds of each run; all runs together get half of the evaluation's."""
+    """The time limit of each run; all runs together get half of the evaluation's time."""
     output_size: Size = "64K"
-    """How much of standard output, and of standard error, is kept of each run."""
+    """The amount of standard output, and of standard error, that is kept of each run."""
 
 
 class EvaluateTable(EnvironmentSettings):
-    """`[evaluate]`: what scores the outcome."""
+    """`[evaluate]`: the command that scores the outcome."""
 
     command: str = Field(min_length=1)
     run: RunTable | None = None
     sandbox: GraderSandbox = GraderSandbox.FRESH
     artifacts: list[str] = ["/workspace"]
-    """What a fresh sandbox receives of the agent's."""
+    """Absolute paths that are copied from the agent's sandbox into a fresh one."""
     artifacts_size: Size = "256M"
-    """The limit for all artifacts together; an agent that leaves more has left nothing."""
+    """The limit for all artifacts together; an agent that leaves more counts as having left nothing."""
 
 
 class DatasetTable(EnvironmentSettings):
     """`[dataset]`: the instances that ship with the environment."""
 
     path: str | None = Field(None, min_length=1)
-    """A file with one instance, a JSON object, a line; an instance belongs to the split that its `split` names."""
+    """A file with one instance, a JSON object, per line; an instance belongs to the split named in its `split`."""
     splits: dict[Name, str] = {}
-    """Instead of `path`, a file for each split, such as `train = "train.jsonl"`; instances get its name as `split`."""
+    """Instead of `path`, one file per split, such as `train = "train.jsonl"`; instances get its name as `split`."""
 
     @model_validator(mode="after")
     def _is_one_or_several_files(self) -> Self:
@@ -84,7 +84,7 @@ class DatasetTable(EnvironmentSettings):
         return self
 
     def files(self, folder: Path) -> list[tuple[Path, str | None]]:
-        """Return the files of the data set, each with the split that it is."""
+        """Return the files of the data set, each with its split, if any."""
         if self.path is not None:
             return [(folder / self.path, None)]
         return [(folder / path, name) for name, path in self.splits.items()]
@@ -106,7 +106,7 @@ class Declaration(EnvironmentSettings):
     dataset: DatasetTable | None = None
 
     def spec(self, folder: Path) -> EnvironmentSpec:
-        """The environment's settings; an image that is a file of the folder becomes its absolute path."""
+        """Return the environment's description; an image that is a file in the folder becomes its absolute path."""
         fresh = self.evaluate.sandbox is GraderSandbox.FRESH
         return EnvironmentSpec(
             name=self.name,
@@ -125,7 +125,7 @@ class Declaration(EnvironmentSettings):
 
 
 def read_declaration(text: str, *, where: str, image: str | None = None) -> Declaration:
-    """Read the text of an `environment.toml`; `image` is the one that it was found in, and needs no key.
+    """Read the text of an `environment.toml`; `image` is the image that it was found in, and replaces the key.
 
     Raises:
         ConfigurationError: it is not valid; the message has a line for every key at fault, after `where`.
@@ -154,7 +154,7 @@ def _explain(item: Any) -> str:
 
 
 def _keys_there_are(items: Sequence[Any]) -> str:
-    """Return the keys of each table that has one too many or too few; nothing when only values are wrong."""
+    """Return the keys of each table that has an unknown or a missing one; empty if only values are wrong."""
     places = [item["loc"][:-1] for item in items if item["type"] in ("extra_forbidden", "missing")]
     tables = dict.fromkeys(tuple(map(str, place)) for place in places)
     return " ".join(
@@ -167,7 +167,7 @@ def _name_of(table: tuple[str, ...]) -> str:
 
 
 def _known_keys(parents: list[str]) -> set[str]:
-    """The keys of the table that the path leads to."""
+    """Return the keys of the table at the path."""
     model: type[BaseModel] = Declaration
     for name in parents:
         annotation = model.model_fields[name].annotation
@@ -183,6 +183,6 @@ def _image(image: str, folder: Path) -> str:
     if image.endswith(".sif") or image.startswith(("/", "./", "../")):
         raise ConfigurationError(
             f"{folder / FILE_NAME}: there is no image {path}",
-            hint="Build it with `rollout-service image build`, or name another in `image`.",
+            hint="Build it with `rollout-service image build`, or name another image in `image`.",
         )
     return image

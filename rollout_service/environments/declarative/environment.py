@@ -40,7 +40,7 @@ from sandboxes.sessions.opening import return_to_workdir
 
 RUNS = "runs.json"
 CHMOD_SECONDS = 10.0
-"""It takes milliseconds, unless the agent has put a program of its own in its place."""
+"""The limit for `chmod`, which takes milliseconds unless the agent has replaced it with another program."""
 MAX_RESULT_BYTES = 64 * 1024
 EXIT_TEXT_CHARS = 2_000
 RESULT_HINT = 'Write {"reward": NUMBER, "parts": {"name": NUMBER}} to the file that $ROLLOUT_RESULT names.'
@@ -48,7 +48,7 @@ _FOLDER = re.compile(rf"(?<![\w./-]){INSIDE}(?![\w.-])")
 
 
 class _Result(BaseModel):
-    """What a grader writes; truth values, texts and numbers that are not finite are refused."""
+    """The result that a grader writes; booleans, strings and non-finite numbers are rejected."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -57,19 +57,20 @@ class _Result(BaseModel):
 
 
 class DeclarativeEnvironment(AgentEnvironment):
-    """Runs what a declaration says; `load_folder` makes one."""
+    """Runs the commands of a declaration; `load_folder` makes one."""
 
     def __init__(
         self, declaration: Declaration, folder: Path, *, in_image: bool = False, warnings: Sequence[str] = ()
     ) -> None:
-        """`in_image` says that the image holds the folder too; every sandbox then shows an empty one there.
+        """`in_image`: the image holds the folder too, and every sandbox shows an empty one in its place.
 
-        Raises ConfigurationError when the declaration contradicts itself or the folder.
+        Raises:
+            ConfigurationError: the declaration contradicts itself or the folder.
         """
         if (run := declaration.evaluate.run) and _FOLDER.search(run.command):
             raise ConfigurationError(
                 f"environment {declaration.name!r}: [evaluate.run] names {INSIDE}, which is not there when it runs",
-                hint="It runs the agent's program; what is the grader's belongs into [evaluate] command.",
+                hint="It runs the agent's program. Move the grader's work to [evaluate] command.",
             )
         spec = declaration.spec(folder)
         if in_image:
@@ -92,7 +93,7 @@ class DeclarativeEnvironment(AgentEnvironment):
             await place.remove()
 
     def check(self, instance: dict[str, JsonValue]) -> None:
-        """Refuse an instance that lacks what the prompts or the runs of the agent's program use."""
+        """Reject an instance that lacks a field which the prompts or the agent's program use."""
         super().check(instance)
         if run := self._declaration.evaluate.run:
             read_inputs(run, instance)
@@ -111,7 +112,7 @@ class DeclarativeEnvironment(AgentEnvironment):
         ]
         place = await SecretFolder.make(sandbox, [*inputs, *_below(self._files)])
         command, seconds = self._declaration.evaluate.command, episode.limits.evaluate_seconds
-        # Not in the working folder: a module there could shadow one that the grader imports.
+        # Not the working folder: a module there could shadow one that the grader imports.
         result = await place.run(command, cwd=place.path, seconds=seconds)
         _require_success("evaluate", command, result)
         return parse_score(await place.result(result), result)
@@ -119,7 +120,7 @@ class DeclarativeEnvironment(AgentEnvironment):
     def findings(self) -> list[str]:
         found = list(lint.findings(self._declaration, self._files))
         if self._declaration.dataset is not None and not self._dataset:
-            found.append("[dataset]: there is no instance in it")
+            found.append("[dataset]: it has no instances")
         return found
 
     def warnings(self) -> list[str]:
@@ -131,38 +132,40 @@ class DeclarativeEnvironment(AgentEnvironment):
 
 @dataclass(frozen=True, slots=True)
 class SecretFolder:
-    """A folder in a sandbox whose path nobody could know before, with what one command needs."""
+    """A folder in a sandbox at an unguessable path, with the files that one command needs."""
 
     sandbox: Sandbox
     path: str
 
     @classmethod
     async def make(cls, sandbox: Sandbox, files: list[PackedFile]) -> SecretFolder:
-        """Copy the files to a new place.
+        """Copy the files to a new folder.
 
-        Raises FileStalledError when a program of the sandbox hangs, another SandboxFileError when it fails.
+        Raises:
+            FileStalledError: a program in the sandbox hangs.
+            SandboxFileError: copying failed.
         """
-        # Without isolation only the sandbox's own folder is ours to write in.
+        # Without isolation, only the sandbox's own folder may be written to.
         isolated = sandbox.workdir == sandbox.spec.workdir
         path = f"{'/tmp' if isolated else sandbox.workdir}/.rollout-{secrets.token_hex(16)}"  # noqa: S108
         try:
             await sandbox.import_path(path, archive(files))
         except FileStalledError:
-            raise  # it would hang again
-        except SandboxFileError:  # the agent, who owns the folders above, may have shut them
+            raise  # another try would hang too
+        except SandboxFileError:  # the agent owns the folders above, and may have made them unwritable
             command = ["chmod", "u+rwx", "/", str(PurePosixPath(path).parent)]
             await sandbox.exec(command, cwd="/", timeout=CHMOD_SECONDS)
             await sandbox.import_path(path, archive(files))
         return cls(sandbox, path)
 
     async def run(self, command: str, *, cwd: str, seconds: float) -> ExecResult:
-        """Run a command of the environment with what it needs to know in its variables."""
+        """Run a command of the environment; its variables say where everything is."""
         folder = f"{self.path}/environment"
         return await self.sandbox.exec(
             ["bash", "-c", _FOLDER.sub(folder, command)],
             cwd=cwd,
             env={
-                # What programs read from a home folder, as ~/.gitconfig or ~/.local, is never the agent's.
+                # Programs must not read the agent's settings, such as ~/.gitconfig or ~/.local.
                 "HOME": self.path,
                 "ROLLOUT_ENVIRONMENT": folder,
                 "ROLLOUT_INSTANCE": f"{self.path}/instance.json",
@@ -175,7 +178,11 @@ class SecretFolder:
         )
 
     async def result(self, run: ExecResult) -> bytes:
-        """Return what the command wrote; raises EnvironmentFailedError, with what it printed, when there is nothing."""
+        """Return the result that the command wrote.
+
+        Raises:
+            EnvironmentFailedError: it wrote none; the message has what it printed.
+        """
         await self.sandbox.end_processes()
         try:
             return await exported_file(self.sandbox, f"{self.path}/result.json", MAX_RESULT_BYTES)
@@ -186,7 +193,11 @@ class SecretFolder:
             ) from error
 
     async def remove(self) -> None:
-        """Remove it; raises EnvironmentFailedError when that is not possible."""
+        """Remove the folder.
+
+        Raises:
+            EnvironmentFailedError: that failed.
+        """
         result = await self.sandbox.exec(["rm", "-rf", "--", self.path])
         if result.exit_code != 0:
             raise EnvironmentFailedError(
@@ -195,9 +206,10 @@ class SecretFolder:
 
 
 def load_folder(folder: Path, *, image: Path | None = None) -> DeclarativeEnvironment:
-    """The environment in a folder; `image` is the image that the folder was taken out of, if it was.
+    """Load the environment in a folder; `image` is the image that the folder was extracted from, if any.
 
-    Raises ConfigurationError that says what is wrong with it.
+    Raises:
+        ConfigurationError: it is not valid; the message says why.
     """
     path = folder / FILE_NAME
     try:
@@ -208,16 +220,17 @@ def load_folder(folder: Path, *, image: Path | None = None) -> DeclarativeEnviro
         return DeclarativeEnvironment(read_declaration(text, where=str(path)), folder)
     declaration = read_declaration(text, where=f"{image}:{INSIDE}/{FILE_NAME}", image=str(image))
     named = tomllib.loads(text).get("image")
-    ignored = f"image: the key is ignored ({named!r}): the environment is in the image {image} itself"
+    ignored = f"image: the key ({named!r}) has no effect: the environment is inside the image {image}"
     return DeclarativeEnvironment(
         declaration, folder, in_image=True, warnings=[] if named is None else [ignored]
     )
 
 
 def parse_score(data: bytes, run: ExecResult | None = None) -> Score:
-    """The score that a grader wrote: `{"reward": NUMBER, "parts": {NAME: NUMBER, ...}}`.
+    """Parse the score that a grader wrote: `{"reward": NUMBER, "parts": {NAME: NUMBER, ...}}`.
 
-    Raises EnvironmentFailedError for anything else; `run` adds what the grader printed.
+    Raises:
+        EnvironmentFailedError: it is anything else; the message has the output of `run`, if given.
     """
     try:
         result = _Result.model_validate_json(data)
@@ -234,13 +247,13 @@ def parse_score(data: bytes, run: ExecResult | None = None) -> Score:
 
 
 async def _enter_again(sandbox: Sandbox, spec: EnvironmentSpec, command: str) -> None:
-    """The command may have put another folder in the working folder's place, with sessions open in the old one."""
+    """Return the sessions to the working folder: the init command may have replaced it since they were opened."""
     try:
         await return_to_workdir(sandbox, spec.sessions)
     except FileMissingError as error:
         raise EnvironmentFailedError(
             f"the init command {command!r} left no working folder: {error}",
-            hint="Have it make the folder that $ROLLOUT_WORKDIR names again.",
+            hint="The command must leave a folder at $ROLLOUT_WORKDIR.",
         ) from error
 
 
@@ -272,7 +285,7 @@ def _below(files: tuple[PackedFile, ...]) -> list[PackedFile]:
 
 
 def _init_files(declaration: Declaration, files: tuple[PackedFile, ...]) -> list[PackedFile]:
-    """The files that the init command names, and those that the declaration gives it beside them."""
+    """Return the files that the init command names, and those listed in `files`."""
     if declaration.init is None:
         return []
     named = re.findall(rf"(?<![\w./-]){INSIDE}/([^\s;|&<>'\"]+)", declaration.init.command)

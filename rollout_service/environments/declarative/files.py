@@ -15,15 +15,15 @@ from sandboxes import Sandbox
 from sandboxes.errors import FileMissingError, FileTooLargeError
 
 MAX_BYTES = 32 * 1024 * 1024
-"""The limit for all files of an environment; larger ones belong into its image."""
+"""The limit for all files of an environment; larger files belong in its image."""
 CHUNK_BYTES = 256 * 1024
 ENTRY_BYTES = 4096
-"""The size that each entry counts with at least, see `Sandbox.export_path`."""
+"""The minimum size that each entry counts as (see `Sandbox.export_path`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """A file by its path below the folder that it is unpacked in."""
+    """A file and its path below the folder in which it is unpacked."""
 
     path: str
     data: bytes
@@ -31,9 +31,10 @@ class PackedFile:
 
 
 def read_folder(folder: Path, *, without: Iterable[Path] = ()) -> tuple[PackedFile, ...]:
-    """All regular files below a folder; links are followed, images (`*.sif`) are left out.
+    """Read all regular files below a folder; follow links, and leave out images (`*.sif`).
 
-    Raises ConfigurationError when they are too large to be copied into every sandbox.
+    Raises:
+        ConfigurationError: they are too large to be copied into every sandbox.
     """
     left_out = {path.resolve() for path in without}
     files: list[PackedFile] = []
@@ -45,7 +46,7 @@ def read_folder(folder: Path, *, without: Iterable[Path] = ()) -> tuple[PackedFi
         size += status.st_size
         if size > MAX_BYTES:
             raise ConfigurationError(
-                f"the files in {folder} have more than {MAX_BYTES} bytes, and each sandbox would get a copy",
+                f"the files in {folder} exceed {MAX_BYTES} bytes, and each sandbox gets a copy",
                 hint="Put large files into the image.",
             )
         files.append(
@@ -55,14 +56,14 @@ def read_folder(folder: Path, *, without: Iterable[Path] = ()) -> tuple[PackedFi
 
 
 async def archive(files: Iterable[PackedFile]) -> AsyncIterator[bytes]:
-    """The files as the chunks of a tar archive."""
+    """Yield the files as a tar archive, in chunks."""
     packed = await anyio.to_thread.run_sync(_pack, tuple(files))
     for start in range(0, len(packed), CHUNK_BYTES):
         yield packed[start : start + CHUNK_BYTES]
 
 
 async def exported_file(sandbox: Sandbox, path: str, limit: int) -> bytes:
-    """Return a file of a sandbox as the host reads it: no program inside has a part in it.
+    """Read a file of a sandbox from the host's side: no program inside takes part.
 
     Raises:
         FileMissingError: there is no regular file.

@@ -1,4 +1,4 @@
-"""Environments that come inside of an image, at `/environment`."""
+"""Environments that come inside an image, at `/environment`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from sandboxes.images.tree import ImageTree
 
 
 def extract_environment(image: Path, cache: Path | None = None) -> Path:
-    """Copy the plain files below `/environment` out of an image, once for each version of it; returns the folder.
+    """Copy the regular files below `/environment` out of an image, once per version of it; return the folder.
 
-    The image is read and not started. It blocks for a second or so: call it in a thread. `cache` is where the copies
-    are kept.
+    The image is read but not started. This blocks for about a second, so call it in a thread. `cache` is the folder of
+    the copies.
 
     Raises:
-        ConfigurationError: the image holds none, or cannot be read.
+        ConfigurationError: the image has no such folder, or cannot be read.
     """
     status = image.stat()
     key = f"{image.resolve()}:{status.st_size}:{status.st_mtime_ns}"
@@ -50,7 +50,7 @@ def extract_environment(image: Path, cache: Path | None = None) -> Path:
 
 
 def _tree(image: Path, draft: Path) -> ImageTree:
-    """The files of an image, of which `/environment` at least is there if the image has one."""
+    """Return the files of an image; of an image file, only `/environment` is unpacked."""
     if image.is_dir():
         return ImageTree(image)
     unpack(find_apptainer(), image, draft, only=[INSIDE])
@@ -58,18 +58,18 @@ def _tree(image: Path, draft: Path) -> ImageTree:
 
 
 def _environment_of(tree: ImageTree, image: Path) -> str:
-    """Where the folder is, after links."""
+    """Return the path of `/environment` with its links resolved."""
     found = tree.find(INSIDE)
     if found is None or not tree.host(found).is_dir():
         raise ConfigurationError(
             f"the image {image} has no {INSIDE}",
-            hint=f"Put an environment.toml into {INSIDE} of the image, or beside it.",
+            hint=f"Put an environment.toml into {INSIDE} in the image, or into a folder next to it.",
         )
     return found
 
 
 def _copy(tree: ImageTree, path: str, target: Path) -> None:
-    """Copy a folder: what is neither a plain file nor a folder is left out, and every link must lead to a file."""
+    """Copy the regular files and folders in a folder; every link must lead to a file."""
     target.mkdir()
     for name in tree.names(path):
         inside = f"{path}/{name}"
@@ -87,9 +87,9 @@ def _copy(tree: ImageTree, path: str, target: Path) -> None:
 
 
 def empty_folder() -> Path:
-    """A folder with nothing in it, to be shown in the place of one that nobody inside should see.
+    """Return an empty folder, to be shown in place of one that nobody inside a sandbox should see.
 
-    It is below the system's temporary folder, where every user that sandboxes run as can reach it.
+    It is below the system's temporary folder, where every user that runs sandboxes can reach it.
     """
     folder = Path(tempfile.gettempdir()) / f"rollout-service-empty-{os.geteuid()}"
     folder.mkdir(mode=0o555, exist_ok=True)

@@ -61,7 +61,7 @@ def test_what_is_wrong_with_an_environment_is_found(tmp_path):
     result = invoke("env", "check", path)
     assert result.exit_code == 1
     for text in (
-        "[evaluate] command: /environment/grade.sh is not there",
+        "[evaluate] command: /environment/grade.sh does not exist",
         "image: ",
         "data set, instance 3: ",
         "data set: 1 instance without a split",

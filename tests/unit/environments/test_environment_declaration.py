@@ -84,7 +84,7 @@ def test_the_hint_lists_the_keys_that_there_are(text, hint):
         ('prompt = "{{ instance.a "\n' + MINIMAL, "prompt of 'e' is not a valid template"),
         (
             'prompt = "{{ question }}"\n' + MINIMAL,
-            "uses question, and a template knows nothing but `instance`",
+            "uses question, but a template has only `instance`",
         ),
         (MINIMAL.replace('"base"', '"other.sif"'), "there is no image"),
         (MINIMAL.replace('"true"', '"true"\nartifacts = ["workspace"]'), "is not an absolute path"),
@@ -129,7 +129,7 @@ def test_the_dataset_is_read_and_its_instances_checked(tmp_path):
 
 def test_files_that_are_too_large_belong_into_the_image(tmp_path, monkeypatch):
     monkeypatch.setattr("rollout_service.environments.declarative.files.MAX_BYTES", 1_000)
-    with pytest.raises(ConfigurationError, match="more than 1000 bytes"):
+    with pytest.raises(ConfigurationError, match="exceed 1000 bytes"):
         load_folder(write(tmp_path, data="x" * 2_000))
 
 
@@ -173,11 +173,11 @@ def test_a_data_set_is_one_file_or_several(table):
         ("python3 /environment/lib/check.py --all", []),
         ("ls /environment/lib /environment", []),
         ("echo x > /environment/made; cat /environment/made", []),
-        ("bash /environment/grad.sh", ["[evaluate] command: /environment/grad.sh is not there"]),
-        ("python3 '/environment/lib/chek.py'", ["[evaluate] command: /environment/lib/chek.py is not there"]),
+        ("bash /environment/grad.sh", ["[evaluate] command: /environment/grad.sh does not exist"]),
+        ("python3 '/environment/lib/chek.py'", ["[evaluate] command: /environment/lib/chek.py does not exist"]),
         ("/environment/grade.sh", ["/environment/grade.sh is not executable: chmod +x grade.sh"]),
         ("true; /environment/grade.sh", ["/environment/grade.sh is not executable"]),
-        ("/environment/dos", ["/environment/dos has Windows line ends"]),
+        ("/environment/dos", ["/environment/dos has Windows line endings"]),
     ],
 )
 def test_a_script_that_cannot_be_run_is_found(tmp_path, command, found):
@@ -195,7 +195,7 @@ def test_a_script_that_cannot_be_run_is_found(tmp_path, command, found):
 
 def test_a_data_set_without_an_instance_is_found(tmp_path):
     write(tmp_path, MINIMAL + '[dataset]\npath = "tasks.jsonl"\n', tasks__jsonl="\n")
-    assert load_folder(tmp_path).findings() == ["[dataset]: there is no instance in it"]
+    assert load_folder(tmp_path).findings() == ["[dataset]: it has no instances"]
 
 
 @pytest.mark.parametrize(("key", "warned"), [("", 0), ('image = "whatever"\n', 1)])

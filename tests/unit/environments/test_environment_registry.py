@@ -88,8 +88,8 @@ def test_what_is_broken_does_not_hide_the_others(tmp_path, monkeypatch):
     ]
     assert set(registry.problems) == {"raises", "wrong", "gone", "absent", *map(str, paths[1:])}
     assert "RuntimeError: it does not work here" in str(registry.problems["raises"])
-    assert "is a int and no Environment" in str(registry.problems["wrong"])
-    assert "another environment of the name 'a'" in str(registry.problems[str(paths[1])])
+    assert "is not an Environment but an object of type int" in str(registry.problems["wrong"])
+    assert "environment 'a' is already registered" in str(registry.problems[str(paths[1])])
     with pytest.raises(ConfigurationError, match="plug-in 'absent'"):
         registry.get("absent")
 

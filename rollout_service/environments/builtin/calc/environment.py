@@ -19,7 +19,7 @@ INTEGER = re.compile(r"-?\d{1,1000}", re.ASCII)
 DATASET_SEED = 20_260
 HELD_OUT_PROBLEMS = 128
 TRAINING_PROBLEMS = 4_096
-"""So many that a policy which is trained for minutes sees none of them twice, and learns none by heart."""
+"""Enough that a policy trained for minutes sees no problem twice and memorizes none."""
 
 SPEC = EnvironmentSpec(
     name="calc",
@@ -71,7 +71,11 @@ def _splits() -> dict[str, list[CalcProblem]]:
 
 
 def expected_integer(instance: dict[str, JsonValue]) -> int:
-    """The right answer; raises InvalidFieldError when the instance has none."""
+    """Return the right answer.
+
+    Raises:
+        InvalidFieldError: the instance has none.
+    """
     answer = instance.get("answer")
     if isinstance(answer, int) and not isinstance(answer, bool):
         return answer

@@ -1,7 +1,7 @@
-"""Arithmetic questions for the environment `calc`, with a split that training respects.
+"""Arithmetic questions for the environment `calc`, split for training.
 
-An expression is held out by its own hash, so no list of questions is needed to tell the two sides apart:
-the shipped policies never saw a held-out expression.
+Guarantee: an expression's own hash decides whether it is held out, so the sides need no list of questions, and the
+shipped policies never saw a held-out expression.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import zlib
 from typing import Final, TypedDict
 
 MAX_DIGITS: Final = 4
-HELD_OUT_SHARE: Final = 16  # one expression in so many is held out
+HELD_OUT_SHARE: Final = 16  # one expression in this many is held out
 
 _PHRASINGS: Final = (
     "What is {}?",
@@ -51,7 +51,7 @@ class CalcProblem(TypedDict):
 
 
 def make_problem(rng: random.Random) -> CalcProblem:
-    """A question with one to three of `+ - *` over numbers of up to four digits; some with spaces."""
+    """Make a question with one to three of `+ - *` over numbers of up to four digits; some have spaces."""
     expression = _number(rng)
     for _ in range(rng.choices((1, 2, 3), weights=(4, 3, 2))[0]):
         expression += rng.choice("+-*") + _number(rng)
@@ -61,12 +61,12 @@ def make_problem(rng: random.Random) -> CalcProblem:
 
 
 def is_held_out(expression: str) -> bool:
-    """Whether an expression (without spaces) belongs to the side that no policy is trained on."""
+    """Return whether an expression (without spaces) is held out from training."""
     return zlib.crc32(expression.encode()) % HELD_OUT_SHARE == 0
 
 
 def sample_problems(seed: int, n: int, held_out: bool) -> list[CalcProblem]:
-    """The same `n` problems for the same seed, all of them held out or none."""
+    """Return `n` problems, all held out or none; the same seed gives the same problems."""
     rng = random.Random(seed)  # noqa: S311 - questions, not secrets
     problems: list[CalcProblem] = []
     while len(problems) < n:
@@ -77,9 +77,10 @@ def sample_problems(seed: int, n: int, held_out: bool) -> list[CalcProblem]:
 
 
 def evaluate_expression(expression: str) -> int:
-    """The value of integers under `+ - *`, unary minus and brackets; nothing else is evaluated.
+    """Evaluate integers under `+ - *`, unary minus and brackets.
 
-    Raises ValueError for anything else.
+    Raises:
+        ValueError: the expression has anything else.
     """
     try:
         return _value(ast.parse(expression.strip(), mode="eval").body)

@@ -1,8 +1,8 @@
 """`code`: write a Python program to `solution.py`; right when it passes all hidden tests in a fresh sandbox.
 
-The tests are part of the instance and never enter the agent's sandbox; only inputs, and never what is expected,
-enter the fresh one. A program that is missing, crashes, or runs out of time or memory fails its tests; a sandbox
-that fails is an error.
+Guarantees: the tests are part of the instance and never enter the agent's sandbox; only inputs, never expected outputs,
+enter the fresh one. A program that is missing, crashes, or runs out of time or memory fails its tests; a sandbox that
+fails is an error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_OUTPUT_BYTES: Final = 1024 * 1024
 HELD_OUT_SHARE: Final = 4
 MEMORY_KILOBYTES: Final = 1024 * 1024
 TESTS_SHARE: Final = 0.8
-"""The part of the evaluation's time after which every remaining test has failed."""
+"""The share of the evaluation's time after which the remaining tests fail."""
 NOT_RUN: Final = ExecResult(None, b"", b"", timed_out=False, truncated=False)
 LIMITED: Final = 'ulimit -v "$1" && ulimit -t "$2" && shift 2 && exec "$@"'
 
@@ -56,13 +56,13 @@ SPEC = EnvironmentSpec(
 
 
 class _Instance(BaseModel):
-    """The fields of an instance that the tests need; a prompt may use others."""
+    """The fields of an instance that the tests need; the prompt may use others."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     question: str
     time_limit: float = Field(5.0, gt=0, le=60)
-    """Seconds of CPU time for one test."""
+    """The CPU time of one test, in seconds."""
 
 
 class _Output(BaseModel):
@@ -91,7 +91,7 @@ class Code(AgentEnvironment):
     """Instances: `question`, `kind` and `tests`.
 
     Tests of kind `stdio` are `{"input", "output"}`; those of kind `assert` are assertions in the forms of
-    `code_tests.parse_assertion`. `time_limit` is the CPU time of one test.
+    `hidden_tests.parse_assertion`. `time_limit` is the CPU time of one test.
     """
 
     def check(self, instance: dict[str, JsonValue]) -> None:
@@ -122,7 +122,7 @@ def _read(instance: dict[str, JsonValue]) -> _StdioInstance | _AssertInstance:
         return _INSTANCE.validate_python(instance)
     except ValidationError as error:
         fields = [
-            # The first part of a path is the kind, which the instance's own paths do not have.
+            # A path begins with the kind, which the instance's own paths lack.
             FieldError(path=".".join(["instance", *map(str, item["loc"][1:])]), message=item["msg"])
             for item in error.errors(include_url=False, include_input=False)
         ]
@@ -142,7 +142,7 @@ def _assertions(instance: _AssertInstance) -> list[Assertion]:
 
 
 async def _is_submitted(sandbox: Sandbox) -> bool:
-    """Return whether the agent left a readable program; nothing of it has run in this sandbox yet."""
+    """Return whether the agent left a readable program, none of which has run in this sandbox yet."""
     try:
         await sandbox.read_file(PROGRAM, limit=MAX_OUTPUT_BYTES)
     except SandboxFileError:
@@ -151,17 +151,17 @@ async def _is_submitted(sandbox: Sandbox) -> bool:
 
 
 async def _refuse_without_python(sandbox: Sandbox) -> None:
-    """Without Python every test would fail, and the program would not be why."""
+    """Raise EnvironmentFailedError without Python: every test would fail, through no fault of the program."""
     result = await sandbox.exec(_limited(["python3", "-c", "print('ready')"], 10.0), timeout=60.0)
     if result.stdout.strip() != b"ready":
         raise EnvironmentFailedError(
             f"the sandbox cannot run python3: {result.stderr.decode(errors='replace').strip()[-500:]}",
-            hint="Use an image that has python3 and bash.",
+            hint="Use an image with python3 and bash.",
         )
 
 
 async def _passed(sandbox: Sandbox, instance: _StdioInstance | _AssertInstance, seconds: float) -> list[bool]:
-    """Return which tests pass. Those without time left fail: the program itself used it up."""
+    """Return which tests pass. Tests without time left fail, since the program itself used it up."""
     runner = _TestRunner(sandbox, instance.time_limit, anyio.current_time() + seconds)
     if isinstance(instance, _StdioInstance):
         return [await runner.passes_output(test) for test in instance.tests]
@@ -174,7 +174,7 @@ class _TestRunner:
 
     sandbox: Sandbox
     cpu_seconds: float
-    """The processor time of one test; the wall clock only ends a program that sleeps."""
+    """The CPU time of one test; the wall-clock limit only ends a program that sleeps."""
     deadline: float
     """The deadline of all tests, on the event loop's clock."""
 
@@ -185,11 +185,11 @@ class _TestRunner:
     async def passes_assertion(self, assertion: Assertion) -> bool:
         question = Question.of(assertion.expression)
         result = await self._run(["python3", "-c", HARNESS], question.stdin)
-        # In a thread: values may be made so that to compare them takes long.
+        # In a thread, since a program can make values that take long to compare.
         return await anyio.to_thread.run_sync(_holds, assertion, question, result.stdout)
 
     async def _run(self, argv: list[str], stdin: bytes) -> ExecResult:
-        """Run one test. A sandbox that worked, and in which nothing runs any more, is the program's doing."""
+        """Run one test; a sandbox that stops working during it is the program's doing, and fails the test."""
         timeout = min(3 * self.cpu_seconds + 10, self.deadline - anyio.current_time())
         if timeout <= 0:
             return NOT_RUN
@@ -198,7 +198,7 @@ class _TestRunner:
             result = await self.sandbox.exec(
                 command, stdin=stdin, timeout=timeout, output_limit=MAX_OUTPUT_BYTES
             )
-            await self.sandbox.end_processes()  # what one test leaves behind does not meet the next
+            await self.sandbox.end_processes()  # nothing of one test may survive into the next
         except (SandboxStartError, SandboxClosedError, LimitExceededError):
             return NOT_RUN
         return result

@@ -1,6 +1,6 @@
 """Problems whose solution is a function.
 
-Each function stands alone, so that its source is a submission; see `code_problems`.
+Each function stands alone, so its source is a submission (see `problems`).
 """
 
 import random

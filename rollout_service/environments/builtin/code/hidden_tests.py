@@ -1,8 +1,8 @@
-"""Hidden tests of programs: what to run in a sandbox, and what to make of its output on the host.
+"""Hidden tests of programs: the command to run in a sandbox, and the check of its output on the host.
 
-The sandbox is only ever asked for a value or an output, and the comparison is done here: a program never meets
-what is expected of it, so there is nothing that it could forge by printing, exiting, or redefining `==`.
-An assertion is split for that into the expression that the sandbox evaluates and the check of its value.
+Guarantee: the sandbox only returns a value or an output, and the comparison happens on the host. A program never sees
+the expected result, so it cannot forge it by printing, exiting, or redefining `==`. To that end, an assertion is
+split into the expression that the sandbox evaluates and the check of its value.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ exec(code, names)
 value = plain(eval(asked["expression"], names))
 sys.stdout.write("\\n" + asked["marker"] + json.dumps(value) + "\\n")
 """
-"""Runs in the sandbox: evaluates one expression with the program's names. It needs no secrets to be kept."""
+"""The program in the sandbox: it evaluates one expression with the submission's names, and holds no secret."""
 
 
 class BadAssertionError(ValueError):
-    """An assertion of a form that cannot be checked from outside."""
+    """An assertion in a form that cannot be checked from outside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Assertion:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the harness is sent, and how its answer is found among what the program prints."""
+    """The harness's input, and the marker of its answer in the program's output."""
 
     stdin: bytes
     marker: str
@@ -69,7 +69,11 @@ class Question:
         return cls(json.dumps({"expression": expression, "marker": marker}).encode(), marker)
 
     def value(self, stdout: bytes) -> Any:
-        """The value that came back; raises ValueError when there is none, or not one that can be read."""
+        """Return the value in the output.
+
+        Raises:
+            ValueError: there is none, or it cannot be read.
+        """
         _, found, rest = stdout.decode(errors="replace").rpartition(self.marker)
         line = rest.split("\n", 1)[0]
         if not found or len(line) > MAX_VALUE_CHARS:
@@ -77,17 +81,18 @@ class Question:
         try:
             return _value(json.loads(line))
         except (TypeError, KeyError, RecursionError) as error:
-            raise ValueError("what came back is not a value") from error
+            raise ValueError("the answer is not a value") from error
 
 
 def parse_assertion(source: str) -> Assertion:
-    """Split an assertion; the forms are
+    """Split an assertion of one of these forms:
 
     - `assert EXPRESSION == LITERAL`, also with `!=` and `is`
     - `assert CALL` and `assert not CALL`, for a value that is true or false
     - `assert abs(EXPRESSION - NUMBER) < NUMBER`, also with `<=`
 
-    Raises BadAssertionError for any other.
+    Raises:
+        BadAssertionError: it has another form.
     """
     try:
         body = ast.parse(source.strip()).body
@@ -114,7 +119,7 @@ def parse_assertion(source: str) -> Assertion:
 
 
 def same_output(expected: str, stdout: bytes) -> bool:
-    """Whether outputs are equal, but for spaces at the ends of lines and empty lines at the end."""
+    """Return whether outputs are equal except for trailing spaces and trailing empty lines."""
     return _lines(expected) == _lines(stdout.decode(errors="replace"))
 
 
@@ -149,7 +154,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _value(plain: Any) -> Any:
-    """The value that the harness made plain."""
+    """Restore the value that the harness encoded."""
     if not isinstance(plain, dict):
         return plain
     [(kind, items)] = plain.items()

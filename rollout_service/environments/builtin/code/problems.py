@@ -1,8 +1,7 @@
 """Small programming problems with hidden tests, made from a seed.
 
-Each problem is a function that solves it, with a docstring that is the question, and a maker of inputs. The
-expected outputs come from running the function, so that none is written by hand. `program` is the source of a
-correct submission.
+Each problem is a function that solves it, whose docstring is the question, and a maker of inputs. The expected outputs
+come from running the function; none is written by hand.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Make = Callable[[random.Random], Any]
 
 @dataclass(frozen=True, slots=True)
 class CodeProblem:
-    """One problem; `make` gives a text for a program, or a tuple of arguments for a function."""
+    """One problem; `make` returns the input of a program, or a tuple of arguments for a function."""
 
     solve: Callable[..., Any]
     make: Make
@@ -33,7 +32,7 @@ class CodeProblem:
 
     @property
     def question(self) -> str:
-        """What to write."""
+        """The question for the agent."""
         text = " ".join((self.solve.__doc__ or "").split())
         if self.kind == "stdio":
             return f"Write a program that reads standard input and writes standard output. {text}"
@@ -48,7 +47,7 @@ class CodeProblem:
         return f"{source}\n\nimport sys\n\nprint({self.solve.__name__}(sys.stdin.read()))\n"
 
     def instance(self, rng: random.Random, tests: int = TESTS) -> dict[str, JsonValue]:
-        """The task: its question and its hidden tests."""
+        """Return an instance: the question and its hidden tests."""
         inputs = [self.make(rng) for _ in range(tests)]
         return {
             "name": self.solve.__name__,
@@ -65,7 +64,7 @@ class CodeProblem:
 
 
 def problems() -> list[CodeProblem]:
-    """All problems."""
+    """Return all problems."""
     return [
         *(CodeProblem(solve, make, "stdio") for solve, make in programs.PROBLEMS),
         *(CodeProblem(solve, make, "assert") for solve, make in functions.PROBLEMS),
@@ -73,7 +72,7 @@ def problems() -> list[CodeProblem]:
 
 
 def instances(seed: int = SEED) -> list[dict[str, JsonValue]]:
-    """The same tasks for the same seed."""
+    """Return one instance of each problem; the same seed gives the same instances."""
     rng = random.Random(seed)  # noqa: S311 - tests of programs, not secrets
     return [problem.instance(rng) for problem in problems()]
 

@@ -1,6 +1,6 @@
 """Problems whose solution is a program: each function maps the input's text to the output's.
 
-Each function stands alone, so that its source is a submission; see `code_problems`.
+Each function stands alone, so its source is a submission (see `problems`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 r"""`math`: a question with one exact answer; right when the last `\boxed{...}` is mathematically equal to it.
 
-An answer is wrong if it has no box, doesn't parse, or is too costly to compare (see `math_worker`). If the gold
+An answer is wrong if it has no box, doesn't parse, or is too costly to compare (see `worker`). If the gold
 answer can't be checked, that is an error.
 """
 

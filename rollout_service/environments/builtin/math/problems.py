@@ -1,6 +1,6 @@
 """Problems of school and early university mathematics with exact answers, made from a seed.
 
-Each maker works its answer out by exact arithmetic, so that no answer is copied from anywhere.
+Guarantee: each answer is computed by exact arithmetic, and copied from nowhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class MathProblem(TypedDict):
 
 
 def sample_problems(seed: int = SEED, per_maker: int = PER_MAKER) -> list[MathProblem]:
-    """The same problems for the same seed, `per_maker` of each kind, no question twice."""
+    """Return `per_maker` problems of each kind without repetition; the same seed gives the same problems."""
     rng = random.Random(seed)  # noqa: S311 - questions, not secrets
     problems: list[MathProblem] = []
     for maker in MAKERS:
@@ -52,7 +52,7 @@ def _latex(value: Fraction | int) -> str:
 
 
 def _term(coefficient: int, power: str) -> str:
-    """A term with its sign, as it stands inside a polynomial; `power` may be empty."""
+    """Return a term with its sign, as inside a polynomial; `power` may be empty."""
     size = abs(coefficient)
     digits = "" if size == 1 and power else str(size)
     return f" {'-' if coefficient < 0 else '+'} {digits}{power}"

@@ -1,7 +1,7 @@
-"""Whether an answer equals the gold answer, worked out where it can do no harm: see `math_worker`.
+"""Checks in a separate process whether an answer equals the gold answer (see `worker`).
 
-The worker processes belong to a verifier, not to an event loop: they start with the first check, end with the
-verifier or the service, and a check that is cancelled is left to run into its own limits.
+Guarantees: the worker processes belong to a verifier, not to an event loop; they start with the first check and end
+with the verifier or the service; a cancelled check runs on until its own limits end it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rollout_service.errors import EnvironmentFailedError
 
 CPU_SECONDS: Final = 5
 MAX_CHARS: Final = 4_096
-"""No answer of this length is an answer; it is not even tried."""
+"""A longer answer is unreadable without a check."""
 
 
 class MathVerifier:
-    """Checks answers, `processes` of them at once, each with `cpu_seconds`."""
+    """Checks up to `processes` answers at once, each with `cpu_seconds` of CPU time."""
 
     def __init__(self, processes: int = 2, cpu_seconds: int = CPU_SECONDS) -> None:
         self._processes = processes
@@ -36,9 +36,10 @@ class MathVerifier:
         weakref.finalize(self, _close, self._idle)
 
     async def compare(self, gold: str, answer: str) -> MathVerdict:
-        """Compare two pieces of LaTeX by their mathematics.
+        """Compare two LaTeX expressions mathematically.
 
-        Raises EnvironmentFailedError when the gold answer cannot be read, or the check itself fails.
+        Raises:
+            EnvironmentFailedError: the gold answer cannot be read, or the check itself failed.
         """
         if len(answer) > MAX_CHARS:
             return MathVerdict.UNREADABLE
@@ -64,7 +65,7 @@ class MathVerifier:
             worker.close()
             raise
         self._idle.append(worker)
-        while len(self._idle) > self._processes:  # checks that were cancelled may have needed more
+        while len(self._idle) > self._processes:  # cancelled checks may have needed more processes
             self._idle.popleft().close()
         return found
 
@@ -84,12 +85,16 @@ class _Worker:
             [sys.executable, "-m", "rollout_service.environments.builtin.math.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the service; this one ends with its input
+            start_new_session=True,  # Ctrl-C is for the service; this process ends with its input
             text=True,
         )
 
     def compare(self, gold: str, answer: str, cpu_seconds: int) -> str:
-        """The verdict, or why there is none; raises EnvironmentFailedError when the process ended."""
+        """Return the verdict, or why there is none.
+
+        Raises:
+            EnvironmentFailedError: the process ended.
+        """
         if self._process.stdin is None or self._process.stdout is None:
             raise RuntimeError("the worker was started without pipes")
         try:
@@ -100,7 +105,8 @@ class _Worker:
             line = ""
         if not line:
             raise EnvironmentFailedError(
-                "a process that checks answers ended", hint="Look for the kernel's out-of-memory killer."
+                "a process that checks answers ended",
+                hint="Check whether the kernel's out-of-memory killer ended it.",
             )
         return str(json.loads(line))
 

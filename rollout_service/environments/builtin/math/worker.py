@@ -1,12 +1,12 @@
 """The process that compares answers: `python -m rollout_service.environments.builtin.math.worker`.
 
-sympy may take forever, or all memory, on what a model writes (`9^{9^{9^{9}}}`), and nothing inside of a process
-can stop it. So each check runs in a process forked for it alone, with limits of CPU time and memory that the
-kernel holds; it forks from this one, since importing sympy takes two seconds.
+sympy may take forever, or all memory, on a model's answer (`9^{9^{9^{9}}}`), and nothing inside a process can stop
+it. So each check runs in its own forked process, under limits of CPU time and memory that the kernel enforces. It
+forks from this process because importing sympy takes two seconds.
 
-A verdict is only ever given once the gold answer was parsed, and compared with 0, under the same limits. What
-happens after that is the answer's doing, so running out of CPU time or memory there is a verdict; a process that
-ends in any other way is a failure, and nobody's score.
+Guarantee: a verdict is given only after the gold answer was parsed, and compared with 0, under the same limits.
+Whatever happens after that is the answer's doing, so running out of CPU time or memory is a verdict; a process that
+ends in any other way is a failure and gives no score.
 
 A request is a line of JSON, `[gold, answer, cpu_seconds]`, and so is its answer: a verdict, or why there is none.
 The process ends with its standard input.
@@ -27,14 +27,14 @@ from multiprocessing.connection import Connection
 from typing import Any, Final
 
 MEMORY_BYTES: Final = 2 * 1024**3
-"""Address space of one check; the imports alone take about a quarter of it."""
+"""The address space of one check; the imports alone take about a quarter of it."""
 WALL_SECONDS: Final = 60.0
-"""A loaded machine gives a check its CPU time late; this only ends one that hangs without using any."""
+"""The limit for a check that hangs without using CPU time; high, since a loaded machine is slow to give any."""
 GOLD_READ: Final = "gold read"
 
 
 class MathVerdict(StrEnum):
-    """What a check found."""
+    """The result of a check."""
 
     EQUAL = "equal"
     DIFFERENT = "different"
@@ -47,17 +47,19 @@ class MathVerdict(StrEnum):
 def main() -> None:
     """Answer requests until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    os.dup2(2, 1)  # nothing that a library prints may become an answer
     for line in sys.stdin:
         answers.write(json.dumps(compare_in_fork(*json.loads(line))) + "\n")
         answers.flush()
 
 
 def compare_in_fork(gold: str, answer: str, cpu_seconds: int) -> MathVerdict | str:
-    """The verdict, or why there is none. To be called where there is one thread, which may fork."""
+    """Return the verdict, or why there is none. Call this only where a single thread runs, since it forks."""
     import math_verify  # noqa: F401 - imported before the fork, so that each child has it
 
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that we bound its time ourselves
+    logging.getLogger("math_verify").setLevel(
+        logging.CRITICAL
+    )  # it would warn that its own time limit is off
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(sender, gold, answer, cpu_seconds), daemon=True)
@@ -88,13 +90,13 @@ def _await_verdict(receiver: Connection, child: Any) -> MathVerdict | str:
 
 
 def _child(sender: Connection, gold: str, answer: str, cpu_seconds: int) -> None:
-    """Runs in the fork."""
+    """Run one check, in the fork."""
     _limit_self(cpu_seconds)
     judge(sender.send, gold, answer)
 
 
 def judge(send: Callable[[str], None], gold: str, answer: str) -> None:
-    """Say `GOLD_READ` and then the verdict; what is said in the place of the first is why there is none."""
+    """Send `GOLD_READ` and then the verdict, or else only the reason why there is none."""
     try:
         expected = _parse(gold)
         if expected:
@@ -122,7 +124,7 @@ def _limit_self(cpu_seconds: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
-    signal.alarm(int(WALL_SECONDS))  # should the worker be killed, nobody else would end this process
+    signal.alarm(int(WALL_SECONDS))  # ends this process if the worker is killed
 
 
 def _equal(expected: list[Any], given: list[Any]) -> bool:
@@ -132,9 +134,9 @@ def _equal(expected: list[Any], given: list[Any]) -> bool:
 
 
 def _parse(latex: str) -> list[Any]:
-    """The expressions in LaTeX; none when it cannot be read.
+    """Parse the expressions in LaTeX; return none if it cannot be read.
 
-    Only LaTeX is read: math-verify's reader of plain expressions evaluates them as Python.
+    Only LaTeX is accepted: math-verify evaluates plain expressions as Python.
     """
     from math_verify import LatexExtractionConfig, parse
 
