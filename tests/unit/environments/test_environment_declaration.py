@@ -174,7 +174,10 @@ def test_a_data_set_is_one_file_or_several(table):
         ("ls /environment/lib /environment", []),
         ("echo x > /environment/made; cat /environment/made", []),
         ("bash /environment/grad.sh", ["[evaluate] command: /environment/grad.sh does not exist"]),
-        ("python3 '/environment/lib/chek.py'", ["[evaluate] command: /environment/lib/chek.py does not exist"]),
+        (
+            "python3 '/environment/lib/chek.py'",
+            ["[evaluate] command: /environment/lib/chek.py does not exist"],
+        ),
         ("/environment/grade.sh", ["/environment/grade.sh is not executable: chmod +x grade.sh"]),
         ("true; /environment/grade.sh", ["/environment/grade.sh is not executable"]),
         ("/environment/dos", ["/environment/dos has Windows line endings"]),
