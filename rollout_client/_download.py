@@ -1,10 +1,10 @@
-"""The body of a large answer, put where it stays: by the system, into memory that is taken once.
+"""Download a large response body straight into the memory where it stays.
 
-Guarantees: the body is in memory once, and nobody's event loop is held up while it comes; errors are those of the
-client's other calls; a call that is cancelled closes its connection.
+Guarantees: the body is in memory once, and the event loop is free while it arrives; errors are those of the client's
+other calls; a cancelled call closes its connection.
 
 httpx copies what it receives several times on the event loop, which costs more than the network between two processes
-of one machine. It is used where it does what this module does not: through proxies, and over transports of its own.
+of one machine. It is still used through proxies, and with a transport of the caller's.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _PASSED_ON = frozenset({"authorization", "accept", "user-agent"})
 
 
 class LargeBody:
-    """Where the body of a large answer goes."""
+    """The memory for the body of a large response."""
 
     def __init__(self) -> None:
         self.content = bytearray()
 
     async def receive(self, response: httpx.Response) -> None:
-        """Read it from an answer of httpx."""
+        """Read the body of a response of httpx."""
         self.content = bytearray(int(response.headers.get("content-length", 0)))
         at = 0
         async for piece in response.aiter_bytes():
@@ -40,9 +40,10 @@ class LargeBody:
     async def fetch(
         self, request: httpx.Request, *, connect_seconds: float, seconds: float, context: ssl.SSLContext
     ) -> httpx.Response:
-        """Send a request without a body; the answer has the body itself only when it is not a success.
+        """Send a request without a body. The returned response has its body only if it is not a success.
 
-        Raises TransportError.
+        Raises:
+            httpx.TransportError: if the connection fails or times out.
         """
         fetch = _Fetch(request, connect_seconds=connect_seconds, seconds=seconds, context=context)
         try:
@@ -53,7 +54,7 @@ class LargeBody:
 
 
 class _Fetch:
-    """One request over a connection of its own, for a thread."""
+    """One request in a thread, over its own connection."""
 
     def __init__(
         self, request: httpx.Request, *, connect_seconds: float, seconds: float, context: ssl.SSLContext
@@ -63,7 +64,7 @@ class _Fetch:
         self._connection = _connection(request.url, connect_seconds, context)
 
     def send(self) -> tuple[httpx.Response, bytearray]:
-        """The answer and its body."""
+        """Send the request, and return the response and its body."""
         request = self._request
         headers = {name: value for name, value in request.headers.items() if name in _PASSED_ON}
         try:
@@ -86,7 +87,7 @@ class _Fetch:
         return response, body
 
     def break_off(self) -> None:
-        """Have a thread that still waits for the connection stop; nothing happens when there is none."""
+        """Stop a thread that still waits for the connection, if there is one."""
         sock = self._connection.sock
         if sock is not None:
             with suppress(OSError):
@@ -100,7 +101,11 @@ def _connection(url: httpx.URL, seconds: float, context: ssl.SSLContext) -> http
 
 
 def _whole(answer: http.client.HTTPResponse) -> bytearray:
-    """The body; raises IncompleteRead when the connection ends before it does."""
+    """Read the body.
+
+    Raises:
+        http.client.IncompleteRead: if the connection ends before the body does.
+    """
     if answer.length is None:
         return bytearray(answer.read())
     length = answer.length
@@ -115,7 +120,7 @@ def _whole(answer: http.client.HTTPResponse) -> bytearray:
 
 
 def is_direct(url: httpx.URL) -> bool:
-    """Whether no proxy stands before this address."""
+    """Return whether this address is reached without a proxy."""
     proxies = urllib.request.getproxies()
     proxied = url.scheme in proxies or "all" in proxies
     return not proxied or bool(urllib.request.proxy_bypass(url.host))

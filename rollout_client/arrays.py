@@ -1,4 +1,4 @@
-"""A batch as arrays: what a trainer maps, without a copy, from bytes or from a file.
+"""A batch as arrays, mapped without a copy from bytes or from a file.
 
 The bytes are a safetensors file. Its tensors, for G groups with N samples, S segments and T tokens in all:
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TYPES = {"I64": "<i8", "I32": "<i4", "F32": "<f4", "U8": "u1"}
-"""The types of safetensors that a batch uses, and numpy's names of them."""
+"""The types of safetensors that a batch uses, with numpy's names."""
 _LENGTH = struct.Struct("<Q")
 
 
@@ -47,14 +47,18 @@ class BatchArrays:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview | mmap.mmap) -> BatchArrays:
-        """Read a batch from the bytes of an answer, which it keeps. Raise ValueError for other bytes."""
+        """Parse a response body. The arrays are views that keep it alive.
+
+        Raises:
+            ValueError: if it is not a batch.
+        """
         import numpy as np
 
         view = memoryview(data)
         header, start = _header(view)
         encoded = header.pop("__metadata__", {}).get("batch")
         if encoded is None:
-            raise ValueError("these bytes hold no batch")
+            raise ValueError("the safetensors file does not hold a batch")
         tensors = {}
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
@@ -65,18 +69,23 @@ class BatchArrays:
 
     @classmethod
     def from_file(cls, path: Path) -> BatchArrays:
-        """Read a batch from a file, which is mapped into memory."""
+        """Map a file into memory and parse it.
+
+        Raises:
+            ValueError: if it is not a batch.
+            OSError: if it cannot be read.
+        """
         with path.open("rb") as file:
             return cls.from_bytes(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
     def segment(self, number: int) -> dict[str, NDArray[Any]]:
-        """The columns of one segment, as views."""
+        """Return the columns of one segment, as views."""
         begin, end = self.tensors["segment_offsets"][number : number + 2]
         names = ("token_ids", "loss_mask", "logprobs", "versions", "turn_ids")
         return {name: self.tensors[name][begin:end] for name in names}
 
     def torch(self) -> dict[str, Any]:
-        """The tensors as torch's, which share the memory; do not write to them."""
+        """Return the tensors as torch tensors that share the memory; do not write to them."""
         import warnings
 
         import torch
@@ -87,12 +96,12 @@ class BatchArrays:
 
 
 def _header(view: memoryview) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, and where its data begins."""
+    """Return the header of a safetensors file, and the offset of its data."""
     if len(view) < _LENGTH.size:
-        raise ValueError("these bytes are not a safetensors file: they are too short")
+        raise ValueError("not a safetensors file: shorter than its length field")
     (length,) = _LENGTH.unpack_from(view)
     start = _LENGTH.size + length
     if start > len(view):
-        raise ValueError("these bytes are not a safetensors file: they end within the header")
+        raise ValueError("not a safetensors file: it ends within the header")
     header: dict[str, Any] = json.loads(bytes(view[_LENGTH.size : start]))
     return header, start

@@ -82,18 +82,18 @@ __all__ = [
 
 
 ORDER_SECONDS = 1_800.0
-"""For orders that go to every engine, such as loading weights."""
+"""The limit for requests that go to every engine, such as loading weights."""
 LONG_POLL_SECONDS = 30.0
 RESCORED_AT_ONCE = 8
-"""Rollouts in one request: their messages are in its body."""
+"""The number of rollouts in one request, whose body holds their messages."""
 
 
 class RolloutClient:
     """The service at one address. Use it as `async with RolloutClient(url, key) as client`.
 
-    `patience_seconds` is how long a call is repeated once the server cannot be reached, or says that it cannot take
-    it now (408, 429, 502, 503, 504), as when it is restarted; 0 asks once. `ca_file` holds certificates to trust, in
-    PEM, beside the usual ones: for a server whose certificate is your own.
+    `patience_seconds` is how long a call is repeated while the server cannot be reached or cannot take it now (408,
+    429, 502, 503, 504), as during a restart; 0 tries once. `ca_file` is a PEM file of certificates to trust in addition
+    to the system's, for a server with a certificate of your own authority.
     """
 
     def __init__(
@@ -141,16 +141,19 @@ class RolloutClient:
             await self._connection.http.__aexit__(kind, error, trace)
 
     async def aclose(self) -> None:
-        """Close the connections of a client whose calls were used without `async with`."""
+        """Close the connections of a client that was used without `async with`."""
         await self._connection.http.aclose()
 
     # -- rollouts --------------------------------------------------------------
 
     async def submit(self, request: RolloutRequest, *, wait_seconds: float = 0.0) -> Rollout:
-        """Order a rollout; durable when this returns. Waits up to `wait_seconds` for it to end.
+        """Submit a rollout, and wait up to `wait_seconds` for it to end. It is durable when this returns.
 
-        A finished one comes with its trajectory. Raises InvalidRequestError, ConflictError (this id with
-        another body) and the errors of every call.
+        A finished rollout comes with its trajectory.
+
+        Raises:
+            InvalidRequestError: if the request cannot be carried out as it is.
+            ConflictError: if the id was used with another body.
         """
         body = with_id(request).model_dump(mode="json", exclude_defaults=True)
         params = {"wait": f"{wait_seconds:g}"} if wait_seconds > 0 else None
@@ -159,12 +162,21 @@ class RolloutClient:
         )
 
     async def get(self, rollout_id: str, *, trajectory: bool = False) -> Rollout:
-        """A rollout as it stands. Raises NotFoundError."""
+        """Return a rollout in its present state.
+
+        Raises:
+            NotFoundError: if there is no such rollout.
+        """
         params = {"trajectory": "true"} if trajectory else None
         return await self._connection.call(Rollout, "GET", f"/v1/rollouts/{rollout_id}", params=params)
 
     async def wait(self, rollout_id: str, *, timeout_seconds: float | None = None) -> Rollout:
-        """The rollout with its trajectory once it has ended. Raises TimeoutError, NotFoundError."""
+        """Return a rollout with its trajectory once it has ended.
+
+        Raises:
+            TimeoutError: if it has not ended in time.
+            NotFoundError: if there is no such rollout.
+        """
         params = {"trajectory": "true", "wait": f"{LONG_POLL_SECONDS:g}"}
         seconds = ANSWER_SECONDS + LONG_POLL_SECONDS
         with anyio.fail_after(timeout_seconds):
@@ -185,39 +197,46 @@ class RolloutClient:
     def run_all(
         self, requests: Iterable[RolloutRequest], *, concurrency: int = 64, refused: Refused | None = None
     ) -> AsyncGenerator[Rollout]:
-        """Order these rollouts, at most `concurrency` at once; gives each with its trajectory when it ends.
+        """Run these rollouts, at most `concurrency` at once, and yield each with its trajectory when it ends.
 
-        The requests are read as they are needed. One that the server refuses goes to `refused`; without it
-        the error is raised here and no more are ordered, as with any other error. Leaving the loop early lets
-        the server finish what was ordered; the results stay there.
+        Requests are read as they are needed. A request that the server refuses goes to `refused`; without `refused` the
+        error is raised here and nothing more is submitted, as with any other error. If you leave the loop early, the
+        server finishes what was submitted and keeps the results.
+
+        Raises:
+            RuntimeError: if the client is not open.
         """
         if self._tasks is None:
             raise RuntimeError("open the client first: async with RolloutClient(...) as client")
         return run_all(self.run, self._tasks, iter(requests), concurrency, refused)
 
     async def cancel(self, rollout_id: str) -> RolloutState | None:
-        """Ask for a rollout to be cancelled; returns the state that it was in.
+        """Cancel a rollout, and return the state that it was in.
 
-        None: it is not known yet, and cancelled when it comes.
+        None means that the server does not know it yet: it is cancelled if it arrives.
         """
         answer = await self._connection.call(dict[str, str | None], "DELETE", f"/v1/rollouts/{rollout_id}")
         was = answer.get("was")
         return None if was is None else RolloutState(was)
 
     async def trajectory(self, rollout_id: str) -> Trajectory:
-        """The trajectory of a finished rollout. Raises NotFoundError."""
+        """Return the trajectory of a finished rollout.
+
+        Raises:
+            NotFoundError: if there is no such rollout, or no trajectory of it.
+        """
         return await self._connection.call(Trajectory, "GET", f"/v1/rollouts/{rollout_id}/trajectory")
 
     async def page(
         self, *, state: RolloutState | None = None, cursor: str | None = None, limit: int = 100
     ) -> RolloutPage:
-        """One page of rollouts, oldest first, with the number of rollouts in each state."""
+        """Return a page of rollouts, oldest first, with the number of rollouts in each state."""
         given = {"state": state, "cursor": cursor, "limit": str(limit)}
         params = {name: value for name, value in given.items() if value is not None}
         return await self._connection.call(RolloutPage, "GET", "/v1/rollouts", params=params)
 
     async def rollouts(self, *, state: RolloutState | None = None) -> AsyncGenerator[Rollout]:
-        """All rollouts, oldest first, without trajectories."""
+        """Yield all rollouts, oldest first, without trajectories."""
         cursor: str | None = None
         while True:
             page = await self.page(state=state, cursor=cursor)
@@ -229,9 +248,11 @@ class RolloutClient:
     # -- runs ------------------------------------------------------------------
 
     async def create_run(self, request: RunRequest) -> ClientRun:
-        """Create a run, or take up the one of this id; durable when this returns.
+        """Create a run, or open the one with this id. It is durable when this returns.
 
-        Raises InvalidRequestError, ConflictError (this id with another body) and the errors of every call.
+        Raises:
+            InvalidRequestError: if the request cannot be carried out as it is.
+            ConflictError: if the id was used with another body.
         """
         if request.run_id is None:
             request = request.model_copy(update={"run_id": uuid.uuid4().hex})
@@ -241,11 +262,11 @@ class RolloutClient:
         return self.open_run(run.run_id)
 
     def open_run(self, run_id: str) -> ClientRun:
-        """A run that exists."""
+        """Return a run that exists, without asking the server."""
         return ClientRun(run_id, self._connection, None if self._tasks is None else self._tasks.start_soon)
 
     async def runs(self) -> list[Run]:
-        """All runs, oldest first."""
+        """Return all runs, oldest first."""
         return (await self._connection.call(RunPage, "GET", "/v1/runs")).runs
 
     async def rescore(
@@ -255,7 +276,7 @@ class RolloutClient:
         environment: str | None = None,
         replay: Literal["needed", "always"] = "needed",
     ) -> AsyncGenerator[Rescored]:
-        """Have rollouts evaluated again that are at hand, as `run_export.RunExport(path).samples()`."""
+        """Have rollouts that you hold scored again, such as `RunExport(path).samples()`, and yield the results."""
         rollouts = (
             without_tokens(one.request, one.sample.rollout) if isinstance(one, ExportedSample) else one
             for one in recorded
@@ -268,21 +289,29 @@ class RolloutClient:
     # -- engines ---------------------------------------------------------------
 
     async def backends(self) -> list[BackendView]:
-        """The engines that are registered."""
+        """Return the registered engines."""
         return await self._connection.call(list[BackendView], "GET", "/v1/backends")
 
     async def add_backend(self, backend: BackendSpec) -> BackendView:
-        """Register an engine; it is asked for its model first."""
+        """Register an engine, after asking it for its model."""
         return await self._connection.call(
             BackendView, "POST", "/v1/backends", backend.model_dump(mode="json")
         )
 
     async def remove_backend(self, backend_id: str) -> None:
-        """Take an engine out at once; its requests go on elsewhere. Raises NotFoundError."""
+        """Remove an engine at once; its requests continue elsewhere.
+
+        Raises:
+            NotFoundError: if there is no such engine.
+        """
         await self._connection.call(None, "DELETE", _backend(backend_id))
 
     async def drain_backend(self, backend_id: str) -> BackendView:
-        """Give an engine nothing new; it finishes what it has. Raises NotFoundError."""
+        """Send an engine no new requests; it finishes those that it has.
+
+        Raises:
+            NotFoundError: if there is no such engine.
+        """
         return await self._connection.call(BackendView, "POST", f"{_backend(backend_id)}/drain")
 
     async def update_weights(
@@ -294,30 +323,45 @@ class RolloutClient:
         mode: PauseMode = PauseMode.ABORT,
         force: bool = False,
     ) -> PoolOutcome:
-        """Load new weights into every engine of a pool: from a folder that the engines can read, or from a process
-        group that they have joined.
+        """Load new weights into every engine of a pool.
 
-        When this returns, every engine in service has them; `changed` is False if they had them before. Raises
-        WeightsError when engines refused or failed, and ConflictError for an older version.
+        They come from a folder that the engines can read, or from a process group that they have joined. When this
+        returns, every engine in service has them; `changed` is false if they had them before.
+
+        Raises:
+            WeightsError: if engines refused or failed.
+            ConflictError: if the pool serves a newer version.
         """
         source = DiskWeights(path=weights) if isinstance(weights, str) else weights
         order = WeightsRequest(source=source, version=version, pool=pool, mode=mode, force=force)
         return await self._order("/v1/weights", order.model_dump(mode="json"))
 
     async def join_weights_group(self, group: WeightsGroupRequest) -> PoolOutcome:
-        """Let the engines of a pool join a process group; join it yourself at the same time. Raises OrderError."""
+        """Have the engines of a pool join a process group; join it yourself at the same time.
+
+        Raises:
+            OrderError: if an engine did not join.
+        """
         return await self._order("/v1/weights/group", group.model_dump(mode="json"))
 
     async def pause(self, *, pool: str = "policy", mode: PauseMode = PauseMode.ABORT) -> PoolOutcome:
-        """Pause the generation of a pool. Raises OrderError when an engine did not obey."""
+        """Pause the generation of a pool.
+
+        Raises:
+            OrderError: if an engine did not pause.
+        """
         return await self._order("/v1/pause", PauseRequest(pool=pool, mode=mode).model_dump(mode="json"))
 
     async def resume(self, *, pool: str = "policy") -> PoolOutcome:
-        """Let a paused pool go on. Raises OrderError when an engine did not obey."""
+        """Resume the generation of a paused pool.
+
+        Raises:
+            OrderError: if an engine did not resume.
+        """
         return await self._order("/v1/resume", ResumeRequest(pool=pool).model_dump(mode="json"))
 
     async def abort(self, rollout_ids: list[str] | None = None) -> dict[str, JsonValue]:
-        """Cancel these rollouts, or all that have not ended; says which or how many were."""
+        """Cancel these rollouts, or all that have not ended, and return which or how many were cancelled."""
         body = AbortRequest(rollout_ids=rollout_ids).model_dump(mode="json")
         return await self._connection.call(dict[str, JsonValue], "POST", "/v1/abort", body)
 
@@ -333,9 +377,11 @@ class RolloutClient:
     async def dataset(
         self, environment: str, *, limit: int = 1_000, offset: int = 0, split: str | None = None
     ) -> list[dict[str, JsonValue]]:
-        """Return instances that ship with an environment, those of one split if it is named.
+        """Return instances that ship with an environment, all or those of one split.
 
-        Raises InvalidRequestError for an environment or a split that is not there.
+        Raises:
+            NotFoundError: if there is no such environment.
+            InvalidRequestError: if there is no such split.
         """
         params = {"limit": str(limit), "offset": str(offset)}
         params |= {} if split is None else {"split": split}
@@ -347,27 +393,30 @@ class RolloutClient:
         return await self._connection.call(list[SandboxView], "GET", "/v1/sandboxes")
 
     async def nodes(self) -> list[NodeView]:
-        """The hosts that run sandboxes: how many each bears, why not more, and what its sandboxes did."""
+        """Return the hosts that run sandboxes: how many each can take, why not more, and what its sandboxes did."""
         return await self._connection.call(list[NodeView], "GET", "/v1/nodes")
 
     async def node(self) -> NodeConcurrency:
-        """How much the service does at once."""
+        """Return how much the service runs at once."""
         return await self._connection.call(NodeConcurrency, "GET", "/v1/node")
 
     async def update_node(self, patch: NodePatch) -> NodeConcurrency:
-        """Change how much the service does at once, until its next start; work under way goes on."""
+        """Change how much the service runs at once, until it restarts. Work under way is not interrupted."""
         body = patch.model_dump(mode="json", exclude_none=True)
         return await self._connection.call(NodeConcurrency, "PATCH", "/v1/node", body)
 
     async def ready(self) -> None:
-        """Returns when the service can take work; within this client's patience it waits for that."""
+        """Wait until the service can take work, for as long as this client's patience lasts."""
         await self._connection.call(None, "GET", "/ready")
 
     async def readiness(self) -> Readiness:
-        """Return whether the service can take work now, and if not, why. Asks once.
+        """Return whether the service can take work now, and if not, why. This asks once.
 
-        What answers in the service's place, such as a proxy or a service that shuts down, counts as a reason too.
-        Raises UnreachableError, and the other errors of an answer that says nothing of readiness.
+        A refusal by a proxy, or by a service that is shutting down, counts as a reason too.
+
+        Raises:
+            UnreachableError: if nothing answers.
+            ClientError: if the answer says nothing about readiness.
         """
         try:
             response = await self._connection.http.get("/ready")
@@ -390,7 +439,7 @@ def _backend(backend_id: str) -> str:
 
 
 def with_id(request: RolloutRequest) -> RolloutRequest:
-    """The request with an id, so that sending it twice orders one rollout."""
+    """Return the request with an id, so that sending it twice starts one rollout."""
     if request.rollout_id is not None:
         return request
     return request.model_copy(update={"rollout_id": uuid.uuid4().hex})

@@ -1,15 +1,15 @@
-"""The errors of the client, and how an answer of the server becomes one.
+"""The errors of the client, and how a response becomes one.
 
 ClientError
- |- UnreachableError       no answer within the patience of this client
- |- ProtocolError          an answer that the API does not promise
- `- ProblemError           the server said no; `.problem` is what it said
+ |- UnreachableError       no response within the patience of this client
+ |- ProtocolError          a response that is not one of this API
+ `- ProblemError           the server refused; `.problem` is its problem document
      |- InvalidRequestError    400, 413, 422
      |- UnauthorizedError      401, 403
      |- NotFoundError          404
      |- ConflictError          409
      |- GoneError              410
-     |- OrderError             engines did not carry out an order; `.outcome` has what each answered
+     |- OrderError             engines did not carry out an order; `.outcome` has the answer of each
      |   `- WeightsError           ... to load weights
      `- UnavailableError       408, 429, 502, 503, 504
 """
@@ -32,7 +32,7 @@ QUOTED_BYTES = 300
 
 
 class ClientError(Exception):
-    """The base of the family."""
+    """The base class of the client's errors."""
 
 
 class UnreachableError(ClientError):
@@ -40,11 +40,11 @@ class UnreachableError(ClientError):
 
 
 class ProtocolError(ClientError):
-    """The answer is not one that the API promises: another program, a proxy, or another version."""
+    """The response is not one of this API: it came from another program, a proxy, or another version."""
 
 
 class ProblemError(ClientError):
-    """The server said no."""
+    """The server refused the request."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(f"{problem.title}: {problem.detail}")
@@ -52,7 +52,7 @@ class ProblemError(ClientError):
 
 
 class InvalidRequestError(ProblemError):
-    """The request is wrong as it is; `problem.errors` names the fields."""
+    """The request is invalid; `problem.errors` names the fields."""
 
 
 class UnauthorizedError(ProblemError):
@@ -60,19 +60,19 @@ class UnauthorizedError(ProblemError):
 
 
 class NotFoundError(ProblemError):
-    """There is no such thing."""
+    """The requested resource does not exist."""
 
 
 class ConflictError(ProblemError):
-    """The request contradicts what is there already."""
+    """The request contradicts the present state, as when an id is used with another body."""
 
 
 class GoneError(ProblemError):
-    """What was asked of is over: a run that has nothing more to give."""
+    """The run is over and has no more batches."""
 
 
 class OrderError(ProblemError):
-    """Engines did not carry out an order that went to all of their pool; `outcome` has what each answered."""
+    """Engines did not carry out an order to all engines of a pool; `outcome` has the answer of each."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -80,18 +80,18 @@ class OrderError(ProblemError):
 
 
 class WeightsError(OrderError):
-    """Not every engine has the weights that it was to load.
+    """At least one engine did not load the weights.
 
-    `outcome.changed` tells whether some have them: the pool then serves the new version with those, and the others are
-    out of service until they have it. Where it is false the pool serves what it did before.
+    If `outcome.changed` is true, some engines have them: these serve the new version, and the others are out of service
+    until they have it too. If it is false, the pool serves what it did before.
     """
 
 
 class UnavailableError(ProblemError):
-    """The server cannot take this now; later it can."""
+    """The server cannot take the request now, but may later."""
 
     retry_after = 0.0
-    """For how many seconds the server asks to be left alone."""
+    """The seconds for which the server asks to be left alone."""
 
 
 PROBLEMS: dict[int, type[ProblemError]] = {
@@ -115,13 +115,13 @@ ORDERS: dict[str, type[OrderError]] = {
     "weights_not_loaded": WeightsError,
     "weights_partly_loaded": WeightsError,
 }
-"""Problems that hold the answers of engines, by their code."""
+"""The problems that hold the answers of engines, by code."""
 PASSING = frozenset({408, 429, 502, 503, 504})
-"""Statuses that a proxy, or a server that is not ready, also sends without a problem's body."""
+"""The statuses that a proxy, or a server that is not ready, also sends without a problem document."""
 
 
 def error_from(response: httpx.Response) -> ClientError:
-    """The error that an answer without success stands for."""
+    """Return the error that an unsuccessful response stands for."""
     status, content = response.status_code, response.content
     try:
         problem = Problem.model_validate_json(content)
@@ -142,9 +142,12 @@ def error_from(response: httpx.Response) -> ClientError:
 
 
 def readiness_from(response: httpx.Response) -> Readiness:
-    """Return what an answer to the question of readiness says; raises the error that it stands for otherwise.
+    """Return the readiness in a response of `/ready`.
 
-    A refusal that passes by itself, as of a service that shuts down or a proxy before it, is a reason not to be ready.
+    A passing refusal, by a proxy or by a service that is shutting down, is a reason not to be ready.
+
+    Raises:
+        ClientError: if the response says nothing about readiness.
     """
     if response.is_success:
         return parse(TypeAdapter(Readiness), response.content)
@@ -157,13 +160,19 @@ def readiness_from(response: httpx.Response) -> Readiness:
 
 
 def _seconds(retry_after: str) -> float:
-    """Return the seconds that a header gives; 0 for a date, which proxies may send."""
+    """Return the seconds in a `retry-after` header; 0 for a date, which proxies may send."""
     return float(retry_after) if retry_after.isascii() and retry_after.isdigit() else 0.0
 
 
 def parse(adapter: TypeAdapter[T], content: bytes) -> T:
-    """Content of this type; raises ProtocolError."""
+    """Parse the content of a response.
+
+    Raises:
+        ProtocolError: if it is of another type.
+    """
     try:
         return adapter.validate_json(content)
     except ValidationError as error:
-        raise ProtocolError(f"an answer that this client does not understand: {error}") from error
+        raise ProtocolError(
+            f"the response cannot be read: {error}. Is the server of another version?"
+        ) from error

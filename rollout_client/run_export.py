@@ -1,7 +1,7 @@
-"""A run that was exported, read back from its file.
+"""Read an exported run from its file.
 
-Guarantees: what is read equals what the service held; a file that was cut off, or is none, is an error and never a
-shorter run. Plain and gzip are told apart by themselves; one rollout is in memory at a time. Needs pydantic only.
+Guarantees: the rollouts read equal those that the service held; a truncated file, or one that is not an export, is an
+error and never a shorter run. gzip is detected; one rollout is in memory at a time.
 """
 
 from __future__ import annotations
@@ -22,22 +22,31 @@ _GZIP = b"\x1f\x8b"
 
 
 class BadExportError(ValueError):
-    """The file is not a whole export."""
+    """The file is not a complete export."""
 
 
 class RunExport:
-    """`RunExport(path).run` is the run, and `samples()` its rollouts."""
+    """An exported run: `run` is the run itself, `samples()` yields its rollouts."""
 
     def __init__(self, path: Path) -> None:
-        """Raises BadExportError, OSError."""
+        """Read the run.
+
+        Raises:
+            BadExportError: if the file does not begin with a run.
+            OSError: if the file cannot be read.
+        """
         self.path = path
         first = next(self._lines(), None)
         if not isinstance(first, ExportedRun):
-            raise BadExportError(f"{path} does not begin with a run")
+            raise BadExportError(f"{path} is not an export: it does not begin with a run")
         self.run: Run = first.run
 
     def samples(self) -> Iterator[ExportedSample]:
-        """The rollouts in the order of their tasks; BadExportError at the place where the file is damaged."""
+        """Yield the rollouts in the order of their tasks.
+
+        Raises:
+            BadExportError: on reaching the place where the file is damaged.
+        """
         count, ended = 0, False
         for line in self._lines():
             if isinstance(line, ExportedSample):
@@ -47,7 +56,9 @@ class RunExport:
                 ended = line.samples == count
         if not ended:
             plural = "" if count == 1 else "s"
-            raise BadExportError(f"{self.path} was cut off after {count} rollout{plural}: export it again")
+            raise BadExportError(
+                f"{self.path} is truncated after {count} rollout{plural}. Export the run again."
+            )
 
     def _lines(self) -> Iterator[ExportLine]:
         done = 0

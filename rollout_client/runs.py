@@ -1,7 +1,7 @@
-"""Runs for a trainer: `async for batch in run.batches()` is all that it needs.
+"""Runs for a trainer: `async for batch in run.batches()` is all it needs.
 
-Guarantees: what was acknowledged never comes again, what was not does; a lease whose answer was lost is asked for again
-under the same key, which brings the same batch. Needs httpx, pydantic and anyio only.
+Guarantees: an acknowledged batch never comes again, any other does. A lease whose response was lost is requested again
+under the same key, which returns the same batch.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ T = TypeVar("T")
 LEASE_SECONDS = 600.0
 LONG_POLL_SECONDS = 30.0
 ANSWER_SECONDS = 300.0
-"""How long the transfer of a batch may stall."""
+"""The time for which the transfer of a batch may stall."""
 
 
 Spawn = Callable[..., object]
 """Starts a coroutine function with its arguments in a task group."""
 
 RESCORE_SECONDS = 3_600.0
-"""How long a part of the rollouts may take to be evaluated."""
+"""The time for which the scoring of one request's rollouts may take."""
 
 
 class LeasedBatch:
-    """A batch that this client holds until it is acknowledged, given back, or the lease runs out."""
+    """A batch that this client holds until it is acknowledged or given back, or its lease expires."""
 
     def __init__(
         self,
@@ -65,43 +65,51 @@ class LeasedBatch:
         self._run = run
         self._key = key
         self.content = content
-        """The batch as it came: JSON, or a safetensors file."""
+        """The response body: JSON, or a safetensors file."""
         self.batch = batch
-        """Without tokens when it came as arrays."""
+        """The parsed batch, without its tokens if it came as arrays."""
         self.arrays = arrays
-        """The tokens, when they were asked for as arrays."""
+        """The tokens, if they were requested as arrays."""
         self.settled = False
         """Whether it was acknowledged or given back."""
 
     @property
     def batch_id(self) -> str:
-        """Its id."""
+        """The id of the batch."""
         return self.batch.batch_id
 
     @property
     def groups(self) -> Sequence[Group]:
-        """Its groups."""
+        """The groups of the batch."""
         return self.batch.groups
 
     async def ack(self) -> None:
-        """It was trained on: it never comes again. Raises ConflictError when it had grown too old meanwhile."""
+        """Acknowledge the batch, which then never comes again.
+
+        Raises:
+            ConflictError: if it has become too stale meanwhile.
+        """
         await self._run.settle(self.batch_id, "ack")
         self.settled = True
 
     async def renew(self, seconds: float = LEASE_SECONDS) -> datetime | None:
-        """Keep it for so long from now; returns until when. Raises ConflictError once it is somebody else's."""
+        """Extend the lease to `seconds` from now, and return when it expires.
+
+        Raises:
+            ConflictError: if the batch belongs to someone else by now.
+        """
         return (
             await self._run.settle(self.batch_id, "renew", key=self._key, seconds=f"{seconds:g}")
         ).lease_until
 
     async def nack(self) -> None:
-        """Give it back: somebody gets it again at once."""
+        """Give the batch back; it can be leased again at once."""
         await self._run.settle(self.batch_id, "nack")
         self.settled = True
 
 
 async def _renew_until_settled(leased: LeasedBatch, seconds: float, scope: anyio.CancelScope) -> None:
-    """A failure ends it: acknowledging the batch tells the trainer what became of it."""
+    """Renew a lease until it is settled or a renewal fails; the acknowledgement then tells the trainer why."""
     with scope, suppress(ClientError):
         while not leased.settled:
             await anyio.sleep(seconds / 3)
@@ -109,12 +117,16 @@ async def _renew_until_settled(leased: LeasedBatch, seconds: float, scope: anyio
 
 
 async def send_rescore(connection: Connection, path: str, order: RescoreOptions) -> list[Rescored]:
-    """The results of an order to evaluate rollouts again; raises ProtocolError when the answer was cut off."""
+    """Have rollouts scored again, and return the results.
+
+    Raises:
+        ProtocolError: if the response was cut off.
+    """
     response = await connection.send("POST", path, order.model_dump(mode="json"), seconds=RESCORE_SECONDS)
     lines = response.content.splitlines()
     results = [parse(TypeAdapter(Rescored), line) for line in lines[:-1]]
     if not lines or parse(TypeAdapter(RescoreEnd), lines[-1]).rescored != len(results):
-        raise ProtocolError("the answer was cut off")
+        raise ProtocolError("the response was cut off; the request can be repeated")
     return results
 
 
@@ -122,7 +134,7 @@ class ClientRun:
     """A run at a server."""
 
     def __init__(self, run_id: str, connection: Connection, spawn: Spawn | None = None) -> None:
-        """`spawn` starts what goes on beside the caller, as long as the client is open."""
+        """`spawn` starts background tasks, which live as long as the client is open."""
         self._spawn = spawn
         self.run_id = run_id
         self._connection = connection
@@ -130,13 +142,18 @@ class ClientRun:
         self._version: int | None = None
 
     async def view(self) -> Run:
-        """The run as it stands. Raises NotFoundError."""
+        """Return the run in its present state.
+
+        Raises:
+            NotFoundError: if there is no such run.
+        """
         return await self._call(Run, "GET", self._path)
 
     async def append(self, tasks: Sequence[Task], *, offset: int | None = None, close: bool = False) -> Run:
-        """Append tasks to an open run; give the offset so that sending them twice appends them once.
+        """Append tasks to an open run.
 
-        Without it the number of tasks that the run has now is asked for first.
+        With `offset`, appending the same tasks twice appends them once. Without it, the run is first asked how many
+        tasks it has.
         """
         if offset is None:
             offset = (await self.view()).tasks or 0
@@ -144,23 +161,23 @@ class ClientRun:
         return await self._call(Run, "POST", f"{self._path}/tasks", order.model_dump(mode="json"))
 
     async def patch(self, patch: RunPatch) -> Run:
-        """Change a run while it lasts."""
+        """Change a run that has not ended."""
         return await self._call(Run, "PATCH", self._path, patch.model_dump(mode="json", exclude_none=True))
 
     async def pause(self) -> Run:
-        """Begin no more groups."""
+        """Stop starting groups."""
         return await self.patch(RunPatch(state=RunState.PAUSED))
 
     async def resume(self) -> Run:
-        """Begin groups again."""
+        """Start groups again."""
         return await self.patch(RunPatch(state=RunState.RUNNING))
 
     async def end(self) -> Run:
-        """End it: what is under way is cancelled, what is finished can still be leased."""
+        """End the run: rollouts under way are cancelled, finished groups can still be leased."""
         return await self._call(Run, "DELETE", self._path)
 
     async def set_version(self, version: int) -> Run:
-        """Tell the version that the trainer has reached; the next lease tells it too."""
+        """Report the version that the trainer has reached; the next lease repeats it."""
         self._version = version
         return await self.patch(RunPatch(version=version))
 
@@ -172,10 +189,12 @@ class ClientRun:
         allow_stale: bool = False,
         arrays: bool = False,
     ) -> LeasedBatch | None:
-        """The next batch; None when there is none in time. Waits without end when no time is given.
+        """Return the next batch; None if there is none in time. Without a timeout this waits indefinitely.
 
-        With `arrays` its tokens come as arrays, which needs numpy and is many times faster.
-        Raises GoneError when the run is over and everything is acknowledged.
+        With `arrays` its tokens come as arrays, which is many times faster.
+
+        Raises:
+            GoneError: if the run is over and every batch is acknowledged.
         """
         params = {"key": uuid.uuid4().hex, "seconds": f"{lease_seconds:g}"}
         params |= {"allow_stale": "true"} if allow_stale else {}
@@ -210,16 +229,18 @@ class ClientRun:
         try:
             read = BatchArrays.from_bytes(body.content)
         except ValueError as error:
-            raise ProtocolError(f"a batch that this client does not understand: {error}") from error
+            raise ProtocolError(
+                f"the batch cannot be read: {error}. Is the server of another version?"
+            ) from error
         return LeasedBatch(self, params["key"], body.content, read.batch, read)
 
     async def batches(
         self, *, lease_seconds: float = LEASE_SECONDS, arrays: bool = False
     ) -> AsyncGenerator[LeasedBatch]:
-        """Batches until the run is over; each is acknowledged when the loop comes around, unless it was settled.
+        """Yield batches until the run is over; each is acknowledged when the loop asks for the next, unless settled.
 
-        A loop that is left (by `break` or an error) acknowledges nothing: the batch comes again, at once after
-        `nack`, else when its lease runs out. Until then its lease is renewed.
+        Leaving the loop by `break` or an error acknowledges nothing: the batch comes again, at once after `nack`, else
+        when its lease expires. While the loop's body runs, the lease is renewed.
         """
         while True:
             try:
@@ -236,9 +257,9 @@ class ClientRun:
                     await leased.ack()
 
     async def export(self, path: Path) -> int:
-        """Write the run's rollouts to a file, which is whole or not there; returns its bytes.
+        """Write the run's rollouts to a file, completely or not at all, and return its size in bytes.
 
-        A name that ends in `.gz` gets it compressed. `run_export.RunExport` reads it.
+        A name that ends in `.gz` compresses it. `run_export.RunExport` reads it.
         """
         partial = path.with_name(f"{path.name}.partial")
         compression = "gzip" if path.suffix == ".gz" else "none"
@@ -265,16 +286,19 @@ class ClientRun:
         environment: str | None = None,
         replay: Literal["needed", "always"] = "needed",
     ) -> list[Rescored]:
-        """Have rollouts of closed groups evaluated again, all of them when none are named.
+        """Have rollouts of closed groups scored again: those named, or all.
 
-        What cannot be evaluated has an `error`. Raises InvalidRequestError for unknown rollouts or environments.
+        A rollout that cannot be scored has an `error` in its result.
+
+        Raises:
+            InvalidRequestError: if a rollout or the environment is unknown.
         """
         ids = None if rollout_ids is None else list(rollout_ids)
         order = RescoreRun(rollout_ids=ids, environment=environment, replay=replay)
         return await send_rescore(self._connection, f"{self._path}/rescore", order)
 
     def _start_renewal(self, leased: LeasedBatch, seconds: float) -> anyio.CancelScope:
-        """Renew a lease until the scope is cancelled, the batch is settled, or it is lost."""
+        """Renew a lease in the background; cancel the returned scope to stop."""
         scope = anyio.CancelScope()
         if self._spawn is not None:
             self._spawn(_renew_until_settled, leased, seconds, scope)

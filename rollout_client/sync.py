@@ -1,8 +1,8 @@
-"""The client for code that is not asynchronous: the same calls, which block.
+"""The blocking client: the calls of `client`, for code that is not asynchronous.
 
-Guarantees: every call is the asynchronous client's own, with its signature and its types, run by an event loop in a
-thread for as long as the client is open; so a lost connection is taken up and a call repeated just as there. Ctrl-C
-ends the call that waits. Nothing is left when the block ends.
+Guarantees: every call is the asynchronous client's own, with its signature and types, run by an event loop in a thread
+while the client is open; retries and reconnections are the same. Ctrl-C ends a waiting call. No thread is left when the
+`with` block ends.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ T = TypeVar("T")
 A = TypeVar("A")
 
 LOOK_SECONDS = 0.2
-"""How often a call that waits looks for an interrupt: one that comes just before a thread blocks does not wake it."""
+"""The interval at which a waiting call checks for an interrupt: one just before a thread blocks does not wake it."""
 
 
 class Blocking(Generic[A]):
-    """Something asynchronous, and the thread that its calls run in."""
+    """An asynchronous object, and the thread that runs its calls."""
 
     def __init__(self, wrapped: A, portal: BlockingPortal) -> None:
         self._wrapped = wrapped
@@ -43,7 +43,7 @@ class Blocking(Generic[A]):
 def blocking(
     method: Callable[Concatenate[A, P], Coroutine[object, object, T]],
 ) -> Callable[Concatenate[Blocking[A], P], T]:
-    """Return the method that calls this one and waits for its result."""
+    """Return a method that calls this one and waits for its result."""
 
     def call(self: Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> T:
         return _wait(self._portal, partial(method, self._wrapped, *args, **kwargs))
@@ -55,9 +55,9 @@ def blocking(
 def iterating(
     method: Callable[Concatenate[A, P], AsyncGenerator[T]],
 ) -> Callable[Concatenate[Blocking[A], P], Iterator[T]]:
-    """Return the method that iterates over what this one gives.
+    """Return a method that iterates over what this one yields.
 
-    The thread of the event loop reads iterables among its arguments, so these should not wait for long.
+    The event loop's thread reads iterables among the arguments, so these should not block for long.
     """
 
     def iterate(self: Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
@@ -101,17 +101,17 @@ class SyncBatch(Blocking[LeasedBatch]):
 
     @property
     def content(self) -> bytes | bytearray:
-        """The batch as it came: JSON, or a safetensors file."""
+        """The response body: JSON, or a safetensors file."""
         return self._wrapped.content
 
     @property
     def batch(self) -> Batch:
-        """The batch, without tokens when it came as arrays."""
+        """The parsed batch, without its tokens if it came as arrays."""
         return self._wrapped.batch
 
     @property
     def arrays(self) -> BatchArrays | None:
-        """The tokens, when they were asked for as arrays."""
+        """The tokens, if they were requested as arrays."""
         return self._wrapped.arrays
 
     @property
@@ -121,7 +121,7 @@ class SyncBatch(Blocking[LeasedBatch]):
 
     @property
     def groups(self) -> Sequence[Group]:
-        """Its groups."""
+        """The groups of the batch."""
         return self._wrapped.groups
 
     @property
@@ -157,7 +157,11 @@ class SyncRun(Blocking[ClientRun]):
         allow_stale: bool = False,
         arrays: bool = False,
     ) -> SyncBatch | None:
-        """Return the next batch; None when there is none in time. Raises GoneError when the run is over."""
+        """Return the next batch; None if there is none in time.
+
+        Raises:
+            GoneError: if the run is over and every batch is acknowledged.
+        """
         lease = partial(
             self._wrapped.lease,
             timeout_seconds=timeout_seconds,
@@ -169,7 +173,7 @@ class SyncRun(Blocking[ClientRun]):
         return None if leased is None else SyncBatch(leased, self._portal)
 
     def batches(self, *, lease_seconds: float = LEASE_SECONDS, arrays: bool = False) -> Iterator[SyncBatch]:
-        """Give batches until the run is over; each is acknowledged when the loop comes around."""
+        """Yield batches until the run is over; each is acknowledged when the loop asks for the next."""
         for leased in _iterate(
             self._portal, self._wrapped.batches(lease_seconds=lease_seconds, arrays=arrays)
         ):
@@ -246,7 +250,7 @@ class SyncRolloutClient(Blocking[RolloutClient]):
     events = iterating(RolloutClient.events)
 
     def create_run(self, request: RunRequest) -> SyncRun:
-        """Create a run, or take up the one of this id; durable when this returns."""
+        """Create a run, or open the one with this id. It is durable when this returns."""
         return SyncRun(_wait(self._portal, partial(self._wrapped.create_run, request)), self._portal)
 
     def open_run(self, run_id: str) -> SyncRun:

@@ -1,8 +1,8 @@
-"""Adapters: what a trainer plugs in so that its rollouts come from the service, with no change in the trainer.
+"""Adapters that plug into a trainer's own hook, so that its rollouts come from the service. The trainer is unchanged.
 
-Guarantees of each: ids, log-probabilities and versions reach the trainer as the engine gave them; a token that the
-policy did not sample has mask 0; a rollout without a reward is never trained on, nor given one that nobody earned.
-Importing one needs what the client needs (httpx, pydantic, anyio) and neither the trainer, torch, nor the server.
+Guarantees of each: ids, log-probabilities and versions reach the trainer as the engine returned them; a token that the
+policy did not sample has mask 0; a rollout without a reward is never trained on, and never gets a made-up reward.
+Importing an adapter requires neither the trainer nor torch.
 
 | module | the trainer's own hook |
 |---|---|

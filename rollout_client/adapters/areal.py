@@ -5,8 +5,8 @@
 Each row of the data set has `environment` and `instance`. The versions of tokens are the service's, so AReaL's bound
 on staleness holds when its trainer's weights come to the service under AReaL's own version numbers.
 
-Guarantees: as of the package. Each segment is a row of the episode. A rollout without a reward is rejected in AReaL's
-own way: the episode is None.
+Guarantees: those of the package. Each segment is a row of the episode. A rollout without a reward is rejected as AReaL
+expects: the episode is None.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rollout_client.adapters.samples import samples_of
 from rollout_client.adapters.submit import RolloutSubmitter, read_sampling
 
 PADDING = {"input_ids": 0, "loss_mask": 0, "logprobs": 0.0, "versions": -1, "attention_mask": False}
-"""What stands where a row is shorter than the longest one of its episode."""
+"""The padding of rows that are shorter than the longest one of their episode."""
 
 
 class Episodes:
-    """Order one rollout for an episode."""
+    """Runs one rollout for an episode."""
 
     def __init__(
         self, submitter: RolloutSubmitter | None = None, *, url: str | None = None, gconfig: Any = None
@@ -36,7 +36,7 @@ class Episodes:
         self.max_tokens = getattr(gconfig, "max_new_tokens", None)
 
     async def arun_episode(self, engine: Any, data: Mapping[str, Any]) -> dict[str, Any] | None:
-        """AReaL's hook."""
+        """Run an episode; AReaL calls this."""
         del engine  # the service has the engines
         request = self.submitter.request(
             data, sampling=self.sampling, max_tokens=self.max_tokens, metadata={"trainer": "areal"}
@@ -46,7 +46,7 @@ class Episodes:
 
 @lru_cache(maxsize=1)
 def make_workflow_class() -> Any:
-    """`Episodes` as one of AReaL's own workflows; also the attribute `Workflow`, for AReaL's import paths."""
+    """Return `Episodes` as a subclass of AReaL's workflow; the attribute `Workflow` is the same, for import paths."""
     from areal.api.workflow_api import RolloutWorkflow
 
     class Workflow(Episodes, RolloutWorkflow):  # type: ignore[misc]
@@ -62,7 +62,7 @@ def __getattr__(name: str) -> Any:
 
 
 def tensors(rollout: Rollout) -> dict[str, Any] | None:
-    """A rollout in AReaL's form, `[rows, longest row]`; None when it is not to be trained on."""
+    """Return a rollout in AReaL's form, `[rows, longest row]`; None if it must not be trained on."""
     columns = padded(rollout)
     if columns is None:
         return None
@@ -80,7 +80,7 @@ def tensors(rollout: Rollout) -> dict[str, Any] | None:
 
 
 def padded(rollout: Rollout) -> dict[str, list[Any]] | None:
-    """The columns of all rows, of equal length; None when there is nothing to train on."""
+    """Return the columns of all rows, of equal length; None if there is nothing to train on."""
     samples = samples_of(rollout)
     if rollout.reward is None or not samples:
         return None

@@ -5,12 +5,12 @@
     if __name__ == "__main__":
         agent_class().run_webserver()
 
-A row of the data set has `environment` and `instance` beside `responses_create_params`.
+A row of the data set has `environment` and `instance` in addition to `responses_create_params`.
 
-Guarantees: as of the package. Each turn is an output item with its `prompt_token_ids`, `generation_token_ids` and
+Guarantees: those of the package. Each turn is an output item with its `prompt_token_ids`, `generation_token_ids` and
 `generation_log_probs`, each prompt beginning with the one before and its generation, as NeMo-RL demands. NeMo-RL takes
 one row of a rollout: of several segments the one with most sampled tokens, and `left_out` counts the rest. NeMo Gym
-must have a number as the reward: a rollout without one is ordered anew, and then NoRewardError is raised.
+must have a number as the reward: a rollout without one is run again, and then NoRewardError is raised.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollout_client.adapters.submit import RolloutSubmitter, read_sampling
 
 
 async def run(submitter: RolloutSubmitter, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer of an agent's `/run`."""
+    """Run a rollout for a row, and return the response of an agent's `/run`."""
     params = body.get("responses_create_params") or {}
     request = submitter.request(
         body,
@@ -37,7 +37,7 @@ async def run(submitter: RolloutSubmitter, body: Mapping[str, Any]) -> dict[str,
 
 
 def agent_class(submitter: RolloutSubmitter | None = None) -> Any:
-    """An agent of NeMo Gym's own kind."""
+    """Return an agent class that is a subclass of NeMo Gym's own."""
     from nemo_gym.base_resources_server import BaseRunRequest, BaseVerifyResponse
     from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
     from pydantic import ConfigDict
@@ -55,7 +55,7 @@ def agent_class(submitter: RolloutSubmitter | None = None) -> Any:
     service = submitter or RolloutSubmitter.from_environment()
 
     class RolloutAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
-        """Order a rollout for each row."""
+        """Runs a rollout for each row."""
 
         config: BaseResponsesAPIAgentConfig
 
@@ -64,7 +64,7 @@ def agent_class(submitter: RolloutSubmitter | None = None) -> Any:
             raise NotImplementedError("this agent has whole rollouts only: POST /run")
 
         async def run(self, body: Request) -> Response:
-            """A rollout of the row's task."""
+            """Run a rollout of the row's task."""
             answer = await run(service, body.model_dump())
             return cast(Response, Response.model_validate(answer))
 
@@ -74,7 +74,7 @@ def agent_class(submitter: RolloutSubmitter | None = None) -> Any:
 
 
 def verified(rollout: Rollout, params: Mapping[str, Any]) -> dict[str, Any]:
-    """A rollout in the form of NeMo Gym's verify response."""
+    """Return a rollout in the form of NeMo Gym's verify response."""
     samples = samples_of(rollout)
     sample = largest_sample(samples)
     if sample is None or rollout.reward is None:
@@ -97,7 +97,7 @@ def verified(rollout: Rollout, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def output_items(sample: Sample) -> list[dict[str, Any]]:
-    """An assistant's message for each turn of a row, with its ids. Texts are NeMo-RL's to decode."""
+    """Return an assistant's message for each turn of a row, with its ids; NeMo-RL decodes the texts."""
     items = []
     for turn in sorted({turn for turn in sample.turn_ids if turn >= 0}):
         start = sample.turn_ids.index(turn)

@@ -7,7 +7,7 @@
 The service's address is ROLLOUT_URL, its key ROLLOUT_KEY. A row's task is its prompt as text (`submit.task_text`), or
 its label where the prompt is a question for people.
 
-Guarantees: as of the package. OpenRLHF must have a reward for each sample: a rollout without one is ordered anew, and
+Guarantees: those of the package. OpenRLHF must have a reward for each sample: a rollout without one is run again, and
 then NoRewardError is raised. It takes one row of a rollout, no longer than `max_length`: what it did not get is in its
 log as `left_out`.
 """
@@ -25,7 +25,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 
 class Executor:
-    """Order one rollout for a prompt."""
+    """Runs one rollout for a prompt."""
 
     def __init__(self, submitter: RolloutSubmitter | None = None) -> None:
         self.submitter = submitter or RolloutSubmitter.from_environment()
@@ -40,7 +40,7 @@ class Executor:
         llm_engine: Any,
         images: object = None,
     ) -> dict[str, Any]:
-        """OpenRLHF's hook."""
+        """Run a rollout for a prompt; OpenRLHF calls this."""
         del hf_tokenizer, llm_engine  # the service has both
         given = {name: getattr(sampling_params, name, None) for name in SAMPLING}
         request = self.submitter.request(
@@ -54,7 +54,7 @@ class Executor:
 
 
 def agent_executor(submitter: RolloutSubmitter | None = None) -> type:
-    """The class that OpenRLHF looks for, of its own kind."""
+    """Return the class that OpenRLHF looks for, a subclass of its own."""
     from openrlhf.utils.agent import AgentExecutorBase
 
     class AgentExecutor(Executor, AgentExecutorBase):  # type: ignore[misc]
@@ -76,7 +76,7 @@ def _task(prompt: object, label: object) -> object:
 
 
 def response(rollout: Rollout, max_length: int) -> dict[str, Any]:
-    """A rollout in the form of OpenRLHF's response, without the prompt that it repeats."""
+    """Return a rollout in the form of OpenRLHF's response, without the prompt that it repeats."""
     samples = samples_of(rollout)
     chosen = largest_sample(samples)
     if chosen is None:
@@ -99,7 +99,7 @@ def response(rollout: Rollout, max_length: int) -> dict[str, Any]:
 
 
 def _ranges(mask: list[int], start: int) -> list[tuple[int, int]]:
-    """Where the policy sampled, as half-open ranges."""
+    """Return the half-open ranges that the policy sampled."""
     ranges: list[tuple[int, int]] = []
     for position, sampled in enumerate(mask, start):
         if not sampled:

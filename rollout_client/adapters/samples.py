@@ -18,7 +18,7 @@ class Sample:
 
     rollout_id: str
     segment: int
-    """Which segment of the trajectory it is."""
+    """The number of the segment in its trajectory."""
     prompt_ids: list[int]
     response_ids: list[int]
     response_mask: list[int]
@@ -30,22 +30,22 @@ class Sample:
     turn_ids: list[int]
     """The turn of each token of the response; -1 where the mask is 0."""
     reward: float | None
-    """The rollout's; None when it has none, and then the row is not to be trained on."""
+    """The rollout's reward; None if it has none, in which case the row must not be trained on."""
     last: bool
-    """Whether it is the rollout's last row, on which a reward per rollout is put."""
+    """Whether it is the rollout's last row, which carries a reward per rollout."""
 
     @property
     def token_ids(self) -> list[int]:
-        """All of it."""
+        """The ids of the prompt and the response."""
         return self.prompt_ids + self.response_ids
 
     @property
     def sampled(self) -> int:
-        """How many tokens of it can be trained on."""
+        """The number of tokens to train on."""
         return sum(self.response_mask)
 
     def cut(self, length: int) -> Sample:
-        """It, with a response of at most so many tokens, for a trainer that has room for no more."""
+        """Return the row with its response truncated to `length` tokens, for trainers with a limit."""
         if len(self.response_ids) <= length:
             return self
         return Sample(
@@ -63,14 +63,14 @@ class Sample:
 
 
 def samples_of(rollout: Rollout) -> list[Sample]:
-    """The rows of a rollout, in order; none when nothing was sampled."""
+    """Return the rows of a rollout, in order; none if nothing was sampled."""
     segments = rollout.trajectory.segments if rollout.trajectory is not None else []
     numbers = [number for number, segment in enumerate(segments) if any(segment.loss_mask)]
     return [_sample(rollout, segments[number], number, last=number == numbers[-1]) for number in numbers]
 
 
 def largest_sample(samples: list[Sample]) -> Sample | None:
-    """For a trainer that takes one row of a rollout: the one with most to train on; None when there is none."""
+    """Return the row with the most tokens to train on, for trainers that take one; None if there is none."""
     return max(samples, key=lambda sample: sample.sampled, default=None)
 
 

@@ -6,9 +6,9 @@
 
 Each row's task is in its `env_extras` (`environment`, `instance`), or in its prompt as text (`submit.task_text`).
 
-Guarantees: as of the package. With `step_wise` each segment is a row and the last one has the rollout's reward;
+Guarantees: those of the package. With `step_wise` each segment is a row and the last one has the rollout's reward;
 without, a rollout is its row with most to train on, and `rollouts/left_out` in the metrics counts what was left out.
-SkyRL must have a reward for each row: a rollout without one is ordered anew, and then NoRewardError is raised.
+SkyRL must have a reward for each row: a rollout without one is run again, and then NoRewardError is raised.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CUT_OFF = {StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.TRUNCATED}
 
 
 def generator(*, submitter: RolloutSubmitter | None = None, step_wise: bool = False) -> Any:
-    """A generator that is one of SkyRL's own kind."""
+    """Return a generator that is a subclass of SkyRL's own."""
     from skyrl.train.generators.base import GeneratorInterface
 
     class RolloutGenerator(BatchGenerator, GeneratorInterface):  # type: ignore[misc]
@@ -41,14 +41,14 @@ def generator(*, submitter: RolloutSubmitter | None = None, step_wise: bool = Fa
 
 
 class BatchGenerator:
-    """Order the rollouts of a batch together, at most `concurrency` at once."""
+    """Runs the rollouts of a batch together, at most `concurrency` at once."""
 
     def __init__(self, submitter: RolloutSubmitter, *, step_wise: bool = False) -> None:
         self.submitter = submitter
         self.step_wise = step_wise
 
     async def generate(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
-        """What SkyRL asks for, in the order of its batch."""
+        """Run the rollouts of SkyRL's batch, and return them in its order."""
         requests = list(self._requests(input_batch))
         rollouts: list[Rollout | None] = [None] * len(requests)
         seconds = [0.0] * len(requests)
@@ -86,7 +86,7 @@ class BatchGenerator:
 
 
 def columns(rollouts: Sequence[Rollout], ids: Sequence[Any] | None, *, step_wise: bool) -> dict[str, Any]:
-    """Rollouts in the form of SkyRL's GeneratorOutput."""
+    """Return rollouts in the form of SkyRL's GeneratorOutput."""
     rows: list[tuple[int, Rollout, Sample]] = []
     left_out = 0
     for number, rollout in enumerate(rollouts):
@@ -113,7 +113,7 @@ def columns(rollouts: Sequence[Rollout], ids: Sequence[Any] | None, *, step_wise
 
 
 def _rewards(sample: Sample, step_wise: bool) -> float | list[float]:
-    """A number for each row; step by step a number for each token, all on the last of the rollout's last row."""
+    """Return a number for the row; step by step a number for each token, with the reward on the rollout's last."""
     reward = sample.reward if sample.reward is not None else float("nan")
     if not step_wise:
         return reward

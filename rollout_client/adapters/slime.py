@@ -6,9 +6,9 @@
 The service's address is ROLLOUT_URL, its key ROLLOUT_KEY. A row's task is its `metadata` (`--metadata-key`), with
 `environment` and `instance`, or its prompt as text (`submit.task_text`).
 
-Guarantees: as of the package. Each segment of a rollout is a sample, and all samples of a rollout share a `rollout_id`,
-so that they weigh as one. A rollout without a reward is ABORTED, has no reward, is removed from the loss, and `scored`
-drops its group; without that filter slime stops at it, since it would have to make a reward up.
+Guarantees: those of the package. Each segment of a rollout is a sample, and the samples of a rollout share a
+`rollout_id`, so they weigh as one. A rollout without a reward is ABORTED, has no reward, is removed from the loss, and
+`scored` drops its group; without that filter slime stops at it, since it would have to make a reward up.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ CUT_OFF = {StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.TRUNCATED}
 
 @lru_cache(maxsize=1)
 def submitter() -> RolloutSubmitter:
-    """One for all samples of a process."""
+    """Return the submitter that all samples of a process share."""
     return RolloutSubmitter.from_environment()
 
 
 async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any]) -> Any:
-    """slime's hook: the sample, or several where the rollout has several segments."""
+    """Run a rollout for slime and return the sample, or several if the rollout has several segments."""
     del args  # the service has the engines
     metadata = sample.metadata or {}
     request = submitter().request(
@@ -52,7 +52,7 @@ async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any]) -
 
 
 def scored(args: Any, samples: Sequence[Any], **_: object) -> Any:
-    """slime's dynamic sampling filter: keeps groups in which every rollout has a reward, and not all the same."""
+    """Keep groups in which every rollout has a reward, and not all the same; slime's dynamic sampling filter."""
     del args
     from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 
@@ -64,7 +64,7 @@ def scored(args: Any, samples: Sequence[Any], **_: object) -> Any:
 
 
 def _fill(sample: Any, row: Sample, rollout: Rollout) -> Any:
-    """Writes a row into slime's sample."""
+    """Write a row into slime's sample."""
     status = type(sample).Status
     sample.tokens = row.token_ids
     sample.response_length = len(row.response_ids)
@@ -98,7 +98,7 @@ def _without_reward(sample: Any, rollout: Rollout) -> Any:
 
 
 def _text(rollout: Rollout) -> str:
-    """What the policy said last, for slime's log; training goes by the ids."""
+    """Return the policy's last message, for slime's log; training uses the ids."""
     said = (
         [one.content for one in rollout.trajectory.messages if one.role == "assistant"]
         if rollout.trajectory

@@ -1,8 +1,7 @@
-"""How adapters order rollouts: a trainer's row becomes a task, a task a rollout.
+"""Rollouts for adapters: a trainer's row becomes a task, a task becomes a rollout.
 
-Guarantees: what a trainer's row lacks is said by the name of its field; a rollout is ordered once, however often the
-call is repeated while the service is away; a failed rollout is given back as it is, and only an error of the order
-itself is raised.
+Guarantees: an error about a row names the field; a rollout is run once, however often its submission is repeated while
+the service is away; a failed rollout is returned, and only an error of the submission itself is raised.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ T = TypeVar("T")
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 PATIENCE_SECONDS = 600.0
-"""How long a rollout is asked for while the service is away."""
+"""How long requests are repeated while the service is away."""
 
 
 class TaskRowError(ValueError):
-    """A row of the trainer's data set does not say which task it is."""
+    """A row of the trainer's data set does not name a task."""
 
 
 class NoRewardError(RuntimeError):
-    """A rollout has no reward after all attempts, and the trainer has no way to do without one."""
+    """A rollout has no reward after all attempts, and the trainer requires one."""
 
     def __init__(self, rollout: Rollout) -> None:
         cause = rollout.error
@@ -52,13 +51,18 @@ class NoRewardError(RuntimeError):
 
 
 def task_text(task: Task) -> str:
-    """A task as text, for trainers that hand an adapter nothing but a prompt; `parse_task` reads it."""
+    """Return a task as text, for trainers that pass nothing but a prompt to an adapter; `parse_task` reads it."""
     return json.dumps(task.model_dump(mode="json"), sort_keys=True, ensure_ascii=False)
 
 
 def parse_task(row: object) -> Task:
-    """The task that a row means: `{"environment": ..., "instance": {...}}`, that as JSON text, or a message or messages
-    whose last one's content is that text. Other fields of the row are the trainer's own. Raises TaskRowError.
+    """Return the task in a row.
+
+    A row is `{"environment": ..., "instance": {...}}`, that as JSON text, or messages of which the last one's content
+    is that text. Its other fields are ignored.
+
+    Raises:
+        TaskRowError: if the row does not name a task.
     """
     if isinstance(row, Task):
         return row
@@ -68,7 +72,7 @@ def parse_task(row: object) -> Task:
         row = row.get("content", row)
     row = _parsed(row)
     if not isinstance(row, Mapping) or "environment" not in row:
-        raise TaskRowError("a row without the field `environment`, which names an environment of the service")
+        raise TaskRowError("a row has no field `environment`; it names one of the service's environments")
     try:
         return Task.model_validate(
             {"environment": row["environment"], "instance": _parsed(row.get("instance", {}))}
@@ -76,21 +80,21 @@ def parse_task(row: object) -> Task:
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(str(part) for part in problem["loc"])
-        raise TaskRowError(f"the field `{where}` of a row: {problem['msg']}") from error
+        raise TaskRowError(f"the field `{where}` of a row is invalid: {problem['msg']}") from error
 
 
 def _parsed(value: Any) -> Any:
-    """Text as the JSON that it must be; anything else as it is."""
+    """Parse text as JSON; return anything else unchanged."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except ValueError as error:
-        raise TaskRowError(f"no task, but {value[:80]!r}. task_text() makes prompts of tasks") from error
+        raise TaskRowError(f"{value[:80]!r} is not a task. Make prompts with task_text(task)") from error
 
 
 def read_sampling(params: Mapping[str, Any], base: Sampling | None = None) -> Sampling:
-    """A trainer's sampling parameters in the service's terms; those that it has no use for are left out."""
+    """Convert a trainer's sampling parameters to the service's, ignoring those that it does not have."""
     names = ("temperature", "top_p", "top_k", "min_p", "seed")
     given = {name: params[name] for name in names if params.get(name) is not None}
     if given.get("top_k") == 0:  # most trainers write 0 for all tokens
@@ -103,16 +107,16 @@ def read_sampling(params: Mapping[str, Any], base: Sampling | None = None) -> Sa
 
 @dataclass(frozen=True, eq=False)
 class RolloutSubmitter:
-    """A service, and how rollouts are ordered there."""
+    """Runs rollouts at one service, with the same settings."""
 
     url: str = DEFAULT_URL
     key: str | None = None
     pool: str = "policy"
     limits: Limits = field(default_factory=Limits)
     concurrency: int = 64
-    """Rollouts under way at once, of those that are ordered together."""
+    """The number of rollouts of one batch that run at once."""
     retries: int = 2
-    """How often a rollout without a reward is ordered anew for a trainer that must have one."""
+    """How often a rollout without a reward is run again, for trainers that require one."""
     patience_seconds: float = PATIENCE_SECONDS
     _clients: WeakKeyDictionary[asyncio.AbstractEventLoop, RolloutClient] = field(
         default_factory=WeakKeyDictionary, repr=False
@@ -120,12 +124,12 @@ class RolloutSubmitter:
 
     @classmethod
     def from_environment(cls, **given: Any) -> RolloutSubmitter:
-        """At the address in ROLLOUT_URL, with the key in ROLLOUT_KEY, as the command line has it."""
+        """Return a submitter for the service at ROLLOUT_URL, with the key in ROLLOUT_KEY, as on the command line."""
         url = os.environ.get("ROLLOUT_URL", DEFAULT_URL)
         return cls(**({"url": url, "key": os.environ.get("ROLLOUT_KEY")} | given))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Trainers send adapters to other processes, where the clients of this one are of no use."""
+        """Leave the clients out: trainers send adapters to other processes, where these are useless."""
         return {name: value for name, value in self.__dict__.items() if name != "_clients"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -139,7 +143,7 @@ class RolloutSubmitter:
         max_tokens: int | None = None,
         metadata: Mapping[str, JsonValue] | None = None,
     ) -> RolloutRequest:
-        """The order for one rollout of a row's task, with an id, so that sending it twice orders one."""
+        """Return a request for a row's task, with an id, so that sending it twice starts one rollout."""
         limits = self.limits
         if max_tokens is not None and limits.max_tokens is None:
             limits = limits.model_copy(update={"max_tokens": max_tokens})
@@ -154,7 +158,7 @@ class RolloutSubmitter:
         )
 
     async def run(self, request: RolloutRequest) -> Rollout:
-        """Request a rollout and wait for the result. The connections are kept for the next one of this event loop."""
+        """Request a rollout and wait for the result. Connections are kept for later calls in this event loop."""
         loop = asyncio.get_running_loop()
         if (client := self._clients.get(loop)) is None:
             client = RolloutClient(self.url, self.key, patience_seconds=self.patience_seconds)
@@ -162,9 +166,10 @@ class RolloutSubmitter:
         return await client.run(request)
 
     async def run_scored(self, request: RolloutRequest) -> Rollout:
-        """`run`, for trainers that must have a reward: a rollout without one is ordered anew, `retries` times.
+        """Run a rollout for a trainer that requires a reward, again if it has none, at most `retries` times.
 
-        Raises NoRewardError, since the only other way would be to make a reward up.
+        Raises:
+            NoRewardError: if it still has none; the only alternative would be to make one up.
         """
         rollout = await self.run(request)
         for retry in range(1, self.retries + 1):
@@ -182,11 +187,11 @@ class RolloutSubmitter:
             await client.aclose()
 
     def run_all_blocking(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Order these and wait for all, in their order, from code that blocks."""
+        """Run these rollouts from blocking code, and return the results in the same order."""
         return self.blocking(lambda client: self._run_all(client, requests))
 
     def blocking(self, work: Callable[[RolloutClient], Awaitable[T]]) -> T:
-        """The result of a coroutine over a client, for code that blocks, also inside a running event loop."""
+        """Run a coroutine with a client from blocking code, even inside a running event loop; return its result."""
 
         async def main() -> T:
             async with RolloutClient(self.url, self.key, patience_seconds=self.patience_seconds) as client:

@@ -9,7 +9,7 @@ Guarantees: each prompt that TRL hands over is one rollout, so that its groups a
 weights, the engines have them; `env_mask` is 0 on tools' results. A rollout without a reward has none for TRL either
 (`None`, which TRL leaves out of the group's mean), and nothing of it is trained on.
 TRL takes one row of a rollout: of several segments it gets the one with most sampled tokens, and how many sampled
-tokens of a rollout it did not get is in its log as `rollouts/left_out`, beside `rollouts/failed` and `rollouts/turns`.
+tokens of a rollout it did not get is in its log as `rollouts/left_out`, with `rollouts/failed` and `rollouts/turns`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollout_client.adapters.submit import RolloutSubmitter, read_sampling, task
 from rollout_client.adapters.weights import WeightsFolder
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-"""What GRPOConfig says about sampling, under the names that the service has too."""
+"""The fields of GRPOConfig about sampling, which have the same names in the service."""
 
 
 def rows(tasks: Iterable[Task]) -> list[dict[str, str]]:
@@ -50,16 +50,16 @@ def service_reward(
 
 
 class RolloutHook:
-    """A `rollout_func`: orders rollouts, and keeps the engines' weights up with the trainer's."""
+    """A `rollout_func`: runs rollouts, and keeps the engines' weights up to date with the trainer's."""
 
     def __init__(self, submitter: RolloutSubmitter, *, weights: str | Path | None) -> None:
-        """`weights` is a folder that the engines can read; None leaves their weights to someone else."""
+        """`weights` is a folder that the engines can read; None leaves their weights alone."""
         self.submitter = submitter
         self.weights = None if weights is None else WeightsFolder(submitter, Path(weights))
         self.__name__ = "rollout_service"
 
     def __call__(self, prompts: Sequence[object], trainer: Any) -> dict[str, list[Any]]:
-        """What TRL asks for: a completion for each of its prompts, which it has repeated for each group by itself."""
+        """Return a completion for each of TRL's prompts, which TRL has already repeated for each group."""
         if self.weights is not None:
             self._keep_up(self.weights, trainer)
         sampling = read_sampling({name: getattr(trainer.args, name, None) for name in SAMPLING})
@@ -90,7 +90,7 @@ class RolloutHook:
 
 
 def columns(rollouts: Sequence[Rollout], end: int) -> dict[str, list[Any]]:
-    """Rollouts in the form of TRL's hook. One that is not to be trained on is a masked `end` without a reward."""
+    """Return rollouts in the form of TRL's hook. One that must not be trained on is a masked `end` without a reward."""
     nothing = {
         "prompt_ids": [end],
         "completion_ids": [end],

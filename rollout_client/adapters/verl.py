@@ -8,7 +8,7 @@
 and a column `agent_name` with `rollout_service` in the data set, beside `environment` and `instance` (in the row, or in
 its `extra_info`). verl makes an instance for each sample and calls `run`; it asks for no base class.
 
-Guarantees: as of the package. verl must have a reward for each sample: one without is ordered anew, and then
+Guarantees: those of the package. verl must have a reward for each sample: one without is run again, and then
 NoRewardError is raised. verl takes one row of a rollout, no longer than `response_length`: what it did not get
 is counted in the extra field `left_out`.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=8)
 def submitter_at(url: str | None, key: str | None) -> RolloutSubmitter:
-    """One for all samples of a process, so that they share connections."""
+    """Return the submitter that all samples of a process share, with its connections."""
     given = {name: value for name, value in (("url", url), ("key", key)) if value is not None}
     return RolloutSubmitter.from_environment(**given)
 
@@ -45,7 +45,7 @@ class RolloutAgentLoop:
         self.response_length = int(trainer_config.config.actor_rollout_ref.rollout.response_length)
 
     async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> AgentLoopOutput:
-        """A rollout of the row's task."""
+        """Run a rollout of the row's task."""
         request = self.submitter.request(
             task_row(row),
             sampling=read_sampling(sampling_params),
@@ -60,13 +60,13 @@ class RolloutAgentLoop:
 
 
 def task_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of verl's row that names the task: the row, or its `extra_info`."""
+    """Return the part of verl's row that names the task: the row, or its `extra_info`."""
     extra = row.get("extra_info")
     return extra if "environment" not in row and isinstance(extra, Mapping) else row
 
 
 def output_fields(rollout: Rollout, response_length: int) -> dict[str, Any]:
-    """The fields of verl's AgentLoopOutput, without its metrics."""
+    """Return the fields of verl's AgentLoopOutput, without its metrics."""
     samples = samples_of(rollout)
     chosen = largest_sample(samples)
     if chosen is None:
@@ -92,7 +92,7 @@ def output_fields(rollout: Rollout, response_length: int) -> dict[str, Any]:
 
 
 def metrics(rollout: Rollout) -> dict[str, float]:
-    """Seconds in the engine, in tools and in scoring, as verl's metrics name them."""
+    """Return the seconds in the engine, in tools and in scoring, under the names of verl's metrics."""
     return {
         "generate_sequences": sum(span.engine_seconds for span in rollout.spans),
         "tool_calls": sum(span.tool_seconds for span in rollout.spans),

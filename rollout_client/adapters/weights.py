@@ -1,7 +1,7 @@
-"""The trainer's weights on their way to the engines: a folder for each step, and `POST /v1/weights`.
+"""Weights from the trainer to the engines: a folder for each step, and `POST /v1/weights`.
 
-Guarantees: after `push` the engines serve what was saved, under a version that is higher than any before; the folder
-that they serve from stays, so that an engine that comes back finds it, and the one before it is removed.
+Guarantees: after `push` the engines serve what was saved, under a higher version than any before. The folder that they
+serve from stays, so that an engine that comes back finds it; the previous one is removed.
 """
 
 from __future__ import annotations
@@ -31,14 +31,18 @@ class WeightsFolder:
         self._base = 0
 
     def path(self, step: int) -> Path:
-        """Where the weights of a step are."""
+        """Return the folder for the weights of a step."""
         return self.folder / f"step-{step}"
 
     def push(self, step: int, save: Callable[[str], None]) -> int:
-        """Save the weights of a step and load them into every engine of the pool; their version.
+        """Save the weights of a step, load them into every engine of the pool, and return their version.
 
-        Where only some engines took them, the log says so and training goes on: the others are out of service until
-        they have them. Raises WeightsError when no engine has them, and the client's other errors.
+        If only some engines loaded them, that is logged and training continues: the others are out of service until
+        they have them.
+
+        Raises:
+            WeightsError: if no engine loaded them.
+            ClientError: if the service cannot be reached or refuses.
         """
         path = self.path(step)
         path.mkdir(parents=True, exist_ok=True)

@@ -95,8 +95,8 @@ def test_each_prompt_is_one_rollout_sampled_as_trl_says():
     assert requests[0].metadata == {"trainer": "trl", "step": 7}
 
 
-def test_a_prompt_that_is_no_task_says_how_to_make_one():
-    with pytest.raises(TaskRowError, match=r"task_text\(\)"):
+def test_a_prompt_that_is_not_a_task_says_how_to_make_one():
+    with pytest.raises(TaskRowError, match=r"task_text\(task\)"):
         RolloutHook(Answers(), weights=None)(["What is 2 + 2?"], trainer())
 
 

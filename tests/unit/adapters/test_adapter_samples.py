@@ -100,7 +100,7 @@ def test_what_a_row_may_look_like(row):
         ({"question": "2 + 2"}, "`environment`"),
         ({"environment": "no such name!"}, "`environment`"),
         ({"environment": "calc", "instance": [1]}, "`instance`"),
-        ({"environment": "calc", "instance": "{"}, "no task"),
+        ({"environment": "calc", "instance": "{"}, "not a task"),
         ([], "`environment`"),
     ],
 )

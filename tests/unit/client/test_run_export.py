@@ -119,7 +119,7 @@ def test_a_file_that_was_cut_off_is_no_shorter_run(tmp_path: Path, kept: int, pa
 def test_a_count_that_is_wrong_is_found(tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.write_bytes(lines(ExportedRun(run=RUN), ExportEnd(samples=1)))
-    with pytest.raises(BadExportError, match="cut off after 0 rollouts"):
+    with pytest.raises(BadExportError, match="truncated after 0 rollouts"):
         list(RunExport(path).samples())
     path.write_bytes(lines(ExportEnd(samples=0)))
     with pytest.raises(BadExportError, match="does not begin with a run"):
