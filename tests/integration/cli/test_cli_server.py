@@ -188,7 +188,7 @@ def test_submit_that_is_interrupted_says_how_to_go_on(server, tmp_path, sent, ex
         submit.send_signal(sent)
         _, said = submit.communicate(timeout=60)
     assert submit.returncode == exit_code
-    assert f"finished results are in {output}. Run the same command again to go on." in said
+    assert f"Finished results are in {output}; run the same command again to continue." in said
 
 
 def test_a_leased_batch_is_given_back_and_acknowledged_by_its_id(server, tmp_path):
