@@ -52,6 +52,8 @@ class SGLangCpuServer(ServerProcess):
         self._port = port or free_port()
 
     def _server_command(self, folder: Path) -> ServerCommand:
+        if not _STAND_INS.is_dir():
+            raise EngineStartError("SGLang on a CPU needs a checkout of this project: use scripts/demo there")
         python = self._env_dir / "bin" / "python"
         if not python.exists():
             raise EngineStartError(f"SGLang is not installed in {self._env_dir}; run scripts/install-sglang")
