@@ -1,4 +1,4 @@
-"""How soon a trainer has its batches of informative groups, against synchronous rounds and against an oracle.
+"""Measures how soon a trainer gets its batches of informative groups, against synchronous rounds and an oracle.
 
 Run: python benchmarks/dapo.py [--json FILE] [--quick]
 

@@ -1,4 +1,4 @@
-"""What sandboxes cost: latency of their sessions, time, CPU time and memory of each; SWE-ReX beside them.
+"""Measures the cost of sandboxes: session latency, and the time, CPU time, and memory of each; SWE-ReX for comparison.
 
 Run: python benchmarks/sandboxes.py [--json FILE] [--quick]
 

@@ -1,6 +1,6 @@
-"""Attacks on the service and its sandboxes: how many were tried, how many held, and what neighbours noticed.
+"""Counts the attacks on the service and its sandboxes that held, and measures what neighbors notice of them.
 
-    python benchmarks/security.py [--json FILE] [--quick]
+Run: python benchmarks/security.py [--json FILE] [--quick]
 
 An area is a suite of attacks, each of which raises where it succeeded; `AREAS` lists them. One that has nothing to
 attack here counts neither as held nor as broken. A resource attack takes all that it can get of one thing, again and

@@ -1,4 +1,4 @@
-"""What the service itself costs: latency that it adds to a turn, turns per second, memory per waiting rollout.
+"""Measures the service's own cost: the latency added to a turn, turns per second, and memory per waiting rollout.
 
 Run: python benchmarks/service.py [--json FILE] [--quick]
 

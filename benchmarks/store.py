@@ -1,4 +1,4 @@
-"""How fast the durable store is: submits, claims, stages, results and reads per second, 256 callers at once.
+"""Measures the durable store: submits, claims, stages, results, and reads per second, with 256 callers at once.
 
 Run: python benchmarks/store.py [--json FILE] [--quick]
 

@@ -1,4 +1,4 @@
-"""What weight updates cost the rollouts that are under way, and whether every token is accounted for.
+"""Measures what weight updates cost the rollouts under way, and whether every token is accounted for.
 
 Run: python benchmarks/weights.py [--json FILE] [--quick]
 Before that: scripts/install-sglang
