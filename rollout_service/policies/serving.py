@@ -1,8 +1,8 @@
-"""What serves each policy: the engines of its pool, and the tokenizer and chat format that they share.
+"""Serves each policy: the engines of its pool, and the tokenizer and chat format that they share.
 
-Guarantees: a backend is in service only if the service can also turn messages into ids for it; backends that
-were registered over HTTP are registered again after a restart; one that does not answer then is tried until it
-does, and `waiting` names it.
+Guarantees: a backend is in service only if the service can also turn messages into ids for it; backends registered over
+HTTP are registered again after a restart; one that does not answer then is retried until it does, and `waiting` names
+it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SPECS = TypeAdapter(list[BackendSpec])
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the engines of a pool have in common."""
+    """The chat format and context length that the engines of a pool share."""
 
     renderer: ChatRenderer
     context_length: int
@@ -51,7 +51,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Reconnection:
-    """The task that registers a backend which may not be there yet."""
+    """The task that registers a backend which may not answer yet."""
 
     scope: anyio.CancelScope
     ended: anyio.Event
@@ -61,7 +61,7 @@ class PolicyServing:
     """The backends and chat formats of all pools."""
 
     def __init__(self, pools: Pools, remembered: Path) -> None:
-        """`remembered` is the file that keeps the backends for after a restart."""
+        """`remembered` is the file that keeps the backends across restarts."""
         self._pools = pools
         self._remembered = remembered
         self._served: dict[str, ServedModel] = {}
@@ -70,11 +70,11 @@ class PolicyServing:
         self._attempts: dict[str, _Reconnection] = {}
         self._saving = anyio.Lock()
         self.waiting: dict[str, str] = {}
-        """The ids of backends that are to be registered and cannot be yet, with the reason."""
+        """The ids of backends that could not be registered yet, with the reason."""
 
     @asynccontextmanager
     async def reconnecting(self, specs: list[BackendSpec]) -> AsyncIterator[None]:
-        """Register these and the remembered backends, in the background for as long as it takes."""
+        """Register these and the remembered backends in the background, retrying until the context ends."""
         async with anyio.create_task_group() as tasks:
             known = {_id(spec): spec for spec in [*self._load(), *specs]}
             for backend_id, spec in known.items():
@@ -86,7 +86,12 @@ class PolicyServing:
             tasks.cancel_scope.cancel()
 
     async def register(self, spec: BackendSpec, *, remember: bool = True) -> BackendView:
-        """Take an engine into service; raises InferenceError or TokenError and leaves nothing half done."""
+        """Put an engine into service; an error leaves nothing half done.
+
+        Raises:
+            InferenceError: the engine does not answer, or lacks a required feature.
+            TokenError: its tokenizer or chat format cannot be loaded.
+        """
         known = {view.backend_id for view in self._pools.views()}
         view = await self._pools.register(
             str(spec.url), spec.pool, kind=spec.kind, max_in_flight=spec.max_in_flight
@@ -109,14 +114,18 @@ class PolicyServing:
         return view
 
     async def remove(self, backend_id: str) -> None:
-        """Take an engine out for good; raises UnknownBackend."""
+        """Remove an engine for good.
+
+        Raises:
+            UnknownBackend: no backend with that id is registered.
+        """
         await self._pools.remove(backend_id)
         log.info("backend removed", backend_id=backend_id)
         if self._specs.pop(backend_id, None):
             await self._save()
 
     async def clear(self, pool: str) -> int:
-        """Take all engines of a pool out for good, those that are still waited for too; how many these were."""
+        """Remove all engines of a pool for good, including those still waited for; return their number."""
         attempts = {one: self._attempts[one] for one, spec in self._awaited.items() if spec.pool == pool}
         for attempt in attempts.values():
             attempt.scope.cancel()
@@ -133,17 +142,21 @@ class PolicyServing:
         return len(given_up) + len(served)
 
     def drain(self, backend_id: str) -> BackendView:
-        """Send an engine nothing new; raises UnknownBackend."""
+        """Send an engine no new requests.
+
+        Raises:
+            UnknownBackend: no backend with that id is registered.
+        """
         view = self._pools.drain(backend_id)
         log.info("backend is given nothing new", backend_id=backend_id)
         return view
 
     def views(self) -> list[BackendView]:
-        """All backends of all pools."""
+        """Return all backends of all pools."""
         return self._pools.views()
 
     def absences(self) -> list[str]:
-        """Return a sentence for each backend that does not serve, with the reason."""
+        """Return a sentence with the reason for each backend that does not serve."""
         awaited = [f"Waiting for {one}: {why.rstrip('.')}." for one, why in self.waiting.items()]
         views = [view for view in self.views() if view.state is not BackendState.READY]
         return awaited + [
@@ -153,19 +166,35 @@ class PolicyServing:
         ]
 
     async def pause(self, request: PauseRequest) -> PoolOutcome:
-        """Pause a pool; raises NoBackendError, or OrderFailed where an engine did not obey."""
+        """Pause a pool.
+
+        Raises:
+            NoBackendError: there is no such pool.
+            OrderFailed: an engine in service failed to pause.
+        """
         outcome = await self._pools[request.pool].pause(request.mode, request.drain_seconds)
         log.info("pool paused", pool=request.pool, mode=request.mode)
         return check_outcome(outcome, "pause")
 
     async def resume(self, request: ResumeRequest) -> PoolOutcome:
-        """Let a pool go on; raises NoBackendError, or OrderFailed where an engine did not obey."""
+        """Resume a pool.
+
+        Raises:
+            NoBackendError: there is no such pool.
+            OrderFailed: an engine in service failed to resume.
+        """
         outcome = await self._pools[request.pool].resume()
         log.info("pool resumed", pool=request.pool)
         return check_outcome(outcome, "resume")
 
     async def update_weights(self, request: WeightsRequest) -> PoolOutcome:
-        """Load weights into a pool; raises NoBackendError, WeightsConflict, or OrderFailed with every answer."""
+        """Load weights into a pool.
+
+        Raises:
+            NoBackendError: there is no such pool, or it has no backend.
+            WeightsConflict: the version is older than the pool's, or in use for other weights.
+            OrderFailed: backends failed; it has every answer.
+        """
         order = log.bind(pool=request.pool, version=request.version, source=request.weights.type)
         order.info("weight update begun", mode=request.mode, forced=request.force)
         try:
@@ -186,18 +215,31 @@ class PolicyServing:
         return outcome
 
     async def join_group(self, request: WeightsGroupRequest) -> PoolOutcome:
-        """Let a pool's backends join a process group.
+        """Let a pool's backends join a process group, all or none.
 
-        Raises NoBackendError, WeightsConflict, BackendRejected, or OrderFailed: then none is in the group.
+        Raises:
+            NoBackendError: there is no such pool, or it has no backend.
+            WeightsConflict: the number of ranks is wrong, or the trainer is not listening.
+            BackendRejected: a backend cannot take weights from a process group.
+            OrderFailed: a backend could not join.
         """
         return check_outcome(await self._pools[request.pool].join_group(request), "join the process group")
 
     async def leave_group(self, pool: str, name: str) -> PoolOutcome:
-        """Let a pool's backends leave a process group; raises NoBackendError, OrderFailed."""
+        """Let a pool's backends leave a process group.
+
+        Raises:
+            NoBackendError: there is no such pool, or it has no backend.
+            OrderFailed: a backend could not leave.
+        """
         return check_outcome(await self._pools[pool].leave_group(name), "leave the process group")
 
     def check(self, pool: str) -> None:
-        """Whether a pool is served or about to be; raises NoBackendError that says how to register a backend."""
+        """Check that a pool is served, or about to be.
+
+        Raises:
+            NoBackendError: it is neither; the hint says how to register a backend.
+        """
         if pool not in self._served and all(spec.pool != pool for spec in self._awaited.values()):
             self._pools[pool]
 
@@ -207,7 +249,11 @@ class PolicyServing:
         return pools & self._served.keys(), changed
 
     async def open(self, request: RolloutRequest, tools: list[ToolSpec]) -> PolicySession:
-        """Open the conversation of one rollout with its pool; raise NoBackendError when nothing serves that."""
+        """Open the conversation of one rollout with its pool.
+
+        Raises:
+            NoBackendError: the pool is not served.
+        """
         served = self._served.get(request.pool)
         if served is None:
             raise NoBackendError(
@@ -276,7 +322,7 @@ class PolicyServing:
                     "the backends cannot be remembered, and have to be registered again after a restart",
                     file=str(self._remembered),
                     error=str(error),
-                    hint="Free the disk or bring the state folder back, then register any of them again.",
+                    hint="Free disk space or restore the state folder, then register any of them again.",
                 )
 
 

@@ -1,8 +1,8 @@
-"""The policy under training: a conversation in token ids, joined to a pool of engines.
+"""The policy under training: a conversation in token ids, connected to a pool of engines.
 
-Guarantees: what the engine sampled is recorded to the id, in one step without an await, so that a cancellation
-or an error leaves whole turns only; a turn never asks for more tokens than the context has room for; long
-prompts are rendered in a thread, so that no rollout holds up the others.
+Guarantees: sampled tokens are recorded to the id in one step without an await, so a cancellation or an error leaves
+only whole turns; a turn never asks for more tokens than the context has room for; long prompts are rendered in a
+thread, so they do not delay other rollouts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INLINE_CHARS = 4_096
 
 
 class TurnGenerator(Protocol):
-    """What a session needs of a pool; `inference.pool.BackendPool` is one."""
+    """The part of a pool that a session needs; `inference.pool.BackendPool` implements it."""
 
     async def generate(
         self, request: inference.GenerateRequest, *, affinity: str | None = None
@@ -142,7 +142,7 @@ class PolicySession:
             self._engine_seconds += time.perf_counter() - started
 
     def _engine_extras(self) -> inference.RequestedExtras:
-        """What the segment lacks of what was ordered."""
+        """Return the requested extras, from the first token that the segment lacks."""
         ordered = self._exports
         if not (ordered.top_logprobs or ordered.prompt_logprobs or ordered.routed_experts):
             return inference.NO_EXTRAS
@@ -153,14 +153,14 @@ class PolicySession:
         )
 
     def _engine_sampling(self, budget: int) -> inference.SamplingOptions:
-        """The same from turn to turn, until the tokens run short."""
+        """Return the sampling options: the same object from turn to turn until tokens run short."""
         if self._last_sampling is not None and self._last_sampling.max_new_tokens == budget:
             return self._last_sampling
         self._last_sampling = inference.SamplingOptions(
             max_new_tokens=budget,
             temperature=self._sampling.temperature,
             top_p=self._sampling.top_p,
-            top_k=self._sampling.top_k or -1,  # 0 is another common spelling of "all tokens"
+            top_k=self._sampling.top_k or -1,  # 0 is another common value for "all tokens"
             min_p=self._sampling.min_p,
             stop=tuple(self._sampling.stop),
             stop_token_ids=self._stop_token_ids,

@@ -1,10 +1,12 @@
-"""Texts of messages are escaped, so that none of them becomes a control token.
+"""Escapes the texts of messages, so that none of them becomes a control token.
 
-A chat format joins its own control tokens with the texts of messages, and most do so before the text is cut into
-tokens: a tool's output that holds `<|im_end|>` would end its own turn. Here a mark is put inside whatever
-looks like a control token; the tokenizer cuts the text at the marks, encodes the pieces one by one and drops the
-marks. The ids still decode to the same text. It guarantees that, inside such a text or from its end into what
-follows, no control token is found, in every chat format whose texts go through this package's tokenizers.
+A chat format joins its control tokens with the texts of messages, and most do so before the text is tokenized: a tool's
+output that contains `<|im_end|>` would end its own turn. The escaper puts a mark inside everything that looks like a
+control token; the tokenizer cuts the text at the marks, encodes the pieces one by one and drops the marks. The ids
+still decode to the same text.
+
+Guarantees: no control token is found inside such a text, or across its end, in any chat format whose texts go through
+this package's tokenizers.
 """
 
 from __future__ import annotations
@@ -15,17 +17,17 @@ from itertools import pairwise
 from typing import Any
 
 MARK = "\ufdd0"
-"""A code point that Unicode keeps for internal use and that is not a character."""
+"""A code point that Unicode reserves for internal use; it is not a character."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class SpecialTokenEscaper:
-    """Finds the control tokens of one tokenizer in texts."""
+    """Finds the control tokens of one tokenizer in texts, and marks them."""
 
     def __init__(self, tokens: Iterable[str], normalize: Callable[[str], str] | None = None) -> None:
-        """`normalize` is what the tokenizer does to a text before it looks for tokens."""
-        # Runs of blanks are tokens of their own in some vocabularies; there is nothing to forge with them.
+        """`normalize` is the tokenizer's own normalization of a text before it looks for tokens."""
+        # Runs of blanks are added tokens in some vocabularies; nothing can be forged with them.
         self._tokens = frozenset(token for token in tokens if token.strip())
         self._beginnings = frozenset(token[:n] for token in self._tokens for n in range(1, len(token)))
         self._lengths: dict[str, set[int]] = {}  # by the first two characters, which few texts hold
@@ -40,22 +42,22 @@ class SpecialTokenEscaper:
         self._normalize = normalize
 
     def escape(self, text: str) -> str:
-        """The text with a mark inside each control token, and at its end if it could become one there."""
+        """Return the text with a mark inside each control token, and at its end if one could form there."""
         text = text.replace(MARK, _REPLACEMENT)
         if self._normalize is None and self._any_first.search(text) is None:
-            return text  # as most texts
+            return text  # the usual case
         starts = self._starts(text)
         if self._normalize is not None:
             normal = self._normalize(text)
             found = self._starts(normal)
-            if len(found) != len(starts):  # normalizing made a token of what was none, as of full-width signs
+            if len(found) != len(starts):  # normalizing made a token, for example of full-width signs
                 text, starts = normal, found
         cuts = [0, *(start + 1 for start in starts), len(text)]
         escaped = MARK.join(text[begin:end] for begin, end in pairwise(cuts))
         return escaped + MARK if self._may_go_on(text) else escaped
 
     def escape_all(self, value: Any) -> Any:
-        """The same for every text inside a JSON value."""
+        """Escape every text inside a JSON value."""
         if isinstance(value, str):
             return self.escape(value)
         if isinstance(value, list):
@@ -85,5 +87,5 @@ class SpecialTokenEscaper:
 
 
 def pieces(text: str) -> list[str]:
-    """The parts of a text between its marks."""
+    """Return the parts of a text between its marks."""
     return [piece for piece in text.split(MARK) if piece]

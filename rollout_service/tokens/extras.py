@@ -1,7 +1,7 @@
-"""What trainers asked of the engine beside ids, kept in step with a segment that grows.
+"""The extras of a segment, kept in step with its tokens as it grows.
 
-Guarantees: every list that a segment has of it has one entry a token of the segment; experts have one row for each
-token but the last of the segment's last turn. What an engine gave for a turn must fit that turn, or nothing is taken.
+Guarantees: every list has one entry per token of the segment; experts have one row per token except the last one of the
+segment's last turn. The extras of a turn must fit that turn, or none is added.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _DTYPES: tuple[tuple[_Name, str], ...] = (("uint8", "u1"), ("uint16", "<u2"), ("
 
 
 class TurnExtras(Protocol):
-    """What came with one turn, as `inference.contract.ReturnedExtras` has it; None for what was not asked for."""
+    """The extras of one turn, as in `inference.contract.ReturnedExtras`; None for what was not asked for."""
 
     @property
     def top_logprobs(self) -> Sequence[Sequence[tuple[int, float]]] | None:
-        """For each sampled token the likeliest ids with their logprobs."""
+        """The likeliest ids with their logprobs for each sampled token."""
 
     @property
     def prompt_logprobs(self) -> Sequence[float | None] | None:
@@ -48,14 +48,14 @@ class GrowingExtras:
 
     @property
     def routed(self) -> int:
-        """How many tokens it has experts of."""
+        """How many tokens have experts."""
         return sum(len(part) for part in self._experts)
 
     def add_turn(self, turn: TurnExtras, *, before: int, prompt: int, sampled: int) -> None:
-        """Take what came with a turn: `before` tokens were in the segment, the prompt has `prompt` tokens.
+        """Add the extras of a turn; the segment had `before` tokens, and the prompt has `prompt`.
 
         Raises:
-            RecordError: it is of another number of tokens.
+            RecordError: their number does not match the tokens.
         """
         self._check(turn, before=before, prompt=prompt, sampled=sampled)
         if turn.top_logprobs is not None:
@@ -73,7 +73,7 @@ class GrowingExtras:
             self._experts.append(turn.routed_experts)
 
     def routed_experts(self) -> RoutedExperts | None:
-        """All experts so far in the narrowest type that holds them."""
+        """Return all experts so far, in the narrowest type that holds them."""
         if not self._experts:
             return None
         values = np.concatenate(self._experts)
@@ -91,6 +91,6 @@ class GrowingExtras:
         for name, values, expected in lengths:
             if values is not None and len(values) != expected:
                 raise RecordError(
-                    f"{name} came for {len(values)} tokens where {expected} were wanted",
-                    hint="Ask the engine for them from the token on that the segment lacks.",
+                    f"{name} came for {len(values)} tokens, but {expected} were expected",
+                    hint="Ask the engine for them from the first token that the segment lacks.",
                 )

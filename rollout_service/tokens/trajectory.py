@@ -1,6 +1,6 @@
-"""Segments while they grow, and the check of finished trajectories.
+"""Growing segments, and the check of finished trajectories.
 
-A segment's five lists always have the same length; the mask is 1 exactly on sampled tokens.
+Guarantees: a segment's five lists always have equal lengths; the mask is 1 exactly on sampled tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rollout_service.tokens.extras import GrowingExtras
 class GrowingSegment:
     """A segment to which prompts and outputs are added in turn.
 
-    In arrays, which take a fraction of a list's memory; above all, the garbage collector does not walk through them,
-    as it would through millions of tokens while every rollout waits.
+    Arrays take a fraction of a list's memory. Above all, the garbage collector does not walk through them, as it would
+    through millions of tokens while every rollout waits.
     """
 
     fork_reason: ForkReason
@@ -36,7 +36,7 @@ class GrowingSegment:
     extras: GrowingExtras = field(default_factory=GrowingExtras)
 
     def add_context(self, ids: Sequence[int]) -> None:
-        """Add tokens that the policy reads and did not sample here."""
+        """Add tokens that the policy reads but did not sample here."""
         self._add(ids, 0, [0.0] * len(ids), [-1] * len(ids), -1)
 
     def add_sampled(
@@ -60,7 +60,7 @@ class GrowingSegment:
         self.turn_ids.extend([turn_id] * len(ids))
 
     def freeze(self) -> Segment:
-        """The segment as it stands, as a copy."""
+        """Return a copy of the segment in its present state."""
         # Unchecked: the values were checked when they were recorded, and checking long lists again is slow.
         return Segment.model_construct(
             token_ids=self.token_ids.tolist(),
@@ -79,13 +79,13 @@ class GrowingSegment:
 
 
 def shared_length(before: Sequence[int], after: Sequence[int]) -> int:
-    """How many ids two lists have in common at their beginning."""
+    """Return the length of the common prefix of two lists of ids."""
     pairs = enumerate(zip(before, after, strict=False))
     return next((i for i, (one, other) in pairs if one != other), min(len(before), len(after)))
 
 
 def check_invariants(trajectory: Trajectory) -> None:
-    """Hold a trajectory to its promises.
+    """Check the invariants of a trajectory.
 
     Lists of equal length; mask 1 exactly where there is a turn, with a version and a finite log-probability;
     a turn's tokens lie side by side in one segment, turns in order, so that no token is trainable twice;
@@ -93,7 +93,7 @@ def check_invariants(trajectory: Trajectory) -> None:
     counts add up.
 
     Raises:
-        InvariantError: one is broken, with the segment and the token's index.
+        InvariantError: one is broken; it names the segment and the token's index.
     """
     last_turn = -1
     for number, segment in enumerate(trajectory.segments):
@@ -114,27 +114,31 @@ def _check_lengths(segment: Segment, number: int) -> None:
         length = len(getattr(segment, name))
         if length != len(segment.token_ids):
             shortest = min(length, len(segment.token_ids))
-            raise InvariantError(f"{name} has another length than token_ids", segment=number, index=shortest)
+            raise InvariantError(f"{name} and token_ids differ in length", segment=number, index=shortest)
     for name in ("top_ids", "top_logprobs", "prompt_logprobs"):
         if (values := getattr(segment, name)) is not None and len(values) != len(segment.token_ids):
-            raise InvariantError(f"{name} has another length than token_ids", segment=number)
+            raise InvariantError(f"{name} and token_ids differ in length", segment=number)
     if segment.routed_experts is not None and segment.routed_experts.shape[0] != len(segment.token_ids) - 1:
-        raise InvariantError("routed_experts has not one row a token but the last", segment=number)
+        raise InvariantError("routed_experts does not have one row per token except the last", segment=number)
 
 
 def _check_lineage(segments: Sequence[Segment], number: int) -> None:
     segment = segments[number]
     if segment.parent is None:
         if segment.shared_prefix:
-            raise InvariantError("it shares ids with no parent", segment=number)
+            raise InvariantError("it has a shared prefix but no parent", segment=number)
         return
     if not 0 <= segment.parent < number:
         raise InvariantError(f"its parent is segment {segment.parent}", segment=number)
     shared = shared_length(segments[segment.parent].token_ids, segment.token_ids)
     if not 0 <= segment.shared_prefix <= shared:
-        raise InvariantError("it does not begin as its parent does", segment=number, index=shared)
+        raise InvariantError(
+            "its shared prefix is longer than its parent agrees with", segment=number, index=shared
+        )
     if any(segment.loss_mask[: segment.shared_prefix]):
-        raise InvariantError("what it shares with its parent was sampled in both", segment=number)
+        raise InvariantError(
+            "tokens that it shares with its parent are marked as sampled in both", segment=number
+        )
 
 
 def _check_tokens(segment: Segment, number: int) -> None:
