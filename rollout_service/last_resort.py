@@ -1,8 +1,8 @@
-"""Ends the process when its shutdown takes too long, whatever it hangs in.
+"""Ends the process if its shutdown takes too long, wherever it hangs.
 
-Guarantees: once told to, the process has ended after so many seconds, also where the event loop stands still or nobody
-reads the log; before that the log says what was still open. The guard of the sandboxes then ends what is left of them,
-and the store hands the rollouts out again at the next start.
+Guarantees: once ordered, the process ends within the given seconds, even if the event loop is stuck or nobody reads the
+log; before that, the log says what was still open. The guard then ends the remaining sandboxes, and the store hands out
+the rollouts again at the next start.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import structlog
 log = structlog.get_logger(__name__)
 
 LOG_SECONDS = 0.2
-"""How long writing the last line may take."""
+"""The time limit for writing the last log line."""
 
 
 class LastResort:
-    """A thread that sleeps until it is told by when the process must have ended."""
+    """A thread that sleeps until it gets a deadline for the end of the process."""
 
     def __init__(self, still_open: Callable[[], list[str]]) -> None:
-        """`still_open` tells what keeps the process from ending; it is called from the thread."""
+        """`still_open` returns what keeps the process from ending; it is called from the thread."""
         self._still_open = still_open
-        # Putting into such a queue is safe even within a handler of a signal.
+        # Putting into a SimpleQueue is safe even in a signal handler.
         self._orders: SimpleQueue[tuple[float, int]] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="last-resort", daemon=True)
         self._thread.start()
 
     def end_within(self, seconds: float, exit_code: int) -> None:
-        """Have the process end so soon; of several orders the earliest counts."""
+        """End the process within these seconds; the earliest of several deadlines counts."""
         self._orders.put((time.monotonic() + seconds, exit_code))
 
     def _run(self) -> None:
@@ -54,5 +54,5 @@ class LastResort:
         log.error(
             "the shutdown took too long; the process ends now",
             still_open=self._still_open(),
-            hint="what was not finished runs again after the next start",
+            hint="Unfinished rollouts run again after the next start.",
         )

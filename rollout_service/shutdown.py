@@ -1,7 +1,7 @@
-"""The end of a service, as all of its parts see it.
+"""The shutdown of a service, as all of its parts see it.
 
-Guarantees: once a shutdown has begun, whoever waits is answered at once, nothing new is taken on, and what is under
-way has `drain_seconds` to end; a second request to stop ends the drain; what is open after it is cut off.
+Guarantees: once it has begun, everyone who waits gets an answer at once, no new work is accepted, and work in progress
+has `drain_seconds` to end; a second request to stop ends the drain; whatever is open after the drain is cut off.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from rollout_service.errors import UnavailableError
 T = TypeVar("T")
 
 RETRY_SECONDS = 1
-"""The seconds that `Retry-After` tells clients; they back off further by themselves."""
+"""The `Retry-After` for clients, in seconds; they back off further by themselves."""
 
 
 class ShuttingDownError(UnavailableError):
-    """The service is about to end; ask again after its restart."""
+    """The service is about to end; the request can be repeated after its restart."""
 
     code = "shutting_down"
 
     def __init__(self, *, context: dict[str, Any] | None = None) -> None:
         super().__init__(
             "the service is shutting down",
-            hint="Ask again; it answers once it is restarted.",
+            hint="Repeat the request; the service answers once it has restarted.",
             context=context,
         )
 
 
 class Shutdown:
-    """Begins once, and is waited for and asked about by everybody."""
+    """A shutdown that begins at most once, and that every part can wait for or ask about."""
 
     def __init__(self, drain_seconds: float) -> None:
         self.drain_seconds = drain_seconds
         self.reason = ""
-        """Why it began; empty until then."""
+        """The reason why it began; empty until then."""
         self.failed = False
-        """Whether the service ends since a part of it failed."""
+        """Whether the service is ending because a part of it failed."""
         self.drained = False
-        """Whether nothing is waited for any more."""
+        """Whether the drain is over."""
         self.began_at = 0.0
         self._waits: set[anyio.CancelScope] = set()
         self._requests: set[anyio.CancelScope] = set()
@@ -87,12 +87,16 @@ class Shutdown:
         self._stop_starting = None
 
     def refuse(self) -> None:
-        """Raise ShuttingDownError once the shutdown has begun."""
+        """Raise ShuttingDownError if the shutdown has begun."""
         if self.begun:
             raise ShuttingDownError
 
     async def until_begun(self, wait: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of a wait; raise ShuttingDownError if the shutdown begins first, or has begun."""
+        """Return the result of a wait.
+
+        Raises:
+            ShuttingDownError: the shutdown has begun, or begins first.
+        """
         self.refuse()
         with anyio.CancelScope() as scope:
             self._waits.add(scope)
@@ -110,19 +114,19 @@ class Shutdown:
             return
 
     async def drain(self, idle: Callable[[], Awaitable[None]]) -> None:
-        """Wait until the service is idle, for as long as the drain may take."""
+        """Wait until the service is idle, or the time of the drain is over."""
         seconds = 0.0 if self._hurried else self.drain_seconds - self.seconds
         with anyio.move_on_after(seconds) as self._drain:
             await idle()
 
     @property
     def seconds(self) -> float:
-        """How long it has been going on."""
+        """The seconds since the shutdown began."""
         return time.monotonic() - self.began_at
 
     @contextmanager
     def request(self) -> Iterator[anyio.CancelScope]:
-        """Cut the block off when the drain is over; the scope tells whether it was."""
+        """Cut the block off when the drain is over; the scope says whether that happened."""
         with anyio.CancelScope() as scope:
             self._requests.add(scope)
             if self.drained:
@@ -133,7 +137,7 @@ class Shutdown:
                 self._requests.discard(scope)
 
     def end(self) -> None:
-        """Wait for nothing any more. Idempotent."""
+        """End the drain, and cut off the open requests. Idempotent."""
         self.drained = True
         _cancel(self._requests)
 

@@ -1,7 +1,7 @@
-"""How much of everything is done at once on this node, changed while it works.
+"""The concurrency of this node, which can be changed while it works.
 
-Guarantees: a larger figure takes effect at once; a smaller one ends nothing, and is reached as what is under way ends;
-a change is whole: one that is refused changes nothing. The settings file stays as it is, and counts at the next start.
+Guarantees: an increase takes effect at once; a decrease ends nothing, and is reached as work in progress ends; a
+rejected change changes nothing. The settings file is not written, and applies again at the next start.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class Concurrency:
-    """The stages and sandboxes of this node, and what they were set to."""
+    """The stages and sandboxes of this node, and their settings."""
 
     stages: Stages
     node: Node
     settings: Settings
     on_change: Callable[[PipelineSettings], None]
-    """Told of the stages' figures after a change."""
+    """Called with the stages' settings after a change."""
 
     def view(self) -> NodeConcurrency:
-        """Return the figures that hold now."""
+        """Return the present concurrency."""
         admission = self.node.admission
         return NodeConcurrency(
             node=gethostname(),
@@ -49,9 +49,9 @@ class Concurrency:
         )
 
     def change(self, patch: NodePatch) -> NodeConcurrency:
-        """Change what the patch names, and return the figures that hold then.
+        """Apply a patch, and return the resulting concurrency.
 
-        A ceiling that was never set follows what the stages can hold.
+        A ceiling that was never set follows the number of sandboxes that the stages can hold.
         """
         named = {stage: getattr(patch, stage) for stage in Stage if getattr(patch, stage) is not None}
         figures = {

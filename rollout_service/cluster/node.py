@@ -69,12 +69,12 @@ class Node:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Follow the pressure and keep sandboxes warm until the block is left."""
+        """Follow the host's pressure and keep sandboxes warm until the block is left."""
         async with self.admission.running(), self.pool.running(), self.egress.running():
             yield
 
     def resize(self, ceiling: int) -> None:
-        """Change how many sandboxes may be alive; none is ended for it but warm ones."""
+        """Change how many sandboxes may be alive; only warm ones are ended for it."""
         self.admission.resize(ceiling)
         self.pool.resize(ceiling)
 
@@ -84,7 +84,7 @@ class Node:
         return {disk.path: disk.free_bytes for disk in metrics.disks} if metrics else {}
 
     def view(self) -> NodeView:
-        """How it stands."""
+        """Return the node's present state."""
         admission, metrics = self.admission, self.admission.host_metrics
         return NodeView(
             node=gethostname(),
