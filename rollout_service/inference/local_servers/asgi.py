@@ -59,19 +59,19 @@ async def _stop_at_end_of_input(server: uvicorn.Server) -> None:
 
 
 def wait_for_end_of_input() -> None:
-    """Return when standard input is closed, which the kernel does when the parent ends, however it ends."""
+    """Return when standard input closes, as the kernel does when the parent ends for any reason."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one."""
+    """Return a listening socket; port 0 takes a free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=2048)
 
 
 def announce_port(listener: socket.socket, port_file: Path) -> None:
-    """Write the port that was bound, whole or not at all."""
+    """Write the bound port atomically."""
     partial = port_file.with_name(f"{port_file.name}.partial")
     partial.write_text(str(listener.getsockname()[1]))
     partial.replace(port_file)

@@ -1,4 +1,4 @@
-"""An engine of the service's own that is started again whenever it ends.
+"""Runs the service's own engine, and starts it again whenever it exits.
 
 Guarantees: it comes back at the address that it had, so that its pool's probes find it there and give it the pool's
 weights before any request, as with every engine that was away; the delay before a start grows while starts fail or do
@@ -22,14 +22,15 @@ log = structlog.get_logger(__name__)
 FIRST_DELAY_SECONDS = 0.5
 LONGEST_DELAY_SECONDS = 60.0
 STEADY_SECONDS = 60.0
-"""An engine that ran for so long is started again after the first delay."""
+"""An engine that ran for this long is started again after the first delay."""
 
 
 @asynccontextmanager
 async def kept_running(make: Callable[[int], ServerProcess]) -> AsyncIterator[str]:
-    """Run an engine and give its address; `make` makes one for a port, 0 for a free one.
+    """Run an engine and yield its address; `make` makes one for a port, 0 for a free one.
 
-    Raises EngineStartError if the first start fails.
+    Raises:
+        EngineStartError: the first start failed.
     """
     async with make(0) as engine, anyio.create_task_group() as tasks:
         tasks.start_soon(_start_again, engine, make)

@@ -1,4 +1,4 @@
-"""The real SGLang on a CPU, for tests and the demo; `scripts/install-sglang` puts it in an environment of its own."""
+"""The real SGLang on a CPU, for tests and the demo; `scripts/install-sglang` installs it in a separate environment."""
 
 import os
 import shutil

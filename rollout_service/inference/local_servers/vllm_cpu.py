@@ -1,4 +1,4 @@
-"""The real vLLM on a CPU, for tests; `scripts/install-vllm` puts it in an environment of its own."""
+"""The real vLLM on a CPU, for tests; `scripts/install-vllm` installs it in a separate environment."""
 
 import os
 import shutil

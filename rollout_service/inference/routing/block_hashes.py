@@ -11,7 +11,7 @@ _MAX_CONVERSATIONS = 65_536
 
 
 def extend_chain(chain: Sequence[int], ids: Sequence[int]) -> list[int]:
-    """The hashes of all whole blocks of `ids`, of which `chain` are the first.
+    """Return the hashes of all whole blocks of `ids`; `chain` has the first ones.
 
     Python's own hash of integers is the same in every process; two blocks that collide cost a wrong
     estimate and nothing else.
@@ -35,7 +35,7 @@ class Chains:
         return len(self._chains)
 
     def of(self, ids: Sequence[int], name: str | None) -> list[int]:
-        """The chain of a prompt, which mostly extends the last one of the conversation `name`."""
+        """Return the chain of a prompt, which usually extends the last one of the conversation `name`."""
         known = self._chains.get(name, []) if name is not None else []
         chain = extend_chain(known if _begins_with(ids, known) else (), ids)
         self.keep(chain, name)
@@ -56,7 +56,7 @@ class Chains:
 
 
 def _begins_with(ids: Sequence[int], chain: Sequence[int]) -> bool:
-    """Whether the last block of `chain` is where it should be: an edit before it has moved it, nearly always."""
+    """Return whether the last block of `chain` is in its place; an edit before it nearly always moves it."""
     end = len(chain) * BLOCK_TOKENS
     if not chain or end > len(ids):
         return False

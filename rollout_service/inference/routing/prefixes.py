@@ -42,7 +42,7 @@ class PrefixIndex:
         self._evict()
 
     def match(self, chain: Sequence[int]) -> int:
-        """How many blocks of `chain` are held; looks at log2(len(chain)) of them."""
+        """Return how many blocks of `chain` are held, looking at log2(len(chain)) of them."""
         low, high = 0, len(chain)
         while low < high:
             middle = (low + high) // 2
@@ -53,7 +53,7 @@ class PrefixIndex:
         return low
 
     def hold(self, chain: Sequence[int], *, served_at: float = inf) -> None:
-        """The engine uses these blocks, or was seen to at `served_at`; of too many for it, the first."""
+        """Note that the engine holds these blocks, or showed so at `served_at`; of too many, keep the first."""
         blocks = self._blocks
         for position in range(min(len(chain), self._capacity) - 1, -1, -1):
             block = chain[position]
@@ -68,11 +68,11 @@ class PrefixIndex:
         self._evict()
 
     def served_before(self, block: int, moment: float) -> bool:
-        """Whether the engine was known to hold this block at that time."""
+        """Return whether the engine was known to hold this block at that time."""
         return block in self._blocks and self._blocks[block].served_at <= moment
 
     def drop(self, block: int) -> None:
-        """The engine has lost this block, and so all that follow it."""
+        """Drop a block that the engine has lost, with all its descendants."""
         if block not in self._blocks:
             return
         self._part(self._blocks[block].above, block)
@@ -83,11 +83,11 @@ class PrefixIndex:
                 doomed.extend(lost.below)
 
     def clear(self) -> None:
-        """The engine has lost everything."""
+        """Drop all blocks."""
         self._blocks.clear()
 
     def _join(self, chain: Sequence[int]) -> None:
-        """Let every block know the one that follows it."""
+        """Link every block to the one that follows it."""
         for position in range(min(len(chain), self._capacity) - 1, 0, -1):
             above = self._blocks[chain[position - 1]]
             if above.below is None:

@@ -1,4 +1,4 @@
-"""How fast an engine is, learned from its answers.
+"""The speed of an engine, learned from its answers.
 
 The time of an answer is taken as `uncached prompt tokens * prefill + sampled tokens * (decode + others * crowding)`,
 where the others are the requests that ran beside it: without them a busy engine would be taken for a slow one.
@@ -33,15 +33,15 @@ class Rates:
     crowding: float = 3e-4
     """Seconds that each other request adds to a sampled token."""
     answers: int = 0
-    """How many it was learned from."""
+    """How many answers the rates were learned from."""
 
     def expected(self, uncached: float, sampled: float, others: float) -> float:
-        """Seconds that such an answer takes."""
+        """Return the seconds that such an answer is expected to take."""
         pace = self.decode + others * self.crowding
         return max(_SHORTEST, uncached * self.prefill + sampled * pace)
 
     def learn(self, uncached: int, sampled: int, others: float, seconds: float) -> None:
-        """Take in one answer."""
+        """Learn from one answer."""
         expected = self.expected(uncached, sampled, others)
         error = log(max(_SHORTEST, seconds) / expected)
         self.answers += 1
