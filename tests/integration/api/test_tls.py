@@ -45,7 +45,7 @@ def test_what_tls_cannot_use_is_told_before_the_start(tmp_path: Path) -> None:
     for wrong, says in (
         ({"tls_certificate": certificate, "tls_key": other_key}, "KEY_VALUES_MISMATCH"),
         ({"tls_certificate": tmp_path / "none.pem", "tls_key": key}, "No such file"),
-        ({"tls_certificate": key}, "TLS cannot use"),
+        ({"tls_certificate": key}, "for TLS"),
     ):
         with pytest.raises(ConfigurationError, match=says):
             load_certificate(load_settings(**wrong))
