@@ -5,8 +5,8 @@
 
 `adapters` plugs the service into existing trainers. The wire models are in `api_schemas`.
 
-Guarantees: needs httpx, anyio, pydantic and numpy, on Python 3.10 or newer. Importing this package imports none of
-them: each name below is loaded when it is first used.
+Guarantees: needs httpx, anyio and pydantic, on Python 3.10 or newer, and numpy for batches as arrays. Importing this
+package imports none of them: each name below is loaded when it is first used.
 """
 
 from importlib import import_module

@@ -15,7 +15,7 @@ The bytes are a safetensors file. Its tensors, for G groups with N samples, S se
 
 The header's metadata has `batch`: the JSON of the batch, whose segments hold no tokens.
 
-Reading needs numpy; torch only for `torch`.
+Reading needs numpy (`pip install rollout-client[arrays]`); torch only for `torch`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,16 @@ if TYPE_CHECKING:
 TYPES = {"I64": "<i8", "I32": "<i4", "F32": "<f4", "U8": "u1"}
 """The types of safetensors that a batch uses, with numpy's names."""
 _LENGTH = struct.Struct("<Q")
+
+
+def require_numpy() -> None:
+    """Raise an error if numpy is missing, before anything is leased or read for it.
+
+    Raises:
+        ImportError: with the command that installs it.
+    """
+    if find_spec("numpy") is None:
+        raise ImportError("batches as arrays need numpy: pip install 'rollout-client[arrays]'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +62,9 @@ class BatchArrays:
 
         Raises:
             ValueError: if it is not a batch.
+            ImportError: if numpy is missing.
         """
+        require_numpy()
         import numpy as np
 
         view = memoryview(data)

@@ -33,7 +33,7 @@ from api_schemas.runs import (
 from api_schemas.tasks import Task
 from rollout_client._connection import Connection
 from rollout_client._download import LargeBody
-from rollout_client.arrays import BatchArrays
+from rollout_client.arrays import BatchArrays, require_numpy
 from rollout_client.errors import ClientError, GoneError, ProtocolError, parse
 
 T = TypeVar("T")
@@ -195,7 +195,10 @@ class ClientRun:
 
         Raises:
             GoneError: if the run is over and every batch is acknowledged.
+            ImportError: if `arrays` is set and numpy is missing.
         """
+        if arrays:
+            require_numpy()
         params = {"key": uuid.uuid4().hex, "seconds": f"{lease_seconds:g}"}
         params |= {"allow_stale": "true"} if allow_stale else {}
         params |= {} if self._version is None else {"version": str(self._version)}

@@ -29,7 +29,6 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("wheels")]
 
 MOST_PACKAGES = 15
 MOST_MEBIBYTES = 15.0
-"""Of everything but numpy and its BLAS, which are 58 MiB by themselves and in every trainer's environment already."""
 HEAVY = {"httpx", "pydantic", "numpy", "anyio"}
 IMPORT_ALL = """
 import importlib, pkgutil
@@ -107,10 +106,15 @@ def test_the_source_distribution_of_the_client_is_complete(wheels):
 def test_the_client_is_small(trainer):
     installed = trainer.installed()
     sizes = trainer.mebibytes()
-    others = {name: size for name, size in sizes.items() if not name.startswith("numpy")}
-    print(f"{sum(sizes.values()):.0f} MiB, {sum(others.values()):.0f} without numpy")  # noqa: T201 - for -s
+    print(f"{len(installed)} packages, {sum(sizes.values()):.0f} MiB")  # noqa: T201 - for -s
     assert len(installed) <= MOST_PACKAGES, sorted(installed)
-    assert sum(others.values()) <= MOST_MEBIBYTES, sorted(others.items(), key=lambda item: -item[1])[:8]
+    assert sum(sizes.values()) <= MOST_MEBIBYTES, sorted(sizes.items(), key=lambda item: -item[1])[:8]
+
+
+def test_arrays_need_numpy_and_say_so(trainer):
+    code = "from rollout_client import BatchArrays; BatchArrays.from_bytes(b'')"
+    with pytest.raises(AssertionError, match=r"pip install 'rollout-client\[arrays\]'"):
+        trainer.run("python", "-c", code)
 
 
 def test_every_module_of_the_client_imports(trainer):
