@@ -1,4 +1,4 @@
-"""The backend for engines that speak SGLang's native HTTP API, which the embedded engine does too.
+"""The backend for engines with SGLang's native HTTP API, including the embedded engine.
 
 `/generate` is called with `input_ids`, because SGLang's chat route and the routers in front of it lose
 token ids.
@@ -60,7 +60,7 @@ class SGLangBackend(HttpBackend):
 
     async def pause(self, mode: PauseMode = PauseMode.ABORT) -> None:
         if mode is PauseMode.ABORT:
-            # SGLang's own `abort` sleeps for a second between looking whether all requests have ended.
+            # SGLang's own `abort` sleeps for a second between two checks whether all requests have ended.
             await self._end_calls()
             mode = PauseMode.RETRACT
         await self._post("/pause_generation", {"mode": mode.value})
@@ -135,6 +135,6 @@ class SGLangBackend(HttpBackend):
 
 
 def _sum(loads: list[dict[str, Any]], name: str) -> int | None:
-    """The sum over the ranks of a figure that not every engine states."""
+    """Return the sum over the ranks; None if the engine does not report this number."""
     values = [load.get(name) for load in loads]
     return sum(value for value in values if isinstance(value, int)) if values[0] is not None else None

@@ -1,7 +1,7 @@
-"""How an SGLang server is given weights: from a folder, or over a process group.
+"""Loading weights into an SGLang server, from a folder or over a process group.
 
-Guarantees: no request is aborted by it, whatever the server's defaults are; a load that the server reports as done
-is done, cache and all.
+Guarantees: an update aborts no request, whatever the server's defaults are. When a load returns, the weights are in
+place and the cache is flushed if that was asked for.
 """
 
 from collections.abc import Mapping
@@ -19,12 +19,16 @@ _NO_ROUTE = "answered 404"
 
 
 class Call(Protocol):
-    """One exchange with the server; raises InferenceError."""
+    """Makes one exchange with the server."""
 
     async def __call__(
         self, path: str, body: Mapping[str, Any] | None, *, seconds: float = _ANSWER_SECONDS
     ) -> Any:
-        """POST `body` to `path`, or GET it where there is none; gives the answer's JSON, None if it is none."""
+        """POST `body` to `path`, or GET `path` without a body; return the answer's JSON, None if it is not JSON.
+
+        Raises:
+            InferenceError: the exchange failed.
+        """
 
 
 class SGLangWeights:
@@ -40,7 +44,7 @@ class SGLangWeights:
         await self._load("/update_weights_from_disk", body)
 
     async def from_group(self, weights: DistributedWeights, version: int, *, flush_cache: bool) -> None:
-        """Take part in the broadcast of these tensors; the last portion carries the version."""
+        """Receive these tensors from a broadcast; the last part carries the version."""
         has_sessions = await self._begin()
         try:
             *firsts, last = buckets(weights)
@@ -52,9 +56,10 @@ class SGLangWeights:
                 await self._succeed("/end_weight_update", {})
 
     async def ranks(self) -> int:
-        """The ranks that the server takes in a process group: its accelerators.
+        """Return how many ranks the server takes in a process group: one per accelerator.
 
         Raises:
+            BackendProtocolError: the answer is not a JSON object.
             BackendRejected: it has replicas, of which SGLang can reach only one.
         """
         info = await self._call("/server_info", None)
@@ -94,7 +99,7 @@ class SGLangWeights:
         await self._succeed("/destroy_weights_update_group", {"group_name": name})
 
     async def _begin(self) -> bool:
-        """Open a session of updates; older servers know none and need none."""
+        """Open an update session, and return whether the server has them; older ones neither have nor need them."""
         try:
             await self._succeed("/begin_weight_update", {})
         except BackendRejected as error:
@@ -110,8 +115,8 @@ class SGLangWeights:
         except BackendRejected as error:
             if not (body["flush_cache"] and _NOT_FLUSHED in str(error)):
                 raise
-            # The weights are in place, but a request that was aborted a moment ago still held its KV; and the
-            # server, which takes this for a failure, still tells the version before.
+            # The weights are in place, but a request that was aborted a moment ago still held its KV. The server
+            # takes this for a failure and still reports the previous version.
             seconds = _FLUSH_SECONDS + _ANSWER_SECONDS
             await self._call(f"/flush_cache?timeout={_FLUSH_SECONDS}", {}, seconds=seconds)
             version = {"new_version": body["weight_version"], "abort_all_requests": False}

@@ -1,8 +1,8 @@
-"""SGLang's `/generate` as JSON: how a request is written, and how an answer is checked before it is believed.
+"""SGLang's `/generate` as JSON: requests are written, and answers are checked before they are used.
 
-An answer passes only if every sampled id has its own logprob and a version, ids are in the vocabulary,
-the counts that the engine states agree with the lists that it sent, the prompt that it counted is the one it was
-given, and everything is there that was asked for.
+An answer passes only if every sampled id has its own logprob and a version, ids are in the vocabulary, the engine's
+counts agree with the lists that it sent, it counted as many prompt tokens as it was given, and everything that was
+asked for is there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,12 +31,12 @@ _START_ROUTED = "Start SGLang with --enable-return-routed-experts, and serve a m
 
 
 def generate_body(request: GenerateRequest) -> dict[str, Any]:
-    """The body of `/generate`; it leaves nothing that shapes the distribution to the engine's defaults."""
+    """Return the body of `/generate`, which sets all that shapes the distribution, whatever the engine's defaults."""
     sampling = request.sampling
     parameters: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens,
-        # With top_k 1 SGLang scales logprobs by the temperature or does not, by what else is in the batch; greedily it
-        # never does, and the tokens are the same.
+        # With top_k 1, whether SGLang scales logprobs by the temperature depends on the rest of the batch. Greedy
+        # sampling never scales them, and gives the same tokens.
         "temperature": 0.0 if sampling.top_k == 1 else sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -71,11 +71,11 @@ def parse_generation(
     info: ModelInfo | None,
     engine_seconds: float,
 ) -> Generation:
-    """Check an answer to `generate_body(request)` and take what was sampled from it.
+    """Check an answer to `generate_body(request)` and return what was sampled.
 
     Raises:
         BackendProtocolError: anything is missing or contradicts the rest.
-        ExtraUnsupported: the engine left out what was asked for beside ids and logprobs.
+        ExtraUnsupported: the engine left out an extra that was asked for.
     """
     try:
         return _parse(answer, request, backend_id, info, engine_seconds)
@@ -150,7 +150,7 @@ def _logprobs(meta: Mapping[str, Any], output_ids: list[int]) -> list[float]:
 
 
 def _of_token(entry: object, token: int, where: str) -> object:
-    """The value of a triple of logprob, id and text."""
+    """Return the logprob in a triple of logprob, id and text, which must be of `token`."""
     if not isinstance(entry, list) or len(entry) < 2 or entry[1] != token:
         raise BackendProtocolError(f"{where} is {entry!r}, which is not of the id {token}")
     return entry[0]
@@ -167,7 +167,7 @@ def _versions(meta: Mapping[str, Any], count: int) -> list[int]:
 
 
 def _logprob_start(request: GenerateRequest) -> int:
-    """The prompt token before the first whose logprob is wanted: SGLang gives the first one none; -1 for no token."""
+    """Return the token before the first whose logprob is wanted, since SGLang gives its first one none; -1 for none."""
     first = request.extras.prompt_logprobs_from
     return -1 if first is None or first == len(request.input_ids) else max(first - 1, 0)
 

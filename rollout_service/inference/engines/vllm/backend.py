@@ -1,9 +1,9 @@
 """The backend for vLLM, through its token-in, token-out route (`--enable-scale-out`).
 
-Guarantees beyond those of every backend: logprobs are of the distribution that the contract names, or the sampling is
-refused, since vLLM's are not in every mode; versions are the server's own, token by token, and weights change only
-while it is paused, so no generation spans an update without saying where. Weights and pauses need the server's
-development routes (`VLLM_SERVER_DEV_MODE=1`); without them it serves and refuses those.
+Guarantees beyond those of every backend: logprobs are those of the contract's distribution; a request is refused if
+the server's logprobs mode does not give them. Versions are the server's own, token by token, and weights change only
+while it is paused: a generation that spans an update says where. Weight updates and pauses need the server's
+development routes (`VLLM_SERVER_DEV_MODE=1`); without them it samples, but refuses both.
 """
 
 import time
@@ -108,7 +108,7 @@ class VllmBackend(HttpBackend):
         was_paused = await self._is_paused()
         if not was_paused:
             await self._order("/pause?mode=wait&clear_cache=false", seconds=_UPDATE_SECONDS)
-        # What fails from here on leaves it paused: nothing is sampled by weights that nobody knows.
+        # A failure from here on leaves the server paused, so that unknown weights sample nothing.
         load = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         await self._order("/collective_rpc", load, seconds=_UPDATE_SECONDS)
         if flush_cache:
@@ -141,8 +141,8 @@ class VllmBackend(HttpBackend):
         text = (await self._exchange_bytes("GET", "/metrics", None, CONTROL_SECONDS)).decode(errors="replace")
         with answer_of(self._id):
             load = parse_load(text)
-        # vLLM writes its gauges in a step of the engine alone: after an abort they tell of requests that are gone,
-        # also while the next one is on its way.
+        # vLLM writes its gauges only in a step of the engine. After an abort they still count requests that are gone,
+        # even while the next one is on its way.
         if not self._open_calls and load.signature == self._last_load:
             self._idle_load = load.signature
         self._last_load = load.signature
@@ -163,7 +163,7 @@ class VllmBackend(HttpBackend):
             ) from error
 
     async def _find_mode(self) -> wire.LogprobsMode:
-        """Which logprobs the server gives, by asking for some that tell the modes apart."""
+        """Return which logprobs the server gives, from a probe that tells the modes apart."""
         request = GenerateRequest(new_request_id(), _PROBE_PROMPT, SamplingOptions(max_new_tokens=1))
         body = wire.generate_body(request)
         body["sampling_params"] |= {"top_k": 1, "logprobs": 2}
@@ -198,7 +198,7 @@ class VllmBackend(HttpBackend):
         return answer.get("is_paused") is True
 
     async def _version(self) -> int:
-        """The weights' version; of a server without the route, which cannot be given others, that of its start."""
+        """Return the weights' version; 0 for a server without the route, whose weights cannot be updated."""
         try:
             answer = self._object(await self._get("/weight_info"), "/weight_info")
         except BackendRejected:
@@ -207,7 +207,7 @@ class VllmBackend(HttpBackend):
             return parse_version(answer.get("weight_version"))
 
     async def _flush(self) -> None:
-        """Drop all KV, also that of frozen requests, which is computed again when they go on."""
+        """Drop all KV, including that of frozen requests, which is computed again when they resume."""
         with anyio.move_on_after(_FLUSH_SECONDS):
             while True:
                 answer = await self._order("/reset_prefix_cache?reset_running_requests=true")
@@ -219,8 +219,13 @@ class VllmBackend(HttpBackend):
         )
 
     async def _refuse_tied_on_cpu(self, path: str) -> None:
-        """On a CPU vLLM keeps the output layer in a form of its own, which a reload passes over where it is tied to the
-        embeddings: it would sample with the new weights but for the last layer, and say nothing.
+        """Refuse a model with tied embeddings on a CPU.
+
+        There vLLM keeps the output layer in a separate format, which a reload skips if the layer is tied to the
+        embeddings: without an error, it would sample with new weights and an old last layer.
+
+        Raises:
+            BackendRejected: the embeddings are tied and the server runs on a CPU.
         """
         config = await read_model_config(path)
         if config.get("tie_word_embeddings") and await self._is_on_cpu():
@@ -237,7 +242,11 @@ class VllmBackend(HttpBackend):
         return "cpu" in str(device)
 
     async def _refuse_missing(self, path: str) -> None:
-        """vLLM does not survive a folder without weights, so one that can be looked into is looked into."""
+        """Refuse a folder without weights, which would end vLLM; only a folder on this machine can be checked.
+
+        Raises:
+            BackendRejected: there are no weights in the folder.
+        """
         if is_local(self._url) and not await anyio.to_thread.run_sync(_has_weights, path):
             raise BackendRejected(
                 f"was to load {path}, where there are no weights",

@@ -1,4 +1,4 @@
-"""How busy a vLLM server is, from the Prometheus text that it serves at `/metrics`."""
+"""The load of a vLLM server, from the Prometheus text at its `/metrics`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,22 +20,22 @@ _NAMES = (_RUNNING, _WAITING, _USAGE, _CAPACITY, _SAMPLED, _READ)
 
 @dataclass(frozen=True, slots=True)
 class ReportedLoad:
-    """What a server reported."""
+    """The load that a server reported."""
 
     load: BackendLoad
 
     @property
     def signature(self) -> str:
-        """Changes with everything that the server does."""
+        """A text that changes with everything that the server does."""
         return self.load.signature
 
     def as_idle(self) -> BackendLoad:
-        """The same of a server that has nothing to do."""
+        """Return the same load without any requests."""
         return replace(self.load, running=0, waiting=0)
 
 
 def parse_load(text: str) -> ReportedLoad:
-    """The load in the Prometheus text, summed over the engines behind one server.
+    """Return the load in a Prometheus text, summed over the engines behind one server.
 
     Raises:
         BackendProtocolError: a figure is missing.
@@ -58,7 +58,7 @@ def parse_load(text: str) -> ReportedLoad:
 
 
 def _samples(text: str) -> Iterator[Sample]:
-    """The few that are of use, of the hundreds that there are."""
+    """Yield the few samples that are used, of the hundreds that there are."""
     lines = "\n".join(line for line in text.splitlines() if line.startswith(_NAMES))
     for family in text_string_to_metric_families(lines + "\n"):
         yield from family.samples
@@ -72,7 +72,7 @@ def _total(samples: list[Sample], name: str) -> int:
 
 
 def _tokens(sample: Sample) -> int:
-    """KV tokens of one engine; 0 where it does not say."""
+    """Return the KV tokens of one engine; 0 if it does not report them."""
     size = sample.labels.get("kv_cache_size_tokens", "")
     if size.isdigit():
         return int(size)

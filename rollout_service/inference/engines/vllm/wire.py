@@ -1,7 +1,7 @@
-"""vLLM's token-in, token-out route as JSON: how a request is written, and how an answer is checked.
+"""vLLM's token-in, token-out route as JSON: requests are written, and answers are checked before they are used.
 
 An answer passes only if every sampled id has its own logprob and version, ids are in the vocabulary, the counts
-agree with the lists, and everything is there that was asked for. vLLM writes -9999.0 for a logprob that it does not
+agree with the lists, and everything that was asked for is there. vLLM writes -9999.0 for a logprob that it does not
 have; that is refused like a missing one.
 """
 
@@ -24,28 +24,28 @@ from rollout_service.inference.engines.token_extras import ExtraKind, npy_expert
 from rollout_service.inference.errors import BackendProtocolError, BackendRejected
 
 GENERATE = "/inference/v1/generate"
-_ID_PREFIX = "generate-tokens-"  # what the server puts before the id that it was given
+_ID_PREFIX = "generate-tokens-"  # the server puts this before the id that it was given
 _NO_LOGPROB = -9999.0
 _START_CACHED = "Start vLLM with --enable-prompt-tokens-details"
 _START_ROUTED = "Start vLLM with --enable-return-routed-experts, and serve a mixture of experts"
 
 
 class LogprobsMode(StrEnum):
-    """Which distribution a server's logprobs are of, set by its `--logprobs-mode`."""
+    """The distribution that a server's logprobs belong to, set by its `--logprobs-mode`."""
 
     RAW = "raw_logprobs"
-    """The model's own: at temperature 1, of all tokens."""
+    """The model's own: at temperature 1, over all tokens."""
     PROCESSED = "processed_logprobs"
-    """That which is sampled from: scaled by the temperature, of what top_k, top_p and min_p leave."""
+    """The one that is sampled from: scaled by the temperature, over the tokens that top_k, top_p and min_p leave."""
 
 
 def engine_request_id(request_id: str) -> str:
-    """The name that the server gives a request."""
+    """Return the name that the server gives a request."""
     return _ID_PREFIX + request_id
 
 
 def generate_body(request: GenerateRequest) -> dict[str, Any]:
-    """The body of the route; it leaves nothing that shapes the distribution to the server's defaults."""
+    """Return the route's body, which sets all that shapes the distribution, whatever the server's defaults."""
     sampling, extras = request.sampling, request.extras
     parameters: dict[str, Any] = {
         "n": 1,
@@ -83,15 +83,15 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
 
 
 def is_greedy(sampling: SamplingOptions) -> bool:
-    """Whether the likeliest token is taken."""
+    """Return whether the likeliest token is taken."""
     return sampling.temperature == 0 or sampling.top_k == 1
 
 
 def refuse_other_distribution(sampling: SamplingOptions, mode: LogprobsMode, backend_id: str) -> None:
-    """Refuse a sampling whose logprobs the server does not have: scaled by the temperature, of all tokens.
+    """Refuse sampling options for which the server has no logprobs scaled by the temperature, over all tokens.
 
     Raises:
-        BackendRejected: its mode gives those of another distribution.
+        BackendRejected: its mode gives the logprobs of another distribution.
     """
     if is_greedy(sampling):
         return
@@ -113,12 +113,12 @@ def refuse_other_distribution(sampling: SamplingOptions, mode: LogprobsMode, bac
 
 
 def mode_of(entry: object) -> LogprobsMode:
-    """The mode of a server, from the logprobs of a token sampled with `top_k` 1 and its rival.
+    """Return a server's mode, from the logprobs of a token sampled with `top_k` 1 and of the runner-up.
 
     With `top_k` 1 the processed distribution leaves nothing for the second token; the raw one always does.
 
     Raises:
-        BackendProtocolError: they are logits, or cannot be read.
+        BackendProtocolError: the values are logits, or cannot be read.
     """
     fields = mapping(entry, "the probe's logprobs")
     rows = fields.get("top_logprobs")
@@ -136,7 +136,7 @@ def mode_of(entry: object) -> LogprobsMode:
 
 
 def only_choice(answer: object) -> Mapping[str, Any]:
-    """The one sequence of an answer."""
+    """Return the one sequence of an answer."""
     choices = mapping(answer, "the answer", "Is this a vLLM server?").get("choices")
     if not isinstance(choices, list) or len(choices) != 1:
         raise BackendProtocolError("the answer has not one choice", hint="Is this a vLLM server?")
@@ -144,7 +144,7 @@ def only_choice(answer: object) -> Mapping[str, Any]:
 
 
 def logprob_entries(choice: Mapping[str, Any]) -> list[Any]:
-    """The logprobs of a choice, one entry a token."""
+    """Return the logprobs of a choice, one entry per token."""
     entries = mapping(
         choice.get("logprobs"), "logprobs", "The engine must return the logprobs of what it samples"
     )
@@ -162,11 +162,11 @@ def parse_generation(
     info: ModelInfo | None,
     engine_seconds: float,
 ) -> Generation:
-    """Check an answer to `generate_body(request)` and take what was sampled from it.
+    """Check an answer to `generate_body(request)` and return what was sampled.
 
     Raises:
         BackendProtocolError: anything is missing or contradicts the rest.
-        ExtraUnsupported: the engine left out what was asked for beside ids and logprobs.
+        ExtraUnsupported: the engine left out an extra that was asked for.
     """
     with check.answer_of(backend_id):
         return _parse(mapping(answer, "the answer"), request, backend_id, info, engine_seconds)
@@ -313,7 +313,7 @@ def _top_logprobs(
 
 
 def _best(row: object, wanted: int) -> list[TopLogprob]:
-    """The first `wanted` by logprob; the sampled token, which comes first whatever its rank, is one of them or not."""
+    """Return the best `wanted` by logprob; the sampled token, listed first at any rank, may not be one of them."""
     if not isinstance(row, list):
         raise BackendProtocolError("a logprob lacks the likeliest tokens")
     pairs = [TopLogprob(mapping(each, "a likeliest token").get("token_id", -1), _value(each)) for each in row]
