@@ -693,9 +693,9 @@ async def test_rollouts_wait_for_their_pool_and_lose_nothing_by_it() -> None:
     async with bench(Played(image="any"), settings=settings) as b:
         b.policies.serve()
         for i in range(8):
-            await b.submit(f"r{i}", init_seconds=0.05)
-            await b.submit(f"j{i}", pool="judge", init_seconds=0.05)
-        await anyio.sleep(0.3)
+            await b.submit(f"r{i}", init_seconds=1.0)
+            await b.submit(f"j{i}", pool="judge", init_seconds=1.0)
+        await anyio.sleep(1.2)
         assert await b.store.counts() == {RolloutState.QUEUED: 16}
         assert b.provider.started == 0
         b.policies.serve("judge")
