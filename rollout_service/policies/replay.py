@@ -68,7 +68,7 @@ class RecordedPolicy:
         """Return the next recorded turn.
 
         Raises:
-            ContextFullError: there is none, which ends the agent in an orderly way.
+            ContextFullError: there is none; this ends the agent in an orderly way.
         """
         number = self._usage.turns
         self.messages += new_messages

@@ -1,6 +1,6 @@
 """Serves each policy: the engines of its pool, and the tokenizer and chat format that they share.
 
-Guarantees: a backend is in service only if the service can also turn messages into ids for it; backends registered over
+Guarantees: a backend is in service only if the service can also turn messages into ids for it. Backends registered over
 HTTP are registered again after a restart; one that does not answer then is retried until it does, and `waiting` names
 it.
 """
@@ -313,7 +313,7 @@ class PolicyServing:
             return []
 
     async def _save(self) -> None:
-        async with self._saving:  # two that are registered at once share the draft
+        async with self._saving:  # two registrations at once would write the same draft file
             data = _SPECS.dump_json(list((self._awaited | self._specs).values()))
             try:
                 await anyio.to_thread.run_sync(write_private, self._remembered, data)

@@ -1,8 +1,8 @@
 """The policy under training: a conversation in token ids, connected to a pool of engines.
 
-Guarantees: sampled tokens are recorded to the id in one step without an await, so a cancellation or an error leaves
-only whole turns; a turn never asks for more tokens than the context has room for; long prompts are rendered in a
-thread, so they do not delay other rollouts.
+Guarantees: the exact sampled ids are recorded in one step without an await, so a cancellation or an error leaves only
+whole turns. A turn never asks for more tokens than the context has room for. Long prompts are rendered in a thread and
+do not delay other rollouts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rollout_service.inference.errors import PromptTooLong
 from rollout_service.tokens import AssistantTurn, Conversation
 
 INLINE_CHARS = 4_096
-"""Above this many characters a prompt is rendered in a thread: 4 ms of work at most stay on the event loop, against
-0.13 ms for the way to a thread and back."""
+"""Prompts of more characters are rendered in a thread. This leaves at most 4 ms of work on the event loop; going to a
+thread and back takes 0.13 ms."""
 
 
 class TurnGenerator(Protocol):
@@ -63,7 +63,7 @@ class PolicySession:
         self._last_sampling: inference.SamplingOptions | None = None
 
     async def respond(self, new_messages: list[Message], *, max_tokens: int) -> PolicyTurn:
-        """Continue the conversation by these messages and sample one turn of at most `max_tokens` tokens.
+        """Continue the conversation with these messages and sample one turn of at most `max_tokens` tokens.
 
         Raises:
             ContextFullError: the prompt leaves no room for an answer.
@@ -71,7 +71,7 @@ class PolicySession:
             TokenError: the messages cannot be rendered, or the answer cannot be trained on.
         """
         prompt = await self._prompt(new_messages)
-        # One token is kept back: engines differ in whether the context may be filled to the last one.
+        # One token is kept back because engines differ in whether the context may be filled completely.
         room = self._context_length - 1 - len(prompt)
         if room < 1:
             raise self._context_full(len(prompt))
@@ -101,21 +101,21 @@ class PolicySession:
         return self._conversation.messages
 
     def replace(self, messages: list[Message], reason: ForkReason = ForkReason.HISTORY_EDITED) -> None:
-        """Put other messages in the place of the whole history; the next turn begins a new segment."""
+        """Replace the whole history; the next turn begins a new segment."""
         self._conversation.replace(messages, reason)
 
     @property
     def usage(self) -> Usage:
-        """What the recorded turns cost."""
+        """The cost of the recorded turns."""
         return self._usage
 
     @property
     def engine_seconds(self) -> float:
-        """Time spent waiting for the pool, also for calls that failed or were cancelled."""
+        """Time spent waiting for the pool, including calls that failed or were cancelled."""
         return self._engine_seconds
 
     def trajectory(self) -> Trajectory:
-        """The segments so far."""
+        """Return the segments so far."""
         trajectory = self._conversation.trajectory()
         return trajectory.model_copy(update={"kept_kv_versions": sorted(self._kept_kv)})
 

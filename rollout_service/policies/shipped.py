@@ -1,7 +1,7 @@
-"""Tiny policies that ship with the service, for demos and tests; `training/` is how they were made.
+"""Tiny policies that ship with the service, for demos and tests; they were made with `training/`.
 
-`calc-tuned` solves the environment `calc` almost always, `calc-base` about every second time, so that its
-groups are worth training on. Both are Qwen3 models of under a million parameters.
+`calc-tuned` solves the environment `calc` almost always; `calc-base` solves it about every second time, which makes its
+groups worth training on. Both are Qwen3 models with fewer than a million parameters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ POLICIES: Final = ("calc-base", "calc-tuned")
 
 
 def policy_folder(name: str) -> Path:
-    """The folder of a shipped policy, as an engine loads it; raises ConfigurationError for an unknown one."""
+    """Return the folder of a shipped policy, as an engine loads it.
+
+    Raises:
+        ConfigurationError: there is no such policy.
+    """
     if name not in POLICIES:
         raise ConfigurationError(
             f"there is no policy {name!r}", hint=f"The shipped ones are {', '.join(POLICIES)}."

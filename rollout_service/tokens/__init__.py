@@ -1,4 +1,4 @@
-"""The only place that turns messages into token ids, and sampled ids into messages."""
+"""The only package that turns messages into token ids, and sampled ids into messages."""
 
 from rollout_service.tokens.conversation import AssistantTurn, Conversation
 from rollout_service.tokens.renderer import ChatRenderer, ParsedTurn, ToolSpec

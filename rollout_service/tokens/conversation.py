@@ -1,8 +1,8 @@
 """A conversation in token ids: prompts out, sampled ids in. Pure and synchronous.
 
-Guarantees, inside a segment: prompt k+1 starts with prompt k and output k, to the id. Sampled ids are never
-derived from text, and each is trainable in exactly one segment. Whatever breaks the chain begins a new
-segment with a counted reason.
+Guarantees: inside a segment, prompt k+1 starts with exactly the ids of prompt k and output k. Sampled ids are never
+derived from text, and each is trainable in exactly one segment. Whatever breaks the chain begins a new segment with a
+counted reason.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rollout_service.tokens.renderer import ChatRenderer, ParsedTurn, ToolSpec
 from rollout_service.tokens.trajectory import GrowingSegment, shared_length
 
 _LARGEST_ID, _LARGEST_VERSION = 2**31 - 1, 2**63 - 1
-"""What segments have room for."""
+"""The largest values that segments have room for."""
 
 
 @dataclass(frozen=True, slots=True)
 class AssistantTurn:
-    """One turn of the policy, as the engine returned it, and what it says."""
+    """One turn of the policy: the engine's output, and the message parsed from it."""
 
     turn_id: int
     segment: int
@@ -40,7 +40,7 @@ class AssistantTurn:
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """All calls of the turn, malformed ones included."""
+        """All calls of the turn, including malformed ones."""
         return self.message.tool_calls
 
     @property
@@ -63,7 +63,7 @@ class Conversation:
         """Whether the chat format has refused to extend what was sampled."""
         self._answered = 0  # messages that the last turn's prompt and the turn itself cover
         self._last: tuple[list[int], list[int]] | None = None
-        """The last turn's prompt and output, until the next prompt is there."""
+        """The last turn's prompt and output, until the next prompt is made."""
         self._pending: tuple[list[int], ForkReason | None] | None = None
 
     @property
@@ -78,28 +78,28 @@ class Conversation:
 
     @property
     def fork_counts(self) -> dict[ForkReason, int]:
-        """How many segments were begun for which reason."""
+        """The number of segments begun, by reason."""
         return dict(Counter(segment.fork_reason for segment in self._segments))
 
     @property
     def rendered_next(self) -> tuple[Message, ...]:
-        """The messages that the next `prompt()` may have to render: the new ones at least.
+        """The messages that the next `prompt()` may have to render: at least the new ones.
 
-        All of them where a segment is begun, once the chat format has refused to extend what was sampled, and in
+        It is all of them when a segment begins, once the chat format has refused to extend a sampled turn, and in
         formats that prove each extension on the whole conversation.
         """
         whole = self._refused or self._fork is not None or self._renderer.rereads_history
         return tuple(self._messages if whole else self._messages[self._answered :])
 
     def append(self, messages: Sequence[Message]) -> None:
-        """Add messages to answer: the task at first, tool results or a user's message later."""
+        """Add messages to answer: first the task, later tool results or a user's message."""
         self._messages += [self._with_tool_name(message) for message in messages]
         self._pending = None
 
     def replace(self, messages: Sequence[Message], reason: ForkReason = ForkReason.HISTORY_EDITED) -> None:
-        """Put other messages in the place of the whole history; the next prompt begins a new segment.
+        """Replace the whole history; the next prompt begins a new segment.
 
-        What was sampled before stays in its own segments, and is trainable there alone: in the new segment it is
+        Tokens sampled before stay in their own segments and are trainable only there. In the new segment they are
         context, rendered from these messages. The new segment names the last one as its parent.
         """
         self._messages = list(messages)
@@ -108,7 +108,7 @@ class Conversation:
             self._fork = reason
 
     def prompt(self) -> list[int]:
-        """The ids to send to the engine; the same until messages are added or the turn is recorded.
+        """Return the ids to send to the engine; they stay the same until messages are added or the turn is recorded.
 
         Raises:
             ConversationStateError: there is no message to answer.
@@ -119,11 +119,11 @@ class Conversation:
         return list(self._pending[0])
 
     def recorded_length(self) -> int:
-        """How many tokens of `prompt()` are in its segment already; 0 where it begins one."""
+        """Return how many tokens of `prompt()` are in its segment already; 0 if it begins one."""
         return len(self._segments[-1].token_ids) if self._extends else 0
 
     def routed_length(self) -> int:
-        """How many tokens of `prompt()` the segment has experts of already."""
+        """Return for how many tokens of `prompt()` the segment already has experts."""
         return self._segments[-1].extras.routed if self._extends else 0
 
     @property
@@ -138,12 +138,14 @@ class Conversation:
         finish_reason: FinishReason,
         extras: TurnExtras | None = None,
     ) -> AssistantTurn:
-        """Take the engine's answer to `prompt()`: three lists of equal length, one entry a sampled token; and what
-        it gave beside them, from `recorded_length()` and `routed_length()` on.
+        """Record the engine's answer to `prompt()`.
+
+        The three lists have one entry per sampled token. `extras` starts at `recorded_length()` for log-probabilities
+        of the prompt, and at `routed_length()` for experts.
 
         Raises:
             ConversationStateError: no prompt was asked for.
-            RecordError: log-probabilities or versions are missing or not usable.
+            RecordError: log-probabilities, versions or extras are missing or not usable.
         """
         if self._pending is None:
             raise ConversationStateError("there is no prompt to answer", hint="Call prompt() first.")
@@ -179,7 +181,7 @@ class Conversation:
         return turn
 
     def trajectory(self) -> Trajectory:
-        """All segments so far. Messages after the last turn are in no segment: nothing was sampled on them."""
+        """Return all segments so far. Messages after the last turn are in none, because nothing was sampled on them."""
         return Trajectory.model_construct(
             segments=[segment.freeze() for segment in self._segments],
             messages=list(self._messages),
@@ -190,7 +192,7 @@ class Conversation:
     def _new_segment(self, reason: ForkReason, prompt: Sequence[int]) -> GrowingSegment:
         if not self._segments:
             return GrowingSegment(reason)
-        # The rest of the shared ids is what both held as context, or what one sampled and the other reads.
+        # Both segments hold the shared ids as context, or the parent sampled them and the new one reads them.
         parent = len(self._segments) - 1
         return GrowingSegment(reason, parent, shared_length(self._segments[parent].token_ids, prompt))
 
@@ -216,7 +218,7 @@ class Conversation:
         return self._renderer.render(self._messages, self._tools), reason
 
     def _with_tool_name(self, message: Message) -> Message:
-        """Name the tool that answers, which some formats print; a bridge sees the new messages alone."""
+        """Add the name of the tool that answers, which some formats print; a bridge sees only the new messages."""
         if message.role != "tool" or message.name or not self._turns:
             return message
         names: Mapping[str, str | None] = {call.id: call.name for call in self._turns[-1].tool_calls}

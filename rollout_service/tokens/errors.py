@@ -2,12 +2,12 @@
 
 TokenError
  |- TokenizerNotFoundError    no tokenizer at the given place
- |- UnknownRendererError      no chat format of that name, or it cannot be told from the model
+ |- UnknownRendererError      no chat format of that name, or the model's type does not determine one
  |- RendererMismatchError     the tokenizer lacks what the chat format needs, or an option is wrong
  |- RenderError               these messages cannot be put into the chat format
- |- ConversationStateError    calls in an order that has no meaning
+ |- ConversationStateError    calls in the wrong order
  |- RecordError               an engine's answer that cannot be trained on
- `- InvariantError            a trajectory that breaks its promises; says where
+ `- InvariantError            a trajectory that breaks an invariant; says where
 """
 
 from __future__ import annotations

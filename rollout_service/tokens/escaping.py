@@ -1,12 +1,12 @@
-"""Escapes the texts of messages, so that none of them becomes a control token.
+"""Escapes the texts of messages to keep control tokens out of them.
 
 A chat format joins its control tokens with the texts of messages, and most do so before the text is tokenized: a tool's
 output that contains `<|im_end|>` would end its own turn. The escaper puts a mark inside everything that looks like a
 control token; the tokenizer cuts the text at the marks, encodes the pieces one by one and drops the marks. The ids
 still decode to the same text.
 
-Guarantees: no control token is found inside such a text, or across its end, in any chat format whose texts go through
-this package's tokenizers.
+Guarantees: a tokenizer finds no control token inside an escaped text, or across its end, in any chat format whose texts
+go through this package's tokenizers.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class SpecialTokenEscaper:
     """Finds the control tokens of one tokenizer in texts, and marks them."""
 
     def __init__(self, tokens: Iterable[str], normalize: Callable[[str], str] | None = None) -> None:
-        """`normalize` is the tokenizer's own normalization of a text before it looks for tokens."""
+        """`normalize` is the normalization that the tokenizer applies to a text before it looks for tokens."""
         # Runs of blanks are added tokens in some vocabularies; nothing can be forged with them.
         self._tokens = frozenset(token for token in tokens if token.strip())
         self._beginnings = frozenset(token[:n] for token in self._tokens for n in range(1, len(token)))
         self._lengths: dict[str, set[int]] = {}  # by the first two characters, which few texts hold
         for token in self._tokens:
             self._lengths.setdefault(token[:2], set()).add(len(token))
-        # A search for a set of characters is fast, and one for "anything, if this follows" is not.
+        # Searching for a set of characters is fast; searching for "anything, if this follows" is not.
         starts = sorted(self._lengths)
         self._candidates = re.compile("|".join(f"{re.escape(s[0])}(?={re.escape(s[1:])})" for s in starts))
         self._longest = max(map(len, self._tokens), default=0)
@@ -50,7 +50,7 @@ class SpecialTokenEscaper:
         if self._normalize is not None:
             normal = self._normalize(text)
             found = self._starts(normal)
-            if len(found) != len(starts):  # normalizing made a token, for example of full-width signs
+            if len(found) != len(starts):  # normalizing made a token, for example from full-width characters
                 text, starts = normal, found
         cuts = [0, *(start + 1 for start in starts), len(text)]
         escaped = MARK.join(text[begin:end] for begin, end in pairwise(cuts))
@@ -80,7 +80,7 @@ class SpecialTokenEscaper:
         return any(text[start : start + length] in self._tokens for lengths in found for length in lengths)
 
     def _may_go_on(self, text: str) -> bool:
-        end = text.rstrip()[-self._longest :]  # many formats trim a text
+        end = text.rstrip()[-self._longest :]  # many formats trim texts
         if self._firsts.isdisjoint(end):
             return False
         return any(end[start:] in self._beginnings for start in range(len(end)))

@@ -1,7 +1,7 @@
 """The extras of a segment, kept in step with its tokens as it grows.
 
-Guarantees: every list has one entry per token of the segment; experts have one row per token except the last one of the
-segment's last turn. The extras of a turn must fit that turn, or none is added.
+Guarantees: every list has one entry per token of the segment; experts have one row per token, except for the last token
+of the segment's last turn. If any extras of a turn do not fit it, none are added.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TurnExtras(Protocol):
 
     @property
     def routed_experts(self) -> NDArray[np.int32] | None:
-        """`[tokens, layers, experts per token]` of the tokens that the segment had no experts of before."""
+        """`[tokens, layers, experts per token]` of the tokens for which the segment had no experts before."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class GrowingExtras:
 
     @property
     def routed(self) -> int:
-        """How many tokens have experts."""
+        """The number of tokens that have experts."""
         return sum(len(part) for part in self._experts)
 
     def add_turn(self, turn: TurnExtras, *, before: int, prompt: int, sampled: int) -> None:

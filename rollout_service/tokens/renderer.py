@@ -1,11 +1,11 @@
 """Messages to token ids and back, in a model's own chat format.
 
-The only module that knows the `renderers` library. It guarantees that
+The only module that uses the `renderers` library. It guarantees that
 
-- `bridge` returns ids that start with the previous prompt and output, to the id, or nothing at all;
-- `parse` raises on no ids whatever, and tells well-formed tool calls from malformed ones;
-- no text of a message becomes a control token, whatever it looks like, so that no tool's output can end its own
-  turn; in a system message, which the environment's author writes, this holds for tokens marked as special.
+- `bridge` returns ids that start with exactly those of the previous prompt and output, or None;
+- `parse` never raises, whatever the ids, and tells well-formed tool calls from malformed ones;
+- no text of a message becomes a control token, whatever it looks like: a tool's output cannot end its own turn. In a
+  system message, which the environment's author writes, this holds only for tokens marked as special.
 """
 
 from __future__ import annotations
@@ -48,21 +48,22 @@ _BY_MODEL_TYPE = {
 """Model types that have one chat format. `llama`, `qwen2` or `deepseek_v3` have many, so they must be named."""
 
 _AFTER_A_STOP = {"laguna-xs.2": "\n", "laguna-m.1": "\n"}
-"""What the library's bridge forgets behind a sampled end of turn, and its render does not."""
+"""Text after a sampled end of turn that the library's render writes and its bridge omits."""
 
 _OWN_ENCODERS = frozenset({"gpt-oss"})
-"""Formats that encode texts by themselves, and never as control tokens."""
+"""Formats that encode texts themselves, and never as control tokens."""
 
 
 _STRICT = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _LIBRARY_ERRORS = (ValueError, RecursionError, TypeError, AttributeError, KeyError, IndexError)
-"""What the library raises on odd input. It reads what a policy wrote with json.loads, which raises more than a
-syntax error: numbers of too many digits, brackets nested too deep, objects where a string belongs."""
+"""Exceptions that the library raises on odd input. It reads a policy's output with json.loads, and not only syntax
+errors make that fail: numbers may have too many digits, brackets may be nested too deep, objects may be in the place of
+strings."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """What a completion says, for tools and for people; training uses the ids alone."""
+    """The content of a completion, for tools and for people; training uses only the ids."""
 
     content: str
     reasoning: str | None
@@ -118,7 +119,7 @@ class ChatRenderer:
             UnknownRendererError: the name is unknown, or `auto` cannot tell.
             RendererMismatchError: the tokenizer lacks the format's control tokens, or an option is wrong.
         """
-        # Imported here: it takes a second, which no command without a renderer should pay.
+        # Imported here because it takes a second, which commands without a renderer need not pay.
         from renderers import create_renderer
 
         path = str(tokenizer_path)
@@ -135,15 +136,15 @@ class ChatRenderer:
         return cls(backend, tokenizer, name, _ends_of_turn(path) if name == "default" else ())
 
     def encode(self, text: str) -> list[int]:
-        """The ids of plain text, without any chat format."""
+        """Return the ids of plain text, without any chat format."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, control tokens included; bytes that are not valid UTF-8 become U+FFFD."""
+        """Return the text of ids, including control tokens; bytes that are not valid UTF-8 become U+FFFD."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
-        """The ids of a whole conversation, up to where the assistant's next turn begins.
+        """Return the ids of a whole conversation, up to where the assistant's next turn begins.
 
         Raises:
             RenderError: the chat format has no place for these messages.
@@ -172,17 +173,17 @@ class ChatRenderer:
         tools: Sequence[ToolSpec] = (),
         history: Sequence[Message] = (),
     ) -> list[int] | None:
-        """The next prompt, made of the previous prompt, its output and new messages.
+        """Extend the previous prompt and its output by new messages; return None if the extension cannot be proven.
 
-        Nothing that came before is rendered again: the result starts with `prompt_ids + completion_ids`.
-        An output that was cut off is closed as context. None when the extension cannot be proven, for which a
-        format that is known by its template alone needs the `history`, up to and with the parsed output.
+        Nothing that came before is rendered again: the result starts with `prompt_ids + completion_ids`. An output that
+        was cut off is closed as context. For the proof, a format known only by its template needs the `history` up to
+        and including the parsed output.
         """
         try:
             if self.name == "default":
                 return self._extend_by_template(prompt_ids, completion_ids, new_messages, tools, history)
             return self._extend(prompt_ids, completion_ids, new_messages, tools)
-        except ValueError:  # the messages have no place in the format, which a render then says
+        except ValueError:  # the messages have no place in the format; the render that follows says so
             return None
 
     def parse(
@@ -192,10 +193,10 @@ class ChatRenderer:
         tools: Sequence[ToolSpec] = (),
         call_prefix: str = "call",
     ) -> ParsedTurn:
-        """Read text, reasoning and tool calls from sampled ids. Raises on no ids whatever.
+        """Parse text, reasoning and tool calls from sampled ids. Never raises, whatever the ids.
 
-        The prompt tells whether it opened a block of reasoning already. Calls are numbered
-        `{call_prefix}-{index}` where the chat format carries no ids of its own.
+        The prompt shows whether a block of reasoning is already open. Calls get the ids `{call_prefix}-{index}` if the
+        chat format has none for them.
         """
         ids = list(completion_ids)
         closed = not self._stop.isdisjoint(ids)
@@ -241,7 +242,7 @@ class ChatRenderer:
         if rendered is None:
             return None
         ids: list[int] = rendered.token_ids
-        # A renderer may drop what was sampled after a stop token; what was sampled is never dropped here.
+        # A renderer may drop tokens sampled after a stop token; this module never drops sampled tokens.
         if ids[: len(before)] != before:
             return None
         sampled_end = bool(completion) and completion[-1] in self._stop
@@ -274,11 +275,15 @@ class ChatRenderer:
         try:
             parsed = self._backend.parse_response(list(completion), prompt_ids=list(prompt))
         except _LIBRARY_ERRORS:
-            return True  # nothing is known of it
+            return True  # it cannot be parsed, so nothing is proven
         return parsed.reasoning_complete is False
 
     def _guarded(self, function: Any, *args: Any, **options: Any) -> Any:
-        """What the library returns, its errors as ValueError: it raises whatever a message's shape leads to."""
+        """Call the library, whose exception depends on the shape of a message.
+
+        Raises:
+            ValueError: the library raised any of its errors.
+        """
         try:
             return function(*args, **options)
         except (*_LIBRARY_ERRORS, AssertionError, TemplateError) as error:
@@ -286,7 +291,7 @@ class ChatRenderer:
 
 
 def _resolve(path: str, name: str) -> str:
-    """The name of a chat format that the library knows."""
+    """Return the name of a chat format that the library knows."""
     from renderers.base import MODEL_RENDERER_MAP
     from renderers.configs import _CONFIG_BY_NAME
 
@@ -311,7 +316,7 @@ def _resolve(path: str, name: str) -> str:
 
 
 def _config(name: str, options: Mapping[str, Any]) -> Any:
-    """The library's settings of a chat format."""
+    """Return the library's settings of a chat format."""
     from renderers.configs import _CONFIG_BY_NAME
 
     defaults = {} if name == "default" else {"thinking_retention": "all"}
@@ -325,14 +330,14 @@ def _config(name: str, options: Mapping[str, Any]) -> Any:
 
 
 def _ends_of_turn(path: str) -> list[int]:
-    """The ids that end a turn, by the model's generation settings; a tokenizer names one of them only."""
+    """Return the ids that end a turn, from the model's generation settings; a tokenizer names only one of them."""
     ids = read_json(Path(path).expanduser() / "generation_config.json").get("eos_token_id", [])
     return [ids] if isinstance(ids, int) else list(ids)
 
 
 def _to_wire(message: Message, escaper: SpecialTokenEscaper) -> dict[str, Any]:
-    """A message as the library takes it, escaped: the OpenAI chat format."""
-    # Few formats know developers; the others would leave their messages out.
+    """Return a message, escaped, as the library takes it: in the OpenAI chat format."""
+    # Few formats know the role "developer"; the others would leave out its messages.
     role = "system" if message.role == "developer" else message.role
     wire: dict[str, Any] = {"content": message.content}
     if message.reasoning is not None:
@@ -350,7 +355,7 @@ def _to_wire(message: Message, escaper: SpecialTokenEscaper) -> dict[str, Any]:
 
 
 def _split_calls(message: Message) -> tuple[str, list[dict[str, Any]]]:
-    """A message's text and its well-formed calls; malformed ones stay in the text as they were written."""
+    """Return a message's text and its well-formed calls; malformed ones stay in the text as they were written."""
     broken = [call.raw for call in message.tool_calls if call.error]
     calls = [
         {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
@@ -361,14 +366,14 @@ def _split_calls(message: Message) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _to_call(parsed: Any, default_id: str, taken: Container[str]) -> ToolCall:
-    """A parsed call, malformed unless it has a name and arguments that JSON can carry."""
+    """Return a parsed call, malformed unless it has a name and arguments that JSON can represent."""
     error = None if parsed.status == "ok" else str(parsed.status)
     arguments = parsed.arguments
     if error is None and not (isinstance(parsed.name, str) and parsed.name):
         error = "missing_name"
     if error is None:
         error = _argument_error(arguments)
-    # Some formats let the policy name its calls, and it may give two of them one name.
+    # Some formats let the policy choose the ids of its calls, and it may give the same id twice.
     named = isinstance(parsed.id, str) and parsed.id and parsed.id not in taken
     return ToolCall.model_construct(
         id=parsed.id if named else default_id,
@@ -380,7 +385,7 @@ def _to_call(parsed: Any, default_id: str, taken: Container[str]) -> ToolCall:
 
 
 def _argument_error(arguments: Any) -> str | None:
-    """Why arguments cannot be handed to a tool: no object, or a NaN, a lone surrogate, too deep a nesting."""
+    """Return why a tool cannot take these arguments: not an object, a NaN, a lone surrogate, or nesting too deep."""
     if not isinstance(arguments, dict):
         return "arguments_not_an_object"
     try:

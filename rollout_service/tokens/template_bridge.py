@@ -1,13 +1,13 @@
-"""Bridges for chat formats that are known by their template alone.
+"""Bridges for chat formats that are known only by their template.
 
-A template cannot extend sampled ids; it can only write whole conversations as text. So the conversation is
-written as it was before the last turn, with the turn, and with the new messages after it. What the template
-writes behind the turn's closing token may follow the sampled ids if and only if the texts prove that
+A template cannot extend sampled ids; it can only write whole conversations as text. So it writes the conversation as it
+was before the last turn, with that turn, and with the new messages after it. The text after the turn's closing token
+may follow the sampled ids if and only if these texts prove that
 
-- nothing that was there before the turn has changed: no reasoning is removed, no count is raised;
-- all that the turn says is still there, its reasoning too;
-- nothing is written between what the turn says and its closing token because of the new messages;
-- the new messages are behind the closing token, and nowhere else;
+- nothing before the turn has changed: no reasoning is removed, no count is raised;
+- everything that the turn says is still there, including its reasoning;
+- the new messages change nothing between the text of the turn and its closing token;
+- the new messages are after the closing token, and nowhere else;
 - the closing token is the one that the policy sampled, unless its turn was cut off.
 
 Otherwise there is no bridge, and the caller begins a new segment.
@@ -28,15 +28,19 @@ class Template:
     """A chat template and its tokenizer."""
 
     write: Callable[[list[Wire], bool], str]
-    """Messages, and whether to begin the assistant's turn, to text. Raises ValueError where it cannot."""
+    """A function from messages, and whether to begin the assistant's turn, to text.
+
+    Raises:
+        ValueError: the template cannot write these messages.
+    """
     encode: Callable[[str], list[int]]
     stops: Mapping[str, int]
-    """The tokens that end a turn, by their text."""
+    """The ids of the tokens that end a turn, by their text."""
 
 
 @dataclass(frozen=True, slots=True)
 class _BridgedTurn:
-    """What follows the prompt in a conversation's text."""
+    """The parts of a conversation's text that follow the prompt."""
 
     said: str
     close: str
@@ -50,9 +54,9 @@ def extend(
     history: Sequence[Wire],
     new: Sequence[Wire],
 ) -> list[int] | None:
-    """The prompt, the completion, and the ids of the new messages; None when they cannot be proven.
+    """Return the prompt, the completion, and the ids of the new messages, or None if these cannot be proven.
 
-    `history` ends with the turn that `completion` was read as.
+    `history` ends with the turn that `completion` was parsed into.
     """
     if not new or not history or history[-1]["role"] != "assistant":
         return None
@@ -75,7 +79,7 @@ def extend(
 
 
 def _proven(template: Template, history: list[Wire], new: list[Wire]) -> _BridgedTurn | None:
-    """The last turn of the history as it stands before the new messages, if the promises above hold."""
+    """Return the last turn of the history with the new messages after it, if the conditions above hold."""
     before = template.write(history[:-1], True)
     whole, other, alone = (
         _turn(template, before, template.write(messages, begin))
@@ -95,7 +99,7 @@ def _proven(template: Template, history: list[Wire], new: list[Wire]) -> _Bridge
 
 
 def _turn(template: Template, before: str, text: str) -> _BridgedTurn | None:
-    """Cut a conversation's text; None when what came before the turn is not as it was, or the turn has no close."""
+    """Cut a conversation's text; return None if the text before the turn has changed or the turn has no close."""
     if not text.startswith(before):
         return None
     rest = text[len(before) :]
@@ -107,22 +111,22 @@ def _turn(template: Template, before: str, text: str) -> _BridgedTurn | None:
 
 
 def _parts(message: Wire) -> list[str]:
-    """What a turn says, without the blanks around it, which templates trim."""
+    """Return the texts of a turn, without the surrounding blanks, which templates trim."""
     calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
     texts = [message.get("reasoning_content"), message["content"], *calls]
     return [text.strip() for text in texts if text and text.strip()]
 
 
 def _tail(said: str, parts: list[str]) -> str:
-    """What a template writes between the last thing that the turn says and the turn's close."""
+    """Return the text that a template writes between the last part of the turn and the turn's close."""
     return said.rpartition(parts[-1])[2]
 
 
 def _audible(message: Wire) -> Wire:
-    """The turn, or one of a full stop in the place of a turn that says nothing, which templates may leave out."""
+    """Return the turn, or a turn of one period in place of an empty one, which templates may leave out."""
     return message if _parts(message) else {**message, "content": "."}
 
 
 def _altered(new: list[Wire]) -> list[Wire]:
-    """The same messages with other texts."""
+    """Return the same messages with other texts."""
     return [{**message, "content": f"Not {message['content']}"} for message in new]

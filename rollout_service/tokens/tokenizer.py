@@ -1,7 +1,7 @@
 """Tokenizers as chat formats need them, fast enough for every turn.
 
-A folder with a `tokenizer.json` is read by the Rust tokenizer alone: without the import of transformers, and
-without its per-call cost. Anything else goes through transformers.
+A folder with a `tokenizer.json` needs only the Rust tokenizer, which saves the import of transformers and its cost per
+call. Anything else goes through transformers.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from rollout_service.tokens.errors import TokenizerNotFoundError
 from rollout_service.tokens.escaping import MARK, SpecialTokenEscaper, pieces
 
 _CACHED_TEXTS = 512
-_CACHED_CHARACTERS = 8192  # with the line above: some 10 MB at most
+_CACHED_CHARACTERS = 8192  # with the line above, about 10 MB at most
 
 
 class ChatTokenizer(Protocol):
-    """What a renderer asks of a tokenizer."""
+    """The methods that a renderer needs of a tokenizer."""
 
     name_or_path: str
 
     def __len__(self) -> int: ...
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """The ids of a text. Its marks cut it (see `escaping`), and have no ids."""
+        """Return the ids of a text. Its marks cut it (see `escaping`) and have no ids."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of ids; bytes that are not valid UTF-8 become U+FFFD."""
+        """Return the text of ids; bytes that are not valid UTF-8 become U+FFFD."""
         ...
 
     def escaper(self, *, special_only: bool = False) -> SpecialTokenEscaper:
-        """What keeps texts from becoming added tokens: all of them, or those that are marked as special."""
+        """Return an escaper for all added tokens, or only for those that are marked as special."""
         ...
 
 
 class FastTokenizer:
     """The Rust tokenizer behind the few methods that a renderer calls, with the ids of short texts cached.
 
-    It is deliberately not callable: renderers then skip the character offsets, which nothing here uses and
-    which double the cost of a render.
+    It is deliberately not callable, which makes renderers skip the character offsets: nothing here uses them, and they
+    double the cost of a render.
     """
 
     unk_token_id = None
@@ -55,17 +55,17 @@ class FastTokenizer:
         self.name_or_path = name_or_path
         self._backend = backend
         self._cached = lru_cache(_CACHED_TEXTS)(self._ids)
-        # What renderers look up again in each turn; as an attribute it takes no call of Python's.
+        # Renderers look up the same tokens in each turn; as an attribute, the cache needs no Python call.
         self.convert_tokens_to_ids: Callable[[str], int | None] = lru_cache(_CACHED_TEXTS)(
             backend.token_to_id
         )
-        """The id of a token, None when the vocabulary lacks it."""
+        """The id of a token, or None if the vocabulary lacks it."""
 
     def __len__(self) -> int:
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """The ids of a text. Tokens around the text, such as a begin-of-text, are the chat format's matter."""
+        """Return the ids of a text. The chat format adds the tokens around it, such as a begin-of-text."""
         if MARK in text:
             return [token for piece in pieces(text) for token in self._ids(piece)]
         if add_special_tokens or len(text) > _CACHED_CHARACTERS:
@@ -79,18 +79,18 @@ class FastTokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
-        """The text of ids, spaces untouched; ids beyond the vocabulary are empty.
+        """Return the text of ids, with spaces untouched; ids beyond the vocabulary are empty.
 
         Raises:
-            ValueError: `clean_up_tokenization_spaces` is given. A renderer gives it only to find out which
-                character a token begins at, which nothing here uses, and decodes a text once per token for it.
+            ValueError: `clean_up_tokenization_spaces` is given. A renderer passes it only to find the character at
+                which each token begins. Nothing here uses that, and it decodes a text once per token.
         """
         if clean_up_tokenization_spaces is not None:
             raise ValueError("character offsets are not recovered from decoded texts")
         return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def escaper(self, *, special_only: bool = False) -> SpecialTokenEscaper:
-        """What keeps texts from becoming added tokens: all of them, or those that are marked as special."""
+        """Return an escaper for all added tokens, or only for those that are marked as special."""
         added = self._backend.get_added_tokens_decoder().values()
         normalizer = self._backend.normalizer
         return SpecialTokenEscaper(
@@ -99,13 +99,13 @@ class FastTokenizer:
         )
 
     def _ids(self, text: str, add_special_tokens: bool = False) -> tuple[int, ...]:
-        # Of all ways to encode this is the only one that leaves out the offsets and releases the GIL.
+        # The only way to encode that leaves out the offsets and releases the GIL.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
 
 class TransformersTokenizer:
-    """A tokenizer of transformers, which also knows the model's own chat template. Not callable, as above."""
+    """A tokenizer of transformers, which also knows the model's own chat template. Not callable either."""
 
     def __init__(self, inner: Any) -> None:
         self.name_or_path = str(inner.name_or_path)
@@ -120,7 +120,7 @@ class TransformersTokenizer:
         return len(self._inner)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """The ids of a text. Its marks cut it, and have no ids."""
+        """Return the ids of a text. Its marks cut it and have no ids."""
         if self._fast is not None and not add_special_tokens:
             return self._fast.encode(text)
         parts = pieces(text) if MARK in text else [text]
@@ -137,24 +137,28 @@ class TransformersTokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
-        """The text of ids; bytes that are not valid UTF-8 become U+FFFD. Raises as the class above does."""
+        """Return the text of ids; bytes that are not valid UTF-8 become U+FFFD.
+
+        Raises:
+            ValueError: `clean_up_tokenization_spaces` is given, as for `FastTokenizer`.
+        """
         if clean_up_tokenization_spaces is not None:
             raise ValueError("character offsets are not recovered from decoded texts")
         return str(self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def convert_tokens_to_ids(self, token: str) -> Any:
-        """The id of a token, `unk_token_id` when the vocabulary lacks it."""
+        """Return the id of a token, or `unk_token_id` if the vocabulary lacks it."""
         return self._inner.convert_tokens_to_ids(token)
 
     def escaper(self, *, special_only: bool = False) -> SpecialTokenEscaper:
-        """What keeps texts from becoming added tokens: all of them, or those that are marked as special."""
+        """Return an escaper for all added tokens, or only for those that are marked as special."""
         if self._fast is not None:
             return self._fast.escaper(special_only=special_only)
         added = self._inner.added_tokens_decoder.values()
         return SpecialTokenEscaper(token.content for token in added if token.special or not special_only)
 
     def template_text(self, messages: Sequence[Any], **options: Any) -> str:
-        """A conversation as the model's template writes it.
+        """Return a conversation as the model's template writes it.
 
         Raises:
             TemplateError: the template refuses the messages.
@@ -162,7 +166,7 @@ class TransformersTokenizer:
         return str(self._inner.apply_chat_template(messages, **{**options, "tokenize": False}))
 
     def apply_chat_template(self, messages: Sequence[Any], **options: Any) -> list[int]:
-        """The ids of the same; as `renderers` asks for them."""
+        """Return the ids of that text, as `renderers` asks for them."""
         return self.encode(self.template_text(messages, **options))
 
 
@@ -172,9 +176,9 @@ def load_tokenizer(path: str, *, with_template: bool) -> ChatTokenizer:
     With `with_template` the result can also apply the tokenizer's own chat template.
 
     Raises:
-        TokenizerNotFoundError: there is none, or it is not readable.
+        TokenizerNotFoundError: there is none, or it cannot be read.
     """
-    # Texts are encoded one by one; without this a process that forks later is warned of by the Rust library.
+    # Texts are encoded one by one; without this setting the Rust library warns when the process forks later.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     folder = Path(path).expanduser()
     if not with_template and (folder / "tokenizer.json").is_file():
@@ -187,7 +191,7 @@ def load_tokenizer(path: str, *, with_template: bool) -> ChatTokenizer:
 
 
 def _load_fast(folder: Path) -> FastTokenizer | None:
-    """The folder's tokenizer, or None when `tokenizer.json` does not hold all of it."""
+    """Return the folder's tokenizer, or None if `tokenizer.json` does not hold all of it."""
     try:
         backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the Rust library raises a bare Exception for a bad file
@@ -202,7 +206,7 @@ def _load_fast(folder: Path) -> FastTokenizer | None:
 
 
 def _load_with_transformers(path: str) -> ChatTokenizer:
-    # Imported here: it takes seconds, and folders with a tokenizer.json do without.
+    # Imported here because it takes seconds, and folders with a tokenizer.json do not need it.
     from renderers.base import load_tokenizer as load
 
     try:
@@ -212,7 +216,11 @@ def _load_with_transformers(path: str) -> ChatTokenizer:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, empty when there is no such file."""
+    """Return the JSON object in a file; empty if there is no such file.
+
+    Raises:
+        TokenizerNotFoundError: the file is not valid JSON.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -21,8 +21,8 @@ from rollout_service.tokens.extras import GrowingExtras
 class GrowingSegment:
     """A segment to which prompts and outputs are added in turn.
 
-    Arrays take a fraction of a list's memory. Above all, the garbage collector does not walk through them, as it would
-    through millions of tokens while every rollout waits.
+    Arrays take a fraction of a list's memory. Above all, the garbage collector skips them; in lists it would visit
+    millions of tokens while every rollout waits.
     """
 
     fork_reason: ForkReason
@@ -87,13 +87,15 @@ def shared_length(before: Sequence[int], after: Sequence[int]) -> int:
 def check_invariants(trajectory: Trajectory) -> None:
     """Check the invariants of a trajectory.
 
-    Lists of equal length; mask 1 exactly where there is a turn, with a version and a finite log-probability;
-    a turn's tokens lie side by side in one segment, turns in order, so that no token is trainable twice;
-    the first segment is the first, each later one begins as its parent does for as long as it says, and the fork
-    counts add up.
+    - All lists of a segment have equal lengths.
+    - The mask is 1 exactly where there is a turn, with a version and a finite log-probability.
+    - A turn's tokens are contiguous in one segment, and turns are in order, so no token is trainable twice.
+    - Exactly the first segment has the fork reason `first`. A segment shares as long a prefix with its parent as it
+      says, if it has one.
+    - The fork counts add up.
 
     Raises:
-        InvariantError: one is broken; it names the segment and the token's index.
+        InvariantError: an invariant is broken; the error names the segment and the token's index.
     """
     last_turn = -1
     for number, segment in enumerate(trajectory.segments):
