@@ -1,4 +1,4 @@
-"""Cutting in the middle: never longer than the limit, and honest about what is missing."""
+"""Text that is cut in the middle never exceeds the limit, and a note counts the missing characters."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Tools: what the policy is told, what it may get wrong, and what it reads."""
+"""The policy gets exact tool definitions, a clear answer to each mistake, and bounded output."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The shipped policies: small, loadable, and in the chat format that the service renders."""
+"""The shipped policies are small, can be loaded, and use the chat format that the service renders."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The policy: exact ids whatever happens, and never more tokens than there is room for."""
+"""A policy session keeps exact ids whatever happens, and never asks for more tokens than there is room for."""
 
 import threading
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ QUESTION = [Message(role="user", content="abc")]
 
 @dataclass
 class CharRenderer:
-    """A chat format of one id a character: messages end with 0, the policy's turns with 1."""
+    """A chat format with one id per character: messages end with 0, the policy's turns with 1."""
 
     threads: list[int] = field(default_factory=list)
     refuse: bool = False
@@ -40,7 +40,7 @@ class CharRenderer:
 
 @dataclass
 class ScriptedPool:
-    """Answers each request with the next text, an error, or the wait for a cancellation (None)."""
+    """Answers each request with the next text or error, or waits until it is cancelled (None)."""
 
     answers: list
     requests: list = field(default_factory=list)

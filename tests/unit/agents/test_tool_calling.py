@@ -1,4 +1,4 @@
-"""The built-in agent: every reason to stop, the order of results, and whose fault an error is."""
+"""The built-in agent gives the true reason to stop, keeps results in order, and tells mistakes from failures."""
 
 import anyio
 import pytest
@@ -33,7 +33,7 @@ class Log(Arguments):
 
 
 class Recorder:
-    """Two tools that write down when they run."""
+    """Two tools that record when they run."""
 
     def __init__(self):
         self.events = []

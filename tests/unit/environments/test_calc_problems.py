@@ -1,4 +1,4 @@
-"""Arithmetic problems: repeatable, right, and split by their expression alone."""
+"""Arithmetic problems are repeatable and correct, and split by their expression alone."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""`calc`, and the boxes that answers are in."""
+"""`calc` finds the last box in any answer, and only the exact integer is right."""
 
 import time
 

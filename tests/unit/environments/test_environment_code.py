@@ -1,4 +1,4 @@
-"""`code`: programs that are right, wrong, slow, greedy, or trying to be scored without being right."""
+"""`code` scores right, wrong, slow and greedy programs, and a program that cheats earns nothing."""
 
 import pytest
 
@@ -73,10 +73,10 @@ async def test_no_program_is_no_reward(sandboxes):
         # equal to everything
         "class A:\n def __eq__(self, other): return True\n def __bool__(self): return True\ndef f(x): return A()",
         "class A(int):\n def __eq__(self, other): return True\n __hash__ = None\ndef f(x): return A(1)",
-        # looks for what is expected in the harness and below the working folder
+        # looks for the expected value in the harness and below the working folder
         "import gc, sys\ndef f(x):\n frame = sys._getframe(1)\n return frame.f_back.f_globals.get('expected', 0)",
         "import builtins\nbuiltins.eval = lambda *a: True\ndef f(x): return True",
-        # prints a value of its own, with the marker that it was sent
+        # prints its own result, with the marker that it received
         "import sys\ndef f(x):\n asked = sys._getframe(2).f_globals['asked']\n"
         " print(asked['marker'] + 'true')\n return 1",
         "def f(x): raise SystemExit(0)",

@@ -1,4 +1,4 @@
-"""`environment.toml`: every mistake is found when it is read, and said in a way that helps."""
+"""Every mistake in `environment.toml` is found when it is read, and reported in a way that helps."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Environments without Python, and agents that try to score themselves."""
+"""Environments work without Python, and no agent can score itself."""
 
 import json
 import os

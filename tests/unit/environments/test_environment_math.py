@@ -1,4 +1,4 @@
-"""`math`: right, wrong, and what cannot be checked are three different things."""
+"""`math` distinguishes answers that are right, answers that are wrong, and checks that failed."""
 
 import anyio
 import pytest
@@ -25,7 +25,7 @@ def sandboxes(tmp_path):
 
 
 async def test_one_verifier_judges_them_all(tmp_path):
-    """One test, since the workers take seconds to import sympy and end with the event loop."""
+    """Check everything in one test: the workers take seconds to import sympy and end with the event loop."""
     verifier = MathVerifier(processes=1, cpu_seconds=1)
     pwned = tmp_path / "pwned"
     for gold, answer, verdict in [

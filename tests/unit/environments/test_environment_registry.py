@@ -1,4 +1,4 @@
-"""The registry: what is there, what is not, and what is broken and says so."""
+"""The registry loads every environment that works, and reports missing and broken ones."""
 
 from importlib.metadata import EntryPoint
 
@@ -36,7 +36,7 @@ def broken():
 
 
 def plugin(name, attribute, monkeypatch):
-    """An entry point to something of this module, which pytest imports under a name of its own."""
+    """Return an entry point to an attribute of this module, under the name that pytest imported it by."""
     entry = EntryPoint(name=name, value=f"{__name__}:{attribute}", group=GROUP)
     monkeypatch.setitem(__import__("sys").modules, __name__, __import__("sys").modules[__name__])
     return entry

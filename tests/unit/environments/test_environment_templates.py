@@ -1,4 +1,4 @@
-"""Prompts: instances are data, whatever braces they hold."""
+"""An instance is data in a prompt, whatever braces it contains."""
 
 import pytest
 from hypothesis import given, settings

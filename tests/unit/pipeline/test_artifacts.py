@@ -1,4 +1,4 @@
-"""Archives of what agents left: what is never unpacked, and how much of the host's disk they take together."""
+"""Archives of artifacts are unpacked only below their own path, and share a bounded part of the host's disk."""
 
 import io
 import tarfile
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 def packed(*entries):
-    """An archive of (name, kind, link's target, mode)."""
+    """Return an archive of entries, each given as name, kind, link target and mode."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name, kind, target, mode in entries:
@@ -117,7 +117,7 @@ async def test_all_artifacts_together_stay_within_the_budget():
             for _ in range(20):
                 tasks.start_soon(rollout)
     assert 1 <= most <= 2
-    await budget.reserve(8 * MIB)  # all of it came back
+    await budget.reserve(8 * MIB)  # the whole budget was returned
 
 
 async def test_small_artifacts_wait_for_nobody_and_cancelled_ones_give_back():
@@ -208,7 +208,7 @@ async def test_a_pack_that_is_cancelled_while_it_waits_for_room_ends_its_reader_
             try:
                 await source.pack(sandbox, wanted)
             finally:
-                left.update(children() - others)  # while the cancellation is on its way
+                left.update(children() - others)  # while the cancellation propagates
 
         with anyio.fail_after(60):
             async with anyio.create_task_group() as tasks:

@@ -1,4 +1,4 @@
-"""The pipeline's promises, with scripted environments and policies and a store in memory."""
+"""The pipeline keeps its promises with scripted environments and policies and a store in memory."""
 
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Container
@@ -41,7 +41,7 @@ Step = Callable[[Episode], Awaitable[Any]]
 
 
 class Played(Environment):
-    """An environment whose steps are functions of the test."""
+    """An environment whose steps are functions that the test provides."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Played(Environment):
 
 
 class Only:
-    """A registry of one environment."""
+    """A registry with one environment."""
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
@@ -86,7 +86,7 @@ class Only:
 
 
 class Policies:
-    """Opens scripted policies and counts what is open."""
+    """Opens scripted policies and records which are open."""
 
     def __init__(self) -> None:
         self.open_ids: set[str] = set()
@@ -97,7 +97,7 @@ class Policies:
         return self._pools, self._changed
 
     def serve(self, *pools: str) -> None:
-        """From now on these pools are in service."""
+        """Put exactly these pools in service."""
         self._pools = frozenset(pools)
         self._changed.set()
         self._changed = anyio.Event()
@@ -112,7 +112,7 @@ class Policies:
 
 
 class FakeSandbox(Sandbox):
-    """A sandbox that only knows whether it was closed; using it in another way fails the test."""
+    """A sandbox that can only be closed or asked to end its processes; any other use fails the test."""
 
     def __init__(self, provider: "CountingProvider", spec: SandboxSpec) -> None:
         self._provider, self._spec = provider, spec
@@ -143,13 +143,13 @@ class FakeSandbox(Sandbox):
 
 
 class CountingProvider(SandboxProvider):
-    """Starts fake sandboxes, counts those alive, and fails as often as it is told to."""
+    """Starts fake sandboxes, tracks the live ones, and fails as many starts as it is told to."""
 
     name = "counting"
     isolates = False
 
     def __init__(self, failures: int = 0, ended_at: Container[int] = ()) -> None:
-        """`ended_at`: which of the calls to end processes find that the sandbox itself has ended."""
+        """Fail the first `failures` starts; the `ended_at`-th calls to end processes find the sandbox ended."""
         self.endings, self.ended_at = 0, ended_at
         self.alive: set[FakeSandbox] = set()
         self.started = 0
@@ -228,7 +228,7 @@ SETTINGS = PipelineSettings(
 
 
 def unlimited_admission(ceiling: int) -> AdmissionController:
-    """A admission that looks at nothing but its ceiling."""
+    """Return an admission controller that considers only its ceiling."""
     controller = PressureController(PressureConfig(enabled=False), ceiling, cpus=1)
     return AdmissionController(controller, HostReader().read, ceiling=ceiling)
 
@@ -437,7 +437,7 @@ async def test_waiting_for_the_host_is_time_in_a_queue() -> None:
 
 
 class InTurn:
-    """A registry that gives its environments one after the other."""
+    """A registry that returns its environments in turn."""
 
     def __init__(self, *environments: Environment) -> None:
         self._next = cycle(environments)
@@ -448,7 +448,7 @@ class InTurn:
 
 @pytest.mark.parametrize("ceiling", [2, 3, 5])
 async def test_graders_and_agents_that_wait_for_each_others_places_all_get_on(ceiling: int) -> None:
-    """Those graded in place hold sandboxes and want workers; those graded afresh hold workers and want sandboxes."""
+    """Graded in place, a rollout holds a sandbox and needs a worker; graded afresh, it is the other way around."""
 
     async def work(_: Episode) -> None:
         await anyio.sleep(0.002)
@@ -487,7 +487,7 @@ async def test_the_sessions_of_the_tools_are_open_before_the_agent_begins(
     environment = Played(run=run, image="any", tools=["bash", "edit"], evaluate_in=EvaluateIn.FRESH)
     async with bench(environment) as b:
         assert (await b.run()).state is RolloutState.COMPLETED
-        assert opened == ["bash"]  # and none in the grader's
+        assert opened == ["bash"]  # and no session in the grader's sandbox
 
 
 async def test_limits_that_were_reached_are_counted() -> None:
@@ -832,7 +832,7 @@ async def test_take_all_takes_what_there_is() -> None:
     cancels=st.lists(st.integers(0, 11), max_size=8),
 )
 def test_slots_are_never_lost_whoever_is_cancelled(workers: int, places: int, cancels: list[int]) -> None:
-    """Twelve rollouts pass two stages; some are cancelled at arbitrary points; every slot comes back."""
+    """Send twelve rollouts through two stages and cancel some at arbitrary points: every slot is returned."""
 
     async def main() -> None:
         metrics = Metrics()

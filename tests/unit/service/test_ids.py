@@ -1,4 +1,4 @@
-"""Ids and their texts."""
+"""Every id survives its text, and no other text is read as an id."""
 
 from __future__ import annotations
 

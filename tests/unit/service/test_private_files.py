@@ -1,4 +1,4 @@
-"""Files of the service's state are its user's alone, and a folder that cannot be used is told."""
+"""Only the service's user can read its state files, and a state folder that cannot be used is reported."""
 
 import os
 import stat

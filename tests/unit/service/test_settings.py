@@ -1,4 +1,4 @@
-"""Settings: who wins, what is refused, and what the refusal says."""
+"""Settings have a fixed precedence, and each refusal names the key, variable or line at fault."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Wake-ups: a change wakes everyone who waits for it, and nobody who came later."""
+"""A change wakes everyone who is waiting for it, and nobody who comes later."""
 
 import anyio
 import pytest
