@@ -1,5 +1,6 @@
-"""The bodies of the embedded engine's requests: SGLang's, as far as this engine has them; unknown fields
-are refused.
+"""The bodies of the embedded engine's requests: the part of SGLang's that this engine supports.
+
+Unknown fields are refused.
 """
 
 from typing import Literal
@@ -14,14 +15,14 @@ class _Body(BaseModel):
 
 
 class SamplingParams(_Body):
-    """SGLang's sampling_params, as far as this engine has them."""
+    """The part of SGLang's `sampling_params` that this engine supports."""
 
     max_new_tokens: int = Field(128, ge=1)
     temperature: float = Field(1.0, ge=0.0, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     top_k: int = Field(-1, ge=-1, lt=2**31)
     min_p: float = Field(0.0, ge=0.0, le=1.0)
-    # Penalties would make the reported logprobs another distribution's than the sampled one's.
+    # With penalties, the reported logprobs would not be those of the distribution that is sampled from.
     frequency_penalty: float = Field(0.0, ge=0.0, le=0.0)
     presence_penalty: float = Field(0.0, ge=0.0, le=0.0)
     repetition_penalty: float = Field(1.0, ge=1.0, le=1.0)

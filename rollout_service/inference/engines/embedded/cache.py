@@ -1,7 +1,7 @@
 """The prefix cache: a radix tree of token ids whose edges hold the KV of their tokens.
 
-The tree holds copies, so that evicting never disturbs a running sequence, and never more tokens than its budget;
-the leaves that were used longest ago go first. Matching and inserting work to the token, not to a block.
+The tree holds copies, so evicting never disturbs a running sequence. It never holds more tokens than its budget; the
+least recently used leaves go first. Matching and inserting are exact to the token, not to a block.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from rollout_service.inference.engines.embedded.weights import Array
 
 @dataclass(slots=True, eq=False)
 class _RadixNode:
-    """An edge of the tree and what lies below it. KV: `[layers, kv_heads, len(ids), head_dim]`."""
+    """An edge of the tree and its subtree. KV: `[layers, kv_heads, len(ids), head_dim]`."""
 
     ids: tuple[int, ...]
     keys: Array
@@ -25,7 +25,7 @@ class _RadixNode:
 
 
 class PrefixCache:
-    """KV of token prefixes, at most `budget` tokens of it; used from one thread."""
+    """The KV of token prefixes, at most `budget` tokens; used from one thread only."""
 
     def __init__(self, budget: int) -> None:
         self.budget = max(0, budget)
@@ -35,7 +35,7 @@ class PrefixCache:
         self._root = _RadixNode((), nothing, nothing, None)
 
     def match(self, ids: Sequence[int]) -> tuple[int, list[tuple[Array, Array]]]:
-        """The longest stored prefix of `ids`: its length, and its KV in pieces that follow each other."""
+        """Return the length of the longest stored prefix of `ids`, and its KV in consecutive pieces."""
         self._uses += 1
         node, length = self._root, 0
         pieces: list[tuple[Array, Array]] = []
@@ -52,13 +52,13 @@ class PrefixCache:
     def insert(self, ids: Sequence[int], keys: Array, values: Array, *, start: int = 0) -> None:
         """Store the KV of `ids[start:]`, where the first `start` ids are known to be stored.
 
-        What is stored already stays. Of a prefix that was evicted meanwhile nothing is stored.
+        KV that is already stored stays. If the first `start` ids were evicted meanwhile, nothing is stored.
 
         Args:
-            ids: from the first position of the sequence.
+            ids: the ids from the first position of the sequence on.
             keys: `[layers, kv_heads, len(ids) - start, head_dim]`, not copied.
             values: likewise.
-            start: how many ids the KV leaves out.
+            start: how many leading ids the KV leaves out.
         """
         self._uses += 1
         node, length = self._root, 0
@@ -78,7 +78,7 @@ class PrefixCache:
             self._evict()
 
     def resize(self, budget: int) -> None:
-        """Change the budget, forgetting what no longer fits."""
+        """Change the budget, and evict what no longer fits."""
         self.budget = max(0, budget)
         self._evict()
 
@@ -88,7 +88,7 @@ class PrefixCache:
         self.tokens = 0
 
     def _split(self, node: _RadixNode, at: int) -> _RadixNode:
-        """Cut an edge in two; gives the upper part."""
+        """Cut an edge in two, and return the upper part."""
         upper = _RadixNode(
             node.ids[:at], node.keys[:, :, :at].copy(), node.values[:, :, :at].copy(), node.parent, node.used
         )
@@ -101,7 +101,7 @@ class PrefixCache:
         return upper
 
     def _evict(self) -> None:
-        while self.tokens > self.budget:  # again where inner nodes have become leaves
+        while self.tokens > self.budget:  # repeats, since inner nodes may have become leaves
             for leaf in sorted(self._leaves(), key=lambda node: node.used):
                 self._drop(leaf)
                 if self.tokens <= self.budget:

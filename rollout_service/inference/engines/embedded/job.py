@@ -1,4 +1,4 @@
-"""One request inside the embedded engine: its prompt, what was sampled, and why it ended."""
+"""One request inside the embedded engine: its prompt, its output, and why it ended."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ _ID_BITS = 32
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class EngineJob:
-    """A request. Written by the engine's thread alone; others may read it once `notify` was called."""
+    """One request. Only the engine's thread writes it; others may read it once `notify` was called."""
 
     rid: str
     prompt: list[int]
@@ -43,7 +43,7 @@ class EngineJob:
 
     @property
     def cache_ids(self) -> list[int]:
-        """Prompt and output as the prefix cache knows them: in another namespace they begin with another id."""
+        """Prompt and output as keys of the prefix cache, where the first id depends on the namespace."""
         first, *rest = self.tokens
         return [first + (self.namespace << _ID_BITS), *rest]
 
@@ -54,23 +54,23 @@ class EngineJob:
 
     @property
     def largest_length(self) -> int:
-        """Number of tokens that it may come to."""
+        """Number of tokens that it may grow to."""
         return len(self.prompt) + self.max_new_tokens
 
     def append(self, token: int, logprob: float, version: str) -> None:
-        """Take a sampled token."""
+        """Add a sampled token."""
         if not self._version_starts or self._version_starts[-1][0] != version:
             self._version_starts.append((version, len(self.output)))
         self.output.append(token)
         self.logprobs.append(logprob)
 
     def end(self, finish: dict[str, Any]) -> None:
-        """Record why the job has ended, and say so."""
+        """Record why the job has ended, and call `notify`."""
         self.finish = finish
         self.notify()
 
     def meta_info(self, engine_version: str) -> dict[str, Any]:
-        """SGLang's `meta_info` for the tokens so far."""
+        """Return SGLang's `meta_info` for the tokens so far."""
         count = len(self.output)
         starts = self._version_starts
         meta: dict[str, Any] = {

@@ -2,8 +2,8 @@
 
 Pre-norm transformer with grouped-query attention, RMS norms on queries and keys, rotary positions, SwiGLU
 (Qwen3 technical report, arXiv 2505.09388). One function serves prefill (one sequence, many positions) and decode
-(many sequences, one position each): sequences occupy neighbouring slots of the KV store, so that a batch is a view
-of it and nothing is copied.
+(many sequences, one position each): sequences occupy neighboring slots of the KV store, so a batch is a view of it and
+nothing is copied.
 """
 
 from dataclasses import dataclass
@@ -22,17 +22,17 @@ from rollout_service.inference.engines.embedded.weights import (
 
 Ids = NDArray[np.int64]
 _MASKED = np.float32(-1e30)
-_FIRST_CAPACITY = 2048  # costs address space alone: pages that were never written take no memory
+_FIRST_CAPACITY = 2048  # costs only address space: pages that were never written take no memory
 
 
 class KVStore:
     """Keys and values of the running sequences: `[layers, slots, kv_heads, positions, head_dim]`, float32.
 
-    Positions are added as sequences grow. What lies beyond a sequence's length is stale but finite, and masked.
+    Positions are added as sequences grow. Values beyond a sequence's length are stale but finite, and masked.
     """
 
     def __init__(self, config: ModelConfig, slots: int, *, capacity: int = _FIRST_CAPACITY) -> None:
-        """`capacity` is the number of positions at first."""
+        """Start with room for `capacity` positions."""
         self._limit = config.context_length
         self._shape = (
             config.layers,
@@ -60,11 +60,11 @@ class KVStore:
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
 
     def read(self, slot: int, start: int, stop: int) -> tuple[Array, Array]:
-        """Copies of keys and values of positions `start` to `stop`: `[layers, kv_heads, positions, head_dim]`."""
+        """Return copied keys and values of positions `start` to `stop`: `[layers, kv_heads, positions, head_dim]`."""
         return self.keys[:, slot, :, start:stop].copy(), self.values[:, slot, :, start:stop].copy()
 
     def write(self, slot: int, start: int, keys: Array, values: Array) -> None:
-        """Put what `read` gave at position `start` of a slot."""
+        """Write keys and values, as `read` returns them, from position `start` of a slot on."""
         stop = start + keys.shape[2]
         self.reserve(stop)
         self.keys[:, slot, :, start:stop] = keys
@@ -89,7 +89,7 @@ class Qwen3:
     """A model that is ready to run.
 
     Raises:
-        ModelError: the folder holds no Qwen3 model, or tensors are missing or have the wrong shape.
+        ModelError: the folder does not hold a Qwen3 model, or tensors are missing or have the wrong shape.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -111,9 +111,9 @@ class Qwen3:
 
         Args:
             ids: `[sequences, count]`.
-            positions: of `ids`, same shape; everything before them is in `store`.
+            positions: the positions of `ids`, in the same shape; everything before them is in `store`.
             store: where keys and values are kept.
-            slot: the first sequence's.
+            slot: the first sequence's slot.
 
         Returns:
             Logits after each sequence's last id: `[sequences, vocab_size]`, float32.
@@ -174,13 +174,13 @@ class Qwen3:
     def _mlp(self, layer: _Layer, hidden: Array) -> Array:
         projected = _rms_norm(hidden, layer.mlp_norm, self.config.rms_norm_eps) @ layer.gate_up
         gate, up = np.split(projected, 2, axis=-1)
-        with np.errstate(over="ignore"):  # exp(-gate) may be infinite; the quotient is then the right zero
+        with np.errstate(over="ignore"):  # exp(-gate) may be infinite; the quotient is then zero, rightly
             activated = gate / (1 + np.exp(-gate))
         return np.asarray((activated * up) @ layer.down)
 
 
 class _Tensors:
-    """A folder's tensors by name, checked for their shapes."""
+    """A folder's tensors by name, with their shapes checked."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -230,7 +230,7 @@ def _widen(array: Array, capacity: int) -> Array:
 
 
 def _rotations(config: ModelConfig) -> tuple[Array, Array]:
-    """Cosines and sines of every position: `[context_length, head_dim]`."""
+    """Return cosines and sines of every position: `[context_length, head_dim]`."""
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
     frequencies: Array = np.power(np.float32(config.rope_theta), -exponents)
     angles_of_half = np.arange(config.context_length, dtype=np.float32)[:, None] * frequencies

@@ -1,9 +1,9 @@
-"""SamplingOptions of one token for every sequence of a batch, with SGLang's definitions.
+"""Samples one token for each sequence of a batch, with SGLang's definitions.
 
-- The logprob of a token is that of the temperature-scaled softmax; top_k, top_p and min_p restrict what is
-  drawn and do not renormalise it. Greedy requests report logprobs at temperature 1.
-- The random number of a draw is a function of the request's seed and the token's position, so that a sample
-  depends neither on its neighbours in the batch nor on interruptions.
+- A token's logprob comes from the temperature-scaled softmax; top_k, top_p and min_p restrict what can be drawn, but do
+  not renormalize it. Greedy requests report logprobs at temperature 1.
+- The random number of a draw is a function of the request's seed and the token's position: a sample depends neither on
+  the rest of the batch nor on interruptions.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,8 @@ def sample(
             weights[row] = _restrict(weights[row], each)
     uniforms = _uniforms([each.seed for each in settings], positions)
     sums = np.cumsum(weights, axis=-1)
-    # The smallest id whose cumulative weight exceeds u * total; strict, so that ids of weight 0 are never drawn.
+    # Take the smallest id whose cumulative weight exceeds u * total. The comparison is strict, so ids of weight 0 are
+    # never drawn.
     tokens = (sums <= (uniforms * sums[:, -1])[:, None]).sum(axis=-1)
     greedy = np.fromiter((each.is_greedy for each in settings), bool, len(settings))
     if greedy.any():
@@ -75,7 +76,7 @@ def _log_softmax(logits: Array, settings: Sequence[SamplerSettings]) -> NDArray[
 
 
 def _restrict(weights: NDArray[np.float64], settings: SamplerSettings) -> NDArray[np.float64]:
-    """Weights with what top_k, top_p and min_p exclude at zero; the likeliest token always stays."""
+    """Set the weights that top_k, top_p and min_p exclude to 0, in a copy; the likeliest token always stays."""
     order = np.argsort(-weights, kind="stable")
     ranked = weights[order]
     keep = ranked >= settings.min_p * ranked[0]
@@ -89,8 +90,8 @@ def _restrict(weights: NDArray[np.float64], settings: SamplerSettings) -> NDArra
 
 
 def _uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
-    """Numbers in [0, 1) from seeds and positions: two rounds of SplitMix64 (Steele et al., OOPSLA 2014)."""
-    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is the point
+    """Return numbers in [0, 1) from seeds and positions: two rounds of SplitMix64 (Steele et al., OOPSLA 2014)."""
+    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is intended
         mixed = _mix(np.array([seed % 2**64 for seed in seeds], np.uint64) + _GOLDEN)
         mixed = _mix(mixed + np.asarray(positions, np.uint64) * _GOLDEN)
     return np.asarray((mixed >> np.uint64(11)) * 2.0**-53)

@@ -1,10 +1,11 @@
 """The embedded engine: one thread that owns the model, the KV and every running request.
 
 Continuous batching: requests join and leave between two steps. A step prefills at most a chunk of waiting prompts
-and then samples one token for every running request at once. Running requests occupy the slots 0 to n-1 of the KV
-store without gaps, so that a batch is a view; a prompt is prefilled in one slot beyond them and moved in.
+and then samples one token for every running request at once. Running requests occupy slots 0 to n-1 of the KV store
+without gaps, so a batch is a view; a prompt is prefilled in an extra slot and then moved in.
 
-KV has one budget, in tokens: what running requests may come to is set aside, and the prefix cache has the rest.
+KV has one budget, in tokens: the largest possible length of each running request is reserved, and the prefix cache gets
+the rest.
 """
 
 import queue
@@ -45,7 +46,7 @@ class EngineOptions:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the start, and the state now."""
+    """Counters since the start, and the current state."""
 
     running: int = 0
     waiting: int = 0
@@ -59,7 +60,7 @@ class EngineStats:
 
 @dataclass(slots=True)
 class _Update:
-    """Weights that wait until they may be put in."""
+    """Weights that wait to be installed."""
 
     model: Qwen3
     path: str
@@ -73,13 +74,13 @@ class EngineBusyError(Exception):
 
 
 class EngineCore:
-    """Runs requests on a thread of its own, from `start` to `stop`.
+    """Runs requests on a separate thread, from `start` to `stop`.
 
     Args:
         model_path: a folder with a Qwen3 model.
         options: the limits.
-        decode: token ids to text, for stop texts.
-        weight_version: what the weights in the folder are called.
+        decode: turns token ids into text, for stop texts.
+        weight_version: the version of the weights in the folder.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class EngineCore:
         self.stats = EngineStats()
         self.paused = False
         self._model = Qwen3(Path(model_path))
-        # As in SGLang an update brings weights, not another end of sequence.
+        # As in SGLang, an update changes the weights but not the end-of-sequence ids.
         self._eos_token_ids = self._model.config.eos_token_ids
         self._decode = decode
         self._store = KVStore(self._model.config, self.options.max_running + 1)
@@ -137,16 +138,16 @@ class EngineCore:
         self._thread.start()
 
     def stop(self) -> None:
-        """End every request as aborted, and the thread."""
+        """Abort every request, and end the thread."""
         self._order(self._stop)
         self._thread.join()
 
     def submit(self, job: EngineJob) -> None:
-        """Run `job`, which fits the context."""
+        """Queue `job`, which must fit the context."""
         self._commands.put(lambda: self._waiting.append(job))
 
     def abort(self, rid_prefix: str | None) -> "Future[None]":
-        """End the requests whose id starts with `rid_prefix`, or all; they keep what they have."""
+        """Abort the requests whose id starts with `rid_prefix`, or all for None; they keep their output so far."""
         return self._order(lambda: self._abort(rid_prefix))
 
     def pause(self, mode: PauseMode) -> "Future[None]":
@@ -154,11 +155,11 @@ class EngineCore:
         return self._order(lambda: self._pause(mode))
 
     def resume(self) -> "Future[None]":
-        """Sample again."""
+        """Resume sampling."""
         return self._order(self._resume)
 
     def flush_cache(self) -> "Future[None]":
-        """Empty the prefix cache; EngineBusyError while requests run."""
+        """Empty the prefix cache; while requests run, the future gets an `EngineBusyError` instead."""
         return self._order(self._flush)
 
     def set_version(self, version: str) -> "Future[None]":
@@ -169,8 +170,8 @@ class EngineCore:
         """Load the weights in `path`: at once in a pause, otherwise after the running requests.
 
         Raises:
-            ModelError: they cannot be read, or are of another shape; the present ones stay. Raised here, in the
-                caller's thread, which does the reading.
+            ModelError: they cannot be read, or have another shape; the present ones stay. Raised in the caller's
+                thread, which reads them.
         """
         model = Qwen3(Path(path))
         if replace(model.config, eos_token_ids=self.eos_token_ids) != self._model.config:
@@ -205,7 +206,7 @@ class EngineCore:
                     self._decode_step()
                     self.stats.busy_seconds += time.perf_counter() - started
                 self._report()
-        finally:  # also after a bug: nobody may wait for a thread that has gone
+        finally:  # even after a bug: nobody may wait for a thread that has ended
             self._stopping = True
             self._abort(None)
             for update in self._updates:
@@ -278,7 +279,7 @@ class EngineCore:
         self._set_budget()
 
     def _retract(self) -> None:
-        """Put what is running back in the queue, without its KV."""
+        """Put the running requests back in the queue, without their KV."""
         retracted = [*self._running, *([self._filling] if self._filling else [])]
         self._running.clear()
         self._filling = None
@@ -294,7 +295,7 @@ class EngineCore:
         self._cache.resize(self.options.kv_tokens - self.stats.reserved_tokens)
 
     def _admit(self) -> EngineJob | None:
-        """The next waiting request, if there is room for it."""
+        """Admit the next waiting request, if there is room for it, and return it."""
         if not self._waiting or self._updates or len(self._running) >= self.options.max_running:
             return None
         if self.stats.reserved_tokens + self._waiting[0].largest_length > self.options.kv_tokens:

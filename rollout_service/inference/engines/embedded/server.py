@@ -1,7 +1,7 @@
 """The embedded engine over HTTP, with SGLang's routes, bodies and answers.
 
-It is stricter than SGLang in one way: token ids outside the vocabulary are a 400. It does not take text prompts,
-batches of prompts, or the logprobs of prompt tokens; asking for them is a 400 that says so.
+It is stricter than SGLang in one way: it answers token ids outside the vocabulary with a 400. It does not support text
+prompts, batches of prompts, or logprobs of prompt tokens; asking for them is a 400 that says so.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from rollout_service.inference.engines.embedded.weights import ModelError
 
 FLUSH_CACHE = "/flush_cache"
 ORDERS_BY_GET = frozenset({FLUSH_CACHE})
-"""Routes that change something by GET as well, since SGLang has them so and trainers use them."""
+"""Routes that change something by GET too, as SGLang's do, since trainers call them that way."""
 _BAD_REQUEST = 400
 _UNAVAILABLE = 503
 
@@ -47,23 +47,23 @@ class BadRequestError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
-    """What the routes work with."""
+    """The objects that the routes share."""
 
     engine: EngineCore
     tokenizer: Tokenizer | None
 
     def text(self, ids: list[int], *, skip_special_tokens: bool) -> str:
-        """The text of sampled ids; nothing for a model that came without a tokenizer."""
+        """Return the text of sampled ids; empty for a model without a tokenizer."""
         return _text(self.tokenizer, ids, skip_special_tokens=skip_special_tokens) if self.tokenizer else ""
 
 
 def create_app(
     model_path: str, options: EngineOptions | None = None, *, weight_version: str = "default"
 ) -> FastAPI:
-    """An application that serves the model in `model_path`; the engine runs while the application does.
+    """Return an application that serves the model in `model_path`; the engine runs while the application does.
 
     Raises:
-        ModelError: the folder holds no model that this engine can run.
+        ModelError: the folder does not hold a model that this engine can run.
     """
     tokenizer = _read_tokenizer(Path(model_path))
     served_text = partial(_text, tokenizer, skip_special_tokens=False) if tokenizer else None
@@ -87,7 +87,7 @@ def create_app(
     return app
 
 
-async def _server_state(request: Request) -> ServerState:  # a coroutine, or it would run on another thread
+async def _server_state(request: Request) -> ServerState:  # a function would run on another thread
     state: ServerState = request.app.state.server_state
     return state
 
@@ -128,7 +128,7 @@ async def _abort_on_disconnect(request: Request, job: EngineJob, engine: EngineC
 
 
 async def _stream(body: GenerateBody, state: ServerState) -> AsyncIterator[bytes]:
-    """Events with everything sampled so far, as SGLang sends them."""
+    """Yield events with everything sampled so far, as SGLang sends them."""
     changed = asyncio.Event()
     loop = asyncio.get_running_loop()
     job = _make_job(body, state.engine, lambda: loop.call_soon_threadsafe(changed.set))
@@ -189,7 +189,7 @@ def _check_length(prompt: int, budget: int, context: int) -> None:
 
 
 def _answer(job: EngineJob, body: GenerateBody, state: ServerState) -> dict[str, Any]:
-    # A stream reads while the engine writes: the logprobs are written last, so they say what is complete.
+    # A stream reads while the engine writes. The logprobs are written last, so they tell how many tokens are complete.
     meta = job.meta_info(state.engine.weight_version)
     count = meta["output_token_logprobs_length"]
     if not body.return_logprob:
@@ -204,7 +204,7 @@ def _answer(job: EngineJob, body: GenerateBody, state: ServerState) -> dict[str,
 
 @router.post("/abort_request")
 async def abort_request(body: AbortBody, state: Context) -> Response:
-    """End requests by the beginning of their id, or all."""
+    """Abort the requests whose id begins with `rid`, or all."""
     if body.rid or body.abort_all:
         await _carried_out(state.engine.abort(None if body.abort_all else body.rid))
     return Response()
@@ -219,7 +219,7 @@ async def pause_generation(body: PauseBody, state: Context) -> Response:
 
 @router.post("/continue_generation")
 async def continue_generation(state: Context) -> Response:
-    """Sample again."""
+    """Resume sampling."""
     await _carried_out(state.engine.resume())
     return _json({"message": "Generation continued successfully.", "status": "ok"})
 
@@ -265,20 +265,20 @@ def _carried_out(order: "asyncio.Future[None] | Any") -> Awaitable[None]:
 @router.get("/health")
 @router.get("/health_generate")
 async def health(state: Context) -> Response:
-    """Whether the engine's thread runs."""
+    """Answer 200 if the engine's thread runs, else 503."""
     return Response(status_code=200 if state.engine.is_alive else _UNAVAILABLE)
 
 
 @router.get("/ready")
 async def ready(state: Context) -> Response:
-    """Whether a request would be served now."""
+    """Answer 200 if a request would be served now, else 503."""
     is_ready = state.engine.is_alive and not state.engine.paused
     return Response(status_code=200 if is_ready else _UNAVAILABLE)
 
 
 @router.get("/model_info")
 async def model_info(state: Context) -> Response:
-    """The model and its weight version."""
+    """Return the model and its weight version."""
     engine = state.engine
     return _json(
         {
@@ -296,7 +296,7 @@ async def model_info(state: Context) -> Response:
 
 @router.get("/v1/models")
 async def models(state: Context) -> Response:
-    """The model and its context, in OpenAI's form."""
+    """Return the model and its context length, in OpenAI's format."""
     engine = state.engine
     model = {"id": engine.model_path, "object": "model", "max_model_len": engine.context_length}
     return _json({"object": "list", "data": [model]})
@@ -304,7 +304,7 @@ async def models(state: Context) -> Response:
 
 @router.get("/server_info")
 async def server_info(state: Context) -> Response:
-    """The limits and counters."""
+    """Return the limits and counters."""
     engine = state.engine
     stats = engine.stats
     return _json(
@@ -323,7 +323,7 @@ async def server_info(state: Context) -> Response:
 
 @router.get("/v1/loads")
 async def loads(state: Context) -> Response:
-    """How busy the engine is."""
+    """Return how busy the engine is."""
     stats = state.engine.stats
     throughput = stats.generated_tokens / stats.busy_seconds if stats.busy_seconds else 0.0
     load = {

@@ -93,10 +93,10 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
 
 
 def read_tensors(folder: Path) -> dict[str, Array]:
-    """Every tensor of the folder's safetensors files, as float32.
+    """Return every tensor of the folder's safetensors files, as float32.
 
     Raises:
-        ModelError: there is no such file, or one is malformed.
+        ModelError: there are no such files, or one is malformed.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
