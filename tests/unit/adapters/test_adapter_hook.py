@@ -1,4 +1,4 @@
-"""The hook for TRL against a trainer made of the attributes that TRL documents for hooks."""
+"""The hook for TRL needs only the trainer attributes that TRL documents for hooks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BAD = rollout(segment([1, 2], [0, 1]), reward=None, state=RolloutState.FAILED, r
 
 
 class Answers(RolloutSubmitter):
-    """Hands out rollouts, and keeps what was ordered."""
+    """Returns prepared rollouts, and records the requests."""
 
     def run_all_blocking(self, requests):
         self.__dict__["requests"] = requests
@@ -27,7 +27,7 @@ class Answers(RolloutSubmitter):
 
 
 class Weights:
-    """Keeps what was pushed."""
+    """Records each push of weights."""
 
     def __init__(self) -> None:
         self.step, self.pushed = None, []

@@ -1,7 +1,7 @@
-"""Adapters against the interfaces of trainers that do not install here.
+"""Adapters match the interfaces of trainers that cannot be installed here.
 
-Each interface is written down as data from the trainer's source: names and order of a hook's parameters, and the
-fields of what it answers. Stand-ins are made of that, which refuse what the real classes would refuse.
+Each interface is recorded as data from the trainer's source: the names and order of a hook's parameters, and the
+fields of its result. Stand-ins built from that data refuse whatever the real classes would refuse.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def parameters(hook: Any) -> list[str]:
 
 
 def modules(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
-    """A module of a trainer that holds these, with all packages above it."""
+    """Install a trainer's module that holds these members, with all its parent packages."""
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
         monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
@@ -146,7 +146,7 @@ def modules(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
 
 @pytest.fixture
 def agent_loop(monkeypatch):
-    """verl's two models, closed against other fields, and how verl makes an agent loop."""
+    """Return a function that makes an agent loop as verl does; verl's two models refuse unknown fields."""
     interface = INTERFACES["verl 0.9.1"]
     strict = {"extra": "forbid"}
     numbers: dict[str, Any] = dict.fromkeys(interface["metrics"], (float, 0.0))
@@ -213,7 +213,7 @@ class Status(Enum):
 
 @dataclass(slots=True)  # a field that slime's sample lacks is an error
 class SlimeSample:
-    """slime's `Sample`, as far as the adapter has to do with it."""
+    """slime's `Sample`, with only the fields that the adapter uses."""
 
     group_index: int | None = None
     index: int | None = None
@@ -236,7 +236,7 @@ SlimeSample.Status = Status
 
 @pytest.fixture
 def generate(monkeypatch):
-    """slime's call of a custom generate function."""
+    """Return a function that calls the custom generate function as slime does."""
 
     async def call(answer, **sample: Any):
         client = FakeClient(answer)
@@ -375,7 +375,7 @@ def test_ranges_of_turns_that_follow_each_other():
 
 
 class Agent:
-    """What NeMo Gym's `SimpleResponsesAPIAgent` does with `run`."""
+    """Serves `run` over HTTP, as NeMo Gym's `SimpleResponsesAPIAgent` does."""
 
     def setup_webserver(self) -> FastAPI:
         app = FastAPI()
@@ -384,7 +384,7 @@ class Agent:
 
 
 def message_log(answer: dict[str, Any]) -> list[tuple[str, list[int]]]:
-    """NeMo-RL's reading of an answer: what is new in each prompt, and each generation."""
+    """Return the new part of each prompt and each generation, as NeMo-RL reads them from an answer."""
     log: list[tuple[str, list[int]]] = []
     seen: list[int] = []
     for item in answer["response"]["output"]:

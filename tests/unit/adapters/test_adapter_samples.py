@@ -1,4 +1,4 @@
-"""What all adapters share: rows of trajectories, tasks of a trainer's rows, submitter, weights."""
+"""The parts shared by all adapters keep rows aligned, name bad rows, block anywhere, and push weights in order."""
 
 import asyncio
 import json
@@ -168,7 +168,7 @@ async def _address(client) -> str:
 
 
 class FakeOrders(RolloutSubmitter):
-    """A service with one engine, which refuses what it is told to."""
+    """A service with one engine, which refuses weights when told to."""
 
     served = 41
     refuses = False

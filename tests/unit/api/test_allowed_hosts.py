@@ -1,4 +1,4 @@
-"""Which hosts a server answers for, and whose pages may send orders."""
+"""A server answers only for its allowed hosts, and refuses requests from pages of other sites."""
 
 import socket
 

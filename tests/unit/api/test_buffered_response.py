@@ -1,4 +1,4 @@
-"""An answer whose pieces are made while others are sent: in order, bounded, and no longer than anybody waits."""
+"""A buffered response keeps its chunks in order, buffers only a few, and makes none once the client has gone."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rollout_service.api.routes.buffered_response import MAX_BUFFERED_CHUNKS, Bu
 PIECES = [bytes([number]) * 10 for number in range(12)]
 SCOPE = {"type": "http", "asgi": {"spec_version": "2.3"}}
 MOST_UNSENT = MAX_BUFFERED_CHUNKS + 2
-"""What waits, what is made, and what is sent."""
+"""The most chunks made and not yet sent: those in the buffer, one being made, and one being sent."""
 
 pytestmark = pytest.mark.anyio
 
 
 class Made:
-    """Pieces, and how many of them were made."""
+    """Makes chunks and counts them."""
 
     def __init__(self) -> None:
         self.count = 0

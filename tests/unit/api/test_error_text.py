@@ -1,4 +1,4 @@
-"""What happened and what to do next read as sentences."""
+"""An error's message and its hint read as sentences."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Places of connections: who loses one when they run out, and who never does."""
+"""When connections run out, only a pending or an idle one is evicted, and a flood displaces itself."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from rollout_service.http.connections import (
 
 
 class Bench:
-    """Connections whose evictions are noted."""
+    """Connections whose evictions are recorded."""
 
     def __init__(self, *, admitted: int = 2, pending: int = 3) -> None:
         self.connections = Connections(ConnectionLimits(admitted=admitted, pending=pending))

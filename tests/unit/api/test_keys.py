@@ -1,4 +1,4 @@
-"""Keys and their roles: what each may send, and how they change while the service runs."""
+"""Each key's role limits its requests, and keys can change while the service runs."""
 
 import os
 import re
@@ -37,7 +37,7 @@ SUBMIT = {
     ("POST", "/process"),
     ("POST", "/cancel"),
 }
-"""All that a trainer without say over engines sends. Everything else that is not a GET is for `admin`."""
+"""All requests of a trainer that does not control engines. Any other that is not a GET needs `admin`."""
 PROBES = {"/health", "/ready"}
 
 

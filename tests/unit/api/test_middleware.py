@@ -1,4 +1,4 @@
-"""Bearer keys: nothing but the probes and the description of the API answers without one."""
+"""Only the probes and the description of the API answer without a bearer key."""
 
 import httpx
 import pytest

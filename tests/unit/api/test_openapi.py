@@ -1,4 +1,4 @@
-"""The OpenAPI document says what the routes do, and its page needs neither a key nor another host."""
+"""The OpenAPI document describes the routes exactly, and its page needs neither a key nor another host."""
 
 import re
 from collections.abc import Iterator
@@ -77,7 +77,7 @@ def test_operations_have_names_for_a_generated_client(document: dict[str, Any]) 
 
 
 def test_answers_and_bodies_have_names_for_a_generated_client(document: dict[str, Any]) -> None:
-    """A generator names a class after each; of several media types it takes the first that it knows."""
+    """A generator names a class after each; given several media types, it takes the first that it knows."""
     for path, operation in operations(document):
         answers = [answer for status, answer in operation["responses"].items() if status.startswith("2")]
         for said in [operation.get("requestBody", {}), *answers]:

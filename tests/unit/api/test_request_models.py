@@ -1,4 +1,4 @@
-"""No field of any request's body takes `true` or `"1"` for a number, `1` for a switch, or `0` for a time."""
+"""No field of a request body accepts `true` or `"1"` as a number, `1` as a boolean, or `0` as a time."""
 
 import types
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def bodies() -> set[Any]:
 
 
 def lax_fields(annotation: Any, metadata: tuple[Any, ...], where: str, seen: set[Any]) -> Iterator[str]:
-    """Yield the paths of numbers, switches and times that pydantic would convert."""
+    """Yield the paths of numbers, booleans and times that pydantic would convert."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         yield from lax_fields(inner[0], (*metadata, *inner[1:]), where, seen)

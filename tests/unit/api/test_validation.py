@@ -1,4 +1,4 @@
-"""Problems of a document are named by path, with the nearest known field of their place."""
+"""Problems in a document are named by path, with the nearest known field at that place."""
 
 import pytest
 from pydantic import ValidationError

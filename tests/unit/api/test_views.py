@@ -1,4 +1,4 @@
-"""What the service shows of environments and sandboxes: the client's models, and the JSON of the service's own."""
+"""The client's models of environments and sandboxes match the JSON that the service writes."""
 
 from __future__ import annotations
 

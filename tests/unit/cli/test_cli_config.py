@@ -1,4 +1,4 @@
-"""The reference of the settings is true, and `config show` says where each value comes from."""
+"""The settings reference is accurate, and `config show` says where each value comes from."""
 
 import inspect
 import json

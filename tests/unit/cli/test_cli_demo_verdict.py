@@ -1,4 +1,4 @@
-"""What a demo of the tuned policy must reach."""
+"""The successes required in a demo of the tuned policy allow for chance."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The checks of `doctor` judge the facts that are given to them."""
+"""The checks of `doctor` judge the facts that they are given."""
 
 import resource
 from dataclasses import replace

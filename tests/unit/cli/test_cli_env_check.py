@@ -1,4 +1,4 @@
-"""`env check` and `env list` say what there is: tools of its own, splits, and what is wrong with an image."""
+"""`env check` and `env list` show an environment's own tools and splits, and problems with its image."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`env new` makes an environment that is valid as it is."""
+"""`env new` creates an environment that is valid as it is."""
 
 import json
 import subprocess

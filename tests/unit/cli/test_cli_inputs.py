@@ -1,4 +1,4 @@
-"""Input files: a stream is read once and may then be read as often as a file."""
+"""An input that is a stream is read only once, and can then be reread like a file."""
 
 import io
 import os
@@ -22,7 +22,7 @@ def _write(descriptor: int) -> None:
 
 @pytest.fixture(params=["fifo", "descriptor", "stdin"])
 def stream(request, tmp_path, monkeypatch):
-    """The path of a stream with the content in it."""
+    """Yield the path of a stream that holds the content."""
     if request.param == "stdin":
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(CONTENT)))
         yield Path("-")

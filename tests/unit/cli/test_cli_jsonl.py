@@ -1,4 +1,4 @@
-"""Files of requests and results: bad lines are named, runs are resumed, torn ends are cut off."""
+"""In files of requests and results, bad lines are named, runs resume, and a truncated last line is removed."""
 
 import json
 from datetime import UTC, datetime

@@ -1,4 +1,4 @@
-"""A scripted model's file: turns in the policies' own format, bad lines named."""
+"""A scripted model's file holds turns in the policies' own format, and bad lines are named."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What people see: a trajectory with its mask and log-probabilities, and the summary of a batch."""
+"""A trajectory is shown with its mask and log-probabilities, and a summary tells wrong answers from failures."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""Nothing that others wrote reaches the operator's terminal as anything but text, in any command."""
+"""In every command, text from others reaches the operator's terminal only as text."""
 
 import ast
 import io
@@ -69,7 +69,7 @@ def test_only_one_module_makes_consoles_and_one_writes_lines():
 
 
 class Hostile(BaseHTTPRequestHandler):
-    """A server whose every text is made to be obeyed."""
+    """A server whose every text tries to control the terminal."""
 
     def do_GET(self) -> None:
         engine = {"backend_id": EVIL, "url": EVIL, "pool": "p", "state": "failed", "model_path": EVIL}
@@ -171,7 +171,7 @@ def test_a_mistake_in_a_file_is_shown_as_text(tmp_path):
 
 
 class Words:
-    """A tokenizer whose only token is a hostile one."""
+    """A tokenizer that decodes every token to hostile text."""
 
     def decode(self, token_ids: list[int]) -> str:
         return EVIL * len(token_ids)

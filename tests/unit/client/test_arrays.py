@@ -1,4 +1,4 @@
-"""Trajectories at rest and batches as arrays: bit by bit what they were."""
+"""Stored trajectories, and batches as arrays, are bit for bit the originals."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_rows_of_an_earlier_release_are_read() -> None:
 
 
 def columns_of_an_earlier_release(trajectory: Trajectory) -> bytes:
-    """Version 1 of the layout, as it was written."""
+    """Return the columns in version 1 of the layout, as an earlier release wrote them."""
     layout, blocks = [], []
     bare = []
     for segment in trajectory.segments:
@@ -179,7 +179,7 @@ def head_of(group: Group, columns: Sequence[Sequence[Columns]]) -> GroupHead:
 
 
 def file_of(batch: Batch, groups: Sequence[Sequence[Sequence[Columns]]]) -> BatchFile:
-    """The file of a batch without tokens, with the columns of each group's samples."""
+    """Return the file of a batch without tokens, reading them from the columns of each group's samples."""
 
     async def read(number: int) -> list[Columns]:
         return [segment for sample in groups[number] for segment in sample]

@@ -1,4 +1,4 @@
-"""The client against a server that fails in every way a network and a restart can."""
+"""The client copes with every failure that a network or a restart can cause."""
 
 from contextlib import aclosing
 from datetime import UTC, datetime
@@ -58,7 +58,7 @@ def problem(status: int, code: str = "some_code") -> httpx.Response:
 
 
 def answering(*answers) -> tuple[RolloutClient, list[httpx.Request]]:
-    """A client whose calls get these answers in turn; an exception is raised, a callable is called."""
+    """Return a client whose calls get these answers in turn, and its requests so far; an exception is raised."""
     left, seen = list(answers), []
 
     def handle(http_request: httpx.Request) -> httpx.Response:
@@ -133,7 +133,7 @@ async def test_patience_begins_with_the_failure_and_not_with_the_call():
     answers = iter([httpx.ReadError("cut off"), ok(rollout("r-1"))])
 
     async def handle(_):
-        await anyio.sleep(0.1)  # a long poll, which lasts longer than the patience
+        await anyio.sleep(0.1)  # a long poll that outlasts the patience
         answer = next(answers)
         if isinstance(answer, Exception):
             raise answer
@@ -262,7 +262,7 @@ async def test_removing_a_backend_takes_an_empty_answer():
 
 
 class Flaky:
-    """A server that ends rollouts after some long polls, and that is gone now and then."""
+    """A server that ends a rollout at its second long poll, and breaks off every fifth call."""
 
     def __init__(self) -> None:
         self.asked: dict[str, int] = {}
@@ -355,7 +355,7 @@ def event(event_id: int) -> bytes:
 
 
 class Cut(httpx.AsyncByteStream):
-    """A stream of events that breaks off."""
+    """An event stream that breaks off."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -393,7 +393,7 @@ async def test_events_resume_where_the_stream_began_before_the_first_one():
 
 
 class Quiet(Cut):
-    """A stream with long pauses, which breaks off."""
+    """An event stream with long pauses that breaks off."""
 
     async def __aiter__(self):
         for piece in self.data.splitlines(keepends=True):

@@ -1,4 +1,4 @@
-"""Large answers: whole and in one piece, or an error that the client's calls know."""
+"""A large answer arrives whole and in one piece, or raises an error that the client's calls handle."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ pytestmark = pytest.mark.anyio
 
 @asynccontextmanager
 async def answering(answer: bytes, *, hang: bool = False) -> AsyncIterator[tuple[str, list[bytes]]]:
-    """A server that answers so to each connection, and then closes it, or not."""
+    """Yield the URL of a server that sends `answer` on each connection, and a list of what it received.
+
+    The server then closes the connection; with `hang`, it waits for the client to do so.
+    """
     asked: list[bytes] = []
 
     async def handle(stream: SocketStream) -> None:

@@ -31,7 +31,7 @@ def test_events_survive_any_cut_and_any_line_end(messages, end, cuts):
         ServerSentEvent(event=kind or "message", data="\n".join(data), id=str(number))
         for number, (kind, data) in enumerate(messages)
     ]
-    # The last event ends with a CR that may be half of a CRLF, so a byte more is needed to see it.
+    # The last event ends with a CR that may be half of a CRLF, so seeing it takes one more byte.
     assert events((stream + ":").encode(), cuts) == expected
 
 

@@ -1,4 +1,4 @@
-"""The blocking client has all that the asynchronous one has, and its calls and loops end as they should."""
+"""The blocking client has every method of the asynchronous one, and its calls and loops end as they should."""
 
 import inspect
 import threading
@@ -14,7 +14,7 @@ from rollout_client.sync import SyncBatch, SyncRolloutClient, SyncRun
 
 PAIRS = [(RolloutClient, SyncRolloutClient), (ClientRun, SyncRun), (LeasedBatch, SyncBatch)]
 ASYNCHRONOUS_ONLY = {"aclose"}
-"""For calls without `async with`; the blocking client needs its `with`, which has the thread."""
+"""Methods for use without `async with`. The blocking client always needs `with`, which runs its thread."""
 
 
 def public(kind: type) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def rollout(rollout_id: str) -> dict[str, Any]:
 
 
 class Events(httpx.AsyncByteStream):
-    """A stream of two events, which then is silent."""
+    """A stream of two events that then stays silent."""
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         for number in (1, 2):
@@ -96,4 +96,4 @@ def test_a_loop_that_is_left_leaves_nothing() -> None:
         endless = blocking.events(after=0)
         assert next(endless).event_id == 1
     assert threading.active_count() == before
-    endless.close()  # after the client: it has ended already
+    endless.close()  # the client is closed, so the loop has already ended
