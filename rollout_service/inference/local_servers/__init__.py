@@ -1,1 +1,1 @@
-"""Starts engine servers on this machine."""
+"""Engine servers that run on this machine, as child processes."""

@@ -1,6 +1,6 @@
-"""Serving an ASGI application from a child process: a port of the kernel's choice, and an end with the parent's.
+"""Serves an ASGI application in a child process, on a port that the kernel may choose, until the parent ends.
 
-Guarantees: web pages that a browser on this machine shows have no part in it; see `allowed_hosts`.
+Guarantees: web pages in a browser on this machine cannot use the application; see `allowed_hosts`.
 """
 
 import os
@@ -30,8 +30,8 @@ def serve(
 ) -> None:
     """Serve `app` until SIGTERM or, with `exit_with_parent`, until standard input closes.
 
-    The port is bound, and written to `port_file`, before the application starts. `unsafe_get_paths` are the paths that
-    change something even by GET, so that web pages are kept from them too.
+    The port is bound, and written to `port_file`, before the application starts. A GET on one of the
+    `unsafe_get_paths` changes something, so these paths are closed to web pages too.
     """
     listener = bind(host, port)
     if port_file is not None:

@@ -1,8 +1,8 @@
 """Runs the service's own engine, and starts it again whenever it exits.
 
-Guarantees: it comes back at the address that it had, so that its pool's probes find it there and give it the pool's
-weights before any request, as with every engine that was away; the delay before a start grows while starts fail or do
-not last; when the block is left no engine runs.
+Guarantees: it comes back at the same address, where its pool's probes find it and give it the pool's weights before any
+request, like every engine that returns. The delay before a start grows while starts fail or do not last. When the block
+is left, no engine runs.
 """
 
 from __future__ import annotations

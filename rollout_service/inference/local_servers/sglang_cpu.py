@@ -18,7 +18,7 @@ _STAND_INS = _ROOT / "deploy" / "sglang-cpu"
 
 
 class SGLangCpuServer(ServerProcess):
-    """Serves the model in `model_path` with SGLang in float32 while the context lasts; `.url` is where.
+    """Serves the model in `model_path` with SGLang, in float32, at `url` while the context lasts.
 
     The server and its workers end with the context, and also when this process is killed.
 
@@ -40,8 +40,10 @@ class SGLangCpuServer(ServerProcess):
         routed_experts: bool = False,
         on_wait: Callable[[float], None] | None = None,
     ) -> None:
-        """`env_dir` is where SGLang is installed; `port` 0 takes a free one; with `routed_experts` it can tell which
-        experts read each token."""
+        """Take `env_dir`, where SGLang is installed, and a port, where 0 takes a free one.
+
+        With `routed_experts` the server can report which experts read each token.
+        """
         super().__init__(on_wait=on_wait)
         self._model_path = Path(model_path).resolve()
         self._env_dir = env_dir or Path(os.environ.get("ROLLOUT_SGLANG_ENV", DEFAULT_ENVIRONMENT))
@@ -66,7 +68,7 @@ class SGLangCpuServer(ServerProcess):
             *("--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"),
             *("--dtype", "float32", "--tp", "1", "--mem-fraction-static", "0.5"),
             *("--max-total-tokens", str(self._kv_tokens), "--max-running-requests", str(self._max_running)),
-            *("--enable-metrics", "--sleep-on-idle"),  # idle, it would keep a processor busy
+            *("--enable-metrics", "--sleep-on-idle"),  # else an idle server keeps a core busy
             *(["--enable-return-routed-experts"] if self._routed_experts else []),
         ]
         return ServerCommand(command, self._environment(folder), lambda: self._port)
@@ -77,7 +79,7 @@ class SGLangCpuServer(ServerProcess):
             "HOME": str(folder),  # it writes caches
             "PYTHONPATH": str(_STAND_INS),
             "SGLANG_USE_CPU_ENGINE": "1",
-            # What it keeps experts in is memory that a GPU could write to, which has to be pretended here.
+            # SGLang keeps experts in memory that a GPU can write to, which has to be simulated here.
             **({"SGLANG_CPU_LOCKS_NO_PAGES": "1"} if self._routed_experts else {}),
             "TORCHDYNAMO_DISABLE": "1",
             "OMP_NUM_THREADS": str(self._threads),

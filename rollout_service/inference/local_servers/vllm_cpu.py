@@ -15,11 +15,11 @@ from rollout_service.inference.local_servers.process import (
 _ROOT = Path(__file__).parents[3]
 DEFAULT_ENVIRONMENT = _ROOT / ".venv-vllm"
 CACHE_BLOCK = 32
-"""Tokens of a block of its prefix cache: the smallest that its attention on a CPU takes."""
+"""Tokens per block of its prefix cache: the fewest that its CPU attention accepts."""
 
 
 class VllmCpuServer(ServerProcess):
-    """Serves the model in `model_path` with vLLM in float32 while the context lasts; `.url` is where.
+    """Serves the model in `model_path` with vLLM, in float32, at `url` while the context lasts.
 
     The server and its workers end with the context, and also when this process is killed.
 
@@ -40,7 +40,7 @@ class VllmCpuServer(ServerProcess):
         threads: int = 1,
         on_wait: Callable[[float], None] | None = None,
     ) -> None:
-        """`env_dir` is where vLLM is installed; `port` 0 takes a free one."""
+        """Take `env_dir`, where vLLM is installed, and a port, where 0 takes a free one."""
         super().__init__(on_wait=on_wait)
         self._model_path = Path(model_path).resolve()
         self._env_dir = env_dir or Path(os.environ.get("ROLLOUT_VLLM_ENV", DEFAULT_ENVIRONMENT))
@@ -53,11 +53,11 @@ class VllmCpuServer(ServerProcess):
         python = self._env_dir / "bin" / "python"
         if not python.exists():
             raise EngineStartError(f"vLLM is not installed in {self._env_dir}; run scripts/install-vllm")
-        # The kernel ends the server when this process ends: by a signal after which it still ends its workers.
+        # The kernel ends the server when this process ends, with a signal that lets it end its workers first.
         setpriv = shutil.which("setpriv")
         command = [
             *([setpriv, "--pdeathsig", "TERM", "--"] if setpriv else []),
-            # The command `vllm` looks for a distribution of that name, which the build for CPUs has not.
+            # The command `vllm` looks for a distribution of that name, which the CPU build lacks.
             *(str(python), "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(self._model_path), "--host", "127.0.0.1", "--port", str(self._port)),
             *("--dtype", "float32", "--enforce-eager", "--max-num-seqs", str(self._max_running)),

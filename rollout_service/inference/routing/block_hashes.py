@@ -1,6 +1,6 @@
 """Prompts as chains of block hashes: two prompts share a block if they agree on it and on all before it.
 
-Guarantees: only what a conversation gained is hashed; what is remembered of conversations is bounded.
+Guarantees: only the new part of a conversation is hashed, and the number of conversations remembered is bounded.
 """
 
 from collections import OrderedDict
@@ -25,7 +25,7 @@ def extend_chain(chain: Sequence[int], ids: Sequence[int]) -> list[int]:
 
 
 class Chains:
-    """The chains of conversations by name; a conversation that has not been heard of for long is hashed anew."""
+    """The chains of conversations by name; one that was unused for long is forgotten, and hashed from the start."""
 
     def __init__(self, *, most: int = _MAX_CONVERSATIONS) -> None:
         self._most = most

@@ -1,8 +1,8 @@
-"""What one engine is expected to hold in its prefix cache.
+"""The blocks that one engine is expected to hold in its prefix cache.
 
-A tree of blocks that mirrors the engine's own: a prompt that was served is held from its beginning; what has not
-been used for longest goes first, and a block never before those that follow it. So the blocks of a chain that are
-held are its first ones, and memory is bounded by the capacity.
+A tree of blocks mirrors the engine's own: a prompt that was served is held from its beginning. Eviction is LRU, and
+never removes a block before those that follow it. So the blocks of a chain that are held are its first ones, and memory
+is bounded by the capacity.
 """
 
 from collections import OrderedDict
@@ -16,7 +16,7 @@ class _Block:
     above: int | None
     """The hash of the block before it."""
     served_at: float = inf
-    """When an answer first showed that it is held; until then it is only on its way."""
+    """When an answer first showed that it is held; infinite while its prompt is only on its way."""
     below: set[int] | None = None
     """The hashes of the blocks that follow it; most blocks at the end of a prompt never have any."""
 
@@ -33,7 +33,7 @@ class PrefixIndex:
 
     @property
     def capacity(self) -> int:
-        """Blocks that the engine has room for."""
+        """The number of blocks that the engine has room for."""
         return self._capacity
 
     @capacity.setter
@@ -93,7 +93,7 @@ class PrefixIndex:
             if above.below is None:
                 above.below = {chain[position]}
             elif chain[position] in above.below:
-                return  # and so up to the root
+                return  # the blocks above it are linked already
             else:
                 above.below.add(chain[position])
 

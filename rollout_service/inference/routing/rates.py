@@ -1,35 +1,35 @@
 """The speed of an engine, learned from its answers.
 
 The time of an answer is taken as `uncached prompt tokens * prefill + sampled tokens * (decode + others * crowding)`,
-where the others are the requests that ran beside it: without them a busy engine would be taken for a slow one.
+where the others are the requests that ran at the same time: without them a busy engine would be taken for a slow one.
 
-The first answers scale all rates alike, by the mean of their errors' logarithms. From then on an error changes each
-rate in proportion to its part in what was expected (an exponentiated gradient): rates stay positive, no unit has to be
-chosen, and answers that are nearly all sampling leave the rate of reading where prompts have put it. An error counts
-up to a bound, so that one answer behind a compilation moves little.
+The first answers scale all rates alike, by the mean of the logarithms of their errors. From then on an error changes
+each rate in proportion to its part in the expected time (an exponentiated gradient): rates stay positive, no unit has
+to be chosen, and answers that are nearly all sampling hardly change the prefill rate. An error counts up to a bound, so
+one answer that waited for a compilation changes little.
 """
 
 from dataclasses import dataclass
 from math import exp, log
 
 _SCALED = 8
-"""How many answers scale all rates alike."""
+"""The number of first answers that scale all rates alike."""
 _STEP = 0.05
-"""How much of an error a later answer corrects."""
+"""The fraction of an error that a later answer corrects."""
 _LARGEST_ERROR = 1.0
-"""The largest error of a logarithm: a factor of e."""
+"""The largest error that counts, as a logarithm: a factor of e."""
 _SHORTEST = 1e-6
-"""Seconds that no answer undercuts."""
+"""The shortest time that counts, in seconds."""
 
 
 @dataclass(slots=True)
 class Rates:
-    """Seconds per token of one engine; the values at the start are a guess."""
+    """The seconds per token of one engine; the initial values are a guess."""
 
     prefill: float = 1e-4
-    """Seconds per prompt token that is not held."""
+    """Seconds per prompt token that is not cached."""
     decode: float = 1e-2
-    """Seconds per sampled token of a request alone."""
+    """Seconds per sampled token of a request that runs alone."""
     crowding: float = 3e-4
     """Seconds that each other request adds to a sampled token."""
     answers: int = 0

@@ -1,4 +1,4 @@
-"""Averages over the rollouts of a pool, which follow what is seen from a first guess."""
+"""Averages over the rollouts of a pool, which start as guesses and follow the observations."""
 
 from dataclasses import dataclass
 
@@ -30,14 +30,15 @@ class WorkloadStats:
     sampled: float = 200.0
     """Tokens that such a turn samples."""
     duty_cycle: float = 0.5
-    """The fraction of its life in which a rollout is in flight."""
+    """The fraction of its life that a rollout has a request in flight."""
     _begun: int = 0
     _later_turns: int = 0
 
     def begin(self, backend_id: str, prompt_tokens: int) -> TrackedRollout:
-        """Return a rollout that begins on a backend.
+        """Return a new rollout on a backend, and learn from its first prompt.
 
-        Its weight is that of its prompt, which takes room and is attended to in every turn.
+        Its weight is the length of that prompt relative to the average, since a prompt takes room and is attended to in
+        every turn.
         """
         self._begun += 1
         self.first_prompt += max(_LEARNING, 1 / (self._begun + 1)) * (prompt_tokens - self.first_prompt)

@@ -9,7 +9,7 @@ from rollout_service.inference.local_servers.process import ServerCommand, Serve
 
 
 class EmbeddedEngine(ServerProcess):
-    """Serves the model in `model_path` while the context lasts; `.url` is where.
+    """Serves the model in `model_path` at `url` while the context lasts.
 
     The process ends with the context, and also when this process is killed.
 
@@ -28,7 +28,7 @@ class EmbeddedEngine(ServerProcess):
         weight_version: str = "default",
         on_wait: Callable[[float], None] | None = None,
     ) -> None:
-        """`port` 0 takes a free one; see the engine's `--help` for the rest."""
+        """Take a port, where 0 takes a free one; the engine's `--help` explains the rest."""
         super().__init__(on_wait=on_wait)
         self._arguments = [
             *("--model", str(Path(model_path).resolve())),
