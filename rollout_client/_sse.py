@@ -35,7 +35,7 @@ class SSEParser:
     _data: list[str] = field(default_factory=list)
 
     def feed(self, chunk: bytes) -> Iterator[ServerSentEvent]:
-        """Take the next chunk and give the events that it completes."""
+        """Take the next chunk and yield the events that it completes."""
         *lines, self._rest = self._split(self._rest + chunk)
         for line in lines:
             event = self._line(line.decode("utf-8", errors="replace"))
@@ -44,7 +44,7 @@ class SSEParser:
 
     @staticmethod
     def _split(data: bytes) -> list[bytes]:
-        """Lines and the unfinished rest; a CR at the end waits, for it may be half of a CRLF."""
+        """Return the lines and the unfinished rest; a CR at the end waits, since it may be half of a CRLF."""
         held = b"\r" if data.endswith(b"\r") else b""
         parts = _LINE_END.split(data[: len(data) - len(held)])
         return [*parts[:-1], parts[-1] + held]

@@ -43,7 +43,7 @@ def require_numpy() -> None:
     """Raise an error if numpy is missing, before anything is leased or read for it.
 
     Raises:
-        ImportError: with the command that installs it.
+        ImportError: numpy is missing; the message has the command that installs it.
     """
     if find_spec("numpy") is None:
         raise ImportError("batches as arrays need numpy: pip install 'rollout-client[arrays]'")

@@ -1,7 +1,7 @@
 """Read an exported run from its file.
 
-Guarantees: the rollouts read equal those that the service held; a truncated file, or one that is not an export, is an
-error and never a shorter run. gzip is detected; one rollout is in memory at a time.
+Guarantees: the rollouts read are equal to those that the service held; a truncated file, or one that is not an export,
+is an error and never a shorter run. gzip is detected; one rollout is in memory at a time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs for a trainer: `async for batch in run.batches()` is all it needs.
 
-Guarantees: an acknowledged batch never comes again, any other does. A lease whose response was lost is requested again
-under the same key, which returns the same batch.
+Guarantees: an acknowledged batch never comes again; any other batch does. A lease whose response was lost is requested
+again under the same key, which returns the same batch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Spawn = Callable[..., object]
 """Starts a coroutine function with its arguments in a task group."""
 
 RESCORE_SECONDS = 3_600.0
-"""The time for which the scoring of one request's rollouts may take."""
+"""How long the scoring of one request's rollouts may take."""
 
 
 class LeasedBatch:

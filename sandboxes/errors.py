@@ -105,7 +105,7 @@ class SessionDiedError(SandboxError):
     ) -> None:
         super().__init__(message, hint=hint)
         self.output = output
-        """What the command had printed so far, cut to its limit."""
+        """The command's output so far, cut to its limit."""
         self.timed_out = timed_out
         """Whether the session was ended because nothing else stopped the command at its timeout."""
 
@@ -119,7 +119,7 @@ class LimitExceededError(SandboxError):
         super().__init__(message, hint=hint)
         self.limit = limit
         self.output = ""
-        """What the command had printed before its session was ended, cut to its limit."""
+        """The command's output before its session was ended, cut to its limit."""
 
 
 class SandboxFileError(SandboxError):

@@ -1,4 +1,4 @@
-"""AReaL: a rollout workflow. Held to the interface of AReaL 1.0.4.
+"""AReaL: a rollout workflow. Checked against the interface of AReaL 1.0.4.
 
     trainer.train(workflow="rollout_client.adapters.areal.Workflow", workflow_kwargs={"url": ...})
 
@@ -29,7 +29,7 @@ class Episodes:
     def __init__(
         self, submitter: RolloutSubmitter | None = None, *, url: str | None = None, gconfig: Any = None
     ) -> None:
-        """`gconfig` is AReaL's GenerationHyperparameters."""
+        """Take sampling parameters from `gconfig`, which is AReaL's GenerationHyperparameters."""
         self.submitter = submitter or RolloutSubmitter.from_environment(**({"url": url} if url else {}))
         names = ("temperature", "top_p", "top_k")
         self.sampling = read_sampling({name: getattr(gconfig, name, None) for name in names})
@@ -50,7 +50,7 @@ def make_workflow_class() -> Any:
     from areal.api.workflow_api import RolloutWorkflow
 
     class Workflow(Episodes, RolloutWorkflow):  # type: ignore[misc]
-        """`Episodes`, as AReaL asks for it."""
+        """`Episodes` with AReaL's base class."""
 
     return Workflow
 

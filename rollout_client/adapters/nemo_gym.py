@@ -1,4 +1,4 @@
-"""NeMo Gym: an agent server, which is how NeMo-RL gets rollouts. Held to the sources of both of 2026-08-22.
+"""NeMo Gym: an agent server, which is how NeMo-RL gets rollouts. Checked against both sources of 2026-08-22.
 
     # app.py of an agent of NeMo Gym
     from rollout_client.adapters.nemo_gym import agent_class
@@ -8,9 +8,10 @@
 A row of the data set has `environment` and `instance` in addition to `responses_create_params`.
 
 Guarantees: those of the package. Each turn is an output item with its `prompt_token_ids`, `generation_token_ids` and
-`generation_log_probs`, each prompt beginning with the one before and its generation, as NeMo-RL demands. NeMo-RL takes
-one row of a rollout: of several segments the one with most sampled tokens, and `left_out` counts the rest. NeMo Gym
-must have a number as the reward: a rollout without one is run again, and then NoRewardError is raised.
+`generation_log_probs`; each prompt begins with the one before it and its generation, as NeMo-RL demands. NeMo-RL takes
+one row per rollout: if there are several segments, the one with the most sampled tokens; `left_out` counts the tokens
+of the rest. NeMo Gym requires a number as the reward: a rollout without one is run again, and then NoRewardError is
+raised.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def agent_class(submitter: RolloutSubmitter | None = None) -> Any:
         config: BaseResponsesAPIAgentConfig
 
         async def responses(self, body: Any = None) -> Any:
-            """Single responses are the model server's."""
+            """Refuse: single responses come from the model server."""
             raise NotImplementedError("this agent has whole rollouts only: POST /run")
 
         async def run(self, body: Request) -> Response:

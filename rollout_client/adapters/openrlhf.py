@@ -1,4 +1,4 @@
-"""OpenRLHF: an agent executor. Held to the interface of OpenRLHF 0.11.2.
+"""OpenRLHF: an agent executor. Checked against the interface of OpenRLHF 0.11.2.
 
     # agent.py, named by --train.agent_func_path
     from rollout_client.adapters.openrlhf import agent_executor
@@ -7,9 +7,9 @@
 The service's address is ROLLOUT_URL, its key ROLLOUT_KEY. A row's task is its prompt as text (`submit.task_text`), or
 its label where the prompt is a question for people.
 
-Guarantees: those of the package. OpenRLHF must have a reward for each sample: a rollout without one is run again, and
-then NoRewardError is raised. It takes one row of a rollout, no longer than `max_length`: what it did not get is in its
-log as `left_out`.
+Guarantees: those of the package. OpenRLHF requires a reward for each sample: a rollout without one is run again, and
+then NoRewardError is raised. It takes one row per rollout, no longer than `max_length`; its log has the number of
+tokens that it did not get as `left_out`.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Executor:
 
 
 def agent_executor(submitter: RolloutSubmitter | None = None) -> type:
-    """Return the class that OpenRLHF looks for, a subclass of its own."""
+    """Return the class that OpenRLHF looks for, a subclass of OpenRLHF's base class."""
     from openrlhf.utils.agent import AgentExecutorBase
 
     class AgentExecutor(Executor, AgentExecutorBase):  # type: ignore[misc]
-        """`Executor`, as OpenRLHF asks for it."""
+        """`Executor` with OpenRLHF's base class."""
 
         def __init__(self) -> None:
             super().__init__(submitter)

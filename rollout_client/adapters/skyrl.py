@@ -1,4 +1,4 @@
-"""SkyRL: a generator. Held to the interface of SkyRL 0.3.0 and of its source of 2026-08-21.
+"""SkyRL: a generator. Checked against the interface of SkyRL 0.3.0 and its source of 2026-08-21.
 
     class Experiment(BasePPOExp):
         def get_generator(self, cfg, tokenizer, inference_engine_client):
@@ -6,9 +6,10 @@
 
 Each row's task is in its `env_extras` (`environment`, `instance`), or in its prompt as text (`submit.task_text`).
 
-Guarantees: those of the package. With `step_wise` each segment is a row and the last one has the rollout's reward;
-without, a rollout is its row with most to train on, and `rollouts/left_out` in the metrics counts what was left out.
-SkyRL must have a reward for each row: a rollout without one is run again, and then NoRewardError is raised.
+Guarantees: those of the package. With `step_wise`, each segment is a row and the last one has the rollout's reward.
+Without it, a rollout is its row with the most tokens to train on, and `rollouts/left_out` in the metrics counts the
+tokens left out. SkyRL requires a reward for each row: a rollout without one is run again, and then NoRewardError is
+raised.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def generator(*, submitter: RolloutSubmitter | None = None, step_wise: bool = Fa
     from skyrl.train.generators.base import GeneratorInterface
 
     class RolloutGenerator(BatchGenerator, GeneratorInterface):  # type: ignore[misc]
-        """`BatchGenerator`, as SkyRL asks for it."""
+        """`BatchGenerator` with SkyRL's base class."""
 
     return RolloutGenerator(submitter or RolloutSubmitter.from_environment(), step_wise=step_wise)
 

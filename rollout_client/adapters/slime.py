@@ -1,4 +1,4 @@
-"""slime: a custom generate function and the filter that belongs to it. Held to slime's source of 2026-08-21.
+"""slime: a custom generate function and the filter that belongs to it. Checked against slime's source of 2026-08-21.
 
     --custom-generate-function-path rollout_client.adapters.slime.generate
     --dynamic-sampling-filter-path rollout_client.adapters.slime.scored
@@ -8,7 +8,7 @@ The service's address is ROLLOUT_URL, its key ROLLOUT_KEY. A row's task is its `
 
 Guarantees: those of the package. Each segment of a rollout is a sample, and the samples of a rollout share a
 `rollout_id`, so they weigh as one. A rollout without a reward is ABORTED, has no reward, is removed from the loss, and
-`scored` drops its group; without that filter slime stops at it, since it would have to make a reward up.
+`scored` drops its group; without that filter slime stops, since it would have to make up a reward.
 """
 
 from __future__ import annotations

@@ -5,11 +5,12 @@
         model=..., train_dataset=Dataset.from_list(rows(tasks)), rollout_func=hook, reward_funcs=service_reward, ...
     )
 
-Guarantees: each prompt that TRL hands over is one rollout, so that its groups are groups; before TRL samples with new
-weights, the engines have them; `env_mask` is 0 on tools' results. A rollout without a reward has none for TRL either
-(`None`, which TRL leaves out of the group's mean), and nothing of it is trained on.
-TRL takes one row of a rollout: of several segments it gets the one with most sampled tokens, and how many sampled
-tokens of a rollout it did not get is in its log as `rollouts/left_out`, with `rollouts/failed` and `rollouts/turns`.
+Guarantees: each prompt that TRL hands over is one rollout, so TRL's groups are groups of rollouts; before TRL samples
+with new weights, the engines have them; `env_mask` is 0 on tools' results. A rollout without a reward has none for TRL
+either (`None`, which TRL leaves out of the group's mean), and nothing of it is trained on.
+TRL takes one row per rollout: if there are several segments, it gets the one with the most sampled tokens. Its log has
+the number of sampled tokens that a rollout lost this way as `rollouts/left_out`, with `rollouts/failed` and
+`rollouts/turns`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 
 def rows(tasks: Iterable[Task]) -> list[dict[str, str]]:
-    """Rows of a data set for TRL, which hands its hook a row's prompt and nothing else: the task as text."""
+    """Return rows of a data set for TRL. Each row's prompt is its task as text, since TRL's hook gets only prompts."""
     return [{"prompt": task_text(task)} for task in tasks]
 
 
@@ -41,7 +42,7 @@ def service_reward(
     log_metric: Callable[[str, float], None],
     **_: object,
 ) -> list[float | None]:
-    """The reward function: the environment's rewards, as they came with the rollouts. Logs what became of these."""
+    """Return the environment's rewards, which came with the rollouts, and log how the rollouts went."""
     count = len(rollout_reward)
     log_metric("rollouts/failed", sum(reward is None for reward in rollout_reward) / count)
     log_metric("rollouts/turns", sum(rollout_turns) / count)

@@ -1,16 +1,16 @@
-"""verl: an agent loop. Held to the interface of verl 0.9.1.
+"""verl: an agent loop. Checked against the interface of verl 0.9.1.
 
     # agent_loops.yaml, named by actor_rollout_ref.rollout.agent.agent_loop_config_path
     - name: rollout_service
       _target_: rollout_client.adapters.verl.RolloutAgentLoop
       url: http://node-3:8080
 
-and a column `agent_name` with `rollout_service` in the data set, beside `environment` and `instance` (in the row, or in
-its `extra_info`). verl makes an instance for each sample and calls `run`; it asks for no base class.
+The data set also needs a column `agent_name` with `rollout_service`, next to `environment` and `instance` (in the row,
+or in its `extra_info`). verl makes an instance for each sample and calls `run`; it requires no base class.
 
-Guarantees: those of the package. verl must have a reward for each sample: one without is run again, and then
-NoRewardError is raised. verl takes one row of a rollout, no longer than `response_length`: what it did not get
-is counted in the extra field `left_out`.
+Guarantees: those of the package. verl requires a reward for each sample: a rollout without one is run again, and then
+NoRewardError is raised. verl takes one row per rollout, no longer than `response_length`; the extra field `left_out`
+counts the tokens that it did not get.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RolloutAgentLoop:
     def __init__(
         self, trainer_config: Any, *, url: str | None = None, key: str | None = None, **_: object
     ) -> None:
-        """`url` and `key` come from the configuration of the agent loop; the rest is what verl gives to each."""
+        """Take `url` and `key` from the configuration of the agent loop, and the rest from verl."""
         self.submitter = submitter_at(url, key)
         self.response_length = int(trainer_config.config.actor_rollout_ref.rollout.response_length)
 

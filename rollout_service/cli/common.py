@@ -1,4 +1,4 @@
-"""What the commands share: options, how they run, and how they report errors.
+"""The shared parts of all commands: options, the way they run, and error reports.
 
 Guarantees: results go to stdout and everything else to stderr, so commands work in pipes. A known error ends a command
 with its message, what to do next, and exit code 1, without a traceback. Nothing heavy is imported before a command

@@ -1,1 +1,1 @@
-"""Which host runs what."""
+"""This host: its identity, its sandboxes, and how much it runs at once."""

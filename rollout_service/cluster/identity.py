@@ -1,4 +1,4 @@
-"""Which service holds a lease, and whether its process is gone.
+"""The identity of a service that holds a lease, which tells whether its process is gone.
 
 Guarantees: no two services ever have the same identity, whether they share a host, a host name, a process id or even a
 process. `is_gone` is true only of a process that has certainly ended; it is false of every process that cannot be

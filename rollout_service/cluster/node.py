@@ -1,7 +1,7 @@
-"""This host as the service uses it: its sandboxes, those kept warm, and how many of them it bears.
+"""This host as the service uses it: its sandboxes, in use and warm, and how many it can bear.
 
-Guarantees: within `running` the admission controller follows the host's pressure, the pool refills itself, and what
-goes out of sandboxes is counted; when it is left no warm sandbox lives on.
+Guarantees: within `running`, the admission controller follows the host's pressure, the pool refills itself, and the
+traffic that leaves sandboxes is counted. No warm sandbox outlives the block.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Node:
 
     @classmethod
     def make(cls, provider: SandboxProvider, settings: Settings, metrics: Metrics) -> Self:
-        """Put a pool and an admission controller before a provider. Nothing is started."""
+        """Return a node with a warm pool and an admission controller in front of a provider. Nothing is started."""
         ceiling, wanted = settings.sandbox_ceiling, settings.sandboxes
         folders = [settings.state_dir, settings.sandbox.run_dir or Path("/tmp")]  # noqa: S108 - its space is read
         reader = HostReader([folder.expanduser().absolute() for folder in folders])

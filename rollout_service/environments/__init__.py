@@ -1,1 +1,1 @@
-"""What turns a task into an episode: environments, built-in and plugged in."""
+"""Environments, which turn a task into an episode: built-in ones and plug-ins."""

@@ -3,7 +3,7 @@
 Three coroutines: `init` and `run`, for which `agent_environment.AgentEnvironment` has working defaults, and `evaluate`.
 Guarantees of the pipeline: each runs under its stage's deadline and may be cancelled at any await; `evaluate` may be
 called again after a failure that may pass; the sandbox in `Episode` is alive, belongs to this rollout alone, and is
-released by the pipeline, never by the environment; what `evaluate` must not trust the agent with stays out of the
+released by the pipeline, never by the environment; anything that `evaluate` must keep from the agent stays out of the
 sandbox until the agent has ended.
 """
 

@@ -1,4 +1,4 @@
-"""Which groups are worth training on: filters, statistics, acceptance, staleness, fair shares. No I/O, no clock."""
+"""Decisions about groups: filters, statistics, acceptance, staleness, fair shares. No I/O, no clock."""
 
 from rollout_service.groups.acceptance import AcceptanceRate, GroupProgress, groups_needed
 from rollout_service.groups.admission import (

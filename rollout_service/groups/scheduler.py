@@ -1,4 +1,4 @@
-"""Which run starts its next group when several could.
+"""Decides which run starts its next group when several could.
 
 Guarantees: runs of a higher priority are served first, and runs of equal priority share in proportion to their weights.
 Every sixteenth turn goes to the run that has waited for the most turns, whatever its priority, so no run starves. A run
@@ -20,7 +20,7 @@ STARVATION_TURNS = 16
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a run claims."""
+    """A run's claim to start groups."""
 
     groups: int
     """The number of groups it would start now."""

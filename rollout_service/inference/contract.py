@@ -65,7 +65,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedExtras:
-    """What to return in addition to sampled ids, logprobs and versions; nothing by default."""
+    """The extras to return in addition to sampled ids, logprobs and versions; none by default."""
 
     top_logprobs: int = 0
     """How many of the likeliest tokens to return for each sampled one."""
@@ -118,7 +118,7 @@ class TopLogprob(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReturnedExtras:
-    """What `RequestedExtras` asked for; None for what was not asked for, and if nothing was sampled."""
+    """The extras that were requested; a field is None if it was not requested, or if nothing was sampled."""
 
     top_logprobs: list[list[TopLogprob]] | None = None
     """The likeliest tokens for each sampled one, best first, under the distribution of `logprobs`."""
@@ -161,7 +161,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What an engine reports about its model."""
+    """An engine's report about its model."""
 
     model_path: str
     tokenizer_path: str
@@ -179,7 +179,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendLoad:
-    """How busy an engine reports to be."""
+    """An engine's report of how busy it is."""
 
     running: int
     waiting: int
@@ -246,7 +246,7 @@ class Backend(Protocol):
         """Return the model, its limits and the current weight version."""
 
     async def health(self, *, paused: bool = False) -> None:
-        """Return if the engine serves, else raise; a paused one only has to answer."""
+        """Check that the engine serves; a paused one only has to answer."""
 
     async def load(self) -> BackendLoad:
         """Return how busy the engine is."""

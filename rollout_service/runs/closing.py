@@ -1,4 +1,4 @@
-"""How a group whose rollouts have ended is closed: masked samples, penalties, the filters' verdict, advantages."""
+"""Closes a group whose rollouts have ended: masked samples, penalties, the filters' verdict, advantages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the run manager estimates about a run. A crash loses the estimates; decisions stay correct without them."""
+"""The run manager's estimates about a run. A crash loses the estimates; decisions stay correct without them."""
 
 from __future__ import annotations
 

@@ -58,9 +58,9 @@ class Rescorer:
         return self._rescore_in_batches(order.rollouts, _return_given, order)
 
     async def rescore_run(self, run_id: str, order: RescoreRun) -> AsyncIterator[Rescored]:
-        """Score rollouts of a run, in the order of their groups.
+        """Score rollouts of a run, in the order of their groups. Errors are raised before the first rollout.
 
-        Raises, before the first rollout:
+        Raises:
             NotFoundError: there is no such run.
             InvalidFieldError: the run lacks a rollout that is asked for, or the environment cannot be used.
         """
@@ -181,7 +181,7 @@ class _RecordedSource:
         return self.policy
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: a recorded policy holds nothing."""
 
 
 async def _return_given(recorded: Sequence[RecordedRollout]) -> Sequence[RecordedRollout]:

@@ -1,4 +1,4 @@
-"""The running service: what has a lifetime, and what the routes work with."""
+"""The running service: its parts that have a lifetime, and the operations that the routes call."""
 
 from rollout_service.service.opening import open_service
 from rollout_service.service.service import Service, check_image

@@ -98,7 +98,8 @@ class Store(Protocol):
         """Lease up to `limit` rollouts, oldest first: queued ones, and those whose lease from another owner expired.
 
         With `pools`, only rollouts of these pools are leased, and until the next claim `wait_for_work` waits for these
-        alone. What `owner` already holds is never leased to it again, however long the store could not be written to.
+        alone. A rollout that `owner` already holds is never leased to it again, however long the store could not be
+        written to.
         """
         ...
 
@@ -107,11 +108,11 @@ class Store(Protocol):
         ...
 
     async def recover(self, owner: str) -> int:
-        """Requeue what services that are gone held; return how many rollouts that was.
+        """Requeue the rollouts of services that are gone; return how many that was.
 
-        `owner` calls this before its first claim. An attempt that had begun stays counted. What a live service holds
-        is not touched: a store that services share asks `cluster.identity.is_gone` about each owner; in a store that
-        only one process can have open, every other owner is gone.
+        `owner` calls this before its first claim. An attempt that had begun stays counted. The rollouts of a live
+        service are not touched: a store that services share asks `cluster.identity.is_gone` about each owner; in a
+        store that only one process can have open, every other owner is gone.
         """
         ...
 

@@ -56,7 +56,7 @@ class ReadyGroup:
 
 @dataclass(frozen=True, slots=True)
 class NewBatch:
-    """What to put into a new batch, and what becomes of the rest."""
+    """A new batch: the groups to put into it, and what becomes of the others."""
 
     groups: Sequence[int]
     surplus: Sequence[int] = ()

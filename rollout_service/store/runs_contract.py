@@ -12,7 +12,7 @@ Guarantees:
 Events: `run.state` (subject: the run's id), `group.closed` (the group's id; `run`, `state`, `reason`), and
 `batch.leased`, `batch.returned`, `batch.acknowledged`, `batch.dissolved` (the batch's id; `run`, `delivery`).
 
-What a store decides is in `store.rules`.
+The decisions that a store makes are in `store.rules`.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class BatchLeaseRequest:
 
     run_id: str
     key: str
-    """Whoever repeats a key gets the batch it already holds, for example after a lost response."""
+    """A consumer that repeats a key gets the batch it already holds, for example after a lost response."""
     seconds: float
     allow_stale: bool = False
 

@@ -26,7 +26,7 @@ class CheckResult:
     """The check's docstring, which is the contract's promise."""
     verdict: Verdict
     reason: str
-    """What was found instead, or why the failure is known; empty if it holds."""
+    """The finding, or the reason why the failure is known; empty if the promise holds."""
     seconds: float
 
 

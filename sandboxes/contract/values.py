@@ -7,7 +7,7 @@ from typing import Literal
 from sandboxes.errors import LimitExceededError
 
 Network = Literal["none", "full"] | tuple[str, ...]
-"""What a sandbox can reach. "none" is its own loopback and nothing else. A tuple is an allow list of hosts: each is
+"""The network of a sandbox. "none" is its own loopback and nothing else. A tuple is an allow list of hosts: each is
 `HOST` or `*.HOST`, with or without `:PORT` (443 and 80 by default), and is reached through an egress proxy that the
 environment's proxy variables name. "full" is the host's own network, including its loopback; never use it for hostile
 code."""
@@ -25,7 +25,7 @@ class Bind:
 
 @dataclass(frozen=True, slots=True)
 class SandboxSpec:
-    """What one sandbox is made from and what it may use. A limit of None means the provider's default."""
+    """The specification of one sandbox. A limit of None is the provider's default."""
 
     image: str | None = None
     """A name, a path or a reference; None is the provider's default image."""
@@ -89,7 +89,7 @@ class PythonResult:
     """The result of one cell of a Python session."""
 
     output: str
-    """What the cell printed to both streams, and what it displayed as text."""
+    """The text that the cell printed to both streams or displayed."""
 
     result: str | None
     """The text of the last expression's value, or None if the cell has none."""
@@ -150,7 +150,7 @@ class SandboxInfo:
 
 @dataclass(frozen=True, slots=True)
 class SweepReport:
-    """What `sweep` removed of dead services: counts, and what could not be removed and why."""
+    """The result of `sweep`: counts of what it removed, and each thing it could not remove, with the reason."""
 
     sandboxes: int = 0
     processes: int = 0

@@ -36,7 +36,7 @@ NEVER = tuple(
 )
 """Addresses that no honest name resolves to, although they are registered as public or private."""
 ISATAP = frozenset({0x0000_5EFE, 0x0200_5EFE})
-"""What precedes the IPv4 address in the address of an ISATAP tunnel."""
+"""The 32 bits before the IPv4 address in the address of an ISATAP tunnel."""
 HINT = 'entries are HOST, *.HOST or an address, each may have :PORT: "example.com", "*.example.org:443", "[fd00::1]:80"'
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address

@@ -1,1 +1,1 @@
-"""What this machine offers: users, processes, and facts about the kernel."""
+"""This machine: its users, its processes, and facts about its kernel."""

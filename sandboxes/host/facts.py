@@ -1,6 +1,6 @@
-"""What this machine offers to sandboxes: where Apptainer is, and what its kernel allows.
+"""Facts about this machine: where Apptainer is, and what the kernel allows.
 
-Everything is read and nothing is changed. Only `find_apptainer` raises: a fact that cannot be read is reported as
+Reading them changes nothing. Only `find_apptainer` raises: a fact that cannot be read is reported as
 the poorer one (`None`, `False`), so a caller never relies on something that was not seen.
 """
 

@@ -89,7 +89,7 @@ HINTS = (
 
 
 class ImageBuilder(Protocol):
-    """What the store needs of a program that builds images. Its methods block: call them in a thread."""
+    """A program that builds images, as the store uses it. Its methods block: call them in a thread."""
 
     @property
     def version(self) -> str:

@@ -18,16 +18,16 @@ from sandboxes.limits.group_folders import group_members, remove_groups
 CGROUPS = Path("/sys/fs/cgroup")
 PERIOD_US = 100_000
 LAUNCHER_PROCESSES = 64
-"""What a group allows above the sandbox's limit during the start, for the launcher's threads and helper processes."""
+"""Processes above the sandbox's limit that a group allows during the start: the launcher's threads and helpers."""
 SPARE_PROCESSES = 16
-"""What it allows after the start, for the control shell, so that a fork bomb does not keep it from forking."""
+"""Processes above the limit after the start, with which the control shell can fork despite a fork bomb."""
 REMOVE_SECONDS = 2.0
 READ_SIZE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceLimits:
-    """What one sandbox may use; None means no limit."""
+    """The limits of one sandbox; None means no limit."""
 
     memory_bytes: int | None
     max_processes: int | None

@@ -107,7 +107,11 @@ class HostProvider(SandboxProvider):
 
     @abstractmethod
     async def plan(self, spec: SandboxSpec, folder: RunFolder) -> LaunchPlan:
-        """Plan the launch of a sandbox, before anything has been made. Raises the errors of `start`."""
+        """Plan the launch of a sandbox, before anything has been made.
+
+        Raises:
+            SandboxError: as `SandboxProvider.start` does.
+        """
 
     @abstractmethod
     def groups(self) -> ControlGroups:

@@ -59,7 +59,7 @@ END_PAUSE = 0.02
 
 
 class HostResources(Protocol):
-    """What a provider started on the host for one sandbox, and how it ends."""
+    """The processes, folders and limits that a provider made on the host for one sandbox."""
 
     @property
     def pid(self) -> int | None:

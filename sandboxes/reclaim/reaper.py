@@ -37,7 +37,7 @@ PAUSE = 0.02
 
 
 class ReclaimResult(NamedTuple):
-    """What was removed, and what could not be removed and why."""
+    """Counts of what was removed, and each failure with its reason."""
 
     sandboxes: int = 0
     processes: int = 0

@@ -53,7 +53,7 @@ class RunFolder:
 
     @property
     def overlay(self) -> Path:
-        """What the sandbox writes."""
+        """The files that the sandbox writes."""
         return self.path / "overlay"
 
     @property

@@ -1,1 +1,1 @@
-"""What every sandbox is made of: its control shell, pipes, programs, and files."""
+"""The parts of every sandbox: its control shell, pipes, programs, and files."""

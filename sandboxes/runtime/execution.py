@@ -31,7 +31,11 @@ async def run_collected(
     output_limit: int,
     violations: LimitViolations,
 ) -> ExecResult:
-    """Run a program to its end or its time-out. Raises the errors of `Sandbox.exec`."""
+    """Run a program to its end or its time-out.
+
+    Raises:
+        SandboxClosedError, ValueError: as `Sandbox.exec` does.
+    """
     out, err = OutputBuffer(output_limit), OutputBuffer(output_limit)
     code: int | None = None
     with anyio.move_on_after(timeout) as scope:

@@ -74,7 +74,7 @@ def stop(code: int, message: str = "") -> "NoReturn":
 
 
 def enter_user_namespace(pid: int) -> None:
-    """Become one of the sandbox's own users, who has every right to its files and none to the host's."""
+    """Enter the sandbox's user namespace as one of its users, with every right to its files and none to the host's."""
     ours, theirs = os.stat("/proc/self/ns/user"), os.stat(f"/proc/{pid}/ns/user")
     if ours.st_ino == theirs.st_ino:
         return

@@ -30,7 +30,7 @@ GRADER_PLACES = 1
 
 
 class Purpose(StrEnum):
-    """What a sandbox is for, by descending priority."""
+    """The purposes of a sandbox, by descending priority."""
 
     GRADER = "grader"
     AGENT = "agent"

@@ -6,14 +6,14 @@ from enum import StrEnum
 
 
 class DemoEngine(StrEnum):
-    """What serves the policy."""
+    """The engines that can serve the policy."""
 
     EMBEDDED = "embedded"
     SGLANG = "sglang"
 
 
 class DemoSandbox(StrEnum):
-    """Where tools run."""
+    """The providers of sandboxes that tools can run in."""
 
     APPTAINER = "apptainer"
     LOCAL = "local"

@@ -76,7 +76,7 @@ def command(
 
 @dataclass(frozen=True, slots=True)
 class _Submission:
-    """What to roll out, and where to write the results."""
+    """The requests to roll out, and the file for the results."""
 
     tasks: Path
     stem: str

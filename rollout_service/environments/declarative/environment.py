@@ -1,10 +1,11 @@
 """An environment without Python: a folder with an `environment.toml` and the commands that it names.
 
-Guarantees: the agent's sandbox holds nothing of the grader while the agent is at work, and nothing of the
-instance but what the prompt and the init command make of it; the grader runs when every process of the agent
-has ended, outside of the agent's folders; its files are copied in for it, and its result has a path that nobody could
-know before and is read from the host's side, when the grader's processes have ended too; a result that is missing or
-is not a finite number is an error and never a zero.
+Guarantees:
+- While the agent works, its sandbox holds nothing of the grader, and of the instance only what the prompt and the init
+  command put there.
+- The grader runs outside the agent's folders, after every process of the agent has ended. Its files are copied in for
+  it. Its result has an unguessable path, and the host reads it after the grader's processes have ended too.
+- A result that is missing or is not a finite number is an error, never a zero.
 """
 
 from __future__ import annotations

@@ -48,8 +48,9 @@ class Dispatcher:
         self._options = options
         self._observer = observer
         self._decided: deque[Decision] = deque()
+        """Decisions that the observer has not been told of yet."""
         self._answered: deque[tuple[Decision, GenerateRequest, Generation | None]] = deque()
-        """Decisions that the observer, and ended requests that the router, has not been told of yet."""
+        """Ended requests that the router and the observer have not been told of yet."""
 
     async def generate(self, request: GenerateRequest, affinity: str | None) -> Generation:
         """Sample a continuation; see `BackendPool.generate`."""

@@ -1,4 +1,4 @@
-"""The backends of one pool, which of them may be used, and wake-ups for whoever waits for one."""
+"""The backends of one pool, which of them may be used, and wake-ups for callers that wait for one."""
 
 from collections.abc import Callable, Iterator, Sequence
 

@@ -1,4 +1,4 @@
-"""Requests that wait for a free place in a pool: that of the oldest rollout is next.
+"""Requests that wait for a free place in a pool; the oldest rollout's request is next.
 
 A rollout that has begun is finished before others begin, which keeps the number of open ones small. Each request
 has its own event, and usually only the next one's is set: a freed place costs the same however many wait.

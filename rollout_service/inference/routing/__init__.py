@@ -1,4 +1,4 @@
-"""Which backend serves a request: a pool's one decision, behind a small protocol."""
+"""Routers, which decide which backend of a pool serves a request, behind a small protocol."""
 
 from typing import Literal
 

@@ -1,10 +1,10 @@
-"""The constants of the cost router, by name, each with what earns it.
+"""The constants of the cost router, by name, each with the measurement that justifies it.
 
-`benchmarks/routing.py` earns them as a set: 0.99 of the possible cached tokens at an imbalance of at most 1.03. What
-each changes alone was measured in the simulated time of `tests/unit/inference/routing/test_routing_simulation.py`, as
-means over 2 and 4 engines and three seeds. With the defaults 0.993 of the possible tokens are cached, the imbalance
-is 1.020, and 0.03 % of the turns move; with one engine in four that takes four times as long, it is given 0.35 of the
-others' tokens.
+`benchmarks/routing.py` justifies them as a set: 0.99 of the possible cached tokens at an imbalance of at most 1.03. The
+effect of each alone was measured in the simulated time of `tests/unit/inference/routing/test_routing_simulation.py`, as
+means over 2 and 4 engines and three seeds. With the defaults, 0.993 of the possible tokens are cached, the imbalance
+is 1.020, and 0.03 % of the turns move. If one engine in four takes four times as long as the others, it gets 0.35 of
+the tokens that each of them gets.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ class CostRouterOptions:
     # ---- choosing
 
     equal_ratio: float = 0.02
-    """Costs that differ by at most this ratio are equal: then the rollout's own engine wins, next one on this node,
-    then the one that was chosen longest ago. At 0 the imbalance is 1.037."""
+    """Costs that differ by at most this ratio are equal: then the rollout's own engine wins, else one on this node,
+    else the one that was chosen longest ago. At 0 the imbalance is 1.037."""
     equal_seconds: float = 1e-4
     """The same as a difference in seconds, for the costs near zero of idle engines. The simulation shows no effect;
     `test_an_engine_on_this_node_is_preferred_at_equal_cost` covers such costs."""

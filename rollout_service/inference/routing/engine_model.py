@@ -1,4 +1,4 @@
-"""What the router believes about one engine: the prefixes it holds, its speed, and the work ahead of it.
+"""The router's beliefs about one engine: the prefixes it holds, its speed, and the work ahead of it.
 
 Guarantees: memory is bounded by the engine's capacity; what the engine reports replaces what was believed.
 """
@@ -91,7 +91,7 @@ class EngineModel:
         return self.in_flight + (self._foreign if is_recent else 0)
 
     def begin(self, prefill: float, now: float) -> None:
-        """Note that a request was sent which needs `prefill` seconds."""
+        """Note that a request was sent, and that reading its prompt takes `prefill` seconds."""
         self.in_flight += 1
         self._most_in_flight = max(self._most_in_flight, self.in_flight)
         self._clear_at = max(now, self._clear_at) + prefill

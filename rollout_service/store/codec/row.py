@@ -1,4 +1,4 @@
-"""What the codecs need from a stored record."""
+"""The part of a stored record that the codecs need."""
 
 from __future__ import annotations
 

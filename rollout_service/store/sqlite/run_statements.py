@@ -131,7 +131,7 @@ def record_of(db: sqlite3.Connection, row: sqlite3.Row) -> RunRecord:
 
 
 def add_to_counter(db: sqlite3.Connection, run: int, name: str, count: int = 1) -> None:
-    """Add to a add_to_counter of a run."""
+    """Add to a counter of a run."""
     db.execute(_ADD_TO_COUNTER, (run, name, count))
 
 
