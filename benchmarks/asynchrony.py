@@ -6,7 +6,7 @@ It needs what `scripts/train --install` installs, and Apptainer.
 Both train the same policy, from the same seed, with the reference trainer on the environment `slow`, whose tool takes
 a lognormal time: 1 s at the median, 2 s on average, up to 30 s. Synchronously, every step waits for its slowest
 rollout. The clock stops when the mean reward of two batches has reached the goal. `speedup` is the ratio of the two
-times; it is null if one does not get there in the time allowed. `--quick` times three steps.
+times, or null if either run does not reach the goal in the time allowed. `--quick` times three steps.
 """
 
 from __future__ import annotations

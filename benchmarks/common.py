@@ -42,7 +42,7 @@ class Options:
 
 
 def run(main: Main, description: str) -> None:
-    """Run a benchmark; whatever ends it, SIGTERM included, the processes that it started end first."""
+    """Run a benchmark; whatever ends it, including SIGTERM, the processes that it started end first."""
     given = _options(description)
 
     async def watched() -> bool:
@@ -72,7 +72,7 @@ def _options(description: str) -> Options:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value below which this share of the values lies."""
+    """Return the value below which a `share` of the values lies."""
     return sorted(values)[int(len(values) * share)]
 
 
@@ -112,12 +112,12 @@ class Server:
 
     @property
     def memory_mb(self) -> float:
-        """Resident memory of the service's process alone, in MB (10^6 bytes)."""
+        """Resident memory of only the service's process, in MB (10^6 bytes)."""
         return float(self.process.memory_info().rss) / 1e6
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time of the service's process alone."""
+        """CPU time of only the service's process."""
         times = self.process.cpu_times()
         return float(times.user + times.system)
 

@@ -2,11 +2,11 @@
 
 Run: python benchmarks/crash.py [--json FILE] [--quick]
 
-A trainer takes batches of a run. Before it continues, it writes to a ledger on disk what it got and what was
-acknowledged. After the last kill the run is ended and drained. Then the ids on both sides are compared:
+A trainer takes batches of a run. Before it continues, it records each batch and each acknowledgement in a ledger on
+disk. After the last kill, the run is ended and drained. Then the ids on both sides are compared:
 
-- `lost`: tasks that the cursor has passed and that were neither acknowledged nor cancelled when the run was ended, and
-  batches that the trainer saw acknowledged and the service does not record as such;
+- `lost`: tasks that the cursor has passed but that were neither acknowledged nor cancelled when the run was ended, and
+  batches that the trainer saw acknowledged but the service does not record as such;
 - `duplicated`: groups that came again after the trainer saw them acknowledged, or were acknowledged in two batches.
 """
 
@@ -118,7 +118,7 @@ class Victims:
                 await anyio.sleep(0.05)
 
     async def close(self) -> None:
-        """End what runs."""
+        """End the processes that still run."""
         for process in self.processes.values():
             await stop(process)
 
@@ -135,7 +135,7 @@ def order(folder: Path) -> RunRequest:
 
 
 async def main(given: Options) -> None:
-    """Kill, drain, count."""
+    """Kill, drain, and count."""
     rounds = QUICK_ROUNDS if given.quick else ROUNDS
     seed = time.time_ns()
     draw = random.Random(seed)

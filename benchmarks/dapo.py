@@ -3,24 +3,28 @@
 Run: python benchmarks/dapo.py [--json FILE] [--quick]
 
 A discrete-event simulation of an engine, with rollouts of long-tailed times, drives the functions of
-`rollout_service.groups` by which the service's run manager decides. A trainer takes consecutive batches of 32 groups of
-8 and trains in no time, so that all time is time to informative groups. 30 to 70 % of the groups have rewards that do
-not vary. Every scheduler gets the same tasks in the same order. Figures are medians over seeds and these levels;
-`_at_N` is N % uninformative alone.
+`rollout_service.groups` that make the decisions of the service's run manager. A trainer takes consecutive batches of 32
+groups of 8. Training takes no time, so all time is time to informative groups. The rewards of 30 to 70 % of the groups
+do not vary. Every scheduler gets the same tasks in the same order. Figures are medians over seeds and these levels;
+`_at_N` is only for the level of N % uninformative groups.
 
-- `speedup_vs_sync`: against rounds as in verl's dynamic sampling: generate a round, wait for all of it, filter, repeat
-  until there are enough, discard the rest; with the best size of a round (1, 2 or 3 batches) for that seed and level.
-- `ratio_to_oracle`: against an oracle that knows every outcome and time beforehand. It begins informative groups only,
-  the longest first, and drops nothing. It takes the faster of two schedules: exactly as many groups ready or under way
-  as the batches ahead need, at all times; or as many as the service found out of all that it began between two
-  batches, all of them at the beginning of that time. So neither starting too few nor too many groups hides.
+- `speedup_vs_sync`: compared with rounds as in verl's dynamic sampling: generate a round, wait for all of it, filter,
+  repeat until there are enough groups, discard the rest. The size of a round (1, 2 or 3 batches) is the best one for
+  that seed and level.
+- `ratio_to_oracle`: compared with an oracle that knows every outcome and time beforehand. It begins only informative
+  groups, the longest first, and drops nothing. It takes the faster of two schedules. The first always has exactly as
+  many groups ready or under way as the batches ahead need. The second begins, right after each batch, as many groups as
+  the service found among all that it began until the next batch. So starting too few groups shows, and so does starting
+  too many.
 - `engine_idle_share`: the share of the engine's places in which nothing ran.
-- `begun_vs_needed`: groups begun, over those that hold as many informative ones as the batches and the prefetch ask.
-- `stale_share`: groups dropped since they were too old, of all begun.
-- `tight_`: the same on an engine that cannot hold what is begun. The oracle's lead there is work that nobody is spared
-  who must roll out a group to see its rewards; it grows to 1 / (1 - uninformative). `tight_ratio_to_greedy` is against
-  one that knows as little, but keeps every place busy, whatever is needed and however old it becomes.
-- `on_demand_`: nothing is begun for a batch before it is waited for, but for what is carried over.
+- `begun_vs_needed`: the groups begun, over the number of first tasks that hold as many informative groups as the
+  batches and the prefetch need.
+- `stale_share`: the share of the groups begun that were dropped because they were too old.
+- `tight_`: the same on an engine that cannot hold everything that is begun. The oracle's lead there grows to
+  1 / (1 - uninformative): a scheduler that must roll out a group to see its rewards cannot avoid that work.
+  `tight_ratio_to_greedy` compares with a scheduler that knows as little, but keeps every place busy, regardless of need
+  and age.
+- `on_demand_`: nothing is begun for a batch before the trainer waits for it, apart from groups that are carried over.
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ from rollout_service.groups.filters import ZeroVariance
 BATCH = 32
 ETA = 8
 ENGINES = {"": (1_024, 1), "tight_": (256, 1), "on_demand_": (1_024, 0)}
-"""Places of the engine, and batches made ahead, by the prefix of the figures."""
+"""The engine's places, and the batches made ahead, by the prefix of the figures."""
 LEVELS = (0.3, 0.4, 0.5, 0.6, 0.7)
 HEADLINES = ("speedup_vs_sync", "ratio_to_oracle", "engine_idle_share")
 AIMS = {"speedup_vs_sync": ">= 2", "ratio_to_oracle": "<= 1.10"}
@@ -58,22 +62,22 @@ AIMS = {"speedup_vs_sync": ">= 2", "ratio_to_oracle": "<= 1.10"}
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is simulated."""
+    """The parameters of a simulation."""
 
     places: int
     batches: int
     uninformative: float
     seed: int
     ahead: int = 1
-    """Batches made ahead of the one that is waited for."""
+    """The number of batches made ahead of the one that the trainer waits for."""
     workload: Workload = field(default_factory=Workload)
 
     def tasks(self) -> Iterator[DrawnTask]:
-        """The tasks, which are the same for all schedulers."""
+        """Return the tasks, which are the same for all schedulers."""
         return tasks(self.workload, self.uninformative, self.seed)
 
     def needed(self) -> int:
-        """How many of the first tasks hold as many informative ones as the batches and the prefetch ask for."""
+        """Return how many of the first tasks hold as many informative ones as the batches and the prefetch need."""
         wanted = (self.batches + self.ahead) * BATCH
         positions = (place for place, task in enumerate(self.tasks(), start=1) if task.informative)
         return next(islice(positions, wanted - 1, None))
@@ -81,18 +85,18 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a scheduler came to."""
+    """The result of a scheduler."""
 
     seconds: float
     idle_share: float
     begun: Sequence[DrawnTask] = ()
     informative_by_batch: Sequence[int] = ()
-    """How many informative groups began while so many batches were delivered."""
+    """The number of informative groups begun, by the number of batches delivered by then."""
     stale: int = 0
 
 
 class Groups:
-    """Counts the samples of groups down, for schedulers that only count."""
+    """Counts the samples left in each group, for schedulers that need nothing else."""
 
     def __init__(self, engine: SimulatedEngine) -> None:
         self.engine = engine
@@ -108,7 +112,7 @@ class Groups:
             self.samples += len(task.seconds)
 
     def step(self) -> bool:
-        """Move on to the next rollout's end; returns whether an informative group ended with it."""
+        """Move on to the next rollout's end; return whether an informative group ended with it."""
         number, _ = self.engine.step()
         self.samples -= 1
         self._left[number] -= 1
@@ -121,13 +125,13 @@ class OpenGroup:
 
     task: DrawnTask
     version: int
-    """The trainer's when it began."""
+    """The trainer's version when the group began."""
     samples: list[SampleOutcome] = field(default_factory=list)
     path: list[GroupProgress] = field(default_factory=lambda: [GroupProgress()])
 
 
 class Service:
-    """A run that decides by the service's own code, and keeps in memory what the service keeps in its store."""
+    """A run that uses the service's own code to decide, and keeps in memory what the service keeps in its store."""
 
     def __init__(self, setting: Setting) -> None:
         self.engine = SimulatedEngine(setting.places)
@@ -177,7 +181,7 @@ class Service:
             self._ready.append(group)
 
     def deliver(self) -> None:
-        """Hand over a batch if there is one; the trainer is one version further at once."""
+        """Deliver a batch if there is one; the trainer's version increases immediately."""
         if len(self._ready) < BATCH:
             return
         fresh = [
@@ -193,7 +197,7 @@ class Service:
 
 
 def by_service(setting: Setting) -> Result:
-    """The service's own code."""
+    """Schedule with the service's own code."""
     service = Service(setting)
     while service.delivered < setting.batches:
         service.begin()
@@ -204,13 +208,13 @@ def by_service(setting: Setting) -> Result:
 
 
 def by_oracle(setting: Setting, found: Sequence[int]) -> Result:
-    """Knows all; the faster of its two schedules."""
+    """Schedule with full knowledge; return the faster of the two schedules."""
     exact = [(1 + setting.ahead) * BATCH] + [BATCH] * (setting.batches - 1)
     return min((_omniscient(setting, plan) for plan in (exact, found)), key=lambda result: result.seconds)
 
 
 def _omniscient(setting: Setting, plan: Sequence[int]) -> Result:
-    """Begins so many informative groups as soon as so many batches are delivered."""
+    """Begin the next number of informative groups in `plan` as soon as each batch is delivered."""
     groups = Groups(SimulatedEngine(setting.places))
     informative = (task for task in setting.tasks() if task.informative)
     ended = 0
@@ -223,7 +227,7 @@ def _omniscient(setting: Setting, plan: Sequence[int]) -> Result:
 
 
 def by_greed(setting: Setting) -> Result:
-    """Knows nothing, and keeps every place busy."""
+    """Schedule without any knowledge, keeping every place busy."""
     groups, stream = Groups(SimulatedEngine(setting.places)), setting.tasks()
     ended = 0
     while ended < setting.batches * BATCH:
@@ -234,7 +238,7 @@ def by_greed(setting: Setting) -> Result:
 
 
 def by_rounds(setting: Setting) -> Result:
-    """Synchronous rounds, of the size that suits this case best."""
+    """Schedule synchronous rounds, of the best size for this case."""
     return min((_rounds(setting, size * BATCH) for size in (1, 2, 3)), key=lambda result: result.seconds)
 
 
@@ -249,7 +253,7 @@ def _rounds(setting: Setting, size: int) -> Result:
 
 
 def measure(setting: Setting) -> dict[str, float]:
-    """All schedulers on the same tasks."""
+    """Compare all schedulers on the same tasks."""
     service = by_service(setting)
     oracle = by_oracle(setting, service.informative_by_batch)
     return {
@@ -263,7 +267,7 @@ def measure(setting: Setting) -> dict[str, float]:
 
 
 def simulate(*, batches: int, seeds: int) -> dict[str, float | int | None]:
-    """All cases, and their medians."""
+    """Simulate all cases, and return their medians."""
     figures: dict[str, float | int | None] = {}
     for prefix, (places, ahead) in ENGINES.items():
         found = {
@@ -279,12 +283,12 @@ def simulate(*, batches: int, seeds: int) -> dict[str, float | int | None]:
                     case[name] for case in cases
                 )
     for prefix in ("", "on_demand_"):
-        del figures[prefix + "ratio_to_greedy"]  # only on a full engine is it a yardstick
+        del figures[prefix + "ratio_to_greedy"]  # a yardstick only on a full engine
     return figures
 
 
 async def main(options: Options) -> None:
-    """Simulate in a thread, so that a signal ends it."""
+    """Simulate in a thread, which lets a signal end the program."""
     batches, seeds = (6, 2) if options.quick else (12, 10)
     figures = await anyio.to_thread.run_sync(
         lambda: simulate(batches=batches, seeds=seeds), abandon_on_cancel=True

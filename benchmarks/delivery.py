@@ -151,7 +151,7 @@ def peak_mb(pid: int) -> float:
 
 
 async def main(given: Options) -> None:
-    """Fill, deliver, compare."""
+    """Fill the store, deliver, and compare."""
     with tempfile.TemporaryDirectory(prefix="delivery-") as name:
         folder = Path(name)
         await fill(folder / "rollouts.sqlite3", TOKENS)

@@ -40,7 +40,7 @@ RECORD = struct.Struct(f"=2d{KEPT_TOKENS}i")
 
 
 PROMPT: ContextVar[bytes] = ContextVar("prompt")
-"""The beginning of the prompt that the current task answers."""
+"""The beginning of the prompt that the current asyncio task answers."""
 
 
 class OneTurn:

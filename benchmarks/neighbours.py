@@ -166,7 +166,7 @@ class Attacker:
             except SandboxClosedError:
                 await self.aclose()
             except SandboxError:
-                continue  # it ended its own session, or reached a limit: try again
+                continue  # it ended its session, or reached a limit: try again
 
     async def aclose(self) -> None:
         """Close the sandbox, if there is one."""

@@ -83,7 +83,7 @@ class Arena:
             )
 
     def ask(self, expected: str, question: str = "well?\n") -> None:
-        """The bystander's sandbox works.
+        """Check that the bystander's sandbox works.
 
         Raises:
             RuntimeError: it does not.
@@ -103,12 +103,12 @@ class Arena:
             self.bystander.stdout.close()
 
     def round(self, life: float, *, group: bool) -> Round:
-        """Start a service, kill it, and see what is left."""
+        """Start a service, kill it, and count what is left."""
         victim = self.start(WORKERS)
         time.sleep(life)
         if victim.poll() is not None:
             raise RuntimeError(f"the service ended by itself: {(self.folder / 'log').read_text()[-2000:]}")
-        victim.send_signal(signal.SIGSTOP)  # so that what is counted is what it has when it dies
+        victim.send_signal(signal.SIGSTOP)  # the count is then exactly what it has when it dies
         found = self.count(victim)
         begun = time.monotonic()
         if group:
@@ -117,7 +117,7 @@ class Arena:
             victim.kill()
         victim.wait()
         while time.monotonic() < begun + ALLOWED_SECONDS:
-            # Mount tables take long to read, so only once everything else is gone.
+            # Mount tables take long to read; this waits until everything else is gone.
             found.left = self.left(found.services, mounts=False) or self.left(found.services)
             if not found.left:
                 found.seconds = time.monotonic() - begun
@@ -144,7 +144,7 @@ class Arena:
         found += [f"folder {path}" for path in strangers]
         walks = [
             entry for path in strangers for entry in os.walk(path)
-        ]  # which survives what vanishes meanwhile
+        ]  # tolerates entries that vanish meanwhile
         found += [
             f"file {Path(where) / name}" for where, folders, files in walks for name in (*folders, *files)
         ]
@@ -169,7 +169,7 @@ class Arena:
 
 
 def _gone() -> AbstractContextManager[None]:
-    """Ignore that processes may end while they are examined."""
+    """Ignore errors from processes that end while they are examined."""
     return suppress(psutil.Error, OSError)
 
 
@@ -224,7 +224,7 @@ def _rounds(arena: Arena, lives: list[float], progress: Callable[[str], None]) -
             rounds.append(one)
             for left in one.left:
                 progress(f"round {number}: {left}")
-        for one in rounds:  # catches what came back, or appeared late
+        for one in rounds:  # catches leftovers that came back or appeared late
             one.left = one.left or arena.left(one.services)
     finally:
         arena.close()

@@ -5,7 +5,7 @@ Run: python benchmarks/restarts.py [--json FILE] [--quick]
 64 rollouts are in flight, submitted by `rollout-service submit` and by a run whose batches a trainer takes. The service
 is stopped with SIGTERM and started again on the same port, over and over. Finally the ids on all sides are compared:
 
-- `lost`: rollouts that `submit` has no result of, and groups that neither the trainer nor the service has settled;
+- `lost`: rollouts for which `submit` has no result, and groups that neither the trainer nor the service has settled;
 - `duplicated`: results that `submit` wrote twice, and groups that came again after they were acknowledged;
 - `client_failures`: clients that did not end with success.
 
@@ -130,7 +130,7 @@ class Attached:
         return len(failed)
 
     async def close(self) -> None:
-        """End what runs."""
+        """End the processes that still run."""
         for process in self.processes.values():
             await stop(process)
 
@@ -145,7 +145,7 @@ class Attached:
 
 
 async def main(given: Options) -> None:
-    """Restart, drain, count."""
+    """Restart, drain, and count."""
     rounds = QUICK_ROUNDS if given.quick else ROUNDS
     seed = time.time_ns()
     draw = random.Random(seed)

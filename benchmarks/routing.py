@@ -1,4 +1,4 @@
-"""Compares routers: their cache hits, how evenly they spread the load, and how long turns take.
+"""Compares routers by their cache hits, how evenly they spread the load, and how long turns take.
 
 Run: python benchmarks/routing.py [--json FILE] [--quick]
 It needs scripts/install-sglang and scripts/install-sglang-router.
@@ -11,7 +11,7 @@ seeds.
 
 - `cached_vs_ideal`: prompt tokens found in a cache, over those that one engine with an unbounded cache would have found
   for the same prompts, one after the other.
-- `imbalance`: tokens (prompts and answers) of the engine with the most, over the mean of all engines.
+- `imbalance`: tokens (prompts and answers) of the engine with the most tokens, over the mean of all engines.
 - `p99_ms`: the 99th percentile of a turn's time, as its rollout sees it.
 """
 
@@ -46,19 +46,19 @@ AIMS = {"cached_vs_ideal": ">= 0.97", "imbalance": "<= 1.1", "p99_ms": "<= the o
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Engines, what is asked of them, and how often."""
+    """The engines, their workload, and the seeds."""
 
     engines: int
     kv_tokens: int
     page: int
-    """Tokens that the engines cache together."""
+    """The number of tokens that all engines together can cache."""
     shape: Shape
     seeds: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run."""
+    """The outcome of one run."""
 
     cached_vs_ideal: float
     imbalance: float
@@ -70,7 +70,7 @@ Router = Callable[[Sequence[str]], AbstractAsyncContextManager[tuple[Ask, Callab
 
 @asynccontextmanager
 async def by_service(urls: Sequence[str]) -> AsyncIterator[tuple[Ask, Callable[[str], None]]]:
-    """Through this service's pool, in this process."""
+    """Route through this service's pool, in this process."""
     async with Pools() as pools:
         for url in urls:
             await pools.register(url)
@@ -83,7 +83,7 @@ async def by_service(urls: Sequence[str]) -> AsyncIterator[tuple[Ask, Callable[[
 
 
 def by_sglang_router(policy: str) -> Router:
-    """Through sglang-router."""
+    """Return a router that goes through sglang-router."""
 
     @asynccontextmanager
     async def router(urls: Sequence[str]) -> AsyncIterator[tuple[Ask, Callable[[str], None]]]:
@@ -105,7 +105,7 @@ def by_sglang_router(policy: str) -> Router:
 
 @asynccontextmanager
 async def simulated(setting: Setting) -> AsyncIterator[list[str]]:
-    """Scripted engines with simulated caches."""
+    """Start scripted engines with simulated caches."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         urls = []
@@ -120,7 +120,7 @@ async def simulated(setting: Setting) -> AsyncIterator[list[str]]:
 
 @asynccontextmanager
 async def real(setting: Setting) -> AsyncIterator[list[str]]:
-    """Real SGLang servers on the CPU."""
+    """Start real SGLang servers on the CPU."""
     servers = [SGLangCpuServer(MODEL, kv_tokens=setting.kv_tokens) for _ in range(setting.engines)]
     async with AsyncExitStack() as stack:
         async with anyio.create_task_group() as starts:
@@ -130,7 +130,7 @@ async def real(setting: Setting) -> AsyncIterator[list[str]]:
 
 
 async def measure(setting: Setting, urls: Sequence[str], policy: str, seed: int) -> Outcome:
-    """One run by one policy."""
+    """Measure one run by one policy."""
     router = by_service if policy == OURS else by_sglang_router(policy)
     async with httpx.AsyncClient(timeout=60) as http, router(urls) as (ask, release):
         for url in urls:
@@ -149,14 +149,14 @@ async def measure(setting: Setting, urls: Sequence[str], policy: str, seed: int)
 
 
 async def served_tokens(http: httpx.AsyncClient, url: str) -> float:
-    """Tokens of the prompts and answers that an engine has had so far."""
+    """Return how many tokens of prompts and answers an engine has had so far."""
     text = (await http.get(f"{url}/metrics")).text
     lines = re.findall(r"^sglang:(?:prompt|generation)_tokens_total(?:\{.*\})? (\S+)$", text, re.MULTILINE)
     return sum(map(float, lines))
 
 
 async def compare(setting: Setting, urls: Sequence[str]) -> dict[str, float]:
-    """Every policy on every seed; the policies take turns, so that a slow minute of the machine meets all."""
+    """Measure every policy on every seed; policies alternate, so a slow minute of the machine affects them all."""
     outcomes: dict[str, list[Outcome]] = {policy: [] for policy in POLICIES}
     for seed in setting.seeds:
         for policy in POLICIES:
@@ -171,7 +171,7 @@ async def compare(setting: Setting, urls: Sequence[str]) -> dict[str, float]:
 
 
 def settings(*, quick: bool) -> dict[str, Setting]:
-    """What is measured, by the prefix of its figures."""
+    """Return the settings to measure, by the prefix of their figures."""
     seeds = [1] if quick else [1, 2, 3]
     simulated_shape = Shape(time_scale=0.1 if quick else 0.5)
     real_shape = Shape(

@@ -1,12 +1,12 @@
-"""Counts the attacks on the service and its sandboxes that held, and measures what neighbors notice of them.
+"""Counts the attacks that the service and its sandboxes withstood, and measures the effect on neighbors.
 
 Run: python benchmarks/security.py [--json FILE] [--quick]
 
-An area is a suite of attacks, each of which raises where it succeeded; `AREAS` lists them. One that has nothing to
-attack here counts neither as held nor as broken. A resource attack takes all that it can get of one thing, again and
-again, in one sandbox: its figure is the round trip of `true` in a neighbour's shell meanwhile against before, as
-`neighbours.py` measures it, and `taken` is how many one process got. With --quick the attacks of an area are as many
-as a few seconds allow, and the resource attacks have two short rounds.
+An area is a suite of attacks, each of which raises if it succeeded; `AREAS` lists the areas. An attack that has nothing
+to attack here counts neither as held nor as broken. A resource attack takes as much as it can get of one thing, again
+and again, in one sandbox. Its figure is the round trip of `true` in a neighbor's shell during the attack over that
+before it, measured as in `neighbours.py`; `taken` is how many one process got. With --quick, each area tries as many
+attacks as a few seconds allow, and the resource attacks have two short rounds.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Outcome(NamedTuple):
 
 
 Area = Callable[[bool], AsyncIterator[Outcome]]
-"""Given whether to be quick, tries its attacks one after the other."""
+"""A function that tries its attacks one after the other, given whether to be quick."""
 
 
 async def sandbox_attacks(quick: bool) -> AsyncIterator[Outcome]:
-    """Code that attacks its sandbox, its neighbours and the host, as whoever runs this."""
+    """Attack a sandbox from inside, its neighbors and the host, as the user who runs this."""
     for name in names(quick):
         with tempfile.TemporaryDirectory() as state:
             provider = make_provider(ApptainerConfig(), Path(state))
@@ -79,7 +79,7 @@ async def sandbox_attacks(quick: bool) -> AsyncIterator[Outcome]:
 
 
 async def sandbox_attacks_as_a_user(quick: bool) -> AsyncIterator[Outcome]:
-    """Run the same attacks with an ordinary user's service; none for a caller who is one already."""
+    """Run the same attacks with an ordinary user's service; yield none if the caller is not root."""
     if os.geteuid() != 0:
         return
     with ordinary_user() as user:
@@ -135,7 +135,7 @@ AREAS: dict[str, Area] = {
     "api": api_attacks,
     "rewards": reward_hacks,
 }
-"""Another suite is another entry here: an asynchronous generator of outcomes."""
+"""The suites of attacks, each an asynchronous generator of outcomes."""
 
 AGAIN = """
 import ctypes, os
@@ -235,13 +235,13 @@ again(take, lambda one: None)
 """
 PROGRAMS = {"epoll": EPOLL, "inotify": INOTIFY, "ptys": PTYS, "descriptors": DESCRIPTORS, "keys": KEYS}
 REFUSED = {"keys"}
-"""Resources that a sandbox is refused altogether: the attack asks for them again and again."""
+"""Resources that a sandbox gets none of: the attack asks for them again and again."""
 COMMANDS = {"disk": "full_disk", "memory": "memory_hog", "processes": "fork_bomb", "cpu": "spin"}
 TAKE_SECONDS = 3
 
 
 def resource_attacks() -> dict[str, Callable[[Sandbox], Awaitable[object]]]:
-    """By what they use up."""
+    """Return the attacks by the resource that they use up."""
 
     def of_program(code: str) -> Callable[[Sandbox], Awaitable[object]]:
         async def attack(sandbox: Sandbox) -> object:
@@ -263,9 +263,10 @@ def resource_attacks() -> dict[str, Callable[[Sandbox], Awaitable[object]]]:
 
 
 async def taken(provider: SandboxProvider, name: str) -> int:
-    """How many of a thing one process of the attack takes at most.
+    """Return how many of a resource one process of the attack takes at most.
 
-    Raises RuntimeError where it takes none and should: what neighbours notice of it would say nothing.
+    Raises:
+        RuntimeError: it takes none but should; the effect on neighbors would then mean nothing.
     """
     async with await provider.start(SandboxSpec(**LIMITS)) as sandbox:  # type: ignore[arg-type]
         await sandbox.write_file("/tmp/attack.py", AGAIN + PROGRAMS[name])
@@ -278,7 +279,7 @@ async def taken(provider: SandboxProvider, name: str) -> int:
 
 
 async def try_areas(quick: bool) -> dict[str, float | int | None]:
-    """Count what held; what did not is said on standard error."""
+    """Count the attacks that held; describe the others on standard error."""
     figures: dict[str, float | int | None] = {}
     for area, attacks in AREAS.items():
         tried = [outcome async for outcome in attacks(quick)]
@@ -296,7 +297,7 @@ async def try_areas(quick: bool) -> dict[str, float | int | None]:
 
 
 async def measure(rounds: int, seconds: float) -> dict[str, float]:
-    """Measure what a neighbour notices of each resource attack."""
+    """Measure the effect of each resource attack on a neighbor."""
     found: dict[str, float] = {}
     counts: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as state:

@@ -2,21 +2,22 @@
 
 Run: python benchmarks/service.py [--json FILE] [--quick]
 
-Every turn is one bash call in a local sandbox; the engine is scripted, so that it costs no compute of its own, and
-writes down when it was asked and when it answered. Added latency of a turn = the time from when an answer of the engine
-was given to its socket until the same rollout's next request has come to the engine's process, less what the same
-command takes in a bare bash after such a rest (`tool_ms_p50_c256`; `tool_ms_p50` is its cost in a hot loop). So it
-counts the way both ways, HTTP in the service, tokens, the tool call, and whatever waits for the CPU; what the engine
-takes to parse a request and to write an answer is the engine's. Figures are over the turns in the time in which all
-rollouts were with the agent at once, without each one's first, whose command starts its shell; the orders are spread
-evenly over some seconds, so that turns do not all end at the same moment. Memory is the growth of the service's process
-alone, when most rollouts wait for the engine, over their number then.
+Every turn is one bash call in a local sandbox. The engine is scripted: it needs no compute, and records when it was
+asked and when it answered. The added latency of a turn is the time, measured at the engine, from handing an answer to
+the socket until that rollout's next request has arrived, minus the time that the same command takes in a bare bash
+after such a rest (`tool_ms_p50_c256`; `tool_ms_p50` is its cost in a hot loop). It includes the way in both directions,
+HTTP in the service, tokens, the tool call, and waiting for the CPU. It does not include the time that the engine takes
+to parse requests and write answers.
 
-`service_cpu_ms_per_turn` and `_per_rollout` are the CPU time of the service's process, for a turn, and for all else in
-a rollout's life: on a machine that is busy with other things these are the figures to trust. `limit_*` figures are
-the same turns without the service, in bare loops: the HTTP call to the same engine and a line to a running bash; that
-of `c256` in the same rhythm as the service's, timed and reckoned as the service is. Between two turns of a rollout is
-a rest of seconds, after which everything costs more than in a hot loop, the bare loop's turns too.
+Figures cover the turns during which all rollouts were with the agent, except each rollout's first, whose command starts
+its shell. Submissions are spread evenly over some seconds to keep turns from all ending at the same moment. Memory is
+the growth of only the service's process at the moment when most rollouts wait for the engine, over their number then.
+
+`service_cpu_ms_per_turn` and `_per_rollout` are the CPU time of the service's process, for a turn, and for everything
+else in a rollout's life. On a machine that is also busy with other work, trust these figures. `limit_*` figures are for
+the same turns in bare loops without the service: the HTTP call to the same engine and a line to a running bash. The one
+for `c256` has the service's rhythm and is timed and computed in the same way. A rollout rests for seconds between two
+turns, after which everything costs more than in a hot loop, including the bare loop's turns.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ ENGINE_SECONDS = 2.0
 RHYTHM = 256
 """The concurrency at which the bare loops are timed in the service's rhythm."""
 SPREAD_SECONDS = {1: 0.0, 64: 2.0, 256: 4.0, 512: 6.0}
-"""Over how long the orders are spread, by concurrency: whole turns of the engine."""
+"""The time over which submissions are spread, by concurrency: whole turns of the engine."""
 AIMS = {
     "added_ms_p50_c64": "< 3",
     "added_ms_p50_c256": "<= 2",
@@ -55,14 +56,14 @@ AIMS = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is measured."""
+    """The amounts of what is measured."""
 
     slow_turns: dict[int, int]
-    """Turns of each rollout with the slow engine, by concurrency."""
+    """The turns of each rollout with the slow engine, by concurrency."""
     fast_turns: int
-    """Turns of each rollout with the instant engine."""
+    """The turns of each rollout with the instant engine."""
     bare_turns: int
-    """Turns of each bare loop with the slow engine."""
+    """The turns of each bare loop with the slow engine."""
 
 
 FULL = Plan(slow_turns={1: 10, 64: 12, 256: 16, 512: 20}, fast_turns=100, bare_turns=8)
@@ -71,18 +72,18 @@ QUICK = Plan(slow_turns={1: 3, 64: 4, 256: 4, 512: 5}, fast_turns=30, bare_turns
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A service before a scripted engine."""
+    """A service with a scripted engine."""
 
     server: Server
     engine_url: str
     record: Path
     numbers: Iterator[int] = field(default_factory=itertools.count)
-    """Every rollout has its own, in its prompt."""
+    """The numbers of rollouts; each has its own in its prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """When most rollouts were with the agent at once."""
+    """The moment when most rollouts were with the agent."""
 
     waiting: int = 0
     memory_mb: float = 0.0
@@ -111,7 +112,7 @@ async def main(given: Options) -> None:
 
 @asynccontextmanager
 async def bench(engine_seconds: float) -> AsyncIterator[Bench]:
-    """A service before a scripted engine that takes so long for a turn."""
+    """Start a service with a scripted engine that takes `engine_seconds` for a turn."""
     with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
         folder = Path(name)
         address, record = folder / "engine", folder / "turns"
@@ -128,7 +129,7 @@ async def bench(engine_seconds: float) -> AsyncIterator[Bench]:
 async def roll_out(
     bench: Bench, count: int, turns: int, spread_seconds: float = 0.0
 ) -> tuple[list[int], Peak]:
-    """Have so many rollouts run at once to their ends; returns their numbers, and when most were with the agent."""
+    """Run `count` rollouts at once to their ends; return their numbers, and when most were with the agent."""
     ids = {f"r-{uuid.uuid4().hex[:12]}": next(bench.numbers) for _ in range(count)}
     peak = Peak()
     async with anyio.create_task_group() as group:
@@ -151,7 +152,7 @@ async def roll_out(
 async def submit(
     server: Server, limit: anyio.CapacityLimiter, rollout_id: str, number: int, turns: int
 ) -> None:
-    """Order one rollout that ends after so many turns."""
+    """Submit one rollout that ends after `turns` turns."""
     limits = Limits(max_turns=turns, agent_seconds=600, rollout_seconds=900)
     task = Task(environment="echo", instance={"number": number})
     async with limit:
@@ -159,7 +160,7 @@ async def submit(
 
 
 def check(rollouts: Sequence[Rollout], count: int, turns: int) -> None:
-    """Refuse to report figures of rollouts that did not do what is measured."""
+    """Refuse to report figures of rollouts that did not go as planned."""
     wrong = [
         rollout
         for rollout in rollouts
@@ -172,12 +173,12 @@ def check(rollouts: Sequence[Rollout], count: int, turns: int) -> None:
 
 
 def latencies(file: Path, numbers: Sequence[int], tool_ms: float) -> dict[str, float]:
-    """Milliseconds that were added to a turn, over the turns in the time when all rollouts were at work."""
+    """Return the milliseconds added to a turn, over the turns during which all rollouts were at work."""
     turns = read_turns(file)
     ours = [turns[number] for number in numbers]
     begin, end = max(one[0].asked for one in ours), min(one[-1].asked for one in ours)
     pairs = [pair for one in ours for pair in itertools.pairwise(one[1:])]
-    # Where starting them all takes longer than the first one's work, there is no such time: then all turns count.
+    # If the first one ends before the last one starts, there is no such time; then all turns count.
     inside = [
         (turn, after) for turn, after in pairs if begin <= turn.answered and after.asked <= end
     ] or pairs
@@ -192,7 +193,7 @@ def latencies(file: Path, numbers: Sequence[int], tool_ms: float) -> dict[str, f
 
 
 async def bare_rhythm(slow: Bench, turns: int) -> dict[str, float]:
-    """What bare loops add to their turns in the service's rhythm, and what the command takes there."""
+    """Measure the latency that bare loops add to turns in the service's rhythm, and the time of the command there."""
     numbers = [next(slow.numbers) for _ in range(RHYTHM)]
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     bare = await bare_turns(
@@ -211,7 +212,7 @@ async def bare_rhythm(slow: Bench, turns: int) -> dict[str, float]:
 
 
 async def throughput(instant: Bench, turns: int) -> dict[str, float]:
-    """Turns per second with an instant engine at 64 rollouts, and what bare loops do in the same place."""
+    """Measure turns per second with an instant engine and 64 rollouts, and those of bare loops in their place."""
     cpu = [instant.server.cpu_seconds]
     await roll_out(instant, 64, 1)
     cpu.append(instant.server.cpu_seconds)

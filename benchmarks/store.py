@@ -2,8 +2,8 @@
 
 Run: python benchmarks/store.py [--json FILE] [--quick]
 
-Every write is on the disk before it counts; results carry a trajectory of about 5 KB of JSON. The store's file is
-in the folder for temporary files ($TMPDIR): put it on the disk that is to be measured.
+Every write is on the disk before it counts; results carry a trajectory of about 5 KB of JSON. The store's file is in
+the folder for temporary files: set TMPDIR to a folder on the disk to measure.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOKENS = 150
 
 
 def trajectory() -> Trajectory:
-    """About 5 KB of JSON."""
+    """Make a trajectory of about 5 KB of JSON."""
     draw = random.Random(0)
     segment = Segment(
         token_ids=[draw.randrange(150_000) for _ in range(TOKENS)],
@@ -51,7 +51,7 @@ def trajectory() -> Trajectory:
 
 
 async def rate(items: Sequence[T], call: Callable[[T], Awaitable[Any]], callers: int = CALLERS) -> float:
-    """Calls per second, with so many at once."""
+    """Return the calls per second, with `callers` at once."""
     remaining = iter(items)
 
     async def work() -> None:
@@ -66,7 +66,7 @@ async def rate(items: Sequence[T], call: Callable[[T], Awaitable[Any]], callers:
 
 
 async def main(given: Options) -> None:
-    """Measure one life of many rollouts."""
+    """Measure the lives of many rollouts."""
     count = 3_000 if given.quick else 20_000
     requests = [
         RolloutRequest(rollout_id=f"r{number}", task=Task(environment="calc", instance={"number": number}))

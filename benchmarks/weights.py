@@ -1,21 +1,21 @@
-"""Measures what weight updates cost the rollouts under way, and whether every token is accounted for.
+"""Measures the cost of weight updates for the rollouts under way, and whether every token is accounted for.
 
 Run: python benchmarks/weights.py [--json FILE] [--quick]
-Before that: scripts/install-sglang
+It needs scripts/install-sglang.
 
-32 rollouts of many turns run on 2 real SGLang servers on the CPU, through this service's pool, while weights are
-loaded into the pool from disk 20 times by mode `abort`; every version is another random model. Then the same 5 times
-by mode `in_place`, whose figures begin with `in_place_`.
+32 rollouts of many turns run on 2 real SGLang servers on the CPU, through this service's pool, while weights are loaded
+into the pool from disk 20 times in mode `abort`; every version is another random model. Then weights are loaded 5 times
+in mode `in_place`; the figures of this phase begin with `in_place_`.
 
-- `lost_tokens`, `duplicated_tokens`: tokens of the engines' answers, written down as they came, that a turn lacks or
-  has twice; also a resumed request whose prompt is not the turn's prompt and what was sampled before.
-- `max_logprob_error`: the largest difference of any token's logprob from what transformers computes for it with the
-  weights of its version, the whole turn read anew. By mode `in_place` tokens that a turn marks as sampled on KV of
-  older weights (`kept_kv_versions`) are left out, and counted as `in_place_kept_kv_tokens`.
-- `held_ms_p50`: from the order until requests are sent again.
-- `stall_ms_p50`: the part of that time in which no engine had been asked for anything but turns that stood still: what
-  the service itself adds to the engines' own pausing, loading and flushing.
-- `engine_ms_p50`: the other part; `pause`, `load` and `resume` are its steps, each that of the slower engine.
+- `lost_tokens`, `duplicated_tokens`: tokens of the engines' answers, recorded as they arrive, that a turn lacks or has
+  twice. A difference between the prompt of a resumed request and the turn's prompt plus its sampled tokens counts too.
+- `max_logprob_error`: the largest difference between a token's logprob and the one that transformers computes for it
+  with the weights of its version, reading the whole turn anew. In mode `in_place`, tokens that a turn marks as sampled
+  on KV of older weights (`kept_kv_versions`) are left out, and counted as `in_place_kept_kv_tokens`.
+- `held_ms_p50`: the time from the update request until turns are sent again.
+- `stall_ms_p50`: the part of that time in which engines had no calls open except turns that stood still. The service
+  adds this part to the engines' own pausing, loading and flushing.
+- `engine_ms_p50`: the other part; `pause`, `load` and `resume` are its steps, each measured at the slower engine.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ AIMS = {
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one call to an engine gave of a turn."""
+    """The part of a turn from one call to an engine."""
 
     prompt: list[int]
     output: list[int]
@@ -70,7 +70,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a call to an engine was open."""
+    """The time during which a call to an engine was open."""
 
     start: float
     end: float
@@ -79,7 +79,7 @@ class Span:
 
 @dataclass(slots=True)
 class Record:
-    """Everything that went over the wire, written down beside the pool."""
+    """Everything sent between the pool and the engines, recorded independently of the pool."""
 
     spans: list[Span] = field(default_factory=list)
     parts: dict[str, list[Part]] = field(default_factory=lambda: defaultdict(list))
@@ -87,7 +87,7 @@ class Record:
 
 
 class RecordedBackend(SGLangBackend):
-    """Writes down its calls."""
+    """A backend that records its calls."""
 
     def __init__(self, url: str, backend_id: str, record: Record) -> None:
         super().__init__(url, backend_id=backend_id)
@@ -119,16 +119,16 @@ class Update:
 
     @property
     def stall_ms(self) -> float:
-        """Time in which no engine was doing anything that was asked of it."""
+        """The time in which no engine was working on a call."""
         return self.held_ms - self.engine_ms
 
     def step_ms(self, name: str) -> float:
-        """What a step took at the slower engine."""
+        """Return the time that a step took at the slower engine."""
         return 1e3 * max(each.steps[name] for each in self.outcome.outcomes)
 
 
 async def roll_out(pool: BackendPool, record: Record, name: str, seed: int) -> None:
-    """Conversations one after the other, for ever."""
+    """Hold conversations one after the other, forever."""
     rng = random.Random(seed)
     conversation = 0
     while True:
@@ -146,7 +146,7 @@ async def roll_out(pool: BackendPool, record: Record, name: str, seed: int) -> N
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How many updates, and how long between two."""
+    """The numbers of updates, and the time between two."""
 
     updates: int
     in_place: int
@@ -170,7 +170,7 @@ async def update_often(
 
 
 def measured(asked: float, outcome: PoolOutcome, spans: Sequence[Span]) -> Update:
-    """How long turns were held, and for how much of that time an engine was at work on anything."""
+    """Return how long turns were held, and for how much of that time any engine was working."""
     answered = asked + outcome.held_seconds
     released = min(
         (span.start for span in spans if span.is_turn and span.start >= answered), default=answered
@@ -178,7 +178,7 @@ def measured(asked: float, outcome: PoolOutcome, spans: Sequence[Span]) -> Updat
     at_work, until = 0.0, asked
     for span in sorted(spans, key=lambda each: each.start):
         if span.is_turn and span.end > released:
-            continue  # it stood still, or was sent after
+            continue  # it stood still, or was sent afterwards
         start, end = max(span.start, until), min(span.end, released)
         if end > start:
             at_work, until = at_work + end - start, end
@@ -186,7 +186,7 @@ def measured(asked: float, outcome: PoolOutcome, spans: Sequence[Span]) -> Updat
 
 
 def account(record: Record) -> tuple[int, int]:
-    """Tokens that were lost, and tokens that were duplicated, over all turns."""
+    """Count the lost and the duplicated tokens of all turns."""
     lost = duplicated = 0
     for request, answer in record.turns:
         sampled: list[int] = []
@@ -205,7 +205,7 @@ def account(record: Record) -> tuple[int, int]:
 
 
 def difference(expected: Sequence[int], found: Sequence[int]) -> tuple[int, int]:
-    """Tokens of `expected` that `found` lacks, and tokens that it has too many, after what they share."""
+    """Count the tokens of `expected` and of `found` after their common prefix: the missing and the surplus ones."""
     same = next(
         (i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b),
         min(len(expected), len(found)),
@@ -216,7 +216,7 @@ def difference(expected: Sequence[int], found: Sequence[int]) -> tuple[int, int]
 async def compared(
     record: Record, models: Mapping[int, Path], prefix: str = ""
 ) -> dict[str, float | int | None]:
-    """The largest error of a logprob, how many tokens were compared, and how many cannot be."""
+    """Return the largest error of a logprob, how many tokens were compared, and how many cannot be compared."""
     by_version: dict[int, list[Generation]] = defaultdict(list)
     orders: dict[int, dict[str, Any]] = {}
     for request, answer in record.turns:
@@ -248,7 +248,7 @@ async def compared(
 
 @asynccontextmanager
 async def rolling(urls: Sequence[str], record: Record) -> AsyncIterator[BackendPool]:
-    """A pool of these engines, under the load of all rollouts."""
+    """Run a pool of these engines under the load of all rollouts."""
 
     def connect(url: str, backend_id: str) -> SGLangBackend:
         return RecordedBackend(url, backend_id, record)
@@ -265,12 +265,12 @@ async def rolling(urls: Sequence[str], record: Record) -> AsyncIterator[BackendP
 
 
 def p50(values: Sequence[float]) -> float:
-    """The median."""
+    """Return the median."""
     return statistics.median(values)
 
 
 def figures_of(updates: Sequence[Update], record: Record, prefix: str = "") -> dict[str, float | int | None]:
-    """What one phase measured."""
+    """Return the figures of one phase."""
     lost, duplicated = account(record)
     split = sum(len(set(answer.versions)) > 1 for _, answer in record.turns)
     figures: dict[str, float | int | None] = {
@@ -293,7 +293,7 @@ def figures_of(updates: Sequence[Update], record: Record, prefix: str = "") -> d
 
 @asynccontextmanager
 async def engines(model: Path) -> AsyncIterator[list[str]]:
-    """The engines, started side by side."""
+    """Start the engines concurrently."""
     servers = [SGLangCpuServer(model, kv_tokens=40_000) for _ in range(ENGINES)]
     async with AsyncExitStack() as stack:
         async with anyio.create_task_group() as tasks:

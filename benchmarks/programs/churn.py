@@ -1,8 +1,8 @@
-"""A service that starts, uses and closes sandboxes without rest, to be killed: see `reclaim.py` one folder up.
+"""A service for `reclaim.py` to kill, which starts, uses and closes sandboxes without pause.
 
 Run: python benchmarks/programs/churn.py RUN_DIR STATE_DIR WORKERS [PROVIDER]
 
-With no workers it keeps one sandbox instead, and answers each line of its input with what a command in it says.
+With no workers, it keeps one sandbox instead, and answers each line of its input with the output of a command there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MESS = (
 
 
 async def work(provider: SandboxProvider) -> None:
-    """One sandbox after the other, each with a mess in it."""
+    """Start, use and close one sandbox after the other, leaving a mess in each."""
     draw = random.Random()
     while True:
         try:

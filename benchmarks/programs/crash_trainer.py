@@ -1,4 +1,4 @@
-"""A trainer that may be killed at any moment: it writes what it got and what was acknowledged to a ledger.
+"""A trainer that may be killed at any moment: it records its batches and acknowledgements in a ledger.
 
 Run: python benchmarks/programs/crash_trainer.py URL RUN_ID LEDGER
 """
@@ -32,7 +32,7 @@ def main(url: str, run_id: str, ledger: Path) -> None:
 
 
 def write(file: TextIO, entry: dict[str, object]) -> None:
-    """Append a line that is on the disk when this returns; a line that a kill cut short ends with the next one."""
+    """Append a line and flush it to disk; if a kill cut the line before short, this one ends it."""
     file.write("\n" + json.dumps(entry))
     file.flush()
     os.fsync(file.fileno())

@@ -18,21 +18,21 @@ from rollout_service.testing import Counting, Hardware, Reply, ScriptedEngine
 
 
 class Counted:
-    """The script `Counting`; counts the tokens of what it is asked and answers."""
+    """The script `Counting`, which also counts the tokens of its prompts and answers."""
 
     def __init__(self, vocab_size: int) -> None:
         self._script = Counting(vocab_size)
         self.totals = {"prompt": 0, "generation": 0}
 
     def reply(self, input_ids: Sequence[int], budget: int) -> Reply:
-        """The turn."""
+        """Return the turn."""
         self.totals["prompt"] += len(input_ids)
         self.totals["generation"] += budget
         return self._script.reply(input_ids, budget)
 
 
 class MeteredEngine(ScriptedEngine):
-    """Tells its totals at `/metrics`."""
+    """An engine that reports its totals at `/metrics`."""
 
     def __init__(self, hardware: Hardware, vocab_size: int) -> None:
         self._script_totals = Counted(vocab_size)

@@ -1,4 +1,4 @@
-"""One file over HTTP, from the service's own HTTP server: what any answer of its size costs at least.
+"""Serves one file over HTTP with the service's own HTTP server: the least that any response of its size costs.
 
 Run: python benchmarks/programs/static_file.py FILE --address WHERE-TO-WRITE-THE-URL
 """
@@ -23,7 +23,7 @@ from rollout_service.settings import Settings
 
 
 class LargeFile(FileResponse):
-    """A file in pieces as large as those of a batch; in starlette's own of 64 KiB it takes longer than a batch."""
+    """A file sent in chunks as large as a batch's; with starlette's own of 64 KiB it takes longer than a batch."""
 
     chunk_size = PIECE_BYTES
 

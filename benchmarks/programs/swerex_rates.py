@@ -1,10 +1,10 @@
-"""SWE-ReX's local runtime by the same measures as ours; runs in .venv-swerex, with nothing of this project.
+"""Measures SWE-ReX's local runtime as `sandboxes.py` measures ours; runs in .venv-swerex, without this project.
 
 Run: .venv-swerex/bin/python benchmarks/programs/swerex_rates.py CALLS SESSIONS
 
-It prints one JSON object: `run_ms`, how long each `run_in_session` took in milliseconds; `parallel_sleep_s`, how long
-`sleep 1` in all sessions of one runtime takes when they are asked at once; and `time_outs`, how many calls ran into
-time-outs of its own, which a busy machine provokes. Those are not counted among the times, and are made again.
+It prints one JSON object: `run_ms`, the time of each `run_in_session` in milliseconds; `parallel_sleep_s`, how long
+`sleep 1` takes when all sessions of one runtime run it at once; and `time_outs`, how many calls hit one of SWE-ReX's
+own time-outs, which happens on a busy machine. Calls that time out are repeated, and their times are not counted.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from swerex.runtime.abstract import BashAction, CreateBashSessionRequest
 from swerex.runtime.local import LocalRuntime
 
 TIME_OUTS = 10
-"""After so many the machine is too busy to measure anything."""
+"""The number of time-outs after which the machine is too busy to measure anything."""
 
 
 class Rates:
-    """One runtime and what was measured in it."""
+    """One runtime, and the measurements made in it."""
 
     def __init__(self) -> None:
         self.runtime = LocalRuntime(logger=logging.getLogger("quiet"))
@@ -35,7 +35,7 @@ class Rates:
         self._numbers: Iterator[int] = itertools.count()
 
     async def session(self) -> str:
-        """A new session; its start has a time limit of its own too."""
+        """Start a session; the start may time out too."""
         while True:
             name = f"session-{next(self._numbers)}"
             try:
@@ -53,7 +53,7 @@ class Rates:
             raise SystemExit("the machine is too busy: SWE-ReX ran into its own time-outs again and again")
 
     async def round_trips(self, calls: int) -> None:
-        """One command after the other in one session, and in a new one after a time-out."""
+        """Run one command after the other in one session, and in a new one after a time-out."""
         name = await self.session()
         while len(self.run_ms) < calls:
             begun = time.perf_counter()
@@ -68,7 +68,7 @@ class Rates:
                 raise SystemExit(f"unexpected output: {answer.output!r}")
 
     async def sleepers(self, sessions: int) -> float:
-        """Seconds until `sleep 1` has ended in so many sessions."""
+        """Return the seconds until `sleep 1` has ended in all of these sessions."""
         while True:
             names = [await self.session() for _ in range(sessions)]
             sleeps = [

@@ -1,9 +1,9 @@
 """The CPU time and memory of a benchmark and everything that it starts, including processes that have ended.
 
 CPU time comes from a control group around the benchmark (cpuacct of version 1, cpu.stat of version 2), which includes
-what the kernel did for its processes. If no group can be made, it comes from rusage, which counts a process once it has
-been waited for. Neither includes work that the kernel does on its own account, such as removing a namespace after its
-last process; `host_cpu_seconds` does, together with whatever else runs on the machine.
+the kernel's work for its processes. If no group can be made, it comes from rusage, which counts a process once it has
+been waited for. Neither includes work that the kernel does by itself, such as removing a namespace after its last
+process has ended; `host_cpu_seconds` does, together with everything else that runs on the machine.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ async def sandbox_figures(counted: Account, plan: Plan) -> Figures:
 
 @asynccontextmanager
 async def provider() -> AsyncIterator[SandboxProvider]:
-    """Make an Apptainer provider with default settings and a state folder of its own."""
+    """Make an Apptainer provider with default settings and a separate state folder."""
     with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as state:
         made = make_provider(ApptainerConfig(), Path(state))
         try:
@@ -171,7 +171,7 @@ async def sleepers(bench: Bench) -> Figures:
 
 
 async def many_starts(bench: Bench) -> Figures:
-    """Starts per second, with some under way at any time."""
+    """Measure starts per second, with some under way at any time."""
     figures: Figures = {}
     for name, python in (("starts_per_second", True), ("starts_per_second_bash", False)):
         count = bench.plan.concurrent_starts
@@ -272,7 +272,7 @@ def bare_figures(counted: Account, plan: Plan) -> Figures:
 
 
 async def swerex_figures(plan: Plan) -> Figures:
-    """Measure SWE-ReX's local runtime, with a program in its own environment."""
+    """Measure SWE-ReX's local runtime, with a program in a separate environment."""
     python = ROOT / ".venv-swerex" / "bin" / "python"
     script = [str(python), str(HERE / "programs" / "swerex_rates.py"), str(plan.swerex_calls), str(SLEEPERS)]
     done = await anyio.run_process(script, check=False)

@@ -1,4 +1,4 @@
-"""Runs sglang-router as a process; `scripts/install-sglang-router` installs it into its own environment."""
+"""Runs sglang-router as a process; `scripts/install-sglang-router` installs it in a separate environment."""
 
 from __future__ import annotations
 

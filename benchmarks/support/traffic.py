@@ -85,7 +85,7 @@ class Trace:
         return sum(turn.cached_tokens for turn in self.turns.values())
 
     def ideal_cached_tokens(self, page: int) -> int:
-        """Return the same for one engine with an unbounded cache, asked in the same order, one after the other."""
+        """Return the same for one engine with an unbounded cache that gets the turns one by one, in the same order."""
         cache, total = KVCache(page=page), 0
         for _, turn in sorted(self.turns.items()):
             hold = cache.take(turn.prompt)
