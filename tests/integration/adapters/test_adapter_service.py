@@ -1,4 +1,4 @@
-"""Adapters, and a trainer written for the ProRL Agent server, against a service over HTTP."""
+"""Adapters, and a trainer written for the ProRL Agent server, work with a service over HTTP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TASK = {"environment": "math", "instance": {"question": "2 + 2", "answer": "4"}}
 
 @pytest.fixture(scope="module")
 def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """A service and its engine, whose policy always gives the same answer."""
+    """Yield the URLs of a service and of its engine, whose policy always gives the same answer."""
     folder = tmp_path_factory.mktemp("adapters")
     with (
         engine(folder, ANSWER) as engine_url,
@@ -58,7 +58,7 @@ def test_every_trainer_gets_the_same_ids(addresses) -> None:
 
 
 def test_a_trainer_for_the_prorl_agent_server_changes_only_its_address(addresses) -> None:
-    """The order in which such a trainer calls: engines, start, a batch of jobs with some to spare, cancel, stop."""
+    """Make such a trainer's calls in its order: engines, start, a batch of jobs with some to spare, cancel, stop."""
     url, engine_url = addresses
     with httpx.Client(base_url=url, timeout=60) as server, ThreadPoolExecutor(4) as workers:
 
@@ -89,4 +89,4 @@ def test_a_trainer_for_the_prorl_agent_server_changes_only_its_address(addresses
         assert call("/stop")["cancelled"] == []
         status = server.get("/status").json()
         assert (status["status"], status["pending_jobs"], status["running"]) == ("stopped", 0, False)
-        call("/start")  # for the tests that come after
+        call("/start")  # for the tests that follow

@@ -1,4 +1,4 @@
-"""The real TRL does not train on a rollout without a reward, and does not take it for a zero."""
+"""The real TRL does not train on a rollout without a reward, and does not count it as a zero."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUIET = {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREAD
 @pytest.mark.parametrize(
     ("rewards", "mean", "moves"),
     [
-        (["1.0", "null"], 1.0, False),  # taken for a zero, the mean would be 0.5, and the weights would move
+        (["1.0", "null"], 1.0, False),  # as a zero, it would make the mean 0.5 and move the weights
         (["1.0", "0.0", "null"], 0.5, True),
     ],
 )

@@ -1,4 +1,4 @@
-"""The API of a real server with the embedded engine and local sandboxes: answers, refusals, and what they say."""
+"""A real server, with the embedded engine and local sandboxes, answers valid requests and explains each refusal."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     flags = ["--port", "0", "--port-file", str(address), "--state-dir", str(state), "--sandbox", "local"]
     command = [sys.executable, "-m", "rollout_service.cli", "serve", *flags]
     environ = os.environ | {"ROLLOUT_MAX_BODY_BYTES": "20000"}
-    environ |= {"ROLLOUT_SANDBOXES__PRESSURE__ENABLED": "false"}  # a busy machine keeps no sandbox warm
+    environ |= {"ROLLOUT_SANDBOXES__PRESSURE__ENABLED": "false"}  # a busy machine keeps no warm sandboxes
     with (
         log.open("wb") as output,
         subprocess.Popen(command, stdout=output, stderr=output, env=environ) as server,
@@ -194,7 +194,7 @@ def test_values_at_the_bounds_are_taken(api: httpx.Client) -> None:
     }
     assert api.post("/v1/runs", json=body).status_code == 201
     rollout = api.get("/v1/rollouts/bounds.0.0", params={"wait": 30})
-    while rollout.status_code == 404:  # the manager has not begun it yet
+    while rollout.status_code == 404:  # the run manager has not started it yet
         rollout = api.get("/v1/rollouts/bounds.0.0", params={"wait": 30})
     assert rollout.json()["state"] == "completed", rollout.text
     assert api.delete("/v1/runs/bounds").json()["problem"] is None

@@ -1,4 +1,4 @@
-"""Every attack on the API holds, on a server with a key of each role and few descriptors."""
+"""The API withstands every attack, on a server with a key for each role and few file descriptors."""
 
 import json
 from collections.abc import Iterator

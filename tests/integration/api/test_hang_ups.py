@@ -1,4 +1,4 @@
-"""Callers that hang up in the middle of an answer are nothing unusual: nothing is logged above the level debug."""
+"""When a caller hangs up, no warning, error or traceback is logged, and nothing is leased to it."""
 
 import json
 import socket
@@ -48,7 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def hang_up(url: str, request: str) -> bytes:
-    """Send a request, read the beginning of its answer, and break the connection off."""
+    """Send a request, reset the connection after the first bytes of the response, and return those bytes."""
     address = urlsplit(url)
     with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
         head = f"{request} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
@@ -74,7 +74,7 @@ def test_hanging_up_is_no_error(server: Running, request_line: str) -> None:
     for _ in range(HANG_UPS):
         assert hang_up(server.url, request_line).startswith(b"HTTP/1.1 20")
     order = {"task": {"environment": "echo", "instance": {"number": 1}}}
-    for _ in range(3):  # events go to streams that nobody reads any more
+    for _ in range(3):  # sends events to streams that nobody reads any longer
         httpx.post(
             f"{server.url}/v1/rollouts", params={"wait": 30}, json=order, timeout=60
         ).raise_for_status()
@@ -103,7 +103,7 @@ def test_nothing_is_leased_to_a_caller_that_is_gone(server: Running, end: str) -
     with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
         query = f"POST {run}/lease?timeout=3600&seconds=600 HTTP/1.1\r\nHost: {address.netloc}\r\n\r\n"
         connection.sendall(query.encode())
-        waiting = httpx.get(f"{server.url}{run}")  # answered after the server has read what came before it
+        waiting = httpx.get(f"{server.url}{run}")  # its answer shows that the lease request was read
         assert waiting.is_success
         if end == "reset":
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

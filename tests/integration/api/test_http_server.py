@@ -1,4 +1,4 @@
-"""The HTTP server against peers that are slow, greedy or wrong, over real connections."""
+"""The HTTP server withstands slow, greedy and faulty peers over real connections."""
 
 import json
 import socket
@@ -35,7 +35,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]
 
 
 class Bench:
-    """A server of a small app, and what it noted."""
+    """A server of a small app, and the names of the events that it reported."""
 
     def __init__(self, server: Server, port: int, connections: Connections, noted: list[str]) -> None:
         self.server = server
@@ -48,7 +48,7 @@ class Bench:
         return await anyio.connect_tcp("127.0.0.1", self.port)
 
     async def send(self, data: bytes) -> bytes:
-        """All that the server answers until it closes the connection."""
+        """Send data and return everything that the server answers until it closes the connection."""
         async with await self.connect() as stream:
             with anyio.fail_after(PATIENCE):
                 with suppress(anyio.BrokenResourceError):
@@ -70,7 +70,7 @@ async def rest_of(stream: Any) -> bytes:
 
 
 async def until_closed(stream: SocketStream, data: bytes) -> None:
-    """Send this again and again until the server no longer takes it."""
+    """Send data repeatedly until the server closes the connection."""
     with anyio.fail_after(PATIENCE), suppress(anyio.BrokenResourceError, anyio.EndOfStream):
         while True:
             await stream.send(data)
@@ -87,7 +87,7 @@ async def until_answered(stream: Any, end: bytes = b"done") -> bytes:
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    """`/wait` answers after a second, `/large` with more than anyone's buffers, the rest with the body's length."""
+    """Answer `/wait` after a second, `/large` with more than any buffer holds, and the rest with the body's length."""
     if scope["type"] == "lifespan":
         while (await receive())["type"] != "lifespan.shutdown":
             await send({"type": "lifespan.startup.complete"})
@@ -342,7 +342,7 @@ async def test_an_idle_connection_makes_room_for_a_busy_one() -> None:
 
 
 async def test_the_answer_leaves_at_once() -> None:
-    """Small writes are not held back to be joined with later ones, which would cost 40 ms a turn."""
+    """Small writes are sent at once, not joined with later ones, which would cost 40 ms a turn."""
     async with serving() as bench, await bench.connect() as stream:
         await stream.send(GET % (b"/", b""))
         await until_answered(stream)
@@ -366,7 +366,7 @@ async def test_tls_handshakes_have_places_and_a_deadline(certificate: Path) -> N
     options = {"ssl_certfile": certificate / "cert.pem", "ssl_keyfile": certificate / "key.pem"}
     unhurried = replace(
         QUICK, head_seconds=3
-    )  # on a busy machine the first would end before the last has come
+    )  # on a busy machine, the first connection would time out before the last one arrived
     async with serving(unhurried, pending=10, **options) as bench:
         silent = [await bench.connect() for _ in range(30)]
         await bench.until(lambda: bench.noted.count("too_many_unauthenticated") == 20)

@@ -1,4 +1,4 @@
-"""A real server answers as its OpenAPI document says: to generated requests of all kinds, and in ordinary work."""
+"""A real server answers as its OpenAPI document says, both to generated requests and in ordinary use."""
 
 import os
 import re
@@ -49,7 +49,7 @@ expected-statuses = ["2xx", "3xx", "4xx", 502, 503, 504]
 expected-statuses = [400, 401, 403, 404, 405, 406, 409, 413, 415, 422, 428, 429, "5xx"]
 """
 WITHOUT_END = ["/v1/events", "/process"]
-"""These answer when something has happened, which generated requests do not bring about."""
+"""Paths that answer only after events that generated requests do not cause."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def serving(state: Path) -> Iterator[Server]:
 
 
 class Documented:
-    """A client that holds every answer against the document."""
+    """A client that validates every response against the OpenAPI document."""
 
     def __init__(self, http: httpx.Client) -> None:
         self._http = http
@@ -206,8 +206,8 @@ def test_the_other_routes_answer_as_documented(documented: Documented, server: S
 
 @pytest.mark.timeout(600)
 def test_generated_requests_find_nothing(tmp_path: Path) -> None:
-    """Use FUZZ_EXAMPLES and FUZZ_SEED to look further: a seed draws the same requests on every machine."""
-    with serving(tmp_path) as server:  # its own, since it clears engines away and stops the work
+    """Search further with FUZZ_EXAMPLES and FUZZ_SEED; a seed draws the same requests on every machine."""
+    with serving(tmp_path) as server:  # a separate server: the requests remove engines and stop the work
         generate(server, tmp_path)
 
 

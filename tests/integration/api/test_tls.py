@@ -1,4 +1,4 @@
-"""The API over TLS: with the certificate of the settings, for clients that trust it, through its renewal."""
+"""The API over TLS serves the configured certificate to clients that trust it, and picks up a renewed one."""
 
 import ssl
 from pathlib import Path
@@ -78,7 +78,7 @@ async def test_a_renewed_certificate_is_used_and_a_broken_one_is_not(
 
 
 def served_by(context: ssl.SSLContext) -> bytes | None:
-    """The certificate that a client gets, in a handshake through memory."""
+    """Return the certificate that a client receives in an in-memory handshake."""
     trust = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()

@@ -1,6 +1,6 @@
-"""Weights over HTTP: what engines refuse is an error, and an update goes on when its caller hangs up.
+"""A weight update over HTTP returns an error if an engine refuses it, and continues if its caller hangs up.
 
-So does a rollout; one that is cancelled ends in its engine.
+A rollout continues too; if it is cancelled, its request also ends in the engine.
 """
 
 import time
@@ -29,7 +29,7 @@ MODEL = policy_folder("calc-tuned")
 
 
 class Engine(ScriptedEngine):
-    """Answers one turn that ends a rollout, and takes its time to load weights."""
+    """An engine that answers with one turn, which ends the rollout, and takes `load_seconds` to load weights."""
 
     load_seconds = 0.0
     answers_load = 200

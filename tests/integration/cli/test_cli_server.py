@@ -1,4 +1,4 @@
-"""The command line against a real server with the embedded engine, in processes of their own."""
+"""The command line works against a real server with the embedded engine, each in its own process."""
 
 import json
 import os
@@ -25,7 +25,7 @@ FLAGS = ["--sandbox", "local", "--model", "calc-tuned", "--init-workers", "2", "
 
 
 def ready_address(process: subprocess.Popen[bytes], folder: Path) -> str:
-    """Where the server that keeps its state in this folder listens, once it is ready."""
+    """Return the address of the server that keeps its state in a folder, once it is ready."""
     address, log = folder / "address", folder / "server.log"
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
@@ -126,7 +126,7 @@ def test_submit_gives_a_result_for_every_good_line_and_resumes(server, tmp_path)
         assert rollout.state is RolloutState.COMPLETED
         check_invariants(rollout.trajectory)
 
-    # Half of the results are lost, and the last one is torn.
+    # Lose half of the results, and truncate the last one.
     whole = output.read_bytes().splitlines(keepends=True)
     output.write_bytes(b"".join(whole[:2]) + whole[2][:50])
     second = invoke("submit", str(file), "-o", str(output), "--json", url=server.url)

@@ -1,4 +1,4 @@
-"""Ctrl-C in a call of the blocking client that waits: the call ends at once, and the client can still be used."""
+"""Ctrl-C ends a waiting call of the blocking client at once, and the client can still be used."""
 
 import select
 import signal
@@ -37,7 +37,7 @@ with SyncRolloutClient(sys.argv[1]) as client:
 
 
 class Holding(ThreadingHTTPServer):
-    """Answers for a page of rollouts alone; holds all other requests until their callers hang up."""
+    """A server that answers only for a page of rollouts, and holds all other requests until their callers hang up."""
 
     daemon_threads = True
 
@@ -48,7 +48,7 @@ class Holding(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The server's URL."""
         return f"http://127.0.0.1:{self.server_port}"
 
 
@@ -84,7 +84,7 @@ def server() -> Iterator[Holding]:
 
 
 def interrupted(server: Holding, program: str) -> tuple[int, str, str]:
-    """Send SIGINT to a program once its call is held; returns its exit code and what it said."""
+    """Send SIGINT to a program once its call is held; return its exit code, stdout and stderr."""
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", program, server.url]
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
@@ -112,7 +112,7 @@ def test_an_interrupt_ends_a_program_cleanly(server: Holding, call: str) -> None
 
 
 def test_an_interrupt_that_does_not_wake_the_thread_that_waits_ends_its_call_too(server: Holding) -> None:
-    """It is seen by another thread here, which is to the waiting one as if it had come just before it blocked."""
+    """Let another thread receive the signal, as if it came just before the waiting thread blocked."""
     block = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})"
     program = CAUGHT.format(call=f"{block}; {CALLS['wait']}")
     assert interrupted(server, program) == (0, "interrupted\n[]\n", "")

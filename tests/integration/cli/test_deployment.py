@@ -1,4 +1,4 @@
-"""Promises of docs/how-to/deploy.md: the unit, a proxy's limits, probes, a backup, and a store that 0.1 wrote."""
+"""docs/how-to/deploy.md keeps its promises on the unit, proxy limits, probes, backups and stores that 0.1 wrote."""
 
 import getpass
 import gzip
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).parents[3]
 UNIT = ROOT / "deploy" / "systemd" / "rollout-service.service"
 OLD_STORE = ROOT / "tests" / "data" / "store-0.1.sqlite3.gz"
-"""Of the first release: a run of four groups of two, a batch of them acknowledged, and a rollout that waits."""
+"""A store of the first release: a run with four groups of two, one batch acknowledged, and a queued rollout."""
 RUN = "delivery"
 CONNECTIONS_SECONDS = 3
 PAGE = (ROOT / "docs" / "how-to" / "deploy.md").read_text()
@@ -37,7 +37,7 @@ def old(tmp_path: Path) -> Path:
 
 
 def test_the_unit_is_valid(tmp_path: Path) -> None:
-    """But for where the service is, and whom it runs as, which are a deployment's own."""
+    """Replace the program's path and its user, which differ between deployments."""
     text = UNIT.read_text().replace("User=rollout\n", f"User={getpass.getuser()}\n")
     text = re.sub(r"(?m)^ExecStart=\S+", f"ExecStart={sys.executable}", text)
     (tmp_path / UNIT.name).write_text(text)
@@ -58,7 +58,7 @@ def test_the_unit_waits_longer_than_a_shutdown_takes() -> None:
 
 
 def test_a_proxy_outlasts_every_wait_and_takes_every_body() -> None:
-    """Where both times are the same, nginx answers with a 504 first."""
+    """If both times were equal, nginx would answer first, with a 504."""
     found = re.search(r"proxy_read_timeout (\d+)s;", PAGE)
     assert found
     assert int(found[1]) > max(rollouts.MAX_WAIT_SECONDS, runs.MAX_WAIT_SECONDS)
@@ -79,7 +79,7 @@ def test_probes_answer_without_a_key_to_an_address_and_to_listed_names(tmp_path:
 
 
 async def delivered(path: Path) -> tuple[str, list[float | None], int]:
-    """The batch that a store has next: its id, its rewards, and its tokens."""
+    """Return the id, the rewards and the token count of a store's next batch."""
     async with await SqliteStore.open(path) as store:
         leased = await store.runs.lease(BatchLeaseRequest(RUN, "a trainer", 600.0, False))
         assert isinstance(leased, BatchLease)
@@ -106,7 +106,7 @@ async def test_a_store_of_the_first_release_is_whole_after_the_upgrade(old: Path
 
 
 async def test_a_backup_under_load_is_restored(old: Path, tmp_path: Path) -> None:
-    """As the page says: sqlite3's online backup while the service has the store open, into an empty folder."""
+    """Use sqlite3's online backup, as the page says, while the service has the store open, into an empty folder."""
     restored = tmp_path / "restored" / "rollouts.sqlite3"
     restored.parent.mkdir()
     async with await SqliteStore.open(old) as store:
@@ -116,5 +116,5 @@ async def test_a_backup_under_load_is_restored(old: Path, tmp_path: Path) -> Non
             source.backup(target)
         await store.runs.give_back(RUN, 1)
     async with await SqliteStore.open(restored) as store:
-        await store.runs.give_back(RUN, 1)  # its holder's lease runs out by itself, too
+        await store.runs.give_back(RUN, 1)  # its holder's lease would also expire by itself
     assert (await delivered(restored))[0] == leased.batch_id

@@ -71,7 +71,7 @@ REAL = ["apptainer", "base_image", "docker", "sglang", "vllm", "trl"]
 def test_only_what_the_chosen_tests_need_is_installed(
     tmp_path: Path, arguments: list[str], marked: list[str], parts: list[str]
 ) -> None:
-    """A pytest that has found tests of these markers stands beside a copy of the scripts; it is asked once."""
+    """Copy the scripts next to a fake pytest that finds tests with these markers; they ask it at most once."""
     shutil.copytree(SCRIPTS, tmp_path / "scripts")
     pytest_program = tmp_path / ".venv" / "bin" / "pytest"
     pytest_program.parent.mkdir(parents=True)

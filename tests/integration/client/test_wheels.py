@@ -1,4 +1,4 @@
-"""Both distributions, built as they are published, and installed away from the checkout."""
+"""Both distributions work when they are built as for publication and installed away from the checkout."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Wheels:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
-    """Each is built from its source distribution, in an isolated environment."""
+    """Build each wheel from its source distribution, in an isolated environment."""
     folder = tmp_path_factory.mktemp("dist")
     return Wheels(build(ROOT / "packaging" / "client", folder / "client"), build(ROOT, folder / "service"))
 
 
 @pytest.fixture(scope="module")
 def trainer(wheels: Wheels, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """What a trainer has that installs the client alone, on the oldest Python here that it supports."""
+    """Install only the client, as a trainer does, on the oldest supported Python that this machine has."""
     return make_environment(
         tmp_path_factory.mktemp("trainer") / "venv", wheels.client, python=oldest_python()
     )
@@ -118,7 +118,7 @@ def test_arrays_need_numpy_and_say_so(trainer):
 
 
 def test_every_module_of_the_client_imports(trainer):
-    """Those of the adapters without their trainers, too."""
+    """The adapters' modules import too, without their trainers."""
     imported = trainer.run("python", "-c", IMPORT_ALL).split()
     expected = {
         name.removesuffix(".py").replace("/", ".") for name in modules("api_schemas", "rollout_client")
@@ -130,7 +130,7 @@ def test_every_module_of_the_client_imports(trainer):
 
 
 def test_the_client_is_typed_for_its_oldest_python():
-    """mypy knows what the standard library of that version has, also where no such Python is installed."""
+    """mypy knows that version's standard library, even if that Python is not installed."""
     version = ".".join(map(str, OLDEST))
     command = [
         sys.executable,
@@ -172,7 +172,7 @@ def test_the_example_of_the_readme_runs(trainer, address):
 
 
 def test_a_trainer_keeps_its_versions(wheels, tmp_path):
-    """One with transformers 4 and torch: the client resolves beside them, and adds nothing that changes them."""
+    """Resolve the client with transformers 4 and torch: no version changes."""
     before = uv(
         "pip", "compile", "--no-header", "--no-annotate", "--quiet", "-", stdin="transformers<5\ntorch\n"
     )
@@ -203,7 +203,7 @@ def test_trl_keeps_its_versions(wheels):
 
 @pytest.mark.apptainer
 def test_the_demo_runs_away_from_the_checkout(wheels, tmp_path):
-    """The packages of others come from the environment of the tests; none of ours does."""
+    """Third-party packages come from the tests' environment; ours do not."""
     away = make_environment(tmp_path / "venv", "--no-deps", wheels.client, wheels.service)
     (others,) = (Path(path) for path in sys.path if path.endswith("site-packages"))
     (away.packages / "others.pth").write_text(f"{others}\n")

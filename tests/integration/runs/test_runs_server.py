@@ -1,4 +1,4 @@
-"""Runs over HTTP: a real server, a scripted engine, and both clients as a trainer uses them."""
+"""Runs work over HTTP with a real server, a scripted engine, and both clients as a trainer uses them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ START_SECONDS = 120.0
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a server whose policy gives up at once, which the math environment scores with 0."""
+    """Yield the URL of a server whose policy gives up at once, which the math environment scores 0."""
     folder = tmp_path_factory.mktemp("runs")
     engine = [sys.executable, "-m", "rollout_service.testing", "--turn", "No idea.<|im_end|>"]
     with running([*engine, "--address", str(folder / "engine")], folder / "engine") as engine_url:
@@ -340,7 +340,7 @@ def test_runs_from_the_command_line(url: str, tmp_path: Path) -> None:
 
 
 def test_the_clients_need_no_server() -> None:
-    """They import with httpx, pydantic and anyio alone."""
+    """The clients import with only httpx, pydantic and anyio."""
     code = (
         "import sys\n"
         "for name in ('fastapi', 'starlette', 'uvicorn', 'numpy', 'transformers', 'structlog', 'sandboxes',"

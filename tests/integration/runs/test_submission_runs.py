@@ -1,4 +1,4 @@
-"""Programs of agents that are run for their grader, and look for it."""
+"""Agents' programs are run for the grader, and can neither find nor influence it."""
 
 import json
 

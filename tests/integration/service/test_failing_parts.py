@@ -1,4 +1,4 @@
-"""What breaks under a running service: it goes on where it can, and ends with the reason where it cannot."""
+"""A running service survives broken parts where it can, and otherwise ends with the reason."""
 
 import shutil
 import sqlite3
@@ -18,7 +18,7 @@ from rollout_service.store.sqlite.thread import DatabaseThread
 from tests.support.processes.service import Running, scripted_engine, service
 
 READING_SECONDS = 2.5
-"""The host's pressure is read every second."""
+"""Time for at least two readings of the host's pressure, which is read every second."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder with a short path, since sockets are made below it."""
+    """Create a folder with a short path, because sockets are created below it."""
     made = Path(tempfile.mkdtemp(prefix="fp-", dir="/tmp"))
     made.chmod(0o755)
     yield made
@@ -83,7 +83,7 @@ def test_no_descriptors_are_a_reading(tmp_path: Path) -> None:
 
 
 def test_a_part_that_fails_ends_the_process_with_its_reason(folder: Path, engine: str) -> None:
-    """A run whose row is damaged is met by the task that works on all runs."""
+    """Damage a run's row; the task that works on all runs then fails on it."""
     run = {
         "run_id": "damaged",
         "source": {

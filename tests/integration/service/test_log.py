@@ -1,4 +1,4 @@
-"""The log tells of what the service stands on: its runs, its weights, its engines and its requests."""
+"""The log reports what happens to runs, weights, engines and requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def engine_port() -> int:
 
 @pytest.fixture
 def server(tmp_path: Path, engine_port: int) -> Iterator[Running]:
-    """A service whose engine has not started yet."""
+    """Yield a service whose engine has not started yet."""
     with service(tmp_path, f"http://127.0.0.1:{engine_port}", CONFIG) as started:
         yield started
 
@@ -36,7 +36,7 @@ def entries(server: Running, event: str) -> list[dict[str, object]]:
 
 
 def said(server: Running, event: str) -> dict[str, object]:
-    """The last line of an event, once there is one."""
+    """Return the last log entry of an event, once there is one."""
     eventually(lambda: bool(entries(server, event)), server.log_file, seconds=40)
     return entries(server, event)[-1]
 

@@ -1,4 +1,4 @@
-"""A planned stop: waiters are answered at once, nothing new begins, and the process ends in time, whatever hangs."""
+"""On a planned stop, waiters are answered at once, nothing new begins, and the process ends in time whatever hangs."""
 
 import json
 import signal
@@ -19,7 +19,7 @@ from tests.support.processes.service import Running, eventually, scripted_engine
 DRAIN_SECONDS = 2.0
 LAST_SECONDS = 3.0
 SLACK_SECONDS = 1.0
-"""For a busy machine, between a process that ends and a parent that hears of it."""
+"""Slack for a busy machine between a process's end and its parent's notice of it."""
 CONFIG = f"[pipeline]\ndrain_seconds = {DRAIN_SECONDS}\n"
 RUN = {
     "run_id": "run",
@@ -31,7 +31,7 @@ RUN = {
 
 @pytest.fixture(scope="module")
 def slow_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An engine that is slow enough for rollouts of many turns to outlast every test."""
+    """Yield the URL of an engine that is slow enough for rollouts of many turns to outlast every test."""
     with scripted_engine(tmp_path_factory.mktemp("engine"), delay=0.2) as engine:
         yield engine.url
 
@@ -55,7 +55,7 @@ def read_events(url: str, begun: threading.Event) -> httpx.Response:
 
 
 def waiters(url: str, pool: ThreadPoolExecutor) -> dict[str, Future[httpx.Response]]:
-    """A request to every route that waits, all of them waiting."""
+    """Send a request to every route that can wait, and return their futures."""
     calls: dict[str, Callable[[], httpx.Response]] = {
         "order": lambda: httpx.post(f"{url}/v1/rollouts", params={"wait": 60}, json=order("b"), timeout=90),
         "result": lambda: httpx.get(f"{url}/v1/rollouts/a", params={"wait": 60}, timeout=90),
@@ -78,7 +78,7 @@ def test_whoever_waits_is_answered_at_once(server: Running) -> None:
         waiting = waiters(server.url, pool)
         orders = lambda: httpx.get(f"{server.url}/v1/rollouts").json()["counts"].get("rollout", 0)  # noqa: E731
         eventually(lambda: orders() == 5, server.log_file)
-        time.sleep(0.3)  # the polls of what was there already leave no trace
+        time.sleep(0.3)  # waits on the existing rollout and run leave no trace
         stopped = time.monotonic()
         server.stop()
         answers = {name: answer.result(30) for name, answer in waiting.items()}
@@ -139,7 +139,7 @@ def test_a_second_signal_ends_the_drain(tmp_path: Path, slow_engine: str) -> Non
 
 
 def test_a_signal_while_it_starts_ends_it(tmp_path: Path) -> None:
-    """An engine that does not answer holds up no start, so this looks at one whose model takes long to load."""
+    """Use an engine whose model takes long to load: one that does not answer would not delay the start."""
     command = [sys.executable, "-m", "rollout_service.cli", "serve", "--port", "0", "--sandbox", "local"]
     command += ["--state-dir", str(tmp_path / "state"), "--engine", "embedded"]
     log = tmp_path / "log"
