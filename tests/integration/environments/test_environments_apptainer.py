@@ -1,4 +1,4 @@
-"""The environments in real sandboxes, with hostile agents."""
+"""In real sandboxes, environments score honest agents correctly, and hostile agents gain nothing."""
 
 import os
 import re
@@ -116,7 +116,7 @@ async def test_an_environment_that_its_image_holds_is_hidden(sandboxes):
     policy = ScriptedPolicy([bash(count), turn("", call("finish"))])
     trial = await play(env, env.dataset()[0], policy, sandboxes)
     assert trial.score.reward == 1.0
-    assert policy.messages[3].content.startswith("touch: ")  # it shows nothing and cannot be written
+    assert policy.messages[3].content.startswith("touch: ")  # the folder shows nothing and is read-only
 
 
 def test_an_environment_is_taken_out_of_its_image(tmp_path):
@@ -180,7 +180,7 @@ def test_what_is_no_image_is_named(tmp_path):
 
 
 def tiny_image(folder, environment=None):
-    """An image with bash, tar and perhaps an environment: 5 MB."""
+    """Build an image with bash, tar and optionally an environment: 5 MB."""
     root = folder / "tree"
     programs = [Path(shutil.which(name)).resolve() for name in ("bash", "tar")]
     linked = subprocess.run(["ldd", *programs], capture_output=True, text=True, check=True).stdout

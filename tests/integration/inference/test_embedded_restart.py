@@ -1,4 +1,4 @@
-"""The embedded engine is started again when it ends, and has the pool's weights before it serves."""
+"""The embedded engine is restarted when it ends, and has the pool's weights before it serves."""
 
 import os
 import signal

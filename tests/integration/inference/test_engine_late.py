@@ -1,4 +1,4 @@
-"""A service that is up before its engine: orders wait, lose nothing by it, and who submits them is told."""
+"""Rollouts requested before the engine is up wait and lose nothing, and whoever submitted them is told."""
 
 import json
 import sys
@@ -33,7 +33,7 @@ def engine(port: int = 0) -> ScriptedEngine:
 
 @asynccontextmanager
 async def service(folder: Path, *flags: str) -> AsyncIterator[RolloutClient]:
-    """A server that need not be ready."""
+    """Run a server, and yield a client once it answers, whether or not it is ready."""
     address = folder / "address"
     address.unlink(missing_ok=True)
     command = [*COMMAND, "serve", "--sandbox", "local", "--engine", "none", "--port", "0", *flags]
@@ -62,7 +62,7 @@ async def _answers(http: httpx.AsyncClient, url: str) -> bool:
 
 @asynccontextmanager
 async def submitting(folder: Path, url: str, count: int) -> AsyncIterator[tuple[Process, Path]]:
-    """`submit` of rollouts that may take one second to start."""
+    """Run `submit` on rollouts that have one second for `init`; yield its process and its log file."""
     async with RolloutClient(url) as client:
         instances = await client.dataset("math", limit=count)
     tasks = [{"environment": "math", "instance": instance} for instance in instances]

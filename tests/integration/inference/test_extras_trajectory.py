@@ -1,4 +1,4 @@
-"""From a rollout's order to its trajectory: every figure is that of its token, over turns, forks and interruptions."""
+"""Token extras stay with their tokens from request to trajectory, across turns, forks and interruptions."""
 
 import base64
 
@@ -26,7 +26,7 @@ OPTIONS = PoolOptions(slow_start=0.0, probe_interval=0.1)
 
 
 class CharRenderer:
-    """A chat format of one id a character, messages end with 0."""
+    """A chat format with one id per character; each message ends with 0."""
 
     rereads_history = False
 

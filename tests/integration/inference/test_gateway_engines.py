@@ -1,4 +1,4 @@
-"""Engines behind one gateway, which differ by the path of their address alone, and engines that serve two pools."""
+"""Engines behind one gateway are told apart by URL path alone, and one engine can serve two pools."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -27,7 +27,7 @@ POLICY = policy_folder("calc-tuned")
 
 @asynccontextmanager
 async def gateway(engines: dict[str, str]) -> AsyncIterator[str]:
-    """Serve each engine below a path of its own, which is passed on percent-encoded as it came."""
+    """Serve each engine below its own path, and pass the rest of the path on percent-encoded, as received."""
     async with aiohttp.ClientSession() as session:
 
         async def pass_on(request: web.BaseRequest) -> web.Response:

@@ -1,4 +1,4 @@
-"""Engines as processes: they start, say why when they cannot, and never outlive whoever started them."""
+"""Engine processes start, or say why they cannot, and never outlive the process that started them."""
 
 import os
 import signal

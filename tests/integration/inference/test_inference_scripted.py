@@ -1,4 +1,4 @@
-"""The scripted engine as a process, and its scripts."""
+"""The scripted engine follows its script, fails as told, and runs as a process."""
 
 import sys
 from pathlib import Path

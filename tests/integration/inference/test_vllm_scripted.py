@@ -1,4 +1,4 @@
-"""Scripted vLLM in pools: what is missing is named at registration, what goes wrong goes elsewhere or is typed."""
+"""Registering a vLLM server names what it lacks; its failures send requests elsewhere or raise typed errors."""
 
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -189,7 +189,7 @@ async def test_gauges_that_an_abort_left_behind_are_seen_through():
             await pool.generate(request())
         await backend.load()
         assert (await backend.load()).running == 0
-        backend._open_calls += 1  # the next request is on its way
+        backend._open_calls += 1  # as if the next request were under way
         assert (await backend.load()).running == 0
         backend._open_calls -= 1
 

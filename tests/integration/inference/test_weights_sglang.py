@@ -1,4 +1,4 @@
-"""Two real SGLang servers: weights over a process group, a server that is killed, and requests that are cancelled."""
+"""Real SGLang servers take weights over a process group; no rollout is lost with one, and cancelled requests end."""
 
 import json
 import math
@@ -103,7 +103,7 @@ async def until(condition):
 
 
 async def loaded_from_disk(pool, folder: Path, version: int) -> list[list[int]]:
-    """What every backend samples greedily with the weights of a folder."""
+    """Return the tokens that each backend samples greedily with the weights in a folder."""
     await pool.update_weights(str(folder), version)
     return [(await pool.generate(request(40, temperature=0.0))).output_ids for _ in range(2)]
 
@@ -177,7 +177,7 @@ async def test_a_cancelled_request_ends_in_the_engine_within_a_second(first):
 
 
 async def _seconds_to_end(pool):
-    """From the cancellation of a long request until its engine runs nothing; infinite if it ended before by chance."""
+    """Return the seconds from a long request's cancellation until its engine is idle; infinity if it ended first."""
     backend = pool._registry[pool.views()[0].backend_id].backend
     ended = []
 

@@ -1,4 +1,4 @@
-"""Code that attacks its sandbox: the host, the service and the neighbours do not notice.
+"""Code that attacks its sandbox does not affect the host, the service or neighboring sandboxes.
 
 The attacks are those of `tests.support.hostile`, run as the user who runs the tests and as an
 ordinary user.

@@ -1,4 +1,4 @@
-"""Images built by the real Apptainer from definitions, archives, a registry and folders."""
+"""The real Apptainer builds images from definitions, archives, a registry and folders."""
 
 import json
 import os
@@ -44,7 +44,7 @@ Bootstrap: scratch
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A root folder with bash, as bash and sh, and what it loads: 5 MB."""
+    """Create a root folder with bash, as bash and sh, and the libraries that it loads: 5 MB."""
     root = tmp_path / "tree"
     bash = Path(shutil.which("bash") or "/bin/bash").resolve()
     linked = subprocess.run(["ldd", bash], capture_output=True, text=True, check=True).stdout
@@ -216,7 +216,7 @@ def test_a_real_build_that_is_killed_leaves_a_store_that_works(
     assert [path for path in scratch.glob("*/drafts/*") if "build~" in path.name] == []
 
 
-@pytest.mark.timeout(600)  # where it is not built yet
+@pytest.mark.timeout(600)  # the image may have to be built
 def test_the_base_image_has_what_the_sessions_need(unpacked: UnpackedImages) -> None:
     store = ImageStore()
     store.provide(packaged("base"), "base")

@@ -1,6 +1,6 @@
-"""What a sandbox reaches, seen from inside: its own loopback, the hosts of its list, and nothing else.
+"""A sandbox reaches its own loopback, the hosts on its list, and nothing else, as seen from inside.
 
-Run by root, all of it is run once more by an ordinary user.
+When root runs these tests, an ordinary user runs them once more.
 """
 
 import json
@@ -73,7 +73,7 @@ async def provider(tmp_path: Path) -> AsyncIterator[ApptainerProvider]:
 
 
 class Hello(BaseHTTPRequestHandler):
-    """A handler that says hello to everyone."""
+    """An HTTP handler that answers every request with `hello`."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -82,7 +82,7 @@ class Hello(BaseHTTPRequestHandler):
         self.wfile.write(b"hello")
 
     def log_message(self, *args: Any) -> None:
-        """Tests are quiet."""
+        """Log nothing, to keep the tests quiet."""
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ async def test_a_list_lets_through_what_it_names_and_says_why_not(
     with socket.create_server(("127.0.0.1", 0)) as other:
         unlisted = f"127.0.0.1:{other.getsockname()[1]}"
         async with await provider.start(SandboxSpec(network=(hello, "*.example.org"))) as sandbox:
-            # 127.0.0.1 is in NO_PROXY, as what runs inside is meant by it: ask the proxy by hand.
+            # 127.0.0.1 is in NO_PROXY, since inside it means the sandbox itself: use the proxy explicitly.
             asked = GET.replace("urllib.request.urlopen", "opener.open").replace(
                 "try:", "opener = urllib.request.build_opener(Proxy)\ntry:", 1
             )
@@ -234,7 +234,7 @@ async def test_the_disk_is_limited_as_a_whole(provider: ApptainerProvider) -> No
 
 
 async def test_without_namespaces_of_our_own_less_is_promised(provider: ApptainerProvider) -> None:
-    provider.launcher.__dict__["namespaces"] = False  # as on a host that gives them to Apptainer alone
+    provider.launcher.__dict__["namespaces"] = False  # as on a host that allows them only to Apptainer
     async with await provider.start(SandboxSpec()) as sandbox:
         assert await python(sandbox, LOOPBACK) == "ok ok ok"
         assert await connect(sandbox, socket.AF_INET, socket.SOCK_DGRAM, ["192.0.2.1", 53]) != "out"
@@ -252,7 +252,7 @@ async def test_an_invalid_list_is_refused_at_once(provider: ApptainerProvider) -
 
 
 async def test_a_run_folder_that_the_sandboxes_user_cannot_enter_is_named(tmp_path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir="/tmp", prefix="rs-") as closed:  # closed to all but its owner
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="rs-") as closed:  # accessible only to its owner
         provider = make_provider(ApptainerConfig(run_dir=Path(closed) / "run"), tmp_path)
         try:
             if os.geteuid() != 0:

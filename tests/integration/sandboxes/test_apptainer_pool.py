@@ -1,4 +1,4 @@
-"""The warm pool with real Apptainer: milliseconds, single use, and no kernel that nobody needs."""
+"""With real Apptainer, warm sandboxes start in milliseconds, are used once, and run no kernel that nobody needs."""
 
 import time
 from collections.abc import AsyncIterator

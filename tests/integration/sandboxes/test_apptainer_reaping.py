@@ -1,4 +1,4 @@
-"""No sandbox outlives its service by seconds, even after kill -9 of the service, its guard or both, at any moment."""
+"""No sandbox outlives its service by more than seconds, even after kill -9 of service, guard or both at any moment."""
 
 import os
 import signal
@@ -69,7 +69,7 @@ anyio.run(main)
 
 @dataclass
 class Owner:
-    """A service in a process of its own."""
+    """A service in a separate process."""
 
     process: subprocess.Popen[str]
     run: Path
@@ -250,7 +250,8 @@ async def test_kill_9_while_sandboxes_start(
     await anyio.sleep(delay)
     owner.process.send_signal(signal.SIGSTOP)
     names = services(run)
-    # A sandbox's folder is made when there is a guard. Before, the next start's sweep removes the service's own.
+    # A sandbox's folder is created only once there is a guard. Until then, the next start's sweep removes the
+    # service's folder.
     guarded = {name for name in names if any(path.name.isdigit() for path in (run / name).iterdir())}
     owner.kill()
     for name in guarded:
@@ -286,7 +287,7 @@ async def test_kill_9_while_a_sandbox_is_full_of_forks(
 
 
 async def test_as_an_ordinary_user() -> None:
-    """Without control groups, and without rights to look into what runs inside."""
+    """An ordinary user has no control groups and no right to inspect the processes in a sandbox."""
     chosen = "kill_9_of or full_of_forks or service_killed"
     pytest_ = [
         sys.executable,

@@ -1,4 +1,4 @@
-"""The Python tool in images that have no Python, a broken one, or one without the kernel: it comes along."""
+"""The Python tool works in images without Python, with a broken one, or without the kernel: it brings its own."""
 
 import os
 import pwd
@@ -25,7 +25,7 @@ LOADER = re.compile(rb"/lib64/ld-")
 
 @pytest.fixture(scope="module")
 def base() -> Path:
-    """The base image, unpacked."""
+    """Return the folder of the unpacked base image."""
     store = ImageStore()
     store.provide(packaged("base"), "base")
     provider = make_provider(ApptainerConfig())
@@ -49,8 +49,10 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 
 @pytest.fixture
 def bare(base: Path, tmp_path: Path) -> Path:
-    """Bash, the core utilities and a C library at places of their own, which only their own loader knows: another
-    program finds neither the loader that it names nor, without that, any library."""
+    """Create an image with bash, the core utilities and a C library in places that only their own loader knows.
+
+    Other programs find neither the loader that they name nor, without it, any library.
+    """
     root = tmp_path / "bare"
     for folder in ("bin", "dev", "etc", "odd64", "proc", "run", "sys", "usr/bin", "usr/lib"):
         (root / folder).mkdir(parents=True)
@@ -66,7 +68,7 @@ def bare(base: Path, tmp_path: Path) -> Path:
     for name in ("libc.so.6", "libtinfo.so.6", "libselinux.so.1", "libpcre2-8.so.0"):
         shutil.copy(libraries / name, root / "usr" / "lib" / name)
     shutil.copy(libraries / "ld-linux-x86-64.so.2", root / "odd64")
-    if os.geteuid() == 0:  # what sandboxes may write to belongs to their user
+    if os.geteuid() == 0:  # files that sandboxes may write belong to their user
         nobody = pwd.getpwnam("nobody")
         for path in (root, *root.rglob("*")):
             os.chown(path, nobody.pw_uid, nobody.pw_gid)
@@ -99,7 +101,7 @@ async def test_an_image_without_python_and_with_a_c_library_of_its_own(start: St
 
 @pytest.fixture
 def plain(base: Path, tmp_path: Path) -> Path:
-    """The base image without its Python packages."""
+    """Create a copy of the base image without its Python packages."""
     root = tmp_path / "plain"
     subprocess.run(["cp", "--archive", "--link", base, root], check=True)
     shutil.rmtree(next((root / "usr/local/lib").glob("python3*")))

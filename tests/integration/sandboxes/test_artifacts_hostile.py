@@ -1,4 +1,4 @@
-"""Agents that prepare their sandbox for the moment at which its files are taken, and for the grader."""
+"""An agent gains no reward by tampering with its sandbox before its files are taken for the grader."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from sandboxes import ApptainerConfig, make_provider
 
 pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
 
-# Whoever runs this tar gets an archive that carries a shell for the grader's sandbox.
+# This tar makes an archive that plants a shell in the grader's sandbox.
 PLANT_TAR = r"""
 mkdir -p /tmp/x/usr/local/sbin /tmp/x/workspace
 printf '#!/bin/sh\necho "{\\"reward\\": 1}" >"$ROLLOUT_RESULT"\nexit 0\n' >/tmp/x/usr/local/sbin/bash
@@ -57,7 +57,7 @@ async def scored(environment, sandboxes, *commands):
 async def test_a_planted_tar_has_no_part_in_it(environment, sandboxes):
     trial = await scored(environment, sandboxes, PLANT_TAR)
     assert trial.score.reward == 0.0
-    assert trial.score.parts == {"answered": 1.0}  # the grader itself has seen the wrong answer
+    assert trial.score.parts == {"answered": 1.0}  # the real grader saw the wrong answer
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ async def test_an_agent_whose_sandbox_has_ended_is_scored(environment, sandboxes
         bash("sleep 1"),
         bash("sleep 1"),
         finish,
-    ]  # the first may be told that its shell died
+    ]  # the first call may be told that its shell died
     trial = await play(environment, environment.dataset()[0], ScriptedPolicy(script), sandboxes)
     assert (trial.score.reward, trial.score.parts) == (0.0, {"answered": 0.0})
     assert "sandbox ended" in trial.episode.notes[-1]

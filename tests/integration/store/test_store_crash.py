@@ -1,4 +1,4 @@
-"""kill -9 of a process that writes to its store: every write reported as durable is still there."""
+"""After kill -9 of a process that writes to its store, every write reported as durable is still there."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def start_writer(path: Path, first: int) -> subprocess.Popen[str]:
 
 
 def write_until_killed(path: Path, first: int, acknowledgements: int) -> list[tuple[str, str]]:
-    """What a writer was acknowledged before it was killed."""
+    """Kill a writer after so many acknowledgements, and return all that it received."""
     acknowledged: list[tuple[str, str]] = []
     with start_writer(path, first) as writer:
         for line in writer.stdout or ():

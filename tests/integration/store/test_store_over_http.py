@@ -1,4 +1,4 @@
-"""A store that cannot be read or written, as a trainer sees it over HTTP: a 503 with a hint, and no data lost."""
+"""Over HTTP, a store that cannot be read or written gives a 503 with a hint, and no data is lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.anyio
 
 @asynccontextmanager
 async def served(state: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Service]]:
-    """A service in this process, without an engine, whose database gives up waiting at once."""
+    """Run a service in this process, without an engine, whose database gives up on locks after 20 ms."""
     settings = Settings(state_dir=state, engine="none", sandbox=LocalConfig(provider="local"))
     app = create_app(settings)
     with anyio.fail_after(120):

@@ -1,4 +1,4 @@
-"""The contract of runs, groups and batches by examples, and upgrades of the file."""
+"""Runs, groups and batches keep their contract in examples, and files of earlier releases are upgraded."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ async def test_the_last_batch_may_be_smaller_and_ends_the_run(store: SqliteStore
 
 
 async def mask(store: SqliteStore, bound: int, *, usable: int = 0) -> list[int]:
-    """Mask all but so many samples of what is stale; returns the groups."""
+    """Mask all but `usable` samples of each stale group; return the groups' numbers."""
     groups = await store.runs.stale_groups("a", bound)
     for group in groups:
         samples = [
@@ -422,7 +422,7 @@ async def test_a_file_of_version_1_is_upgraded(tmp_path: Path) -> None:
 
 
 def without_tokens(group: Group) -> bytes:
-    """A group's JSON as in the JSON answer, but for the tokens."""
+    """Return a group's JSON as in the JSON response, with empty token columns."""
     told = json.loads(group_json(group))
     for sample in told["samples"]:
         for segment in (sample["rollout"]["trajectory"] or {"segments": []})["segments"]:
@@ -554,7 +554,7 @@ async def test_settled_records_are_deleted_by_age(store: SqliteStore, clock: Clo
 
 
 async def with_retries(store: SqliteStore) -> None:
-    """A dropped group whose second sample was rolled out three times, and rollouts that only look like its own."""
+    """Create a dropped group whose second sample has three rollouts, and rollouts that only look like its own."""
     await create(store)
     await store.runs.start_groups("a", [new_group(0), new_group(1)])
     await end_all(store)

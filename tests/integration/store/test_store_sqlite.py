@@ -1,4 +1,4 @@
-"""The specifics of the SQLite store: its file, its failures, its group commit, its limits."""
+"""The SQLite store protects its file, reports failures, commits writes in groups and keeps its limits."""
 
 from __future__ import annotations
 
