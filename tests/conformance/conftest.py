@@ -1,4 +1,4 @@
-"""Engines for the contract and agreement suites: started once for a test run, left as they were by every test."""
+"""Real engines for the contract and agreement suites start once per test run, and are reset for each test."""
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -41,28 +41,28 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class EngineUnderTest:
-    """A backend, and what it serves at the start of a test."""
+    """A backend, and the model that it serves at the start of a test."""
 
     backend: SGLangBackend | VllmBackend
     checkpoints: Checkpoints
     info: ModelInfo
     cache_block: int
-    """Tokens that its prefix cache keeps or drops together."""
+    """Number of tokens that its prefix cache keeps or drops together."""
 
     @property
     def renormalises(self) -> bool:
-        """Whether its logprobs are of what top_p leaves, so that such samplings are refused."""
+        """Whether logprobs are renormalized over what top_p leaves; requests with top_p are then refused."""
         return isinstance(self.backend, VllmBackend)
 
     def request(
         self, prompt: Sequence[int], extras: RequestedExtras | None = None, **sampling: Any
     ) -> GenerateRequest:
-        """Greedy unless told otherwise."""
+        """Return a request, greedy unless told otherwise."""
         settings = SamplingOptions(**{"temperature": 0.0, **sampling})
         return GenerateRequest(new_request_id(), prompt, settings, extras or RequestedExtras())
 
     def cached(self, tokens: int) -> int:
-        """How many of so many tokens that it has read it can have kept."""
+        """Return how many of the tokens that it has read it can have kept."""
         return tokens // self.cache_block * self.cache_block
 
     async def generate(
@@ -72,7 +72,7 @@ class EngineUnderTest:
 
     @asynccontextmanager
     async def running(self, request: GenerateRequest) -> AsyncIterator[list[Generation]]:
-        """Inside, the request is being sampled; afterwards the list has its result."""
+        """Run the body while the request is sampled; afterwards the yielded list has its result."""
         result: list[Generation] = []
 
         async def generate() -> None:
@@ -106,7 +106,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 @pytest.fixture(scope="session")
 def untied_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """For vLLM, which on a CPU cannot reload models whose output layer is tied to the embeddings."""
+    """Create models for vLLM, which on a CPU cannot reload one whose output layer is tied to the embeddings."""
     folder, shape = tmp_path_factory.mktemp("untied"), Shape(tied=False)
     return Checkpoints(
         write_random_checkpoint(folder / "first", shape, seed=1),
@@ -150,7 +150,7 @@ def scripted_url(checkpoints: Checkpoints) -> Iterator[str]:
     yield from serving(engine)
 
 
-# It takes a minute to start, and several on a busy machine.
+# vLLM takes a minute to start, and several on a busy machine.
 VLLM = [pytest.mark.vllm, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(480)]
 REAL = [
     pytest.param("embedded", id="embedded"),
@@ -165,7 +165,7 @@ async def prepared(url: str, kind: str, checkpoints: Checkpoints) -> AsyncIterat
     backend = (VllmBackend if "vllm" in kind else SGLangBackend)(url, backend_id=kind)
     await backend.resume()
     with anyio.fail_after(60):
-        while (load := await backend.load()).running or load.waiting:  # what the test before cancelled
+        while (load := await backend.load()).running or load.waiting:  # cancelled by the last test
             await anyio.sleep(0.05)
     await backend.update_weights(str(checkpoints.first), 0)
     cache_block = CACHE_BLOCK if "vllm" in kind else 1
@@ -179,7 +179,7 @@ async def prepared(url: str, kind: str, checkpoints: Checkpoints) -> AsyncIterat
 async def model_engine(
     request: pytest.FixtureRequest, checkpoints: Checkpoints, anyio_backend: str
 ) -> AsyncIterator[EngineUnderTest]:
-    """Each engine that runs a model, at version 0 of the first checkpoint, its cache empty."""
+    """Yield each engine that runs a model, at version 0 of the first checkpoint, with an empty cache."""
     if request.param == "vllm":
         checkpoints = request.getfixturevalue("untied_checkpoints")
     url = request.getfixturevalue(f"{request.param}_url")
@@ -191,7 +191,7 @@ async def model_engine(
 async def engine(
     request: pytest.FixtureRequest, checkpoints: Checkpoints, anyio_backend: str
 ) -> AsyncIterator[EngineUnderTest]:
-    """Each engine there is."""
+    """Yield each engine, real or scripted."""
     if request.param == "vllm":
         checkpoints = request.getfixturevalue("untied_checkpoints")
     url = request.getfixturevalue(f"{request.param}_url")

@@ -1,4 +1,4 @@
-"""The Docker provider keeps the contract with a real daemon, started here; and leaves no container."""
+"""The Docker provider keeps the contract with a real daemon, started here, and leaves no containers."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ def docker(host: str, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A daemon without a network, all of whose state is in a folder that goes with it."""
+    """Yield the address of a daemon without a network, whose state is all in a temporary folder."""
     folder = tmp_path_factory.mktemp("docker")
     host = f"unix://{folder}/sock"
     command = ["dockerd", "--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec"]
@@ -151,7 +151,7 @@ async def test_a_service_that_is_killed_leaves_no_container(
     while len(docker(daemon, "ps", "--all", "--quiet").split()) > 1:
         assert time.monotonic() < deadline, docker(daemon, "ps", "--all")
         await anyio.sleep(0.1)
-    # One whose `docker run` could not end it, as after a power cut, is found by its label; a living one is not.
+    # A container that its `docker run` could not end, as after a power cut, is found by its label; a live one is not.
     stale = docker(
         daemon, "run", "--detach", "--network", "none", "--label", f"rollout-service.folder={tmp_path}/gone",
         "--label", "rollout-service.sandbox=gone-1", "rollout-service/base", "sleep", "1000",

@@ -29,7 +29,7 @@ SAMPLINGS = [
 
 
 def some_requests(seed):
-    """Prompts of many lengths, some of which share their beginning."""
+    """Return requests with prompts of many lengths, some of which share a prefix."""
     rng = random.Random(seed)
     shared = [rng.randrange(9, 500) for _ in range(120)]
     lengths = [1, 2, 17, 60, 120, 250]
@@ -73,7 +73,7 @@ def recompute(model, requests, generations):
 
 
 async def score_with_sglang(url, request, generation):
-    """SGLang's logprobs, at temperature 1, of tokens that another engine sampled."""
+    """Return SGLang's logprobs, at temperature 1, of tokens that another engine sampled."""
     body = {
         "input_ids": [*request.input_ids, *generation.output_ids],
         "sampling_params": {"max_new_tokens": 1, "temperature": 0},
@@ -97,7 +97,7 @@ def model(request, checkpoints):
 
 @asynccontextmanager
 async def serving(model, *urls):
-    """Backends of these engines with the model loaded."""
+    """Yield backends of these engines, with the model loaded."""
     backends = [SGLangBackend(url) for url in urls]
     for backend in backends:
         await backend.update_weights(str(model), 1)

@@ -1,4 +1,4 @@
-"""What the service asks of an engine, asked of each: the embedded one, the real SGLang and vLLM, the scripted ones."""
+"""Each engine keeps the engine contract: the embedded one, real SGLang and vLLM, and the scripted ones."""
 
 import aiohttp
 import anyio
@@ -94,7 +94,7 @@ async def test_the_next_turn_finds_the_last_one_cached(model_engine):
     turn = await model_engine.generate(PROMPT, max_new_tokens=10)
     next_prompt = [*PROMPT, *turn.output_ids, 5, 6, 7]
     next_turn = await model_engine.generate(next_prompt, max_new_tokens=2)
-    # The last sampled token was never run, so its KV is not there.
+    # The last sampled token was never fed back, so it has no KV.
     assert next_turn.cached_tokens == model_engine.cached(len(PROMPT) + 9)
 
 
@@ -111,7 +111,7 @@ async def test_a_stop_token_ends_the_turn_and_is_kept(model_engine):
 async def test_a_stop_text_ends_the_turn_and_is_kept(model_engine):
     tokenizer = Tokenizer.from_file(str(model_engine.checkpoints.first / "tokenizer.json"))
     greedy = await model_engine.generate(PROMPT, max_new_tokens=20)
-    token = next(each for each in greedy.output_ids if each > 256)  # a special token: plain text of its own
+    token = next(each for each in greedy.output_ids if each > 256)  # a special token, which has its own text
     end = greedy.output_ids.index(token) + 1
     text = tokenizer.decode([token], skip_special_tokens=False)
     stopped = await model_engine.generate(PROMPT, max_new_tokens=20, stop=[text])

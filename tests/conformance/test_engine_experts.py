@@ -1,4 +1,4 @@
-"""The experts that the real SGLang reports are those that transformers routes to, over turns and interruptions."""
+"""Real SGLang reports the experts that transformers routes to, across turns and interruptions."""
 
 import json
 import subprocess

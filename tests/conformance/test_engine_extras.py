@@ -1,4 +1,4 @@
-"""What engines give beside ids and logprobs: right for each token, also over an interruption."""
+"""Engines give the right token extras for each token, also across an interruption."""
 
 from math import exp
 

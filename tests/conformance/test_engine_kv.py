@@ -1,4 +1,4 @@
-"""Engines that keep the KV of different weights apart: what is sent after an update finds none of before."""
+"""Engines keep the KV of different weights apart: requests sent after an update reuse none from before it."""
 
 import pytest
 

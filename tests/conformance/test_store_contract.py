@@ -1,4 +1,4 @@
-"""The contract of `Store`, as examples and as a state machine, over every kind of store."""
+"""Every kind of store keeps the `Store` contract, in examples and in a state machine."""
 
 from __future__ import annotations
 
@@ -431,14 +431,14 @@ async def pages(store: Store, state: RolloutState | None) -> list[str]:
 
 
 async def returns(wait: Awaitable[Any]) -> bool:
-    """Whether a wait is over at once."""
+    """Return whether a wait ends at once."""
     with anyio.move_on_after(0.05) as scope:
         await wait
     return not scope.cancelled_caught
 
 
 async def woken_by(wait: Callable[[], Awaitable[Any]], act: Callable[[], Awaitable[Any]]) -> Any:
-    """What a wait returns that had begun before the act."""
+    """Return the result of a wait that begins before `act`."""
     answers: list[Any] = []
 
     async def waiter() -> None:
@@ -534,7 +534,7 @@ async def test_a_closed_store_says_so(store: Store) -> None:
 
 @dataclass
 class Known:
-    """What a rollout must look like, by the contract."""
+    """The state of a rollout that the contract requires."""
 
     body: int
     state: RolloutState = S.QUEUED
@@ -555,7 +555,7 @@ STAGES = [S.QUEUED, S.INIT, S.ROLLOUT, S.EVALUATE]
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Any sequence of calls, against a model of the contract."""
+    """A check of any sequence of calls against a model of the contract."""
 
     def __init__(self, kind: Factory) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ SAMPLINGS = [SamplingOptions(max_new_tokens=24, temperature=each) for each in (1
 
 
 def some_requests(seed):
-    """Prompts of many lengths, some of which share their beginning."""
+    """Return requests with prompts of many lengths, some of which share a prefix."""
     rng = random.Random(seed)
     shared = [rng.randrange(9, 500) for _ in range(120)]
     prompts = [[rng.randrange(9, 500) for _ in range(length)] for length in (1, 2, 17, 60, 120, 250)]
@@ -94,7 +94,7 @@ async def test_weights_that_would_be_loaded_in_part_are_refused(backend, checkpo
 
 
 async def test_each_token_is_of_the_weights_that_its_version_names(backend, untied_checkpoints):
-    """A request is aborted for new weights and goes on under them: each part agrees with its own."""
+    """Abort a request for new weights and resume it under them: each part agrees with its own weights."""
     checkpoints = untied_checkpoints
     await backend.update_weights(str(checkpoints.first), 1)
     prompt, parts = [(7 * i + 11) % 256 for i in range(40)], []

@@ -1,4 +1,4 @@
-"""TRL's own GRPO trainer learns over the service: real TRL, real sandboxes, the embedded engine."""
+"""TRL's own GRPO trainer learns through the service, with real TRL, real sandboxes and the embedded engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_grpo_raises_the_reward_from_trls_documented_hook(tmp_path):
     figures = train(tmp_path)
     rewards = figures["training_rewards"]
     assert len(rewards) == STEPS
-    # Every step has the same tasks, so only sampling is left to chance: 0.08 of this difference, which was 0.5.
+    # Every step has the same tasks, so only sampling is random: it is 0.08 of this difference, which was 0.5.
     assert mean(rewards[-4:]) > rewards[0] + 0.2, figures
     assert figures["weight_version"] == STEPS + 1
     assert figures["failed"] == 0

@@ -1,4 +1,4 @@
-"""The main job on real parts: the demo in Apptainer, with the embedded engine and with SGLang."""
+"""The demo works on real parts: Apptainer, with the embedded engine and with SGLang."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ COMMAND = [sys.executable, "-m", "rollout_service.cli", "demo"]
 
 
 def demo(folder, *flags: str) -> tuple[dict[str, float], list[Rollout], str]:
-    """Run the demo; its figures, its batch, and what it printed."""
+    """Run the demo; return its figures, its batch and its output."""
     figures, output = folder / "figures.json", folder / "batch.jsonl"
     files = ["--state-dir", str(folder / "state"), "--output", str(output), "--json", str(figures)]
     result = subprocess.run([*COMMAND, *flags, *files], capture_output=True, text=True, check=False)
@@ -28,7 +28,7 @@ def demo(folder, *flags: str) -> tuple[dict[str, float], list[Rollout], str]:
 
 
 def check_logprobs(rollouts: list[Rollout]) -> None:
-    """Every sampled token's logprob is what transformers computes from the trajectory's ids alone."""
+    """Assert that transformers computes the same logprob for every sampled token from the trajectory's ids alone."""
     segments = [segment for rollout in rollouts for segment in rollout.trajectory.segments]
     sequences = [
         {"prompt": segment.token_ids[:1], "output": segment.token_ids[1:], "temperature": 1.0}

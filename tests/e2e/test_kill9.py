@@ -1,4 +1,4 @@
-"""kill -9 of the server in the middle of 64 rollouts: after a restart each ends exactly once, and nothing is left."""
+"""After kill -9 of the server amid 64 rollouts and a restart, each rollout ends exactly once, and nothing is left."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ GREETING = '<tool_call>\n{"name": "bash", "arguments": {"command": "echo hello >
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder with a short path, since sockets are made below it."""
+    """Create a folder with a short path, because sockets are created below it."""
     made = Path(tempfile.mkdtemp(prefix="k9-", dir="/tmp"))
     made.chmod(0o755)  # sandboxes run as another user, who must reach theirs
     yield made
@@ -55,7 +55,7 @@ def folder() -> Iterator[Path]:
 
 @contextmanager
 def running(arguments: list[str], address: Path, log: Path) -> Iterator[tuple[psutil.Popen, str]]:
-    """A module as a process that writes its URL to a file; killed with the block if it still runs."""
+    """Run a module in a process that writes its URL to a file, and stop the process at the end of the block."""
     address.unlink(missing_ok=True)
     with log.open("ab") as output:
         process = psutil.Popen([sys.executable, "-m", *arguments], stdout=output, stderr=output)
@@ -129,7 +129,7 @@ def ended(client: httpx.Client) -> int:
 
 
 def alive(process: psutil.Process) -> bool:
-    """Whether this very process (not a later one with its pid) runs."""
+    """Return whether this very process is running, and not just a later one with its pid."""
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
@@ -138,7 +138,7 @@ def mounts_below(folder: Path) -> list[str]:
 
 
 def mentioning(folder: Path) -> list[int]:
-    """Processes whose command line names a folder: the sandboxes' own, whoever is their parent now."""
+    """Return the pids of processes whose command lines name a folder: the sandboxes', whoever their parent is now."""
     found = []
     for process in psutil.process_iter():
         try:

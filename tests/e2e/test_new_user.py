@@ -1,4 +1,4 @@
-"""An ordinary user's first minutes, made by `useradd` and `su -`: a clone, `./scripts/demo`, the conformance suite."""
+"""A new ordinary user, made by `useradd` and `su -`, can clone, run `./scripts/demo` and the conformance suite."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def user() -> Iterator[NewUser]:
 
 @pytest.fixture(scope="module")
 def images() -> Iterator[Path]:
-    """A folder with the base image, that others may read and nobody else may write."""
+    """Yield a folder with the base image, which other users may read but not write."""
     with shared_folder() as folder:
         shutil.copyfile(ImageStore().resolve("base"), folder / "base.sif")
         yield folder
@@ -46,15 +46,15 @@ def demo(user: NewUser, **variables: str) -> str:
 
 @pytest.fixture(scope="module")
 def first_demo(user: NewUser, images: Path) -> str:
-    """What the first demo in this clone printed; everything is installed after it."""
+    """Return the output of the first demo in this clone, which installs everything."""
     assert not (user.home / ".cache").exists()
     return demo(user, ROLLOUT_IMAGES_DIR=str(images))
 
 
 def test_the_demo_takes_a_new_user_through_all_that_may_be_missing(user: NewUser, first_demo: str) -> None:
-    """An image that is there is used; without one, and without ids, that is said; with ids the image is built.
+    """The demo uses an existing image. Without one, it builds it, or says that the user has no subordinate ids.
 
-    Though /usr/sbin, where chroot is, is not on the user's PATH.
+    /usr/sbin, where chroot is, is not on the user's PATH.
     """
     assert "install the locked packages" in first_demo
     assert "base image" not in first_demo

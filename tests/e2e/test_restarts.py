@@ -1,4 +1,4 @@
-"""Planned restarts under `submit` and a trainer: both go on, everything comes once, and the service ends in time."""
+"""`submit` and a trainer continue through planned restarts: everything comes once, and the service ends in time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "restarts.py"
 DRAIN_AND_CLOSE_SECONDS = 1.0 + 3.0
 SLACK_SECONDS = 1.0
-"""For a busy machine, between a process that ends and a parent that hears of it."""
+"""Slack for a busy machine between a process's end and its parent's notice of it."""
 
 
 @pytest.mark.timeout(400)

@@ -1,4 +1,4 @@
-"""kill -9 of the trainer, of the service and of both: what was acknowledged never comes again, nothing else is lost."""
+"""After kill -9 of trainer, service or both, acknowledged groups never come again, and nothing else is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference trainer on real parts: killed, it goes on; the weights that it publishes are those that sample."""
+"""The reference trainer continues after it is killed, and the weights that it publishes are those that sample."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_trainer_that_is_killed_goes_on_and_moves_the_weights_that_sample(tmp_
         assert point["gradient_norm"] > 0
         assert 0 < point["reward"] < 1
         assert point["staleness_max"] <= 1
-    # Where all tokens are of the weights that the step began with, the engine had exactly those.
+    # If all tokens come from the weights that the step began with, the engine had exactly those weights.
     fresh = [point for point in points if point["staleness_max"] == 0]
     assert points[0] in fresh
     assert max(point["logprob_gap_max"] for point in fresh) < 1e-3

@@ -1,4 +1,4 @@
-"""The shipped reward hacks against the built-in environments and each kind of declarative one: none is rewarded."""
+"""No shipped reward hack is rewarded, in the built-in environments or in any kind of declarative one."""
 
 import json
 import shutil
@@ -27,9 +27,9 @@ from sandboxes.runtime.execution import STALL_SECONDS
 pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.timeout(900)]
 NAMES = {script.name for script in SCRIPTS}
 PATIENCE_SECONDS = 25.0
-"""A bound for the sandbox's start and the attack, which take a second or two on a host that is not busy."""
+"""Upper bound on a sandbox's start and an attack, which take a second or two on an idle host."""
 AT_ONCE = 6
-"""Some attacks only wait, so there are more of them than processors."""
+"""Number of attacks at once: more than there are processors, since some only wait."""
 SOLUTION = "wc -w <text.txt >answer.txt"
 
 
@@ -46,13 +46,13 @@ def declarative(folder, sandbox="fresh"):
     if sandbox == "same":
         table = made / "environment.toml"
         text = table.read_text().replace('artifacts = ["/workspace"]', 'sandbox = "same"')
-        # Programs that never end take all of it.
+        # Programs that never end use all of this time.
         table.write_text(text.replace("[limits]", "[limits]\nevaluate_seconds = 40"))
     return load_folder(made)
 
 
 def in_image(folder):
-    """The same in an image that is a folder, beside its own root file system."""
+    """Load the same environment from an image that is a folder with a root file system."""
     made = make_environment("words", folder)
     tree = folder / "tree"
     unpack(find_apptainer(), ImageStore().resolve("base"), tree)
@@ -70,7 +70,7 @@ def in_image(folder):
 def program(kind):
     index = next(number for number, task in enumerate(code.environment.dataset()) if task["kind"] == kind)
     task = code.environment.dataset()[index]
-    # A program that never ends takes all the time of each test; two tests show whether one meets the next.
+    # A program that never ends uses up each test's time limit; two tests show whether one meets the next.
     return task | {"time_limit": 2.0, "tests": task["tests"][:2]}, problems()[index].program
 
 
