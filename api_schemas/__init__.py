@@ -1,5 +1,5 @@
-"""What crosses the wire: strict pydantic models, importing nothing else of the project.
+"""The wire models of the HTTP API, as strict pydantic models.
 
-A trainer can install and import this package alone. Every model refuses unknown fields, so a misspelt
-field is a clear error and never a silently ignored wish.
+Guarantees: the package imports nothing else of the project, so a trainer can use it without the server. Every model
+refuses unknown fields: a misspelled field is an error and is never silently ignored.
 """

@@ -1,4 +1,4 @@
-"""The base of every wire model: unknown fields are refused, values are immutable, numbers are bounded."""
+"""The base of every wire model. Unknown fields are refused, values are immutable, and numbers are bounded."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ else:
     from enum import Enum
 
     class StrEnum(str, Enum):
-        """The standard library's, which Python 3.10 lacks."""
+        """The standard library's `StrEnum`, which Python 3.10 lacks."""
 
         __str__ = str.__str__
 
 
 MAX_INT = 2**62
-"""The largest integer on the wire: fits 64 bits with room for sums, and is exact where JSON numbers are floats."""
+"""The largest integer on the wire: it fits 64 bits with room for sums, and is exact where JSON numbers are floats."""
 MAX_INT32 = 2**31 - 1
 MAX_SECONDS = 1e9
 
 
 def _no_text_or_switch(value: object) -> object:
     if isinstance(value, bool | str):
-        raise ValueError("must be a number")  # noqa: TRY004 - what pydantic makes a field's error of
+        raise ValueError("must be a number")  # noqa: TRY004 - pydantic makes a field's error of it
     return value
 
 
@@ -39,44 +39,44 @@ def _no_number_or_day(value: object) -> object:
 
 
 Number = BeforeValidator(_no_text_or_switch)
-"""Refuses `true` and `"1"`, which pydantic would take for numbers."""
+"""A validator that refuses `true` and `"1"`, which pydantic would accept as numbers."""
 
 Flag = Annotated[bool, Strict()]
-"""`true` or `false`, and not `1`, `"yes"` or `"off"`."""
+"""`true` or `false`, but not `1`, `"yes"` or `"off"`."""
 
 Integer = Annotated[int, Strict()]
-"""Any integer, and not `true`, `"1"` or `1.0`."""
+"""Any integer, but not `true`, `"1"` or `1.0`."""
 
 Real = Annotated[float, Strict()]
-"""Any number, and not `true` or `"1"`."""
+"""Any number, but not `true` or `"1"`."""
 
 Count = Annotated[int, Number, Field(ge=1, le=MAX_INT)]
 """A number of things, at least one."""
 
 CountOrZero = Annotated[int, Number, Field(ge=0, le=MAX_INT)]
-"""A number of things, a size, an offset or a version."""
+"""A number of things that may be 0, a size, an offset or a version."""
 
 Signed = Annotated[int, Number, Field(ge=-MAX_INT, le=MAX_INT)]
 """A seed or a priority."""
 
 Seconds = Annotated[float, Number, Field(gt=0, le=MAX_SECONDS)]
-"""A duration of up to thirty years: more than that overflows timers and dates."""
+"""A positive duration of up to thirty years; longer ones overflow timers and dates."""
 
 SecondsOrZero = Annotated[float, Number, Field(ge=0, le=MAX_SECONDS)]
-"""The same, which may be 0."""
+"""A duration of up to thirty years that may be 0."""
 
 Timestamp = Annotated[AwareDatetime, BeforeValidator(_no_number_or_day)]
-"""A date and time with its offset, as RFC 3339 writes it: pydantic would take `0` and `"2026-01-31"` as well."""
+"""A date and time with its offset, as in RFC 3339. Pydantic alone would also accept `0` and `"2026-01-31"`."""
 
 RolloutId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")]
 """An identifier that a caller may choose: 1-128 letters, digits, `.`, `_`, `:` or `-`."""
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-"""A name of an environment, a pool or an image: 1-64 letters, digits, `.`, `_` or `-`."""
+"""The name of an environment, a pool or an image: 1-64 letters, digits, `.`, `_` or `-`."""
 
 
 def tagged(by: str) -> Callable[[dict[str, Any]], None]:
-    """Return a `json_schema_extra` for a member of a union: its tag has a default in Python, and none on the wire."""
+    """Return a `json_schema_extra` for a member of a union, whose tag has a default in Python but not on the wire."""
 
     def require(schema: dict[str, Any]) -> None:
         schema["required"] = sorted({by, *schema.get("required", ())})

@@ -1,4 +1,4 @@
-"""Environments as the service shows them."""
+"""Environments as the service describes them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from api_schemas.base import StrEnum, WireModel
 
 
 class EvaluationSandbox(StrEnum):
-    """Where an outcome is scored."""
+    """Where an agent's outcome is scored."""
 
     NONE = "none"
-    """Without a sandbox; the agent's is released when the agent ends."""
+    """Without a sandbox; the agent's own is released when the agent ends."""
     SAME = "same"
     """In the agent's own sandbox."""
     FRESH = "fresh"
@@ -19,38 +19,43 @@ class EvaluationSandbox(StrEnum):
 
 
 class EnvironmentLimits(WireModel):
-    """The limits of an environment's rollouts, unless a request overrides them."""
+    """The limits of an environment's rollouts; a request can override them."""
 
     max_turns: int
     max_tokens: int
-    """Sampled tokens over all turns."""
+    """The most sampled tokens over all turns."""
     max_turn_tokens: int
-    """Sampled tokens in one turn."""
+    """The most sampled tokens in one turn."""
     max_malformed: int
-    """Consecutive turns whose tool calls are all malformed before the agent is stopped."""
+    """Consecutive turns with only malformed tool calls after which the agent is stopped."""
     agent_seconds: float
+    """The wall-clock budget of the agent."""
     tool_seconds: float
+    """The wall-clock limit of one tool call."""
     tool_output_chars: int
-    """A longer tool result is cut in the middle, with a note."""
+    """The characters of a tool result; a longer one is cut in the middle, with a note."""
     init_seconds: float
+    """The deadline of the stage `init`."""
     rollout_seconds: float
+    """The deadline of the stage `rollout`."""
     evaluate_seconds: float
+    """The deadline of the stage `evaluate`."""
 
 
 class EnvironmentSandbox(WireModel):
     """The resources that an environment's sandbox may use."""
 
     network: Literal["none", "full"] | list[str]
-    """A list names the reachable hosts."""
+    """`none`, `full`, or a list of the reachable hosts."""
     memory: str
-    """Bytes, or with a suffix K, M, G or T (powers of 1024)."""
+    """A number of bytes, optionally with a suffix K, M, G or T (powers of 1024)."""
     max_processes: int
     cpus: float | None
-    """Processors' worth of time; null sets no limit."""
+    """CPU time in processors, such as 1.5; null sets no limit."""
     disk: str | None
-    """The bytes that may be written, in the form of `memory`; null is the provider's default."""
+    """The bytes that may be written, in the format of `memory`; null means the provider's default."""
     lifetime: float | None
-    """Seconds after which the sandbox ends; null is as long as its rollout."""
+    """The seconds after which the sandbox ends; null means that it lives as long as its rollout."""
     env: dict[str, str]
     """Environment variables."""
 
@@ -59,21 +64,23 @@ class EnvironmentView(WireModel):
     """An environment that tasks can name."""
 
     name: str
+    """The name that tasks give as `environment`."""
     description: str
+    """A short text for people."""
     image: str | None
-    """The sandbox image: a name, a path or a reference; null if the agent needs no sandbox."""
+    """The sandbox image as a name, a path or a reference; null if the agent needs no sandbox."""
     system: str | None
-    """The system prompt, a template over the task's instance."""
+    """The system prompt: a template that is filled in from the task's instance."""
     prompt: str
-    """The first user message, a template over the task's instance."""
+    """The first user message: a template that is filled in from the task's instance."""
     tools: list[str]
-    """Names of the built-in tools available to the agent."""
+    """The names of the built-in tools available to the agent."""
     limits: EnvironmentLimits
     sandbox: EnvironmentSandbox
     evaluate_in: EvaluationSandbox
     artifacts: list[str]
-    """Absolute paths that are copied from the agent's sandbox into a fresh one for the evaluation."""
+    """The absolute paths that are copied from the agent's sandbox into a fresh one for the evaluation."""
     artifacts_size: str
-    """The limit for all artifacts together, in the form of `memory`."""
+    """The size limit of all artifacts together, in the format of `memory`."""
     runs_submission: bool
-    """Whether the agent's program is executed before the evaluation, in a sandbox that holds nothing of the grader."""
+    """Whether the agent's program is executed before the evaluation, in a sandbox with none of the grader's files."""

@@ -1,4 +1,4 @@
-"""Errors on the wire: RFC 9457 problem details, and the failure that a rollout ended with."""
+"""Errors on the wire: RFC 9457 problem details for requests, and the failures of rollouts."""
 
 from __future__ import annotations
 
@@ -10,47 +10,48 @@ from api_schemas.base import Flag, Integer, StrEnum, WireModel
 
 
 class Boundary(StrEnum):
-    """The boundary that an error crossed: where a person should look first."""
+    """Where a person should look first after an error."""
 
     REQUEST = "request"
     """The caller's request."""
     SANDBOX = "sandbox"
-    """Starting or using a sandbox."""
+    """The start or the use of a sandbox."""
     INFERENCE = "inference"
-    """Talking to an engine."""
+    """The communication with an engine."""
     TOKENS = "tokens"
-    """Turning messages into token ids or back."""
+    """The conversion of messages to token ids, or back."""
     ENVIRONMENT = "environment"
     """An environment's own code, or its grader."""
     STORE = "store"
     """The durable store."""
     SERVICE = "service"
-    """The service itself: a limit, a deadline, a shutdown, a defect."""
+    """The service itself: a limit, a deadline, a shutdown or a defect."""
 
 
 class ErrorInfo(WireModel):
     """Why a rollout, or one attempt at it, failed."""
 
     code: str
-    """Stable, machine-readable name such as `sandbox_start_failed`."""
+    """A stable, machine-readable name, such as `sandbox_start_failed`."""
     boundary: Boundary
+    """Where to look first."""
     message: str
-    """What happened, for a person."""
+    """A description of the failure, for people."""
     hint: str = ""
-    """What to do next."""
+    """Advice on what to do next."""
     retryable: Flag = False
-    """Whether the same rollout may succeed when it is tried again."""
+    """Whether the same rollout may succeed if it is tried again."""
     stage: str | None = None
-    """The stage in which it happened: `init`, `rollout` or `evaluate`."""
+    """The stage that failed: `init`, `rollout` or `evaluate`."""
     attempt: Integer | None = None
-    """The attempt, counted from 1."""
+    """The number of the failed attempt, counted from 1."""
 
 
 class FieldError(WireModel):
-    """One bad field of a request."""
+    """One invalid field of a request."""
 
     path: str
-    """Where the field is, as in `body.task.environment`."""
+    """The path of the field, such as `body.task.environment`."""
     message: str
 
 
@@ -61,17 +62,19 @@ class Problem(WireModel):
     title: str
     status: int = Field(ge=400, le=599)
     detail: str
-    """What happened and what to do next."""
+    """A description of the error, and advice on what to do next."""
     code: str
+    """A stable, machine-readable name, such as `not_found`."""
     retryable: Flag = False
+    """Whether the same request may succeed if it is sent again."""
     errors: list[FieldError] = []
-    """The fields at fault, when there are any."""
+    """The invalid fields, if there are any."""
     context: dict[str, Any] = {}
-    """What a program may want to know, such as the list of known environments."""
+    """Details for programs, such as the list of known environments."""
 
 
 def sentences(message: str, hint: str) -> str:
-    """Return what happened, and what to do next, as one text."""
+    """Join a message and its hint into one text."""
     if not hint:
         return message
     message = message.rstrip()

@@ -1,4 +1,4 @@
-"""Events: what happened in the service, in order, for dashboards and progress bars."""
+"""Events of the service, in order, for dashboards and progress bars."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from api_schemas.base import Timestamp, WireModel
 
 
 class Event(WireModel):
-    """Something that happened. Ids grow by one and survive a restart, so that a reader can resume."""
+    """Something that happened in the service."""
 
     event_id: int
+    """A number that grows by one per event, also across restarts; a reader can resume after it."""
     time: Timestamp
     kind: str
-    """As in `rollout.state` or `backend.failed`."""
+    """The kind of event, such as `rollout.state` or `backend.failed`."""
     subject: str
-    """What it happened to: the id of a rollout or a backend."""
+    """The id of what it concerns, such as a rollout or a backend."""
     data: dict[str, JsonValue] = {}

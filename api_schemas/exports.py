@@ -1,7 +1,7 @@
-"""A run on its way out of the service, and rollouts that are evaluated again.
+"""Exports of runs, and requests to evaluate rollouts again.
 
-An export is JSON Lines: an `ExportedRun`, an `ExportedSample` for each rollout of a closed group, an `ExportEnd`. A
-file without its end was cut off.
+An export is JSON Lines: an `ExportedRun`, an `ExportedSample` for each rollout of a closed group, and an `ExportEnd`. A
+file without an `ExportEnd` was truncated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_RESCORED = 4_096
 
 
 class ExportedRun(WireModel):
-    """The first line."""
+    """The first line of an export."""
 
     kind: Literal["run"] = "run"
     format: Literal[1] = 1
@@ -29,7 +29,7 @@ class ExportedRun(WireModel):
 
 
 class ExportedSample(WireModel):
-    """A rollout of a closed group, whatever became of the group."""
+    """A rollout of a closed group, kept or dropped."""
 
     kind: Literal["sample"] = "sample"
     group_id: RolloutId
@@ -38,27 +38,29 @@ class ExportedSample(WireModel):
     epoch: int
     group_state: Literal["ready", "batched", "acknowledged", "dropped"]
     dropped_because: str | None
-    """Set if and only if the group was dropped."""
+    """Why the group was dropped; null unless it was."""
     batch_id: BatchId | None
     """The batch that the group is in, or was acknowledged with."""
     reward_mean: float | None
+    """The mean reward of the group's usable samples."""
     reward_std: float | None
-    """Over the usable samples of the group."""
+    """The standard deviation of the rewards of the group's usable samples."""
     request: RolloutRequest
-    """The order that was rolled out."""
+    """The request that the rollout carried out."""
     sample: GroupSample
-    """The rollout with its trajectory, which is null once it was pruned; the reward, the advantage."""
+    """The rollout, its reward and its advantage. The trajectory is null if it was pruned."""
     oldest_version: int | None
-    """The oldest version that sampled a token of this rollout; null when nothing was sampled."""
+    """The oldest version that sampled a token of this rollout; null if nothing was sampled."""
     newest_version: int | None
+    """The newest version that sampled a token of this rollout; null if nothing was sampled."""
 
 
 class ExportEnd(WireModel):
-    """The last line."""
+    """The last line of an export."""
 
     kind: Literal["end"] = "end"
     samples: int
-    """How many there were."""
+    """The number of samples in the export."""
 
 
 ExportLine = Annotated[ExportedRun | ExportedSample | ExportEnd, Field(discriminator="kind")]
@@ -68,78 +70,81 @@ class RescoreOptions(WireModel):
     """How rollouts are evaluated again."""
 
     environment: Name | None = None
-    """Another environment, such as a newer version under a name of its own; null is each rollout's own."""
+    """Another environment to evaluate with, such as a newer version; null means each rollout's own."""
     replay: Literal["needed", "always"] = "needed"
-    """Whether the recorded tool calls are carried out again in a new sandbox also where the evaluation looks at nothing
-    but the answer."""
+    """When to repeat the recorded tool calls in a new sandbox: `needed` leaves them out if the evaluation looks only at
+    the answer."""
 
 
 class RescoreRun(RescoreOptions):
-    """An order to evaluate rollouts of a run again."""
+    """A request to evaluate rollouts of a run again."""
 
     rollout_ids: list[RolloutId] | None = Field(None, max_length=MAX_RESCORED)
-    """Null is all rollouts of closed groups."""
+    """The rollouts to evaluate; null means all rollouts of closed groups."""
 
 
 class RecordedRollout(WireModel):
-    """A rollout with its trajectory, and the order that it was rolled out for."""
+    """A rollout with its trajectory, and the request that it carried out."""
 
     request: RolloutRequest
     rollout: Rollout
     sampled_tokens: list[CountOrZero] | None = None
-    """How many tokens each turn sampled, instead of the trajectory's segments: no evaluation needs these."""
+    """The number of tokens that each turn sampled. It replaces the trajectory's segments, which no evaluation needs."""
 
 
 class RescoreRollouts(RescoreOptions):
-    """An order to evaluate rollouts again that the caller holds, as from an export."""
+    """A request to evaluate rollouts again that the caller sends, for example from an export."""
 
     rollouts: list[RecordedRollout] = Field(max_length=MAX_RESCORED)
 
 
 class Difference(WireModel):
-    """A message that came out otherwise than when it was recorded."""
+    """A message that differs between the recording and the replay."""
 
     turn: int
-    """The turn whose prompt it is part of, counted from 0."""
+    """The turn whose prompt contains the message, counted from 0."""
     role: str
     name: str | None
-    """The tool, where it is a tool's."""
+    """The tool's name, if it is a tool's message."""
     recorded: str | None
-    """Null where there was none."""
+    """The recorded text; null if there was no such message."""
     replayed: str | None
+    """The text in the replay; null if there was no such message."""
 
 
 class Rescored(WireModel):
-    """A rollout that was evaluated again: the new reward beside the old one."""
+    """A rollout that was evaluated again, with its new and its old reward."""
 
     rollout_id: RolloutId
     environment: Name
-    """The one that evaluated it now."""
+    """The environment that evaluated it this time."""
     recorded_reward: float | None
+    """The old reward."""
     reward: float | None
-    """Null when it could not be evaluated: `error` says why."""
+    """The new reward; null if the rollout could not be evaluated, for the reason in `error`."""
     reward_parts: dict[str, float] = {}
     error: ErrorInfo | None = None
     stop_reason: StopReason | None
-    """As recorded."""
+    """The recorded reason why the agent stopped."""
     replayed: bool
-    """Whether its tool calls were carried out again."""
+    """Whether the recorded tool calls were repeated."""
     turns_recorded: int
     turns_replayed: int
     differences: list[Difference] = []
-    """In the order of the conversation; empty for a faithful replay."""
+    """The differences in the order of the conversation; empty for a faithful replay."""
 
 
 class RescoreEnd(WireModel):
-    """The last line of an answer."""
+    """The last line of the response."""
 
     rescored: int
+    """The number of results before this line."""
     failed: int
-    """How many of them have an error."""
+    """The number of results with an error."""
 
 
 def without_tokens(request: RolloutRequest, rollout: Rollout) -> RecordedRollout:
-    """What a rollout is evaluated again by: far less than it holds."""
+    """Return the part of a rollout that an evaluation needs, without the tokens that are most of it."""
     trajectory = rollout.trajectory
     if trajectory is None:
         return RecordedRollout(request=request, rollout=rollout)

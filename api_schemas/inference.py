@@ -1,4 +1,4 @@
-"""Backends, pools and weights on the wire."""
+"""Requests and responses about backends, pools and weights."""
 
 from __future__ import annotations
 
@@ -27,18 +27,20 @@ class BackendState(StrEnum):
     """Whether a backend takes requests."""
 
     READY = "ready"
+    """In service."""
     FAILED = "failed"
     """Out of service until its probes succeed again."""
     DRAINING = "draining"
-    """Finishes what it has and takes nothing new."""
+    """Finishing its requests, and taking no new ones."""
     PAUSED = "paused"
+    """Paused together with its pool."""
 
 
 class EngineKind(StrEnum):
-    """Which protocol an engine speaks."""
+    """The protocol of an engine."""
 
     SGLANG = "sglang"
-    """SGLang's own; the embedded engine's too."""
+    """SGLang's native API, which the embedded engine has too."""
     VLLM = "vllm"
     """vLLM's token-in, token-out route."""
 
@@ -47,17 +49,17 @@ class BackendSpec(WireModel):
     """An engine to register. Sending the same URL again changes nothing."""
 
     url: HttpUrl
-    """Address of the engine's own HTTP API."""
+    """The address of the engine's own HTTP API."""
     pool: Name = "policy"
-    """The policy that it serves."""
+    """The pool that the engine joins."""
     kind: EngineKind | None = None
-    """Left out, the engine is asked which it is."""
+    """The engine's protocol; null asks the engine."""
     tokenizer: str | None = None
-    """Folder or hub name of the tokenizer; the engine's own path when left out."""
+    """The tokenizer's folder or hub name; null means the engine's own path."""
     renderer: str = "auto"
-    """The chat format, as in `qwen3`; `auto` goes by the model's type."""
+    """The chat format, such as `qwen3`; `auto` chooses it by the model's type."""
     max_in_flight: Count | None = None
-    """Requests that it is given at once; the pool's setting when left out."""
+    """The most requests that the engine is given at once; null means the pool's setting."""
 
     @field_validator("url")
     @classmethod
@@ -68,7 +70,7 @@ class BackendSpec(WireModel):
 
 
 class BackendView(WireModel):
-    """A backend as the service sees it."""
+    """A registered backend in its present state."""
 
     backend_id: str
     url: str
@@ -80,12 +82,13 @@ class BackendView(WireModel):
     weight_version: int
     context_length: int
     exports: list[str] = []
-    """What it gives beside ids and log-probabilities, when a rollout asks for it: `top_logprobs`, `prompt_logprobs`,
-    `routed_experts`."""
+    """The token extras that it can return: `top_logprobs`, `prompt_logprobs`, `routed_experts`."""
     in_flight: int
     """Requests of this service that it is working on."""
     served: int
+    """Requests of this service that it has answered."""
     failures: int
+    """Failed requests and probes."""
     last_error: str | None = None
 
 
@@ -93,49 +96,50 @@ class PauseMode(StrEnum):
     """What a pause does to the requests in flight."""
 
     ABORT = "abort"
-    """They return what they have, and are resumed from it."""
+    """Requests return the tokens sampled so far, and continue from them later."""
     RETRACT = "retract"
-    """They go back to the engine's queue, and their cache may be flushed."""
+    """Requests return to the engine's queue, and their cache may be flushed."""
     IN_PLACE = "in_place"
-    """They freeze and keep their cache."""
+    """Requests freeze and keep their cache."""
     DRAIN = "drain"
-    """They end as they would have; those that take longer than `drain_seconds` are aborted and resumed."""
+    """Requests end normally; those that take longer than `drain_seconds` are treated as by `abort`."""
 
 
 class PauseRequest(WireModel):
-    """Pause the generation of a pool."""
+    """A request to pause the generation of a pool."""
 
     pool: Name = "policy"
     mode: PauseMode = PauseMode.ABORT
     drain_seconds: SecondsOrZero = 60.0
-    """How long the mode `drain` waits."""
+    """How long the mode `drain` waits for the requests in flight."""
 
 
 class ResumeRequest(WireModel):
-    """Let a paused pool go on."""
+    """A request to resume the generation of a paused pool."""
 
     pool: Name = "policy"
 
 
 class AbortRequest(WireModel):
-    """Cancel rollouts: those named, or all that are not finished."""
+    """A request to cancel rollouts."""
 
     rollout_ids: list[RolloutId] | None = None
+    """The rollouts to cancel; null means all that have not ended."""
 
 
 class KvHandling(StrEnum):
-    """What became of the KV that older weights had computed when new ones were loaded."""
+    """What happened to the KV of older weights when new ones were loaded."""
 
     FLUSHED = "flushed"
     """It was dropped: every later token is sampled as if the new weights had read the whole prompt."""
     KEPT = "kept"
-    """It stayed in use: later tokens attend to what older weights computed."""
+    """It stayed in use: later tokens attend to KV that older weights computed."""
 
 
 DType = Literal[
     "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int8", "uint8"
 ]
-"""The name of a tensor's type, as torch spells it."""
+"""The type of a tensor, by its name in torch."""
 
 
 class DiskWeights(WireModel):
@@ -145,21 +149,25 @@ class DiskWeights(WireModel):
 
     type: Literal["disk"] = "disk"
     path: str = Field(min_length=1)
+    """The folder, as the engines see it."""
 
 
 class DistributedWeights(WireModel):
-    """Weights that rank 0 of a process group broadcasts, tensor by tensor in the order of `names`.
+    """Weights that rank 0 of a process group broadcasts, one tensor at a time, in the order of `names`.
 
-    The backends must have joined the group: `POST /v1/weights/group`.
+    The backends must have joined the group with `POST /v1/weights/group`.
     """
 
     type: Literal["distributed"]
     group_name: Name = "weights"
     names: list[str] = Field(min_length=1)
+    """The names of the tensors."""
     dtypes: list[DType]
+    """The type of each tensor."""
     shapes: list[list[CountOrZero]]
+    """The shape of each tensor."""
     bucket_bytes: Annotated[int, Number] = Field(1 << 30, ge=1, le=MAX_INT)
-    """The engines receive the tensors in portions of about this size, so that they need room for one only."""
+    """The approximate size of the portions in which engines receive the tensors; they need memory for one portion."""
 
     @model_validator(mode="after")
     def _equal_lengths(self) -> Self:
@@ -172,23 +180,26 @@ Weights = Annotated[DiskWeights | DistributedWeights, Field(discriminator="type"
 
 
 class WeightsRequest(WireModel):
-    """Load new weights into every backend of a pool.
+    """A request to load new weights into every backend of a pool.
 
-    The same version again changes nothing; an older one than the pool has is a 409.
+    Sending the pool's own version again changes nothing; an older version is a 409.
     """
 
     path: str | None = Field(None, min_length=1)
     """Short for a `source` of the type `disk`."""
     source: Weights | None = None
+    """Where the weights come from; either this or `path` is required."""
     version: CountOrZero
+    """The version number of the new weights."""
     pool: Name = "policy"
     mode: PauseMode = PauseMode.ABORT
+    """What happens to the requests in flight."""
     drain_seconds: SecondsOrZero = 60.0
     """How long the mode `drain` waits for the requests in flight."""
     timeout_seconds: Seconds = 900.0
-    """A backend that takes longer leaves service."""
+    """The time limit of each backend; a slower one is taken out of service."""
     force: Flag = False
-    """Load them even if the pool has this version, or a later one."""
+    """Whether to load the weights even if the pool has this version or a later one."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -198,62 +209,67 @@ class WeightsRequest(WireModel):
 
     @property
     def weights(self) -> DiskWeights | DistributedWeights:
-        """Where the weights come from, in whichever way it was said."""
+        """The source of the weights, also if it was given as `path`."""
         return self.source or DiskWeights(path=self.path or "")
 
 
 class WeightsGroupRequest(WireModel):
-    """Let the backends of a pool join a process group, in which the trainer has the first ranks.
+    """A request that the backends of a pool join a process group, in which the trainer has the first ranks.
 
-    The trainer joins at the same time, with torch's own process group; rank 0 of it listens at
-    `master_address`. The backends take the ranks from `rank_offset` on, in the order of their registration.
+    The trainer joins at the same time, through torch's own process groups; its rank 0 listens at `master_address`. The
+    backends take the ranks from `rank_offset` on, in the order of their registration.
     """
 
     pool: Name = "policy"
     group_name: Name = "weights"
     master_address: str = Field(min_length=1)
+    """The address of the trainer's rank 0, as the engines reach it."""
     master_port: Annotated[int, Number] = Field(ge=1, le=65_535)
     world_size: Annotated[int, Number] = Field(ge=2, le=MAX_INT)
-    """The trainer's ranks and one for each accelerator of each backend that is in service."""
+    """The number of ranks: the trainer's, and one for each accelerator of each backend in service."""
     rank_offset: Count = 1
-    """How many ranks the trainer has."""
+    """The number of the trainer's ranks."""
     backend: Literal["gloo", "nccl"] = "nccl"
     timeout_seconds: Seconds = 120.0
 
 
 class BackendOutcome(WireModel):
-    """What one backend answered to an order that went to all of them."""
+    """The outcome of an order at one backend of a pool."""
 
     backend_id: str
     ok: bool
+    """Whether the backend carried out the order."""
     seconds: float
+    """The time that the order took there."""
     steps: dict[str, float] = {}
-    """Seconds of each part of the order that it has begun, as `pause`, `load`, `resume`."""
+    """The seconds of each step that the backend began, such as `pause`, `load` and `resume`."""
     error: str | None = None
     code: str | None = None
-    """The kind of the error, as in `backend_rejected`; `out_of_service` for a backend that the order did not wait
-    for, because it was away before."""
+    """The error code, such as `backend_rejected`. It is `out_of_service` for a backend that was out of service before,
+    which the order did not wait for."""
     in_flight: int = 0
-    """Requests of this service that it was working on when the order came."""
+    """Requests of this service that it was working on when the order arrived."""
     version_before: int | None = None
     version_after: int | None = None
-    """None where it is not known: the backend is out of service until it has the pool's weights."""
+    """The version that it has now; null if unknown, in which case it is out of service until it has the pool's
+    weights."""
     ranks: list[int] = []
-    """Its ranks in the process group that it has joined."""
+    """Its ranks in the process group that it joined."""
 
 
 class PoolOutcome(WireModel):
-    """The answers of all backends of a pool to one order."""
+    """The outcome of an order at all backends of a pool."""
 
     pool: Name
     version: int | None = None
     """The version of the pool's weights."""
     changed: bool = True
-    """False for weights that the pool had already: nothing was done."""
+    """Whether the order changed anything; false, for example, if the pool had these weights already."""
     kv: KvHandling | None = None
-    """What became of the KV of the weights before."""
+    """What happened to the KV of the previous weights."""
     held: int = 0
-    """Requests that were waiting when the order had been carried out."""
+    """Requests that were waiting when the order was complete."""
     held_seconds: float = 0.0
-    """How long requests were held for it."""
+    """How long requests were held for the order."""
     outcomes: list[BackendOutcome]
+    """The outcome at each backend."""

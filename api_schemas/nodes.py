@@ -1,4 +1,4 @@
-"""Nodes on the wire: what a host has, how many sandboxes it bears at present, and why not more."""
+"""Nodes: the resources of a host, how many sandboxes it can run at present, and why not more."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from api_schemas.base import Number, WireModel
 
 
 class HoldView(WireModel):
-    """Something that keeps further sandboxes from being started."""
+    """A reason why no further sandbox may start now."""
 
     resource: str
-    """`cpu`, `memory`, `io`, `disk`, `descriptors` or `processes` of the host; `ceiling`; or `growth`, while the
-    target still rises to what is asked for."""
+    """The resource that is short: `cpu`, `memory`, `io`, `disk`, `descriptors` or `processes` of the host; `ceiling`;
+    or `growth`, while the target is still rising to the demand."""
     reason: str
-    """In words, with the figures: `memory: 3.1 GiB available, 4.0 GiB kept free`."""
+    """The reason in words, with its figures: `memory: 3.1 GiB available, 4.0 GiB kept free`."""
 
 
 class PressureView(WireModel):
-    """What the host said of itself last; null is what it does not tell."""
+    """The latest measurements of the host; null where the host reports none."""
 
     load: float | None = None
     """The load average of one minute."""
@@ -31,74 +31,83 @@ class PressureView(WireModel):
     """The share of the last 10 s in which everything waited for disks."""
     memory_available_bytes: int | None = None
     disk_free_bytes: dict[str, int] = {}
-    """By a folder on each file system that sandboxes and the state are kept on."""
+    """The free bytes of each file system that holds sandboxes or the state, by a folder on it."""
     descriptors_free: int | None = None
     processes_free: int | None = None
 
 
 class EgressView(WireModel):
-    """What went out of sandboxes that are held to a list of hosts, since the service started."""
+    """The network use of sandboxes that may reach only listed hosts, since the service started."""
 
     connections: int = 0
     allowed: int = 0
     bytes_out: int = 0
     bytes_in: int = 0
     refused: dict[str, int] = {}
-    """By reason: `host`, `port`, `address`, `unresolved`, `unreachable`, `timeout`, `bad_request`."""
+    """Refusals by reason: `host`, `port`, `address`, `unresolved`, `unreachable`, `timeout`, `bad_request`."""
 
 
 class NodeView(WireModel):
     """One host that runs sandboxes."""
 
     node: str
+    """The host name."""
     cpus: int
     memory_bytes: int | None = None
     provider: str
+    """The provider that starts the sandboxes, such as `apptainer`."""
     enforced: list[str]
-    """The limits that hold for a sandbox as a whole here."""
+    """The limits that this node enforces on a sandbox as a whole."""
     live: int
-    """Sandboxes that are alive, those that are about to end included."""
+    """Sandboxes that are alive, including those about to end."""
     in_use: int
-    """Sandboxes that rollouts have, or may start at once."""
+    """Sandboxes that rollouts have, or have been admitted to start."""
     warm: int
+    """Sandboxes that were started ahead and are not used yet."""
     waiting: int
     """Rollouts that wait for a sandbox."""
     target: int
-    """How many may be in use at the present pressure."""
+    """The most sandboxes that may be in use at the present pressure."""
     ceiling: int
+    """The most sandboxes that may ever be alive."""
     holds: list[HoldView] = []
-    """Why the next rollout would wait; empty when it would not."""
+    """Why the next rollout would wait for a sandbox; empty if it would not."""
     pressure: PressureView | None = None
-    """Null before the first look."""
+    """The latest measurements; null before the first."""
     breaches: dict[str, int] = {}
-    """How often a limit of a sandbox was reached since the service started, by limit."""
+    """How often sandboxes reached each limit since the service started."""
     egress: EgressView = EgressView()
 
 
 class StageConcurrency(WireModel):
-    """How many rollouts may work in a stage, and wait before it."""
+    """The number of rollouts that may work in a stage, and wait before it."""
 
     workers: int
+    """The most rollouts that work in the stage at once."""
     queue: int
+    """The most rollouts that wait for a worker."""
     working: int
-    """Rollouts that have a worker now; more than `workers` for a while after that was lowered."""
+    """Rollouts that have a worker now; for a while, more than `workers` if that was lowered."""
 
 
 class SandboxCeiling(WireModel):
-    """How many sandboxes may be alive."""
+    """The number of sandboxes that may be alive."""
 
     ceiling: int
+    """The most sandboxes that may ever be alive."""
     target: int
-    """How many may be in use at the present pressure."""
+    """The most sandboxes that may be in use at the present pressure."""
     in_use: int
+    """Sandboxes that rollouts have, or have been admitted to start."""
     waiting: int
     """Rollouts that wait for a sandbox."""
 
 
 class NodeConcurrency(WireModel):
-    """How much a node does at once."""
+    """The concurrency of a node: its stages' workers and queues, and its sandboxes."""
 
     node: str
+    """The host name."""
     init: StageConcurrency
     rollout: StageConcurrency
     evaluate: StageConcurrency
@@ -110,21 +119,21 @@ AtOnce = Annotated[int, Number, Field(ge=1, le=MAX_AT_ONCE)]
 
 
 class StagePatch(WireModel):
-    """Figures of a stage to change; those left out stay."""
+    """Changes to a stage; what is left out stays."""
 
     workers: AtOnce | None = None
     queue: AtOnce | None = None
 
 
 class SandboxesPatch(WireModel):
-    """Figures of the sandboxes to change."""
+    """Changes to the number of sandboxes."""
 
     ceiling: Annotated[int, Number, Field(ge=2, le=MAX_AT_ONCE)] | None = None
-    """One place is for graders."""
+    """The most sandboxes that may be alive; one of them is reserved for graders."""
 
 
 class NodePatch(WireModel):
-    """What to change of how much a node does at once, until its next start. Work under way goes on."""
+    """Changes to a node's concurrency, until its next start. Work under way continues."""
 
     init: StagePatch | None = None
     rollout: StagePatch | None = None
@@ -133,10 +142,11 @@ class NodePatch(WireModel):
 
 
 class Health(WireModel):
-    """The answer of a service that is alive."""
+    """The response of a service that is alive."""
 
     status: Literal["ok"] = "ok"
     version: str
+    """The version of the service's software."""
 
 
 class Readiness(WireModel):
@@ -144,6 +154,6 @@ class Readiness(WireModel):
 
     ready: bool
     reasons: list[str]
-    """Why it cannot, each with what to do; empty when it can."""
+    """Why it cannot, each with advice on what to do; empty if it can."""
     warnings: list[str] = []
-    """What does not work and keeps nothing else from working, as a plug-in that cannot be loaded."""
+    """Faults that do not keep the service from working, such as a plug-in that cannot be loaded."""

@@ -25,35 +25,37 @@ from api_schemas.trajectories import Trajectory
 
 
 class Sampling(WireModel):
-    """How the policy is sampled. The defaults are plain on-policy sampling: no truncation of any kind."""
+    """How the policy is sampled. The defaults are plain on-policy sampling, without truncation of any kind."""
 
     temperature: Annotated[float, Number] = Field(1.0, ge=0.0, le=100.0)
-    """0 is greedy."""
+    """The sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Number] = Field(1.0, gt=0.0, le=1.0)
     top_k: Annotated[int, Number] = Field(-1, ge=-1, le=MAX_INT32)
-    """-1 keeps every token."""
+    """The number of likeliest tokens to sample from; -1 keeps every token."""
     min_p: Annotated[float, Number] = Field(0.0, ge=0.0, le=1.0)
     stop: list[str] = []
-    """Stop strings, beside the stop tokens of the policy's template."""
+    """Stop strings, in addition to the stop tokens of the policy's template."""
     seed: Signed | None = None
-    """Asks the engine for a repeatable sample, where it can give one."""
+    """A seed for repeatable samples, on engines that support it."""
 
 
 class TokenExtras(WireModel):
-    """What the trajectory is to have beside ids, log-probabilities and versions. An engine that does not give it
-    refuses the rollout; `exports` of a backend says what it gives."""
+    """Numbers per token to record besides ids, log-probabilities and versions.
+
+    A rollout is refused if its engine cannot return them; a backend's `exports` lists those that it can return.
+    """
 
     top_logprobs: Annotated[int, Number] = Field(0, ge=0, le=100)
-    """So many of the likeliest tokens at each sampled one: `top_ids` and `top_logprobs` of the segments."""
+    """The number of likeliest tokens to record at each sampled one, as `top_ids` and `top_logprobs` of the segments."""
     prompt_logprobs: Flag = False
-    """Log-probabilities of what was read: `prompt_logprobs` of the segments. Engines read such prompts anew, at least
-    from the first token that a turn adds."""
+    """Whether to record the log-probabilities of prompt tokens, as `prompt_logprobs` of the segments. Engines then read
+    each prompt again, at least from the first token that a turn adds."""
     routed_experts: Flag = False
-    """Which experts of a mixture of experts read each token: `routed_experts` of the segments."""
+    """Whether to record which experts of a mixture of experts read each token, as `routed_experts` of the segments."""
 
 
 class Stage(StrEnum):
-    """The three stages of the pipeline."""
+    """A stage of the pipeline."""
 
     INIT = "init"
     ROLLOUT = "rollout"
@@ -61,7 +63,7 @@ class Stage(StrEnum):
 
 
 class RolloutState(StrEnum):
-    """Where a rollout stands. The last three are final."""
+    """The state of a rollout. The last three are final."""
 
     QUEUED = "queued"
     INIT = "init"
@@ -73,7 +75,7 @@ class RolloutState(StrEnum):
 
     @property
     def terminal(self) -> bool:
-        """Whether nothing follows this state."""
+        """Whether the state is final."""
         return self in (RolloutState.COMPLETED, RolloutState.FAILED, RolloutState.CANCELLED)
 
 
@@ -81,9 +83,9 @@ class StopReason(StrEnum):
     """Why the agent stopped."""
 
     FINISHED = "finished"
-    """It called `finish`."""
+    """The agent called `finish`."""
     ANSWERED = "answered"
-    """It answered without calling a tool."""
+    """The agent answered without calling a tool."""
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"
     CONTEXT_FULL = "context_full"
@@ -93,9 +95,9 @@ class StopReason(StrEnum):
     MALFORMED = "malformed"
     """Too many malformed tool calls in a row."""
     AGENT_TIMEOUT = "agent_timeout"
-    """The agent's own wall clock ran out; what it did is scored."""
+    """The agent's own time ran out; its work is scored."""
     SANDBOX_ENDED = "sandbox_ended"
-    """Its sandbox ended under it, by its own doing or at the end of its lifetime; what it did until then is scored."""
+    """The agent's sandbox ended, by its own doing or at the end of its lifetime; its work until then is scored."""
     STAGE_TIMEOUT = "stage_timeout"
     """A stage's deadline passed; the rollout failed."""
     ERROR = "error"
@@ -103,43 +105,44 @@ class StopReason(StrEnum):
 
 
 class Span(WireModel):
-    """One stage of one attempt. Time in the queue is told apart and counts against no limit."""
+    """One stage of one attempt. The time in the queue is separate and counts against no limit."""
 
     stage: Stage
     attempt: Integer
     started_at: Timestamp
     queued_seconds: Real
-    """How long the rollout waited for a worker of this stage."""
+    """The time that the rollout waited for a worker of this stage."""
     seconds: Real
-    """How long the stage worked on it."""
+    """The time that the stage worked on the rollout."""
     sandbox_seconds: Real = 0.0
-    """How much of it went into starting a sandbox and opening its sessions, part of it while the task was set up."""
+    """The part of `seconds` spent on starting a sandbox and opening its sessions; some of it overlaps with the setup of
+    the task."""
     engine_seconds: Real = 0.0
-    """How much of it was spent waiting for an engine's answer."""
+    """The part of `seconds` spent waiting for the engine."""
     tool_seconds: Real = 0.0
-    """How much of it was spent in the agent's tools."""
+    """The part of `seconds` spent in the agent's tools."""
     error: str | None = None
-    """The code of the error that ended it, if one did."""
+    """The code of the error that ended the stage, if one did."""
 
 
 class Usage(WireModel):
-    """What a rollout cost."""
+    """The resources that a rollout used."""
 
     turns: Integer = 0
     prompt_tokens: Integer = 0
     """Prompt tokens sent to the engine, summed over the turns."""
     cached_tokens: Integer = 0
-    """How many of them the engine served from its prefix cache, by its own count."""
+    """Prompt tokens that the engine served from its prefix cache, by its own count."""
     sampled_tokens: Integer = 0
     tool_calls: Integer = 0
     malformed_calls: Integer = 0
 
 
 class RolloutRequest(WireModel):
-    """An order for one rollout. Sending it again under the same `rollout_id` changes nothing."""
+    """A request for one rollout. Sending it again under the same `rollout_id` changes nothing."""
 
     rollout_id: RolloutId | None = None
-    """Chosen by the caller, or by the service when left out."""
+    """The rollout's id; if left out, the service chooses one."""
     task: Task
     pool: Name = "policy"
     """The pool of engines that serves the agent."""
@@ -147,28 +150,29 @@ class RolloutRequest(WireModel):
     exports: TokenExtras = TokenExtras()
     limits: Limits = Limits()
     metadata: dict[str, JsonValue] = {}
-    """Handed back untouched."""
+    """Data of the caller, returned unchanged."""
 
 
 class Rollout(WireModel):
-    """A rollout as it stands; with its trajectory once it has one and the caller asks for it."""
+    """A rollout in its present state, with its trajectory if it has one and the caller asks for it."""
 
     rollout_id: RolloutId
     state: RolloutState
     task: Task
     pool: Name
     attempt: Integer = 0
-    """Attempts begun; 0 while the first has not."""
+    """The number of attempts begun; 0 before the first."""
     reward: Real | None = None
-    """The score, or null when there is none: a failure is never a zero."""
+    """The score; null if there is none, since a failure never counts as zero."""
     reward_parts: dict[str, Real] = {}
+    """The parts of the score that the grader named."""
     notes: list[str] = []
-    """What a person should know of the result, such as files of the agent that were left out."""
+    """Remarks on the result for people, such as files of the agent that were left out."""
     stop_reason: StopReason | None = None
     error: ErrorInfo | None = None
-    """Why it failed; set if and only if the state is `failed`."""
+    """Why the rollout failed; set if and only if the state is `failed`."""
     retries: list[ErrorInfo] = []
-    """Failures of earlier attempts."""
+    """The failures of earlier attempts."""
     usage: Usage = Usage()
     spans: list[Span] = []
     metadata: dict[str, JsonValue] = {}
@@ -182,20 +186,20 @@ class RolloutPage(WireModel):
 
     rollouts: list[Rollout]
     next_cursor: str | None = None
-    """Pass it as `cursor` for the next page; null on the last one."""
+    """The `cursor` of the next page; null on the last page."""
     counts: dict[RolloutState, int] = {}
-    """How many rollouts of this store are in each state."""
+    """The number of rollouts in each state, over the whole store."""
 
 
 class CancelAnswer(WireModel):
-    """What became of an order to cancel a rollout."""
+    """The outcome of a request to cancel a rollout."""
 
     rollout_id: RolloutId
     was: RolloutState | None
-    """The state that it was in; null when it is not known yet, and is cancelled when it comes."""
+    """The state that the rollout was in; null if it is not known yet, in which case it is cancelled if it arrives."""
 
 
 class AbortAnswer(WireModel):
-    """The rollouts whose cancellation was asked for."""
+    """The rollouts whose cancellation was requested."""
 
     cancelled: list[RolloutId]

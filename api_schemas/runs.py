@@ -1,8 +1,8 @@
-"""Runs: a trainer's standing order, and the batches of groups that it yields by lease and acknowledgement.
+"""Runs: a trainer's standing orders, and the batches of groups that they deliver by lease and acknowledgement.
 
 A group is `group_size` rollouts of one task; a batch is `batch_size` groups that passed the run's filters.
-Counting is in groups unless a name says otherwise. The rollouts of a group are ordinary rollouts with the ids
-`<run>.<task number>.<sample>`, and `.<retry>` behind it when one was repeated after an infrastructure failure.
+Counts are in groups unless a name says otherwise. The rollouts of a group are ordinary rollouts with the ids
+`<run>.<task number>.<sample>`; a rollout that was repeated after an infrastructure failure has `.<retry>` appended.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from api_schemas.rollouts import Rollout, Sampling
 from api_schemas.tasks import Limits, Task
 
 RunId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
-"""An identifier of a run: 1-64 letters, digits, `_` or `-`."""
+"""The identifier of a run: 1-64 letters, digits, `_` or `-`."""
 
 BatchId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")]
-"""An identifier of a batch: `<run>.b<number>`."""
+"""The identifier of a batch: `<run>.b<number>`."""
 
 BINARY_MEDIA_TYPE = "application/vnd.rollout.batch+safetensors"
-"""What a client accepts to get a batch as arrays; JSON is the default."""
+"""The media type that a client accepts to get a batch as arrays; JSON is the default."""
 
 
 class InlineTasks(WireModel):
-    """Tasks that come with the request, or are appended later."""
+    """Tasks that are part of the request, or are appended later."""
 
     model_config = ConfigDict(json_schema_extra=tagged("kind"))
 
     kind: Literal["inline"] = "inline"
     tasks: list[Task] = []
     open: Flag = False
-    """Whether more may be appended; such a run goes on until an append closes it, or it is ended."""
+    """Whether more tasks may be appended; such a run goes on until an append closes it, or until it is ended."""
     seed: Signed = 0
     epochs: Count | None = 1
-    """How often the tasks are gone through; null means endless."""
+    """The number of passes over the tasks; null means endless."""
     shuffle: Flag = False
-    """Whether each epoch has an order of its own, drawn from the seed and the epoch's number."""
+    """Whether to shuffle each epoch, from the seed and the number of the epoch."""
 
     @model_validator(mode="after")
     def _open_is_in_order(self) -> Self:
@@ -64,52 +64,52 @@ class InlineTasks(WireModel):
 
 
 class FileTasks(WireModel):
-    """Instances of one environment from a file that the service can read; it must not change while the run lasts."""
+    """Instances of one environment from a file on the service's machine. It must not change while the run lasts."""
 
     model_config = ConfigDict(json_schema_extra=tagged("kind"))
 
     kind: Literal["file"] = "file"
     path: str
-    """A `.jsonl` file with an instance (an object) a line, or a `.parquet` file with an instance a row."""
+    """A `.jsonl` file with one instance (an object) per line, or a `.parquet` file with one instance per row."""
     environment: Name
     seed: Signed = 0
     epochs: Count | None = 1
-    """How often the file is gone through; null means endless."""
+    """The number of passes over the file; null means endless."""
     shuffle: Flag = False
-    """Whether each epoch has an order of its own, drawn from the seed and the epoch's number."""
+    """Whether to shuffle each epoch, from the seed and the number of the epoch."""
 
 
 class DatasetTasks(WireModel):
-    """Instances that ship with an environment; they must not change while the run lasts."""
+    """Instances that ship with an environment. They must not change while the run lasts."""
 
     model_config = ConfigDict(json_schema_extra=tagged("kind"))
 
     kind: Literal["dataset"] = "dataset"
     environment: Name
     split: str | None = None
-    """Which part of the data set, such as `train`; needed exactly where the data set has splits."""
+    """The part of the data set to use, such as `train`; required if, and only if, the data set has splits."""
     seed: Signed = 0
     epochs: Count | None = 1
-    """How often the instances are gone through; null means endless."""
+    """The number of passes over the instances; null means endless."""
     shuffle: Flag = False
-    """Whether each epoch has an order of its own, drawn from the seed and the epoch's number."""
+    """Whether to shuffle each epoch, from the seed and the number of the epoch."""
 
 
 TaskSource = Annotated[InlineTasks | FileTasks | DatasetTasks, Field(discriminator="kind")]
 
 
 class FilterSpec(WireModel):
-    """A filter by its name, as in `zero_variance`, with its options."""
+    """A filter by its name, such as `zero_variance`, with its options."""
 
     name: Name
     options: dict[str, JsonValue] = {}
 
 
 class Stragglers(WireModel):
-    """When a group stops waiting for its slowest rollouts: they are cancelled and masked.
+    """When a group stops waiting for its slowest rollouts, which are then cancelled and masked.
 
-    A rollout is cut off once it has run longer than `factor` times the `quantile` of this run's rollout times, in
-    a group where at least `min_samples` have ended.
+    A rollout is cut off once it has run longer than `factor` times the `quantile` of this run's rollout times, if at
+    least `min_samples` rollouts of its group have ended.
     """
 
     quantile: Annotated[float, Number] = Field(0.95, gt=0.0, lt=1.0)
@@ -118,7 +118,10 @@ class Stragglers(WireModel):
 
 
 class OverlongPenalty(WireModel):
-    """DAPO's soft penalty: 0 up to `max_tokens - buffer_tokens` sampled tokens, then falling to `-penalty`."""
+    """DAPO's soft penalty for long rollouts.
+
+    It is 0 up to `max_tokens - buffer_tokens` sampled tokens, then falls to `-penalty`.
+    """
 
     max_tokens: Count
     buffer_tokens: Count
@@ -132,7 +135,7 @@ class OverlongPenalty(WireModel):
 
 
 class Advantages(StrEnum):
-    """Which advantages are attached to the samples."""
+    """The kind of advantages that samples get."""
 
     NONE = "none"
     GROUP_NORM = "group_norm"
@@ -142,62 +145,66 @@ class Advantages(StrEnum):
 
 
 class Surplus(StrEnum):
-    """What becomes of groups beyond those that the next batch needs."""
+    """What happens to groups beyond those that the next batch needs."""
 
     CANCEL = "cancel"
-    """Those under way are cancelled as soon as what was asked for is there, and counted as dropped."""
+    """Groups under way are cancelled as soon as the requested batch is complete, and count as dropped."""
     CARRY_OVER = "carry_over"
-    """They go into the next batch while their staleness allows."""
+    """Groups go into the next batch, as long as their staleness allows it."""
 
 
 class Retention(WireModel):
-    """How long the tokens of groups are kept that were acknowledged or dropped. Nothing unacknowledged is deleted."""
+    """How long the tokens of acknowledged and dropped groups are kept. Unacknowledged groups are never deleted."""
 
     seconds: SecondsOrZero | None = 86_400.0
-    """Since the acknowledgement; null is for ever."""
+    """The time since the acknowledgement; null means for ever."""
     max_bytes: CountOrZero | None = None
-    """Compressed bytes of this run; the oldest go first."""
+    """The limit of the run's compressed bytes; the oldest are deleted first."""
 
 
 class RunRequest(WireModel):
-    """A standing order. Sending it again under the same `run_id` changes nothing."""
+    """A trainer's standing order for batches. Sending it again under the same `run_id` changes nothing."""
 
     run_id: RunId | None = None
-    """Chosen by the caller, or by the service when left out."""
+    """The run's id; if left out, the service chooses one."""
     source: TaskSource
     group_size: Annotated[int, Number] = Field(8, ge=1, le=1_024)
-    """Rollouts of each task."""
+    """The number of rollouts of each task."""
     batch_size: Annotated[int, Number] = Field(ge=1, le=65_536)
-    """Groups in a batch. The last batch of a run may have fewer."""
+    """The number of groups in a batch; the last batch of a run may have fewer."""
     pool: Name = "policy"
+    """The pool of engines that serves the agents."""
     sampling: Sampling = Sampling()
-    """A seed of it is made each sample's own by adding the sample's number."""
+    """How the policy is sampled. The number of each sample is added to the seed, if there is one."""
     limits: Limits = Limits()
     filters: list[FilterSpec] = [FilterSpec(name="zero_variance")]
-    """A group is dropped by the first of them that says so, with the reason counted."""
+    """The filters, in order: the first that objects drops a group, and its reason is counted."""
     version: CountOrZero = 0
-    """The version of the trainer when the run begins."""
+    """The trainer's version when the run begins."""
     max_staleness: CountOrZero | None = None
-    """Eta: how many versions the oldest token of a batch may lie behind the trainer; null does not look."""
+    """How many versions the oldest token of a batch may be behind the trainer (eta); null means no limit."""
     max_concurrent: Count = 64
-    """Groups under way at once, at most."""
+    """The most groups under way at once."""
     prefetch_batches: CountOrZero = 1
-    """Batches that may be made ahead of the one that is asked for."""
+    """The number of batches to prepare ahead of the one that is requested."""
     surplus: Surplus = Surplus.CARRY_OVER
+    """What happens to groups that the next batch does not need."""
     stragglers: Stragglers | None = None
+    """When to cut off slow rollouts; null means never."""
     overlong: OverlongPenalty | None = None
+    """A penalty on the rewards of long rollouts; null means none."""
     advantages: Advantages = Advantages.NONE
     infrastructure_retries: CountOrZero = 1
-    """How often a sample that failed without being the policy's fault is rolled out again before it is masked."""
+    """How often a sample is repeated after a failure that was not the policy's fault, before it is masked."""
     min_usable: Count = 1
-    """A group with fewer usable samples is dropped."""
+    """The fewest usable samples of a group; a group with fewer is dropped."""
     priority: Signed = 0
-    """Runs of a higher priority are served first."""
+    """The priority of the run; runs with a higher priority are served first."""
     weight: Annotated[float, Number] = Field(1.0, gt=0.0, le=1e6)
-    """The share of the service among runs of one priority."""
+    """The run's share of the service, relative to other runs of the same priority."""
     retention: Retention = Retention()
     metadata: dict[str, JsonValue] = {}
-    """Handed back untouched."""
+    """Data of the caller, returned unchanged."""
 
     @model_validator(mode="after")
     def _usable_fits(self) -> Self:
@@ -207,19 +214,19 @@ class RunRequest(WireModel):
 
 
 class RunState(StrEnum):
-    """Where a run stands. The last two are final."""
+    """The state of a run. The last two are final."""
 
     RUNNING = "running"
     PAUSED = "paused"
-    """No group is begun; those under way end, and batches are still leased."""
+    """No new groups begin; groups under way end, and batches can still be leased."""
     ENDED = "ended"
-    """Its caller ended it: what was under way is cancelled; finished groups can still be leased."""
+    """The caller ended the run: work under way is cancelled, and finished groups can still be leased."""
     FINISHED = "finished"
     """Every task was taken, and every batch is acknowledged."""
 
 
 class RunPatch(WireModel):
-    """What may change while a run lasts; a field that is left out stays."""
+    """Changes to a run that has not ended; what is left out stays."""
 
     state: Literal[RunState.RUNNING, RunState.PAUSED, RunState.ENDED] | None = None
     version: CountOrZero | None = None
@@ -234,48 +241,49 @@ class AppendTasks(WireModel):
 
     tasks: list[Task]
     offset: CountOrZero | None = None
-    """How many tasks the run has before these; another number is a conflict. Left out, they go to the end."""
+    """The number of tasks that the run has before these; a different number is a conflict. If it is left out, the tasks
+    are appended at the end."""
     close: Flag = False
-    """Whether these are the last."""
+    """Whether these tasks are the last."""
 
 
 class RunCounts(WireModel):
-    """How many groups of a run are where, and what became of the others."""
+    """The numbers of a run's groups by state, and of its samples."""
 
     open: int = 0
-    """Under way."""
+    """Groups under way."""
     ready: int = 0
-    """They passed the filters and wait for a batch."""
+    """Groups that passed the filters and wait for a batch."""
     batched: int = 0
-    """In a batch that is not acknowledged."""
+    """Groups in a batch that is not acknowledged."""
     acknowledged: int = 0
     dropped: dict[str, int] = {}
-    """By reason, as in `zero_variance`, `stale` or `cancelled`."""
+    """Dropped groups by reason, such as `zero_variance`, `stale` or `cancelled`."""
     samples_masked: int = 0
     samples_stale: int = 0
-    """Those among the masked ones that had grown too old."""
+    """Masked samples that had become too stale."""
     samples_retried: int = 0
     batches_acknowledged: int = 0
 
 
 class Run(WireModel):
-    """A run as it stands."""
+    """A run in its present state."""
 
     run_id: RunId
     state: RunState
     request: RunRequest
-    """As it was ordered, with what was patched since; inline tasks are left out."""
+    """The request with later changes, without inline tasks."""
     version: int
-    """The newest version known of the trainer."""
+    """The newest version that the trainer has reported."""
     tasks: int | None
-    """Tasks in one epoch, so far."""
+    """The number of tasks in one epoch, so far."""
     cursor: int
-    """Tasks taken so far, over all epochs; the number of the next one."""
+    """The number of tasks taken so far over all epochs, which is the number of the next task."""
     acceptance_rate: float
-    """The share of closed groups that pass the filters, as learned so far."""
+    """The estimated share of closed groups that pass the filters."""
     counts: RunCounts
     problem: ErrorInfo | None = None
-    """Why the run cannot go on, and what to do; it goes on when it is resumed."""
+    """Why the run cannot continue, and what to do about it; it continues when it is resumed."""
     created_at: Timestamp
     ended_at: Timestamp | None = None
 
@@ -290,63 +298,67 @@ class GroupSample(WireModel):
     """One rollout of a group, and whether it counts."""
 
     sample: int
-    """Counted from 0."""
+    """The number of the sample in its group, counted from 0."""
     rollout: Rollout
-    """With its trajectory."""
+    """The rollout with its trajectory."""
     usable: bool
-    """Whether it was scored; one that is not is masked and has no advantage."""
+    """Whether the sample counts; one that does not is masked and has no advantage."""
     masked_because: str | None = None
-    """The code of the error, `straggler`, `cancelled`, or `stale`, which comes without its trajectory."""
+    """Why the sample is masked: an error code, `straggler`, `cancelled` or `stale`; stale samples have no trajectory."""
     reward: float | None = None
-    """The reward with the penalties of the run; null exactly when the sample is masked."""
+    """The reward with the run's penalties; null if, and only if, the sample is masked."""
     advantage: float | None = None
-    """When the run asks for one and the sample is usable."""
+    """The advantage, if the run asks for advantages and the sample is usable."""
 
 
 class Group(WireModel):
     """The rollouts of one task."""
 
     group_id: RolloutId
-    """`<run>.<task number>`"""
+    """The group's id: `<run>.<task number>`."""
     number: int
     """The task's number over all epochs."""
     epoch: int
     task: Task
     samples: list[GroupSample]
     usable: int
-    """How many samples count."""
+    """The number of usable samples."""
     reward_mean: float | None
+    """The mean reward of the usable samples."""
     reward_std: float | None
-    """Over the usable samples, dividing by their number."""
+    """The standard deviation of the usable samples' rewards, dividing by their number."""
     oldest_version: int | None
-    """The oldest version that sampled a token of a usable sample; null when nothing was sampled."""
+    """The oldest version that sampled a token of a usable sample; null if nothing was sampled."""
     newest_version: int | None
+    """The newest version that sampled a token of a usable sample; null if nothing was sampled."""
 
 
 class Batch(WireModel):
-    """Groups to train on, leased until it is acknowledged, given back, or the lease runs out."""
+    """Groups to train on, leased until the batch is acknowledged or given back, or the lease expires."""
 
     batch_id: BatchId
     run_id: RunId
     number: int
-    """Counted from 0."""
+    """The number of the batch in its run, counted from 0."""
     groups: list[Group]
     delivery: int
-    """How often it was leased, this time included; from 2 on it may have been seen before."""
+    """How often the batch was leased, including this time; from 2 on, a trainer may have seen it before."""
     lease_until: Timestamp
+    """When the lease expires."""
     version: int
-    """The trainer's version when it was leased."""
+    """The trainer's version when the batch was leased."""
     oldest_version: int | None
-    """Over the groups."""
+    """The oldest version over the groups."""
     newest_version: int | None
+    """The newest version over the groups."""
     dropped: dict[str, int]
-    """Groups of this run dropped between the batch before and this one, by reason."""
+    """The number of groups of this run dropped since the previous batch, by reason."""
 
 
 class BatchAnswer(WireModel):
-    """What became of an acknowledgement, its opposite, or a renewal."""
+    """The state of a batch after it was acknowledged, given back or renewed."""
 
     batch_id: BatchId
     state: Literal["acknowledged", "returned", "leased"]
     lease_until: Timestamp | None = None
-    """Set if and only if it is leased."""
+    """When the lease expires; set if and only if the batch is leased."""

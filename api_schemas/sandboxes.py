@@ -12,12 +12,12 @@ class SandboxView(WireModel):
 
     id: str
     label: str
-    """What it was started for, such as the id of a rollout."""
+    """The purpose of the sandbox, such as the id of a rollout."""
     image: str
     provider: str
     started_at: float
-    """Unix time."""
+    """The start as Unix time."""
     pid: int | None
-    """The launcher's process on the host."""
+    """The id of the launcher's process on the host."""
     state: Literal["in_use", "warm"]
-    """A warm sandbox waits in a pool and does not belong to a rollout yet."""
+    """The state of the sandbox; a warm one waits in a pool and does not belong to a rollout yet."""

@@ -1,4 +1,4 @@
-"""Tasks: what an agent is asked to do, and the limits within which it is done."""
+"""Tasks for agents, and the limits of a rollout."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ class Task(WireModel):
 
 
 class Limits(WireModel):
-    """How far a rollout may go; a field that is left out takes the environment's value.
+    """The limits of a rollout; a field that is left out takes the environment's value.
 
-    The stages' seconds are deadlines of the service: crossing one fails the rollout and keeps its partial
-    trajectory. `agent_seconds` is the agent's own budget: crossing it ends the agent, and its work is scored.
+    The seconds of the stages are deadlines: a rollout that misses one fails, and keeps its partial trajectory.
+    `agent_seconds` is the agent's own budget: an agent that exceeds it is stopped, and its work is scored.
     """
 
     max_turns: Annotated[int, Number] | None = Field(None, ge=1, le=10_000)
-    """Turns of the policy."""
+    """The most turns of the policy."""
     max_tokens: Count | None = None
-    """Sampled tokens over all turns."""
+    """The most sampled tokens over all turns."""
     max_turn_tokens: Count | None = None
-    """Sampled tokens in one turn."""
+    """The most sampled tokens in one turn."""
     agent_seconds: Seconds | None = None
-    """Wall clock of the agent."""
+    """The wall-clock budget of the agent."""
     tool_seconds: Seconds | None = None
-    """Wall clock of one tool call."""
+    """The wall-clock limit of one tool call."""
     init_seconds: Seconds | None = None
+    """The deadline of the stage `init`."""
     rollout_seconds: Seconds | None = None
+    """The deadline of the stage `rollout`."""
     evaluate_seconds: Seconds | None = None
+    """The deadline of the stage `evaluate`."""

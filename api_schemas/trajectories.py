@@ -1,8 +1,8 @@
 """Trajectories: token-exact records of what a policy saw and sampled, ready to train on.
 
-A trajectory is a list of segments. Inside a segment every prompt extends the previous prompt and its output
-token by token, so a segment is one training sample: five lists of equal length. Token ids, log-probabilities
-and versions come from the engine and are never derived from text.
+A trajectory is a list of segments. In a segment, every prompt extends the previous prompt and its output token by
+token, so a segment is one training sample: five lists of equal length. Token ids, log-probabilities and versions
+come from the engine and are never derived from text.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from api_schemas.base import Integer, Real, StrEnum, WireModel
 
 
 class ForkReason(StrEnum):
-    """Why a segment was begun."""
+    """Why a segment began."""
 
     FIRST = "first"
-    """It is the first one."""
+    """It is the first segment."""
     BRIDGE_REFUSED = "bridge_refused"
     """The next prompt could not be proven to extend the last prompt and its output."""
     HISTORY_EDITED = "history_edited"
@@ -33,92 +33,96 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     """A token limit cut it off."""
     ABORT = "abort"
-    """The engine ended it, and it was not resumed."""
+    """The engine ended it, and it was not continued."""
 
 
 class ToolCall(WireModel):
     """A tool call as the policy wrote it, well-formed or not."""
 
     id: str
-    """Unique in its turn; the tool's answer refers to it. The policy's own in formats that have such ids."""
+    """The call's id, to which the tool's answer refers; unique in its turn. It is the policy's own in formats that have
+    such ids."""
     name: str | None
     arguments: dict[str, Any] | None
-    """None if and only if the call is malformed."""
+    """The arguments; null if and only if the call is malformed."""
     raw: str
     """The call's text as it was sampled."""
     error: str | None = None
-    """Why the call is malformed, as in `invalid_json`; None when it is well-formed."""
+    """Why the call is malformed, such as `invalid_json`; null if it is well-formed."""
 
 
 class Message(WireModel):
     """A message of a conversation. An assistant's text is derived from its token ids, for reading only."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    """A developer's message is a system message in formats that know no developers."""
+    """The author of the message. `developer` becomes `system` in formats without that role."""
     content: str = ""
     reasoning: str | None = None
     tool_calls: list[ToolCall] = []
     tool_call_id: str | None = None
-    """The call that a tool's message answers."""
+    """The id of the call that a tool's message answers."""
     name: str | None = None
-    """The name of the tool that answers."""
+    """The name of the tool, in a tool's message."""
 
 
 class RoutedExperts(WireModel):
-    """Which experts of a mixture of experts read each token: an integer array, row by row.
+    """The experts of a mixture of experts that read each token, as an integer array in row-major order.
 
-    Row i is of the segment's token i. The last token of the last turn was never read, so it has no row.
+    Row i belongs to token i of the segment. The last token of the last turn was never read, so it has no row.
     """
 
     shape: list[Integer]
-    """`[tokens - 1, layers, experts per token]`."""
+    """The shape of the array: `[tokens - 1, layers, experts per token]`."""
     dtype: Literal["uint8", "uint16", "int32"]
-    """Little-endian; the narrowest that holds every expert's number."""
+    """The type of the array: the narrowest that holds every expert's number. It is little-endian."""
     data: str
-    """The array's bytes in base64."""
+    """The bytes of the array in base64."""
 
 
 class Segment(WireModel):
-    """One training sample: lists of equal length, one entry a token."""
+    """One training sample: lists of equal length, with one entry per token."""
 
     token_ids: list[Integer]
     loss_mask: list[Integer]
-    """1 exactly where the policy sampled the token in this segment, else 0."""
+    """1 for each token that the policy sampled in this segment, 0 for all others."""
     logprobs: list[Real]
-    """The engine's natural log-probability of the token; 0.0 where the mask is 0."""
+    """The engine's natural log-probability of each token; 0.0 where the mask is 0."""
     versions: list[Integer]
-    """The version of the weights that sampled the token; -1 where the mask is 0."""
+    """The version of the weights that sampled each token; -1 where the mask is 0."""
     turn_ids: list[Integer]
-    """The turn of the trajectory, counted from 0; -1 where the mask is 0."""
+    """The turn that sampled each token, counted from 0 in the trajectory; -1 where the mask is 0."""
     fork_reason: ForkReason
+    """Why this segment began."""
     parent: Integer | None = None
-    """The segment that this one goes on from, counted from 0; None for the first."""
+    """The segment that this one continues, counted from 0; null for the first."""
     shared_prefix: Integer = 0
-    """How many ids at its beginning are those of its parent. What the parent sampled there is trained on in the
-    parent alone."""
+    """The number of leading ids that this segment shares with its parent. Tokens that the parent sampled there have
+    mask 1 only in the parent."""
 
     top_ids: list[list[Integer]] | None = None
-    """For each token the likeliest ids where it was sampled, best first; empty where the mask is 0. None unless
-    `exports.top_logprobs` asked for it, as for the next field."""
+    """The likeliest ids at each sampled token, best first; empty where the mask is 0. Null unless requested by
+    `exports.top_logprobs`."""
     top_logprobs: list[list[Real]] | None = None
-    """The log-probabilities of `top_ids`, of the distribution that `logprobs` is of."""
+    """The log-probabilities of `top_ids`, in the same distribution as `logprobs`. Null unless requested by
+    `exports.top_logprobs`."""
     prompt_logprobs: list[Real | None] | None = None
-    """The log-probability at temperature 1 of each token that was read and not sampled, given all before it, by the
-    weights of the turn's first token; None at the first token and where the mask is 1. None unless asked for."""
+    """The log-probability at temperature 1 of each token that was read and not sampled, given all tokens before it,
+    under the weights of the turn's first sampled token. An entry is null for the first token and where the mask is 1.
+    Null unless requested by `exports.prompt_logprobs`."""
     routed_experts: RoutedExperts | None = None
-    """None unless asked for."""
+    """The experts that read each token. Null unless requested by `exports.routed_experts`."""
 
 
 class Trajectory(WireModel):
-    """All that a policy sampled in one rollout, each token in one segment."""
+    """Everything that a policy sampled in one rollout, each token in one segment."""
 
     segments: list[Segment]
     messages: list[Message]
-    """The conversation as it stands at the end, for reading."""
+    """The conversation at its end, for reading."""
     finish_reasons: list[FinishReason]
     """Why each turn ended, by turn id."""
     fork_counts: dict[ForkReason, Integer]
-    """How many segments were begun for which reason."""
+    """The number of segments that began for each reason."""
     kept_kv_versions: list[Integer] = []
-    """Versions that were loaded in place while a turn of this rollout was in flight: what they sampled in it attends to
-    KV that older weights had computed. All other tokens were sampled on KV of their own version alone."""
+    """The versions that were loaded in place while a turn of this rollout was in flight. Their tokens in that turn
+    attend to KV that older weights computed; all other tokens were sampled on KV of their own version only."""
