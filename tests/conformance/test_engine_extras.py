@@ -1,4 +1,4 @@
-"""Engines give the right token extras for each token, also across an interruption."""
+"""Engines give the right token extras for each token, even across an interruption."""
 
 from math import exp
 

@@ -52,7 +52,7 @@ def first_demo(user: NewUser, images: Path) -> str:
 
 
 def test_the_demo_takes_a_new_user_through_all_that_may_be_missing(user: NewUser, first_demo: str) -> None:
-    """The demo uses an existing image. Without one, it builds it, or says that the user has no subordinate ids.
+    """The demo uses the base image if there is one; otherwise it builds one, or says that subordinate ids are missing.
 
     /usr/sbin, where chroot is, is not on the user's PATH.
     """
