@@ -1,4 +1,4 @@
-"""Stand-ins for engines and models, for tests and benchmarks: a scripted engine, a random checkpoint."""
+"""Stand-ins for engines and models, for tests and benchmarks: scripted engines and random checkpoints."""
 
 from rollout_service.testing.checkpoint import Shape, write_random_checkpoint
 from rollout_service.testing.hardware import Hardware

@@ -1,4 +1,4 @@
-"""`python -m rollout_service.testing`: a scripted engine as a process."""
+"""Runs a scripted engine as a process: `python -m rollout_service.testing`."""
 
 import json
 from pathlib import Path

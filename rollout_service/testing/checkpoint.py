@@ -26,7 +26,7 @@ class Shape:
     head_dim: int = 64
     intermediate: int = 256
     experts: int = 0
-    """Experts of a layer, each with `intermediate`; 0 for a dense model."""
+    """Experts per layer, each of size `intermediate`; 0 for a dense model."""
     experts_per_token: int = 2
     vocab: int = 512
     context: int = 2048
@@ -38,10 +38,10 @@ class Shape:
 def write_random_checkpoint(
     folder: Path, shape: Shape | None = None, *, seed: int = 0, dtype: str = "BF16"
 ) -> Path:
-    """Write config, weights and a byte-level tokenizer into `folder`, which is made.
+    """Write config, weights and a byte-level tokenizer into `folder`, which is created.
 
-    The ids from 256 on are `<|im_end|>` (the end of a sequence) and unused special tokens. The end's row of the
-    output layer is zero, so that greedy decoding does not end by itself.
+    The ids from 256 on are `<|im_end|>` (the end of a sequence) and unused special tokens. The row of `<|im_end|>` in
+    the output layer is zero, so greedy decoding does not end by itself.
     """
     shape = shape or Shape()
     folder.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ def _tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
 
 
 def _mlps(shape: Shape, prefix: str) -> list[str]:
-    """The names of a layer's feed-forward networks."""
+    """Return the names of a layer's feed-forward networks."""
     if not shape.experts:
         return [f"{prefix}.mlp"]
     return [f"{prefix}.mlp.experts.{number}" for number in range(shape.experts)]

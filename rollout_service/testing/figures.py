@@ -1,6 +1,7 @@
-"""What scripted engines say beside the tokens: made up, but a function of the absolute position alone.
+"""The numbers that scripted engines return in addition to tokens.
 
-So tests know every figure of any generation, wherever and however often it was interrupted.
+They are made up, but each depends only on its token or its absolute position. So tests know every number of any
+generation, wherever and however often it was interrupted.
 """
 
 from collections.abc import Iterator
@@ -12,29 +13,29 @@ _EXPERTS = 64
 
 @dataclass(frozen=True, slots=True)
 class ScriptedRequest:
-    """A request, whatever protocol it came by."""
+    """A request, in whatever protocol it came."""
 
     rid: str
     ids: list[int]
     budget: int
     top_logprobs: int = 0
     prompt_logprobs_from: int | None = None
-    """The first prompt token that the answer's list is to begin with."""
+    """The index of the prompt token that the answer's list begins with; None for no list."""
     routed_experts_from: int | None = None
 
 
 def likeliest(token: int, count: int, vocab_size: int) -> list[tuple[int, float]]:
-    """The likeliest ids with logprobs where `token` is sampled, best first: itself, and the ids that follow it."""
+    """Return the likeliest ids with their logprobs, best first: the sampled `token` and the ids that follow it."""
     return [((token + rank) % vocab_size, SAMPLED_LOGPROB - rank) for rank in range(min(count, vocab_size))]
 
 
 def prompt_logprob(position: int) -> float:
-    """The logprob of the prompt token at a position after the first."""
+    """Return the logprob of the prompt token at a position after the first."""
     return -1.0 - position / 1024
 
 
 def experts(first: int, tokens: int, shape: tuple[int, int]) -> Iterator[list[list[int]]]:
-    """The experts that read each of so many tokens from `first` on, `[layers, experts per token]` each."""
+    """Yield the experts that read each of `tokens` tokens from `first` on, as `[layers, experts per token]`."""
     layers, width = shape
     for position in range(first, first + max(tokens, 0)):
         yield [[(position + 3 * layer + slot) % _EXPERTS for slot in range(width)] for layer in range(layers)]

@@ -1,8 +1,8 @@
-"""What a scripted engine may run on: a prefix cache, a batch of bounded size, and time per token.
+"""Simulated hardware for a scripted engine: a prefix cache, a batch of bounded size, and time per token.
 
-A model of an engine with continuous batching, simple enough to reckon by hand. Requests are admitted in order, as
-many as the batch holds. Prompts are read one after the other, each in the time of its tokens that are not cached. Then
-a request samples, the slower the more others run. What is cached depends on the order of the requests alone.
+A model of an engine with continuous batching, simple enough to calculate by hand. Requests are admitted in order, as
+many as fit in the batch. Prompts are read one after the other, each in the time that its uncached tokens take. Then a
+request samples, more slowly the more others run. The content of the cache depends only on the order of the requests.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -19,13 +19,13 @@ class Hardware:
     """Sizes in tokens, times in seconds."""
 
     kv_tokens: int | None = 65_536
-    """Room of the prefix cache, prompts and answers alike; None for no bound."""
+    """Size of the prefix cache, for prompts and answers alike; None for no bound."""
     prefill_seconds: float = 1e-4
-    """To read one prompt token that is not cached."""
+    """Time to read one prompt token that is not cached."""
     decode_seconds: float = 8e-3
-    """To sample one token, alone."""
+    """Time to sample one token while no other request runs."""
     batch_slowdown: float = 0.02
-    """What each other running request adds to that, as a part of it."""
+    """The fraction of `decode_seconds` that each other running request adds to it."""
     max_running: int = 32
 
 
@@ -38,7 +38,7 @@ class Admission:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were cached when it came to them."""
+        """Prompt tokens that were cached when the engine began to read the prompt."""
         return self.hold.cached_tokens
 
 
@@ -49,18 +49,18 @@ class Accelerator:
         self.hardware = hardware
         self.cache = KVCache(hardware.kv_tokens)
         self.running = 0
-        """Requests that are being read or sampled."""
+        """Requests in the batch."""
         self.waiting_tokens = 0
-        """Tokens of the prompts that are not read yet, cached or not."""
+        """Tokens of the prompts that have not been read yet, cached or not."""
         self.waiting = 0
-        """Requests outside of the batch."""
-        # The waiting requests of both are served first come, first served.
+        """Requests that wait for a place in the batch."""
+        # Both serve waiting requests in the order of arrival.
         self._batch = anyio.Semaphore(hardware.max_running)
         self._reader = anyio.Lock()
 
     @asynccontextmanager
     async def admit(self, ids: Sequence[int]) -> AsyncIterator[Admission]:
-        """Wait for a place in the batch and read the prompt; the place is given back with the context."""
+        """Wait for a place in the batch and read the prompt; leaving the context frees the place."""
         self.waiting += 1
         self.waiting_tokens += len(ids)
         is_read = False
@@ -85,11 +85,11 @@ class Accelerator:
                 self.waiting_tokens -= len(ids)
 
     def keep(self, admission: Admission, ids: Sequence[int]) -> None:
-        """Cache what was sampled too; `ids` are prompt and answer but for its last token, which nobody has read."""
+        """Cache the answer too; `ids` are prompt and answer without the last token, which the engine has not read."""
         self.cache.extend(admission.hold, ids)
 
     def load(self) -> dict[str, float]:
-        """How busy it is, in the words of SGLang's `/v1/loads`."""
+        """Return the load, in the format of SGLang's `/v1/loads`."""
         used, room = self.cache.used_tokens, self.hardware.kv_tokens
         load = {
             "num_running_reqs": self.running,

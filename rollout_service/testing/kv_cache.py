@@ -1,6 +1,6 @@
-"""A prefix cache as engines have one: pages of tokens, least recently used first out, pages in use kept.
+"""A prefix cache like an engine's: pages of tokens; the least recently used goes first, and pages in use stay.
 
-It counts and holds no tensors. Deterministic: what is cached is a function of the calls alone.
+It only counts, and holds no tensors. It is deterministic: its content depends only on the calls.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ class CacheHold:
     """The pages of one request, kept until `KVCache.release`."""
 
     cached_tokens: int
-    """Prompt tokens that were there already."""
+    """Prompt tokens that were cached already."""
     pages: list[_Page]
 
 
@@ -29,7 +29,7 @@ class KVCache:
 
     Args:
         capacity: tokens that fit; None for no bound.
-        page: tokens of a page, which are cached together or not at all.
+        page: tokens per page, which are cached together or not at all.
     """
 
     def __init__(self, capacity: int | None = None, *, page: int = 16) -> None:
@@ -44,7 +44,7 @@ class KVCache:
         return len(self._pages) * self._page
 
     def take(self, ids: Sequence[int]) -> CacheHold:
-        """Use what is cached of `ids`, and make room for the rest of its whole pages as far as there is any.
+        """Hold the cached pages of `ids`, and add its other whole pages as far as there is room.
 
         As in an engine, the last token counts as uncached: it has to be read for the next one to be sampled.
         """
@@ -62,18 +62,18 @@ class KVCache:
         return CacheHold(cached, pages)
 
     def extend(self, hold: CacheHold, ids: Sequence[int]) -> None:
-        """The request has gone on: `ids` are its prompt and what it sampled."""
+        """Add the pages of a request's output; `ids` are its prompt and output."""
         self._grow(hold.pages[-1] if hold.pages else self._root, ids, hold.pages)
 
     def release(self, hold: CacheHold) -> None:
-        """The request has ended; its pages stay until the room is needed."""
-        for page in reversed(hold.pages):  # a page is used after those that follow it, and goes after them
+        """Release the pages of a request that has ended; they stay cached until their room is needed."""
+        for page in reversed(hold.pages):  # so a page is evicted after those that follow it
             page.users -= 1
             self._touch(page)
         hold.pages.clear()
 
     def flush(self) -> None:
-        """Forget every page that is not in use."""
+        """Evict every page that is not in use."""
         while self._evict_one():
             continue
 
@@ -104,7 +104,7 @@ class KVCache:
         return self._capacity is None or self.used_tokens + self._page <= self._capacity or self._evict_one()
 
     def _evict_one(self) -> bool:
-        """Drop the leaf that has not been used for longest."""
+        """Evict the least recently used leaf that is not in use, and return whether there was one."""
         for page in self._pages:
             if not page.users and not page.below and page.above is not None:
                 del self._pages[page]

@@ -1,4 +1,4 @@
-"""What a scripted engine answers: a function of the prompt alone, so that retries and restarts change nothing."""
+"""The answers of a scripted engine, which depend only on prompt and budget: retries and restarts change nothing."""
 
 from array import array
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _ID_TYPE = "i"
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole turn. `stops` is whether it ends by itself; otherwise it ends with the budget."""
+    """A whole turn, which ends by itself if `stops`, and otherwise with the budget."""
 
     ids: Sequence[int]
     stops: bool = True
@@ -23,13 +23,13 @@ class Script(Protocol):
     """Decides what an engine answers."""
 
     def reply(self, input_ids: Sequence[int], budget: int) -> Reply:
-        """The turn that follows this prompt; the engine cuts it at `budget` tokens."""
+        """Return the turn that follows this prompt; the engine cuts it at `budget` tokens."""
 
 
 class Replies:
-    """Fixed turns in order: the next one is the first that the prompt does not contain yet, after the others.
+    """Fixed turns, in order: the answer is the first one that the prompt does not contain yet, after those before it.
 
-    The last one repeats for ever.
+    The last one repeats forever.
     """
 
     def __init__(self, turns: Sequence[Sequence[int]]) -> None:
@@ -40,7 +40,7 @@ class Replies:
 
     @classmethod
     def from_texts(cls, texts: Sequence[str], tokenizer_folder: Path) -> "Replies":
-        """Turns as texts, in which special tokens such as the end of the turn are spelled out."""
+        """Return a script of texts, in which special tokens such as the end of the turn are spelled out."""
         tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
         return cls([tokenizer.encode(text, add_special_tokens=False).ids for text in texts])
 
@@ -60,15 +60,15 @@ class Replies:
 
 @dataclass(frozen=True, slots=True)
 class Counting:
-    """Tokens that are a function of their position, up to the budget.
+    """Tokens that depend only on their position, up to the budget.
 
-    So the right continuation of any prompt is known wherever, and however often, it was interrupted.
+    So the right continuation of any prompt is known, wherever and however often it was interrupted.
     """
 
     vocab_size: int = 512
 
     def token_at(self, position: int) -> int:
-        """The token that is sampled at an absolute position."""
+        """Return the token that is sampled at an absolute position."""
         return (position * 7 + 3) % self.vocab_size
 
     def reply(self, input_ids: Sequence[int], budget: int) -> Reply:
@@ -77,7 +77,7 @@ class Counting:
 
 
 def _find(haystack: bytes, needle: bytes, start: int) -> int:
-    """Like `bytes.find`, for whole array items."""
+    """Find `needle` like `bytes.find`, but only at the start of an array item."""
     width = array(_ID_TYPE).itemsize
     position = haystack.find(needle, start)
     while position % width and position >= 0:

@@ -1,7 +1,6 @@
-"""A policy that plays from a script: for tests of environments, and to try one out without a model.
+"""A policy that plays a script, to test an environment or to try one out without a model.
 
-It samples nothing, so its trajectory has messages and no segments. Usage is counted as if a token were a
-character.
+It samples nothing, so its trajectory has messages but no segments. In its usage, each character counts as a token.
 """
 
 from __future__ import annotations
@@ -30,23 +29,28 @@ ScriptedTurn = str | PolicyTurn | ServiceError | Callable[[Sequence[Message]], "
 class ScriptedPolicy:
     """Plays its turns in order; implements `episodes.Policy`.
 
-    `delay` is the time that each turn takes, in seconds, and counts as the engine's.
+    Each turn takes `delay` seconds, which count as the engine's.
     """
 
     def __init__(self, script: Iterable[ScriptedTurn], *, delay: float = 0.0) -> None:
         self.messages: list[Message] = []
         self.max_tokens: list[int] = []
-        """The limits of tokens that were asked for, by turn."""
+        """The `max_tokens` of each turn so far."""
         self._script = iter(script)
         self._delay = delay
         self._usage = Usage()
         self._finish_reasons: list[FinishReason] = []
         self.replaced: list[ForkReason] = []
-        """Why the history was replaced, each time that it was."""
+        """The reason for each replacement of the history."""
         self.engine_seconds = 0.0
 
     async def respond(self, new_messages: list[Message], *, max_tokens: int) -> PolicyTurn:
-        """Play the next turn; raises ScriptEndedError after the last one, or the script's own error."""
+        """Play the next turn.
+
+        Raises:
+            ScriptEndedError: the script has no more turns.
+            ServiceError: the script has this error in place of a turn.
+        """
         self.messages += new_messages
         self.max_tokens.append(max_tokens)
         await anyio.sleep(self._delay)
@@ -58,17 +62,17 @@ class ScriptedPolicy:
         return played
 
     def replace(self, messages: list[Message], reason: ForkReason = ForkReason.HISTORY_EDITED) -> None:
-        """Put other messages in the place of the whole history."""
+        """Replace the whole history by other messages."""
         self.messages = list(messages)
         self.replaced.append(reason)
 
     @property
     def usage(self) -> Usage:
-        """Turns, calls, and characters as tokens."""
+        """Turns, calls, and characters counted as tokens."""
         return self._usage
 
     def trajectory(self) -> Trajectory:
-        """The messages; there are no ids."""
+        """Return the messages; there are no token ids."""
         return Trajectory(
             segments=[], messages=list(self.messages), finish_reasons=self._finish_reasons, fork_counts={}
         )
@@ -102,7 +106,7 @@ class ScriptedPolicy:
 def turn(
     content: str = "", *calls: ToolCall, truncated: bool = False, context_full: bool = False
 ) -> PolicyTurn:
-    """A turn of this text and these calls; equal ids of calls are made different."""
+    """Return a turn with this text and these calls, whose ids are numbered so that they differ."""
     numbered = [call.model_copy(update={"id": f"{call.id}-{i}"}) for i, call in enumerate(calls)]
     return PolicyTurn(
         message=Message(role="assistant", content=content, tool_calls=numbered),
@@ -113,10 +117,10 @@ def turn(
 
 
 def call(name: str, **arguments: Any) -> ToolCall:
-    """A well-formed call of a tool."""
+    """Return a well-formed call of a tool."""
     return ToolCall(id="call", name=name, arguments=arguments, raw=f"{name}({arguments})")
 
 
 def malformed_call(raw: str = "<tool_call>{", error: str = "invalid_json") -> ToolCall:
-    """A call that could not be parsed."""
+    """Return a call that could not be parsed."""
     return ToolCall(id="call", name=None, arguments=None, raw=raw, error=error)

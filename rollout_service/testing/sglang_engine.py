@@ -1,9 +1,9 @@
-"""An engine that answers from a script over SGLang's HTTP protocol: for tests, benchmarks and the injection of faults.
+"""A scripted engine with SGLang's HTTP protocol, for tests, benchmarks and fault injection.
 
 It costs little per request, takes a given time per turn however many there are, and keeps the protocol's promises:
-an abort hands back the tokens whose time has passed, a pause stops the clock, a weight update in between shows
-in the versions. With a `hardware` it has a prefix cache and takes time per token, as an engine does; without, its
-`cached_tokens` are 0 because it caches nothing. Its logprobs are made up.
+an abort hands back the tokens sampled so far, a pause stops the clock, and a weight update in between shows in the
+versions. With `hardware` it has a prefix cache and takes time per token, like a real engine; without it, nothing is
+cached and `cached_tokens` is 0. Its logprobs are made up.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ from rollout_service.testing.turn import EngineTurn
 
 _BASE_ID_LENGTH = 32  # the part of a request id that its attempts share
 _DEFAULT_BUDGET = 128
-_SHUTDOWN_SECONDS = 0.01  # 0 would wait for ever
+_SHUTDOWN_SECONDS = 0.01  # 0 would wait forever
 
 
 class Fault(StrEnum):
-    """What may go wrong with one request."""
+    """One way in which a request can go wrong."""
 
     DROP = "drop"
     """The connection is closed without an answer."""
@@ -56,29 +56,29 @@ class Fault(StrEnum):
     BAD_ID = "bad_id"
     """A sampled id is outside the vocabulary."""
     BAD_LOGPROB = "bad_logprob"
-    """A logprob is null, as servers write one that is not a number."""
+    """A logprob is null, as servers write NaN."""
     NO_EXTRAS = "no_extras"
-    """What was asked for beside ids and logprobs is left out."""
+    """The extras that were asked for are left out."""
     SHORT_EXTRAS = "short_extras"
-    """One entry of it is missing."""
+    """One entry of each extra is missing."""
     QUEUE_ABORT = "queue_abort"
-    """The answer is an abort without tokens, logprobs and counts, as SGLang's for a request in its queue."""
+    """The answer is an abort without tokens, logprobs or counts, like SGLang's for a request in its queue."""
     DIE = "die"
-    """The engine closes every connection and listens no more."""
+    """The engine closes every connection and stops listening."""
 
 
 class ScriptedEngine:
-    """Use as an async context manager; `url` is where it listens.
+    """A scripted engine as an async context manager; inside, it listens at `url`.
 
     Args:
-        script: what it answers.
-        latency: seconds per turn, without a `hardware`.
-        hardware: what the turns take and what is cached.
+        script: decides the answers.
+        latency: seconds per turn, without `hardware`.
+        hardware: decides how long turns take and what is cached.
         vocab_size: as reported; ids from here on do not exist.
-        routing: layers and experts per token, if it is to route as a mixture of experts does.
+        routing: layers and experts per token of a simulated mixture of experts; None for a dense model.
         context_length: longer requests are a 400.
         model_path: as reported, also for the tokenizer.
-        faults: one per request, in order; None is a good answer, as is everything after the last.
+        faults: one per request, in order; None stands for a good answer, which later requests get too.
         host: address to listen at.
         port: port to listen at; 0 takes a free one.
     """
@@ -99,13 +99,13 @@ class ScriptedEngine:
     ) -> None:
         self.latency = latency
         self.healthy = True
-        """What `/health` says."""
+        """Whether `/health` answers 200."""
         self.version = "default"
         self.paused = False
         self.requests = 0
         """Requests to `/generate` so far."""
         self.aborts: list[str] = []
-        """Ids of `/abort_request` so far; "*" for all."""
+        """Ids in calls of `/abort_request` so far; "*" for all requests."""
         self.died = anyio.Event()
         self.accelerator = Accelerator(hardware) if hardware else None
         self._script = script
@@ -138,7 +138,7 @@ class ScriptedEngine:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The address that it listens at."""
         host, port = self._address
         return f"http://{host}:{port}"
 
@@ -148,7 +148,7 @@ class ScriptedEngine:
         return len(self._turns)
 
     def inject(self, fault: Fault, count: int = 1) -> None:
-        """Let the next `count` requests go wrong."""
+        """Inject a fault into the next `count` requests that have none."""
         self._faults.extend([fault] * count)
 
     async def __aenter__(self) -> Self:
@@ -166,7 +166,7 @@ class ScriptedEngine:
             await self.die()
 
     async def die(self) -> None:
-        """Close every connection and listen no more."""
+        """Close every connection and stop listening."""
         runner, self._runner = self._runner, None
         self.died.set()
         if runner is not None:
@@ -224,7 +224,7 @@ class ScriptedEngine:
         )
 
     def _make_turn(self, asked: ScriptedRequest) -> EngineTurn:
-        # A request that goes on after an abort has its own tokens at the end of its prompt.
+        # A request that resumes after an abort has the tokens that it sampled at the end of its prompt.
         given = self._handed_back.pop(asked.rid[:_BASE_ID_LENGTH], 0)
         whole = self._script.reply(asked.ids[: len(asked.ids) - given], asked.budget + given)
         left = whole.ids[given : given + asked.budget]
@@ -252,7 +252,7 @@ class ScriptedEngine:
             if self._holds(turn):
                 await self._wait_for_resume(turn)
                 continue
-            turn.interrupted.clear()  # of a pause that is over
+            turn.interrupted.clear()  # set by a pause that is over
             started = time.perf_counter()
             with anyio.move_on_after(turn.seconds - turn.elapsed):
                 await turn.interrupted.wait()
@@ -298,7 +298,7 @@ class ScriptedEngine:
         return json_answer({"text": "", "output_ids": ids, "meta_info": meta})
 
     def _hand_over(self, turn: EngineTurn, fault: Fault | None) -> list[int]:
-        """The ids of the answer."""
+        """Return the ids of the answer, and remember how many an aborted turn hands back."""
         ids = turn.sampled
         if turn.aborted:
             self._handed_back[turn.rid[:_BASE_ID_LENGTH]] = turn.done
@@ -307,7 +307,7 @@ class ScriptedEngine:
         return ids
 
     def _logprobs(self, turn: EngineTurn, fault: Fault | None) -> list[tuple[float | None, int]]:
-        """Pairs of a logprob and the id that it is of."""
+        """Return pairs of a logprob and its id."""
         pairs: list[tuple[float | None, int]] = [(SAMPLED_LOGPROB, token) for token in turn.sampled]
         if fault is Fault.BAD_LOGPROB:
             pairs[-1] = (None, pairs[-1][1])
@@ -425,10 +425,10 @@ _BREAKING = frozenset({Fault.DROP, Fault.HANG, Fault.GARBAGE, Fault.ERROR, Fault
 
 
 def json_answer(content: object, status: int = 200) -> web.Response:
-    """An answer with this content."""
+    """Return a JSON response with this content."""
     return web.Response(body=orjson.dumps(content), status=status, content_type="application/json")
 
 
 def refusal(message: str) -> web.Response:
-    """A 400 as engines write it."""
+    """Return a 400 in the engines' format."""
     return json_answer({"error": {"message": message}}, 400)

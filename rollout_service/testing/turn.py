@@ -1,4 +1,4 @@
-"""One request that a scripted engine is answering: how far it has come, and under which versions."""
+"""One request that a scripted engine is answering, with its progress and its versions."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -16,18 +16,18 @@ class EngineTurn:
     asked: ScriptedRequest
     reply: Reply
     done: int = 0
-    """Tokens whose time has passed."""
+    """Number of tokens sampled so far."""
     seconds: float = 0.0
-    """What the sampling takes."""
+    """Duration of the sampling."""
     elapsed: float = 0.0
     cached_tokens: int = 0
     aborted: bool = False
     ignores_pause: bool = False
-    """Whether it goes on while the engine takes up nothing new."""
+    """Whether it continues during a pause, as open requests do in vLLM's mode `wait`."""
     before_sampling: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    """Ended by an abort that comes while the request is in the queue, or while its prompt is read."""
+    """Covers the time in the queue and the reading of the prompt; an abort cancels it."""
     spans: list[tuple[str, int]] = field(default_factory=list)
-    """Versions and the number of tokens at which they ended."""
+    """Versions, each with the number of tokens at which it ended."""
     interrupted: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -38,16 +38,16 @@ class EngineTurn:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of its prompt."""
+        """Number of tokens of its prompt."""
         return len(self.asked.ids)
 
     @property
     def sampled(self) -> list[int]:
-        """The tokens whose time has passed."""
+        """The tokens sampled so far."""
         return list(self.reply.ids[: self.done])
 
     def finish_reason(self) -> dict[str, object]:
-        """Why it ended, in SGLang's words."""
+        """Return why it ended, in SGLang's format."""
         if self.aborted:
             return {"type": "abort", "message": "Aborted by request"}
         if self.reply.stops:
@@ -55,7 +55,7 @@ class EngineTurn:
         return {"type": "length", "length": self.done}
 
     def version_spans(self, version: str) -> list[dict[str, object]]:
-        """Which version sampled which tokens; the last of them under `version`."""
+        """Return which version sampled which tokens; `version` sampled the last of them."""
         spans: list[dict[str, object]] = []
         start = 0
         for name, end in [*self.spans, (version, self.done)]:

@@ -1,8 +1,8 @@
-"""The scripted engine over vLLM's HTTP protocol, as vLLM 0.32 was seen to speak it.
+"""A scripted engine with vLLM's HTTP protocol, as observed in vLLM 0.32.
 
-What it has in common with the real one, and SGLang has not: a budget that does not fit the context is cut without a
-word; unknown fields are ignored; gauges tell of the last step, so that an abort leaves them as they were; a folder
-without weights is the end of the process.
+It shares these properties with the real one, which SGLang does not have: a budget that does not fit the context is cut
+silently; unknown fields are ignored; gauges are those of the last step, so an abort leaves them unchanged; a folder
+without weights ends the process.
 """
 
 import base64
@@ -25,15 +25,15 @@ _BLOCKS = 8192
 
 
 class ScriptedVllm(ScriptedEngine):
-    """Use as an async context manager; `url` is where it listens.
+    """A scripted engine as an async context manager; inside, it listens at `url`.
 
     Args:
-        script: what it answers.
+        script: decides the answers.
         development: whether it has the routes of VLLM_SERVER_DEV_MODE: pauses and weights.
         scale_out: whether it was started with --enable-scale-out.
         cached_details: whether it was started with --enable-prompt-tokens-details.
         logprobs_mode: raw_logprobs, processed_logprobs, or raw_logits.
-        more: what a `ScriptedEngine` takes.
+        more: further arguments of `ScriptedEngine`.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ScriptedVllm(ScriptedEngine):
         )
 
     def _answer_probe(self, body: dict[str, Any]) -> web.Response:
-        """One token of which `top_k` 1 leaves nothing but itself: the mode decides what is told of it."""
+        """Answer with one token, the only one that `top_k` 1 leaves; its logprobs depend on the mode."""
         values = {"processed_logprobs": (0.0, _NO_LOGPROB), "raw_logprobs": (-0.5, -1.5)}
         first, second = values.get(self._logprobs_mode, (12.5, 7.25))
         rows = [{"token_id": 1, "logprob": first}, {"token_id": 2, "logprob": second}]
