@@ -10,18 +10,18 @@ from hypothesis import HealthCheck, settings
 from sandboxes import LocalConfig, Sandbox, SandboxSpec, make_provider
 from tests.support.longest_first import longest_first
 
-# A busy machine makes the drawing of examples slow, which says nothing about them.
+# On a busy machine, drawing examples is slow for reasons that have nothing to do with the examples.
 settings.register_profile("patient", suppress_health_check=[HealthCheck.too_slow], deadline=None)
 settings.register_profile("fast", settings.get_profile("patient"), max_examples=10)
 settings.load_profile("patient")
 
-# Jobs in the background ignore both, and so would every child of a test that is to be interrupted.
+# Background jobs ignore both signals, and so would every child that a test wants to interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 REAL_PARTS = frozenset({"apptainer", "docker", "sglang", "vllm", "trl"})
 TORCH_MODULES = frozenset({"test_trainer_learner.py", "test_trainer_loss.py"})
-"""These cannot even be imported without PyTorch."""
+"""Modules that cannot even be imported without PyTorch."""
 SLOW_MODULES = frozenset(
     f"test_{name}.py"
     for name in (
@@ -37,7 +37,7 @@ SLOW_MODULES = frozenset(
         "weights_machine",
     )
 )
-"""Each takes more than five seconds of CPU; together they are two thirds of the unit tests' time."""
+"""Modules that take more than five seconds of CPU each; together, two thirds of the unit tests' time."""
 FAST_FOLDER = Path(__file__).parent / "unit"
 
 
@@ -53,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not even import what `--fast` leaves out."""
+    """Skip the import of modules that `--fast` leaves out."""
     left_out = collection_path.name in SLOW_MODULES | TORCH_MODULES
     return True if left_out and config.getoption("--fast") else None
 
@@ -63,12 +63,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         fast = [item for item in items if _is_fast(item)]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(fast)])
         items[:] = fast
-    if hasattr(config, "workerinput"):  # of xdist
+    if hasattr(config, "workerinput"):  # only in workers of xdist
         longest_first(items)
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
-    """Name the real parts of the chosen tests, for `scripts/test` to install."""
+    """Name the real parts of the selected tests, for `scripts/test` to install."""
     if not config.option.collectonly:
         return []
     marked = {mark.name for item in items for mark in item.iter_markers()}
@@ -83,13 +83,13 @@ def _is_fast(item: pytest.Item) -> bool:
 
 @pytest.fixture
 def anyio_backend() -> str:
-    """The service runs on asyncio, so its tests do too."""
+    """Run tests on asyncio, as the service does."""
     return "asyncio"
 
 
 @pytest.fixture
 async def local_sandbox(tmp_path: Path) -> AsyncIterator[Sandbox]:
-    """A sandbox that isolates nothing and starts in a tenth of a second."""
+    """Start a sandbox that isolates nothing; this takes a tenth of a second."""
     provider = make_provider(LocalConfig(provider="local"), tmp_path / "state")
     try:
         yield await provider.start(SandboxSpec())

@@ -1,4 +1,4 @@
-"""The order in which workers of pytest-xdist get the tests: the longest first, so that all end at about the same time.
+"""Gives the longest tests to workers of pytest-xdist first, which makes all workers end at about the same time.
 
 It needs `--dist loadgroup --no-loadscope-reorder`. Without workers, and among tests of one rank, the order is random.
 """
@@ -20,7 +20,7 @@ LONGEST = (
     "test_restarts.py",
     "cli",
 )
-"""Groups, and modules without one, that take about a minute or more; the longest first."""
+"""Groups, and modules without a group, that take about a minute or more; the longest first."""
 
 
 def longest_first(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Rollouts made by hand for the adapters' tests, and a client that hands them out."""
+"""Handmade rollouts for the adapters' tests, and a client that returns them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TASK = Task(environment="calc", instance={"question": "2+2", "answer": 4})
 
 
 def segment(ids: list[int], mask: list[int], *, parent: int | None = None, version: int = 3) -> Segment:
-    """A segment whose logprobs tell the token: -0.7 for token 7. A gap in the mask ends a turn."""
+    """Make a segment whose logprobs identify the tokens: -0.7 for token 7. A gap in the mask ends a turn."""
     turns, turn = [], -1
     for position, sampled in enumerate(mask):
         if sampled and not (position and mask[position - 1]):
@@ -39,7 +39,7 @@ def rollout(
     rollout_id: str = "r-1",
     stop_reason: StopReason = StopReason.ANSWERED,
 ) -> Rollout:
-    """A rollout of these segments; a failed one says that its sandbox did not start."""
+    """Make a rollout of these segments; a failed one says that its sandbox did not start."""
     failed = state is RolloutState.FAILED
     return Rollout(
         rollout_id=rollout_id,
@@ -69,7 +69,7 @@ def rollout(
 
 
 class FakeClient:
-    """Answers orders with these rollouts, one after the other."""
+    """Answers requests with these rollouts, one after the other."""
 
     def __init__(self, *answers: Rollout) -> None:
         self.answers = list(answers)
@@ -82,7 +82,7 @@ class FakeClient:
         return self.answers.pop(0)
 
     def submitter(self, **given) -> RolloutSubmitter:
-        """Return a submitter whose rollouts come from here."""
+        """Return a submitter whose rollouts come from this client."""
         client = self
 
         class Here(RolloutSubmitter):

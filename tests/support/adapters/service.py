@@ -1,4 +1,4 @@
-"""A service, and a scripted engine, as processes of their own, for the tests of adapters and examples."""
+"""A service and a scripted engine as separate processes, for the tests of adapters and examples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ START_SECONDS = 120.0
 
 @contextmanager
 def engine(folder: Path, *turns: str) -> Iterator[str]:
-    """The address of an engine that samples these turns."""
+    """Run an engine that samples these turns; yield its URL."""
     command = [sys.executable, "-m", "rollout_service.testing", "--address", str(folder / "engine")]
     for turn in turns:
         command += ["--turn", turn]
@@ -24,7 +24,7 @@ def engine(folder: Path, *turns: str) -> Iterator[str]:
 
 @contextmanager
 def service(folder: Path, *flags: str, sandbox: str = "local") -> Iterator[str]:
-    """The address of a service."""
+    """Run a service; yield its URL."""
     command = [sys.executable, "-m", "rollout_service.cli", "serve", "--port", "0", "--sandbox", sandbox]
     command += ["--state-dir", str(folder / "state"), "--port-file", str(folder / "server"), *flags]
     with _running(command, folder / "server", folder / "server.log") as url:

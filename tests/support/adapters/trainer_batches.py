@@ -20,7 +20,7 @@ PROMPT = 4
 def write_batch(
     file: Path, model: Path, *, groups: int = 2, samples: int = 4, tokens: int = 12, version: int = 0
 ) -> Path:
-    """A batch of random ids with rewards 0 and 1 in each group, as the service would lease it."""
+    """Write a batch of random ids with rewards 0 and 1 in each group, as the service would lease it."""
     random, engine = np.random.default_rng(7), Qwen3(model)
     count = groups * samples
     prompts = np.repeat(random.integers(3, engine.config.vocab_size, (groups, PROMPT)), samples, axis=0)
@@ -61,7 +61,7 @@ def write_batch(
 
 
 def _after(engine: Qwen3, ids: np.ndarray) -> np.ndarray:
-    """The logits after the last of these ids."""
+    """Return the logits after the last of these ids."""
     positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
     return engine.forward(ids, positions, KVStore(engine.config, len(ids)), 0).astype(np.float64)
 

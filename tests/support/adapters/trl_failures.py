@@ -1,4 +1,4 @@
-"""Run by TRL's own Python: one GRPO step over rollouts made by hand, printed as JSON.
+"""Runs one GRPO step over handmade rollouts with TRL's own Python, and prints figures as JSON.
 
 python trl_failures.py REWARD REWARD...      (null for a rollout that failed)
 """
@@ -25,7 +25,7 @@ REWARDS = json.loads(f"[{','.join(sys.argv[1:])}]")
 
 
 class Answers(RolloutSubmitter):
-    """One group, with these rewards."""
+    """A submitter that returns one group, with the rewards of the command line."""
 
     def run_all_blocking(self, requests):
         failed = {"reward": None, "state": RolloutState.FAILED}

@@ -1,8 +1,8 @@
-"""Attacks on the API, as checks that any runner can call against a server that listens.
+"""Attacks on the API, as checks that any runner can call against a listening server.
 
     python -m tests.support.api.attacks URL ADMIN_KEY READ_KEY SUBMIT_KEY
 
-A check raises where its attack succeeded. After each one the server still answers its probe in seconds. `attack`
+A check raises if its attack succeeded, or if the server does not answer its probe within seconds afterwards. `attack`
 tries all of them, one after the other.
 """
 
@@ -40,7 +40,7 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one attack came to."""
+    """The outcome of one attack."""
 
     name: str
     held: bool
@@ -52,13 +52,13 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(function: Check) -> Check:
-    """Put it on the list."""
+    """Register a check."""
     CHECKS[function.__name__] = function
     return function
 
 
 async def attack(target: Target, names: Sequence[str] = ()) -> AsyncIterator[Outcome]:
-    """Try these attacks, or all."""
+    """Try the named attacks, or all of them."""
     for name in names or CHECKS:
         try:
             with anyio.fail_after(PATIENCE):
@@ -79,7 +79,7 @@ async def connect(target: Target) -> SocketStream:
 
 
 async def raw(target: Target, data: bytes) -> bytes:
-    """Return the server's answer to these bytes, up to its close or a while of silence."""
+    """Return the server's answer to these bytes, until it closes the connection or is silent for two seconds."""
     async with await connect(target) as stream:
         answer = b""
         with suppress(anyio.BrokenResourceError, anyio.EndOfStream):
@@ -100,7 +100,7 @@ def client(target: Target, key: str | None = None) -> httpx.AsyncClient:
 
 
 async def is_well(target: Target) -> None:
-    """Raise when the probe is not answered in time."""
+    """Raise if the server does not answer its probe in time."""
     began = time.monotonic()
     async with client(target) as http:
         assert (await http.get("/health")).status_code == 200
@@ -108,7 +108,7 @@ async def is_well(target: Target) -> None:
 
 
 async def refuses(target: Target, data: bytes, *allowed: int) -> None:
-    """Raise unless the first answer has one of these statuses and the connection is closed."""
+    """Raise unless there is exactly one answer, with one of these statuses."""
     found = statuses(await raw(target, data))
     assert len(found) == 1, found
     assert found[0] in allowed, found
@@ -145,7 +145,7 @@ async def too_many_headers(target: Target) -> None:
 
 @check
 async def endless_header_lines(target: Target) -> None:
-    """A connection that sends header lines without end is closed, and the probe is answered meanwhile."""
+    """A connection that never stops sending header lines is closed, and the probe is answered meanwhile."""
     async with await connect(target) as stream:
         await stream.send(head(target, "GET /health HTTP/1.1")[:-2])
         with suppress(anyio.BrokenResourceError):
@@ -168,7 +168,7 @@ async def half_sent_heads(target: Target) -> None:
 
 @check
 async def slow_bodies(target: Target) -> None:
-    """Bodies that never come delay nobody, however many there are, though they come with a key."""
+    """Bodies that never arrive delay nobody, however many there are, even if the requests have a key."""
     lines = ["Content-Type: application/json", "Content-Length: 1000"]
     async with AsyncExitStack() as stack:
         for _ in range(FLOOD):
@@ -180,7 +180,7 @@ async def slow_bodies(target: Target) -> None:
 
 @check
 async def connection_flood(target: Target) -> None:
-    """Connections without a word leave room for whoever has a key, however many there are."""
+    """Silent connections leave room for callers with a key, however many there are."""
     async with AsyncExitStack() as stack:
         for _ in range(FLOOD):
             with suppress(OSError):
@@ -199,7 +199,7 @@ async def pipelining(target: Target) -> None:
 
 @check
 async def endless_trailers(target: Target) -> None:
-    """Trailers of a chunked body count as its head does."""
+    """Trailers of a chunked body have the same limits as its head."""
     start = keyed(target, "POST /v1/rollouts HTTP/1.1", "Transfer-Encoding: chunked")
     await raw(target, start + b"0\r\n" + b"a: b\r\n" * 200_000)
 
@@ -209,7 +209,7 @@ async def endless_trailers(target: Target) -> None:
 
 @check
 async def two_lengths(target: Target) -> None:
-    """A body whose length two programs could read differently is refused."""
+    """A body whose length is ambiguous is refused."""
     for lines in (
         ["Content-Length: 3", "Transfer-Encoding: chunked"],
         ["Content-Length: 3", "Content-Length: 4"],
@@ -247,25 +247,25 @@ async def another_targets_host(target: Target) -> None:
 
 @check
 async def old_http(target: Target) -> None:
-    """HTTP/1.0 needs a key like every other."""
+    """HTTP/1.0 requests need a key too."""
     answer = await raw(target, b"GET /v1/runs HTTP/1.0\r\n\r\n")
     assert b" 401 " in answer.splitlines()[0]
 
 
 @check
 async def websocket_past_the_keys(target: Target) -> None:
-    """An upgrade does not lead around the keys."""
+    """An upgrade does not bypass the keys."""
     upgrade = ["Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Version: 13"]
     answer = await raw(target, head(target, "GET /v1/events HTTP/1.1", *upgrade, "Sec-WebSocket-Key: AAAA"))
     assert statuses(answer) == [401]
 
 
-# -- who asks ------------------------------------------------------------------
+# -- keys and roles ------------------------------------------------------------
 
 
 @check
 async def wrong_keys(target: Target) -> None:
-    """What is nearly a key opens nothing, and no answer shows one."""
+    """Near misses of a key open nothing, and no answer shows a key."""
     near = [target.admin[:-1], target.admin + "x", target.admin.swapcase(), "null", f"{target.admin} x"]
     async with client(target) as http:
         for value in [*(f"Bearer {key}" for key in near), target.admin, f"Basic {target.admin}", "Bearer"]:
@@ -278,7 +278,7 @@ async def wrong_keys(target: Target) -> None:
 
 @check
 async def timing_of_keys(target: Target) -> None:
-    """A key that begins right takes as long as one that begins wrong, within the noise of the network."""
+    """Checking a key with a correct beginning takes as long as one without, within the noise of the network."""
     async with client(target) as http:
 
         async def middle(key: str) -> float:
@@ -296,7 +296,7 @@ async def timing_of_keys(target: Target) -> None:
 
 @check
 async def escalation_of_roles(target: Target) -> None:
-    """A key sends nothing beyond its role, on any path that names an order."""
+    """A key allows nothing beyond its role, on any path that changes something."""
     async with client(target, target.read) as reader, client(target, target.submit) as trainer:
         for path in (*ORDERS, "/v1/backends", "/v1/weights", "/add_llm_server", "/v1/nodes"):
             for http in (reader, trainer):
@@ -309,7 +309,7 @@ async def escalation_of_roles(target: Target) -> None:
 
 @check
 async def escalation_by_the_path(target: Target) -> None:
-    """No escaper of a path makes it one for another role."""
+    """No escape sequence in a path gives it another role."""
     for path in (
         "/v1/rollouts/../weights",
         "/v1/rollouts/%2e%2e/weights",
@@ -324,7 +324,7 @@ async def escalation_by_the_path(target: Target) -> None:
 
 @check
 async def orders_of_web_pages(target: Target) -> None:
-    """A page of another site changes nothing, even with a key."""
+    """A page from another site changes nothing, even with a key."""
     async with client(target, target.admin) as http:
         for path in ORDERS:
             for headers in (
@@ -344,7 +344,7 @@ async def orders_of_web_pages(target: Target) -> None:
         assert "access-control-allow-origin" not in allowed.headers
 
 
-# -- what is asked -------------------------------------------------------------
+# -- contents of requests ------------------------------------------------------
 
 
 @check
@@ -377,7 +377,7 @@ async def bombs(target: Target) -> None:
 
 @check
 async def deep_nesting(target: Target) -> None:
-    """Brackets without end are a bad request, not a crash."""
+    """Endless brackets give a bad request, not a crash."""
     async with client(target, target.admin) as http:
         for depth in (100, 250, 100_000):
             for opening, closing in (("[", "]"), ('{"a":', "}")):
@@ -395,7 +395,7 @@ async def deep_nesting(target: Target) -> None:
 
 @check
 async def huge_numbers(target: Target) -> None:
-    """Numbers beyond 64 bits, and what is not a number, are bad fields."""
+    """Numbers beyond 64 bits, and values that are not numbers, are bad fields."""
     async with client(target, target.admin) as http:
         for value in (HUGE, "1e400", "-1e400", "NaN", "Infinity", "true"):
             body = f'{{"task": {{"environment": "calc"}}, "sampling": {{"temperature": {value}, "top_k": {value}}}}}'
@@ -409,7 +409,7 @@ async def huge_numbers(target: Target) -> None:
 
 @check
 async def hostile_strings(target: Target) -> None:
-    """Quotes, controls, lone surrogates and templates come back as data, if at all."""
+    """Quotes, control characters, lone surrogates and templates come back as data, if at all."""
     async with client(target, target.admin) as http:
         for text in (
             "'; DROP TABLE rollouts; --",
@@ -427,7 +427,7 @@ async def hostile_strings(target: Target) -> None:
 
 
 def main() -> int:
-    """Try all attacks on one server; the exit code is 1 when one succeeded."""
+    """Try all attacks on one server; return 1 if one succeeded, as the exit code."""
     parser = argparse.ArgumentParser()
     for name in Target._fields:
         parser.add_argument(name)

@@ -1,4 +1,4 @@
-"""A real server without engine and sandboxes, for tests of how its API is reached."""
+"""A real server without an engine or sandboxes, for tests of access to its API."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ START_SECONDS = 90.0
 
 @dataclass
 class ApiServer:
-    """A server that listens."""
+    """A listening server."""
 
     url: str
     log_file: Path
@@ -33,7 +33,7 @@ class ApiServer:
 def api_server(
     folder: Path, *flags: str, before: Sequence[str] = (), **variables: str
 ) -> Iterator[ApiServer]:
-    """Serve from a folder; `before` is a command that the server is started through, such as `prlimit`."""
+    """Serve from a folder; `before` is a command that starts the server, such as `prlimit`."""
     address, log = folder / "address", folder / "log"
     fixed = ["--port", "0", "--port-file", str(address), "--state-dir", str(folder / "state")]
     command = [*before, sys.executable, "-m", "rollout_service.cli", "serve", "--engine", "none"]
@@ -60,7 +60,7 @@ def _wait_until_started(process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], address: Path, log: Path) -> str:
-    """Wait until a server can take work, and return its address, which it writes to a file."""
+    """Wait until a server can take work; return its address, which it writes to a file."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         if address.exists():
@@ -73,7 +73,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], address: Path, log: Path)
 
 
 def make_certificate(folder: Path, days: int = 2) -> tuple[Path, Path]:
-    """Write a certificate for this machine that signs itself, and its key."""
+    """Write a self-signed certificate for this machine, and its key."""
     certificate, key = folder / "certificate.pem", folder / "key.pem"
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
     kind = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", str(days)]

@@ -1,8 +1,9 @@
-"""A trainer's half of a weight update over a process group: run with the Python of SGLang's environment, for its torch.
+"""The trainer's half of a weight update over a process group.
 
-Arguments: the port to listen at, the size of the world, the group's name, and for each update a folder with weights.
-It joins the group as rank 0, and for each line that it reads broadcasts the tensors of the next folder, sorted by name.
-`tensors FOLDER` in the place of all that only says their names, types and shapes as JSON.
+Run it with the Python of SGLang's environment, which has torch. The arguments are the port to listen on, the size of
+the world, the group's name, and a folder with weights for each update. It joins the group as rank 0. For each line that
+it reads, it broadcasts the tensors of the next folder, sorted by name. With the arguments `tensors FOLDER` it only
+prints the names, types and shapes of the tensors as JSON.
 """
 
 import json
@@ -34,7 +35,7 @@ def describe(folder: str) -> None:
 
 
 def join(port: int, size: int, name: str) -> c10d.ProcessGroup:
-    """A group beside torch's default one, under the names at which the engines look for it."""
+    """Join a group besides torch's default one, under the names by which the engines find it."""
     store, rank, size = next(c10d.rendezvous(f"tcp://127.0.0.1:{port}", 0, size, timeout=TIMEOUT))
     store.set_timeout(TIMEOUT)
     group, _ = c10d._new_process_group_helper(

@@ -1,8 +1,8 @@
 """Recomputes logprobs with transformers, in float32: run with the Python of SGLang's environment, which has torch.
 
 Reads `{"model": folder, "sequences": [{"prompt": ids, "output": ids, "temperature": t}]}` from standard input and
-writes, for each sequence, the logprob of every output id under the temperature-scaled distribution. A list of such
-orders gives a list of such answers.
+writes, for each sequence, the logprob of every output id under the temperature-scaled distribution. For a list of such
+objects it writes a list of such results.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Which experts transformers routes tokens to, in float32: run with the Python of SGLang's environment.
+"""Computes the experts to which transformers routes tokens, in float32: run with the Python of SGLang's environment.
 
 Reads `{"model": folder, "ids": ids}` from standard input and writes `[tokens, layers, experts per token]`, sorted.
 """

@@ -1,4 +1,4 @@
-"""Code that attacks its sandbox, as checks that any runner can call: the tests as root, anybody else as a program.
+"""Code that attacks its sandbox, as checks that any runner can call: the tests as root, or any user as a program.
 
     python -m tests.support.hostile --list
     python -m tests.support.users.as_user -- python -m tests.support.hostile fork_bomb

@@ -122,7 +122,8 @@ async def fork_bomb(provider: SandboxProvider) -> None:
         await shell.run("bomb() { bomb | bomb & }; bomb", timeout=5)
         await sandbox.end_processes()
         await recovers(sandbox)
-        await shell.run("bomb() { bomb | bomb & }; bomb", timeout=5)  # and one to close over
+        # Closing the sandbox must cope with a bomb that still runs.
+        await shell.run("bomb() { bomb | bomb & }; bomb", timeout=5)
 
 
 @check
@@ -409,7 +410,7 @@ async def huge_environment(provider: SandboxProvider) -> None:
         assert await works(sandbox)
 
 
-# Files, and what the service reads of them.
+# Files, and how the service reads them.
 
 
 @check
@@ -459,7 +460,8 @@ async def replaced_programs(provider: SandboxProvider) -> None:
             with anyio.fail_after(2 * PATIENCE):
                 await sandbox.read_file("/etc/passwd")
         except SandboxError:
-            with suppress(LimitExceededError):  # its output filled the shell that reads it: said once
+            # Its output overfilled the shell that reads it, which is reported once.
+            with suppress(LimitExceededError):
                 await shell.run("true", timeout=PATIENCE)
             assert (await shell.run("echo up", timeout=PATIENCE)).output == "up\n"
         else:

@@ -1,4 +1,4 @@
-"""A registry and its images, by the OCI's specifications: as little of them as it takes to be pulled from."""
+"""A registry and its images, with as little of the OCI's specifications as pulling requires."""
 
 import base64
 import hashlib
@@ -20,7 +20,7 @@ ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 def make_layout(tree: Path, target: Path, env: dict[str, str]) -> Path:
-    """An OCI image layout of one layer with the files of a folder."""
+    """Make an OCI image layout of one layer with the files of a folder."""
     blobs = target / "blobs" / "sha256"
     blobs.mkdir(parents=True)
 
@@ -52,7 +52,7 @@ def make_layout(tree: Path, target: Path, env: dict[str, str]) -> Path:
 
 
 class _Answers(BaseHTTPRequestHandler):
-    """Answers what the server has at a path, to whom says the server's word."""
+    """Serves the server's contents by path to clients that send its `Authorization` header, if it has one."""
 
     def do_GET(self) -> None:
         server: Any = self.server
@@ -76,12 +76,12 @@ class _Answers(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def log_message(self, *_arguments: object) -> None:
-        """Nothing on the tests' output."""
+        """Keep the log out of the tests' output."""
 
 
 @contextmanager
 def registry(layout: Path, *, user: str = "", password: str = "") -> Iterator[str]:
-    """Serve the layout's image as `team/tiny:1`, to whom knows the password if there is one; yields HOST:PORT."""
+    """Serve the layout's image as `team/tiny:1`, behind the password if there is one; yield HOST:PORT."""
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Answers)
     word = "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
     server.word = word if password else ""

@@ -1,6 +1,6 @@
-"""Both distributions as wheels, and environments of their own to install them in.
+"""Both distributions as wheels, and separate environments to install them in.
 
-uv, the build backend and the package index are those of the scripts.
+uv, the build backend and the package index are those that the scripts use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def uv(*arguments: str | Path, stdin: str | None = None) -> str:
     """Run uv as the scripts do, and return what it printed."""
     code = 'source "$1/scripts/lib.sh"; shift; lock; ensure_uv >&2; unlock; "$uv" "$@" 2>&1'
     command = ["bash", "-c", f"set -euo pipefail; {code}", "bash", ROOT, *arguments]
-    # The scripts' own Python is asked for, not that of the environment of the tests.
+    # uv must use the scripts' Python, not that of the tests' environment.
     environ = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
     done = subprocess.run(
         [str(part) for part in command],
@@ -46,7 +46,7 @@ def build(project: Path, folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """A virtual environment away from the checkout."""
+    """A virtual environment outside the checkout."""
 
     folder: Path
 
@@ -65,11 +65,11 @@ class Environment:
         return dict(line.split("==", 1) for line in lines if "==" in line)
 
     def mebibytes(self) -> dict[str, float]:
-        """Return the size of each part of the environment."""
+        """Return the size of each part of the environment, in MiB."""
         return {part.name: _size(part) / MEBIBYTE for part in self.packages.iterdir()}
 
     def run(self, *arguments: str | Path, timeout: float = 120.0) -> str:
-        """Run a program of the environment where no package of ours lies about; return what it printed."""
+        """Run a program of the environment in a folder without our packages; return its output."""
         done = subprocess.run(
             [str(self.folder / "bin" / arguments[0]), *(str(argument) for argument in arguments[1:])],
             cwd=self.folder,
@@ -88,7 +88,7 @@ class Environment:
 def make_environment(
     folder: Path, *requirements: str | Path, python: Path | str = sys.executable
 ) -> Environment:
-    """Install these in an empty environment."""
+    """Install these packages in an empty environment."""
     uv("venv", "--python", python, folder)
     environment = Environment(folder)
     uv("pip", "install", "--python", environment.python, *requirements)
@@ -96,7 +96,7 @@ def make_environment(
 
 
 def oldest_python() -> Path:
-    """Return the oldest Python of this machine that the client supports, which may be that of the tests."""
+    """Return the oldest Python on this machine that the client supports, which may be that of the tests."""
     name = ".".join(map(str, OLDEST))
     for candidate in _candidates(f"python{name}", name):
         asked = [str(candidate), "-c", "import sys; print(*sys.version_info[:2])"]

@@ -1,4 +1,4 @@
-"""Children of a test: ended with a block, held by the kernel for its length, and found where they were left."""
+"""Helpers for children of a test: to kill them after a block, keep them uncollected, and find those that are left."""
 
 import gc
 import subprocess
@@ -25,7 +25,7 @@ sys.stdin.read()
 
 @contextmanager
 def killed(process: T) -> Iterator[T]:
-    """Kill and collect a process when the block is left, unless it has ended by then."""
+    """Kill and collect a process at the end of the block, unless it has ended by then."""
     with process:
         try:
             yield process
@@ -35,9 +35,9 @@ def killed(process: T) -> Iterator[T]:
 
 @contextmanager
 def held(pid: int) -> Iterator[None]:
-    """Keep a process from being collected by its parent, as a busy kernel would, until the block is left.
+    """Keep a process from being collected by its parent until the end of the block, as a busy kernel would.
 
-    A process that is traced may be killed, and then belongs to its tracer until that lets it go.
+    The block traces the process: if it is killed, it belongs to its tracer until the tracer releases it.
     """
     pipe = subprocess.PIPE
     with killed(
@@ -49,13 +49,13 @@ def held(pid: int) -> Iterator[None]:
 
 
 def children() -> set[int]:
-    """Return the numbers of this process's children, the dead ones that nobody collected among them."""
+    """Return the pids of this process's children, including dead ones that nobody has collected."""
     return {child.pid for child in psutil.Process().children()}
 
 
 @contextmanager
 def nothing_uncollected() -> Iterator[None]:
-    """Fail if the block leaves a child, or a process that garbage collection finds uncollected."""
+    """Fail if the block leaves a child, or a process object that garbage collection finds uncollected."""
     before = children()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

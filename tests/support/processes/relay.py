@@ -1,4 +1,4 @@
-"""A relay between a client and a server, for tests that cut connections on the way."""
+"""A relay between a client and a server, for tests that cut connections between them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Relay:
     def __init__(self, target: str, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.body_began = anyio.Event()
-        """Set once a part of an answer's body has been passed on."""
+        """An event that is set once a part of an answer's body has been passed on."""
         self._target = urlsplit(target)
         self._up = True
         self._connections: set[anyio.CancelScope] = set()
 
     def cut(self) -> None:
-        """Break off all connections, and every new one, until `mend`."""
+        """Cut all connections, and every new one, until `mend` is called."""
         self._up = False
         for scope in self._connections:
             scope.cancel()

@@ -34,7 +34,7 @@ class Running:
 
     @property
     def log(self) -> str:
-        """What it has written to its log."""
+        """The contents of its log."""
         return self.log_file.read_text()
 
     def stop(self, number: int = signal.SIGTERM) -> None:
@@ -42,7 +42,7 @@ class Running:
         self.process.send_signal(number)
 
     def ended(self, seconds: float) -> int:
-        """Wait until it has ended; returns its exit code."""
+        """Wait until it has ended; return its exit code."""
         code = self.process.wait(seconds)
         assert isinstance(code, int)
         return code
@@ -50,7 +50,7 @@ class Running:
 
 @contextmanager
 def running(name: str, arguments: list[str], folder: Path) -> Iterator[Running]:
-    """Run a module that writes its URL to a file; it is killed with the block if it still runs."""
+    """Run a module that writes its URL to a file; kill it at the end of the block if it still runs."""
     address, log = folder / f"{name}.address", folder / f"{name}.log"
     address.unlink(missing_ok=True)
     with log.open("ab") as output:
@@ -66,7 +66,7 @@ def running(name: str, arguments: list[str], folder: Path) -> Iterator[Running]:
 
 
 def scripted_engine(folder: Path, *, delay: float, turn: str = GREETING):
-    """Run an engine whose turns take so long."""
+    """Run an engine whose turns take `delay` seconds."""
     arguments = ["rollout_service.testing", "--delay", f"{delay:g}", "--turn", turn]
     return running("engine", [*arguments, "--address", str(folder / "engine.address")], folder)
 
@@ -75,7 +75,7 @@ def scripted_engine(folder: Path, *, delay: float, turn: str = GREETING):
 def service(
     folder: Path, engine_url: str | None, config: str = "", *flags: str, turns: int = 1
 ) -> Iterator[Running]:
-    """Run the service with the environment `echo`, whose rollouts have so many turns."""
+    """Run the service with the environment `echo`, whose rollouts have at most `turns` turns."""
     environment = folder / "echo"
     environment.mkdir(exist_ok=True)
     (environment / "environment.toml").write_text(ENVIRONMENT.format(turns=turns))
@@ -102,7 +102,7 @@ def service(
 
 
 def eventually(condition: Callable[[], bool], log: Path, seconds: float = START_SECONDS) -> None:
-    """Wait until something holds; fails with the end of the log."""
+    """Wait until a condition holds, or fail with the end of the log."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, log.read_text()[-4_000:]

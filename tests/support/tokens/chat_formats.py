@@ -1,9 +1,9 @@
 """Stand-ins for models' tokenizers: byte-level BPE with a chat format's control tokens in its vocabulary.
 
-No real tokenizer is needed to hold the token layer to its promises: they are about ids and control tokens, not
-about which merges a vocabulary has. The stand-ins have merges of English, code and control characters, so that
-texts which are joined before they are encoded do merge over their borders. Which control tokens a chat format
-needs is learnt from the format itself, which asks for them when it is made; a few it writes as text only.
+Tests of the token layer need no real tokenizer: its guarantees are about ids and control tokens, not about the merges
+of a vocabulary. The stand-ins have merges of English, code and control characters, so texts that are joined before they
+are encoded do merge across their borders. A chat format asks for its control tokens when it is made, which is how they
+are found here; it writes a few only as text.
 """
 
 import json
@@ -19,7 +19,7 @@ from rollout_service.tokens import ChatRenderer
 from tests.support.tokens.harmony import HarmonyStandIn
 
 FAMILIES = sorted(set(_CONFIG_BY_NAME) - {"auto", "default"})
-"""All chat formats that are written by hand."""
+"""All handwritten chat formats."""
 
 _OWN_VOCABULARY = ("gpt-oss", "default")
 _THINK = ["<think>", "</think>"]
@@ -49,7 +49,7 @@ _CORPUS = [
 
 
 class _Recorder:
-    """A tokenizer that only remembers which tokens it was asked for."""
+    """A tokenizer that only records the tokens that it is asked for."""
 
     name_or_path = ""
     unk_token_id = None
@@ -73,7 +73,7 @@ class _Recorder:
 
 @cache
 def control_tokens(family: str) -> tuple[str, ...]:
-    """The control tokens of a chat format."""
+    """Return the control tokens of a chat format."""
     recorder = _Recorder()
     if family not in _OWN_VOCABULARY:
         create_renderer(recorder, _CONFIG_BY_NAME[family]())
@@ -83,12 +83,12 @@ def control_tokens(family: str) -> tuple[str, ...]:
 
 
 def is_special(token: str) -> bool:
-    """Whether the stand-ins mark a token as special: models' tokenizers do so with framing, not with tags."""
+    """Return whether the stand-ins mark a token as special; like models' tokenizers, they mark framing, not tags."""
     return token.startswith(("<|", "[", "<bos", "<eos", "<\uff5cbegin", "<\uff5cend"))
 
 
 def write_tokenizer(folder: Path, control: tuple[str, ...]) -> Path:
-    """A folder with a `tokenizer.json`."""
+    """Write a `tokenizer.json` to a folder; return the folder."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -114,7 +114,7 @@ def write_tokenizer(folder: Path, control: tuple[str, ...]) -> Path:
 
 
 def load(folder: Path, family: str, **options: object) -> ChatRenderer:
-    """A chat format over its stand-in, which is written to the folder if it is not there."""
+    """Load a chat format with its stand-in, which is written to the folder if it is not there."""
     if not (folder / "tokenizer.json").exists():
         write_tokenizer(folder, control_tokens(family))
     with patch("renderers.gpt_oss.load_harmony_encoding", lambda _: HarmonyStandIn(folder)):
@@ -122,7 +122,7 @@ def load(folder: Path, family: str, **options: object) -> ChatRenderer:
 
 
 def write_model(folder: Path, template: str, eos: str = "<|im_end|>") -> Path:
-    """A folder of a model whose chat format is known by its template alone."""
+    """Write a model whose chat format is known only by its template; return its folder."""
     write_tokenizer(folder, control_tokens("default"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -1,9 +1,9 @@
 """Random conversations of a policy that writes anything, with tools that answer anything, and their check.
 
-A conversation is drawn from its seed alone. `hold` plays it through `Conversation` and asserts, beside
-`check_invariants`, what only somebody who watched can know: that each prompt extends the last one and its output
-to the id unless a segment was begun, and that each sampled token is in the segments once, with its own
-log-probability, version and turn, and nothing else is.
+A conversation depends only on its seed. `hold` plays it through `Conversation`, calls `check_invariants`, and asserts
+two facts that only an observer can check. Unless a segment was begun, each prompt extends exactly the ids of the last
+prompt and its output. Each sampled token is in the segments once, with its own log-probability, version and turn, and
+nothing else is trainable.
 """
 
 from collections import Counter
@@ -72,7 +72,7 @@ TURNS = {
 
 
 def answers_to(turn: Message) -> list[Message]:
-    """What follows such a turn: results in the order of its calls, or a user's message."""
+    """Return messages that may follow this turn: results in the order of its calls, or a user's message."""
     results = [
         Message(role="tool", content=f"Result {i}.", tool_call_id=call.id, name=call.name)
         for i, call in enumerate(turn.tool_calls)
@@ -81,9 +81,9 @@ def answers_to(turn: Message) -> list[Message]:
 
 
 def as_written(renderer: ChatRenderer, turn: Message) -> tuple[list[int], list[int], list[int]] | None:
-    """The prompt, a turn's ids as the chat format itself writes them, and the conversation with their answers.
+    """Return the prompt, a turn's ids as the chat format itself writes them, and the conversation with its answers.
 
-    None when the format cannot write such a turn, or writes it otherwise than it begins the assistant's turns.
+    Return None if the format cannot write such a turn, or does not begin it as it begins the assistant's next turn.
     """
     try:
         prompt = renderer.render([QUESTION], [TOOL])
@@ -99,7 +99,7 @@ def as_written(renderer: ChatRenderer, turn: Message) -> tuple[list[int], list[i
 
 @dataclass
 class Format:
-    """A renderer, and what policies of its family write."""
+    """A renderer, and turns that policies of its family write."""
 
     name: str
     renderer: ChatRenderer
@@ -122,7 +122,7 @@ class _Turn:
 
 
 def hold(chat: Format, seed: int) -> Counter[str]:
-    """Play one conversation and check it; returns how many turns and forks of which reason it had."""
+    """Play one conversation and check it; return its number of turns, and of forks by reason."""
     random = Random(seed)
     conversation = Conversation(chat.renderer, [TOOL] if random.random() < 0.6 else [])
     conversation.append(_opening(random, chat))
@@ -131,7 +131,7 @@ def hold(chat: Format, seed: int) -> Counter[str]:
     for number in range(random.randint(1, 4)):
         try:
             prompt = conversation.prompt()
-        except RenderError:  # such messages have no place in this format, and no turn is sampled on them
+        except RenderError:  # this format has no place for such messages, so no turn is sampled on them
             break
         assert prompt == conversation.prompt()
         turn = _Turn(prompt, *_sampled(random, chat, number))
@@ -199,7 +199,7 @@ def _sampled(random: Random, chat: Format, version: int) -> tuple[list[int], lis
     elif kind < 0.8:
         ids = random.choices(range(renderer.vocab_size), k=random.randint(0, 25))
     else:
-        ids = renderer.encode(_text(random, chat))  # what looks like control tokens are control tokens here
+        ids = renderer.encode(_text(random, chat))  # look-alikes of control tokens become control tokens here
     stops = renderer.stop_token_ids
     ids = ids[: random.randint(0, len(ids))] if random.random() < 0.2 else ids
     ids += random.choices(stops, k=random.choice([0, 0, 1, 1, 2])) if stops else []

@@ -1,7 +1,7 @@
 """A stand-in for the encoder of the harmony format, whose real vocabulary is loaded from the network.
 
-It writes the messages that `renderers` hands over in harmony's layout, with a tokenizer of `chat_formats`: texts
-are encoded without looking for control tokens, as the real one does.
+It writes the messages from `renderers` in harmony's layout, with a tokenizer of `chat_formats`. Like the real encoder,
+it encodes texts without looking for control tokens.
 """
 
 from pathlib import Path
@@ -19,11 +19,11 @@ class HarmonyStandIn:
         self._plain.encode_special_tokens = True
 
     def render_conversation(self, conversation: Conversation) -> list[int]:
-        """All messages, one after the other."""
+        """Return the ids of all messages, one after the other."""
         return [token for message in conversation.messages for token in self.render(message)]
 
     def render(self, message: Message) -> list[int]:
-        """`<|start|>author to=recipient<|channel|>name<|message|>text<|end|>`."""
+        """Return the ids of `<|start|>author to=recipient<|channel|>name<|message|>text<|end|>`."""
         author = message.author.name or str(message.author.role.value)
         recipient = f" to={message.recipient}" if message.recipient else ""
         channel = [self._id("<|channel|>"), *self._text(message.channel)] if message.channel else []

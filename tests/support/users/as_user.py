@@ -1,4 +1,4 @@
-"""Runs commands as a real ordinary user, for tests that are themselves run by root.
+"""Runs commands as a real ordinary user, for tests that run as root.
 
     python -m tests.support.users.as_user -- python -m sandboxes.conformance apptainer
     python -m tests.support.users.as_user --fuse -- pytest tests/conformance -k "test_apptainer and bash"
@@ -9,12 +9,12 @@
         assert done.returncode == 0, done.stdout
         assert user.processes() == []
 
-The user has a number, a name, a home folder, a cache and subordinate ids (for fakeroot) of its own, and no groups;
-it finds this checkout, its Python and the image store where they are, read-only, though they lie below a folder that
-it may not enter. /dev/fuse is closed to it unless asked for, as on many hosts. All of that is arranged in a mount
-namespace of each command alone: nothing of the machine changes. At the end its processes are killed, found by
-their user and not by name, and its files in /tmp are removed. For a caller who is an ordinary user already, commands
-are run as that user, with only the home folder new.
+The user has its own number, name, home folder, cache and subordinate ids (for fakeroot), and no other groups. It finds
+this checkout, its Python and the image store at their places, read-only, even if these are below a folder that it may
+not enter. /dev/fuse is closed to it unless asked for, as on many hosts. All of this is arranged in a separate mount
+namespace for each command, so nothing on the machine changes. At the end its processes are killed, found by their user
+and not by name, and its files in /tmp are removed. If the caller is already an ordinary user, commands run as that
+user, with only a new home folder.
 """
 
 import argparse
@@ -34,15 +34,15 @@ from sandboxes.images.store import ImageStore
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 FIRST_USER = 1_000_000
-"""A user's number is this plus the number of the process that asked, so that no two at a time are the same."""
+"""A user's number is this plus the pid of the process that asked, which makes it unique at any time."""
 FIRST_SUBORDINATE, SUBORDINATES = 200_000_000, 65_536
 SUBORDINATE_RANGES = 25_600
-"""All of them end below the numbers that sandboxes of root run as."""
+"""The number of ranges; all of them end below the user ids that root's sandboxes run as."""
 NAME = "rollout-tester"
 END_SECONDS = 5.0
 
-# Arguments: scratch folder, command... In the scratch folder "etc" has the files to show in /etc, "hidden" the
-# folders to cover, and "shown" what to show afterwards: a path and where, two lines each.
+# Arguments: scratch folder, command... In the scratch folder, "etc" has the files to show in /etc, "hidden" lists the
+# folders to cover, and "shown" lists what to show afterwards: a path and its target, on two lines.
 SETUP = """
 set -eu
 scratch=$1
@@ -76,7 +76,7 @@ class OrdinaryUser:
     uid: int
     home: Path
     _scratch: Path | None
-    """Where root has prepared the mounts; None where the caller is the user."""
+    """The folder where root has prepared the mounts; None if the caller is the user."""
 
     def run(
         self,
@@ -87,10 +87,10 @@ class OrdinaryUser:
         cwd: Path = REPOSITORY,
         capture: bool = True,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end; standard output and error come as one text, in `stdout`.
+        """Run a command to its end; `stdout` of the result has both standard output and standard error.
 
         Raises:
-            subprocess.TimeoutExpired: it took longer; it and all else of its process group have been killed.
+            subprocess.TimeoutExpired: it took longer; its whole process group has been killed.
         """
         process = self.start(command, env=env, cwd=cwd, stdout=subprocess.PIPE if capture else None)
         try:
@@ -110,7 +110,7 @@ class OrdinaryUser:
         cwd: Path = REPOSITORY,
         stdout: int | None = subprocess.PIPE,
     ) -> subprocess.Popen[str]:
-        """Start a command as the leader of a process group; its process keeps its number until it ends."""
+        """Start a command as the leader of a process group; its process keeps its pid until it ends."""
         entries = {**self.environment, **(env or {})}
         arguments = list(command)
         if self._scratch is not None:
@@ -131,7 +131,7 @@ class OrdinaryUser:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What its commands get: nothing of the caller's own but what says where tools are."""
+        """The variables of its commands; the caller's are left out, except those that say where tools are."""
         kept = ("ROLLOUT_APPTAINER", "TERM")
         return {
             **{name: os.environ[name] for name in kept if name in os.environ},
@@ -146,13 +146,13 @@ class OrdinaryUser:
         }
 
     def processes(self) -> list[int]:
-        """The processes that are this user's, or have one of its subordinate ids; none for the caller's own user."""
+        """Return the processes of this user and its subordinate ids; none if the user is the caller."""
         return [] if self._scratch is None else [pid for pid, _ in _processes({self.uid, *_range(self.uid)})]
 
 
 @contextmanager
 def ordinary_user(*, fuse: bool = False) -> Iterator[OrdinaryUser]:
-    """An ordinary user; with `fuse` it may open /dev/fuse if the machine has one."""
+    """Make an ordinary user; with `fuse`, it may open /dev/fuse if the machine has one."""
     scratch = Path(tempfile.mkdtemp(prefix="rollout-user-", dir="/tmp"))
     try:
         if os.geteuid() != 0:
@@ -197,7 +197,7 @@ def _prepare(user: OrdinaryUser, scratch: Path, *, fuse: bool) -> None:
 
 
 def _covered(wanted: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """The paths that others may not reach, and the topmost folders in the way, of which each is covered."""
+    """Return the paths that others may not reach, and the topmost folders in the way, each of which is covered."""
     shown: list[Path] = []
     hidden: dict[Path, None] = {}
     for path in wanted:
@@ -218,7 +218,7 @@ def _range(uid: int) -> range:
 
 
 def _processes(uids: set[int]) -> list[tuple[int, int]]:
-    """Process numbers and users, of the living."""
+    """Return the pids and users of live processes."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -248,7 +248,7 @@ def _remove_files(user: OrdinaryUser) -> None:
 
 
 def main() -> int:
-    """Run the command of the command line; its exit code is ours."""
+    """Run the command of the command line; return its exit code."""
     parser = argparse.ArgumentParser(description="run a command as an ordinary user")
     parser.add_argument("--fuse", action="store_true", help="let the user open /dev/fuse")
     parser.add_argument("command", nargs="+")

@@ -1,7 +1,7 @@
 """A user of the system, as `useradd` makes it and `su -` logs it in, with a clone of this repository.
 
-Where `as_user` hides what a test could spoil, this is the machine as a new user meets it: a home with nothing in it,
-and the PATH of the distribution. It needs root.
+While `as_user` hides everything that a test could spoil, this is the machine as a new user finds it: with an empty home
+and the distribution's PATH. It needs root.
 """
 
 import os
@@ -21,10 +21,10 @@ REPOSITORY = Path(__file__).parents[3]
 PREFIX = "rollout-test-"
 END_SECONDS = 10.0
 HANDED_ON = ("PIP_", "UV_", "SSL_CERT_", "ROLLOUT_APPTAINER", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
-"""Where packages come from is the machine's business, not what is tried."""
+"""Prefixes of variables that are passed on: the source of packages depends on the machine, and is not tested."""
 
 UNKEPT = {"UV_NO_CACHE": "1"}
-"""A cache would be used once, and takes a minute to remove."""
+"""Variables that turn off the cache, which would be used once and take a minute to remove."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class NewUser:
     def run(
         self, command: str, *, timeout: float = 300.0, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a line of shell in the clone, as after a login; all that it prints is in `stdout`."""
+        """Run a line of shell in the clone, as after a login; `stdout` of the result has all its output."""
         handed = {name: value for name, value in os.environ.items() if name.upper().startswith(HANDED_ON)}
         given = " ".join(
             f"{name}={shlex.quote(value)}" for name, value in (handed | UNKEPT | variables).items()
@@ -60,7 +60,7 @@ class NewUser:
         )
 
     def give_subordinate_ids(self, count: int = 65_536) -> None:
-        """Give it ids that no other user has, as an administrator does."""
+        """Give the user subordinate ids that no other user has, as an administrator does."""
         first = 2_000_000_000 + int(self.name.removeprefix(PREFIX), 16) * count
         ids = f"{first}-{first + count - 1}"
         subprocess.run(["usermod", "--add-subuids", ids, "--add-subgids", ids, self.name], check=True)
@@ -68,7 +68,7 @@ class NewUser:
 
 @contextmanager
 def new_user() -> Iterator[NewUser]:
-    """Make a user without subordinate ids, and remove it with all that it has."""
+    """Make a user without subordinate ids; at the end, remove it with all its files."""
     user = NewUser(name := PREFIX + secrets.token_hex(2), Path("/home") / name)
     none = ["-K", "SUB_UID_COUNT=0", "-K", "SUB_GID_COUNT=0"]
     command = ["useradd", "--create-home", "--home-dir", str(user.home), "--shell", "/bin/bash", *none]
@@ -103,7 +103,7 @@ def _give_pip_settings(user: NewUser) -> None:
 
 
 def _end_processes(user: NewUser) -> None:
-    """End them all; those with a subordinate id belong to one of them, and end with it."""
+    """End all of the user's processes; those with a subordinate id belong to one of them and end with it."""
     until = time.monotonic() + END_SECONDS
     while (pids := _processes(user)) and time.monotonic() < until:
         for pid in pids:
