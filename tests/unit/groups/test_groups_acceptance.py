@@ -1,4 +1,4 @@
-"""How many groups are needed, how the acceptance rate is learned, and who is cut off."""
+"""Only as many groups start as are needed, the acceptance rate is learned, and only stragglers are cut off."""
 
 import math
 import random
@@ -137,7 +137,7 @@ def test_nothing_is_cut_off_before_enough_was_seen():
 
 
 def test_cutting_off_does_not_lower_the_limit():
-    """Times without tail beyond the cut would, if what was cut off were forgotten or taken at the limit."""
+    """It would if rollouts that were cut off were forgotten or counted at the limit: the times lose their tail."""
     draw, rule, times = random.Random(3), StragglerRule(quantile=0.9, factor=1.0), CompletionTimes()
     first = None
     for _ in range(20_000):

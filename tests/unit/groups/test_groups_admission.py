@@ -1,4 +1,4 @@
-"""The admission formula against an independent model, and staleness."""
+"""The admission formula agrees with an independent model, and bounds how far groups run ahead of the trainer."""
 
 import pytest
 from hypothesis import given
@@ -15,7 +15,7 @@ from rollout_service.groups import (
 
 
 class AdmissionMachine(RuleBasedStateMachine):
-    """A model without the formula: it computes in which step a group would be trained on.
+    """A model that does not use the formula: it computes the step in which a group would be trained on.
 
     Groups are trained on B at a time. A group may start if, when all existing groups are kept, it would be trained on
     at most `eta` steps after the trainer's current one.

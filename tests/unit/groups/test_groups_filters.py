@@ -1,4 +1,4 @@
-"""Filters: each one's rule, their order, their options, and plug-ins."""
+"""Each filter follows its rule, the first to drop a group gives the reason, and plug-ins are filters like others."""
 
 from importlib.metadata import EntryPoint
 
@@ -116,7 +116,7 @@ def test_a_plug_in_is_a_filter_like_any_other():
 
 
 class _LoadedEntryPoint(EntryPoint):
-    """An entry point whose object is at hand: a test module cannot be imported by its name."""
+    """An entry point that already has its object, because a test module cannot be imported by name."""
 
     def load(self):
         return vars(self)["loaded"]

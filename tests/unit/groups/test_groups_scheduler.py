@@ -1,4 +1,4 @@
-"""Fair shares among runs: weights, priorities, and no starvation."""
+"""Runs share places by weight and priority, and none starves."""
 
 from collections import Counter
 
@@ -35,7 +35,7 @@ def test_shares_follow_the_weights(weights, places):
     total = sum(places)
     for number, weight in enumerate(weights):
         due = total * weight / sum(weights)
-        # Turns that guard against starvation are the only ones that do not look at weights.
+        # Only the turns that guard against starvation ignore the weights.
         assert abs(had[str(number)] - due) <= total / STARVATION_TURNS + len(weights) + 1
 
 

@@ -1,4 +1,4 @@
-"""Group statistics, advantages and the overlong penalty, against their formulas."""
+"""Group statistics, advantages and the overlong penalty match their formulas."""
 
 import statistics
 

@@ -1,4 +1,4 @@
-"""Tasks from real Parquet files: every column type, or an error that names the row at fault."""
+"""Tasks are read from real Parquet files with every column type, or an error names the row at fault."""
 
 from __future__ import annotations
 

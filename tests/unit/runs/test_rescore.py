@@ -1,4 +1,4 @@
-"""Finished rollouts that are evaluated again: with their tool calls, without an engine, beside the old reward."""
+"""Finished rollouts are rescored from their tool calls, without an engine, and keep their old reward."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RIGHT = [turn("", call("write", path="solution.py", content="def f(x): return x 
 
 
 class Policies:
-    """Plays a script, and nothing when it is told that inference is over."""
+    """Plays a script; without one, opening a policy fails the test."""
 
     def __init__(self) -> None:
         self.script: Iterable[ScriptedTurn] | None = None
@@ -61,7 +61,7 @@ class Policies:
 
 
 class Lenient(code.Code):
-    """A newer version of `code`, which scores the share of the tests."""
+    """A newer version of `code`, which rewards half the share of passed tests."""
 
     async def evaluate(self, episode: Episode) -> Score:
         score = await super().evaluate(episode)
@@ -76,13 +76,13 @@ class Broken(calc.Calc):
 
 
 class Looking(calc.Calc):
-    """Does not say that the answer is enough."""
+    """Does not declare that the answer alone is enough."""
 
     replayable = "tools"
 
 
 class Elsewhere(calc.Calc):
-    """Looks at something that no tool call recreates."""
+    """Depends on something that no tool call recreates."""
 
     replayable = "never"
 

@@ -1,4 +1,4 @@
-"""Runs with a real store and manager, and a worker whose rollouts end as the test says."""
+"""Runs keep their promises with a real store and manager, and a worker whose rollouts end as the test says."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ pytestmark = pytest.mark.anyio
 GONE = ErrorInfo(code="engine_gone", boundary=Boundary.INFERENCE, message="gone", retryable=True)
 BROKEN = ErrorInfo(code="environment_failed", boundary=Boundary.ENVIRONMENT, message="broken")
 Play = Callable[[Lease], float | ErrorInfo | None]
-"""How a rollout ends: its reward, an error, or None while it does not."""
+"""The outcome of a rollout: its reward, an error, or None while it runs."""
 
 
 def place(lease: Lease) -> tuple[int, int, int]:
-    """Task number, sample and retry of a rollout."""
+    """Return the task number, sample and retry of a rollout."""
     number, sample, *retry = lease.rollout_id.split(".")[1:]
     return int(number), int(sample), int(retry[0]) if retry else 0
 
 
 def alternate(lease: Lease) -> float:
-    """Odd tasks are informative, even ones are not."""
+    """Return rewards that make odd tasks informative and even ones not."""
     number, sample, _ = place(lease)
     return float(number % 2 and sample % 2)
 
@@ -71,7 +71,7 @@ class Bench:
         self.store, self.play = store, play
         self.version = 0
         self.sampled_by: Callable[[Lease], int] = lambda _: self.version
-        """The version that sampled a rollout."""
+        """The version that samples a rollout, as a function of its lease."""
         self.begun: list[str] = []
         self.environments: dict[str, Environment] = {}
         self.metrics = Metrics()
@@ -106,7 +106,7 @@ class Bench:
         return Batch.model_validate_json(b"".join([part async for part in self.delivery.as_json(leased)]))
 
     async def next(self, run_id: str = "a") -> Batch:
-        """The next batch, acknowledged."""
+        """Lease the next batch, acknowledge it and return it."""
         batch = await self.lease(run_id)
         assert batch is not None
         await self.delivery.acknowledge(run_id, batch.batch_id)
@@ -432,7 +432,7 @@ async def test_a_file_that_changed_stops_its_run_after_a_restart(tmp_path: Path)
 
 
 class Numbers(AgentEnvironment):
-    """Ships with numbers, in two splits."""
+    """An environment that ships numbers in two splits."""
 
     def __init__(self, first: int = 0) -> None:
         super().__init__(EnvironmentSpec(name="numbers", prompt="{{ instance.n }}"))
@@ -487,7 +487,7 @@ def test_the_split_of_a_data_set_must_be_one_of_its_own(split: str | None, said:
 
 
 async def set_pages(store: SqliteStore, pages: str) -> None:
-    """Limit the file to so many pages, `page_count` for those that it has; a failing neighbour makes it fail too."""
+    """Limit the file to this many pages (`page_count`: as many as it has); retry when a neighboring write fails it."""
 
     def limit(db: sqlite3.Connection) -> None:
         count = db.execute("PRAGMA page_count").fetchone()[0] if pages == "page_count" else pages
@@ -522,7 +522,7 @@ ROW = "SELECT seq, request FROM rollouts JOIN requests USING (seq) WHERE rollout
 
 @asynccontextmanager
 async def two_runs(tmp_path: Path, **fields: object) -> AsyncIterator[tuple[Bench, anyio.Event]]:
-    """Runs `a` and `b`, whose first rollouts have begun and end only after the event."""
+    """Yield a bench with runs `a` and `b`, whose first rollouts have begun, and the event that lets them end."""
     may_end = anyio.Event()
 
     def play(lease: Lease) -> float | None:
@@ -537,7 +537,7 @@ async def two_runs(tmp_path: Path, **fields: object) -> AsyncIterator[tuple[Benc
 
 
 async def stopped(it: Bench, code: str) -> None:
-    """Wait until run `a` is paused; `b` is carried to its end all the same, and nothing is tried in vain."""
+    """Wait until run `a` is paused, and check that `b` still finishes and that the problem occurred only once."""
     while (run := await it.store.runs.get("a")).problem is None:
         await anyio.sleep(0.01)
     assert (run.state, run.problem.code) == (RunState.PAUSED, code)
@@ -596,7 +596,7 @@ async def test_a_run_that_lost_rollouts_can_be_ended(tmp_path: Path, lost: str) 
 
 
 def damage_padding(path: Path) -> int:
-    """Break the chain of the pages that hold nothing but padding; returns how many there were."""
+    """Break the chain of the pages that hold only padding, and return how many there were."""
     found = 0
     with path.open("r+b") as file:
         for page, content in enumerate(iter(lambda: file.read(4_096), b"")):
@@ -610,7 +610,7 @@ async def test_a_damaged_part_of_the_file_holds_up_no_run_that_does_not_need_it(
     tasks = [Task(environment="calc", instance={"n": n, "pad": "x" * 20_000}) for n in range(2)]
     async with two_runs(tmp_path, source=InlineTasks(tasks=tasks)) as (it, may_end):
         while not damage_padding(tmp_path / "store.sqlite3"):
-            with suppress(StoreError):  # that shares a transaction with a write
+            with suppress(StoreError):  # of a write in the same transaction
                 await it.store._read(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
         await it.store._read(lambda db: db.execute("PRAGMA shrink_memory").fetchall())
         may_end.set()

@@ -1,4 +1,4 @@
-"""Conversations: what is recorded, what is refused, and when a segment begins."""
+"""A conversation records turns exactly, refuses unusable answers, and begins a segment only for a stated reason."""
 
 import math
 

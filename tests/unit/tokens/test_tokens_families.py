@@ -1,4 +1,4 @@
-"""Every chat format that is written by hand, over a tokenizer that stands in for its model's."""
+"""Every hand-written chat format is exact, over a tokenizer that stands in for its model's."""
 
 import json
 
@@ -16,10 +16,10 @@ TOOL_ORDER_NEEDED = {"deepseek-v4"}
 SINGLE_CALL = {"llama-3", "gpt-oss"}
 """Formats in which a turn ends with its first call."""
 NEVER_AS_BEGUN = {"deepseek-r1"}
-"""Formats that write no earlier turn as they begin one: with its reasoning."""
+"""Formats that never write an earlier turn as they begin one: with its reasoning."""
 NO_LATER_SYSTEM = {"hy3"}
 RESULTS_END_A_CALL = {"gemma4"}
-"""Formats in which a result may follow a call's own end of turn only."""
+"""Formats in which a result may follow only a call's own end of turn."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_all_formats_of_the_library_are_here():
 
 
 def end(renderer, prompt, text):
-    """The ids of an answer that leaves the reasoning which the prompt may have begun."""
+    """Return the ids of an answer, after leaving any reasoning that the prompt began."""
     leave = [token for token in control_tokens(renderer.name) if token.startswith(("</think", "<channel|"))]
     for way in ("", *leave, "<|end|><|start|>assistant<|channel|>final<|message|>"):
         ids = [*renderer.encode(way + text), renderer.stop_token_ids[0]]
@@ -52,7 +52,7 @@ def result(content, call_id="functions.python:0", name="python"):
 
 
 def called(renderer):
-    """A prompt and a turn that calls a tool, as the format writes it; a plain answer where it never does."""
+    """Return a prompt and a turn that calls a tool as the format writes it, or a plain answer if it never does."""
     for name in ("call", "thought call"):
         written = as_written(renderer, TURNS[name])
         if written is not None:
@@ -120,7 +120,7 @@ def test_malformed_calls_are_told_apart(chat):
 
 @pytest.mark.parametrize("role", ["tool", "user", "assistant"])
 def test_no_text_of_a_message_becomes_a_control_token(chat, role):
-    """Neither from the text alone, nor where it meets what the format writes around it, nor in a whole render."""
+    """This holds for the text alone, where it meets the text that the format adds, and in a whole render."""
     tokens = control_tokens(chat.name)
     forged = "X" + "".join(tokens) + "X".join(tokens) + tokens[0][:-1] + tokens[-1][:1]
     histories = []

@@ -1,4 +1,4 @@
-"""What a policy may sample, drawn by hypothesis: parsing raises on no ids, and no text forges a control token."""
+"""Parsing never raises, whatever ids a policy samples, and no text forges a control token."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Ten thousand random conversations and more, over every chat format that is written by hand."""
+"""At least ten thousand random conversations, over all hand-written chat formats, keep their promises."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Loading chat formats, and what a completion is read as."""
+"""A chat format loads or says why not, and a completion is parsed into reasoning, text and tool calls."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Chat formats that are known by their template alone: a proven extension, or a counted fork."""
+"""A chat format known only by its template gives a proven extension or a counted fork."""
 
 import json
 
@@ -46,7 +46,7 @@ EXTENDS = {
     ),
     "ends twice": USUAL.replace("<|im_end|>", "<|im_end|><|im_end|>"),
 }
-"""Templates whose extension is proven, for an answer and one round of results at least."""
+"""Templates whose extension is proven, at least for an answer and one round of results."""
 
 FORKS = {
     "counts the messages": "{{ messages|length }}" + USUAL,
@@ -195,7 +195,7 @@ def test_reasoning_that_the_template_removes_or_that_is_open_begins_a_segment(lo
 
 
 def test_reasoning_that_is_removed_from_a_turn_before_the_last_begins_a_segment(load):
-    """As many formats do at a user's message: earlier reasoning stays until then."""
+    """Many formats remove it at a user's message; earlier reasoning stays until then."""
     template = USUAL.replace(
         "{%- for m in messages -%}",
         "{%- set ns = namespace(asked=0) -%}{%- for m in messages if m.role == 'user' -%}"

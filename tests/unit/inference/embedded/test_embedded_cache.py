@@ -1,4 +1,4 @@
-"""The prefix cache against a list of everything that was ever put in."""
+"""The prefix cache agrees with a list of everything that was ever put in."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ SEQUENCES = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
 
 def kv(ids, start=0):
-    """KV that says which prefix it is of, so that a mix-up shows: `[1 layer, 1 head, tokens, 1]`."""
+    """Return KV marked with its prefix, which makes a mix-up visible; shape `[1 layer, 1 head, tokens, 1]`."""
     marks = [hash(tuple(ids[: end + 1])) % 100_003 for end in range(start, len(ids))]
     keys = np.array(marks, np.float32).reshape(1, 1, -1, 1)
     return keys, -keys

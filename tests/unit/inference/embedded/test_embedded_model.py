@@ -1,4 +1,4 @@
-"""The forward pass gives the same logits however the work is cut, and refuses models that it cannot run."""
+"""The forward pass gives the same logits however the work is split, and refuses models that it cannot run."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""SamplingOptions has SGLang's definitions, and each draw depends on its seed and position alone."""
+"""Sampling options mean the same as in SGLang, and each draw depends only on its seed and position."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ LOGITS = np.random.default_rng(0).standard_normal((1, VOCAB)).astype(np.float32)
 
 
 def draws(settings, count=3000):
-    """Tokens drawn from the same logits at many positions."""
+    """Return tokens drawn from the same logits at many positions."""
     logits = np.repeat(LOGITS, count, axis=0)
     return sample(logits, [settings] * count, list(range(count)))[0]
 

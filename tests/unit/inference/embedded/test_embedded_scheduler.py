@@ -1,4 +1,4 @@
-"""The embedded engine's thread: whatever joins, leaves, waits or is interrupted, each request gets its own tokens."""
+"""Each request of the embedded engine gets its own tokens, whatever joins, leaves, waits or is interrupted."""
 
 import threading
 
@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def make_engine(folder):
-    """Engines that are stopped with the test."""
+    """Yield a function that starts engines; they are stopped after the test."""
     engines = []
 
     def make(**options):
@@ -40,7 +40,7 @@ def make_engine(folder):
 
 
 class Asked:
-    """A request of a test."""
+    """A request whose progress a test can follow."""
 
     def __init__(self, engine, prompt, *, rid="r", budget=10, seed=1, stop_ids=frozenset()):
         self._changed = threading.Semaphore(0)

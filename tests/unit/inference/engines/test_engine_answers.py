@@ -1,4 +1,4 @@
-"""What an engine, or another program that listens at its address, may make the service read and repeat."""
+"""The service bounds what it reads and repeats from an engine, or from another program at its address."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager

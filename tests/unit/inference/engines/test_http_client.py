@@ -1,4 +1,4 @@
-"""The connections to engines: whole answers or errors, and connections that are used again only where that is safe."""
+"""A call to an engine gives a whole answer or an error, and a connection is reused only where that is safe."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -45,7 +45,7 @@ class Server:
 
 @asynccontextmanager
 async def serving(handler: Handler) -> AsyncIterator[HttpClient]:
-    """A client of a server that handles its connections so."""
+    """Yield a client of a server that handles each connection with `handler`."""
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
     port = listener.extra(anyio.abc.SocketAttribute.local_port)
     async with anyio.create_task_group() as tasks:
@@ -59,7 +59,7 @@ async def serving(handler: Handler) -> AsyncIterator[HttpClient]:
 
 
 async def ended(client: HttpClient) -> None:
-    """Wait until none of the connections that rest can be used again."""
+    """Wait until no resting connection can be reused."""
     while any(connection.is_reusable for connection in client._resting):
         await anyio.sleep(0.001)
 
@@ -186,7 +186,7 @@ async def test_calls_at_once_have_connections_of_their_own() -> None:
 
 
 class Silent:
-    """Reads a request and answers nothing."""
+    """Reads a request and never answers."""
 
     def __init__(self) -> None:
         self.asked, self.left = anyio.Event(), anyio.Event()
@@ -262,7 +262,7 @@ async def test_closing_waits_for_no_connection_for_ever() -> None:
     client = HttpClient("http://127.0.0.1:1")
     client._open.add(
         http_client._Connection(asyncio.get_running_loop(), client._open)
-    )  # never made, never lost
+    )  # never established and never lost
     with anyio.fail_after(3 * http_client.CLOSE_SECONDS):
         await client.close()
     assert not client._open

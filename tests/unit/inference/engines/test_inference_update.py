@@ -1,4 +1,4 @@
-"""Weights that were loaded while an aborted request still held its KV: the flush is asked for again, not the load."""
+"""If an aborted request still held its KV while weights loaded, only the flush is repeated, not the load."""
 
 from collections.abc import AsyncIterator
 
@@ -14,7 +14,7 @@ BUSY = "Weights were updated, but the cache was not flushed because requests are
 
 
 class Engine:
-    """Refuses an update with a message, and notes what it is asked."""
+    """Refuses updates with a message, and records each request."""
 
     def __init__(self, refusal: str) -> None:
         self.asked: list[str] = []

@@ -55,7 +55,7 @@ def test_a_good_answer_is_taken_as_it_is():
 
 
 def change(path, value):
-    """An edit of the good answer; the value None takes the entry away."""
+    """Return an edit of the good answer; the value None removes the entry."""
 
     def apply(answer):
         *parents, last = path

@@ -1,4 +1,4 @@
-"""The scripted engine's simulated hardware: honest about what is cached, in the time that it says."""
+"""The scripted engine's simulated hardware reports what is really cached, and takes the time that it states."""
 
 import time
 
@@ -18,7 +18,7 @@ PAGE = 16
 
 
 def run(cache, ids):
-    """One request from its beginning to its end; gives what was cached of it."""
+    """Run one request from beginning to end, and return how many of its tokens were cached."""
     hold = cache.take(ids)
     cache.release(hold)
     return hold.cached_tokens

@@ -1,4 +1,4 @@
-"""Extras on the wire and across interruptions: one entry per token, or a typed error."""
+"""Token extras have one entry per token, on the wire and across interruptions, or there is a typed error."""
 
 import base64
 import copy
@@ -36,7 +36,7 @@ INFO = ModelInfo(
 )
 EXPORTS = RequestedExtras(top_logprobs=2, prompt_logprobs_from=1, routed_experts_from=1)
 REQUEST = GenerateRequest(new_request_id(), [1, 2, 3], SamplingOptions(max_new_tokens=8), EXPORTS)
-ROWS = 3  # of 3 prompt tokens and 2 sampled ones, without the first and the last
+ROWS = 3  # 3 prompt tokens and 2 sampled ones, without the first and the last
 
 
 def experts(rows=ROWS):
@@ -201,7 +201,7 @@ def test_routed_experts_need_a_model_folder_that_tells_their_shape():
     assert "config.json" in caught.value.hint
 
 
-# ---- over interruptions
+# ---- across interruptions
 
 
 def prompt_logprob(position):
@@ -209,7 +209,7 @@ def prompt_logprob(position):
 
 
 def figures(request, count, version):
-    """What an engine gives whose figures at each position are known, but for the version that gave them."""
+    """Return an engine's extras, known for each position except for the version that computed them."""
     start, extras = len(request.input_ids), request.extras
     if not count:
         return ReturnedExtras()
@@ -262,6 +262,6 @@ def test_any_interruptions_give_the_exports_of_one_generation(budget, prompt, cu
     assert extras.prompt_logprobs == [prompt_logprob(i) for i in range(first_prompt, prompt)]
     rows = extras.routed_experts
     assert rows[:, 0, 0].tolist() == list(range(first_routed, prompt + budget - 1))
-    # The token that is read to sample a token is read by the weights that sample it.
+    # The weights that sample a token also read the token just before it.
     sampled_by = dict(zip(range(prompt - 1, prompt + budget - 1), whole.versions, strict=True))
     assert all(sampled_by.get(row, whole.versions[0]) == version for row, version in rows[:, 0].tolist())

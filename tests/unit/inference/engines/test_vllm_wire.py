@@ -1,4 +1,4 @@
-"""A vLLM answer is believed whole or not at all, and a server's modes and gauges are read for what they are."""
+"""A vLLM answer is believed whole or not at all, and a server's modes and gauges are read correctly."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Interrupt a generation anywhere, any number of times: the tokens are those of one that was left alone."""
+"""A generation interrupted anywhere, any number of times, has the tokens of one that was left alone."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +13,7 @@ def token_at(position):
 
 
 def answer(request, count, finish_reason, version=0):
-    """What an engine gives whose token at each position is known."""
+    """Return an engine's answer with the known token of each position."""
     start = len(request.input_ids)
     return Generation(
         output_ids=[token_at(position) for position in range(start, start + count)],

@@ -1,4 +1,4 @@
-"""A pool loses no token: against scripted engines over real HTTP, with every fault that they can be told to have."""
+"""A pool loses no token, whatever faults its engines have; they are scripted, and reached over real HTTP."""
 
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -47,7 +47,7 @@ def request(budget=12, prompt=(1, 2, 3)):
 
 
 def is_exact(generation, budget=12, prompt=(1, 2, 3)):
-    """Whether it is what a script that depends on positions alone gives without any interruption."""
+    """Return whether this is the generation of an uninterrupted script that depends only on positions."""
     return (
         generation.output_ids == [SCRIPT.token_at(len(prompt) + i) for i in range(budget)]
         and len(generation.logprobs) == len(generation.versions) == budget
@@ -57,7 +57,7 @@ def is_exact(generation, budget=12, prompt=(1, 2, 3)):
 
 @asynccontextmanager
 async def running(*engines, options=OPTIONS):
-    """Pools with these engines in the pool `policy`."""
+    """Yield pools with these engines in the pool `policy`, and that pool."""
     async with AsyncExitStack() as stack:
         for engine in engines:
             await stack.enter_async_context(engine)
@@ -207,7 +207,7 @@ async def test_a_hanging_backend_leaves_service_and_its_requests_go_on_elsewhere
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(generate)
-            await until(lambda: sick.requests == 3)  # the check at its registration, the first turn, this one
+            await until(lambda: sick.requests == 3)  # its registration, the first turn, this one
             sick.healthy = False
         assert is_exact(results[0])
         assert results[0].backend_id != home.backend_id

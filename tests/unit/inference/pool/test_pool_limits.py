@@ -1,4 +1,4 @@
-"""Limits of a pool and of its backends: never exceeded, nobody overtaken, several pools apart from each other."""
+"""The limits of a pool and its backends are never exceeded, nobody is overtaken, and pools are independent."""
 
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -41,7 +41,7 @@ async def until(condition):
 
 
 class Peak(ScriptedEngine):
-    """Notes how many requests it had at once."""
+    """Records the most requests it had at once."""
 
     peak = 0
 

@@ -1,4 +1,4 @@
-"""Backends are remembered whole, however many are registered at once."""
+"""Every backend is remembered in full, however many are registered at once."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""Weight updates at any token, any number of them, in any mode, with faults in between: every turn is exact.
+"""Every turn is exact through any number of weight updates, at any token, in any mode, with faults in between.
 
-The engines sample when they are told to, so that an interruption falls between any two tokens, and they write down
-which weights sampled the token at each position of each request.
+The engines sample only when told to, and an interruption can fall between any two tokens. They record which weights
+sampled the token at each position of each request.
 """
 
 from collections.abc import Callable
@@ -30,13 +30,13 @@ FAULTS = [Fault.DROP, Fault.QUEUE_ABORT, Fault.GARBAGE, Fault.SHORT_LOGPROBS, Fa
 
 
 class SteppedEngine(ScriptedEngine):
-    """Samples when it is told to."""
+    """Samples when told to."""
 
     def __init__(self) -> None:
         super().__init__(SCRIPT)
         self.runs_freely = True
         self.sampled_by: dict[tuple[str, int], str] = {}
-        """The weights that sampled the token at a position of a request, the last time it was sampled."""
+        """The weights that last sampled the token at a position of a request."""
 
     def advance(self, count: int) -> None:
         for turn in self._turns.values():

@@ -1,4 +1,4 @@
-"""Orders about weights: what is refused, what is done once, what becomes of a backend that fails, and of a caller."""
+"""A weight update is applied once or refused, and a backend that fails it returns only with the new weights."""
 
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -36,7 +36,7 @@ OPTIONS = PoolOptions(hold_seconds=20.0, probe_interval=0.05, probe_timeout=2.0,
 
 
 class SlowEngine(ScriptedEngine):
-    """Takes its time to load weights, may refuse or lose them, and writes down what it loaded."""
+    """Loads weights slowly, can refuse them or break, and records what it loaded."""
 
     def __init__(self, *, latency: float = 0.0) -> None:
         super().__init__(Counting(), latency=latency)
@@ -203,7 +203,7 @@ async def test_a_backend_that_fails_comes_back_with_the_new_weights_only():
         assert list(second.steps) == ["pause", "load"]
         assert states(pool) == [BackendState.READY, BackendState.FAILED]
         await pool.update_weights("/w/2", 2)
-        bad.version = "2"  # as it says, though it may have loaded anything
+        bad.version = "2"  # as it claims, whatever it has loaded
         bad.breaks = False
         await until(lambda: states(pool) == [BackendState.READY] * 2)
         assert bad.loads == [("2", True)]
@@ -286,7 +286,7 @@ def test_tensors_come_in_portions_and_in_order():
 
 
 class GroupEngine:
-    """Writes down what it is asked about groups and sessions."""
+    """Records what it is asked about groups and sessions."""
 
     def __init__(self, refused: str = "", routes: tuple[str, ...] = ()) -> None:
         self.asked: list[tuple[str, dict]] = []
@@ -363,7 +363,7 @@ def test_a_group_holds_while_nobody_leaves_it():
 
 
 class GroupedEngine(SlowEngine):
-    """Takes weights from a process group too, in which it may fail."""
+    """Also takes weights from a process group, and can fail to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -405,7 +405,7 @@ BROADCAST = WeightsRequest(source=WEIGHTS, version=1)
 
 @asynccontextmanager
 async def grouped(*engines: GroupedEngine):
-    """A pool whose backends have joined the group."""
+    """Yield a pool whose backends have joined a group, and the group."""
     async with running(*engines) as pool, await anyio.create_tcp_listener(local_host="127.0.0.1") as trainer:
         port = trainer.extra(SocketAttribute.local_port)
         group = WeightsGroupRequest(
@@ -520,7 +520,7 @@ def test_a_path_is_short_for_a_folder():
 
 
 class Letters:
-    """A chat format of one id a character."""
+    """A chat format with one id per character."""
 
     rereads_history = False
 

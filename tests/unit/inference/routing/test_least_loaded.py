@@ -1,4 +1,4 @@
-"""The choice of a backend: sticky, fair, and gentle with newcomers."""
+"""The choice of a backend is sticky, fair, and gentle with newcomers."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""The cost router: where requests go and why, what it learns, and what it keeps."""
+"""The cost router keeps prefixes together, learns from answers, explains itself, and forgets ended rollouts."""
 
 import time
 from collections import Counter
@@ -51,7 +51,7 @@ def answer(ids, sampled=(), cached=0, seconds=0.1):
 
 
 def serve(router, ids, affinity=None, among=None, *, cached=None, sampled=()):
-    """One turn; the engine had what the router expected unless it is said otherwise."""
+    """Serve one turn; the engine had cached what the router expected, unless `cached` says otherwise."""
     asked = request(ids)
     decision = router.choose(among or candidates(), asked, affinity)
     held = decision.held_tokens if cached is None else cached
@@ -118,7 +118,7 @@ def test_a_rollout_moves_when_its_engine_has_much_to_read_and_stays_there():
     assert moved.reason is Reason.MOVED
     assert moved.backend_id != home
     assert serve(router, ids, "r").reason is Reason.HOME
-    clock.now += 1e6  # all is read
+    clock.now += 1e6  # by now it has read everything
 
 
 def test_a_rollout_whose_engine_is_gone_goes_elsewhere():
@@ -273,7 +273,7 @@ def test_a_decision_is_quick_among_eight_backends_and_with_8000_tokens():
         decision = router.choose(among, each, "r3")
         spent.append(time.perf_counter() - started)
         router.ended(decision, each, answer(each.input_ids, cached=decision.held_tokens))
-    assert min(spent) <= 100e-6  # the quickest, since other tests have the processor too
+    assert min(spent) <= 100e-6  # the quickest, because other tests share the processor
 
 
 def test_forgetting_a_backend_while_it_works_is_harmless():

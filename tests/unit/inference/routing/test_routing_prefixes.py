@@ -1,4 +1,4 @@
-"""What an engine is believed to hold: chains of blocks, least recently used first out, never a hole in a chain."""
+"""An engine is believed to hold chains of blocks; the least recently used go first, and no chain has a hole."""
 
 from hypothesis import given
 from hypothesis import strategies as st

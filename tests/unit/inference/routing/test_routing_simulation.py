@@ -1,7 +1,7 @@
-"""Whole rollouts through the router, on engines in a simulated time: what is kept, how evenly it spreads.
+"""Routers keep prefixes and spread load evenly over whole rollouts, on engines in simulated time.
 
-The engines have caches of bounded size, read prompts one after the other and sample the slower the more they run. There
-is no network and no sleep: the same seed gives the same figures.
+The engines have bounded caches, read prompts one after another, and sample more slowly the more requests they run.
+There is no network and no sleep: the same seed gives the same figures.
 """
 
 import heapq
@@ -23,7 +23,7 @@ PREFILL, DECODE, CROWDING = 1e-4, 8e-3, 2e-4
 
 
 class World:
-    """Simulated time: what is to happen, in order."""
+    """Simulated time, and the events to come in order."""
 
     def __init__(self):
         self.now = 0.0
@@ -44,7 +44,7 @@ class World:
 
 @dataclass
 class Engine:
-    """Serves without a bound of its batch; `slowness` multiplies its times."""
+    """Serves with no limit on its batch; `slowness` multiplies its times."""
 
     world: World
     cache: KVCache
@@ -73,7 +73,7 @@ class Engine:
 
 @dataclass
 class Simulation:
-    """64 rollouts of 10 turns in 8 groups; `result` once it has run."""
+    """64 rollouts of 10 turns in 8 groups."""
 
     make_router: type
     engines: int

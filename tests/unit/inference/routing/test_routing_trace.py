@@ -1,4 +1,4 @@
-"""What an operator sees of routing."""
+"""Routing decisions are counted, and explained at debug level only."""
 
 import structlog
 from prometheus_client import CollectorRegistry, generate_latest
