@@ -304,7 +304,7 @@ class GroupSample(WireModel):
     usable: bool
     """Whether the sample counts; one that does not is masked and has no advantage."""
     masked_because: str | None = None
-    """Why the sample is masked: an error code, `straggler`, `cancelled` or `stale`; stale samples have no trajectory."""
+    """Why it is masked: an error code, `straggler`, `cancelled` or `stale`. Stale samples keep no trajectory."""
     reward: float | None = None
     """The reward with the run's penalties; null if, and only if, the sample is masked."""
     advantage: float | None = None
