@@ -31,7 +31,7 @@ class AgentEnvironment(Environment):
     """Renders the prompts of its spec over the instance and runs the built-in agent."""
 
     def __init__(self, spec: EnvironmentSpec, *, extra_tools: Sequence[Tool] = ()) -> None:
-        """`extra_tools` are added to the built-in tools that the spec names.
+        """Take the spec, and `extra_tools` in addition to the built-in tools that it names.
 
         Raises:
             ConfigurationError: the spec contradicts itself.

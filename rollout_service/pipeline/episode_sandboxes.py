@@ -22,7 +22,7 @@ class EpisodeSandboxes:
     """Starts and ends the sandboxes of one episode, and carries the agent's artifacts from one to the next."""
 
     def __init__(self, source: SandboxSource, admission: AdmissionController, label: str) -> None:
-        """`label` names the rollout to people who look at the host."""
+        """Start nothing yet; `label` names the rollout to people who look at the host."""
         self._source = source
         self._admission = admission
         self._label = label

@@ -27,7 +27,7 @@ class SandboxSource:
     """Starts sandboxes with the settings of environments."""
 
     def __init__(self, provider: SandboxProvider, artifacts_bytes: int = DEFAULT_BUDGET) -> None:
-        """`artifacts_bytes` is the budget of all artifacts together on the host's temporary disk."""
+        """Take `artifacts_bytes`, the budget of all artifacts together on the host's temporary disk."""
         self.provider = provider
         self._budget = DiskBudget(artifacts_bytes)
 

@@ -26,7 +26,7 @@ from sandboxes.scheduling.admission import Purpose
 from sandboxes.task_groups import open_task_group
 
 OnStage = Callable[[Stage], Awaitable[None]]
-"""Called whenever a stage is entered; what it raises ends the episode."""
+"""Called whenever a stage is entered; an error that it raises ends the episode."""
 
 
 class PromptTooLongError(RequestError):
@@ -65,7 +65,7 @@ class StageRunner:
         attempt: int = 1,
         on_stage: OnStage | None = None,
     ) -> None:
-        """`slot` holds a place before the first stage; `queued_at` is when it was taken, on `time.perf_counter`."""
+        """Take `slot`, with a place before the first stage, taken at `queued_at` on `time.perf_counter`."""
         self._context = context
         self._environment = environment
         self._request = request

@@ -61,7 +61,7 @@ class PolicyServing:
     """The backends and chat formats of all pools."""
 
     def __init__(self, pools: Pools, remembered: Path) -> None:
-        """`remembered` is the file that keeps the backends across restarts."""
+        """Take `remembered`, the file that keeps the backends across restarts."""
         self._pools = pools
         self._remembered = remembered
         self._served: dict[str, ServedModel] = {}

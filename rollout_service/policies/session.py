@@ -49,7 +49,7 @@ class PolicySession:
         context_length: int,
         exports: TokenExtras | None = None,
     ) -> None:
-        """`affinity` is the rollout's id; `context_length` counts the tokens of prompt and answer together."""
+        """Take the rollout's id as `affinity`; `context_length` bounds prompt and answer together, in tokens."""
         self._conversation = conversation
         self._pool = pool
         self._affinity = affinity

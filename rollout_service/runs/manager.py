@@ -72,7 +72,7 @@ class RunManager:
         retention: RetentionPolicy | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`places` is the most rollouts of all runs under way at once; more would only wait in the store."""
+        """Take `places`, the most rollouts of all runs under way at once; more would only wait in the store."""
         self._store = store
         self._runs = store.runs
         self._filters = filters

@@ -42,11 +42,11 @@ class Rescorer:
     def __init__(
         self, context: AttemptContext, check_environment: Callable[[str], Awaitable[object]]
     ) -> None:
-        """`check_environment` raises InvalidFieldError if the environment of that name cannot be used."""
+        """Take `check_environment`, which raises InvalidFieldError if the named environment cannot be used."""
         self._context = context
         self._check_environment = check_environment
         self._places = anyio.Semaphore(MAX_CONCURRENT, max_value=MAX_CONCURRENT)
-        """The places before the init stage are the pipeline's, which holds all of them while it waits for work."""
+        """Places for replays, since the pipeline holds all its own before the init stage while it waits for work."""
 
     async def rescore_rollouts(self, order: RescoreRollouts) -> AsyncIterator[Rescored]:
         """Score the rollouts in the request, in their order.

@@ -78,7 +78,7 @@ def processes_of(ids: set[str]) -> list[int]:
 
 
 def kill_processes(belongs: Callable[[str], bool], spared: int | None = None) -> int:
-    """SIGKILL the processes of sandboxes whose id satisfies `belongs`, except `spared`; return how many. It blocks."""
+    """Kill the processes of sandboxes whose id satisfies `belongs`, except `spared`; return how many. It blocks."""
 
     def still(pid: int) -> bool:
         mark = sandbox_of(pid)
@@ -129,7 +129,7 @@ def _number_inside(pid: int) -> int | None:
 
 
 def kill_if(pid: int, is_it: Callable[[int], bool]) -> bool:
-    """SIGKILL a process if `is_it` still holds once a pidfd pins the number to it; return whether it was sent."""
+    """Send SIGKILL to a process if `is_it` still holds once a pidfd pins its number; return whether it was sent."""
     try:
         fd = os.pidfd_open(pid)
     except OSError:

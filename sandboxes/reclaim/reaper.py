@@ -126,7 +126,7 @@ def reclaim(
 
 
 def kill_groups(paths: Iterable[Path]) -> int:
-    """SIGKILL the processes in control groups; return their number."""
+    """Kill the processes in control groups; return their number."""
     killed = 0
     for path in paths:
         killed += sum(kill_if(pid, _is_member(path)) for pid in group_members(path))

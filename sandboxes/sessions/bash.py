@@ -57,7 +57,7 @@ class ShellSession(BashSession):
         violations: LimitViolations,
         explain: Callable[[SessionDiedError], Awaitable[SandboxError]],
     ) -> None:
-        """`explain` returns the cause of a death if the sandbox knows one, such as its memory limit."""
+        """Take `explain`, which returns the cause of a death if the sandbox knows one, such as its memory limit."""
         self._control = control
         self._cwd = cwd
         self._env = {**env, **ENV}

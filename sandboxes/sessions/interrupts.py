@@ -49,7 +49,7 @@ class InterruptTiming:
     """The signals of an interrupt, and how long each part of it may take."""
 
     interrupt_steps: Sequence[tuple[str, float]] = (("INT", 1.0),) * 10
-    """The signals of a requested interrupt, each with the seconds that the command has to heed it."""
+    """The signals of a requested interrupt, each with the seconds that the command has to react to it."""
 
     timeout_steps: Sequence[tuple[str, float]] = (("INT", 1.0), ("INT", 1.0), ("TERM", 1.0), ("KILL", 1.0))
     """The same for a command at its time-out."""

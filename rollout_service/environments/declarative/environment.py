@@ -63,7 +63,7 @@ class DeclarativeEnvironment(AgentEnvironment):
     def __init__(
         self, declaration: Declaration, folder: Path, *, in_image: bool = False, warnings: Sequence[str] = ()
     ) -> None:
-        """`in_image`: the image holds the folder too, and every sandbox shows an empty one in its place.
+        """Take a declaration and its folder; if the folder is `in_image` too, sandboxes show an empty one in its place.
 
         Raises:
             ConfigurationError: the declaration contradicts itself or the folder.

@@ -60,7 +60,7 @@ class ServerProcess(ABC):
     start_seconds = 60.0
 
     def __init__(self, *, on_wait: Callable[[float], None] | None = None) -> None:
-        """`on_wait` is called during the start with the seconds passed so far."""
+        """Start nothing yet; `on_wait` is called during the start with the seconds passed so far."""
         self._on_wait = on_wait
         self._stack = AsyncExitStack()
         self._url = ""

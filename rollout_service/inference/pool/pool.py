@@ -47,7 +47,7 @@ class BackendPool:
         on_change: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_change` is called after every change of a backend's state or of the pause."""
+        """Start empty; `on_change` is called after every change of a backend's state or of the pause."""
         self.name = name
         self._tasks = tasks
         self._options = options or PoolOptions()

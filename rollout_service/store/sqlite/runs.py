@@ -49,7 +49,7 @@ class SqliteRuns(RunStore):
     def __init__(
         self, thread: DatabaseThread, clock: Callable[[], float], work_added: Callable[[], None]
     ) -> None:
-        """`work_added` is called after rollouts were queued."""
+        """Take `work_added`, which is called after rollouts were queued."""
         self._thread = thread
         self._clock = clock
         self._work_added = work_added

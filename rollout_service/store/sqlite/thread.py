@@ -65,7 +65,7 @@ class DatabaseThread:
     """A thread that runs jobs on a store's file, from `start` to `close`."""
 
     def __init__(self, path: Path | str, on_commit: Callable[[int], None]) -> None:
-        """`on_commit` is called on the event loop after each commit, with the id of the newest event."""
+        """Take `on_commit`, which the event loop calls after each commit, with the id of the newest event."""
         self._path = path
         self._on_commit = on_commit
         self._jobs: SimpleQueue[_DatabaseJob | None] = SimpleQueue()
