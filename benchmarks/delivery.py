@@ -3,9 +3,10 @@
 Run: python benchmarks/delivery.py [--json FILE] [--quick]
 
 The batch is put into a store, a service is started on it, and the client leases it in both forms. The yardstick is the
-same bytes as a static file, from the same HTTP server, through the same client, into the same arrays. Unlike a disk,
-whose speed differs several times between machines of one kind, it scales with what delivery consists of. Each lease is
-paired with a download of the file, alternately first and second; the ratio is the median over the pairs.
+same bytes as a static file, from the same HTTP server, through the same client, into the same arrays. It takes the same
+kinds of work as delivery and scales with it, unlike the speed of a disk, which differs several times between machines
+of one kind. Each lease is paired with a download of the file, alternately first and second; the ratio is the median
+over the pairs.
 
 - `binary_vs_http`: seconds from the lease to a batch that is ready for training, over those of the static file;
 - `json_vs_http`: the same for JSON; `disk_seconds`: the time to write the arrays to a file, until they are on disk;

@@ -71,7 +71,7 @@ async def sandbox_attacks(quick: bool) -> AsyncIterator[Outcome]:
                     await CHECKS[name](provider)
             except NothingToAttackError:
                 applies = False
-            except Exception:  # noqa: BLE001  whatever it is, the sandbox did not hold
+            except Exception:  # noqa: BLE001  any exception means that the sandbox did not hold
                 failure = traceback.format_exc()
             finally:
                 await provider.close()

@@ -3,7 +3,7 @@
 TokenError
  |- TokenizerNotFoundError    no tokenizer at the given place
  |- UnknownRendererError      no chat format of that name, or the model's type does not determine one
- |- RendererMismatchError     the tokenizer lacks what the chat format needs, or an option is wrong
+ |- RendererMismatchError     the tokenizer does not fit the chat format, or an option is wrong
  |- RenderError               these messages cannot be put into the chat format
  |- ConversationStateError    calls in the wrong order
  |- RecordError               an engine's answer that cannot be trained on

@@ -64,7 +64,7 @@ async def attack(target: Target, names: Sequence[str] = ()) -> AsyncIterator[Out
             with anyio.fail_after(PATIENCE):
                 await CHECKS[name](target)
                 await is_well(target)
-        except Exception as error:  # noqa: BLE001  whatever it is, the API did not hold
+        except Exception as error:  # noqa: BLE001  any exception means that the API did not hold
             yield Outcome(name, held=False, why=f"{type(error).__name__}: {error}")
         else:
             yield Outcome(name, held=True)

@@ -156,7 +156,7 @@ async def memory_in_one_process(provider: SandboxProvider) -> None:
             try:
                 await python.execute("x = b'x' * (1 << 30)", timeout=PATIENCE)
             except LimitExceededError as error:
-                assert error.limit == "memory"  # noqa: PT017  outside of pytest too
+                assert error.limit == "memory"  # noqa: PT017  checks also run outside pytest
             else:
                 raise AssertionError("a kernel outgrew its sandbox")
         else:

@@ -63,7 +63,7 @@ class _Answers(BaseHTTPRequestHandler):
         else:
             self.answer(404, b'{"errors": [{"code": "MANIFEST_UNKNOWN", "message": "none"}]}')
 
-    do_HEAD = do_GET  # noqa: N815  http.server calls it so
+    do_HEAD = do_GET  # noqa: N815  the name that http.server calls
 
     def answer(self, status: int, data: bytes, media_type: str = "application/json") -> None:
         self.send_response(status)

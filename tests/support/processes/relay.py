@@ -30,7 +30,7 @@ class Relay:
             scope.cancel()
 
     def mend(self) -> None:
-        """Pass new connections on again."""
+        """Relay new connections again."""
         self._up = True
 
     async def handle(self, near: SocketStream) -> None:
