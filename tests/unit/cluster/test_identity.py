@@ -1,4 +1,4 @@
-"""The identity of a service, with real processes."""
+"""A service's identity tells live services from dead ones, tested with real processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ identities = st.builds(
 
 
 class OtherService:
-    """A process with an identity."""
+    """Another process, with its own identity."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(

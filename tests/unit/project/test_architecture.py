@@ -1,4 +1,4 @@
-"""Imports go one way, and the house rules that a linter does not know."""
+"""Imports go one way, and the code keeps the rules that no linter knows."""
 
 import ast
 import re

@@ -15,7 +15,7 @@ import rollout_service
 ROOT = Path(__file__).parents[3]
 CLIENT = ROOT / "packaging" / "client"
 TRAINERS = {"areal", "nemo_gym", "openrlhf", "skyrl", "slime", "torch", "verl"}
-"""What adapters import when a trainer calls them."""
+"""The packages that adapters import only when a trainer calls them."""
 
 FORMER = {
     "client": "client",

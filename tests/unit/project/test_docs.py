@@ -37,7 +37,7 @@ PAGES = tracked("*.md")
 
 
 def prose(page: str) -> str:
-    """Return a page without its blocks of code."""
+    """Return a page without its code blocks."""
     return FENCE.sub("", (ROOT / page).read_text())
 
 

@@ -1,4 +1,4 @@
-"""The pages on environments are true: their examples are the shipped files, and they run."""
+"""The pages on environments are accurate: their examples are the shipped files, and they run."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ REFERENCE = (DOCS / "reference" / "environment-toml.md").read_text()
 
 
 def blocks(page: str) -> list[str]:
-    """Return the contents of a page's blocks of code."""
+    """Return the contents of a page's code blocks."""
     return re.findall(r"^```\w*\n(.*?)^```$", (DOCS / "how-to" / page).read_text(), re.DOTALL | re.MULTILINE)
 
 

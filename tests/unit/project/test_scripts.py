@@ -1,4 +1,4 @@
-"""The scripts' own words: what they say when something is missing, and how they hand pip's settings to uv."""
+"""The scripts explain themselves, say how to install whatever is missing, and pass pip's settings to uv."""
 
 import subprocess
 from pathlib import Path
@@ -9,7 +9,7 @@ SCRIPTS = Path(__file__).parents[3] / "scripts"
 
 
 def bash(code: str, folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run code after `lib.sh`, with its log in a folder of the test."""
+    """Run code after `lib.sh`, with its log in the given folder."""
     prelude = (
         f"set -euo pipefail; source {SCRIPTS / 'lib.sh'}; cache={folder}; setup_log={folder}/setup.log\n"
     )

@@ -1,4 +1,4 @@
-"""The suite itself: what workers are given first, and what `--fast` leaves out."""
+"""A test worker gets the longest tests first, and every test that is listed as one exists."""
 
 import re
 import subprocess

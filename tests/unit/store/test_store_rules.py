@@ -1,4 +1,4 @@
-"""The rules of runs, groups and batches, against models that are written another way."""
+"""The rules of runs, groups and batches agree with models that are written another way."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_pruning_keeps_the_newest_groups_within_both_limits(settled, seconds, ma
 
 
 def test_no_module_of_runs_or_rules_imports_a_store():
-    """Whoever writes another store reuses the rules, the codecs and the run manager as they are."""
+    """Another store can reuse the rules, the codecs and the run manager as they are."""
     root = Path(rollout_service.__file__).parent
     shared = [*root.glob("runs/*.py"), *root.glob("groups/*.py"), *root.glob("store/*.py")]
     shared += root.glob("store/codec/*.py")

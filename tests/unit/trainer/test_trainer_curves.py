@@ -1,4 +1,4 @@
-"""What the trainer writes down: a curve without gaps or repeats, plots, and TensorBoard's format."""
+"""The trainer writes a curve without gaps or repeats, its plots, and files for TensorBoard."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def scalars(folder: Path) -> list[tuple[str, int, float]]:
-    """What TensorBoard reads: records of a length, its sum, an event, its sum."""
+    """Return the scalars that TensorBoard reads: records of a length, its checksum, an event and its checksum."""
     found = []
     for file in sorted(folder.glob("events.*")):
         data, at = file.read_bytes(), 0

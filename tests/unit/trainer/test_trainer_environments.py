@@ -1,4 +1,4 @@
-"""The environments for training: `steps` needs its tool more than once, and both are found as a plug-in."""
+"""Both training environments are found as plug-ins, and `steps` needs its tool more than once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLUG_INS = Distribution.at(FOLDER / "arithmetic_environments-1.0.dist-info").ent
 
 
 def load():
-    """The plug-in's module, without its folder on the path, where other tests would find its environments."""
+    """Load the plug-in's module without its folder on the path, where other tests would find its environments."""
     spec = importlib.util.spec_from_file_location(
         "arithmetic_environments", FOLDER / "arithmetic_environments.py"
     )
@@ -46,7 +46,7 @@ arithmetic = load()
 
 
 async def trial(folder: Path, name: str, question: str, answer: str, *said: str):
-    """A rollout of a policy that asks for these expressions, one a turn, and answers with the last result."""
+    """Play a rollout whose policy asks for these expressions, one per turn, and then gives the answer."""
     registry = EnvironmentRegistry.load(plugins=PLUG_INS)
     provider = make_provider(LocalConfig(provider="local"), folder)
     policy = ScriptedPolicy([*(turn("", call("python", code=f"print({each})")) for each in said), answer])

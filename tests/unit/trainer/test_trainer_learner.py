@@ -1,4 +1,4 @@
-"""The trainer's step, its checkpoints and its resume, on a random model of a few thousand parameters."""
+"""The trainer's steps, checkpoints and resumption are exact, on a random model of a few thousand parameters."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_checkpoint_that_would_run_code_is_not_read(base, tmp_path):
 
 
 class Orders:
-    """What a pickle may have its reader call."""
+    """An object whose pickle has its reader create a folder."""
 
     def __init__(self, path):
         self._path = path

@@ -1,4 +1,4 @@
-"""The trainer's loss is the formula of the papers, token by token, and its gradient is where it should be."""
+"""The trainer's loss is the formula of the papers, token by token, with a gradient only where it belongs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLIPS = st.builds(Clip, st.floats(0.05, 0.5), st.floats(0.05, 0.9), st.floats(1.
 
 
 def plain(tokens: list[tuple[float, float, float, float]], divisor: int, clip: Clip) -> float:
-    """The objective as a person writes it down."""
+    """Return the objective, computed as the formula is written."""
     total = 0.0
     for current, proximal, behaviour, advantage in tokens:
         ratio = math.exp(current - proximal)

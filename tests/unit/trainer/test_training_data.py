@@ -1,4 +1,4 @@
-"""What the tiny policies are taught: played as a rollout plays it, with the share of guesses that was ordered."""
+"""The tiny policies are taught turns as a rollout plays them, with the requested share of guesses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TUNED = policy_folder("calc-tuned")
 
 
 def learnt(example: Example) -> str:
-    """The text that the policy is taught to write."""
+    """Return the text that the policy is taught to write."""
     ids = [token for token, bit in zip(example.token_ids, example.loss_mask, strict=True) if bit]
     return ChatRenderer.load(TUNED).decode(ids)
 

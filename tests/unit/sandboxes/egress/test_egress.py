@@ -1,4 +1,4 @@
-"""The list of hosts and the proxy that enforces it, with real sockets and a scripted resolver."""
+"""The proxy enforces the list of hosts, with real sockets and a scripted resolver."""
 
 import secrets
 import signal

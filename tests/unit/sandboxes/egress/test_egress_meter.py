@@ -13,7 +13,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Counting(SandboxProvider):
-    """A provider whose sandboxes make one more connection at every reading."""
+    """A provider whose sandboxes have made one more connection at every reading."""
 
     name, isolates = "counting", True
 

@@ -1,4 +1,4 @@
-"""The facts about the host: where Apptainer is found, and what the facts imply."""
+"""Apptainer is found in a fixed order of places, and the host's facts lead to the right conclusions."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The user that sandboxes run as, and the ids that it may map."""
+"""Sandboxes of root run as another user, and the ids proposed for mapping belong to nobody else."""
 
 import os
 import pwd

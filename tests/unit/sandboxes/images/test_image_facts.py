@@ -38,7 +38,7 @@ def put(root: Path, path: str, data: bytes = b"", mode: int = 0o755) -> None:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """As Debian's: /bin is a link, python3 is one, ipykernel is in /usr/local."""
+    """Return an image's root like Debian's: /bin and python3 are links, and ipykernel is in /usr/local."""
     root = tmp_path / "root"
     (root / "usr" / "bin").mkdir(parents=True)
     (root / "bin").symlink_to("usr/bin")
@@ -163,7 +163,7 @@ def test_no_header_breaks_the_reader(tmp_path_factory: pytest.TempPathFactory, d
 
 @pytest.fixture
 def unpacked(tmp_path: Path) -> UnpackedImages:
-    """Unpacked images whose Apptainer reports where the squashfs begins."""
+    """Return a store of unpacked images whose Apptainer reports where the squashfs begins."""
     apptainer = tmp_path / "apptainer"
     apptainer.write_text("#!/bin/sh\necho '4    |1   |NONE  |0-99999   |FS (Squashfs/*System/amd64)'\n")
     apptainer.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The image store: names, the cache, locks, and failed or killed builds."""
+"""The image store builds each image once, never shows half an image, and survives failed or killed builds."""
 
 import os
 import re
@@ -314,7 +314,7 @@ def test_builders_killed_at_any_moment_leave_a_store_that_works(
             for worker in [stack.enter_context(killed(started)) for started in builders]:
                 assert worker.stdout is not None
                 assert worker.stdout.readline() == b"begun\n"
-            time.sleep(moment)  # any moment will do: what is killed is in the middle of something
+            time.sleep(moment)  # any moment will do, since a builder is always in the middle of something
         for stored in store.list():
             assert stored.path.read_text().endswith("end"), "a name never has half of an image"
     made = store.provide(definition, "mine")

@@ -1,4 +1,4 @@
-"""Which limits were reached, on files that look like the kernel's."""
+"""Each caller is told once of every limit that was reached, on files that look like the kernel's."""
 
 from collections import Counter
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_a_full_group_is_reported_again_only_after_it_had_room(tmp_path: Path) -
     seen = LimitViolations(monitor)
     (tmp_path / "pids.peak").write_text("13\n")
     assert seen.drain() == ()
-    (tmp_path / "pids.peak").write_text("14\n")  # over by now: the kernel remembers
+    (tmp_path / "pids.peak").write_text("14\n")  # over by now, but the kernel remembers
     assert [str(violation) for violation in seen.drain()] == ["the sandbox reached its limit of 10 processes"]
     for current, told in (("14", 0), ("6", 0), ("14", 1), ("14", 0)):
         (tmp_path / "pids.current").write_text(current)

@@ -1,4 +1,4 @@
-"""Control groups of both versions, on trees of plain files that look like the kernel's."""
+"""Control groups of both versions enforce limits where they can, on plain files that look like the kernel's."""
 
 from pathlib import Path
 

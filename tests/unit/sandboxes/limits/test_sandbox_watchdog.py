@@ -1,4 +1,4 @@
-"""The watchdog on real processes, and on control groups made of plain files."""
+"""The watchdog finds a sandbox's real processes, and slows busy ones in control groups of plain files."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def test_descendants_are_found_and_nobody_else() -> None:
         assert {found.parent for found in below} == {process.pid}
         assert len(below) == 2
         assert all(found.threads == 1 and found.start > 0 for found in below)
-        assert Processes().inside(process.pid) == []  # no namespace, so no sandbox
+        assert Processes().inside(process.pid) == []  # not in a sandbox, since it has no separate namespace
     finally:
         for found in Processes().descendants(process.pid):
             os.kill(found.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""How many epoll watches a process can have, estimated from outside."""
+"""The number of epoll watches that a process can have is estimated from outside, with a bound for all sandboxes."""
 
 import subprocess
 import sys

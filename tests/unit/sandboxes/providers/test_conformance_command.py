@@ -1,4 +1,4 @@
-"""The command of the conformance suite, with a third-party provider and with one that breaks its promises."""
+"""The conformance command checks third-party providers, and names the promises that one breaks."""
 
 import json
 from pathlib import Path

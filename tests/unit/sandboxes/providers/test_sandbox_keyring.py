@@ -1,4 +1,4 @@
-"""The service's keys, which programs find through the session keyring that a process inherits."""
+"""A sandbox cannot find its service's keys, although processes inherit their parent's session keyring."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The system call filter, run as the kernel runs it, for both supported machines."""
+"""The system call filter, run as the kernel runs it, gives the right verdicts on both supported machines."""
 
 import errno
 import json

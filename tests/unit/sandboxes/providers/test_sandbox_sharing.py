@@ -1,4 +1,4 @@
-"""What `doctor` reports about resources that sandboxes share."""
+"""`doctor` names the shared resources that a sandbox can exhaust, and how to prevent it."""
 
 import os
 from pathlib import Path

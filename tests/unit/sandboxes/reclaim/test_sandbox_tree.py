@@ -16,7 +16,7 @@ from sandboxes.reclaim.rmtree import mounts_below, remove_tree
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """Files that a tree may link to and must not lose."""
+    """Return a folder of files that a tree may link to and must not lose."""
     folder = tmp_path / "outside"
     folder.mkdir()
     (folder / "file").write_text("kept")
@@ -116,7 +116,7 @@ assert not tree.exists()
 
 
 def test_mounts_are_unmounted_and_not_entered(tree: Path, outside: Path) -> None:
-    """In namespaces of its own, as whoever runs the tests."""
+    """Run the removal in separate namespaces, as the user who runs the tests."""
     namespaces = ["unshare", "--user", "--map-root-user", "--mount", "--propagation", "private", "--"]
     script = [sys.executable, "-c", MOUNTED, str(tree), str(outside)]
     subprocess.run([*namespaces, *script], check=True, cwd=Path(__file__).parents[4])
@@ -135,7 +135,7 @@ assert (tree / "here" / "file").exists()
 
 
 def test_a_mount_that_stays_keeps_the_tree(tree: Path, outside: Path) -> None:
-    """A mount of a namespace with more rights cannot be unmounted, and what is below it is not ours."""
+    """A mount of a namespace with more rights cannot be unmounted, and the files below it are not ours."""
     (tree / "here").mkdir()
     namespaces = "unshare --user --map-root-user --mount --propagation private --"
     shell = f'mount --bind "$1" "$2/here" && exec {namespaces} "$3" -c "$4" "$2"'

@@ -1,4 +1,4 @@
-"""The controller that follows a host's pressure, the metrics it reads, and who is admitted."""
+"""Admission follows the host's pressure, grants never exceed the ceiling, and no waiter is lost."""
 
 import os
 import time
@@ -187,7 +187,7 @@ def test_open_files_are_counted(tmp_path: Path) -> None:
         os.close(fd)
     assert before is not None
     assert after is not None
-    assert before - after >= 25  # numbers that were free below are filled first
+    assert before - after >= 25  # free numbers below are filled first
 
 
 def host(root: Path, **files: str) -> Path:
@@ -377,7 +377,7 @@ async def test_nobody_is_lost_and_the_ceiling_holds(actions: list[tuple[str, int
             if number % 2:
                 await anyio.lowlevel.checkpoint()
             assert it.used <= ceiling
-        for _ in range(len(scopes) + 1):  # whoever waits comes in as others leave, whatever the pressure
+        for _ in range(len(scopes) + 1):  # waiters are admitted as others leave, whatever the pressure
             await anyio.wait_all_tasks_blocked()
             assert it.used == len(tickets)
             assert not it.waiting or tickets

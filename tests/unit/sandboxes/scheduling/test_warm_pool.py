@@ -1,4 +1,4 @@
-"""The warm pool's guarantees, over a provider whose sandboxes are only names."""
+"""The warm pool keeps its guarantees over a provider whose sandboxes are only names."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What an interrupter sends to the control shell and the shell, and which reports it accepts."""
+"""An interrupter takes its steps in order, accepts only reports with its nonce, and knows when a shell is dead."""
 
 import os
 import socket

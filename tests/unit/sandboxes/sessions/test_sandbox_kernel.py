@@ -57,7 +57,7 @@ def test_only_sockets_are_opened_and_no_link_is_followed(tmp_path: Path) -> None
         assert held is not None
         (inside / "real").unlink()
         (inside / "real").symlink_to("/dev/null")
-        client.connect(f"/proc/self/fd/{held}")  # what was checked, whatever has the name by now
+        client.connect(f"/proc/self/fd/{held}")  # the checked socket, whatever has its name by now
         os.close(held)
 
 
