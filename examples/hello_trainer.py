@@ -1,6 +1,6 @@
-"""A trainer's side in 40 lines: order groups of rollouts, compare each with its group, get exact samples.
+"""A minimal trainer in 40 lines: request groups of rollouts, compare each with its group, and get exact samples.
 
-Start `rollout-service serve` first, then: python examples/hello_trainer.py [URL]
+Start `rollout-service serve` first, then run: python examples/hello_trainer.py [URL]
 """
 
 import sys
@@ -17,7 +17,7 @@ TASKS, GROUP_SIZE = 4, 8
 
 
 def train_on(rollout: Rollout, advantage: float) -> None:
-    """Where a real trainer would put the samples into its batch."""
+    """Print the samples; a real trainer would put them into its batch."""
     for segment in rollout.trajectory.segments:
         sampled = sum(segment.loss_mask)
         versions = {version for version in segment.versions if version >= 0}
@@ -38,7 +38,7 @@ async def main(url: str) -> None:
         async for rollout in client.run_all(requests):
             groups[rollout.metadata["group"]].append(rollout)
     for group in groups.values():
-        scored = [rollout for rollout in group if rollout.reward is not None]  # a failure is no zero
+        scored = [rollout for rollout in group if rollout.reward is not None]  # a failure is not a zero
         baseline = mean(rollout.reward for rollout in scored) if scored else 0.0
         for rollout in scored:
             train_on(rollout, rollout.reward - baseline)

@@ -1,11 +1,11 @@
-"""A reference trainer: DAPO on PyTorch, over nothing but the service's HTTP API. Read `train`, and change it.
+"""A reference trainer: DAPO on PyTorch, using only the service's HTTP API. Read `train`, and change it.
 
-    python examples/train_calc.py --engine embedded              starts a service and an engine of its own
+    python examples/train_calc.py --engine embedded              starts its own service and engine
     python examples/train_calc.py --engine sglang --weights group --max-staleness 2
-    python examples/train_calc.py --url http://127.0.0.1:8080    uses yours; it must be on this machine
+    python examples/train_calc.py --url http://127.0.0.1:8080    uses yours, which must be on this machine
 
-Guarantees: a batch is trained on exactly once, however often the trainer is killed; started again with the same `--out`
-it goes on where it was. `scripts/train` installs what this needs first.
+Guarantees: each batch is trained on exactly once, however often the trainer is killed. Started again with the same
+`--out`, training continues where it was. `scripts/train` installs the requirements first.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from rollout_client.client import ClientRun, ConflictError, NotFoundError, Rollo
 
 RUN = "train"
 DATASET_LIMIT = 10_000
-"""The most that the service gives at once."""
+"""The most instances that the service returns at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """How long to train, on what."""
+    """The tasks to train on, and when to stop."""
 
     environment: str
     steps: int
     minutes: float
     target: float
-    """Ends when the reward of the last two batches' tasks has come so high; above 1 it never does."""
+    """The mean reward of two consecutive batches' tasks at which training ends; above 1, it never ends for this."""
     group_size: int
     batch_size: int
-    """Groups of a step."""
+    """The number of groups in a step."""
     max_staleness: int
-    """0 is synchronous: nothing is sampled while the trainer works. From 1 on the two overlap."""
+    """How stale tokens may be. With 0, nothing is sampled while the trainer works; from 1 on, the two overlap."""
     evaluations: int
-    """Rollouts of held-out tasks before and after."""
+    """The number of rollouts of held-out tasks, before and after."""
     weights: str
     seed: int
 
@@ -64,17 +64,21 @@ class Order:
 async def train(
     client: RolloutClient, order: Order, learner: Learner, saved: Checkpoints, curves: Curves
 ) -> None:
-    """The loop. Each batch goes lease, step, checkpoint, weights, ack; a kill between any two loses nothing."""
+    """Train until the order is done.
+
+    Each batch is leased, trained on, saved in a checkpoint, published and acknowledged, in this order. A kill between
+    any two of these loses nothing.
+    """
     began, last = time.monotonic(), saved.latest()
     publisher = await GroupPublisher.join(client) if order.weights == "group" else DiskPublisher(client)
-    if last is not None:  # the engines may have begun with other weights
+    if last is not None:  # the engines may have started with other weights
         await publisher.publish(last.folder, learner.model, learner.steps)
     run = await client.create_run(run_request(order))
     await give_back(run, saved.held())
     stages, trained = StageClock(client.base_url), load_state(last)["batch"] if last else None
     async for batch in run.batches(arrays=True):
         saved.hold(batch.batch_id)
-        if batch.batch_id != trained:  # else it was acknowledged too late, or never
+        if batch.batch_id != trained:  # otherwise its acknowledgement was late or missing
             busy = await stages.busy()
             watched = await run_sync(learner.step, samples_of(batch.arrays))
             trained, minutes = batch.batch_id, (time.monotonic() - began) / 60
@@ -90,7 +94,7 @@ async def train(
 
 
 def run_request(order: Order) -> RunRequest:
-    """A standing order for groups whose rewards differ (DAPO's dynamic sampling), with their advantages."""
+    """Return a standing order for groups whose rewards differ (DAPO's dynamic sampling), with their advantages."""
     return RunRequest(
         run_id=RUN,
         source=DatasetTasks(
@@ -101,22 +105,22 @@ def run_request(order: Order) -> RunRequest:
         max_staleness=order.max_staleness,
         prefetch_batches=min(order.max_staleness, 1),
         advantages=Advantages.GROUP_NORM,
-        # The first filter is there to tell groups that all failed from groups that all succeeded.
+        # The first filter distinguishes groups that all failed from groups that all succeeded.
         filters=[FilterSpec(name="all_failed"), FilterSpec(name="zero_variance")],
     )
 
 
 async def give_back(run: ClientRun, batch_id: str | None) -> None:
-    """Return the batch that a killed trainer held, so that it comes again now and not when its lease has run out."""
+    """Give back the batch that a killed trainer held, so it comes again now instead of when its lease expires."""
     if batch_id is not None:
-        with suppress(ConflictError, NotFoundError):  # it was acknowledged, or its lease has run out
+        with suppress(ConflictError, NotFoundError):  # it was acknowledged, or its lease expired
             await run.settle(batch_id, "nack")
 
 
 def rewards_of(batch: Batch) -> dict[str, float]:
-    """The mean reward of all tasks that were tried for a batch, and the share of groups that were kept.
+    """Return the mean reward of all tasks that were tried for a batch, and the share of groups that were kept.
 
-    Exact where rewards are 0 or 1: the groups that were dropped were all wrong or all right.
+    This is exact if rewards are 0 or 1, since the dropped groups were then all wrong or all right.
     """
     kept = [group.reward_mean for group in batch.groups if group.reward_mean is not None]
     failed, solved = batch.dropped.get("all_failed", 0), batch.dropped.get("zero_variance", 0)
@@ -131,7 +135,7 @@ def is_done(order: Order, curves: Curves, seconds: float) -> bool:
 
 
 async def evaluate(client: RolloutClient, order: Order, temperature: float = 1.0) -> float:
-    """The mean reward of held-out tasks at a temperature, 0 being greedy; a failure of the service is not a zero."""
+    """Return the mean reward of held-out tasks; temperature 0 is greedy. A failure of the service is not a zero."""
     tasks = await client.dataset(order.environment, split="held_out", limit=DATASET_LIMIT)
     requests = [
         RolloutRequest(

@@ -1,4 +1,4 @@
-"""For AReaL: its own PPO trainer, with a workflow that orders rollouts from the service (ROLLOUT_URL).
+"""Train with AReaL's own PPO trainer, with a workflow that gets rollouts from the service at ROLLOUT_URL.
 
     python examples/adapters/areal_train.py --config grpo.yaml train_dataset.path=tasks.jsonl
 

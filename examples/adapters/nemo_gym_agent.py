@@ -1,4 +1,4 @@
-"""For NeMo Gym: the `app.py` of an agent of its own, with the service's address in ROLLOUT_URL."""
+"""Serve an agent of NeMo Gym; this is its `app.py`. The service's address is ROLLOUT_URL."""
 
 from rollout_client.adapters.nemo_gym import agent_class
 

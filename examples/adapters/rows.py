@@ -1,10 +1,10 @@
-"""What each trainer gets for one task: runs without the trainers, against a service that runs.
+"""Print what each trainer gets for one task. This needs a running service, but none of the trainers.
 
     .venv/bin/rollout-service serve
     .venv/bin/python examples/adapters/rows.py verl slime    # or skyrl, areal, openrlhf, nemo_gym; all by default
     .venv/bin/python examples/adapters/rows.py verl --task '{"environment": "math", "instance": {...}}'
 
-The files beside this one are what is given to the trainers themselves.
+The other files of this folder plug into the trainers themselves.
 """
 
 import argparse
@@ -24,7 +24,7 @@ TASK = '{"environment": "calc", "instance": {"question": "What is 12*7?", "answe
 
 
 class Status(Enum):
-    """Stands for slime's `Sample.Status`."""
+    """A stand-in for slime's `Sample.Status`."""
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"
@@ -33,7 +33,7 @@ class Status(Enum):
 
 @dataclass
 class Sample:
-    """Stands for slime's `Sample`."""
+    """A stand-in for slime's `Sample`."""
 
     prompt: str
     index: int = 0
@@ -45,37 +45,37 @@ Sample.Status = Status  # type: ignore[attr-defined]
 
 
 async def for_verl(submitter: RolloutSubmitter, row: dict[str, Any]) -> Any:
-    """The fields of an AgentLoopOutput."""
+    """Return the fields of an AgentLoopOutput."""
     return verl.output_fields(await submitter.run_scored(submitter.request(row)), response_length=2_048)
 
 
 async def for_slime(submitter: RolloutSubmitter, row: dict[str, Any]) -> Any:
-    """A sample, or several."""
+    """Return the fields of each sample of a rollout."""
     del submitter  # slime's hook finds the service by ROLLOUT_URL
     filled = await slime.generate(SimpleNamespace(), Sample("", metadata=row), {"max_new_tokens": 512})
     return [vars(one) for one in (filled if isinstance(filled, list) else [filled])]
 
 
 async def for_skyrl(submitter: RolloutSubmitter, row: dict[str, Any]) -> Any:
-    """A GeneratorOutput for a batch of two."""
+    """Return a GeneratorOutput for a batch of two."""
     batch = {"prompts": [[], []], "env_extras": [row, row], "trajectory_ids": ["a_0", "a_1"]}
     return await skyrl.BatchGenerator(submitter).generate(batch)
 
 
 async def for_areal(submitter: RolloutSubmitter, row: dict[str, Any]) -> Any:
-    """The columns of an episode, before they are tensors."""
+    """Return the columns of an episode, before they become tensors."""
     return areal.padded(await submitter.run(submitter.request(row)))
 
 
 async def for_openrlhf(submitter: RolloutSubmitter, row: dict[str, Any]) -> Any:
-    """An executor's response."""
+    """Return an executor's response."""
     return await openrlhf.Executor(submitter).execute(
         json.dumps(row), None, SimpleNamespace(), 2_048, None, None
     )
 
 
 async def for_nemo_gym(submitter: RolloutSubmitter, row: dict[str, Any]) -> Any:
-    """The answer of an agent's /run."""
+    """Return the response of an agent's `/run`."""
     return await nemo_gym.run(submitter, row | {"responses_create_params": {"input": []}})
 
 

@@ -1,6 +1,6 @@
-"""For SkyRL: its own entry point, with a generator that orders rollouts from the service (ROLLOUT_URL).
+"""Train with SkyRL, with a generator that gets rollouts from the service at ROLLOUT_URL.
 
-Start it as SkyRL's `main_base`, with its settings; each row has `environment` and `instance`.
+Start it like SkyRL's `main_base`, with the same settings. Each row has `environment` and `instance`.
 """
 
 import sys
@@ -22,7 +22,7 @@ class ServiceExp(BasePPOExp):
 
 @ray.remote(num_cpus=1)
 def entrypoint(cfg: SkyRLTrainConfig) -> None:
-    """Runs on a node of Ray's."""
+    """Run the experiment on a node of Ray."""
     ServiceExp(cfg).run()
 
 

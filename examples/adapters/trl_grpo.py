@@ -1,10 +1,10 @@
-"""TRL's own GRPOTrainer learns from the service, through its documented rollout hook and without a change in TRL.
+"""Train with TRL's own GRPOTrainer on rollouts from the service, through TRL's rollout hook and without changes to TRL.
 
     scripts/install-trl                                    # TRL on a CPU, in .venv-trl
     .venv/bin/rollout-service serve --model calc-base      # a policy that solves half of its tasks
     .venv-trl/bin/python examples/adapters/trl_grpo.py     # trains it, and prints the reward before and after
 
-Held-out tasks are rolled out before and after; `--json FILE` writes the figures.
+Both rewards are measured on held-out tasks. `--json FILE` writes the figures.
 """
 
 import argparse
@@ -25,25 +25,25 @@ from rollout_client.adapters.submit import RolloutSubmitter
 from rollout_client.adapters.trl import RolloutHook, rows, service_reward
 
 DATASET_LIMIT = 10_000
-"""The most that the service gives at once."""
+"""The most instances that the service returns at once."""
 POLICY = Path(__file__).parents[2] / "rollout_service" / "policies" / "checkpoints" / "calc-base"
 
 
 def tasks_of(submitter: RolloutSubmitter, split: str, limit: int) -> list[Task]:
-    """The tasks that ship with the environment `calc`."""
+    """Return tasks that ship with the environment `calc`."""
     instances = submitter.blocking(lambda client: client.dataset("calc", limit=DATASET_LIMIT))
     chosen = [one for one in instances if one["split"] == split][:limit]
     return [Task(environment="calc", instance=one) for one in chosen]
 
 
 def reward_of(submitter: RolloutSubmitter, tasks: list[Task]) -> float:
-    """The mean reward of the policy that the engines serve now."""
+    """Return the mean reward of the policy that the engines serve now."""
     rollouts = submitter.run_all_blocking([submitter.request(task) for task in tasks])
     return mean(rollout.reward for rollout in rollouts if rollout.reward is not None)
 
 
 def logprob_gap(submitter: RolloutSubmitter, trainer: GRPOTrainer, tasks: list[Task]) -> float:
-    """The largest difference between the engine's logprobs of sampled tokens and those of the trainer's own model."""
+    """Return the largest difference between the engine's logprobs of sampled tokens and the trainer's own."""
     rollouts = submitter.run_all_blocking([submitter.request(task) for task in tasks])
     gaps = [0.0]
     for sample in [sample for rollout in rollouts for sample in samples_of(rollout)]:
@@ -59,7 +59,7 @@ def logprob_gap(submitter: RolloutSubmitter, trainer: GRPOTrainer, tasks: list[T
 def trainer_of(
     arguments: argparse.Namespace, hook: RolloutHook, tasks: list[Task], folder: str
 ) -> GRPOTrainer:
-    """Nothing here but TRL's own settings; the last two lines are the service."""
+    """Return TRL's trainer. All settings are TRL's own; only the last two arguments concern the service."""
     args = GRPOConfig(
         output_dir=folder,
         per_device_train_batch_size=arguments.groups * arguments.group_size,
@@ -110,11 +110,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         hook = RolloutHook(submitter, weights=Path(folder) / "weights")
         trainer = trainer_of(arguments, hook, tasks_of(submitter, "train", arguments.tasks), folder)
-        hook.weights.push(0, trainer.save_model)  # the hook does this too; here it is for the reward before
+        hook.weights.push(0, trainer.save_model)  # the hook does this too, but after `before` is measured
         before, wall, cpu = reward_of(submitter, held_out), time.monotonic(), time.process_time()
         trainer.train()
         seconds, cpu_seconds = time.monotonic() - wall, time.process_time() - cpu
-        hook.weights.push(trainer.state.global_step, trainer.save_model)  # what the last step has learnt
+        hook.weights.push(trainer.state.global_step, trainer.save_model)  # the weights after the last step
         after = reward_of(submitter, held_out)
         gap = logprob_gap(submitter, trainer, held_out[:8])
     steps = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]

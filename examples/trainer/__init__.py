@@ -1,1 +1,1 @@
-"""The parts of the reference trainer: plain PyTorch, short enough to read, made to be changed."""
+"""The parts of the reference trainer: plain PyTorch, short enough to read, and made to be changed."""

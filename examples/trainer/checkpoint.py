@@ -1,7 +1,7 @@
-"""Checkpoints that survive `kill -9`: a folder that an engine can load, with the state of the trainer beside it.
+"""Checkpoints that survive `kill -9`: folders that an engine can load, with the trainer's state.
 
-Guarantees: a checkpoint is there as a whole or not at all, since it is written elsewhere and renamed; it names the last
-batch that went into it, so that a batch that comes again is not trained on twice.
+Guarantees: a checkpoint exists completely or not at all, since it is written elsewhere and then renamed. It names the
+last batch that it includes, so a batch that is delivered again is not trained on twice.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ COPIED = (
     "chat_template.jinja",
 )
 KEPT = 3
-"""The newest ones stay; an engine that comes back may still be given the one before the last."""
+"""The number of newest checkpoints to keep; an engine that comes back may still be given the one before the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One that was written."""
+    """A complete checkpoint."""
 
     folder: Path
     steps: int
 
 
 class Checkpoints:
-    """The checkpoints of one training in one folder."""
+    """The checkpoints of one training, in one folder."""
 
     def __init__(self, folder: Path, base: Path) -> None:
-        """`base` is the policy that training began with; its tokenizer and configuration are copied."""
+        """Use `folder`. The tokenizer and configuration of `base`, the initial policy, go into each checkpoint."""
         self.folder = folder
         self._base = base
         self._held = folder / "held"
         folder.mkdir(parents=True, exist_ok=True)
-        for rest in folder.glob(".writing-*"):  # a process that was killed in the middle left it
+        for rest in folder.glob(".writing-*"):  # left by a process that was killed while writing
             shutil.rmtree(rest)
 
     def latest(self) -> Checkpoint | None:
-        """The newest one."""
+        """Return the newest checkpoint; None if there is none."""
         return max(self._all(), key=lambda each: each.steps, default=None)
 
     def save(self, model: torch.nn.Module, state: dict[str, Any]) -> Checkpoint:
-        """Write the weights, and the state that `load_state` gives back; older checkpoints go."""
+        """Write the weights, and the state that `load_state` returns; delete all but the newest checkpoints."""
         steps = int(state["steps"])
         written, final = self.folder / f".writing-{steps}", self.folder / f"step-{steps}"
         written.mkdir()
@@ -71,11 +71,11 @@ class Checkpoints:
         return Checkpoint(final, steps)
 
     def hold(self, batch_id: str) -> None:
-        """Note the batch that the trainer has in hand."""
+        """Record the batch that the trainer is working on."""
         self._held.write_text(batch_id)
 
     def held(self) -> str | None:
-        """The batch that this or a killed process noted last."""
+        """Return the batch that this process or a killed one recorded last."""
         return self._held.read_text() if self._held.exists() else None
 
     def _all(self) -> list[Checkpoint]:
@@ -84,13 +84,13 @@ class Checkpoints:
 
 
 def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What `save` was given beside the model."""
+    """Return the state that was saved with the model."""
     state: dict[str, Any] = torch.load(checkpoint.folder / STATE, weights_only=True)
     return state
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors by name, in order; a head that is tied to the embedding is not there twice."""
+    """Return the tensors by name, in order; a head that is tied to the embedding is not repeated."""
     return {name: tensor.detach().contiguous() for name, tensor in sorted(model.named_parameters())}
 
 

@@ -1,7 +1,7 @@
-"""What a training has shown: a line of JSON a step, the same for TensorBoard, and plots as PNG.
+"""The figures of a training: one line of JSON per step, the same for TensorBoard, and plots as PNG.
 
-Guarantee: `curve.jsonl` has one line for each step, in order, also after a training that was killed was taken up again:
-what lies behind the checkpoint that it goes on from is cut off.
+Guarantee: `curve.jsonl` has one line for each step, in order, even if the training was killed and resumed. The lines
+after the checkpoint from which it resumes are removed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg  # draws into files; no window is ever opened
+from matplotlib.backends.backend_agg import FigureCanvasAgg  # draws to files and never opens a window
 from matplotlib.figure import Figure
 from tensorboardX import SummaryWriter
 
@@ -24,14 +24,14 @@ PLOTS: Mapping[str, Sequence[str]] = {
     "logprob_difference": ("logprob_gap", "logprob_gap_max"),
     "stages": ("busy_init", "busy_rollout", "busy_evaluate"),
 }
-"""The file of each plot, and the curves in it."""
+"""The curves in each plot, by the name of its file."""
 
 
 class Curves:
     """The curves of one training, in one folder."""
 
     def __init__(self, folder: Path, *, after_steps: int = 0) -> None:
-        """Go on behind a step; 0 begins anew."""
+        """Continue after a step; 0 starts from the beginning."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._file = folder / "curve.jsonl"
@@ -40,7 +40,7 @@ class Curves:
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=after_steps + 1, flush_secs=10)
 
     def add(self, point: Point) -> None:
-        """The figures of one step, `step` among them."""
+        """Add the figures of one step, including `step` itself."""
         self.points.append(point)
         with self._file.open("a") as file:
             file.write(_line(point))
@@ -49,16 +49,16 @@ class Curves:
                 self._board.add_scalar(name, value, int(point["step"]))
 
     def draw(self) -> list[Path]:
-        """Draw all plots anew; returns their files."""
+        """Draw all plots again, and return their files."""
         return [draw(self.points, names, self.folder / f"{file}.png") for file, names in PLOTS.items()]
 
     def close(self) -> None:
-        """Nothing is added any more."""
+        """Close the files; nothing can be added afterwards."""
         self._board.close()
 
 
 def read_points(file: Path) -> list[Point]:
-    """The points of a file; a last line that was not written to its end is left out."""
+    """Return the points in a file, without a last line that is incomplete."""
     if not file.exists():
         return []
     whole = file.read_text().splitlines(keepends=True)
@@ -66,7 +66,7 @@ def read_points(file: Path) -> list[Point]:
 
 
 def draw(points: Sequence[Point], names: Sequence[str], file: Path) -> Path:
-    """Curves over the steps, each where it has a value."""
+    """Draw curves over the steps, each where it has values, and return the file."""
     figure = Figure(figsize=(6.4, 4.0))
     FigureCanvasAgg(figure)
     axes = figure.subplots()

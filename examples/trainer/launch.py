@@ -1,6 +1,6 @@
-"""A service and an engine of the trainer's own, so that one command is enough; a real trainer gets a URL instead.
+"""Start a service and an engine for the trainer, so that one command is enough; a real trainer gets a URL instead.
 
-Guarantee: both have ended when the block is left, also when this process is killed.
+Guarantee: both end when the block is left, and when this process is killed.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from rollout_service.inference.local_servers.sglang_cpu import SGLangCpuServer
 from rollout_service.policies.shipped import policy_folder
 
 BASE = policy_folder("calc-base")
-"""The policy that training begins with: half of its answers are right."""
+"""The policy that training begins with; half of its answers are right."""
 SGLANG_START_SECONDS = 600.0
-"""It takes 20 on a machine of its own, and minutes on a busy one."""
+"""The limit for SGLang's start, which takes 20 s on an idle machine and minutes on a busy one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to start."""
+    """The service and the engine to start."""
 
     engine: str
     """`embedded` or `sglang`."""
     sandbox: str = "apptainer"
     workers: int = 8
-    """Agents at once."""
+    """The number of agents that run at once."""
     environments: Sequence[Path] = ()
     """Folders with an `environment.toml`."""
     plug_ins: Sequence[Path] = ()
-    """Folders of Python with environments as entry points."""
+    """Folders of Python code with environments as entry points."""
 
 
 @asynccontextmanager
 async def serving(plan: Plan, model: Path, folder: Path) -> AsyncIterator[RolloutClient]:
-    """A service whose store is in `folder`, over an engine that begins with the weights in `model`."""
+    """Run a service with its store in `folder`, and an engine that starts with the weights in `model`."""
     flags = ["--sandbox", plan.sandbox, "--rollout-workers", str(plan.workers), "--log-level", "warning"]
     for path in plan.environments:
         flags += ["--environment", str(path)]

@@ -1,7 +1,7 @@
 """One step of the trainer: samples in, changed weights out.
 
-Guarantee: a step is a function of the samples, the weights, the optimiser's state and the seed; what `state` returns is
-all that has to be kept for the next process to go on as this one would have.
+Guarantee: a step depends only on the samples, the weights, the optimizer's state and the seed. With the weights and the
+result of `state`, another process continues exactly as this one would have.
 """
 
 from __future__ import annotations
@@ -23,49 +23,49 @@ from .policy import Sample, load_policy, portions, sampled_logprobs
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a researcher changes first."""
+    """The hyperparameters that a researcher changes first."""
 
     learning_rate: float = 3e-4
     warm_up: int = 2
-    """Steps."""
+    """The number of steps over which the learning rate rises."""
     horizon: int = 24
-    """Steps over which the learning rate then falls to `last` of itself, where it stays."""
+    """The step at which the learning rate has fallen to the share `last` of itself, where it stays."""
     last: float = 0.1
     epochs: int = 1
-    """How often a batch is gone through."""
+    """The number of passes over a batch."""
     updates: int = 4
-    """Optimiser steps of an epoch. With more than one step of a batch, the clip has something to do."""
+    """The optimizer steps in an epoch. The clip has an effect only with more than one step per batch."""
     portion: int = 32
-    """Samples in one forward pass: memory, and nothing else, depends on it."""
+    """The samples in one forward pass, which affects only the memory."""
     discouragement: float = 0.3
-    """What negative advantages are multiplied by. 1 is DAPO; less allows for larger steps, since samples that are made
-    unlikely without end are what makes these diverge."""
+    """The factor of negative advantages. 1 is DAPO; a smaller factor allows larger steps, which otherwise diverge by
+    making samples ever more unlikely."""
     max_norm: float = 1.0
     temperature: float = 1.0
     clip: Clip = field(default_factory=Clip)
 
     def learning_rate_of(self, step: int) -> float:
-        """That of a step, the first being 1: it rises, then falls in a straight line."""
+        """Return the learning rate of a step, counted from 1. It rises, then falls linearly."""
         left = 1.0 - min(1.0, step / self.horizon)
         return self.learning_rate * min(step / self.warm_up, self.last + (1.0 - self.last) * left, 1.0)
 
 
 class Learner:
-    """The policy with its optimiser."""
+    """The policy with its optimizer."""
 
     def __init__(self, folder: Path, recipe: Recipe, *, seed: int = 0) -> None:
-        """Begin with the checkpoint in `folder`."""
+        """Load the checkpoint in `folder`."""
         self.model = load_policy(folder)
         self.recipe = recipe
         self.steps = 0
-        """Steps made; also the version of the weights."""
+        """The number of steps so far, which is also the version of the weights."""
         self._random = random.Random(seed)
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Change the weights; says what there is to watch. Without samples the version rises all the same."""
+        """Change the weights, and return the figures to watch. Without samples, only the version rises."""
         version, self.steps = self.steps, self.steps + 1
         if not samples:
             return {"tokens": 0.0}
@@ -79,7 +79,7 @@ class Learner:
         return {**_means(watched), **_staleness(samples, version), "tokens": tokens}
 
     def _minibatches(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
-        """The samples of each update, drawn anew in each epoch."""
+        """Yield the samples of each update, shuffled again in each epoch."""
         size = math.ceil(len(samples) / self.recipe.updates)
         for _ in range(self.recipe.epochs):
             order = self._random.sample(list(samples), len(samples))
@@ -87,7 +87,7 @@ class Learner:
                 yield order[at : at + size]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the weights."""
+        """Return the state that a checkpoint keeps in addition to the weights."""
         return {
             "steps": self.steps,
             "optimizer": self._optimizer.state_dict(),
@@ -95,7 +95,7 @@ class Learner:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from such a state."""
+        """Continue from a state that `state` returned."""
         self.steps = state["steps"]
         self._optimizer.load_state_dict(state["optimizer"])
         version, _, next_gauss = self._random.getstate()
@@ -103,7 +103,7 @@ class Learner:
 
     @torch.no_grad()
     def _proximal(self, samples: Sequence[Sample]) -> dict[int, Tensor]:
-        """Log-probabilities under the weights that the step begins with, by the sample."""
+        """Return the log-probabilities under the weights at the beginning of the step, by the sample's `id()`."""
         found = {}
         for part in portions(samples, self.recipe.portion):
             logprobs, _ = sampled_logprobs(self.model, part, self.recipe.temperature)
@@ -114,7 +114,7 @@ class Learner:
     def _update(
         self, samples: Sequence[Sample], proximal: dict[int, Tensor] | None
     ) -> list[dict[str, float]]:
-        """One step of the optimiser, its gradient summed over portions."""
+        """Make one step of the optimizer, with the gradient summed over portions; return the figures of each."""
         tokens = sum(len(sample.behaviour) for sample in samples)
         watched = []
         for part in portions(samples, self.recipe.portion):
@@ -143,7 +143,7 @@ class Learner:
 
 
 def _means(updates: Sequence[Sequence[dict[str, float]]]) -> dict[str, float]:
-    """Means over tokens, and the largest of what is a maximum."""
+    """Return means over the tokens; for a maximum, return the largest value."""
     parts = [part for update in updates for part in update]
     tokens = sum(part["tokens"] for part in parts)
     found = {name: sum(part[name] * part["tokens"] for part in parts) / tokens for name in parts[0]}
@@ -152,6 +152,6 @@ def _means(updates: Sequence[Sequence[dict[str, float]]]) -> dict[str, float]:
 
 
 def _staleness(samples: Sequence[Sample], version: int) -> dict[str, float]:
-    """How many versions the tokens lie behind the weights that are trained."""
+    """Return how many versions the tokens are behind the weights in training."""
     behind = version - np.concatenate([sample.versions for sample in samples])
     return {"staleness": float(behind.mean()), "staleness_max": float(behind.max())}

@@ -1,10 +1,12 @@
 """DAPO's loss with AReaL's decoupled objective, as one pure function.
 
-Three policies take part. The *behaviour* policy sampled a token (its log-probability came from the engine, with the
-weights of that time), the *proximal* one is the trainer's policy when the step began, and the *current* one is what
-is being changed. The ratio current / proximal is clipped; the ratio proximal / behaviour only weighs, is capped, and
-has no gradient. Guarantees: every trained token counts the same, however long its sample is; with one update per
-batch and no staleness this is the plain policy gradient.
+Three policies take part. The *behaviour* policy sampled a token: its log-probability came from the engine, with the
+weights of that time. The *proximal* policy is the trainer's when the step began. The *current* policy is being changed.
+The ratio current / proximal is clipped. The ratio proximal / behaviour is only a weight: it is capped, and has no
+gradient.
+
+Guarantees: every trained token counts the same, however long its sample is. With one update per batch and no staleness,
+this is the plain policy gradient.
 """
 
 from __future__ import annotations
@@ -28,21 +30,21 @@ class Clip:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The value to minimise, and what to watch."""
+    """The value to minimize, and figures to watch."""
 
     value: Tensor
     clipped: float
-    """Share of tokens whose gradient the clip took away."""
+    """The share of tokens whose gradient the clip removed."""
     capped: float
-    """Share of tokens whose weight was cut to the cap."""
+    """The share of tokens whose weight was reduced to the cap."""
 
 
 def dapo_loss(
     current: Tensor, proximal: Tensor, behaviour: Tensor, advantages: Tensor, tokens: int, clip: Clip
 ) -> Loss:
-    """The loss of these tokens; all tensors have one entry a sampled token.
+    """Return the loss of these tokens; all tensors have one entry per sampled token.
 
-    `tokens` is the number to divide by: that of all tokens of the update, also when it is made in portions.
+    `tokens` is the divisor: the number of tokens in the whole update, even if it is computed in portions.
     """
     ratio = torch.exp(current - proximal)
     weight = torch.exp(proximal - behaviour).detach()

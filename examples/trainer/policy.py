@@ -1,7 +1,7 @@
-"""The policy as the trainer sees it: any causal language model of transformers, and the log-probabilities of samples.
+"""The trainer's policy, which is any causal language model of transformers, and the log-probabilities of samples.
 
-Guarantee: `sampled_logprobs` gives one entry for each token that a policy sampled, in the order of the samples, under
-the temperature that it was sampled at; so its entries stand beside `Sample.behaviour` of the same samples.
+Guarantee: `sampled_logprobs` returns one entry for each sampled token, in the order of the samples and at the
+temperature of the sampling. The entries line up with `Sample.behaviour` of the same samples.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from torch import Tensor
 from rollout_client.arrays import BatchArrays
 
 PAD = 0
-"""Stands behind the end of shorter samples; attention is causal, so nothing that counts looks at it."""
+"""The padding after shorter samples. Attention is causal, so no token that counts attends to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One segment of a rollout, and what to make of it."""
+    """One segment of a rollout, and its advantage."""
 
     token_ids: NDArray[np.int32]
     mask: NDArray[np.bool_]
-    """Where a token was sampled, and is to be trained on."""
+    """True for each token that was sampled and is to be trained on."""
     behaviour: NDArray[np.float32]
-    """The engine's log-probabilities, of the sampled tokens alone."""
+    """The engine's log-probabilities of the sampled tokens only."""
     versions: NDArray[np.int32]
-    """The weights that sampled each of them."""
+    """The version of the weights that sampled each of these tokens."""
     advantage: float
 
 
 def samples_of(arrays: BatchArrays) -> list[Sample]:
-    """The segments of a batch that have something to teach: scored, better or worse than their group."""
+    """Return the segments of a batch to learn from: those of usable samples with an advantage other than 0."""
     tensors = arrays.tensors
     found = []
     for number, advantage in enumerate(tensors["advantages"]):
@@ -54,7 +54,7 @@ def samples_of(arrays: BatchArrays) -> list[Sample]:
 
 
 def load_policy(folder: Path) -> Any:
-    """A model in float32; eager attention is the fastest on a CPU for samples as short as these."""
+    """Load a model in float32. Eager attention is the fastest on a CPU for samples as short as these."""
     transformers.logging.disable_progress_bar()
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
@@ -62,9 +62,10 @@ def load_policy(folder: Path) -> Any:
 
 
 def sampled_logprobs(model: Any, samples: Sequence[Sample], temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the sampled tokens, and the entropies of the distributions that they were drawn from.
+    """Return the log-probabilities of the sampled tokens, and the entropies of the distributions at them.
 
-    What all samples begin with, as the system prompt, is run once; its cache carries the gradients of all rows.
+    A prefix that all samples share, such as the system prompt, is computed once; its cache carries the gradients of all
+    rows.
     """
     shared = _shared_prefix(samples)
     width = max(len(sample.token_ids) for sample in samples)
@@ -87,14 +88,14 @@ def sampled_logprobs(model: Any, samples: Sequence[Sample], temperature: float) 
 
 
 def portions(samples: Sequence[Sample], size: int) -> Iterator[list[Sample]]:
-    """The samples in portions of similar lengths, so that little is padded."""
+    """Yield the samples in portions of similar lengths, which need little padding."""
     ordered = sorted(samples, key=lambda sample: len(sample.token_ids))
     for start in range(0, len(ordered), size):
         yield ordered[start : start + size]
 
 
 def _shared_prefix(samples: Sequence[Sample]) -> int:
-    """How many leading tokens all samples share, and before the last one that is not sampled."""
+    """Return how many leading tokens all samples share, at most up to the last one before a sampled token."""
     shared = min(int(sample.mask.argmax()) - 1 for sample in samples)
     head = samples[0].token_ids[:shared]
     for sample in samples[1:]:

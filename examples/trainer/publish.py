@@ -1,4 +1,4 @@
-"""New weights for the engines: as a folder that they read, or as tensors that are broadcast to them.
+"""Publish new weights to the engines, as a folder that they read or as tensors that are broadcast to them.
 
 Guarantee: when `publish` returns, every engine of the pool that is in service samples with these weights.
 """
@@ -30,12 +30,16 @@ class Publisher(Protocol):
     """Gives weights to the engines."""
 
     async def publish(self, folder: Path, model: torch.nn.Module, version: int) -> None:
-        """The weights of `model`, which are in `folder` too; raises WeightsError when an engine refuses them."""
+        """Publish the weights of `model`, which are also in `folder`.
+
+        Raises:
+            WeightsError: An engine refuses them.
+        """
         ...
 
 
 class DiskPublisher:
-    """The engines read the checkpoint."""
+    """Has the engines read the checkpoint."""
 
     def __init__(self, client: RolloutClient) -> None:
         self._client = client
@@ -45,7 +49,7 @@ class DiskPublisher:
 
 
 class GroupPublisher:
-    """Rank 0 of a process group that the engines have joined broadcasts the tensors; no file is read."""
+    """Broadcasts the tensors as rank 0 of a process group that the engines have joined; no file is read."""
 
     def __init__(self, client: RolloutClient, group: c10d.ProcessGroup, name: str) -> None:
         self._client = client
@@ -54,7 +58,11 @@ class GroupPublisher:
 
     @classmethod
     async def join(cls, client: RolloutClient) -> GroupPublisher:
-        """Make a group with the engines that are in service now. Raises ConflictError, as for the embedded one."""
+        """Form a group with the engines that are in service now.
+
+        Raises:
+            ConflictError: An engine cannot join groups, like the embedded one.
+        """
         size = 1 + sum(
             view.pool == POOL and view.state is BackendState.READY for view in await client.backends()
         )
@@ -87,7 +95,7 @@ class GroupPublisher:
 
 
 def _join(port: int, size: int, name: str) -> c10d.ProcessGroup:
-    """A group beside torch's default one, under the names at which engines look for it."""
+    """Return a group in addition to torch's default one, under the names that engines look for."""
     store, rank, size = next(c10d.rendezvous(f"tcp://{ADDRESS}:{port}", 0, size, timeout=TIMEOUT))
     store.set_timeout(TIMEOUT)
     group, _ = c10d._new_process_group_helper(

@@ -1,4 +1,4 @@
-"""How busy the stages of the service are, from its `/metrics`."""
+"""The utilization of the service's stages, from its `/metrics`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _WORKED = re.compile(r'^rollout_stage_seconds_sum\{stage="(\w+)"\} (\S+)$', re.M
 
 
 class StageClock:
-    """Reads how long the stages have worked."""
+    """Reads how much time the stages have worked."""
 
     def __init__(self, url: str) -> None:
         self._url = f"{url}/metrics"
         self._read: tuple[float, dict[str, float]] | None = None
 
     async def busy(self) -> dict[str, float]:
-        """The mean number of workers that were busy in each stage since the call before; nothing at the first."""
+        """Return the mean number of busy workers in each stage since the previous call; nothing on the first."""
         async with httpx.AsyncClient() as http:
             text = (await http.get(self._url)).raise_for_status().text
         before = self._read

@@ -1,12 +1,12 @@
-"""Two environments in Python for training: `steps`, whose tool is needed more than once a task, and `slow`.
+"""Two environments in Python for training: `steps`, whose tool is needed more than once per task, and `slow`.
 
-Both look like `calc` to the policy: the same question, a tool `python` that is asked to print an expression, and an
-answer in a box. Behind it the sandbox's own bash calculates. With `steps`, the tool is killed when it has made one
-operation, and only what it has reckoned is kept: asked for an expression of two, it has no result until it is asked a
-second time. With `slow` an answer takes a second or two, and now and then very long, as builds and test suites do.
+To the policy, both look like `calc`: they have the same questions, a tool `python` that is asked to print an
+expression, and an answer in a box. The sandbox's bash does the arithmetic. In `steps`, the tool is killed after each
+operation and keeps only its intermediate result, so an expression with two operations has a result on the second call.
+In `slow`, a call takes a second or two, and sometimes very long, like builds and test suites.
 
-The folder is a plug-in: it works for a service that has it on its PYTHONPATH, as `examples/train_calc.py --plug-in`
-does, or installed by pip once it has a `pyproject.toml`.
+The folder is a plug-in. It works for a service that has it on its PYTHONPATH, as with
+`examples/train_calc.py --plug-in`, or, once it has a `pyproject.toml`, installed by pip.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from sandboxes import BashSession
 
 PRINT = re.compile(r"print\(\s*(\d{1,4}(?:\s*[-+*]\s*\d{1,4})*)\s*\)")
 KILLED = "[Python was restarted, its state is lost: it was killed]"
-"""What the built-in tool says then. The tiny policy has read it before, as it has the tool's name and description; in
-words that it has not it would never ask a second time, and there would be no reward to learn from."""
+"""The built-in tool's text after it was killed. The tiny policy saw this text, and the tool's name and description, in
+its training; with any other words it would never call a second time, and there would be no reward to learn from."""
 OPERATIONS = 2
-"""The operations of every task of `steps`."""
+"""The number of operations in every task of `steps`."""
 TYPICAL_SECONDS, SPREAD, LONGEST_SECONDS = 1.0, 1.2, 30.0
-"""A lognormal delay: the median, the standard deviation of its logarithm, and where it is cut."""
+"""A lognormal delay: its median, the standard deviation of its logarithm, and its upper limit."""
 SEED, HELD_OUT, TRAINING = 20_270, 128, 2_048
 
 
@@ -43,7 +43,7 @@ class Code(Arguments):
 
 
 async def one_step(arguments: Code, context: ToolContext) -> str:
-    """Make the next operation of an expression; another expression than before begins anew."""
+    """Evaluate the next operation of an expression; a different expression starts from the beginning."""
     expression, session = _expression(arguments), await _bash(context)
     before = (await session.run('echo "$asked/$left"', timeout=context.seconds)).output.strip()
     asked, _, left = before.partition("/")
@@ -54,7 +54,7 @@ async def one_step(arguments: Code, context: ToolContext) -> str:
 
 
 async def slowly(arguments: Code, context: ToolContext) -> str:
-    """Make all operations, after a while."""
+    """Evaluate the whole expression, after a delay."""
     expression, session = _expression(arguments), await _bash(context)
     delay = min(TYPICAL_SECONDS * random.lognormvariate(0.0, SPREAD), LONGEST_SECONDS)
     command = f"sleep {delay:.2f}; echo $(({expression}))"
@@ -62,7 +62,7 @@ async def slowly(arguments: Code, context: ToolContext) -> str:
 
 
 def next_operation(expression: str) -> str:
-    """The expression with its first product, or else its first operation, written as bash's `$((...))`."""
+    """Return the expression with its first product, or else its first operation, as bash's `$((...))`."""
     found = re.search(r"\d+\*\d+", expression) or re.match(r"-?\d+[-+]\d+", expression)
     if found is None:
         return expression
@@ -70,18 +70,18 @@ def next_operation(expression: str) -> str:
 
 
 def is_number(text: str) -> bool:
-    """Whether nothing is left to be calculated."""
+    """Return whether nothing is left to be calculated."""
     return re.fullmatch(r"-?\d+", text) is not None
 
 
 def tasks(seed: int, count: int, *, held_out: bool) -> list[CalcProblem]:
-    """Problems of exactly two operations, on one side of `calc`'s own split."""
+    """Return problems with exactly two operations, from one side of `calc`'s own split."""
     found = sample_problems(seed, 8 * count, held_out)
     return [each for each in found if len(re.findall(r"[-+*]", each["expression"])) == OPERATIONS][:count]
 
 
 class Steps(Calc):
-    """Instances as those of `calc`, of two operations."""
+    """`calc` with instances of two operations."""
 
     def dataset(self) -> list[dict[str, JsonValue]]:
         return [
@@ -103,7 +103,7 @@ def _expression(arguments: Code) -> str:
     match = PRINT.fullmatch(arguments.code.strip())
     if match is None:
         raise ToolInputError("SyntaxError: invalid syntax")
-    # Bash takes a number that begins with 0 for an octal one.
+    # Bash reads a number that begins with 0 as octal.
     return re.sub(r"\b0+(?=\d)", "", re.sub(r"\s", "", match[1]))
 
 
