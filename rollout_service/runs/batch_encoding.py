@@ -1,7 +1,7 @@
 """A batch on the wire as a safetensors file, which `rollout_client.arrays` describes and reads.
 
 Guarantees: the file's length is known before any trajectory is read, since the groups' heads contain all numbers of
-tokens. Columns are read and unpacked while others are sent, and what was sent is freed.
+tokens. Columns are read and unpacked while others are sent, and sent columns are freed.
 """
 
 from __future__ import annotations

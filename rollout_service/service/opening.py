@@ -1,6 +1,6 @@
 """Opens the parts of the service in order, and closes them in reverse.
 
-Guarantees: what a crash left behind is swept before any rollout starts; once `open_service` is left, nothing of this
+Guarantees: the leftovers of a crash are swept before any rollout starts; once `open_service` is left, nothing of this
 service lives on: no task, no sandbox, no engine that it started.
 """
 

@@ -205,7 +205,7 @@ class ImageStore:
         and files without a name are always removed.
 
         Returns:
-            Every name and what was decided about it; with `dry_run` nothing has been removed.
+            Every name, with the decision about it; with `dry_run` nothing has been removed.
         """
         if not self.root.is_dir():
             return ()

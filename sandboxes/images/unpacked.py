@@ -111,7 +111,7 @@ class UnpackedImages:
         """Remove folders until all fit the budget, least recently used first, and leftovers of dead services always.
 
         Returns:
-            Every folder and what was decided about it; with `dry_run` nothing has been removed.
+            Every folder, with the decision about it; with `dry_run` nothing has been removed.
         """
         if not self.root.is_dir():
             return ()

@@ -236,7 +236,7 @@ class HostProvider(SandboxProvider):
         return resources
 
     def make_resources(self, folder: RunFolder, group: ControlGroup | None) -> LauncherResources:
-        """Return what a sandbox that is being started has on this host."""
+        """Return the host's resources of a sandbox that is being started."""
         return LauncherResources(folder, group, self._leftovers, self._lingering)
 
     def make_sandbox(self, launched: LaunchedSandbox, spec: SandboxSpec) -> ControlledSandbox:

@@ -3,8 +3,8 @@
 Every service has one folder (`run_folders.ServiceFolder`), created before anything else and removed last. Sandbox ids,
 process marks and control groups begin with the folder's name. The service holds a lock on the folder, which the kernel
 releases when the service ends and for no other reason: not while it is stopped, and not because its pid is reused.
-Whoever gets the lock knows that the service is dead, and alone removes what it left. So any number of services and
-guards may sweep at once.
+A process that gets the lock knows that the service is dead, and alone removes its leftovers. So any number of services
+and guards may sweep at once.
 
 Folders of other users, of other hosts and with other names are not touched.
 

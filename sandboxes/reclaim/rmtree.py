@@ -1,7 +1,7 @@
-"""Removes a folder that hostile code has filled, such as what a sandbox wrote.
+"""Removes a folder that hostile code has filled, such as the files that a sandbox wrote.
 
 It never leaves the folder through a link or a mount. However deep the folders are nested, it needs no recursion and
-three descriptors. It opens folders whose modes forbid it. It raises nothing: what cannot be removed is reported.
+three descriptors. It opens folders whose modes forbid it. It raises nothing: failures to remove are reported.
 Subfolders are moved up to the top before they are emptied, so paths do not grow.
 
 Only the standard library is used here, because the guard starts without anything else.

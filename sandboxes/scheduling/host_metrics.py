@@ -1,4 +1,4 @@
-"""Read this host's pressure: PSI if the kernel has it, and how much is left of what can run out.
+"""Read this host's pressure: PSI if the kernel has it, and how much is left of resources that can run out.
 
 A reading takes about a dozen small files of /proc and of control groups, in a fraction of a millisecond. A value that
 the host does not report is None, never a guess. Inside a container, the limits of its control group apply.

@@ -1,4 +1,4 @@
-"""Strict reading of requests: what cannot be stored, or is unknown, is refused before a route sees it.
+"""Strict reading of requests: values that cannot be stored and unknown parameters are refused before a route runs.
 
 Guarantees: a body is JSON that can be written again (no lone surrogates, no NaN, bounded nesting), and the route knows
 every query parameter.

@@ -1,4 +1,4 @@
-"""The attacks: what a policy has been seen to do, or could, to be rewarded for nothing, or not to be scored.
+"""The attacks: ways, seen or possible, in which a policy gets rewarded for nothing, or avoids being scored.
 
 Each is a bash script that runs in the agent's own sandbox as the agent's user. They forge the results of graders that
 write `{"reward": 1}` to `$ROLLOUT_RESULT` and of those that print it, wherever a program, library, setting or file of

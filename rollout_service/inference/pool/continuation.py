@@ -11,7 +11,7 @@ from api_schemas.trajectories import FinishReason
 from rollout_service.inference.contract import GenerateRequest, Generation
 from rollout_service.inference.pool.merge_extras import MergedExtras
 
-_MAX_ATTEMPTS = 10_000  # what the attempt suffix of a request id can count
+_MAX_ATTEMPTS = 10_000  # as many as the attempt suffix of a request id can number
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """The router's beliefs about one engine: the prefixes it holds, its speed, and the work ahead of it.
 
-Guarantees: memory is bounded by the engine's capacity; what the engine reports replaces what was believed.
+Guarantees: memory is bounded by the engine's capacity; the engine's own reports replace the beliefs.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Scores the outcome where the agent never was; whatever is in the working folder is the agent's and not trusted."""
+"""Scores the outcome in a sandbox that the agent never used; trust nothing in the working folder."""
 
 import json
 import os

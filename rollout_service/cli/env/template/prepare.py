@@ -1,4 +1,4 @@
-"""Runs in the agent's sandbox before the agent comes, in its working folder."""
+"""Prepares the working folder of the agent's sandbox before the agent starts."""
 
 import json
 import os
