@@ -58,7 +58,7 @@ def problem(status: int, code: str = "some_code") -> httpx.Response:
 
 
 def answering(*answers) -> tuple[RolloutClient, list[httpx.Request]]:
-    """Return a client whose calls get these answers in turn, and its requests so far; an exception is raised."""
+    """Return a client that gets these answers in turn (an exception is raised), and a list of its requests."""
     left, seen = list(answers), []
 
     def handle(http_request: httpx.Request) -> httpx.Response:

@@ -487,7 +487,7 @@ def test_the_split_of_a_data_set_must_be_one_of_its_own(split: str | None, said:
 
 
 async def set_pages(store: SqliteStore, pages: str) -> None:
-    """Limit the file to this many pages (`page_count`: as many as it has); retry when a neighboring write fails it."""
+    """Limit the file to this many pages (`page_count`: as many as it has), retrying if the transaction fails."""
 
     def limit(db: sqlite3.Connection) -> None:
         count = db.execute("PRAGMA page_count").fetchone()[0] if pages == "page_count" else pages
@@ -610,7 +610,7 @@ async def test_a_damaged_part_of_the_file_holds_up_no_run_that_does_not_need_it(
     tasks = [Task(environment="calc", instance={"n": n, "pad": "x" * 20_000}) for n in range(2)]
     async with two_runs(tmp_path, source=InlineTasks(tasks=tasks)) as (it, may_end):
         while not damage_padding(tmp_path / "store.sqlite3"):
-            with suppress(StoreError):  # of a write in the same transaction
+            with suppress(StoreError):  # a write in the same transaction may fail
                 await it.store._read(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
         await it.store._read(lambda db: db.execute("PRAGMA shrink_memory").fetchall())
         may_end.set()

@@ -1,4 +1,4 @@
-"""The metrics of a service: each recording method leads to a sample of the metric that it names."""
+"""Each recording method of the metrics leads to a sample of the metric that it names."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_the_size_of_portions_changes_nothing(base, arrays):
 def test_several_updates_keep_the_proximal_policy_of_the_beginning(base, arrays):
     learner = Learner(base, replace(RECIPE, updates=4, learning_rate=0.1))
     watched = learner.step(samples_of(arrays))
-    assert watched["clipped"] > 0.0  # against weights that moved on, though the engine's were the first ones
+    assert watched["clipped"] > 0.0  # against weights that moved on, although the engine used the first ones
     assert watched["logprob_gap_max"] < 1e-4
 
 

@@ -34,7 +34,7 @@ class Counting(SandboxProvider):
         return []
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
 async def test_counts_are_read_repeatedly_and_shown() -> None:

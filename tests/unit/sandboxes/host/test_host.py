@@ -91,7 +91,7 @@ def test_what_the_facts_mean() -> None:
 
 
 def test_root_without_capabilities_cannot_mount_images() -> None:
-    """As root in a plain container; an ordinary user has none to begin with."""
+    """Root in a plain container is like that; an ordinary user has no capabilities to begin with."""
     drop = ["setpriv", "--bounding-set", "-all"] if os.geteuid() == 0 else []
     code = (
         "from sandboxes.host.facts import read_host_facts\n"

@@ -1,4 +1,4 @@
-"""Sandboxes of root run as another user, and the ids proposed for mapping belong to nobody else."""
+"""A root service runs sandboxes as another user, and the ids proposed for mapping belong to nobody else."""
 
 import os
 import pwd

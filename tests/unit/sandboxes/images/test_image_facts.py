@@ -135,7 +135,7 @@ def test_no_link_leads_out_and_no_file_blocks(root: Path, tmp_path: Path) -> Non
     (root / "etc" / "os-release").symlink_to("../../../../../.." + str(secret))
     bash = root / "usr" / "bin" / "bash"
     bash.unlink()
-    bash.symlink_to("/bin/bash")  # a loop, inside; outside it would be the host's
+    bash.symlink_to("/bin/bash")  # a loop inside the image; outside, it would be the host's bash
     os.mkfifo(root / "usr" / "lib" / "os-release")
     facts = read_facts(root)
     assert (facts.system, facts.bash) == (None, None)

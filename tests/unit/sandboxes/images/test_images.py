@@ -79,7 +79,7 @@ def definition(tmp_path: Path) -> Definition:
 
 
 def files_of(store: ImageStore) -> list[str]:
-    """Return the image files, without locks, which stay, and stamps."""
+    """Return the image files, without stamps and without the locks, which stay."""
     paths = (path.relative_to(store.root) for path in store.root.rglob("*") if path.is_file())
     found = [path for path in paths if path.parts[0] not in {"locks", "uses"} and path.suffix != ".json"]
     return sorted(str(path) for path in found)

@@ -1,4 +1,4 @@
-"""A sandbox's files: any size, any name, whole or not at all, with typed errors."""
+"""A sandbox's files, of any size and name, arrive whole or not at all, with typed errors."""
 
 import os
 import stat

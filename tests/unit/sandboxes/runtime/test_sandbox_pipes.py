@@ -1,4 +1,4 @@
-"""The host's ends of pipes: nothing is left behind, floods are bounded, and status lines survive any split."""
+"""The host's ends of pipes leave nothing behind, bound floods, and read status lines however they are split."""
 
 import os
 from itertools import pairwise
