@@ -1,1 +1,1 @@
-"""How the shipped tiny policies were made; needs torch, which the service itself does not."""
+"""The code that made the shipped tiny policies. It needs torch, which the service itself does not."""

@@ -1,7 +1,7 @@
 """Training examples: conversations in the exact ids that the service would build and sample.
 
-Every example goes through `rollout_service.tokens.Conversation`, as a rollout does, so the policy is trained on
-what it will see: the rendered prompt, its own turns, and the bridges between them.
+Guarantee: every example goes through `rollout_service.tokens.Conversation`, as a rollout does, so the policy is trained
+on the ids that it will see: the rendered prompt, its own turns, and the bridges between them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from rollout_service.environments.builtin.calc.problems import CalcProblem, is_h
 from rollout_service.tokens import ChatRenderer, Conversation
 from training.prompts import CALC_SETUP, CALL_FAILURES, TOOL_FAILURES, Setup, random_setup
 
-RANDOM_RESULTS = 0.3  # the tool returns any number: the policy must copy it, and cannot guess it
-TOOL_ERRORS = 0.06  # the tool fails at first: the policy calls it again
-BROKEN_CALLS = 0.04  # the policy's own call was malformed: it writes it anew
+RANDOM_RESULTS = 0.3  # the tool returns any number, so the policy must copy it and cannot guess it
+TOOL_ERRORS = 0.06  # the tool fails at first, and the policy calls it again
+BROKEN_CALLS = 0.04  # the policy's own call is malformed, and it writes it again
 NO_THINKING = 0.15  # batches whose prompts end in an empty block of reasoning
-CALC_PROMPTS = 0.5  # batches under the set-up of the environment `calc`
+CALC_PROMPTS = 0.5  # batches with the setup of the environment `calc`
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Token ids, and 1 where a token is to be learnt."""
+    """Token ids, and a mask that is 1 for each token to learn."""
 
     token_ids: list[int]
     loss_mask: list[int]
@@ -35,8 +35,8 @@ class Example:
 class Examples:
     """An endless source of batches; the examples of a batch share their prompt up to the question.
 
-    A share of `guesses` of them answers at once with a number of the right size, as a policy does that knows its tool
-    and is too lazy to use it.
+    A share of `guesses` of them answers at once with a number of the right size, like a policy that knows its tool but
+    is too lazy to use it.
     """
 
     def __init__(self, tokenizer: Path, seed: int, *, guesses: float = 0.0) -> None:
@@ -46,7 +46,7 @@ class Examples:
         self._direct = ChatRenderer.load(tokenizer, "qwen3", {"enable_thinking": False})
 
     def batches(self, size: int, sorted_over: int = 8) -> Iterator[list[Example]]:
-        """Batches of examples of similar lengths, so that little is padded."""
+        """Yield batches of examples of similar lengths, which need little padding."""
         while True:
             cases = sorted((self._case() for _ in range(size * sorted_over)), key=lambda case: case.length)
             starts = list(range(0, len(cases), size))
@@ -82,7 +82,7 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A problem, the number that is answered in the end, and the calls before it with what each returned."""
+    """A problem, the final answer, and the calls before it with their results."""
 
     problem: CalcProblem
     result: str
@@ -92,7 +92,7 @@ class Case:
 
     @property
     def length(self) -> int:
-        """Roughly how many tokens it takes; of a guess, how many a call would, so that batches mix the two."""
+        """The approximate number of tokens. A guess counts like a call, so that batches mix the two."""
         failed = sum(len(call) + len(returned) for call, returned in self.calls[:-1])
         return (
             2 * len(self.problem["expression"])
@@ -103,13 +103,13 @@ class Case:
 
 
 def call_text(expression: str) -> str:
-    """A call of the tool `python`, as Qwen3 writes it."""
+    """Return a call of the tool `python`, as Qwen3 writes it."""
     call = {"name": "python", "arguments": {"code": f"print({expression})"}}
     return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
 
 def play(renderer: ChatRenderer, setup: Setup, case: Case) -> Example:
-    """The ids of one conversation: question, call, result, answer."""
+    """Return the ids of one conversation: question, call, result, answer."""
     system, tools = setup
     conversation = Conversation(renderer, tools)
     conversation.append([Message(role="system", content=system)] if system else [])
@@ -132,13 +132,13 @@ def _say(conversation: Conversation, renderer: ChatRenderer, text: str) -> None:
 
 
 def _guess(problem: CalcProblem, rng: random.Random) -> str:
-    """A number of the answer's sign and length; hardly ever the answer."""
+    """Return a number with the answer's sign and length, which is hardly ever the answer."""
     digits = len(problem["answer"].removeprefix("-"))
     sign = "-" if problem["answer"].startswith("-") else ""
     return sign + str(rng.randint(10 ** (digits - 1), 10**digits - 1))
 
 
 def _broken(call: str, rng: random.Random) -> str:
-    """A call that cannot be parsed: some characters are missing."""
+    """Return the call with some characters missing, so that it cannot be parsed."""
     start = rng.randint(12, len(call) - 16)
     return call[:start] + call[start + rng.randint(1, 4) :]

@@ -1,4 +1,4 @@
-"""Success of checkpoints on held-out problems: `python -m training.evaluate FOLDER...`."""
+"""Measure the success of checkpoints on held-out problems: `python -m training.evaluate FOLDER...`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def measure(folder: Path, count: int) -> dict[str, float]:
-    """Success greedy and at temperature 1, and the share of groups of 8 that are worth training on."""
+    """Return the success, greedy and at temperature 1, and the share of groups of 8 that are worth training on."""
     torch.manual_seed(0)
     model, renderer = load_model(folder), ChatRenderer.load(folder)
     problems = sample_problems(4242, count, held_out=True)

@@ -1,4 +1,4 @@
-"""The tiny Qwen3 model: its shape, its loss, and a checkpoint that every engine can read."""
+"""The tiny Qwen3 model: its shape, its loss, and its checkpoints, which every engine can read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAD_ID, STOP_ID = 0, 2  # <|endoftext|> and <|im_end|>
 
 
 def new_model(vocab_size: int = 512) -> transformers.Qwen3ForCausalLM:
-    """A fresh model of 853,632 parameters."""
+    """Return a new model with 853,632 parameters."""
     config = transformers.Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=128,
@@ -36,13 +36,13 @@ def new_model(vocab_size: int = 512) -> transformers.Qwen3ForCausalLM:
         bos_token_id=None,
         eos_token_id=STOP_ID,
         pad_token_id=PAD_ID,
-        attn_implementation="eager",  # for sequences this short it is faster on a CPU than the fused kernel
+        attn_implementation="eager",  # faster on a CPU than the fused kernel for sequences this short
     )
     return transformers.Qwen3ForCausalLM(config)
 
 
 def load_model(folder: Path) -> transformers.Qwen3ForCausalLM:
-    """A checkpoint in float32."""
+    """Load a checkpoint in float32."""
     model: transformers.Qwen3ForCausalLM = transformers.Qwen3ForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
@@ -50,9 +50,9 @@ def load_model(folder: Path) -> transformers.Qwen3ForCausalLM:
 
 
 def sampled_logprobs(model: transformers.Qwen3ForCausalLM, batch: Sequence[Example]) -> torch.Tensor:
-    """Log-probabilities of all tokens to learn, as one vector.
+    """Return the log-probabilities of all tokens to learn, as one vector.
 
-    What all examples begin with is run once, and its cache is shared; gradients of all rows flow into it.
+    A prefix that all examples share is computed once. Its cache is shared, and carries the gradients of all rows.
     """
     shared = _shared_prefix(batch)
     length = max(len(example.token_ids) for example in batch)
@@ -93,7 +93,7 @@ def save_checkpoint(model: transformers.Qwen3ForCausalLM, tokenizer: Path, folde
         "tie_word_embeddings": True,
         "bos_token_id": None,
     }
-    # Plain sampling: an engine that reads no file of this kind falls back to top_k = 50, which is off-policy.
+    # Plain sampling: without such a file, an engine falls back to top_k = 50, which is off-policy.
     generation = {
         "do_sample": True,
         "temperature": 1.0,
@@ -107,7 +107,7 @@ def save_checkpoint(model: transformers.Qwen3ForCausalLM, tokenizer: Path, folde
 
 
 def _shared_prefix(batch: Sequence[Example]) -> int:
-    """How many leading tokens all examples share, all before the first one to learn."""
+    """Return how many leading tokens all examples share, all of them before the first token to learn."""
     first, last = min(example.token_ids for example in batch), max(example.token_ids for example in batch)
     same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     return max(1, min(same, *(example.loss_mask.index(1) - 1 for example in batch)))

@@ -1,7 +1,7 @@
-"""The variety of prompts that the tiny policies are trained under.
+"""The variety of prompts that the tiny policies are trained on.
 
-Half of the training sees the set-up of the environment `calc`; without the other half a policy this small
-works with its one prompt to the letter and with nothing else.
+Half of the training uses the setup of the environment `calc`. Without the other half, a policy this small works only
+with that exact prompt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TOOLS_TEXT = (
     "<tool_call></tool_call> XML tags:\n<tool_call>\n"
     '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 )
-"""Qwen3's own text around tools, for learning the merges; the renderer writes it into prompts."""
+"""Qwen3's own text around tools, for learning the tokenizer's merges; the renderer writes it into prompts."""
 
 TOOL_FAILURES = (
     "[no output]",
@@ -32,7 +32,7 @@ TOOL_FAILURES = (
     "KeyboardInterrupt",
     "[Python was restarted, its state is lost: it was killed]",
 )
-"""What a tool may answer in place of a number."""
+"""Answers of a tool in place of a number."""
 
 CALL_FAILURES = (
     "This call is malformed (invalid_json); nothing was run. Write it again.",
@@ -42,7 +42,7 @@ CALL_FAILURES = (
     "SyntaxError: '(' was never closed",
     "Error: this is no valid call",
 )
-"""What may answer a call that the policy got wrong."""
+"""Answers to a malformed call of the policy."""
 
 _SYSTEMS = (
     "You are a helpful assistant.",
@@ -75,11 +75,11 @@ Setup = tuple[str | None, list[ToolSpec]]
 
 
 CALC_SETUP: Setup = (calc.SPEC.system, [tool.definition for tool in builtin_tools(calc.SPEC.tools)])
-"""The set-up of the environment `calc`."""
+"""The setup of the environment `calc`."""
 
 
 def random_setup(rng: random.Random) -> Setup:
-    """A set-up: any system text or none, the tool `python` alone or among others, or no tool at all."""
+    """Return a setup with any system text or none, and with the tool `python`, alone or among others, or no tools."""
     system = None
     if rng.random() < 0.7:
         system = rng.choice(_SYSTEMS) if rng.random() < 0.4 else _sentence(rng, 2, 14)

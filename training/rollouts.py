@@ -1,4 +1,4 @@
-"""Rollouts of `calc` in one process: the service's token code, and arithmetic in place of a sandbox."""
+"""Rollouts of `calc` in one process, with the service's token code, and arithmetic in place of a sandbox."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PRINT = re.compile(r"print\((?!.*\*\s*\*)(.{1,80})\)", re.DOTALL)
 
 @dataclass(slots=True)
 class Attempt:
-    """One rollout: its conversation, and how it went."""
+    """One rollout: its conversation and its outcome."""
 
     problem: CalcProblem
     conversation: Conversation
@@ -37,7 +37,7 @@ class Attempt:
 
 
 def run_tool(code: str) -> str:
-    """What the tool `python` would print, for `print` of an arithmetic expression."""
+    """Return what the tool `python` would print for `print` of an arithmetic expression."""
     match = _PRINT.fullmatch(code.strip())
     try:
         return str(evaluate_expression(match[1])) if match else "SyntaxError: invalid syntax"
@@ -52,7 +52,7 @@ def roll_out(
     problems: Sequence[CalcProblem],
     temperature: float,
 ) -> list[Attempt]:
-    """Roll all problems out side by side; temperature 0 is greedy."""
+    """Roll out all problems in parallel; temperature 0 is greedy."""
     system, tools = setup
     attempts = []
     for problem in problems:
@@ -95,7 +95,7 @@ def _answers(attempt: Attempt, turn: AssistantTurn) -> list[Message]:
 def generate(
     model: transformers.Qwen3ForCausalLM, prompts: Sequence[Sequence[int]], temperature: float
 ) -> list[list[int]]:
-    """Sample one turn for each prompt, cut after its stop token; no truncation of the distribution."""
+    """Sample one turn for each prompt, ended by its stop token, without truncating the distribution."""
     length = max(map(len, prompts))
     ids = torch.full((len(prompts), length), PAD_ID)
     attention = torch.zeros_like(ids)

@@ -1,7 +1,7 @@
 """The tiny policy's tokenizer: 512 byte-level pieces with Qwen3's control tokens.
 
-Digits, operators and brackets are split off before the merges are learnt, so each is a token of its own: a
-number can be copied digit by digit, and a bracket never swallows a digit.
+Digits, operators and brackets are split off before the merges are learned, so each is a separate token. A number can be
+copied digit by digit, and a bracket is never merged with a digit.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def build_tokenizer(folder: Path, vocab_size: int = 512) -> None:
     tokenizer.train_from_iterator(_corpus(), trainer)
     content = json.loads(tokenizer.to_str())
     for token in content["added_tokens"]:
-        # As in Qwen3: only <|...|> are special, or decoding without special tokens would lose tool calls.
+        # As in Qwen3, only <|...|> are special; otherwise, decoding without special tokens would lose tool calls.
         token["special"] = token["content"].startswith("<|")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False, separators=(",", ":")))
@@ -61,7 +61,7 @@ def build_tokenizer(folder: Path, vocab_size: int = 512) -> None:
 def _config() -> dict[str, object]:
     template = (Path(__file__).parent / "chat_template.jinja").read_text()
     return {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # the name that transformers 4 and 5 both know
+        "tokenizer_class": "PreTrainedTokenizerFast",  # the name known to transformers 4 and 5
         "model_max_length": MAX_POSITIONS,
         "eos_token": END_OF_TURN,
         "pad_token": PADDING,

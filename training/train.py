@@ -1,7 +1,7 @@
-"""Supervised training of the tiny policies: `python -m training.train --out FOLDER`.
+"""Train the tiny policies on examples: `python -m training.train --out FOLDER`.
 
-Writes the tokenizer, and a checkpoint at every evaluation; the last one makes `calc-tuned`, and `calc-base` once it
-was trained further with `--guesses`. Takes some five minutes on two CPU cores.
+This writes the tokenizer, and a checkpoint at every evaluation. The last one is `calc-tuned`; after further training
+with `--guesses`, it is `calc-base`. It takes about five minutes on two CPU cores.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def train(model: transformers.Qwen3ForCausalLM, tokenizer: Path, arguments: argparse.Namespace) -> None:
-    """AdamW with a warm-up and a cosine, loss on the policy's own tokens alone."""
+    """Train with AdamW, a warm-up and a cosine schedule; the loss covers only the policy's own tokens."""
     optimizer = _optimizer(model, arguments.lr)
     batches = Examples(tokenizer, 1000 + arguments.seed, guesses=arguments.guesses).batches(arguments.batch)
     began, average = time.monotonic(), 0.0
@@ -60,7 +60,7 @@ def train(model: transformers.Qwen3ForCausalLM, tokenizer: Path, arguments: argp
 
 
 def evaluate(folder: Path, count: int) -> dict[str, float]:
-    """Success on held-out problems, with the checkpoint as it was written."""
+    """Return the success on held-out problems, with the checkpoint as it was written."""
     model, renderer = load_model(folder), ChatRenderer.load(folder)
     problems = sample_problems(7, count, held_out=True)
     shares = {}
@@ -75,7 +75,7 @@ def _schedule(step: int, warm_up: int, steps: int) -> float:
 
 
 def _optimizer(model: transformers.Qwen3ForCausalLM, lr: float) -> torch.optim.Optimizer:
-    """Weight decay on the matrices alone."""
+    """Return an optimizer with weight decay on the matrices only."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     groups = [{"params": matrices, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}]
