@@ -1,7 +1,7 @@
 """A typed, asynchronous client of the service, for trainers and for the command line.
 
 Guarantees: every call may be sent twice without harm (a rollout without an id gets one here), so a call is repeated
-with back-off while the server cannot be reached or cannot take it, for at most `patience_seconds`; `run_all` gives each
+with back-off while the server cannot be reached or cannot take it, for at most `patience_seconds`. `run_all` gives each
 rollout exactly once, through planned restarts of the server and through crashes.
 
 Every call may raise the errors of `errors`, which can be imported from here too; docstrings name those that a caller

@@ -1,10 +1,12 @@
 """The contract of an environment: how a task is set up, what the agent may do, how the outcome is scored.
 
 Three coroutines: `init` and `run`, for which `agent_environment.AgentEnvironment` has working defaults, and `evaluate`.
-Guarantees of the pipeline: each runs under its stage's deadline and may be cancelled at any await; `evaluate` may be
-called again after a failure that may pass; the sandbox in `Episode` is alive, belongs to this rollout alone, and is
-released by the pipeline, never by the environment; anything that `evaluate` must keep from the agent stays out of the
-sandbox until the agent has ended.
+
+Guarantees of the pipeline:
+- Each runs under its stage's deadline, and may be cancelled at any await.
+- `evaluate` may be called again after a failure that may pass.
+- The sandbox in `Episode` is alive and belongs to this rollout alone. The pipeline releases it, never the environment.
+- Anything that `evaluate` must keep from the agent stays out of the sandbox until the agent has ended.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
 """Runs of an agent's program, kept as data for the grader.
 
-Guarantees: while the program runs, its sandbox holds nothing of the grader or the result, and nothing of the instance
-but this run's input; each run has a limit on time and output, and all runs together one on time; no process survives
-into the next run; whatever the program does to its sandbox fails that run, never the evaluation.
+Guarantees:
+- While the program runs, its sandbox holds nothing of the grader or the result, and of the instance only this run's
+  input.
+- Each run has a limit on time and output, and all runs together have one on time.
+- No process survives into the next run.
+- Damage that the program does to its sandbox fails that run, never the evaluation.
 """
 
 from __future__ import annotations

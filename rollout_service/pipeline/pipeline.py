@@ -1,11 +1,14 @@
 """The pipeline: leases rollouts from the store, sends them through the stages, and settles how each ended.
 
-Guarantees: every lease is settled exactly once, as completed, failed, cancelled, or queued again for another attempt;
-a rollout is never worked on twice at a time, even if the store cannot be written for longer than a lease; a rollout
-begins only while its pool has a backend in service, and waiting for one uses no attempt and counts against no
-deadline; only failures that may pass are retried, within a budget; a cancellation takes effect at any moment and
-frees everything the rollout held; at a shutdown, unfinished rollouts go back to the store with their attempt
-refunded. All tasks live in the task group of `running`; none outlives it.
+Guarantees:
+- Every lease is settled exactly once, as completed, failed, cancelled, or queued again for another attempt.
+- A rollout is never worked on twice at a time, even if the store cannot be written for longer than a lease.
+- A rollout begins only while its pool has a backend in service. Waiting for one uses no attempt and counts against no
+  deadline.
+- Only failures that may pass are retried, within a budget.
+- A cancellation takes effect at any moment, and frees everything the rollout held.
+- At a shutdown, unfinished rollouts go back to the store with their attempt refunded.
+- All tasks live in the task group of `running`; none outlives it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Sandboxes for episodes: from an environment's settings to a running sandbox, and files from one to the next.
 
 Between the end of the agent and the score, nothing that the agent wrote is executed or interpreted except as data, or
-in a separate step without grader, instance or result. Guarantees: when files are taken out of an agent's sandbox, no
-process of the agent is left, and none of its programs takes part; an artifact that the agent did not make is missing
-for the grader; artifacts above the limit, or lost with a sandbox that the agent ended, are an empty submission and
-never a failure.
+in a separate step without grader, instance or result.
+
+Guarantees:
+- When files are taken out of an agent's sandbox, no process of the agent is left, and none of its programs takes part.
+- An artifact that the agent did not make is missing for the grader.
+- Artifacts above the limit, or lost with a sandbox that the agent ended, are an empty submission, never a failure.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
 """A stage: a bounded queue in front of a number of workers.
 
-Guarantees: at most `workers` rollouts are worked on and at most `places` wait for a worker; a rollout keeps the
-worker of the previous stage until it has a place here, so a full queue holds up the stages before it and drops
-nothing; places and workers are granted in order of arrival; a cancellation at any point gives back whatever was held;
-the deadline is absolute and starts with the work, so time in a queue counts against no deadline.
+Guarantees:
+- At most `workers` rollouts are worked on, and at most `places` wait for a worker.
+- A rollout keeps the worker of the previous stage until it has a place here, so a full queue holds up the stages before
+  it and drops nothing.
+- Places and workers are granted in order of arrival.
+- A cancellation at any point gives back everything the rollout held.
+- The deadline is absolute and starts with the work, so time in a queue counts against no deadline.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class LimitViolations:
     def drain_with_call(
         self, timeout: float | None, output_limit: int | None
     ) -> tuple[LimitExceededError, ...]:
-        """Return what `drain` does, and the call's own limits that were reached: its time-out and its output limit."""
+        """Return what `drain` does, and the call's own limits that were reached: its timeout and its output limit."""
         found = self.drain()
         if timeout is not None:
             self._monitor.tally["time"] += 1

@@ -2,7 +2,7 @@
 
 They isolate NOTHING. Code inside can read and change whatever this user can, reach the network, and end other
 processes. Limits on memory, processes, disk and processor time are not enforced. Images are not used. The network can
-neither be switched off nor restricted to a list of hosts. What does hold: the contract's sessions, time-outs and output
+neither be switched off nor restricted to a list of hosts. These do hold: the contract's sessions, timeouts and output
 limits, a clean environment, and a private working folder that is removed with the sandbox.
 """
 

@@ -14,7 +14,7 @@ from sandboxes.runtime.output import OutputBuffer
 from sandboxes.runtime.pipes import ERROR, INPUT, OUTPUT, READ_SIZE, Reader, read_some, write_all
 
 GRACE = 1.0
-"""Seconds between SIGTERM and SIGKILL for a program at its time-out."""
+"""Seconds between SIGTERM and SIGKILL for a program at its timeout."""
 MESSAGE_LIMIT = 4096
 STALL_SECONDS = 30.0
 """How long the sandbox's side of a stream may stall; its programs may be hostile."""
@@ -31,7 +31,7 @@ async def run_collected(
     output_limit: int,
     violations: LimitViolations,
 ) -> ExecResult:
-    """Run a program to its end or its time-out.
+    """Run a program to its end or its timeout.
 
     Raises:
         SandboxClosedError, ValueError: as `Sandbox.exec` does.

@@ -126,7 +126,7 @@ class ShellSession(BashSession):
 
     @staticmethod
     async def _run_to_code(shell: _Shell, running: ShellCommand, command: str, until: float) -> int | None:
-        """Run the command; return its exit code, or None if its time-out ended it."""
+        """Run the command; return its exit code, or None if its timeout ended it."""
         interrupter = shell.interrupter
         with suppress(TimeoutError):
             await write_all(shell.child.pipes.fds[INPUT], frame_command(command, running.nonce), until)

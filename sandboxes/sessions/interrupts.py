@@ -4,10 +4,10 @@ A shell is in one of five states:
 
 - *idle*: no command runs. A command makes it *running*; an interrupt does nothing.
 - *running*: the host waits for the report of the command's end. The report makes it *idle*; a request to interrupt or
-  the command's time-out makes it *interrupting*; the end of the shell makes it *dead*.
+  the command's timeout makes it *interrupting*; the end of the shell makes it *dead*.
 - *interrupting*: signals go to the command, one step of `InterruptTiming` after another, until its report comes.
   The report makes it *settling*. If a requested interrupt goes through all its steps (10 s) without a report, the
-  command keeps running until its time-out. If the steps of the time-out (4 s) bring no report either, the shell is
+  command keeps running until its timeout. If the steps of the timeout (4 s) bring no report either, the shell is
   *dead*.
 - *settling*: the report has come, but a signal may still be on its way and would end the next command. The shell is
   asked, up to `questions` times, to report once more. Its answer makes it *idle*; no answer makes it *dead*.
@@ -52,7 +52,7 @@ class InterruptTiming:
     """The signals of a requested interrupt, each with the seconds that the command has to react to it."""
 
     timeout_steps: Sequence[tuple[str, float]] = (("INT", 1.0), ("INT", 1.0), ("TERM", 1.0), ("KILL", 1.0))
-    """The same for a command at its time-out."""
+    """The same for a command at its timeout."""
 
     nudge_pause: float = 0.03
     """Seconds between two signals to the shell alone within a step."""
@@ -151,7 +151,7 @@ class Interrupter:
         return await self._stop(command, self.timing.interrupt_steps, until)
 
     async def end_overdue(self, command: ShellCommand) -> int | None:
-        """Go through the steps of a time-out; return the exit code, or None if the command goes on."""
+        """Go through the steps of a timeout; return the exit code, or None if the command goes on."""
         return await self._stop(command, self.timing.timeout_steps)
 
     async def _stop(

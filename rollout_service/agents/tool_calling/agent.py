@@ -1,9 +1,10 @@
 """The built-in agent: the policy answers, its tool calls run, and their results go back to it.
 
-Guarantees: results are in the order of the calls; a malformed call gets an explanation as its result, and so does a
-call for which the agent left no room in its sandbox; a failure of the infrastructure ends the rollout with an error
-of its own type; whatever stops the agent, the calls and seconds so far are counted and the conversation ends after a
-whole turn.
+Guarantees:
+- Results are in the order of the calls.
+- A malformed call gets an explanation as its result. So does a call for which the agent left no room in its sandbox.
+- A failure of the infrastructure ends the rollout with a typed error.
+- Whatever stops the agent, the calls and seconds so far are counted, and the conversation ends after a whole turn.
 """
 
 from __future__ import annotations
