@@ -93,7 +93,7 @@ class RolloutClient:
 
     `patience_seconds` is how long a call is repeated while the server cannot be reached or cannot take it now (408,
     429, 502, 503, 504), as during a restart; 0 tries once. `ca_file` is a PEM file of certificates to trust in addition
-    to the system's, for a server with a certificate of your own authority.
+    to the system's, for a server whose certificate your own authority issued.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""TRL: `rollout_func` of GRPOTrainer. Proven with TRL 1.16.
+"""TRL: `rollout_func` of GRPOTrainer. Tested with TRL 1.16.
 
     hook = RolloutHook(RolloutSubmitter.from_environment(), weights="/shared/weights")
     trainer = GRPOTrainer(

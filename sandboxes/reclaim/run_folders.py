@@ -6,7 +6,8 @@ whose name begins the ids of its sandboxes, and holds a lock on it for as long a
 
 pipes/    named pipes of processes; read-only inside, where it can be entered but not listed
 sockets/  the kernel's sockets; writable inside
-overlay/  what the sandbox writes         image  the image, as the launcher sees it
+overlay/  files that the sandbox writes
+image     the image, as the launcher sees it
 log       the launcher's output
 """
 
