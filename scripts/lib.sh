@@ -1,4 +1,4 @@
-# Shared by the scripts of this folder; source it. Each `ensure_*` is quick when there is nothing to do, safe to
+# Functions shared by the scripts of this folder; source it. Each `ensure_*` is quick if there is nothing to do, safe to
 # interrupt, and safe to run twice at once (a lock is held while something is installed).
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -11,7 +11,7 @@ fail() {
     exit 1
 }
 
-# Sandboxes are made of what the Linux kernel has; macOS also lacks programs that these scripts call.
+# Sandboxes need features of the Linux kernel; macOS also lacks programs that these scripts call.
 require_linux() {
     [[ $(uname -s) == Linux ]] ||
         fail "this needs Linux, and this is $(uname -s). Use a Linux machine, or a virtual one (on Windows: WSL 2)." \
@@ -19,8 +19,8 @@ require_linux() {
 }
 require_linux
 
-# step TEXT COMMAND...: runs a command with its output in the log; prints one line with its seconds, and the end
-# of the log when it fails.
+# step TEXT COMMAND...: run a command with its output in the log; print one line with its seconds and, if it fails, the
+# end of the log.
 step() {
     local text=$1 start=$EPOCHREALTIME
     shift
@@ -33,7 +33,7 @@ step() {
     awk -v a="$start" -v b="$EPOCHREALTIME" 'BEGIN { printf "%.1f s\n", b - a }' >&2
 }
 
-# The lock is on a descriptor of this shell, and is given up with `unlock` or with the shell.
+# The lock belongs to a descriptor of this shell; `unlock`, or the end of the shell, releases it.
 lock() {
     mkdir -p "$cache"
     exec 9>"$cache/setup.lock"
@@ -44,7 +44,7 @@ unlock() {
     exec 9>&-
 }
 
-# needs_admin WHAT COMMAND...: ends here for an ordinary user, and says what an administrator must run.
+# needs_admin WHAT COMMAND...: fail for an ordinary user, and say what an administrator must run.
 needs_admin() {
     local what=$1
     shift
@@ -52,7 +52,7 @@ needs_admin() {
 }
 
 apt_install() {
-    apt-get update --quiet || true # lists that are there may do
+    apt-get update --quiet || true # the existing lists may suffice
     DEBIAN_FRONTEND=noninteractive apt-get install --yes --quiet --no-install-recommends "$@"
 }
 
@@ -70,7 +70,7 @@ find_python() {
         "(or name one in ROLLOUT_PYTHON)"
 }
 
-# pip_setting PYTHON NAME: pip's own configuration, which uv does not read: indexes and folders of packages.
+# pip_setting PYTHON NAME: print a setting of pip (indexes and folders of packages), which uv does not read.
 pip_setting() {
     local variable=PIP_${2^^}
     variable=${variable//-/_}
@@ -81,11 +81,11 @@ pip_setting() {
     fi
 }
 
-# configure_uv PYTHON: gives uv the settings of this Python's pip.
+# configure_uv PYTHON: give uv the settings of this Python's pip.
 configure_uv() {
     local value
     export UV_SYSTEM_CERTS=1 UV_NO_PROGRESS=1 UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never
-    # pip looks into all of its indexes; every package is pinned by hash, so the best match is also a safe one.
+    # pip searches all of its indexes. Every package is pinned by hash, so the best match is also a safe one.
     export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}
     if [[ -z ${UV_DEFAULT_INDEX:-} ]] && value=$(pip_setting "$1" index-url) && [[ -n $value ]]; then
         export UV_DEFAULT_INDEX=$value
@@ -98,7 +98,7 @@ configure_uv() {
     fi
 }
 
-# uv lives in an environment of its own, so that pip is all that a machine needs.
+# uv is installed in its own environment, so a machine needs only pip.
 ensure_uv() {
     python=$(find_python) || exit 1
     uv=$cache/bootstrap/bin/uv
@@ -138,8 +138,8 @@ venv_is_ready() {
     [[ -x $venv/bin/rollout-service && -f $venv/.installed && $(<"$venv/.installed") == "$(venv_fingerprint)" ]]
 }
 
-# install_editable ENVIRONMENT PROJECT...: without dependencies. Each is built in an environment of its own, from the
-# build backend of the lock.
+# install_editable ENVIRONMENT PROJECT...: install projects without their dependencies. Each is built in its own
+# environment, with the build backend of the lock.
 install_editable() {
     local environment=$1
     shift
@@ -158,7 +158,7 @@ ensure_venv() {
     venv_fingerprint >"$venv/.installed"
 }
 
-# deploy/torch/torch.txt says why torch is in no lock; what it requires comes first, so that it comes alone.
+# deploy/torch/torch.txt says why torch is not in a lock. Its requirements are installed first, so torch comes alone.
 trainer_is_ready() {
     "$venv/bin/python" -c 'import importlib.util as find, sys; sys.exit(find.find_spec("torch") is None)'
 }
@@ -178,14 +178,14 @@ has_apptainer() {
     [[ -n ${ROLLOUT_APPTAINER:-} ]] || command -v apptainer >/dev/null || [[ -x /opt/apptainer/bin/apptainer ]]
 }
 
-# As root also the tools that build images, which a machine with an Apptainer of its own may lack.
+# As root, also install the tools that build images, which a machine with its own Apptainer may lack.
 ensure_apptainer() {
     has_apptainer && { [[ $(id -u) != 0 ]] || command -v mmdebstrap >/dev/null; } && return
     needs_admin Apptainer "$root/scripts/install-apptainer"
     step "install Apptainer" "$root/scripts/install-apptainer"
 }
 
-# An ordinary user installs Debian's packages into the image with ids of its own, as `newuidmap` gives them.
+# An ordinary user needs subordinate ids (`newuidmap`) to install Debian packages into the image.
 require_ids() {
     local command
     [[ $(id -u) != 0 ]] || return 0
@@ -200,7 +200,7 @@ ensure_base_image() {
     local stamp=$cache/base-image fingerprint images
     images=${ROLLOUT_IMAGES_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/rollout-service/images}
     fingerprint=$(sha256sum <"$root/sandboxes/definitions/base.def")
-    # An image that is there is used, whoever built it; it is built anew where this checkout has built another.
+    # An existing image is used, whoever built it. It is rebuilt if this checkout built it from another definition.
     [[ -e $images/base.sif ]] && [[ ! -f $stamp || $(<"$stamp") == "$fingerprint" ]] && return
     require_ids
     ensure_uv # the image's Python packages may come through it
@@ -208,7 +208,7 @@ ensure_base_image() {
     echo "$fingerprint" >"$stamp"
 }
 
-# Checks the unit of deploy/systemd; nothing of systemd has to run for it.
+# systemd-analyze checks the unit in deploy/systemd; systemd itself need not run.
 ensure_systemd() {
     command -v systemd-analyze >/dev/null && return
     needs_admin systemd-analyze apt-get install systemd

@@ -1,11 +1,13 @@
 """Stand-ins for the GPU packages that SGLang 0.5.23 imports on every machine: sgl_kernel, torchvision and triton.
 
-Python imports this module at start-up when its folder is on PYTHONPATH; it does nothing unless
-SGLANG_USE_CPU_ENGINE=1. It covers imports alone: SGLang names these packages' kernels, types and decorators at
-import time and, with the torch_native attention backend, calls none of them. What is called by mistake gives a
-placeholder and no answer, so a server that runs on this must be checked for the numbers it returns; the
-project's agreement tests do that. A package that is really installed always wins, and code that asks whether one
-is installed hears that it is not.
+Python imports this module at startup if its folder is on PYTHONPATH; it does nothing unless SGLANG_USE_CPU_ENGINE=1.
+
+The stand-ins cover only imports: SGLang names these packages' kernels, types and decorators at import time and, with
+the torch_native attention backend, calls none of them. A kernel that is called by mistake returns a placeholder and no
+result, so the numbers of a server that runs on this must be checked; the project's agreement tests do that.
+
+Guarantees: a package that is really installed takes precedence, and code that asks whether one of these packages is
+installed is told that it is not.
 """
 
 import importlib
@@ -23,13 +25,17 @@ TRITON_VERSION = "3.7.1"
 
 
 def _refuse_dunder(name: str) -> None:
-    """Protocol lookups (``__wrapped__``, ``__iter__``...) must see that there is nothing here."""
+    """Refuse protocol lookups such as ``__wrapped__`` and ``__iter__``, which must find nothing.
+
+    Raises:
+        AttributeError: The name is a dunder name.
+    """
     if name.startswith("__"):
         raise AttributeError(name)
 
 
 class Placeholder:
-    """An object that may be called, subscripted, read from, and used as a decorator with or without arguments."""
+    """An object that can be called, subscripted and read from, and used as a decorator with or without arguments."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         is_bare_decorator = len(args) == 1 and not kwargs and callable(args[0])
@@ -51,7 +57,7 @@ class Placeholder:
 
 
 class PlaceholderType(type):
-    """The type of stand-in classes: their members (of enumerations, mostly) are their own names."""
+    """The type of stand-in classes. Their members, mostly those of enumerations, are their own names."""
 
     def __getattr__(cls, name: str) -> str:
         _refuse_dunder(name)
@@ -59,7 +65,7 @@ class PlaceholderType(type):
 
 
 class PlaceholderModule(ModuleType):
-    """A package whose every attribute exists: capitalised names are classes, the others placeholders."""
+    """A package in which every attribute exists: capitalized names are classes, the others are placeholders."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -74,7 +80,7 @@ class PlaceholderModule(ModuleType):
 
     def _make(self, name: str) -> Any:
         if self.__name__ == "triton.runtime" and name == "driver":
-            raise RuntimeError("0 active drivers")  # what triton itself says without a GPU
+            raise RuntimeError("0 active drivers")  # triton's own message without a GPU
         if self.__name__ == "triton" and name in TRITON_SUBMODULES:
             return importlib.import_module(f"triton.{name}")
         if self.__name__ == "triton.runtime" and name == "jit":
@@ -85,11 +91,11 @@ class PlaceholderModule(ModuleType):
 
 
 def _accept_anything(self: object, *args: Any, **kwargs: Any) -> None:
-    """The constructor of a stand-in class."""
+    """Construct an instance of a stand-in class."""
 
 
 def _is_availability_probe() -> bool:
-    """Whether the import system was entered through importlib.util.find_spec rather than an import."""
+    """Return whether the import system was entered through importlib.util.find_spec rather than an import."""
     frame = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("importlib"):
         if frame.f_globals["__name__"] == "importlib.util":
@@ -99,7 +105,7 @@ def _is_availability_probe() -> bool:
 
 
 class PlaceholderFinder(MetaPathFinder, Loader):
-    """Finds the stand-ins, after every other finder has failed."""
+    """Finds the stand-ins after every other finder has failed."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
         if fullname.partition(".")[0] not in PACKAGES or _is_availability_probe():
@@ -110,7 +116,7 @@ class PlaceholderFinder(MetaPathFinder, Loader):
         return PlaceholderModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """A stand-in has no code of its own."""
+        """Do nothing: a stand-in has no code."""
 
 
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
@@ -118,7 +124,7 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
 
 
 class NoRuntime:
-    """CUDA's runtime, where there is none: it locks no pages, which nothing but a GPU needs, and says that it has."""
+    """A stand-in for CUDA's runtime. It reports that it has locked pages without doing so, which only a GPU needs."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("cudaHostRegister", "cudaHostUnregister"):
