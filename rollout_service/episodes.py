@@ -106,7 +106,7 @@ class Policy(Protocol):
     def replace(self, messages: list[Message], reason: ForkReason = ForkReason.HISTORY_EDITED) -> None:
         """Replace the whole history, for example by a summary of it (`COMPACTION`).
 
-        The next turn begins a new segment. What was sampled before stays trainable in its own segment.
+        The next turn begins a new segment. Tokens sampled before stay trainable in their own segment.
         """
         ...
 

@@ -17,7 +17,7 @@ class BashSession(ABC):
     ) -> BashResult:
         """Run a command of any number of lines in this session's shell.
 
-        At the timeout the command gets SIGINT, then SIGTERM, then SIGKILL. What it printed is returned with
+        At the timeout the command gets SIGINT, then SIGTERM, then SIGKILL. Its output is returned with
         `timed_out`, and the session goes on. Processes that it put into the background live on.
 
         Raises:

@@ -75,7 +75,7 @@ class ImageFacts:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What to do about each thing it lacks, one sentence each."""
+        """Advice on each thing that it lacks, one sentence each."""
         return tuple(_advice(self))
 
     def as_json(self) -> dict[str, Any]:

@@ -5,8 +5,8 @@ it. So each check runs in its own forked process, under limits of CPU time and m
 forks from this process because importing sympy takes two seconds.
 
 Guarantee: a verdict is given only after the gold answer was parsed, and compared with 0, under the same limits.
-Whatever happens after that is the answer's doing, so running out of CPU time or memory is a verdict; a process that
-ends in any other way is a failure and gives no score.
+After that, running out of CPU time or memory is the answer's doing and therefore a verdict; a process that ends in any
+other way is a failure and gives no score.
 
 A request is a line of JSON, `[gold, answer, cpu_seconds]`, and so is its answer: a verdict, or why there is none.
 The process ends with its standard input.
