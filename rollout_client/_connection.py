@@ -69,7 +69,7 @@ class Connection:
         """Send a request and parse the response as `model`; None takes any JSON.
 
         Raises:
-            ClientError: as `send` does, and if the response is of another type.
+            ClientError: The request failed, as for `send`, or the response is of another type.
         """
         response = await self.send(method, path, body, params=params, seconds=seconds)
         return parse(TypeAdapter(Any if model is None else model), response.content or b"null")
@@ -91,9 +91,9 @@ class Connection:
         `receive` reads the body, from the start again if the connection breaks; `into` takes a large one.
 
         Raises:
-            UnreachableError: if the patience ends without a response.
-            ProblemError: if the server refuses the request.
-            ProtocolError: if the response is not one of this API.
+            UnreachableError: The patience ends without a response.
+            ProblemError: The server refuses the request.
+            ProtocolError: The response is not one of this API.
         """
         timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
         request = self.http.build_request(
@@ -138,9 +138,9 @@ class Connection:
 
 
 class Patience:
-    """How long one request is repeated, with pauses that double up to a limit and are drawn at random.
+    """The back-off of one request, with random pauses that double up to a limit.
 
-    The time is counted from the first failure: a request may have waited long before the server went away.
+    The time is counted from the first failure, since a request may have waited long before the server went away.
     """
 
     def __init__(self, address: str, seconds: float) -> None:
@@ -153,7 +153,7 @@ class Patience:
         """Pause before the next try.
 
         Raises:
-            UnreachableError: if the time is up and the server could not be reached.
+            UnreachableError: The time is up and the server could not be reached.
             UnavailableError: `error` itself, if the time is up.
         """
         now = anyio.current_time()

@@ -60,7 +60,7 @@ class SSEParser:
             self._event = value
         elif name == "id" and "\0" not in value:
             self._id = value
-        return None  # a comment (an empty name), `retry`, or a field that is not known
+        return None  # a comment (an empty name), `retry`, or an unknown field
 
     def _dispatch(self) -> ServerSentEvent | None:
         event, data = self._event, self._data

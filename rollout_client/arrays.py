@@ -2,7 +2,7 @@
 
 The bytes are a safetensors file. Its tensors, for G groups with N samples, S segments and T tokens in all:
 
-| tensor | type, shape | what it holds |
+| tensor | type, shape | contents |
 |---|---|---|
 | `group_offsets` | int64 [G + 1] | samples of group g: `[g], [g + 1]` |
 | `sample_offsets` | int64 [N + 1] | segments of sample n; none for a sample without a trajectory |
@@ -61,8 +61,8 @@ class BatchArrays:
         """Parse a response body. The arrays are views that keep it alive.
 
         Raises:
-            ValueError: if it is not a batch.
-            ImportError: if numpy is missing.
+            ValueError: It is not a batch.
+            ImportError: Numpy is missing.
         """
         require_numpy()
         import numpy as np
@@ -85,8 +85,8 @@ class BatchArrays:
         """Map a file into memory and parse it.
 
         Raises:
-            ValueError: if it is not a batch.
-            OSError: if it cannot be read.
+            ValueError: It is not a batch.
+            OSError: It cannot be read.
         """
         with path.open("rb") as file:
             return cls.from_bytes(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

@@ -152,8 +152,8 @@ class RolloutClient:
         A finished rollout comes with its trajectory.
 
         Raises:
-            InvalidRequestError: if the request cannot be carried out as it is.
-            ConflictError: if the id was used with another body.
+            InvalidRequestError: The request cannot be carried out as it is.
+            ConflictError: The id was used with another body.
         """
         body = with_id(request).model_dump(mode="json", exclude_defaults=True)
         params = {"wait": f"{wait_seconds:g}"} if wait_seconds > 0 else None
@@ -165,7 +165,7 @@ class RolloutClient:
         """Return a rollout in its present state.
 
         Raises:
-            NotFoundError: if there is no such rollout.
+            NotFoundError: There is no such rollout.
         """
         params = {"trajectory": "true"} if trajectory else None
         return await self._connection.call(Rollout, "GET", f"/v1/rollouts/{rollout_id}", params=params)
@@ -174,8 +174,8 @@ class RolloutClient:
         """Return a rollout with its trajectory once it has ended.
 
         Raises:
-            TimeoutError: if it has not ended in time.
-            NotFoundError: if there is no such rollout.
+            TimeoutError: It has not ended in time.
+            NotFoundError: There is no such rollout.
         """
         params = {"trajectory": "true", "wait": f"{LONG_POLL_SECONDS:g}"}
         seconds = ANSWER_SECONDS + LONG_POLL_SECONDS
@@ -204,7 +204,7 @@ class RolloutClient:
         server finishes what was submitted and keeps the results.
 
         Raises:
-            RuntimeError: if the client is not open.
+            RuntimeError: The client is not open.
         """
         if self._tasks is None:
             raise RuntimeError("open the client first: async with RolloutClient(...) as client")
@@ -223,7 +223,7 @@ class RolloutClient:
         """Return the trajectory of a finished rollout.
 
         Raises:
-            NotFoundError: if there is no such rollout, or no trajectory of it.
+            NotFoundError: There is no such rollout, or no trajectory of it.
         """
         return await self._connection.call(Trajectory, "GET", f"/v1/rollouts/{rollout_id}/trajectory")
 
@@ -251,8 +251,8 @@ class RolloutClient:
         """Create a run, or open the one with this id. It is durable when this returns.
 
         Raises:
-            InvalidRequestError: if the request cannot be carried out as it is.
-            ConflictError: if the id was used with another body.
+            InvalidRequestError: The request cannot be carried out as it is.
+            ConflictError: The id was used with another body.
         """
         if request.run_id is None:
             request = request.model_copy(update={"run_id": uuid.uuid4().hex})
@@ -302,7 +302,7 @@ class RolloutClient:
         """Remove an engine at once; its requests continue elsewhere.
 
         Raises:
-            NotFoundError: if there is no such engine.
+            NotFoundError: There is no such engine.
         """
         await self._connection.call(None, "DELETE", _backend(backend_id))
 
@@ -310,7 +310,7 @@ class RolloutClient:
         """Send an engine no new requests; it finishes those that it has.
 
         Raises:
-            NotFoundError: if there is no such engine.
+            NotFoundError: There is no such engine.
         """
         return await self._connection.call(BackendView, "POST", f"{_backend(backend_id)}/drain")
 
@@ -329,8 +329,8 @@ class RolloutClient:
         returns, every engine in service has them; `changed` is false if they had them before.
 
         Raises:
-            WeightsError: if engines refused or failed.
-            ConflictError: if the pool serves a newer version.
+            WeightsError: Engines refused or failed.
+            ConflictError: The pool serves a newer version.
         """
         source = DiskWeights(path=weights) if isinstance(weights, str) else weights
         order = WeightsRequest(source=source, version=version, pool=pool, mode=mode, force=force)
@@ -340,7 +340,7 @@ class RolloutClient:
         """Have the engines of a pool join a process group; join it yourself at the same time.
 
         Raises:
-            OrderError: if an engine did not join.
+            OrderError: An engine did not join.
         """
         return await self._order("/v1/weights/group", group.model_dump(mode="json"))
 
@@ -348,7 +348,7 @@ class RolloutClient:
         """Pause the generation of a pool.
 
         Raises:
-            OrderError: if an engine did not pause.
+            OrderError: An engine did not pause.
         """
         return await self._order("/v1/pause", PauseRequest(pool=pool, mode=mode).model_dump(mode="json"))
 
@@ -356,7 +356,7 @@ class RolloutClient:
         """Resume the generation of a paused pool.
 
         Raises:
-            OrderError: if an engine did not resume.
+            OrderError: An engine did not resume.
         """
         return await self._order("/v1/resume", ResumeRequest(pool=pool).model_dump(mode="json"))
 
@@ -380,8 +380,8 @@ class RolloutClient:
         """Return instances that ship with an environment, all or those of one split.
 
         Raises:
-            NotFoundError: if there is no such environment.
-            InvalidRequestError: if there is no such split.
+            NotFoundError: There is no such environment.
+            InvalidRequestError: There is no such split.
         """
         params = {"limit": str(limit), "offset": str(offset)}
         params |= {} if split is None else {"split": split}
@@ -415,8 +415,8 @@ class RolloutClient:
         A refusal by a proxy, or by a service that is shutting down, counts as a reason too.
 
         Raises:
-            UnreachableError: if nothing answers.
-            ClientError: if the answer says nothing about readiness.
+            UnreachableError: Nothing answers.
+            ClientError: The answer says nothing about readiness.
         """
         try:
             response = await self._connection.http.get("/ready")

@@ -91,7 +91,7 @@ class UnavailableError(ProblemError):
     """The server cannot take the request now, but may later."""
 
     retry_after = 0.0
-    """The seconds for which the server asks to be left alone."""
+    """The seconds that the server asks to wait before the next request."""
 
 
 PROBLEMS: dict[int, type[ProblemError]] = {
@@ -147,7 +147,7 @@ def readiness_from(response: httpx.Response) -> Readiness:
     A passing refusal, by a proxy or by a service that is shutting down, is a reason not to be ready.
 
     Raises:
-        ClientError: if the response says nothing about readiness.
+        ClientError: The response says nothing about readiness.
     """
     if response.is_success:
         return parse(TypeAdapter(Readiness), response.content)
@@ -168,7 +168,7 @@ def parse(adapter: TypeAdapter[T], content: bytes) -> T:
     """Parse the content of a response.
 
     Raises:
-        ProtocolError: if it is of another type.
+        ProtocolError: It is of another type.
     """
     try:
         return adapter.validate_json(content)

@@ -32,8 +32,8 @@ class RunExport:
         """Read the run.
 
         Raises:
-            BadExportError: if the file does not begin with a run.
-            OSError: if the file cannot be read.
+            BadExportError: The file does not begin with a run.
+            OSError: The file cannot be read.
         """
         self.path = path
         first = next(self._lines(), None)
@@ -45,7 +45,7 @@ class RunExport:
         """Yield the rollouts in the order of their tasks.
 
         Raises:
-            BadExportError: on reaching the place where the file is damaged.
+            BadExportError: The iteration reached damage in the file, or its end is missing.
         """
         count, ended = 0, False
         for line in self._lines():

@@ -87,7 +87,7 @@ class LeasedBatch:
         """Acknowledge the batch, which then never comes again.
 
         Raises:
-            ConflictError: if it has become too stale meanwhile.
+            ConflictError: It has become too stale meanwhile.
         """
         await self._run.settle(self.batch_id, "ack")
         self.settled = True
@@ -96,7 +96,7 @@ class LeasedBatch:
         """Extend the lease to `seconds` from now, and return when it expires.
 
         Raises:
-            ConflictError: if the batch belongs to someone else by now.
+            ConflictError: The batch belongs to someone else by now.
         """
         return (
             await self._run.settle(self.batch_id, "renew", key=self._key, seconds=f"{seconds:g}")
@@ -120,7 +120,7 @@ async def send_rescore(connection: Connection, path: str, order: RescoreOptions)
     """Have rollouts scored again, and return the results.
 
     Raises:
-        ProtocolError: if the response was cut off.
+        ProtocolError: The response was cut off.
     """
     response = await connection.send("POST", path, order.model_dump(mode="json"), seconds=RESCORE_SECONDS)
     lines = response.content.splitlines()
@@ -145,7 +145,7 @@ class ClientRun:
         """Return the run in its present state.
 
         Raises:
-            NotFoundError: if there is no such run.
+            NotFoundError: There is no such run.
         """
         return await self._call(Run, "GET", self._path)
 
@@ -194,8 +194,8 @@ class ClientRun:
         With `arrays` its tokens come as arrays, which is many times faster.
 
         Raises:
-            GoneError: if the run is over and every batch is acknowledged.
-            ImportError: if `arrays` is set and numpy is missing.
+            GoneError: The run is over and every batch is acknowledged.
+            ImportError: `arrays` is set and numpy is missing.
         """
         if arrays:
             require_numpy()
@@ -294,7 +294,7 @@ class ClientRun:
         A rollout that cannot be scored has an `error` in its result.
 
         Raises:
-            InvalidRequestError: if a rollout or the environment is unknown.
+            InvalidRequestError: A rollout or the environment is unknown.
         """
         ids = None if rollout_ids is None else list(rollout_ids)
         order = RescoreRun(rollout_ids=ids, environment=environment, replay=replay)

@@ -74,7 +74,7 @@ def _wait(portal: BlockingPortal, call: Callable[[], Coroutine[object, object, T
             pass
         return future.result()
     except BaseException:
-        future.cancel()  # an interrupt of the one who waits; without effect on a call that has failed
+        future.cancel()  # the waiting thread was interrupted; this has no effect on a call that has failed
         raise
 
 
@@ -88,7 +88,7 @@ def _iterate(portal: BlockingPortal, values: AsyncGenerator[T]) -> Iterator[T]:
         while value := _wait(portal, following):
             yield from value
     finally:
-        with suppress(RuntimeError):  # the client was closed first, which ends it too
+        with suppress(RuntimeError):  # the client was closed first, which ends the iteration too
             _wait(portal, values.aclose)
 
 
@@ -116,7 +116,7 @@ class SyncBatch(Blocking[LeasedBatch]):
 
     @property
     def batch_id(self) -> str:
-        """Its id."""
+        """The id."""
         return self._wrapped.batch_id
 
     @property
@@ -146,7 +146,7 @@ class SyncRun(Blocking[ClientRun]):
 
     @property
     def run_id(self) -> str:
-        """Its id."""
+        """The id."""
         return self._wrapped.run_id
 
     def lease(
@@ -160,7 +160,7 @@ class SyncRun(Blocking[ClientRun]):
         """Return the next batch; None if there is none in time.
 
         Raises:
-            GoneError: if the run is over and every batch is acknowledged.
+            GoneError: The run is over and every batch is acknowledged.
         """
         lease = partial(
             self._wrapped.lease,

@@ -56,7 +56,7 @@ def make_workflow_class() -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Workflow":  # made when it is asked for, since its base is AReaL's
+    if name == "Workflow":  # made on first use, since its base class is AReaL's
         return make_workflow_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

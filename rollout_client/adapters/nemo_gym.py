@@ -49,7 +49,7 @@ def agent_class(submitter: RolloutSubmitter | None = None) -> Any:
         model_config = ConfigDict(extra="allow")
 
     class Response(BaseVerifyResponse):  # type: ignore[misc]
-        """The row and what became of it."""
+        """The row and its outcome."""
 
         model_config = ConfigDict(extra="allow")
 
@@ -69,7 +69,7 @@ def agent_class(submitter: RolloutSubmitter | None = None) -> Any:
             answer = await run(service, body.model_dump())
             return cast(Response, Response.model_validate(answer))
 
-    # FastAPI looks for the names of annotations in this module, where these two classes are not.
+    # FastAPI resolves annotations by name in this module, which does not have these two classes.
     RolloutAgent.run.__annotations__ = {"body": Request, "return": Response}
     return RolloutAgent
 

@@ -1,7 +1,7 @@
 """Trajectories as rows of a trainer's batch.
 
-Guarantees: a segment becomes one row, split before the first token that the policy sampled in it; nothing is padded
-or made up; of all rows of a rollout each sampled token has mask 1 in exactly one.
+Guarantees: a segment becomes one row, split before the first token that the policy sampled in it. Nothing is padded or
+made up. Each sampled token has mask 1 in exactly one row of its rollout.
 """
 
 from __future__ import annotations

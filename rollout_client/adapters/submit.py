@@ -1,7 +1,7 @@
-"""Rollouts for adapters: a trainer's row becomes a task, a task becomes a rollout.
+"""Rollouts for adapters: a trainer's row becomes a task, and a task becomes a rollout.
 
-Guarantees: an error about a row names the field; a rollout is run once, however often its submission is repeated while
-the service is away; a failed rollout is returned, and only an error of the submission itself is raised.
+Guarantees: an error about a row names the field. A rollout is run once, however often its submission is repeated while
+the service is away. A failed rollout is returned; only an error of the submission itself is raised.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def task_text(task: Task) -> str:
 def parse_task(row: object) -> Task:
     """Return the task in a row.
 
-    A row is `{"environment": ..., "instance": {...}}`, that as JSON text, or messages of which the last one's content
-    is that text. Its other fields are ignored.
+    A row is `{"environment": ..., "instance": {...}}`, the same as JSON text, or a list of messages whose last one has
+    that text as its content. Other fields of the row are ignored.
 
     Raises:
-        TaskRowError: if the row does not name a task.
+        TaskRowError: The row does not name a task.
     """
     if isinstance(row, Task):
         return row
@@ -169,7 +169,7 @@ class RolloutSubmitter:
         """Run a rollout for a trainer that requires a reward, again if it has none, at most `retries` times.
 
         Raises:
-            NoRewardError: if it still has none; the only alternative would be to make one up.
+            NoRewardError: It still has none; the only alternative would be to make one up.
         """
         rollout = await self.run(request)
         for retry in range(1, self.retries + 1):

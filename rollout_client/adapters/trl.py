@@ -26,7 +26,7 @@ from rollout_client.adapters.submit import RolloutSubmitter, read_sampling, task
 from rollout_client.adapters.weights import WeightsFolder
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-"""The fields of GRPOConfig about sampling, which have the same names in the service."""
+"""The sampling fields of GRPOConfig, which have the same names in the service."""
 
 
 def rows(tasks: Iterable[Task]) -> list[dict[str, str]]:
@@ -78,7 +78,7 @@ class RolloutHook:
         return columns(rollouts, trainer.processing_class.eos_token_id)
 
     def _keep_up(self, weights: WeightsFolder, trainer: Any) -> None:
-        """Push the weights when TRL's step has moved on; all processes take part in saving, one asks the service."""
+        """Push the weights if TRL's step has changed; all processes take part in saving, and one calls the service."""
         step = int(trainer.state.global_step)
         if weights.step == step:
             return
@@ -91,7 +91,7 @@ class RolloutHook:
 
 
 def columns(rollouts: Sequence[Rollout], end: int) -> dict[str, list[Any]]:
-    """Return rollouts in the form of TRL's hook. One that must not be trained on is a masked `end` without a reward."""
+    """Return rollouts in the form of TRL's hook; one that must not be trained on is a masked `end` without a reward."""
     nothing = {
         "prompt_ids": [end],
         "completion_ids": [end],

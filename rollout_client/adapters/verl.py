@@ -35,7 +35,7 @@ def submitter_at(url: str | None, key: str | None) -> RolloutSubmitter:
 
 
 class RolloutAgentLoop:
-    """One sample of verl's: a rollout at the service."""
+    """Runs one rollout at the service for a sample of verl."""
 
     def __init__(
         self, trainer_config: Any, *, url: str | None = None, key: str | None = None, **_: object

@@ -1,7 +1,7 @@
-"""Weights from the trainer to the engines: a folder for each step, and `POST /v1/weights`.
+"""Weights from the trainer to the engines, through a folder for each step and `POST /v1/weights`.
 
-Guarantees: after `push` the engines serve what was saved, under a higher version than any before. The folder that they
-serve from stays, so that an engine that comes back finds it; the previous one is removed.
+Guarantees: after `push`, the engines serve the saved weights, under a higher version than any before. The folder that
+they serve from is kept, so an engine that comes back finds it; the previous folder is removed.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class WeightsFolder:
         they have them.
 
         Raises:
-            WeightsError: if no engine loaded them.
-            ClientError: if the service cannot be reached or refuses.
+            WeightsError: No engine loaded them.
+            ClientError: The service cannot be reached or refuses.
         """
         path = self.path(step)
         path.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ class WeightsFolder:
         return self._base + step
 
     async def _update(self, client: RolloutClient, step: int) -> PoolOutcome:
-        if self.step is None:  # a service that has seen trainers before counts on from there
+        if self.step is None:  # continue the numbers of earlier trainers of this service
             served = [
                 one.weight_version for one in await client.backends() if one.pool == self.submitter.pool
             ]
