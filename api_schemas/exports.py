@@ -67,7 +67,7 @@ ExportLine = Annotated[ExportedRun | ExportedSample | ExportEnd, Field(discrimin
 
 
 class RescoreOptions(WireModel):
-    """How rollouts are evaluated again."""
+    """Options for evaluating rollouts again."""
 
     environment: Name | None = None
     """Another environment to evaluate with, such as a newer version; null means each rollout's own."""

@@ -93,7 +93,7 @@ class BackendView(WireModel):
 
 
 class PauseMode(StrEnum):
-    """What a pause does to the requests in flight."""
+    """The effect of a pause on the requests in flight."""
 
     ABORT = "abort"
     """Requests return the tokens sampled so far, and continue from them later."""
@@ -188,7 +188,7 @@ class WeightsRequest(WireModel):
     path: str | None = Field(None, min_length=1)
     """Short for a `source` of the type `disk`."""
     source: Weights | None = None
-    """Where the weights come from; either this or `path` is required."""
+    """The source of the weights; either this or `path` is required."""
     version: CountOrZero
     """The version number of the new weights."""
     pool: Name = "policy"

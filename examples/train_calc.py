@@ -64,7 +64,7 @@ class Order:
 async def train(
     client: RolloutClient, order: Order, learner: Learner, saved: Checkpoints, curves: Curves
 ) -> None:
-    """Train until the order is done.
+    """Train until the order is complete.
 
     Each batch is leased, trained on, saved in a checkpoint, published and acknowledged, in this order. A kill between
     any two of these loses nothing.

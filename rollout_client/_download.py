@@ -4,7 +4,7 @@ Guarantees: the body is in memory once, and the event loop is free while it arri
 other calls; a cancelled call closes its connection.
 
 httpx copies what it receives several times on the event loop, which costs more than the network between two processes
-of one machine. It is still used through proxies, and with a transport of the caller's.
+of one machine. It is still used through proxies, and with a transport that the caller provides.
 """
 
 from __future__ import annotations

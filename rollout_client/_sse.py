@@ -28,7 +28,7 @@ class SSEParser:
     """Turns chunks of bytes, cut anywhere, into events."""
 
     last_id: str = ""
-    """Where to resume: the last id that the stream has named and closed with an empty line, with or without data."""
+    """The id to resume after: the last one that the stream named and closed by an empty line, with or without data."""
     _rest: bytes = b""
     _event: str = ""
     _id: str = ""

@@ -223,7 +223,7 @@ class RolloutClient:
         """Return the trajectory of a finished rollout.
 
         Raises:
-            NotFoundError: There is no such rollout, or no trajectory of it.
+            NotFoundError: There is no such rollout, or it has no trajectory.
         """
         return await self._connection.call(Trajectory, "GET", f"/v1/rollouts/{rollout_id}/trajectory")
 

@@ -3,7 +3,7 @@
     trainer.train(workflow="rollout_client.adapters.areal.Workflow", workflow_kwargs={"url": ...})
 
 Each row of the data set has `environment` and `instance`. The versions of tokens are the service's, so AReaL's bound
-on staleness holds when its trainer's weights come to the service under AReaL's own version numbers.
+on staleness holds if its trainer's weights reach the service under AReaL's own version numbers.
 
 Guarantees: those of the package. Each segment is a row of the episode. A rollout without a reward is rejected as AReaL
 expects: the episode is None.

@@ -32,7 +32,7 @@ class Sample:
     reward: float | None
     """The rollout's reward; None if it has none, in which case the row must not be trained on."""
     last: bool
-    """Whether it is the rollout's last row, which carries a reward per rollout."""
+    """Whether it is the rollout's last row, which has the reward if a trainer takes one reward per rollout."""
 
     @property
     def token_ids(self) -> list[int]:
