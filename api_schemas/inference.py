@@ -53,13 +53,13 @@ class BackendSpec(WireModel):
     pool: Name = "policy"
     """The pool that the engine joins."""
     kind: EngineKind | None = None
-    """The engine's protocol; null asks the engine."""
+    """The engine's protocol; if left out, the engine is asked."""
     tokenizer: str | None = None
-    """The tokenizer's folder or hub name; null means the engine's own path."""
+    """The tokenizer's folder or hub name; if left out, the engine's own path."""
     renderer: str = "auto"
     """The chat format, such as `qwen3`; `auto` chooses it by the model's type."""
     max_in_flight: Count | None = None
-    """The most requests that the engine is given at once; null means the pool's setting."""
+    """The most requests that the engine is given at once; if left out, the pool's setting."""
 
     @field_validator("url")
     @classmethod
