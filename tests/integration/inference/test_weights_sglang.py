@@ -117,7 +117,7 @@ async def test_weights_come_over_a_process_group_in_the_middle_of_requests(first
     async with pooled(first, second) as pool:
         with pytest.raises(WeightsConflict, match="has no group 'weights'"):
             await pool.load_weights(WeightsRequest(source=weights, version=100))
-        with pytest.raises(WeightsConflict, match=r"\[1, 1\] of the backends are 3"):
+        with pytest.raises(WeightsConflict, match=r"\[1, 1\] of the backends make 3"):
             await pool.join_group(group.model_copy(update={"world_size": 4}))
         with pytest.raises(WeightsConflict, match="nothing listens"):
             await pool.join_group(group.model_copy(update={"timeout_seconds": 0.3}))

@@ -241,7 +241,7 @@ def test_the_command_line_makes_shows_and_prunes(
     (made,) = image("build", "mine", "--tree", str(tree), "--json")
     assert image("list", "--json") == [made]
     os.utime(made["path"], (0, 0))
-    assert "mine is unchanged; --force makes it anew" in image("build", "mine", "--tree", str(tree))
+    assert "mine is unchanged; pass --force to make it again" in image("build", "mine", "--tree", str(tree))
     (made,) = image("list", "--json")
     facts = image("inspect", "mine", "--json", code=1)
     assert (facts["needs_toolkit"], facts["python"]) == (True, None)
@@ -253,4 +253,4 @@ def test_the_command_line_makes_shows_and_prunes(
     image("prune", "--budget-gb", "0", "--idle-hours", "0")
     assert image("list", "--json") == []
     said = image("build", "mine", "--tree", str(tree), "--arg", "A=1", code=1)
-    assert "--tree stands alone" in said
+    assert "--tree cannot be combined with --definition or --arg" in said
