@@ -93,7 +93,7 @@ class RecordedRollout(WireModel):
 
 
 class RescoreRollouts(RescoreOptions):
-    """A request to evaluate rollouts again that the caller sends, for example from an export."""
+    """A request to evaluate the enclosed rollouts again, for example those of an export."""
 
     rollouts: list[RecordedRollout] = Field(max_length=MAX_RESCORED)
 
