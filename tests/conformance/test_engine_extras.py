@@ -22,7 +22,7 @@ real_engines = pytest.mark.parametrize("model_engine", GIVE_ALL, indirect=True)
 @real_engines
 async def test_they_are_found_at_registration(model_engine):
     info = await check_backend(model_engine.backend, seconds=60)
-    assert info.extras == {"top_logprobs", "prompt_logprobs"}, "the model is no mixture of experts"
+    assert info.extras == {"top_logprobs", "prompt_logprobs"}, "the model is not a mixture of experts"
 
 
 @real_engines
