@@ -470,7 +470,7 @@ async def test_pools_are_apart():
     ("fault", "message"),
     [
         (Fault.NO_LOGPROBS, "output_token_logprobs"),
-        (Fault.GARBAGE, "no JSON"),
+        (Fault.GARBAGE, "JSON"),
         (Fault.BAD_ID, "vocabulary"),
     ],
 )
