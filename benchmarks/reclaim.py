@@ -86,7 +86,7 @@ class Arena:
         """Check that the bystander's sandbox works.
 
         Raises:
-            RuntimeError: it does not.
+            RuntimeError: The sandbox does not work.
         """
         if self.bystander.stdin is None or self.bystander.stdout is None:
             raise RuntimeError("the bystander has no pipes")

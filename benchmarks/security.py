@@ -266,7 +266,7 @@ async def taken(provider: SandboxProvider, name: str) -> int:
     """Return how many of a resource one process of the attack takes at most.
 
     Raises:
-        RuntimeError: it takes none but should; the effect on neighbors would then mean nothing.
+        RuntimeError: The process takes nothing but should; the effect on neighbors would then mean nothing.
     """
     async with await provider.start(SandboxSpec(**LIMITS)) as sandbox:  # type: ignore[arg-type]
         await sandbox.write_file("/tmp/attack.py", AGAIN + PROGRAMS[name])

@@ -43,7 +43,7 @@ class LargeBody:
         """Send a request without a body. The returned response has its body only if it is not a success.
 
         Raises:
-            httpx.TransportError: if the connection fails or times out.
+            httpx.TransportError: The connection fails or times out.
         """
         fetch = _Fetch(request, connect_seconds=connect_seconds, seconds=seconds, context=context)
         try:
@@ -104,7 +104,7 @@ def _whole(answer: http.client.HTTPResponse) -> bytearray:
     """Read the body.
 
     Raises:
-        http.client.IncompleteRead: if the connection ends before the body does.
+        http.client.IncompleteRead: The connection ends before the body does.
     """
     if answer.length is None:
         return bytearray(answer.read())

@@ -43,7 +43,7 @@ def require_numpy() -> None:
     """Raise an error if numpy is missing, before anything is leased or read for it.
 
     Raises:
-        ImportError: numpy is missing; the message has the command that installs it.
+        ImportError: NumPy is missing; the message has the command that installs it.
     """
     if find_spec("numpy") is None:
         raise ImportError("batches as arrays need numpy: pip install 'rollout-client[arrays]'")
@@ -61,8 +61,8 @@ class BatchArrays:
         """Parse a response body. The arrays are views that keep it alive.
 
         Raises:
-            ValueError: It is not a batch.
-            ImportError: Numpy is missing.
+            ValueError: The body is not a batch.
+            ImportError: NumPy is missing.
         """
         require_numpy()
         import numpy as np
@@ -85,8 +85,8 @@ class BatchArrays:
         """Map a file into memory and parse it.
 
         Raises:
-            ValueError: It is not a batch.
-            OSError: It cannot be read.
+            ValueError: The file is not a batch.
+            OSError: The file cannot be read.
         """
         with path.open("rb") as file:
             return cls.from_bytes(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

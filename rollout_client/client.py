@@ -174,7 +174,7 @@ class RolloutClient:
         """Return a rollout with its trajectory once it has ended.
 
         Raises:
-            TimeoutError: It has not ended in time.
+            TimeoutError: The rollout has not ended in time.
             NotFoundError: There is no such rollout.
         """
         params = {"trajectory": "true", "wait": f"{LONG_POLL_SECONDS:g}"}

@@ -168,7 +168,7 @@ def parse(adapter: TypeAdapter[T], content: bytes) -> T:
     """Parse the content of a response.
 
     Raises:
-        ProtocolError: It is of another type.
+        ProtocolError: The content is of another type.
     """
     try:
         return adapter.validate_json(content)

@@ -87,7 +87,7 @@ class LeasedBatch:
         """Acknowledge the batch, which then never comes again.
 
         Raises:
-            ConflictError: It has become too stale meanwhile.
+            ConflictError: The batch has become too stale meanwhile.
         """
         await self._run.settle(self.batch_id, "ack")
         self.settled = True
@@ -195,7 +195,7 @@ class ClientRun:
 
         Raises:
             GoneError: The run is over and every batch is acknowledged.
-            ImportError: `arrays` is set and numpy is missing.
+            ImportError: `arrays` is set and NumPy is missing.
         """
         if arrays:
             require_numpy()

@@ -31,7 +31,7 @@ def require_sandbox(sandbox: Sandbox | None) -> Sandbox:
     """Return the sandbox of an episode or a tool call.
 
     Raises:
-        EnvironmentFailedError: there is none.
+        EnvironmentFailedError: There is no sandbox.
     """
     if sandbox is None:
         raise EnvironmentFailedError(
@@ -92,9 +92,9 @@ class Policy(Protocol):
         """Append these messages to the conversation and sample one turn of at most `max_tokens` tokens.
 
         Raises:
-            ContextFullError: the prompt leaves no room in the model's context.
-            InferenceError: no engine answered.
-            TokenError: the messages cannot be turned into ids.
+            ContextFullError: The prompt leaves no room in the model's context.
+            InferenceError: No engine answered.
+            TokenError: The messages cannot be turned into ids.
         """
         ...
 
@@ -151,7 +151,7 @@ class Episode:
         """Return the sandbox.
 
         Raises:
-            EnvironmentFailedError: there is none.
+            EnvironmentFailedError: There is no sandbox.
         """
         return require_sandbox(self.sandbox)
 

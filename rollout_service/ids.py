@@ -30,7 +30,7 @@ class GroupId:
         """Return the group id with this text.
 
         Raises:
-            ValueError: the text is not a group id.
+            ValueError: The text is not a group id.
         """
         run, number = _match(_GROUP, text, "group")
         return cls(run, int(number))
@@ -54,7 +54,7 @@ class SampleId:
         """Return the sample id with this text.
 
         Raises:
-            ValueError: the text is not a sample id.
+            ValueError: The text is not a sample id.
         """
         run, number, sample, retry = _match(_SAMPLE, text, "sample")
         return cls(run, int(number), int(sample), int(retry or 0))
@@ -76,7 +76,7 @@ class BatchId:
         """Return the batch id with this text.
 
         Raises:
-            ValueError: the text is not a batch id.
+            ValueError: The text is not a batch id.
         """
         run, number = _match(_BATCH, text, "batch")
         return cls(run, int(number))

@@ -95,7 +95,7 @@ class Shutdown:
         """Return the result of a wait.
 
         Raises:
-            ShuttingDownError: the shutdown has begun, or begins first.
+            ShuttingDownError: The shutdown has begun, or begins first.
         """
         self.refuse()
         with anyio.CancelScope() as scope:

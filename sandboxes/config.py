@@ -93,7 +93,7 @@ def parse_user_range(user_range: str) -> range | None:
     """Return the ids of a range such as "1000000-1999999", or None for "none".
 
     Raises:
-        ValueError: it is not a range, is too small, or contains ids of a system's own users.
+        ValueError: The text is not a range, or the range is too small or contains ids of a system's own users.
     """
     if user_range == "none":
         return None

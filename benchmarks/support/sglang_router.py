@@ -20,7 +20,7 @@ class SGLangRouter(ServerProcess):
     """Routes to `workers` by `policy` while the context lasts, at `.url`. Its other settings are defaults.
 
     Raises:
-        EngineStartError: on entering, if it is not installed or does not start.
+        EngineStartError: The router is not installed or does not start; raised on entering.
     """
 
     def __init__(self, policy: str, workers: Sequence[str]) -> None:

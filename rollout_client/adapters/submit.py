@@ -169,7 +169,7 @@ class RolloutSubmitter:
         """Run a rollout for a trainer that requires a reward, again if it has none, at most `retries` times.
 
         Raises:
-            NoRewardError: It still has none; the only alternative would be to make one up.
+            NoRewardError: The rollout still has no reward; the only alternative would be to make one up.
         """
         rollout = await self.run(request)
         for retry in range(1, self.retries + 1):

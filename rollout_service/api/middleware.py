@@ -59,7 +59,7 @@ class BearerAuthMiddleware:
 
         Raises:
             UnauthorizedError: The key is missing or wrong.
-            ForbiddenError: Its role does not allow the request.
+            ForbiddenError: The key's role does not allow the request.
             UnavailableError: All connections are busy.
         """
         if self._keyring.is_needed:

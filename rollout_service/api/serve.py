@@ -85,7 +85,7 @@ def load_certificate(settings: Settings) -> Certificate | None:
     """Return the certificate that the settings name, if any.
 
     Raises:
-        ConfigurationError: It cannot be used.
+        ConfigurationError: The certificate cannot be used.
     """
     if settings.tls_certificate is None:
         return None

@@ -99,7 +99,7 @@ async def attack_environment(
     """Run the attacks against one instance: by default, the first of the environment's data set.
 
     Raises:
-        EnvironmentFailedError: there is no instance, or not even an idle agent gets a reward.
+        EnvironmentFailedError: There is no instance, or not even an idle agent gets a reward.
     """
     chosen = instance if instance is not None else next(iter(environment.dataset()), None)
     if chosen is None:

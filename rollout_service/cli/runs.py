@@ -265,7 +265,7 @@ def _refuse_to_overwrite(path: Path, *, force: bool) -> None:
     """Check that a file does not exist: it may hold data that the server no longer has.
 
     Raises:
-        CommandError: It exists.
+        CommandError: The file exists.
     """
     if path.exists() and not force:
         hint = "Name another file with --output, or pass --force to overwrite it."

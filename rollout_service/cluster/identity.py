@@ -61,7 +61,7 @@ class ServiceIdentity:
         """Return the identity with this text.
 
         Raises:
-            ValueError: the text is not an identity.
+            ValueError: The text is not an identity.
         """
         found = _FORM.fullmatch(text)
         if found is None:

@@ -34,7 +34,7 @@ class AgentEnvironment(Environment):
         """Take the spec, and `extra_tools` in addition to the built-in tools that it names.
 
         Raises:
-            ConfigurationError: the spec contradicts itself.
+            ConfigurationError: The spec contradicts itself.
         """
         self.spec = spec
         _check_spec(spec)
@@ -60,7 +60,7 @@ class AgentEnvironment(Environment):
         """Return the messages that begin the conversation.
 
         Raises:
-            InvalidFieldError: the instance lacks a field which the prompts use.
+            InvalidFieldError: The instance lacks a field which the prompts use.
         """
         prompt = Message(role="user", content=self._prompt.render(instance))
         if self._system is None:

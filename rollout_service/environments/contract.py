@@ -181,7 +181,7 @@ class Environment(ABC):
         Must be quick: it runs on the event loop.
 
         Raises:
-            InvalidFieldError: the instance cannot be used; the paths start at `instance`.
+            InvalidFieldError: The instance cannot be used; the paths start at `instance`.
         """
         _ = instance  # a working default: everything is accepted
 

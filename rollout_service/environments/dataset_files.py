@@ -18,7 +18,7 @@ def read_instances(path: Path, split: str | None = None) -> list[dict[str, JsonV
     """Read the instances of a file; `split`, if given, becomes theirs.
 
     Raises:
-        ConfigurationError: the file cannot be read, or a line is not valid.
+        ConfigurationError: The file cannot be read, or a line is not valid.
     """
     try:
         lines = path.read_bytes().split(b"\n")  # a text's splitlines() would also cut at U+2028

@@ -52,7 +52,7 @@ class EnvironmentRegistry:
         """Register an environment.
 
         Raises:
-            ConfigurationError: its name is taken.
+            ConfigurationError: The environment's name is taken.
         """
         name = environment.spec.name
         if name in self._environments:
@@ -65,8 +65,8 @@ class EnvironmentRegistry:
         """Return the environment of that name.
 
         Raises:
-            InvalidFieldError: there is none; the hint lists the known names.
-            ConfigurationError: the plug-in of that name could not be loaded.
+            InvalidFieldError: There is no such environment; the hint lists the known names.
+            ConfigurationError: The plug-in of that name could not be loaded.
         """
         if name in self._environments:
             return self._environments[name]
@@ -94,7 +94,7 @@ def load_path(path: Path) -> Environment:
     """Load the environment at a path.
 
     Raises:
-        ConfigurationError: there is none, or it is not valid; the message names the path.
+        ConfigurationError: The path has no environment, or not a valid one; the message names the path.
     """
     path = path.expanduser()
     if path.name == FILE_NAME:

@@ -33,7 +33,7 @@ def select_split(dataset: Sequence[Instance], split: str | None, *, field: str) 
     """Return the instances of a split, or all instances of a data set without splits.
 
     Raises:
-        InvalidFieldError: there is no such split, or one must be named; the path is `field`.
+        InvalidFieldError: There is no such split, or one must be named; the path is `field`.
     """
     known = count_splits(dataset)
     if split is None and not known:

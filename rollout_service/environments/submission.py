@@ -45,7 +45,7 @@ def read_inputs(table: RunTable, instance: dict[str, JsonValue]) -> list[str]:
     """Return the input of each run.
 
     Raises:
-        InvalidFieldError: the instance lacks it.
+        InvalidFieldError: The instance has no usable input.
     """
     if table.stdin is None:
         return [""]

@@ -60,7 +60,7 @@ class PromptTemplate:
         """Compile the template.
 
         Raises:
-            ConfigurationError: it is not valid; the message names `where`.
+            ConfigurationError: The template is not valid; the message names `where`.
         """
         self._where = where
         # Text for a model is not HTML, so nothing is escaped.
@@ -84,7 +84,7 @@ class PromptTemplate:
         """Return the text for an instance.
 
         Raises:
-            InvalidFieldError: the instance lacks a field that the template uses.
+            InvalidFieldError: The instance lacks a field that the template uses.
         """
         try:
             return self._template.render(instance=instance)

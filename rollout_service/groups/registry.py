@@ -58,7 +58,7 @@ class FilterRegistry:
         """Register a filter.
 
         Raises:
-            ConfigurationError: the name is taken.
+            ConfigurationError: The name is taken.
         """
         if name in self._kinds:
             raise ConfigurationError(
@@ -77,8 +77,8 @@ class FilterRegistry:
         """Return a filter with these options.
 
         Raises:
-            InvalidFieldError: there is no such filter, or an option is invalid; at `field`.
-            ConfigurationError: the plug-in of this name could not be loaded.
+            InvalidFieldError: There is no such filter, or an option is invalid; the path is `field`.
+            ConfigurationError: The plug-in of this name could not be loaded.
         """
         if name in self.problems and name not in self._kinds:
             raise self.problems[name]

@@ -94,7 +94,7 @@ def check_unique(keys: Sequence[ApiKey]) -> None:
     """Check that no two keys share a name or a value.
 
     Raises:
-        ValueError: Two keys do.
+        ValueError: Two keys share a name or a value.
     """
     for kind, values in (
         ("name", [key.name for key in keys]),

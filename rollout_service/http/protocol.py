@@ -309,7 +309,7 @@ def _check_framing(headers: list[tuple[bytes, bytes]], url: bytes, version: str)
     """Check that a proxy and this server would read the head alike.
 
     Raises:
-        MalformedRequestError: They might not.
+        MalformedRequestError: They might read it differently.
     """
     names = [name for name, _ in headers if name in SINGLE_HEADERS]
     if len(names) > len(set(names)):

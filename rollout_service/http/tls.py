@@ -28,7 +28,7 @@ class Certificate:
         """Check that the files can be used.
 
         Raises:
-            ConfigurationError: They cannot.
+            ConfigurationError: The files cannot be used.
         """
         self._certificate = certificate.expanduser()
         self._key = key.expanduser() if key is not None else None

@@ -219,8 +219,8 @@ class Backend(Protocol):
         Cancelling this call aborts the request in the engine.
 
         Raises:
-            PromptTooLong: prompt and budget do not fit the context.
-            GenerationTimeout: the engine did not answer within the time limit; the request was aborted.
+            PromptTooLong: Prompt and budget do not fit the context.
+            GenerationTimeout: The engine did not answer within the time limit; the request was aborted.
         """
 
     async def abort(self, request_id: str | None = None) -> None:

@@ -105,7 +105,7 @@ class Artifacts:
         """Yield each folder with the archive to unpack there; may be called again.
 
         Raises:
-            SandboxFileError: an archive has an entry outside its path.
+            SandboxFileError: An archive has an entry outside its path.
         """
         for parent, file in self.archives:
             await file.seek(0)
@@ -132,7 +132,7 @@ def require_safe(file: IO[bytes], parent: str) -> None:
     """Check that an archive has one top entry, holds no devices, and that no entry leads out of the top one.
 
     Raises:
-        SandboxFileError: it is unsafe, or not an archive.
+        SandboxFileError: The archive is unsafe, or the file is not an archive.
     """
     # Only digests are kept, so an archive's contents take memory in proportion to its number of entries alone.
     folders: set[bytes] = set()

@@ -59,8 +59,8 @@ class Attempt:
         """Report a stage to the store.
 
         Raises:
-            LeaseLostError: the rollout is no longer this attempt's.
-            NotServedError: no engine of its pool is in service, and nothing has begun.
+            LeaseLostError: The rollout is no longer this attempt's.
+            NotServedError: No engine of its pool is in service, and nothing has begun.
         """
         if stage is Stage.INIT:
             self._policy.check_served()

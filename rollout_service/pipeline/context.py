@@ -25,8 +25,8 @@ class EnvironmentSource(Protocol):
         """Return the environment of that name.
 
         Raises:
-            InvalidFieldError: there is none.
-            ConfigurationError: it could not be loaded.
+            InvalidFieldError: There is no such environment.
+            ConfigurationError: The environment could not be loaded.
         """
         ...
 
@@ -42,8 +42,8 @@ class PolicyFactory(Protocol):
         """Open the conversation of a rollout.
 
         Raises:
-            NoBackendError: the pool is empty.
-            TokenError: its tokenizer cannot be used.
+            NoBackendError: The pool is empty.
+            TokenError: The pool's tokenizer cannot be used.
         """
         ...
 

@@ -323,7 +323,7 @@ async def retry_until_stored(what: str, call: Callable[[], Awaitable[T]]) -> T:
     """Repeat an idempotent call to the store until it succeeds, and log each failure.
 
     Raises:
-        DefectError: the call itself is wrong.
+        DefectError: The call itself is wrong.
     """
     while True:
         try:

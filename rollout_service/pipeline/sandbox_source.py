@@ -42,8 +42,8 @@ class SandboxSource:
         """Check that an environment's image exists, if the environment and the provider need one.
 
         Raises:
-            ImageNotFoundError: it does not; the hint says how to make it.
-            SandboxError: it cannot be used.
+            ImageNotFoundError: The image does not exist; the hint says how to make it.
+            SandboxError: The image cannot be used.
         """
         if spec.image is not None:
             await self.provider.identity(SandboxSpec(image=spec.image))
@@ -54,7 +54,7 @@ class SandboxSource:
         """Start a sandbox for an environment; `sessions` are those that will be used.
 
         Raises:
-            SandboxError: it does not start.
+            SandboxError: The sandbox does not start.
         """
         if spec.image is None:
             raise ValueError(f"environment {spec.name} has no image to start a sandbox from")
@@ -78,7 +78,7 @@ class SandboxSource:
         """End the agent's processes and take its artifacts out of its sandbox; skip those that do not exist.
 
         Raises:
-            SandboxError: the host cannot read them.
+            SandboxError: The host cannot read the paths.
         """
         artifacts = Artifacts(self._budget, min(spec.artifacts_bytes, self._budget.size // 2))
         try:

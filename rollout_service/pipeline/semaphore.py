@@ -21,7 +21,7 @@ class SemaphoreLike(Protocol):
         """Take a permit.
 
         Raises:
-            WouldBlock: none is free.
+            WouldBlock: No permit is free.
         """
 
     def release(self) -> None:
@@ -50,7 +50,7 @@ class ResizableSemaphore:
         """Take a permit.
 
         Raises:
-            WouldBlock: none is free.
+            WouldBlock: No permit is free.
         """
         self._free.acquire_nowait()
 

@@ -140,7 +140,7 @@ class StageLimiter:
         """Work under an absolute deadline.
 
         Raises:
-            StageTimeoutError: it has passed.
+            StageTimeoutError: The deadline has passed.
         """
         with (
             self._metrics.track_work(self.stage),

@@ -56,7 +56,7 @@ class RecordedPolicy:
         """Check that the conversation is whole.
 
         Raises:
-            NotReplayableError: the agent replaced parts of it.
+            NotReplayableError: The agent replaced parts of the conversation.
         """
         if any(self._trajectory.fork_counts.get(reason) for reason in _EDITED):
             raise NotReplayableError(
@@ -68,7 +68,7 @@ class RecordedPolicy:
         """Return the next recorded turn.
 
         Raises:
-            ContextFullError: there is none; this ends the agent in an orderly way.
+            ContextFullError: There is no further turn; this ends the agent in an orderly way.
         """
         number = self._usage.turns
         self.messages += new_messages
@@ -92,7 +92,7 @@ class RecordedPolicy:
         """Reject the change: the recording does not say what follows another history.
 
         Raises:
-            NotReplayableError: always.
+            NotReplayableError: Always raised.
         """
         raise NotReplayableError(
             f"the agent replaced its conversation ({reason}), which a recording cannot follow",

@@ -89,8 +89,8 @@ class PolicyServing:
         """Put an engine into service; an error leaves nothing half done.
 
         Raises:
-            InferenceError: the engine does not answer, or lacks a required feature.
-            TokenError: its tokenizer or chat format cannot be loaded.
+            InferenceError: The engine does not answer, or lacks a required feature.
+            TokenError: The engine's tokenizer or chat format cannot be loaded.
         """
         known = {view.backend_id for view in self._pools.views()}
         view = await self._pools.register(
@@ -117,7 +117,7 @@ class PolicyServing:
         """Remove an engine for good.
 
         Raises:
-            UnknownBackend: no backend with that id is registered.
+            UnknownBackend: No backend with that id is registered.
         """
         await self._pools.remove(backend_id)
         log.info("backend removed", backend_id=backend_id)
@@ -145,7 +145,7 @@ class PolicyServing:
         """Send an engine no new requests.
 
         Raises:
-            UnknownBackend: no backend with that id is registered.
+            UnknownBackend: No backend with that id is registered.
         """
         view = self._pools.drain(backend_id)
         log.info("backend is given nothing new", backend_id=backend_id)
@@ -169,8 +169,8 @@ class PolicyServing:
         """Pause a pool.
 
         Raises:
-            NoBackendError: there is no such pool.
-            OrderFailed: an engine in service failed to pause.
+            NoBackendError: There is no such pool.
+            OrderFailed: An engine in service failed to pause.
         """
         outcome = await self._pools[request.pool].pause(request.mode, request.drain_seconds)
         log.info("pool paused", pool=request.pool, mode=request.mode)
@@ -180,8 +180,8 @@ class PolicyServing:
         """Resume a pool.
 
         Raises:
-            NoBackendError: there is no such pool.
-            OrderFailed: an engine in service failed to resume.
+            NoBackendError: There is no such pool.
+            OrderFailed: An engine in service failed to resume.
         """
         outcome = await self._pools[request.pool].resume()
         log.info("pool resumed", pool=request.pool)
@@ -191,9 +191,9 @@ class PolicyServing:
         """Load weights into a pool.
 
         Raises:
-            NoBackendError: there is no such pool, or it has no backend.
-            WeightsConflict: the version is older than the pool's, or in use for other weights.
-            OrderFailed: backends failed; it has every answer.
+            NoBackendError: There is no such pool, or it has no backend.
+            WeightsConflict: The version is older than the pool's, or in use for other weights.
+            OrderFailed: Backends failed; the error has every answer.
         """
         order = log.bind(pool=request.pool, version=request.version, source=request.weights.type)
         order.info("weight update begun", mode=request.mode, forced=request.force)
@@ -218,10 +218,10 @@ class PolicyServing:
         """Let a pool's backends join a process group, all or none.
 
         Raises:
-            NoBackendError: there is no such pool, or it has no backend.
-            WeightsConflict: the number of ranks is wrong, or the trainer is not listening.
-            BackendRejected: a backend cannot take weights from a process group.
-            OrderFailed: a backend could not join.
+            NoBackendError: There is no such pool, or it has no backend.
+            WeightsConflict: The number of ranks is wrong, or the trainer is not listening.
+            BackendRejected: A backend cannot take weights from a process group.
+            OrderFailed: A backend could not join.
         """
         return check_outcome(await self._pools[request.pool].join_group(request), "join the process group")
 
@@ -229,8 +229,8 @@ class PolicyServing:
         """Let a pool's backends leave a process group.
 
         Raises:
-            NoBackendError: there is no such pool, or it has no backend.
-            OrderFailed: a backend could not leave.
+            NoBackendError: There is no such pool, or it has no backend.
+            OrderFailed: A backend could not leave.
         """
         return check_outcome(await self._pools[pool].leave_group(name), "leave the process group")
 
@@ -238,7 +238,7 @@ class PolicyServing:
         """Check that a pool is served, or about to be.
 
         Raises:
-            NoBackendError: it is neither; the hint says how to register a backend.
+            NoBackendError: The pool is neither; the hint says how to register a backend.
         """
         if pool not in self._served and all(spec.pool != pool for spec in self._awaited.values()):
             self._pools[pool]
@@ -252,7 +252,7 @@ class PolicyServing:
         """Open the conversation of one rollout with its pool.
 
         Raises:
-            NoBackendError: the pool is not served.
+            NoBackendError: The pool is not served.
         """
         served = self._served.get(request.pool)
         if served is None:

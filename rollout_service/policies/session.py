@@ -66,9 +66,9 @@ class PolicySession:
         """Continue the conversation with these messages and sample one turn of at most `max_tokens` tokens.
 
         Raises:
-            ContextFullError: the prompt leaves no room for an answer.
-            InferenceError: no engine gave an answer.
-            TokenError: the messages cannot be rendered, or the answer cannot be trained on.
+            ContextFullError: The prompt leaves no room for an answer.
+            InferenceError: No engine gave an answer.
+            TokenError: The messages cannot be rendered, or the answer cannot be trained on.
         """
         prompt = await self._prompt(new_messages)
         # One token is kept back because engines differ in whether the context may be filled completely.

@@ -18,7 +18,7 @@ def policy_folder(name: str) -> Path:
     """Return the folder of a shipped policy, as an engine loads it.
 
     Raises:
-        ConfigurationError: there is no such policy.
+        ConfigurationError: There is no such policy.
     """
     if name not in POLICIES:
         raise ConfigurationError(

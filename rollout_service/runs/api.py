@@ -55,10 +55,10 @@ class RunService:
         """Validate a run and make it durable; return it and whether it is new. `run_id` must be set.
 
         Raises:
-            InvalidFieldError: the request is invalid; with the paths at fault.
-            NoBackendError: the pool has no backend.
-            ConflictError: the id is taken by a different request.
-            StoreError: the store failed.
+            InvalidFieldError: The request is invalid; the error has the paths at fault.
+            NoBackendError: The pool has no backend.
+            ConflictError: The id is taken by a different request.
+            StoreError: The store failed.
         """
         self._manager.chain(request)
         self._check_pool(request.pool)
@@ -100,9 +100,9 @@ class RunService:
         """Append tasks to an open run.
 
         Raises:
-            InvalidFieldError: a task is invalid; with the paths at fault.
-            NotFoundError: there is no such run.
-            ConflictError: the run takes no more tasks, or has another number of them.
+            InvalidFieldError: A task is invalid; the error has the paths at fault.
+            NotFoundError: There is no such run.
+            ConflictError: The run takes no more tasks, or has another number of them.
         """
         await self._check_tasks(order.tasks, "body.tasks")
         record = await self._runs.append(run_id, order.tasks, offset=order.offset, close=order.close)
@@ -112,8 +112,8 @@ class RunService:
         """Pause, resume or end a run, set the trainer's version, or change the run's share.
 
         Raises:
-            NotFoundError: there is no such run.
-            ConflictError: the run is over and cannot be paused or resumed.
+            NotFoundError: There is no such run.
+            ConflictError: The run is over and cannot be paused or resumed.
         """
         run = await self._runs.get(run_id)
         changes = patch.model_dump(include={"priority", "weight", "max_concurrent"}, exclude_none=True)
@@ -133,7 +133,7 @@ class RunService:
         """Return a run in its current state.
 
         Raises:
-            NotFoundError: there is no such run.
+            NotFoundError: There is no such run.
         """
         return self.view(await self._runs.get(run_id))
 

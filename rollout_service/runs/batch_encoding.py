@@ -63,7 +63,7 @@ class BatchFile:
         """Send the file in order, in pieces that each take a thread a few milliseconds.
 
         Raises:
-            StoreError: the store failed, or data of the batch is gone; the file ends early.
+            StoreError: The store failed, or data of the batch is gone; the file ends early.
         """
         sender, receiver = anyio.create_memory_object_stream[Sequence[Columns]](_GROUPS_AHEAD)
         try:

@@ -41,7 +41,7 @@ def open_dataset(source: DatasetTasks, environment: Environment) -> DatasetRows:
     """Return the instances of the source's split, each validated; call it in a thread.
 
     Raises:
-        InvalidFieldError: the split does not exist or is empty, or the environment rejects an instance.
+        InvalidFieldError: The split does not exist or is empty, or the environment rejects an instance.
     """
     rows = _rows(source, environment)
     for position in range(len(rows)):
@@ -58,7 +58,7 @@ def reopen_dataset(source: DatasetTasks, environment: Environment, digest: str |
     """Return the same instances as before; call it in a thread.
 
     Raises:
-        SourceChangedError: the data set has changed.
+        SourceChangedError: The data set has changed.
     """
     try:
         rows = _rows(source, environment)

@@ -48,9 +48,9 @@ class Delivery:
         """Lease the next batch to a trainer at this version; return None if there is none within `timeout` seconds.
 
         Raises:
-            NotFoundError: there is no such run.
-            RunOverError: the run is over, and all its batches are acknowledged.
-            StoreError: the store failed.
+            NotFoundError: There is no such run.
+            RunOverError: The run is over, and all its batches are acknowledged.
+            StoreError: The store failed.
         """
         if version is not None:
             await self._runs.update(request.run_id, version=version)
@@ -101,8 +101,8 @@ class Delivery:
         """Renew the lease of a batch; return when it expires.
 
         Raises:
-            NotFoundError: there is no such batch.
-            ConflictError: the batch is no longer leased, or is leased under another key.
+            NotFoundError: There is no such batch.
+            ConflictError: The batch is no longer leased, or is leased under another key.
         """
         number = batch_number(run_id, batch_id)
         return await self._runs.renew_batch(run_id, number, key=key, seconds=seconds)
@@ -111,8 +111,8 @@ class Delivery:
         """Acknowledge a batch, so that it is never delivered again; idempotent.
 
         Raises:
-            NotFoundError: there is no such batch.
-            ConflictError: the batch was dissolved.
+            NotFoundError: There is no such batch.
+            ConflictError: The batch was dissolved.
         """
         await self._runs.acknowledge(run_id, batch_number(run_id, batch_id))
 
@@ -120,8 +120,8 @@ class Delivery:
         """Return a batch, so that it can be leased again at once.
 
         Raises:
-            NotFoundError: there is no such batch.
-            ConflictError: the batch is acknowledged.
+            NotFoundError: There is no such batch.
+            ConflictError: The batch is acknowledged.
         """
         await self._runs.give_back(run_id, batch_number(run_id, batch_id))
 
@@ -150,7 +150,7 @@ def batch_number(run_id: str, batch_id: str) -> int:
     """Return the number in the id of a batch of this run.
 
     Raises:
-        NotFoundError: the id is not that of a batch of this run.
+        NotFoundError: The id is not that of a batch of this run.
     """
     with suppress(ValueError):
         batch = BatchId.parse(batch_id)

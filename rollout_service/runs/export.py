@@ -31,7 +31,7 @@ class RunExporter:
         """Return the pieces of the file.
 
         Raises:
-            NotFoundError: there is no such run; raised before the first piece.
+            NotFoundError: There is no such run; raised before the first piece.
         """
         head = ExportedRun(run=await self._run_service.get(run_id))
         return self._pieces(run_id, head, await self._runs.closed_groups(run_id), compressed=compressed)

@@ -107,8 +107,8 @@ class RunManager:
         """Return the filters of a run.
 
         Raises:
-            InvalidFieldError: there is no such filter, or an option is wrong.
-            ConfigurationError: the plug-in of a filter could not be loaded.
+            InvalidFieldError: There is no such filter, or an option is wrong.
+            ConfigurationError: The plug-in of a filter could not be loaded.
         """
         made = [
             self._filters.make(spec.name, spec.options, field=f"body.filters.{index}")
@@ -131,7 +131,7 @@ class RunManager:
         Without `strict`, mask none from now on, as for a trainer that accepts stale samples.
 
         Raises:
-            StoreError: the store failed.
+            StoreError: The store failed.
         """
         if not strict:
             self._strict.discard(run_id)
@@ -165,7 +165,7 @@ class RunManager:
         """Advance every run as far as possible; return whether any run is active.
 
         Raises:
-            StoreError: the store failed. If it failed for single runs, the other runs were advanced first.
+            StoreError: The store failed. If it failed for single runs, the other runs were advanced first.
         """
         active: list[ActiveRun] = []
         failure: StoreError | None = None
@@ -201,7 +201,7 @@ class RunManager:
         """Settle one run, and pause it if that fails.
 
         Raises:
-            StoreError: the store failed.
+            StoreError: The store failed.
         """
         if self._stuck.get(run.run_id) is run.state:
             return None
@@ -281,7 +281,7 @@ class RunManager:
         """Return the rollouts of a group that has ended; without `whole`, omit those that are lost.
 
         Raises:
-            RecordLostError: with `whole`, the record of a rollout is missing or damaged.
+            RecordLostError: With `whole`, the record of a rollout is missing or damaged.
         """
         if whole:
             _check_complete(group)

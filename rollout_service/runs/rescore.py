@@ -52,7 +52,7 @@ class Rescorer:
         """Score the rollouts in the request, in their order.
 
         Raises:
-            InvalidFieldError: the environment cannot be used; raised before the first rollout.
+            InvalidFieldError: The environment cannot be used; raised before the first rollout.
         """
         await self._check(order)
         return self._rescore_in_batches(order.rollouts, _return_given, order)
@@ -61,8 +61,8 @@ class Rescorer:
         """Score rollouts of a run, in the order of their groups. Errors are raised before the first rollout.
 
         Raises:
-            NotFoundError: there is no such run.
-            InvalidFieldError: the run lacks a rollout that is asked for, or the environment cannot be used.
+            NotFoundError: There is no such run.
+            InvalidFieldError: The run lacks a rollout that is asked for, or the environment cannot be used.
         """
         known = await self._context.store.runs.rollout_ids(run_id)
         available = set(known)
@@ -192,7 +192,7 @@ def must_replay_tools(environment: Environment, options: RescoreOptions) -> bool
     """Return whether the recorded tool calls must run again before the evaluation.
 
     Raises:
-        NotReplayableError: the environment cannot score a finished rollout at all.
+        NotReplayableError: The environment cannot score a finished rollout at all.
     """
     replayable: Replayable = environment.replayable
     if replayable == "never":
@@ -208,7 +208,7 @@ def require_trajectory(rollout: Rollout) -> Trajectory:
     """Return the trajectory of a rollout whose agent ran to its end.
 
     Raises:
-        NotReplayableError: the agent did not, or the trajectory is no longer stored.
+        NotReplayableError: The agent did not run to its end, or the trajectory is no longer stored.
     """
     failed_late = rollout.error is not None and rollout.error.stage == Stage.EVALUATE
     if rollout.state is not RolloutState.COMPLETED and not failed_late:

@@ -179,7 +179,7 @@ def _as_json(row: Any) -> str:
     """Return a row as JSON.
 
     Raises:
-        ValueError: a number is not finite.
+        ValueError: A number is not finite.
         TypeError: JSON cannot represent a value.
     """
     return json.dumps(row, default=_plain, allow_nan=False)
@@ -197,7 +197,7 @@ def check_row(path: Path, where: str, row: R, check: Callable[[R], None]) -> Non
     """Raise an error that names the row, unless it is an instance that the environment accepts.
 
     Raises:
-        InvalidFieldError: the row is not a valid instance.
+        InvalidFieldError: The row is not a valid instance.
     """
     try:
         check(row)
@@ -216,7 +216,7 @@ def _regular(path: Path) -> Path:
     """Return the path of a regular file; opening a FIFO would wait for a writer.
 
     Raises:
-        OSError: the path is not a regular file, or there is none.
+        OSError: The path is not a regular file, or there is none.
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(f"{path} is not a regular file")
@@ -227,8 +227,8 @@ def open_file(source: FileTasks, check: Callable[[dict[str, JsonValue]], None]) 
     """Return the instances of a file, each validated; call it in a thread.
 
     Raises:
-        InvalidFieldError: the file cannot be read, is empty, or contains a row that is not a valid instance; or it is a
-            Parquet file and pyarrow is not installed.
+        InvalidFieldError: The file cannot be read, is empty, or contains a row that is not a valid instance; or
+            it is a Parquet file and pyarrow is not installed.
     """
     path = Path(source.path)
     kind = _KINDS.get(path.suffix)
@@ -250,7 +250,7 @@ def reopen_file(source: FileTasks, digest: str | None) -> Rows:
     """Return the instances of the same file as before; call it in a thread.
 
     Raises:
-        SourceChangedError: the file has changed, or cannot be read.
+        SourceChangedError: The file has changed, or cannot be read.
     """
     try:
         rows = open_file(source, lambda _: None)
@@ -287,7 +287,7 @@ class RunTasks:
         """Open the tasks of a run.
 
         Raises:
-            SourceChangedError: the file or data set has changed.
+            SourceChangedError: The file or data set has changed.
         """
         source = run.request.source
         rows = None

@@ -40,7 +40,7 @@ async def load_environments(settings: Settings) -> EnvironmentRegistry:
     """Load all environments, and log those that cannot be used.
 
     Raises:
-        ConfigurationError: one that the settings name cannot be used.
+        ConfigurationError: An environment that the settings name cannot be used.
     """
     environments = await anyio.to_thread.run_sync(EnvironmentRegistry.load, settings.environments)
     named = {str(path) for path in settings.environments} & environments.problems.keys()

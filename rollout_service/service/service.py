@@ -52,10 +52,10 @@ class Service:
         """Check a request and store it, which makes it durable.
 
         Raises:
-            InvalidFieldError: a field cannot be used.
-            NoBackendError: the pool has no backend and expects none.
-            ConflictError: another request has the same id.
-            StoreError: the store cannot be written.
+            InvalidFieldError: A field cannot be used.
+            NoBackendError: The pool has no backend and expects none.
+            ConflictError: Another request has the same id.
+            StoreError: The store cannot be written.
         """
         with prefix_field_paths("body.task"):
             environment = self.environments.get(request.task.environment)
@@ -69,7 +69,7 @@ class Service:
         """Return a rollout in its present state.
 
         Raises:
-            NotFoundError: there is none with this id.
+            NotFoundError: There is no rollout with this id.
         """
         rollout = await self.store.get(rollout_id)
         if rollout is None:
@@ -84,7 +84,7 @@ class Service:
         """Return the whole result once the rollout has ended, or None if that takes longer.
 
         Raises:
-            ShuttingDownError: the shutdown began first.
+            ShuttingDownError: The shutdown began first.
         """
 
         async def ended() -> Rollout:
@@ -137,7 +137,7 @@ async def check_image(sandboxes: SandboxSource, spec: EnvironmentSpec) -> None:
     """Check that the image of an environment can be used.
 
     Raises:
-        InvalidFieldError: it cannot.
+        InvalidFieldError: The image cannot be used.
     """
     try:
         await sandboxes.check(spec)

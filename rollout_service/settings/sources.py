@@ -116,7 +116,7 @@ class Sources:
         """Check that every variable is a setting, and valid JSON if its setting requires JSON.
 
         Raises:
-            ConfigurationError: One is not.
+            ConfigurationError: A variable is not a setting, or is not valid JSON.
         """
         for name, text in self.variables.items():
             fields = fields_at(model, _path(name))

@@ -59,7 +59,7 @@ class Store(Protocol):
     """Rollouts, results and events.
 
     Raises:
-        StoreError: from every method, if the store fails.
+        StoreError: The store fails; every method can raise it.
     """
 
     @property
@@ -88,7 +88,7 @@ class Store(Protocol):
         was cancelled before it was submitted is created as cancelled.
 
         Raises:
-            ConflictError: the id is taken by a different request.
+            ConflictError: The id is taken by a different request.
         """
         ...
 
@@ -127,7 +127,7 @@ class Store(Protocol):
         """Record the stage of a leased rollout; return False if the lease is lost.
 
         Raises:
-            ValueError: the state is terminal, or precedes one that this attempt has already reached.
+            ValueError: The state is terminal, or precedes one that this attempt has already reached.
         """
         ...
 
@@ -153,7 +153,7 @@ class Store(Protocol):
         The request's fields, the attempt, the retries and the times come from the store, not from the result.
 
         Raises:
-            ValueError: the result's state is not terminal, or its id is not the lease's.
+            ValueError: The result's state is not terminal, or its id is not the lease's.
         """
         ...
 
@@ -220,6 +220,6 @@ class Store(Protocol):
         """Return a page of rollouts, oldest first, without trajectories.
 
         Raises:
-            InvalidFieldError: the cursor is not one that an earlier page returned.
+            InvalidFieldError: The cursor is not one that an earlier page returned.
         """
         ...

@@ -141,7 +141,7 @@ def next_state(run: RunRecord, requested: RunState | None) -> RunState:
     """Return the state of a run after a request to change it; None requests no change.
 
     Raises:
-        ConflictError: the run is over and cannot be paused or resumed.
+        ConflictError: The run is over and cannot be paused or resumed.
     """
     if requested is None or requested is run.state:
         return run.state
@@ -161,7 +161,7 @@ def check_append(run: RunRecord, offset: int) -> None:
     """Raise an error unless tasks can be appended to a run at this offset.
 
     Raises:
-        ConflictError: the run takes no more tasks, or has another number of them.
+        ConflictError: The run takes no more tasks, or has another number of them.
     """
     source = run.request.source
     is_open = isinstance(source, InlineTasks) and source.open
@@ -185,7 +185,7 @@ def check_acknowledge(batch_id: str, state: BatchState) -> bool:
     """Return whether to acknowledge a batch; False if it is acknowledged already.
 
     Raises:
-        ConflictError: the batch was dissolved.
+        ConflictError: The batch was dissolved.
     """
     if state is BatchState.DISSOLVED:
         raise ConflictError(
@@ -200,7 +200,7 @@ def check_renewal(batch_id: str, state: BatchState, *, holder: str | None, key: 
     """Raise an error unless the lease of a batch can be renewed with this key; None stands for any key.
 
     Raises:
-        ConflictError: the batch is no longer leased, or is leased under another key.
+        ConflictError: The batch is no longer leased, or is leased under another key.
     """
     if state is BatchState.LEASED and key in (None, holder):
         return
@@ -215,7 +215,7 @@ def check_return(batch_id: str, state: BatchState) -> bool:
     """Return whether to return a batch; False if it is returned or dissolved already.
 
     Raises:
-        ConflictError: the batch is acknowledged.
+        ConflictError: The batch is acknowledged.
     """
     if state is BatchState.ACKNOWLEDGED:
         raise ConflictError(

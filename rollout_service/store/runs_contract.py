@@ -201,8 +201,8 @@ class RunStore(Protocol):
     """Runs, groups and batches.
 
     Raises:
-        StoreError: from every method, if the store fails.
-        NotFoundError: from every method that names a run or a batch, if there is none of that id.
+        StoreError: The store fails; every method can raise it.
+        NotFoundError: There is no run or batch of that id; every method that takes one can raise it.
     """
 
     async def create(
@@ -211,7 +211,7 @@ class RunStore(Protocol):
         """Make a run durable; return it and whether it is new. `request.run_id` must be set.
 
         Raises:
-            ConflictError: the id is taken by a different request.
+            ConflictError: The id is taken by a different request.
         """
         ...
 
@@ -241,7 +241,7 @@ class RunStore(Protocol):
         A version only grows, and resuming clears the problem.
 
         Raises:
-            ConflictError: the run is over and cannot be paused or resumed.
+            ConflictError: The run is over and cannot be paused or resumed.
         """
         ...
 
@@ -251,7 +251,7 @@ class RunStore(Protocol):
         """Append tasks to an open run; repeating the same tasks at the same offset changes nothing.
 
         Raises:
-            ConflictError: the run takes no more tasks, or has another number of them.
+            ConflictError: The run takes no more tasks, or has another number of them.
         """
         ...
 
@@ -307,7 +307,7 @@ class RunStore(Protocol):
         An expired lease can be renewed until somebody else leases the batch.
 
         Raises:
-            ConflictError: the batch is no longer leased, or is leased under another key.
+            ConflictError: The batch is no longer leased, or is leased under another key.
         """
         ...
 
@@ -315,7 +315,7 @@ class RunStore(Protocol):
         """Acknowledge a batch, so that it is never delivered again; idempotent.
 
         Raises:
-            ConflictError: the batch was dissolved.
+            ConflictError: The batch was dissolved.
         """
         ...
 
@@ -323,7 +323,7 @@ class RunStore(Protocol):
         """Return a batch, so that it can be leased again at once.
 
         Raises:
-            ConflictError: the batch is acknowledged.
+            ConflictError: The batch is acknowledged.
         """
         ...
 

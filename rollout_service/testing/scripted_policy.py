@@ -48,8 +48,8 @@ class ScriptedPolicy:
         """Play the next turn.
 
         Raises:
-            ScriptEndedError: the script has no more turns.
-            ServiceError: the script has this error in place of a turn.
+            ScriptEndedError: The script has no more turns.
+            ServiceError: The script has this error in place of a turn.
         """
         self.messages += new_messages
         self.max_tokens.append(max_tokens)

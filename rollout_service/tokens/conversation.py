@@ -111,8 +111,8 @@ class Conversation:
         """Return the ids to send to the engine; they stay the same until messages are added or the turn is recorded.
 
         Raises:
-            ConversationStateError: there is no message to answer.
-            RenderError: the chat format has no place for these messages.
+            ConversationStateError: There is no message to answer.
+            RenderError: The chat format has no place for these messages.
         """
         if self._pending is None:
             self._pending = self._next_prompt()
@@ -144,8 +144,8 @@ class Conversation:
         of the prompt, and at `routed_length()` for experts.
 
         Raises:
-            ConversationStateError: no prompt was asked for.
-            RecordError: log-probabilities, versions or extras are missing or not usable.
+            ConversationStateError: No prompt was asked for.
+            RecordError: Log-probabilities, versions or extras are missing or not usable.
         """
         if self._pending is None:
             raise ConversationStateError("there is no prompt to answer", hint="Call prompt() first.")

@@ -55,7 +55,7 @@ class GrowingExtras:
         """Add the extras of a turn; the segment had `before` tokens, and the prompt has `prompt`.
 
         Raises:
-            RecordError: their number does not match the tokens.
+            RecordError: The number of extras does not match the tokens.
         """
         self._check(turn, before=before, prompt=prompt, sampled=sampled)
         if turn.top_logprobs is not None:

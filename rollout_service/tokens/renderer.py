@@ -115,9 +115,9 @@ class ChatRenderer:
         begins a new segment at each of them.
 
         Raises:
-            TokenizerNotFoundError: there is no readable tokenizer.
-            UnknownRendererError: the name is unknown, or `auto` cannot tell.
-            RendererMismatchError: the tokenizer lacks the format's control tokens, or an option is wrong.
+            TokenizerNotFoundError: There is no readable tokenizer.
+            UnknownRendererError: The name is unknown, or `auto` cannot tell.
+            RendererMismatchError: The tokenizer lacks the format's control tokens, or an option is wrong.
         """
         # Imported here because it takes a second, which commands without a renderer need not pay.
         from renderers import create_renderer
@@ -147,7 +147,7 @@ class ChatRenderer:
         """Return the ids of a whole conversation, up to where the assistant's next turn begins.
 
         Raises:
-            RenderError: the chat format has no place for these messages.
+            RenderError: The chat format has no place for these messages.
         """
         try:
             return list(
@@ -282,7 +282,7 @@ class ChatRenderer:
         """Call the library, whose exception depends on the shape of a message.
 
         Raises:
-            ValueError: the library raised any of its errors.
+            ValueError: The library raised any of its errors.
         """
         try:
             return function(*args, **options)

@@ -161,7 +161,7 @@ class TransformersTokenizer:
         """Return a conversation as the model's template writes it.
 
         Raises:
-            TemplateError: the template refuses the messages.
+            TemplateError: The template refuses the messages.
         """
         return str(self._inner.apply_chat_template(messages, **{**options, "tokenize": False}))
 
@@ -176,7 +176,7 @@ def load_tokenizer(path: str, *, with_template: bool) -> ChatTokenizer:
     With `with_template` the result can also apply the tokenizer's own chat template.
 
     Raises:
-        TokenizerNotFoundError: there is none, or it cannot be read.
+        TokenizerNotFoundError: There is no tokenizer, or it cannot be read.
     """
     # Texts are encoded one by one; without this setting the Rust library warns when the process forks later.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -219,7 +219,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty if there is no such file.
 
     Raises:
-        TokenizerNotFoundError: the file is not valid JSON.
+        TokenizerNotFoundError: The file is not valid JSON.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -95,7 +95,7 @@ def check_invariants(trajectory: Trajectory) -> None:
     - The fork counts add up.
 
     Raises:
-        InvariantError: an invariant is broken; the error names the segment and the token's index.
+        InvariantError: An invariant is broken; the error names the segment and the token's index.
     """
     last_turn = -1
     for number, segment in enumerate(trajectory.segments):

@@ -20,7 +20,7 @@ def expect(holds: bool, found: object) -> None:
     """Fail with `found` unless the condition holds.
 
     Raises:
-        ConformanceError: it does not hold.
+        ConformanceError: The condition does not hold.
     """
     if not holds:
         raise ConformanceError(f"found {found!r}")
@@ -30,7 +30,7 @@ async def expect_error(kind: type[SandboxError], call: Awaitable[object]) -> San
     """Await a call that must raise an error of `kind`, and return the error.
 
     Raises:
-        ConformanceError: it does not fail.
+        ConformanceError: The call does not fail.
     """
     try:
         found = await call

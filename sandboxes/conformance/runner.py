@@ -54,8 +54,8 @@ async def run_check(check: Check, provider: SandboxProvider, image: str | None =
     """Run one check in a fresh sandbox.
 
     Raises:
-        ConformanceError: the contract is broken, or the check took too long.
-        SandboxError: the provider raised an error that the contract does not allow there.
+        ConformanceError: The contract is broken, or the check took too long.
+        SandboxError: The provider raised an error that the contract does not allow there.
     """
     with anyio.move_on_after(CHECK_SECONDS) as scope:
         async with await provider.start(SandboxSpec(image=image, label="conformance")) as sandbox:

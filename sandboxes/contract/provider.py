@@ -32,8 +32,8 @@ class SandboxProvider(ABC):
         A warm sandbox is reused only if this value is unchanged. It is "" if there are no such files.
 
         Raises:
-            ImageNotFoundError: there is no such image.
-            SandboxConfigError: the specification cannot be met.
+            ImageNotFoundError: There is no such image.
+            SandboxConfigError: The specification cannot be met.
         """
         _ = spec  # a working default: nothing of the host shows through
         return ""
@@ -57,11 +57,11 @@ class SandboxProvider(ABC):
         """Start a sandbox that is ready to run commands. A cancelled start leaves nothing behind.
 
         Raises:
-            ProviderUnavailableError: this host cannot run this provider's sandboxes.
-            ImageNotFoundError: there is no such image.
-            ImageError: the image cannot be used.
-            SandboxConfigError: the specification cannot be met.
-            SandboxStartError: it did not start, or not in time.
+            ProviderUnavailableError: This host cannot run this provider's sandboxes.
+            ImageNotFoundError: There is no such image.
+            ImageError: The image cannot be used.
+            SandboxConfigError: The specification cannot be met.
+            SandboxStartError: The sandbox did not start, or not in time.
         """
 
     @abstractmethod

@@ -40,8 +40,8 @@ class Sandbox(ABC):
         """Return the agent's bash. The first call opens it, later calls return the same session.
 
         Raises:
-            SandboxStartError: the shell did not start.
-            SandboxClosedError: the sandbox is closed or has ended.
+            SandboxStartError: The shell did not start.
+            SandboxClosedError: The sandbox is closed or has ended.
         """
 
     @abstractmethod
@@ -49,9 +49,9 @@ class Sandbox(ABC):
         """Return the agent's IPython kernel. The first call opens it, later calls return the same session.
 
         Raises:
-            SandboxStartError: the kernel did not start, for example because the image has no ipykernel.
-            SandboxClosedError: the sandbox is closed or has ended.
-            SessionDiedError: an earlier kernel ended, and a new one did not start.
+            SandboxStartError: The kernel did not start, for example because the image has no ipykernel.
+            SandboxClosedError: The sandbox is closed or has ended.
+            SessionDiedError: An earlier kernel ended, and a new one did not start.
         """
 
     @abstractmethod
@@ -71,7 +71,7 @@ class Sandbox(ABC):
         ended. `output_limit` applies to each of the two streams.
 
         Raises:
-            SandboxClosedError: the sandbox is closed or has ended.
+            SandboxClosedError: The sandbox is closed or has ended.
             ValueError: `argv` is empty, a string contains a NUL character, or a limit is not positive.
         """
 
@@ -83,7 +83,7 @@ class Sandbox(ABC):
         grader, in a sandbox that an agent has used.
 
         Raises:
-            SandboxClosedError: the sandbox is closed or has ended, or a process does not end.
+            SandboxClosedError: The sandbox is closed or has ended, or a process does not end.
         """
 
     @abstractmethod
@@ -91,10 +91,10 @@ class Sandbox(ABC):
         """Return the contents of a file. A relative path begins at the working folder.
 
         Raises:
-            FileMissingError: there is no such file.
-            FileTooLargeError: it has more than `limit` bytes.
-            SandboxFileError: it cannot be read, for example because it is a folder.
-            SandboxClosedError: the sandbox is closed or has ended.
+            FileMissingError: There is no such file.
+            FileTooLargeError: The file has more than `limit` bytes.
+            SandboxFileError: The file cannot be read, for example because it is a folder.
+            SandboxClosedError: The sandbox is closed or has ended.
         """
 
     @abstractmethod
@@ -105,11 +105,11 @@ class Sandbox(ABC):
         not grow with the file. Close the generator (`contextlib.aclosing`) if you leave it before its end.
 
         Raises:
-            FileMissingError: there is no such file.
-            FileTooLargeError: it has more than `limit` bytes; None sets no limit.
-            FileStalledError: no byte of it arrived for half a minute.
-            SandboxFileError: it cannot be read, is not a file, or shrank while it was read.
-            SandboxClosedError: the sandbox is closed or has ended.
+            FileMissingError: There is no such file.
+            FileTooLargeError: The file has more than `limit` bytes; None sets no limit.
+            FileStalledError: No byte of the file arrived for half a minute.
+            SandboxFileError: The file cannot be read, is not a file, or shrank while it was read.
+            SandboxClosedError: The sandbox is closed or has ended.
         """
 
     @abstractmethod
@@ -119,9 +119,9 @@ class Sandbox(ABC):
         The file is written completely or stays as it was. An existing file keeps its mode; a link is written through.
 
         Raises:
-            DiskFullError: there is no room for it in the sandbox.
-            SandboxFileError: it cannot be written, for example because it is a folder or a device.
-            SandboxClosedError: the sandbox is closed or has ended.
+            DiskFullError: There is no room for the file in the sandbox.
+            SandboxFileError: The file cannot be written, for example because it is a folder or a device.
+            SandboxClosedError: The sandbox is closed or has ended.
         """
 
     @abstractmethod
@@ -131,10 +131,10 @@ class Sandbox(ABC):
         If the stream raises, or the call is cancelled, the file stays as it was.
 
         Raises:
-            DiskFullError: there is no room for it in the sandbox.
-            FileStalledError: the sandbox took no byte of it for half a minute.
-            SandboxFileError: it cannot be written.
-            SandboxClosedError: the sandbox is closed or has ended.
+            DiskFullError: There is no room for the file in the sandbox.
+            FileStalledError: The sandbox took no byte of the file for half a minute.
+            SandboxFileError: The file cannot be written.
+            SandboxClosedError: The sandbox is closed or has ended.
         """
 
     @abstractmethod
@@ -143,10 +143,10 @@ class Sandbox(ABC):
 
         Raises:
             EditMatchError: `old` does not occur, or occurs more than once.
-            FileMissingError: there is no such file.
-            FileTooLargeError: it is larger than `DEFAULT_FILE_LIMIT`.
-            SandboxFileError: it is not UTF-8 text, or cannot be read or written.
-            SandboxClosedError: the sandbox is closed or has ended.
+            FileMissingError: There is no such file.
+            FileTooLargeError: The file is larger than `DEFAULT_FILE_LIMIT`.
+            SandboxFileError: The file is not UTF-8 text, or cannot be read or written.
+            SandboxClosedError: The sandbox is closed or has ended.
         """
 
     @abstractmethod
@@ -154,10 +154,10 @@ class Sandbox(ABC):
         """Return the entries of a folder by name, without `.` and `..`. Links are not followed.
 
         Raises:
-            FileMissingError: there is no such folder.
-            FileTooLargeError: it has more entries than a listing may hold.
-            SandboxFileError: it cannot be listed.
-            SandboxClosedError: the sandbox is closed or has ended.
+            FileMissingError: There is no such folder.
+            FileTooLargeError: The folder has more entries than a listing may hold.
+            SandboxFileError: The folder cannot be listed.
+            SandboxClosedError: The sandbox is closed or has ended.
         """
 
     @abstractmethod
@@ -171,11 +171,11 @@ class Sandbox(ABC):
         generator (`contextlib.aclosing`) if you leave it before its end.
 
         Raises:
-            FileMissingError: there is no such path.
-            FileTooLargeError: the tree is larger than `limit`. A file counts with its whole size, holes included,
+            FileMissingError: There is no such path.
+            FileTooLargeError: The tree is larger than `limit`. A file counts with its whole size, holes included,
                 and every entry with at least 4 KiB. Discard what came before.
-            SandboxFileError: the tree cannot be read.
-            SandboxClosedError: the sandbox is closed or has ended.
+            SandboxFileError: The tree cannot be read.
+            SandboxClosedError: The sandbox is closed or has ended.
         """
 
     @abstractmethod
@@ -183,10 +183,10 @@ class Sandbox(ABC):
         """Unpack a tar stream below the folder `parent`, which is created if it is missing.
 
         Raises:
-            DiskFullError: there is no room for it in the sandbox.
-            FileStalledError: the sandbox took no byte of it for half a minute.
-            SandboxFileError: it cannot be unpacked.
-            SandboxClosedError: the sandbox is closed or has ended.
+            DiskFullError: There is no room for the files in the sandbox.
+            FileStalledError: The sandbox took no byte of the stream for half a minute.
+            SandboxFileError: The stream cannot be unpacked.
+            SandboxClosedError: The sandbox is closed or has ended.
         """
 
     @abstractmethod

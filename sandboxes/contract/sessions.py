@@ -21,11 +21,11 @@ class BashSession(ABC):
         `timed_out`, and the session goes on. Processes that it put into the background live on.
 
         Raises:
-            SessionDiedError: the shell ended (`exit`, a kill, or a command that nothing else could stop), now
+            SessionDiedError: The shell ended (`exit`, a kill, or a command that nothing else could stop), now
                 or since the last command; raised once. The next `run` starts a new shell in the working folder.
-            LimitExceededError: the kernel ended the shell because the sandbox used up its memory.
-            SandboxClosedError: the sandbox is closed or has ended.
-            ValueError: the command contains a NUL character, or a limit is not positive.
+            LimitExceededError: The kernel ended the shell because the sandbox used up its memory.
+            SandboxClosedError: The sandbox is closed or has ended.
+            ValueError: The command contains a NUL character, or a limit is not positive.
         """
 
     @abstractmethod
@@ -37,7 +37,7 @@ class BashSession(ABC):
         ignores both runs until its timeout.
 
         Raises:
-            SandboxClosedError: the sandbox is closed or has ended.
+            SandboxClosedError: The sandbox is closed or has ended.
         """
 
     @abstractmethod
@@ -45,7 +45,7 @@ class BashSession(ABC):
         """End the shell and everything it started, then start a new one.
 
         Raises:
-            SandboxClosedError: the sandbox is closed or has ended.
+            SandboxClosedError: The sandbox is closed or has ended.
         """
 
 
@@ -59,12 +59,12 @@ class PythonSession(ABC):
         """Run a cell. An exception is returned as a result with `error`; at the timeout the cell is interrupted.
 
         Raises:
-            SessionDiedError: the kernel ended, now or since the last cell, or had to be ended because nothing
+            SessionDiedError: The kernel ended, now or since the last cell, or had to be ended because nothing
                 else stopped the cell; raised once. The next `execute` starts a new kernel.
-            LimitExceededError: the kernel was ended because the sandbox used up its memory.
-            SandboxStartError: a new kernel did not start, for example because the image has no ipykernel.
-            SandboxClosedError: the sandbox is closed or has ended.
-            ValueError: a limit is not positive.
+            LimitExceededError: The kernel was ended because the sandbox used up its memory.
+            SandboxStartError: A new kernel did not start, for example because the image has no ipykernel.
+            SandboxClosedError: The sandbox is closed or has ended.
+            ValueError: A limit is not positive.
         """
 
     @abstractmethod
@@ -72,7 +72,7 @@ class PythonSession(ABC):
         """Interrupt the running cell, as Ctrl-C does; do nothing if none is running.
 
         Raises:
-            SandboxClosedError: the sandbox is closed or has ended.
+            SandboxClosedError: The sandbox is closed or has ended.
         """
 
     @abstractmethod
@@ -80,6 +80,6 @@ class PythonSession(ABC):
         """End the kernel and everything it started, then start a new one.
 
         Raises:
-            SandboxStartError: the new kernel did not start.
-            SandboxClosedError: the sandbox is closed or has ended.
+            SandboxStartError: The new kernel did not start.
+            SandboxClosedError: The sandbox is closed or has ended.
         """

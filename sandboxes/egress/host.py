@@ -87,7 +87,7 @@ class EgressHost:
         """Serve a sandbox from a socket that listens in its network. The socket is closed here.
 
         Raises:
-            SandboxStartError: the process of the proxies does not answer.
+            SandboxStartError: The process of the proxies does not answer.
         """
         with listening:
             request = ProxyRequest("open", sandbox, allowed.entries, private)

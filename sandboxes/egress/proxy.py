@@ -74,7 +74,7 @@ class Target(NamedTuple):
         """Return the destination of a request.
 
         Raises:
-            RefusedError: the request does not name a host in a form that a proxy serves.
+            RefusedError: The request does not name a host in a form that a proxy serves.
         """
         try:
             return cls._parse(request.method == b"CONNECT", request.target.decode("latin-1"))
@@ -198,7 +198,7 @@ class EgressProxy:
         """Return a connection to an address that was checked.
 
         Raises:
-            RefusedError: the list or the address forbids it, or the host does not answer.
+            RefusedError: The list or the address forbids it, or the host does not answer.
         """
         host, port, _ = target
         self._check_name(host, port)

@@ -57,7 +57,7 @@ def normalize_host(text: str) -> str:
     """Return the normal form of a name or an address, which may be in brackets.
 
     Raises:
-        ValueError: it is neither a name nor an address.
+        ValueError: The text is neither a name nor an address.
     """
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     if (address := parse_address(bare)) is not None:
@@ -78,7 +78,7 @@ def split_port(text: str) -> tuple[str, int | None]:
     """Split `HOST`, `HOST:PORT`, `[V6]`, `[V6]:PORT` or a bare `V6` into host and port.
 
     Raises:
-        ValueError: the port is not one.
+        ValueError: The port is not a number from 1 to 65535.
     """
     if parse_address(text) is not None:
         return text, None
@@ -105,7 +105,7 @@ class HostRule:
         """Return the rule of an entry.
 
         Raises:
-            SandboxConfigError: the entry is not valid; the message names it.
+            SandboxConfigError: The entry is not valid; the message names it.
         """
         try:
             host, port = split_port(entry)
@@ -139,7 +139,7 @@ class AllowList:
         """Parse the entries.
 
         Raises:
-            SandboxConfigError: an entry is not valid, or there are too many.
+            SandboxConfigError: An entry is not valid, or there are too many.
         """
         self.entries = tuple(entries)
         if len(self.entries) > MAX_ENTRIES:

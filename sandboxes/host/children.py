@@ -35,7 +35,7 @@ async def start_process(
     Without `env` it has this process's variables. A standard stream is inherited unless one is given.
 
     Raises:
-        OSError: the program cannot be started.
+        OSError: The program cannot be started.
     """
     with anyio.CancelScope(shield=True):
         process = await anyio.open_process(

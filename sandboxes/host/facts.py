@@ -97,7 +97,7 @@ def find_apptainer(environ: Mapping[str, str] | None = None) -> Path:
     """Return the Apptainer binary: $ROLLOUT_APPTAINER, else the first on PATH, else the one in the installer's prefix.
 
     Raises:
-        ProviderUnavailableError: it is in none of them, or $ROLLOUT_APPTAINER is not an executable file.
+        ProviderUnavailableError: The binary is in none of them, or $ROLLOUT_APPTAINER is not an executable file.
     """
     environ = os.environ if environ is None else environ
     named = environ.get("ROLLOUT_APPTAINER")

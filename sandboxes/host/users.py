@@ -10,7 +10,7 @@ def resolve_user(name: str) -> tuple[int, int]:
     """Return the user and group of sandboxes: this service's own or, if that is root, those of the named user.
 
     Raises:
-        SandboxConfigError: there is no such user, or it is root.
+        SandboxConfigError: There is no such user, or it is root.
     """
     if os.geteuid() != 0:
         return os.geteuid(), os.getegid()

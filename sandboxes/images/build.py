@@ -99,7 +99,7 @@ class ImageBuilder(Protocol):
         """Write the image to `target`.
 
         Raises:
-            ImageBuildError: the build failed.
+            ImageBuildError: The build failed.
         """
 
 

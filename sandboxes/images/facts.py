@@ -87,7 +87,7 @@ class ImageFacts:
         """Return the facts of an `as_json`.
 
         Raises:
-            TypeError: the values are not those of `as_json`.
+            TypeError: The values are not those of `as_json`.
         """
         return cls(**{**values, "missing_tools": tuple(values.get("missing_tools", ()))})
 

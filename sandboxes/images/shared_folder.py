@@ -86,7 +86,7 @@ class SharedFolder:
         """Hold a lock that the kernel releases when its holder dies. If locks do not work here, the block runs anyway.
 
         Raises:
-            BlockingIOError: another process holds it, and `wait` is false.
+            BlockingIOError: Another process holds the lock, and `wait` is false.
         """
         self._locks.mkdir(parents=True, exist_ok=True)
         with (self._locks / f"{name}.lock").open("w") as file:

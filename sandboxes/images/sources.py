@@ -40,7 +40,7 @@ class Definition:
         """Return the text and the arguments; files that the definition copies in are not read.
 
         Raises:
-            ImageNotFoundError: it cannot be read.
+            ImageNotFoundError: The definition cannot be read.
         """
         try:
             text = self.path.read_text(encoding="utf-8")
@@ -82,8 +82,8 @@ class Reference:
         """Return the reference and, for a file, its state. A tag that changes in a registry is not noticed.
 
         Raises:
-            ImageError: it is not a reference, or has a password in it.
-            ImageNotFoundError: there is no such file.
+            ImageError: The text is not a reference, or has a password in it.
+            ImageNotFoundError: There is no such file.
         """
         if not REFERENCE.fullmatch(self.text):
             raise ImageError(
@@ -129,8 +129,8 @@ class Tree:
         """Return a hash of the names, sizes, modes and times of all files, but not of their contents.
 
         Raises:
-            ImageNotFoundError: it is not a folder.
-            ImageError: it has no bash, so it is hardly a root file system.
+            ImageNotFoundError: The path is not a folder.
+            ImageError: The folder has no bash, so it is hardly a root file system.
         """
         if not self.path.is_dir():
             raise ImageNotFoundError(f"{self.path} is not a folder", hint="name the root of a file system")
@@ -172,7 +172,7 @@ def packaged_definition(name: str) -> Path:
     """Return the definition that this package has for `name`.
 
     Raises:
-        ImageNotFoundError: it has none.
+        ImageNotFoundError: The package has no such definition.
     """
     path = DEFINITIONS / f"{name}.def"
     if path.is_file():

@@ -19,7 +19,7 @@ def unpack(apptainer: Path, image: Path, target: Path, *, only: Sequence[str] = 
     If this process is root, files keep the owners that they have in the image. It blocks.
 
     Raises:
-        ImageError: it cannot be unpacked; the message is that of Apptainer or unsquashfs.
+        ImageError: The image cannot be unpacked; the message is that of Apptainer or unsquashfs.
     """
     inside = [path.strip("/") for path in only]
     run(["unsquashfs", *FLAGS, "-o", _offset(apptainer, image), "-d", str(target), str(image), *inside])
@@ -38,7 +38,7 @@ def run(command: list[str]) -> str:
     """Run a program and return its output.
 
     Raises:
-        ImageError: the program failed.
+        ImageError: The program failed.
     """
     try:
         result = subprocess.run(command, check=True, capture_output=True, timeout=UNPACK_SECONDS)

@@ -92,8 +92,8 @@ class ImageStore:
         use by this node is recorded, at most once a minute.
 
         Raises:
-            ImageNotFoundError: there is no such image; the hint names the command that makes it.
-            ImageError: it is a reference with a password in it.
+            ImageNotFoundError: There is no such image; the hint names the command that makes it.
+            ImageError: The image is a reference with a password in it.
         """
         text = os.fspath(image)
         path, hint = self._find(text)
@@ -129,9 +129,9 @@ class ImageStore:
             progress: called in this thread with each line of the builder.
 
         Raises:
-            ImageNotFoundError: the source does not exist, or the name is not valid.
-            ImageError: the source cannot be made into an image.
-            ImageBuildError: the builder failed; the hint says what to do about the most common causes.
+            ImageNotFoundError: The source does not exist, or the name is not valid.
+            ImageError: The source cannot be made into an image.
+            ImageBuildError: The builder failed; the hint says what to do about the most common causes.
             ProviderUnavailableError: Apptainer is not installed.
         """
         link = self._link(name or _name_of(source))
@@ -182,7 +182,7 @@ class ImageStore:
         """Remove the name, and its image if no other name links to it and no other node uses it.
 
         Raises:
-            ImageNotFoundError: there is no such name.
+            ImageNotFoundError: There is no such name.
         """
         link = self._link(name)
         with self._shared.lock("store"):
@@ -358,7 +358,7 @@ def packaged(name: str, arguments: dict[str, str] | None = None) -> Definition:
     """Return the definition that this package has for `name`.
 
     Raises:
-        ImageNotFoundError: it has none.
+        ImageNotFoundError: The package has no such definition.
     """
     return Definition(packaged_definition(name), arguments or {})
 

@@ -40,7 +40,7 @@ def assemble(root: Path, facts: ImageFacts, target: Path) -> None:
     share the kernel's cache of the files.
 
     Raises:
-        ImageError: the image has no such Python, or one that no toolkit can be made from.
+        ImageError: The image has no such Python, or one that no toolkit can be made from.
     """
     if facts.needs_toolkit or facts.python is None or facts.python_version is None:
         raise ImageError(

@@ -58,7 +58,7 @@ class UnpackedImages:
         An image that is a folder is used as it is.
 
         Raises:
-            ImageError: it cannot be unpacked; the message is Apptainer's.
+            ImageError: The image cannot be unpacked; the message is Apptainer's.
         """
         if image.is_dir():
             name = self._name("folder", image)
@@ -75,7 +75,7 @@ class UnpackedImages:
         """Return an image's facts. An image file that is not unpacked is unpacked temporarily.
 
         Raises:
-            ImageError: it cannot be unpacked.
+            ImageError: The image cannot be unpacked.
         """
         name = self._name("folder" if image.is_dir() else "image", image)
         folder = image if image.is_dir() else self.root / name
@@ -90,7 +90,7 @@ class UnpackedImages:
         """Return the folder of the Python toolkit of this image, making it if needed; see `toolkit.py`.
 
         Raises:
-            ImageError: no toolkit can be made from this image.
+            ImageError: No toolkit can be made from this image.
         """
         name = self._name(f"toolkit {toolkit.RECIPE}", base)
         if (self.root / name).exists():

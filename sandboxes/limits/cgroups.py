@@ -51,7 +51,7 @@ class ControlGroup:
         """Write the limits.
 
         Raises:
-            OSError: the kernel refuses a limit.
+            OSError: The kernel refuses a limit.
         """
         if limits.memory_bytes is not None and (memory := self.folders.get("memory")):
             swap = "memory.swap.max" if (memory / "memory.max").exists() else "memory.memsw.limit_in_bytes"
@@ -71,7 +71,7 @@ class ControlGroup:
         """Count the launcher's tasks once the sandbox is ready, and apply the process limit to the inside only.
 
         Raises:
-            OSError: the group is gone.
+            OSError: The group is gone.
         """
         if (pids := self.folders.get("pids")) is None:
             return 0
@@ -84,7 +84,7 @@ class ControlGroup:
         """Make the processes inside run only when nothing else wants to, or, with False, like all others.
 
         Raises:
-            OSError: the kernel does not support this (before 5.15), or the group is gone.
+            OSError: The kernel does not support this (before 5.15), or the group is gone.
         """
         if cpu := self.folders.get("cpu"):
             _write(cpu / "cpu.idle", int(yields))
@@ -115,7 +115,7 @@ class ControlGroupFile:
     def __init__(self, path: Path) -> None:
         """
         Raises:
-            OSError: there is no such file.
+            OSError: There is no such file.
         """
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
@@ -159,7 +159,7 @@ class ControlGroups:
         """Make a group with these limits; return None if this host allows none.
 
         Raises:
-            SandboxStartError: the kernel refuses the group or a limit.
+            SandboxStartError: The kernel refuses the group or a limit.
         """
         if not self._parents:
             return None

@@ -110,7 +110,7 @@ class HostProvider(SandboxProvider):
         """Plan the launch of a sandbox, before anything has been made.
 
         Raises:
-            SandboxError: as `SandboxProvider.start` does.
+            SandboxError: The sandbox cannot be started, as in `SandboxProvider.start`.
         """
 
     @abstractmethod

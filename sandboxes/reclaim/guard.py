@@ -36,7 +36,7 @@ class Guard:
         """Start a guard for the service's folder, which takes a millisecond or two.
 
         Raises:
-            OSError: no process can be started.
+            OSError: No process can be started.
         """
         sweep = [
             sys.executable,

@@ -50,9 +50,9 @@ class ServiceResources:
         """Return the folder of a new sandbox, which is not created yet; from now on a guard runs.
 
         Raises:
-            OSError: the folder or the guard cannot be created.
-            SandboxClosedError: the service has been closed.
-            SandboxConfigError: the host has no place for the folder.
+            OSError: The folder or the guard cannot be created.
+            SandboxClosedError: The service has been closed.
+            SandboxConfigError: The host has no place for the folder.
         """
         async with self._lock:
             if self._closed:  # while this waited

@@ -77,7 +77,7 @@ class RunFolder:
         """Create the folders. Those that the sandbox may write belong to its user.
 
         Raises:
-            OSError: the host has no space left, or this user lacks a right.
+            OSError: The host has no space left, or this user lacks a right.
         """
         self.path.mkdir(mode=0o711)
         self.pipes.mkdir()
@@ -94,8 +94,8 @@ class ServiceFolder:
     def __init__(self, base: Path) -> None:
         """
         Raises:
-            OSError: it cannot be made.
-            SandboxConfigError: the file system cannot lock it.
+            OSError: The folder cannot be made.
+            SandboxConfigError: The file system cannot lock it.
         """
         self._numbers = count(1)
         while True:
@@ -155,7 +155,7 @@ def run_base(configured: Path | None) -> Path:
     It is the configured one, or below XDG_RUNTIME_DIR, or in /tmp.
 
     Raises:
-        SandboxConfigError: other users can write to it, or its path is too long for sockets.
+        SandboxConfigError: Other users can write to the folder, or its path is too long for sockets.
     """
     base = _choices(configured)[0]
     base.mkdir(mode=0o711, parents=True, exist_ok=True)
@@ -177,7 +177,7 @@ def remember(state_dir: Path, base: Path) -> None:
     """Record for later sweeps that a service ran here: the setting may be different after a power cut.
 
     Raises:
-        OSError: the state folder cannot be written.
+        OSError: The state folder cannot be written.
     """
     notes = state_dir / NOTES
     notes.mkdir(parents=True, exist_ok=True, mode=0o700)

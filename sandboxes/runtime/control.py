@@ -94,8 +94,8 @@ class ControlShell:
         """Start a process inside. Mode "run" reports its exit code; mode "session" leaves it the status pipe.
 
         Raises:
-            SandboxClosedError: the sandbox has ended.
-            SandboxStartError: the process did not start in time, for example because no process was left.
+            SandboxClosedError: The sandbox has ended.
+            SandboxStartError: The process did not start in time, for example because no process was left.
         """
         token = secrets.token_hex(8)
         if not self.alive:
@@ -136,7 +136,7 @@ class ControlShell:
         """End every process inside except the control shell.
 
         Raises:
-            SandboxClosedError: the sandbox has ended, or does not answer.
+            SandboxClosedError: The sandbox has ended, or does not answer.
         """
         if not await self._ask("end", END_TIMEOUT):
             raise SandboxClosedError("the sandbox's processes did not end")
@@ -145,7 +145,7 @@ class ControlShell:
         """Wait until every message sent so far has been carried out, including signals.
 
         Raises:
-            SandboxClosedError: the sandbox has ended, or does not answer.
+            SandboxClosedError: The sandbox has ended, or does not answer.
         """
         if not await self._ask("rest", REST_TIMEOUT):
             raise SandboxClosedError("the sandbox does not answer")
@@ -165,8 +165,8 @@ class ControlShell:
         """Send one message. Cancellation sends nothing before the first byte, and waits for the last one after it.
 
         Raises:
-            SandboxClosedError: the sandbox has ended, or was ended because it accepted no more messages.
-            ValueError: a field contains a NUL character.
+            SandboxClosedError: The sandbox has ended, or was ended because it accepted no more messages.
+            ValueError: A field contains a NUL character.
         """
         message = _encode(fields)
         async with self._lock:
@@ -226,7 +226,7 @@ class Answers:
     def __init__(self, pipes: Path) -> None:
         """
         Raises:
-            OSError: the pipe cannot be made.
+            OSError: The pipe cannot be made.
         """
         self._path = pipes / ANSWERS
         os.mkfifo(self._path)
@@ -275,7 +275,7 @@ class Child:
         """Return the exit code as a shell reports it, even of a process that was killed with its whole group.
 
         Raises:
-            SandboxClosedError: the sandbox has ended, and the process with it.
+            SandboxClosedError: The sandbox has ended, and the process with it.
         """
         if code is None and not self._control.alive:
             raise SandboxClosedError("the sandbox has ended")

@@ -34,7 +34,7 @@ async def run_collected(
     """Run a program to its end or its timeout.
 
     Raises:
-        SandboxClosedError, ValueError: as `Sandbox.exec` does.
+        SandboxClosedError, ValueError: The program cannot be run, as in `Sandbox.exec`.
     """
     out, err = OutputBuffer(output_limit), OutputBuffer(output_limit)
     code: int | None = None
@@ -103,9 +103,9 @@ async def stream_out(
     """Yield the standard output of a program, as fast as the caller takes it.
 
     Raises:
-        FileTooLargeError: the output is longer than `limit`.
-        FileStalledError: nothing arrived for `STALL_SECONDS`.
-        ProgramFailedError: the program failed.
+        FileTooLargeError: The output is longer than `limit`.
+        FileStalledError: Nothing arrived for `STALL_SECONDS`.
+        ProgramFailedError: The program failed.
     """
     child = await control.spawn("run", argv, cwd=cwd, env=env)
     errors, total = OutputBuffer(MESSAGE_LIMIT), 0
@@ -138,8 +138,8 @@ async def stream_in(
     """Feed a stream to a program's standard input; return how many bytes it took.
 
     Raises:
-        FileStalledError: the program took nothing for `STALL_SECONDS`.
-        ProgramFailedError: the program failed.
+        FileStalledError: The program took nothing for `STALL_SECONDS`.
+        ProgramFailedError: The program failed.
     """
     child = await control.spawn("run", argv, cwd=cwd, env=env)
     output, total = OutputBuffer(MESSAGE_LIMIT), 0

@@ -35,10 +35,10 @@ async def export_tree(
     """Yield a file or folder as a tar archive, from a command that runs the reader.
 
     Raises:
-        FileMissingError: the path does not exist.
-        FileTooLargeError: the content is larger than the limit.
-        SandboxClosedError: the sandbox has ended.
-        SandboxFileError: the path cannot be read, or nothing arrived for `STALL_SECONDS`.
+        FileMissingError: The path does not exist.
+        FileTooLargeError: The content is larger than the limit.
+        SandboxClosedError: The sandbox has ended.
+        SandboxFileError: The path cannot be read, or nothing arrived for `STALL_SECONDS`.
     """
     process = await start_process(
         command,

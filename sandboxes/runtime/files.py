@@ -241,7 +241,7 @@ def _parse_entry(path: str, part: bytes) -> FileEntry:
     """Parse one entry of `LIST`.
 
     Raises:
-        SandboxFileError: the entry is invalid, because a program inside replaced the one that lists.
+        SandboxFileError: The entry is invalid, because a program inside replaced the one that lists.
     """
     fields = part.split(b" ", 2)
     try:

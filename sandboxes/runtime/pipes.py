@@ -42,7 +42,7 @@ class Pipes:
         """Make the pipes `base`.in, .out, .err and .st, and open the host's ends.
 
         Raises:
-            OSError: the host has no descriptors or no space left.
+            OSError: The host has no descriptors or no space left.
         """
         self._base = base
         self.fds: dict[str, int] = {}
@@ -108,7 +108,7 @@ async def write_all(fd: int, data: bytes, until: float = math.inf) -> bool:
     """Write everything, waiting for room; return False if the reader has gone.
 
     Raises:
-        TimeoutError: there was not enough room by `until`, on the event loop's clock.
+        TimeoutError: There was not enough room by `until`, on the event loop's clock.
     """
     view = memoryview(data)
     while view:
@@ -223,7 +223,7 @@ class StatusLines:
         """Return the next line without its end, or None at the end of the stream.
 
         Raises:
-            TimeoutError: none has arrived by `until`, on the event loop's clock, or `expire` was called.
+            TimeoutError: No line has arrived by `until`, on the event loop's clock, or `expire` was called.
         """
         while not self._lines:
             if self.ended:

@@ -100,7 +100,7 @@ def open_root(pid: int, launcher: int) -> int:
     """Open the root of a sandbox.
 
     Raises:
-        FileNotFoundError, ProcessLookupError: its first process has ended.
+        FileNotFoundError, ProcessLookupError: The sandbox's first process has ended.
     """
     root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     # The launcher is the service's own child, so its number is not given to another process, and while it is

@@ -171,7 +171,7 @@ class WarmPool(SandboxProvider):
         """Return a warm sandbox of this kind, or start one.
 
         Raises:
-            SandboxStartError: the start failed, or sandboxes in use have reached the ceiling.
+            SandboxStartError: The start failed, or sandboxes in use have reached the ceiling.
         """
         began = self._clock()
         kind = await self._record_demand(spec)

@@ -71,8 +71,8 @@ class ShellSession(BashSession):
         """Start the shell if there is none.
 
         Raises:
-            SandboxClosedError, SandboxStartError: as `ControlShell.spawn`.
-            SessionDiedError: the previous shell has ended since its last command.
+            SandboxClosedError, SandboxStartError: The shell cannot be started, as in `ControlShell.spawn`.
+            SessionDiedError: The previous shell has ended since its last command.
         """
         if self._shell is not None:
             if not self._shell.child.status.ended:

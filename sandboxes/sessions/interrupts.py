@@ -132,8 +132,9 @@ class Interrupter:
         """Wait for the report with this nonce, and return the exit code; the report before it has named the jobs.
 
         Raises:
-            TimeoutError: it has not come by `until`, or an interrupt was requested and the wait `stops_at_request`.
-            SessionDiedError: the shell has ended.
+            TimeoutError: The report has not come by `until`, or an interrupt was requested and
+                `stops_at_request` is set.
+            SessionDiedError: The shell has ended.
         """
         while not (stops_at_request and self.is_requested):
             line = await self._child.status.next(until)
@@ -181,7 +182,7 @@ class Interrupter:
         """Wait until no signal is on its way any more, which would end the next command.
 
         Raises:
-            SessionDiedError: the shell has ended, or answers no question.
+            SessionDiedError: The shell has ended, or answers no question.
         """
         await self._control.wait_until_done()
         for _ in range(self.timing.questions):

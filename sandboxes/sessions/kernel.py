@@ -138,7 +138,7 @@ class Kernel:
         """Wait for the sockets, connect, and check that messages pass through both.
 
         Raises:
-            SandboxStartError: the process ended.
+            SandboxStartError: The process ended.
         """
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._cancel_at_end, tasks.cancel_scope)
@@ -186,7 +186,7 @@ class Kernel:
         """Send a cell, and return the id of its message.
 
         Raises:
-            SessionDiedError: the cell cannot be sent.
+            SessionDiedError: The cell cannot be sent.
         """
         try:
             return self._require_wire().execute(code)
@@ -202,7 +202,7 @@ class Kernel:
         """Collect the messages of a request until it is done.
 
         Raises:
-            SessionDiedError: the kernel ended.
+            SessionDiedError: The kernel ended.
         """
         done, wire = False, self._require_wire()
         wire.listen(request, cell.add_message)

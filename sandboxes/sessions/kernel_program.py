@@ -73,7 +73,7 @@ def require_parts() -> None:
     """Require the parts of ipykernel that this program replaces or reads.
 
     Raises:
-        UnsupportedKernelError: one is missing; the message names it.
+        UnsupportedKernelError: A part is missing; the message names it.
     """
     from ipykernel import _version, iostream, kernelapp, kernelbase
 

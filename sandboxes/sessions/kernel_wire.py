@@ -54,7 +54,7 @@ class Wire:
         """Send a cell, and return the id of its message.
 
         Raises:
-            BlockingIOError: the kernel takes no more requests.
+            BlockingIOError: The kernel takes no more requests.
         """
         content = {
             "code": code,

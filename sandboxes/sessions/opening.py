@@ -12,8 +12,8 @@ async def open_sessions(sandbox: Sandbox, names: Iterable[SessionName]) -> None:
     """Open the named sessions concurrently. Sessions that are open stay as they are.
 
     Raises:
-        SandboxStartError: a session did not start.
-        SandboxClosedError: the sandbox is closed or has ended.
+        SandboxStartError: A session did not start.
+        SandboxClosedError: The sandbox is closed or has ended.
     """
     async with open_task_group() as tasks:
         for name in names:
@@ -31,10 +31,10 @@ async def return_to_workdir(sandbox: Sandbox, names: Iterable[SessionName]) -> N
     """Make these sessions enter the working folder again, in case it was replaced after they were opened.
 
     Raises:
-        FileMissingError: the folder no longer exists.
-        SandboxStartError: a session was not open, and did not start.
-        SandboxClosedError: the sandbox is closed or has ended.
-        SessionDiedError: a session has ended.
+        FileMissingError: The folder no longer exists.
+        SandboxStartError: A session was not open, and did not start.
+        SandboxClosedError: The sandbox is closed or has ended.
+        SessionDiedError: A session has ended.
     """
     entered = await sandbox.exec(["bash", "-c", 'cd -- "$1"', "enter", sandbox.workdir], cwd="/")
     if entered.exit_code != 0:

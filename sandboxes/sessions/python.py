@@ -59,9 +59,9 @@ class KernelSession(PythonSession):
         """Start the kernel if there is none.
 
         Raises:
-            SandboxStartError: the kernel did not start, or not in time.
-            SandboxClosedError: the sandbox has ended.
-            SessionDiedError: the previous kernel has ended since its last cell, or its successor did not start.
+            SandboxStartError: The kernel did not start, or not in time.
+            SandboxClosedError: The sandbox has ended.
+            SessionDiedError: The previous kernel has ended since its last cell, or its successor did not start.
         """
         if self._kernel is not None:
             if not self._kernel.child.has_ended:

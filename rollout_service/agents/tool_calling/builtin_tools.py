@@ -124,7 +124,7 @@ def builtin_tools(names: Iterable[str]) -> list[Tool]:
     """Return the built-in tools of these names.
 
     Raises:
-        ConfigurationError: a name is unknown.
+        ConfigurationError: A name is unknown.
     """
     known = by_name(BUILTIN_TOOLS)
     tools = []

@@ -62,7 +62,7 @@ class Tool(Protocol):
         """Carry out a call.
 
         Raises:
-            ToolInputError: the call cannot be carried out as written.
+            ToolInputError: The call cannot be carried out as written.
         """
         ...
 
@@ -114,7 +114,7 @@ def by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
     """Return the tools by name.
 
     Raises:
-        ValueError: two have the same name.
+        ValueError: Two tools have the same name.
     """
     found: dict[str, Tool] = {}
     for tool in tools:

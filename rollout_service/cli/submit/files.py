@@ -89,7 +89,7 @@ class ResultFile:
     """A file that finished rollouts are appended to. `done` holds the ids that it had when it was opened.
 
     Raises:
-        ValueError: On entering, the file holds something other than results.
+        ValueError: The file holds something other than results; raised on entering.
     """
 
     def __init__(self, path: Path) -> None:

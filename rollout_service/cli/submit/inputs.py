@@ -50,7 +50,7 @@ def read_whole(path: Path) -> bytes:
     """Return the content of a file or stream.
 
     Raises:
-        CommandError: It cannot be read.
+        CommandError: The file or stream cannot be read.
     """
     try:
         with _opened(path) as stream:

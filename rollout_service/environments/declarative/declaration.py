@@ -128,7 +128,7 @@ def read_declaration(text: str, *, where: str, image: str | None = None) -> Decl
     """Read the text of an `environment.toml`; `image` is the image that it was found in, and replaces the key.
 
     Raises:
-        ConfigurationError: it is not valid; the message has a line for every key at fault, after `where`.
+        ConfigurationError: The text is not valid; the message has a line for every key at fault, after `where`.
     """
     try:
         table = tomllib.loads(text)

@@ -66,7 +66,7 @@ class DeclarativeEnvironment(AgentEnvironment):
         """Take a declaration and its folder; if the folder is `in_image` too, sandboxes show an empty one in its place.
 
         Raises:
-            ConfigurationError: the declaration contradicts itself or the folder.
+            ConfigurationError: The declaration contradicts itself or the folder.
         """
         if (run := declaration.evaluate.run) and _FOLDER.search(run.command):
             raise ConfigurationError(
@@ -143,8 +143,8 @@ class SecretFolder:
         """Copy the files to a new folder.
 
         Raises:
-            FileStalledError: a program in the sandbox hangs.
-            SandboxFileError: copying failed.
+            FileStalledError: A program in the sandbox hangs.
+            SandboxFileError: Copying failed.
         """
         # Without isolation, only the sandbox's own folder may be written to.
         isolated = sandbox.workdir == sandbox.spec.workdir
@@ -182,7 +182,7 @@ class SecretFolder:
         """Return the result that the command wrote.
 
         Raises:
-            EnvironmentFailedError: it wrote none; the message has what it printed.
+            EnvironmentFailedError: The command wrote no result; the message has what it printed.
         """
         await self.sandbox.end_processes()
         try:
@@ -197,7 +197,7 @@ class SecretFolder:
         """Remove the folder.
 
         Raises:
-            EnvironmentFailedError: that failed.
+            EnvironmentFailedError: The folder could not be removed.
         """
         result = await self.sandbox.exec(["rm", "-rf", "--", self.path])
         if result.exit_code != 0:
@@ -210,7 +210,7 @@ def load_folder(folder: Path, *, image: Path | None = None) -> DeclarativeEnviro
     """Load the environment in a folder; `image` is the image that the folder was extracted from, if any.
 
     Raises:
-        ConfigurationError: it is not valid; the message says why.
+        ConfigurationError: The environment is not valid; the message says why.
     """
     path = folder / FILE_NAME
     try:
@@ -231,7 +231,7 @@ def parse_score(data: bytes, run: ExecResult | None = None) -> Score:
     """Parse the score that a grader wrote: `{"reward": NUMBER, "parts": {NAME: NUMBER, ...}}`.
 
     Raises:
-        EnvironmentFailedError: it is anything else; the message has the output of `run`, if given.
+        EnvironmentFailedError: The data has another form; the message has the output of `run`, if given.
     """
     try:
         result = _Result.model_validate_json(data)

@@ -34,7 +34,7 @@ def read_folder(folder: Path, *, without: Iterable[Path] = ()) -> tuple[PackedFi
     """Read all regular files below a folder; follow links, and leave out images (`*.sif`).
 
     Raises:
-        ConfigurationError: they are too large to be copied into every sandbox.
+        ConfigurationError: The files are too large to be copied into every sandbox.
     """
     left_out = {path.resolve() for path in without}
     files: list[PackedFile] = []
@@ -66,10 +66,10 @@ async def exported_file(sandbox: Sandbox, path: str, limit: int) -> bytes:
     """Read a file of a sandbox from the host's side: no program inside takes part.
 
     Raises:
-        FileMissingError: there is no regular file.
-        FileTooLargeError: it has more than `limit` bytes.
-        SandboxFileError: it cannot be read.
-        SandboxClosedError: the sandbox is closed or has ended.
+        FileMissingError: There is no regular file at the path.
+        FileTooLargeError: The file has more than `limit` bytes.
+        SandboxFileError: The file cannot be read.
+        SandboxClosedError: The sandbox is closed or has ended.
     """
     packed = b"".join([part async for part in sandbox.export_path(path, limit=limit + 2 * ENTRY_BYTES)])
     with tarfile.open(fileobj=io.BytesIO(packed), mode="r:") as tar:

@@ -24,7 +24,7 @@ def extract_environment(image: Path, cache: Path | None = None) -> Path:
     the copies.
 
     Raises:
-        ConfigurationError: the image has no such folder, or cannot be read.
+        ConfigurationError: The image has no such folder, or cannot be read.
     """
     status = image.stat()
     key = f"{image.resolve()}:{status.st_size}:{status.st_mtime_ns}"

@@ -118,7 +118,7 @@ def parse_version(raw: object) -> int:
     """Return an engine's weight version as an integer; an engine that was never given one is at 0.
 
     Raises:
-        BackendProtocolError: the version is a name.
+        BackendProtocolError: The version is a name.
     """
     if raw == _UNSET_VERSION:
         return 0

@@ -153,8 +153,8 @@ class HttpBackend(ABC):
         may take as long as a generation.
 
         Raises:
-            InferenceError: the exchange failed.
-            AnswerTimeoutError: there was no answer in the time of a generation; `generate` translates it.
+            InferenceError: The exchange failed.
+            AnswerTimeoutError: There was no answer in the time of a generation; `generate` translates it.
         """
         raw = await self._exchange_bytes(method, path, content, seconds, max_bytes)
         return self._decode(raw, path, is_json) if is_json is not False else None

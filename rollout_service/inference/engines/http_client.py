@@ -64,9 +64,9 @@ class HttpClient:
         """Return the status and body of an answer, within limits of time and size; redirects are not followed.
 
         Raises:
-            AnswerTimeoutError: no complete answer arrived within `seconds`.
-            AnswerTooLargeError: the answer is larger than `max_bytes`.
-            OSError: the connection failed or broke, or the answer is not HTTP; both errors above are subclasses.
+            AnswerTimeoutError: No complete answer arrived within `seconds`.
+            AnswerTooLargeError: The answer is larger than `max_bytes`.
+            OSError: The connection failed or broke, or the answer is not HTTP; both errors above are subclasses.
         """
         length = f"Content-Length: {len(body)}\r\n" if body is not None else ""
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{length}\r\n".encode("ascii")
@@ -150,7 +150,7 @@ class _Connection(asyncio.Protocol):
         A bare timer ends a slow exchange: every turn passes here, and a cancel scope costs ten times as much.
 
         Raises:
-            OSError: as in `HttpClient.exchange`.
+            OSError: The exchange failed, as in `HttpClient.exchange`.
         """
         if self._transport is None:
             raise ConnectionError("the connection was never made")

@@ -30,7 +30,7 @@ async def kept_running(make: Callable[[int], ServerProcess]) -> AsyncIterator[st
     """Run an engine and yield its address; `make` makes one for a port, 0 for a free one.
 
     Raises:
-        EngineStartError: the first start failed.
+        EngineStartError: The first start failed.
     """
     async with make(0) as engine, anyio.create_task_group() as tasks:
         tasks.start_soon(_start_again, engine, make)

@@ -54,7 +54,7 @@ class ServerProcess(ABC):
     """A server in a child process for as long as the context lasts; inside, `/health` answers 200.
 
     Raises:
-        EngineStartError: on entering, if it did not start.
+        EngineStartError: The server did not start; raised on entering.
     """
 
     start_seconds = 60.0

@@ -23,7 +23,7 @@ class SGLangCpuServer(ServerProcess):
     The server and its workers end with the context, and also when this process is killed.
 
     Raises:
-        EngineStartError: on entering, if SGLang is not installed or does not start.
+        EngineStartError: SGLang is not installed or does not start; raised on entering.
     """
 
     start_seconds = 180.0

@@ -24,7 +24,7 @@ class VllmCpuServer(ServerProcess):
     The server and its workers end with the context, and also when this process is killed.
 
     Raises:
-        EngineStartError: on entering, if vLLM is not installed or does not start.
+        EngineStartError: vLLM is not installed or does not start; raised on entering.
     """
 
     start_seconds = 420.0

@@ -68,8 +68,8 @@ class BackendHandle:
         """Call the backend.
 
         Raises:
-            BackendUnreachable: the backend left service during the call.
-            ExtraUnsupported: it does not return what the request asks for.
+            BackendUnreachable: The backend left service during the call.
+            ExtraUnsupported: The backend does not return an extra that the request asks for.
         """
         refuse_missing_extras(request.extras, self.info, self.id)
         self.in_flight += 1

@@ -99,8 +99,8 @@ class BackendPool:
         and brought back, whatever its state was; `backend` is then closed and the known one stays.
 
         Raises:
-            BackendUnreachable: it does not answer.
-            BackendProtocolError: it lacks a required feature; the message names it.
+            BackendUnreachable: The backend does not answer.
+            BackendProtocolError: The backend lacks a required feature; the message names it.
         """
         async with self._controller.lock:
             known = self._registry.get(backend.id)
@@ -123,7 +123,7 @@ class BackendPool:
         """Remove a backend for good; its open requests continue elsewhere.
 
         Raises:
-            UnknownBackend: the pool has no such backend.
+            UnknownBackend: The pool has no such backend.
         """
         await self._registry.remove(backend_id).close()
 
@@ -133,7 +133,7 @@ class BackendPool:
         Registering it again ends the drain.
 
         Raises:
-            UnknownBackend: the pool has no such backend.
+            UnknownBackend: The pool has no such backend.
         """
         return self._registry.view(self._registry.drain(backend_id))
 
@@ -157,12 +157,12 @@ class BackendPool:
         rollout has ended. Cancelling this call aborts the request in its engine.
 
         Raises:
-            NoBackendError: no backend is registered, or none came back into service in time.
-            BackendRejected: the engine refused the request.
-            BackendUnreachable: the last of the backends that were tried did not answer.
-            BackendProtocolError: the last of them sent an invalid answer.
-            GenerationTimeout: the engine took longer than allowed.
-            PoolPaused: a pause lasted longer than allowed.
+            NoBackendError: No backend is registered, or none came back into service in time.
+            BackendRejected: The engine refused the request.
+            BackendUnreachable: The last of the backends that were tried did not answer.
+            BackendProtocolError: The last of the backends that were tried sent an invalid answer.
+            GenerationTimeout: The engine took longer than allowed.
+            PoolPaused: A pause lasted longer than allowed.
         """
         return self._controller.kept_kv(await self._dispatcher.generate(request, affinity))
 
@@ -195,7 +195,7 @@ class BackendPool:
         keep the old ones. Once begun, the update runs to its end, even if the caller is cancelled.
 
         Raises:
-            WeightsConflict: the version is older than the pool's, or is in use for other weights; or the backends
+            WeightsConflict: The version is older than the pool's, or is in use for other weights; or the backends
                 are not in the process group.
         """
         return await self._controller.update_weights(request)
@@ -204,8 +204,8 @@ class BackendPool:
         """Let the backends join a process group over which weights will be broadcast.
 
         Raises:
-            WeightsConflict: the number of ranks is wrong, or the trainer is not listening.
-            BackendRejected: a backend cannot take weights from a process group.
+            WeightsConflict: The number of ranks is wrong, or the trainer is not listening.
+            BackendRejected: A backend cannot take weights from a process group.
         """
         return await self._controller.join_group(group)
 

@@ -25,7 +25,7 @@ def backend_id_of(url: str, pool: str) -> str:
     """Return the id of the backend at `url` in a pool, unique among all engines and pools.
 
     Raises:
-        ValueError: the address is malformed.
+        ValueError: The address is malformed.
     """
     return f"{pool}@{location_of(url)}"
 
@@ -81,7 +81,7 @@ class Pools:
         """Return the pool of that name.
 
         Raises:
-            NoBackendError: no backend was ever registered in it.
+            NoBackendError: No backend was ever registered in the pool.
         """
         if name not in self._pools:
             raise NoBackendError(
@@ -121,10 +121,10 @@ class Pools:
         Registering it again changes only its limit, and ends a drain. If `kind` is None, the engine is asked for it.
 
         Raises:
-            ValueError: the address is malformed.
-            BackendUnreachable: the engine does not answer.
-            BackendProtocolError: it lacks a required feature.
-            BackendRejected: it refuses the check, or does not fit the pool.
+            ValueError: The address is malformed.
+            BackendUnreachable: The engine does not answer.
+            BackendProtocolError: The engine lacks a required feature.
+            BackendRejected: The engine refuses the check, or does not fit the pool.
         """
         address = normalise_url(url)
         name = backend_id or backend_id_of(address, pool)

@@ -33,8 +33,8 @@ async def check_backend(backend: Backend, *, seconds: float) -> ModelInfo:
     """Sample one token, and return the backend's model with the extras that it supports.
 
     Raises:
-        BackendUnreachable: it does not answer within `seconds`.
-        BackendProtocolError: its answers lack something required; the message names it.
+        BackendUnreachable: The backend does not answer within `seconds`.
+        BackendProtocolError: The backend's answers lack something required; the message names it.
     """
     with anyio.move_on_after(seconds):
         info = await backend.model_info()
@@ -52,7 +52,7 @@ def refuse_missing_extras(extras: RequestedExtras, info: ModelInfo, backend_id: 
     """Refuse a request for extras that the backend did not return when it was checked.
 
     Raises:
-        ExtraUnsupported: names the first missing extra.
+        ExtraUnsupported: The backend did not return one of the extras; the message names the first.
     """
     missing = wanted(extras) - info.extras
     if missing:

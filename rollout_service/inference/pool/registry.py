@@ -56,7 +56,7 @@ class BackendRegistry:
         """Return the backend with that id.
 
         Raises:
-            UnknownBackend: the pool has no such backend.
+            UnknownBackend: The pool has no such backend.
         """
         if backend_id not in self._handles:
             raise UnknownBackend(
@@ -92,7 +92,7 @@ class BackendRegistry:
         """Remove a backend for good.
 
         Raises:
-            UnknownBackend: the pool has no such backend.
+            UnknownBackend: The pool has no such backend.
         """
         handle = self[backend_id]
         del self._handles[backend_id]
@@ -116,7 +116,7 @@ class BackendRegistry:
         """Send a backend no new requests.
 
         Raises:
-            UnknownBackend: the pool has no such backend.
+            UnknownBackend: The pool has no such backend.
         """
         handle = self[backend_id]
         handle.state = BackendState.DRAINING
@@ -144,7 +144,7 @@ class BackendRegistry:
         """Refuse a backend whose vocabulary differs from that of the others.
 
         Raises:
-            BackendRejected: the sizes differ.
+            BackendRejected: The sizes differ.
         """
         for handle in self._handles.values():
             if None not in (vocab_size, handle.info.vocab_size) and vocab_size != handle.info.vocab_size:
@@ -162,7 +162,7 @@ class BackendRegistry:
         than one vocabulary.
 
         Raises:
-            BackendRejected: an id is outside the vocabulary.
+            BackendRejected: An id is outside the vocabulary.
         """
         size = self._vocab_size()
         start = known if len(self._vocabularies) == 1 else 0

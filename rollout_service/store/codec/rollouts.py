@@ -44,7 +44,7 @@ def reading(rollout_id: str) -> Iterator[None]:
     """Turn the errors of decoding a damaged record of this rollout into RecordLostError.
 
     Raises:
-        RecordLostError: the block could not decode the record.
+        RecordLostError: The block could not decode the record.
     """
     try:
         yield
@@ -79,7 +79,7 @@ def decode_rollout(row: Row) -> Rollout:
     """Return a rollout from its row, joined with its request and, if there is one, its result.
 
     Raises:
-        RecordLostError: the record is damaged.
+        RecordLostError: The record is damaged.
     """
     with reading(row["rollout_id"]):
         return _decode_rollout(row)
@@ -115,7 +115,7 @@ def decode_lease(row: Row) -> Lease:
     """Return a lease from a claimed row joined with its request.
 
     Raises:
-        RecordLostError: the record is damaged.
+        RecordLostError: The record is damaged.
     """
     with reading(row["rollout_id"]):
         return Lease(

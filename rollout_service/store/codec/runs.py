@@ -72,7 +72,7 @@ def decode_group(row: Row, rollouts: Mapping[str, Rollout]) -> Group:
     """Return a closed group from its row and its rollouts by id.
 
     Raises:
-        RecordLostError: a rollout of the group is missing.
+        RecordLostError: A rollout of the group is missing.
     """
     closed = decode_samples(row["samples"])
     for gone in (sample.rollout_id for sample in closed if sample.rollout_id not in rollouts):

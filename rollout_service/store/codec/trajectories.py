@@ -96,7 +96,7 @@ def split(data: bytes) -> tuple[Trajectory, list[Columns]]:
     """Return a trajectory with empty columns, and the columns of each of its segments.
 
     Raises:
-        OverflowError: the trajectory does not fit the columns; use `decode`.
+        OverflowError: The trajectory does not fit the columns; use `decode`.
     """
     if not _is_columnar(data):
         whole = Trajectory.model_validate_json(zlib.decompress(data))
@@ -110,7 +110,7 @@ def columns_of(data: bytes) -> list[Columns]:
     """Return the columns of each segment.
 
     Raises:
-        OverflowError: the trajectory does not fit the columns; use `decode`.
+        OverflowError: The trajectory does not fit the columns; use `decode`.
     """
     return _located(data)[1] if _is_columnar(data) else split(data)[1]
 
@@ -160,7 +160,7 @@ def _unpack_into(data: memoryview, target: memoryview) -> None:
     """Unpack into memory of the right size.
 
     Raises:
-        ValueError: the column has another size.
+        ValueError: The column has another size.
     """
     with _decompressors.own.stream_reader(data) as reader:
         if reader.readinto(target) != len(target) or reader.read(1):
@@ -175,8 +175,8 @@ def _arrays(segment: Segment, *, strict: bool = True) -> dict[str, NDArray[Any]]
     """Return a segment's columns.
 
     Raises:
-        ValueError: with `strict`, the columns differ in length.
-        OverflowError: a number does not fit its column.
+        ValueError: With `strict`, the columns differ in length.
+        OverflowError: A number does not fit its column.
     """
     arrays = {name: _array(getattr(segment, name), dtype) for name, dtype in COLUMNS.items()}
     if strict and len({len(array) for array in arrays.values()}) > 1:

@@ -95,7 +95,7 @@ class Database:
     The write-ahead log with `synchronous=FULL` guarantees that a commit that has returned is on the disk.
 
     Raises:
-        StoreError: the file is in use, is damaged, belongs to another program, or cannot be created.
+        StoreError: The file is in use, is damaged, belongs to another program, or cannot be created.
     """
 
     def __init__(self, path: Path | str) -> None:

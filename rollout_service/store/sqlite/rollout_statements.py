@@ -148,7 +148,7 @@ def submit(db: sqlite3.Connection, values: dict[str, Any]) -> tuple[Rollout, boo
     """Insert a rollout; return it and whether it is new.
 
     Raises:
-        ConflictError: the id is taken by a different request.
+        ConflictError: The id is taken by a different request.
     """
     added = db.execute(_SUBMIT, values).fetchall()
     if added:
@@ -204,7 +204,7 @@ def advance(db: sqlite3.Connection, values: dict[str, Any]) -> bool:
     """Record a stage; return whether the lease is held.
 
     Raises:
-        ValueError: the attempt has already reached a later stage.
+        ValueError: The attempt has already reached a later stage.
     """
     if db.execute(_ADVANCE, values).rowcount:
         return True

@@ -116,7 +116,7 @@ def row_of(db: sqlite3.Connection, run_id: str) -> sqlite3.Row:
     """Return the row of a run.
 
     Raises:
-        NotFoundError: there is no such run.
+        NotFoundError: There is no such run.
     """
     row: sqlite3.Row | None = db.execute(_BY_ID, (run_id,)).fetchone()
     if row is None:
@@ -139,7 +139,7 @@ def create(db: sqlite3.Connection, values: dict[str, Any], request: RunRequest) 
     """Insert a run; return it and whether it is new.
 
     Raises:
-        ConflictError: the id is taken by a different request.
+        ConflictError: The id is taken by a different request.
     """
     new = db.execute(_CREATE, values).rowcount > 0
     row = row_of(db, values["id"])
@@ -181,7 +181,7 @@ def update(
     """Change what is given; a run that is over stays over.
 
     Raises:
-        ConflictError: the run is over and cannot be paused or resumed.
+        ConflictError: The run is over and cannot be paused or resumed.
     """
     row = row_of(db, run_id)
     kept = None if state is RunState.RUNNING else row["problem"]

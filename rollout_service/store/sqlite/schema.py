@@ -118,8 +118,8 @@ def migrate(connection: sqlite3.Connection) -> None:
     """Upgrade a database to the current version, each step in one transaction.
 
     Raises:
-        StoreError: the file belongs to another program or to a newer release of this one.
-        sqlite3.Error: the file cannot be read or written.
+        StoreError: The file belongs to another program or to a newer release of this one.
+        sqlite3.Error: The file cannot be read or written.
     """
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     (application,) = connection.execute("PRAGMA application_id").fetchone()

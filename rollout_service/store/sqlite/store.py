@@ -62,7 +62,7 @@ class SqliteStore(Store):
         """Open the store in a file, or create it; `clock` returns Unix seconds.
 
         Raises:
-            StoreError: another process has the file open, or the file is damaged, was written by a newer release, or
+            StoreError: Another process has the file open, or the file is damaged, was written by a newer release, or
                 cannot be created.
         """
         store = cls(path, clock=clock)
@@ -86,7 +86,7 @@ class SqliteStore(Store):
         """Wait until the store fails for good, which only a defect can cause.
 
         Raises:
-            StoreError: the store has failed.
+            StoreError: The store has failed.
         """
         await self._thread.failed()
 

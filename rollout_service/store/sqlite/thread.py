@@ -86,7 +86,7 @@ class DatabaseThread:
         """Start the thread and open the file.
 
         Raises:
-            StoreError: the file cannot be opened.
+            StoreError: The file cannot be opened.
         """
         self._thread.start()
         with anyio.CancelScope(shield=True):
@@ -110,7 +110,7 @@ class DatabaseThread:
         """Wait until the thread fails, which only a defect can cause.
 
         Raises:
-            StoreError: the thread has failed.
+            StoreError: The thread has failed.
         """
         await self._died.wait()
         raise self._failure or StoreError("the store failed")
@@ -119,9 +119,9 @@ class DatabaseThread:
         """Run a job, and return its result once it is durable; cancelling the caller does not stop the job.
 
         Raises:
-            StoreError: the database failed, or the store is closed.
-            DefectError: a statement of the job is wrong.
-            Exception: whatever the job raises.
+            StoreError: The database failed, or the store is closed.
+            DefectError: A statement of the job is wrong.
+            Exception: Whatever the job raises.
         """
         if self._died.is_set():
             raise self._failure or StoreError("the store failed")
@@ -234,7 +234,7 @@ def _attempt(connection: sqlite3.Connection, job: _DatabaseJob) -> _JobResult:
     """Run one job in a savepoint.
 
     Raises:
-        sqlite3.Error: the job's failure ended the whole transaction.
+        sqlite3.Error: The job's failure ended the whole transaction.
     """
     if job.writes:
         connection.execute("SAVEPOINT job")

@@ -134,7 +134,7 @@ class Launcher:
         """Require that the sandboxes' user, or with `others` every user, can enter a folder.
 
         Raises:
-            SandboxConfigError: it cannot enter the folder or one above; the message names that folder.
+            SandboxConfigError: The user cannot enter the folder or one above; the message names that folder.
         """
         for parent in (folder, *folder.parents):
             found = parent.stat()

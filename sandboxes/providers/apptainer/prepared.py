@@ -48,8 +48,8 @@ class PreparedImages:
         """Prepare an image. The first time takes seconds if the image has to be unpacked.
 
         Raises:
-            ImageNotFoundError: the image does not exist, or the toolkit is required and its image does not exist.
-            ImageError: the image cannot be unpacked, or the toolkit cannot be made.
+            ImageNotFoundError: The image does not exist, or the toolkit is required and its image does not exist.
+            ImageError: The image cannot be unpacked, or the toolkit cannot be made.
         """
         return await anyio.to_thread.run_sync(self._prepare, name)
 

@@ -74,7 +74,7 @@ class ApptainerProvider(HostProvider):
         """
         Raises:
             ProviderUnavailableError: Apptainer is not installed.
-            SandboxConfigError: the configured user does not exist, or has no ids for fakeroot.
+            SandboxConfigError: The configured user does not exist, or has no ids for fakeroot.
         """
         super().__init__(state_dir, config.run_dir, config.start_timeout)
         self._config = config

@@ -45,7 +45,7 @@ def read_sharing(config: ApptainerConfig, kernel: Path = Path("/proc/sys")) -> S
     """Determine what sandboxes share. It may take 100 ms: call it in a thread.
 
     Raises:
-        SandboxConfigError: the configured user does not exist.
+        SandboxConfigError: The configured user does not exist.
     """
     launcher = Launcher(*resolve_user(config.user), fakeroot=config.fakeroot)
     counts = {name: found for name, path in COUNTED_BY_USER.items() if (found := _number(kernel / path))}

@@ -69,7 +69,7 @@ class Containers:
         """Count the processes of a sandbox's container.
 
         Raises:
-            SandboxClosedError: the container no longer exists.
+            SandboxClosedError: The container no longer exists.
         """
         code, said = await self.ask("top", await self._container(sandbox_id), "-o", "pid")
         if code != 0:
@@ -83,7 +83,7 @@ class Containers:
         to read and inspect. The reader's script is bound from the host.
 
         Raises:
-            SandboxClosedError: the sandbox's container no longer exists.
+            SandboxClosedError: The sandbox's container no longer exists.
         """
         _, *flags, script, path, limit, pid, parent = command
         return [

@@ -113,8 +113,8 @@ class DockerProvider(HostProvider):
     def __init__(self, config: DockerConfig, state_dir: Path) -> None:
         """
         Raises:
-            ProviderUnavailableError: the command is not installed.
-            SandboxConfigError: the configured user does not exist, or is root.
+            ProviderUnavailableError: The command is not installed.
+            SandboxConfigError: The configured user does not exist, or is root.
         """
         super().__init__(state_dir, config.run_dir, config.start_timeout)
         binary = shutil.which(config.binary)
@@ -147,9 +147,9 @@ class DockerProvider(HostProvider):
         """Return the id of the image that the name refers to now.
 
         Raises:
-            ImageNotFoundError: the daemon does not have the image; it is never pulled here.
-            ProviderUnavailableError: the daemon does not answer.
-            SandboxConfigError: the name is not a valid image reference.
+            ImageNotFoundError: The daemon does not have the image; it is never pulled here.
+            ProviderUnavailableError: The daemon does not answer.
+            SandboxConfigError: The name is not a valid image reference.
         """
         if not REFERENCE.fullmatch(name):
             raise SandboxConfigError(
@@ -271,7 +271,7 @@ def _require_mountable(path: str) -> str:
     """Return the path if it can be part of a mount flag.
 
     Raises:
-        SandboxConfigError: it cannot.
+        SandboxConfigError: The path cannot be part of a mount flag.
     """
     if not path.startswith("/") or any(character in path for character in ':,"\\\n'):
         raise SandboxConfigError(f"cannot mount {path!r}", hint='give an absolute path without : , " \\')

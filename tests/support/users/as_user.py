@@ -90,7 +90,7 @@ class OrdinaryUser:
         """Run a command to its end; `stdout` of the result has both standard output and standard error.
 
         Raises:
-            subprocess.TimeoutExpired: it took longer; its whole process group has been killed.
+            subprocess.TimeoutExpired: The command took longer; its whole process group has been killed.
         """
         process = self.start(command, env=env, cwd=cwd, stdout=subprocess.PIPE if capture else None)
         try:

@@ -59,12 +59,6 @@ def test_providers_of_sandboxes_do_not_import_each_other() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_module_says_what_it_is(package: str) -> None:
-    silent = [str(path) for path, tree in modules(package) if not ast.get_docstring(tree)]
-    assert not silent
-
-
-@pytest.mark.parametrize("package", PACKAGES)
 def test_no_task_escapes_a_task_group(package: str) -> None:
     banned = {"create_task", "ensure_future", "gather", "run_coroutine_threadsafe"}
     for path, tree in modules(package):

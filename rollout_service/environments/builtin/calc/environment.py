@@ -74,7 +74,7 @@ def expected_integer(instance: dict[str, JsonValue]) -> int:
     """Return the right answer.
 
     Raises:
-        InvalidFieldError: the instance has none.
+        InvalidFieldError: The instance has no integer as its answer.
     """
     answer = instance.get("answer")
     if isinstance(answer, int) and not isinstance(answer, bool):

@@ -80,7 +80,7 @@ def evaluate_expression(expression: str) -> int:
     """Evaluate integers under `+ - *`, unary minus and brackets.
 
     Raises:
-        ValueError: the expression has anything else.
+        ValueError: The expression contains anything else.
     """
     try:
         return _value(ast.parse(expression.strip(), mode="eval").body)

@@ -72,7 +72,7 @@ class Question:
         """Return the value in the output.
 
         Raises:
-            ValueError: there is none, or it cannot be read.
+            ValueError: The output has no value, or it cannot be read.
         """
         _, found, rest = stdout.decode(errors="replace").rpartition(self.marker)
         line = rest.split("\n", 1)[0]
@@ -92,7 +92,7 @@ def parse_assertion(source: str) -> Assertion:
     - `assert abs(EXPRESSION - NUMBER) < NUMBER`, also with `<=`
 
     Raises:
-        BadAssertionError: it has another form.
+        BadAssertionError: The assertion has another form.
     """
     try:
         body = ast.parse(source.strip()).body

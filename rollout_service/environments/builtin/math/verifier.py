@@ -39,7 +39,7 @@ class MathVerifier:
         """Compare two LaTeX expressions mathematically.
 
         Raises:
-            EnvironmentFailedError: the gold answer cannot be read, or the check itself failed.
+            EnvironmentFailedError: The gold answer cannot be read, or the check itself failed.
         """
         if len(answer) > MAX_CHARS:
             return MathVerdict.UNREADABLE
@@ -93,7 +93,7 @@ class _Worker:
         """Return the verdict, or why there is none.
 
         Raises:
-            EnvironmentFailedError: the process ended.
+            EnvironmentFailedError: The process ended.
         """
         if self._process.stdin is None or self._process.stdout is None:
             raise RuntimeError("the worker was started without pipes")

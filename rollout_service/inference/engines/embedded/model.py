@@ -89,7 +89,7 @@ class Qwen3:
     """A model that is ready to run.
 
     Raises:
-        ModelError: the folder does not hold a Qwen3 model, or tensors are missing or have the wrong shape.
+        ModelError: The folder does not hold a Qwen3 model, or tensors are missing or have the wrong shape.
     """
 
     def __init__(self, folder: Path) -> None:

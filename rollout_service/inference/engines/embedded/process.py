@@ -14,7 +14,7 @@ class EmbeddedEngine(ServerProcess):
     The process ends with the context, and also when this process is killed.
 
     Raises:
-        EngineStartError: on entering, if the model cannot be served; the message includes the engine's.
+        EngineStartError: The model cannot be served; raised on entering, with the engine's message.
     """
 
     def __init__(

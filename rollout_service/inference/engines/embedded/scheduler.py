@@ -170,8 +170,8 @@ class EngineCore:
         """Load the weights in `path`: at once in a pause, otherwise after the running requests.
 
         Raises:
-            ModelError: they cannot be read, or have another shape; the present ones stay. Raised in the caller's
-                thread, which reads them.
+            ModelError: The weights cannot be read, or have another shape; the present ones stay. Raised in the
+                caller's thread, which reads them.
         """
         model = Qwen3(Path(path))
         if replace(model.config, eos_token_ids=self.eos_token_ids) != self._model.config:

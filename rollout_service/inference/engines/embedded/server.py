@@ -63,7 +63,7 @@ def create_app(
     """Return an application that serves the model in `model_path`; the engine runs while the application does.
 
     Raises:
-        ModelError: the folder does not hold a model that this engine can run.
+        ModelError: The folder does not hold a model that this engine can run.
     """
     tokenizer = _read_tokenizer(Path(model_path))
     served_text = partial(_text, tokenizer, skip_special_tokens=False) if tokenizer else None

@@ -44,7 +44,7 @@ def read_config(folder: Path) -> ModelConfig:
     """Read `config.json`, and `generation_config.json` for the ids that end a sequence.
 
     Raises:
-        ModelError: a file is missing or malformed, or the architecture is not one that this engine runs.
+        ModelError: A file is missing or malformed, or the architecture is not one that this engine runs.
     """
     raw = _read_json(folder / "config.json")
     _refuse_unsupported(raw)
@@ -96,7 +96,7 @@ def read_tensors(folder: Path) -> dict[str, Array]:
     """Return every tensor of the folder's safetensors files, as float32.
 
     Raises:
-        ModelError: there are no such files, or one is malformed.
+        ModelError: There are no such files, or one is malformed.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:

@@ -27,7 +27,7 @@ class Call(Protocol):
         """POST `body` to `path`, or GET `path` without a body; return the answer's JSON, None if it is not JSON.
 
         Raises:
-            InferenceError: the exchange failed.
+            InferenceError: The exchange failed.
         """
 
 
@@ -59,8 +59,8 @@ class SGLangWeights:
         """Return how many ranks the server takes in a process group: one per accelerator.
 
         Raises:
-            BackendProtocolError: the answer is not a JSON object.
-            BackendRejected: it has replicas, of which SGLang can reach only one.
+            BackendProtocolError: The answer is not a JSON object.
+            BackendRejected: The server has replicas, of which SGLang can reach only one.
         """
         info = await self._call("/server_info", None)
         if not isinstance(info, dict):

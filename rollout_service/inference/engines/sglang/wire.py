@@ -74,8 +74,8 @@ def parse_generation(
     """Check an answer to `generate_body(request)` and return what was sampled.
 
     Raises:
-        BackendProtocolError: anything is missing or contradicts the rest.
-        ExtraUnsupported: the engine left out an extra that was asked for.
+        BackendProtocolError: A part of the answer is missing or contradicts the rest.
+        ExtraUnsupported: The engine left out an extra that was asked for.
     """
     try:
         return _parse(answer, request, backend_id, info, engine_seconds)

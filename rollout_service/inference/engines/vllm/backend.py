@@ -225,7 +225,7 @@ class VllmBackend(HttpBackend):
         embeddings: without an error, it would sample with new weights and an old last layer.
 
         Raises:
-            BackendRejected: the embeddings are tied and the server runs on a CPU.
+            BackendRejected: The embeddings are tied and the server runs on a CPU.
         """
         config = await read_model_config(path)
         if config.get("tie_word_embeddings") and await self._is_on_cpu():
@@ -245,7 +245,7 @@ class VllmBackend(HttpBackend):
         """Refuse a folder without weights, which would end vLLM; only a folder on this machine can be checked.
 
         Raises:
-            BackendRejected: there are no weights in the folder.
+            BackendRejected: There are no weights in the folder.
         """
         if is_local(self._url) and not await anyio.to_thread.run_sync(_has_weights, path):
             raise BackendRejected(

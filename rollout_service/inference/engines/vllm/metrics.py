@@ -38,7 +38,7 @@ def parse_load(text: str) -> ReportedLoad:
     """Return the load in a Prometheus text, summed over the engines behind one server.
 
     Raises:
-        BackendProtocolError: a figure is missing.
+        BackendProtocolError: A figure is missing.
     """
     samples = list(_samples(text))
     capacity = sum(int(_tokens(sample)) for sample in samples if sample.name == _CAPACITY) or None

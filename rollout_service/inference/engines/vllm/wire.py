@@ -91,7 +91,7 @@ def refuse_other_distribution(sampling: SamplingOptions, mode: LogprobsMode, bac
     """Refuse sampling options for which the server has no logprobs scaled by the temperature, over all tokens.
 
     Raises:
-        BackendRejected: its mode gives the logprobs of another distribution.
+        BackendRejected: The server's mode gives the logprobs of another distribution.
     """
     if is_greedy(sampling):
         return
@@ -118,7 +118,7 @@ def mode_of(entry: object) -> LogprobsMode:
     With `top_k` 1 the processed distribution leaves nothing for the second token; the raw one always does.
 
     Raises:
-        BackendProtocolError: the values are logits, or cannot be read.
+        BackendProtocolError: The values are logits, or cannot be read.
     """
     fields = mapping(entry, "the probe's logprobs")
     rows = fields.get("top_logprobs")
@@ -165,8 +165,8 @@ def parse_generation(
     """Check an answer to `generate_body(request)` and return what was sampled.
 
     Raises:
-        BackendProtocolError: anything is missing or contradicts the rest.
-        ExtraUnsupported: the engine left out an extra that was asked for.
+        BackendProtocolError: A part of the answer is missing or contradicts the rest.
+        ExtraUnsupported: The engine left out an extra that was asked for.
     """
     with check.answer_of(backend_id):
         return _parse(mapping(answer, "the answer"), request, backend_id, info, engine_seconds)

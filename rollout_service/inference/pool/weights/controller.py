@@ -89,9 +89,9 @@ class PoolController:
         """Load weights into every backend, pausing by the request's mode unless paused already.
 
         Raises:
-            WeightsConflict: the version is older than the pool's, or is in use for other weights; or the backends
+            WeightsConflict: The version is older than the pool's, or is in use for other weights; or the backends
                 are not in the process group.
-            NoBackendError: the pool has no backend.
+            NoBackendError: The pool has no backend.
         """
         async with self.lock:
             with anyio.CancelScope(shield=True):
@@ -184,8 +184,8 @@ class PoolController:
         """Let the backends in service join a process group, all or none.
 
         Raises:
-            WeightsConflict: the number of ranks is wrong, or the trainer is not listening.
-            BackendRejected: a backend cannot take weights from a process group.
+            WeightsConflict: The number of ranks is wrong, or the trainer is not listening.
+            BackendRejected: A backend cannot take weights from a process group.
         """
         async with self.lock:
             handles = self._addressed()

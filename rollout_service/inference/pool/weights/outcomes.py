@@ -28,9 +28,9 @@ def check_weights_outcome(outcome: PoolOutcome, version: int) -> PoolOutcome:
     """Return the outcome of an update if every backend in service succeeded.
 
     Raises:
-        WeightsRefused: all refused the weights, and keep their own.
-        WeightsNotLoaded: none has them, and some could not be reached or are in an unknown state.
-        WeightsPartlyLoaded: some have them; the others are out of service.
+        WeightsRefused: All backends refused the weights, and keep their own.
+        WeightsNotLoaded: No backend has the weights, and some could not be reached or are in an unknown state.
+        WeightsPartlyLoaded: Some backends have the weights; the others are out of service.
     """
     failed = failed_backends(outcome)
     if not failed:
@@ -61,7 +61,7 @@ def check_outcome(outcome: PoolOutcome, command: str) -> PoolOutcome:
     """Return the outcome of another command if every backend in service succeeded.
 
     Raises:
-        OrderFailed: a backend in service failed.
+        OrderFailed: A backend in service failed.
     """
     if failed := failed_backends(outcome):
         raise OrderFailed(

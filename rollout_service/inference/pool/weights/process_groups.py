@@ -44,7 +44,7 @@ def require_process_groups(backend: Backend) -> SupportsProcessGroups:
     """Return the backend if it can take weights from a process group.
 
     Raises:
-        BackendRejected: it cannot.
+        BackendRejected: The backend cannot take weights from a process group.
     """
     if not isinstance(backend, SupportsProcessGroups):
         raise BackendRejected(
@@ -82,7 +82,7 @@ class ProcessGroups:
         """Check that exactly these backends are in the group.
 
         Raises:
-            WeightsConflict: the group does not exist, or others are in it.
+            WeightsConflict: The group does not exist, or others are in it.
         """
         expected, present = frozenset(backend_ids), self._backends.get(name)
         if present == expected:
@@ -112,8 +112,8 @@ async def assign_ranks(handles: Sequence[BackendHandle], group: WeightsGroupRequ
     """Assign ranks to the backends, in order.
 
     Raises:
-        BackendRejected: one of them cannot take weights from a process group.
-        WeightsConflict: the sum of the ranks is not `world_size`.
+        BackendRejected: A backend cannot take weights from a process group.
+        WeightsConflict: The sum of the ranks is not `world_size`.
     """
     counts = [await require_process_groups(handle.backend).ranks() for handle in handles]
     *firsts, size = accumulate(counts, initial=group.rank_offset)
@@ -130,7 +130,7 @@ async def wait_for_master(group: WeightsGroupRequest) -> None:
     """Wait until the trainer listens, because an engine that joins a group stops all its work to wait for it.
 
     Raises:
-        WeightsConflict: the trainer does not listen in time.
+        WeightsConflict: The trainer does not listen in time.
     """
     address = f"{group.master_address}:{group.master_port}"
     with anyio.move_on_after(group.timeout_seconds):

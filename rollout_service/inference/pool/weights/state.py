@@ -68,7 +68,7 @@ class PoolWeights:
         """Return the weights to load, or None if the pool has them; `versions` are those of the backends.
 
         Raises:
-            WeightsConflict: the version is older than the present one, or the same one from another source.
+            WeightsConflict: The version is older than the present one, or the same one from another source.
         """
         wanted, present = WeightSet(request.weights, request.version), self.present
         newest = present.version if present else max(versions, default=0)
@@ -95,7 +95,7 @@ class PoolWeights:
         """Give the pool's weights to a backend that reports `version`, and return its version then.
 
         Raises:
-            BackendRejected: the weights came over a process group, and cannot be sent again.
+            BackendRejected: The weights came over a process group, and cannot be sent again.
         """
         if self.present is None or (version == self.present.version and backend.id not in self._unknown):
             self._refuse_unknown(backend)

@@ -1,0 +1,57 @@
+"""Every module has a docstring, and `Raises:` blocks are written as docs/style.md says."""
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PACKAGES = ["api_schemas", "rollout_client", "sandboxes", "rollout_service"]
+INDENT = " " * 4
+ENTRY = re.compile(r"[\w.]+(?:, [\w.]+)*: (?:[A-Z`$]|vLLM\b).*\.", re.DOTALL)
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each docstring of a module, its classes and its functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield getattr(node, "lineno", 1), text
+
+
+def raises_entries(docstring: str) -> Iterator[str]:
+    """Yield the entries of the `Raises:` block, each with the lines that continue it."""
+    block = docstring.partition("\nRaises:\n")[2].partition("\n\n")[0]
+    yield from re.split(rf"\n(?={INDENT}\S)", block) if block else ()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_module_says_what_it_is(package: str) -> None:
+    paths = sorted((ROOT / package).rglob("*.py"))
+    assert not [str(path) for path in paths if not ast.get_docstring(ast.parse(path.read_text()))]
+
+
+def test_each_entry_of_raises_is_a_name_and_a_sentence() -> None:
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    modules = {name: (ROOT / name).read_text() for name in listed.stdout.splitlines()}
+    wrong = [
+        f"{name}:{line}: {entry.strip()}"
+        for name, source in modules.items()
+        if "Raises:" in source
+        for line, text in docstrings(ast.parse(source))
+        for entry in raises_entries(text)
+        if not ENTRY.fullmatch(entry.removeprefix(INDENT))
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "entry", ["ValueError: it is not a batch.", "ValueError: if it is not a batch.", "ValueError: No batch"]
+)
+def test_an_entry_of_another_style_is_found(entry: str) -> None:
+    [found] = raises_entries(f"Parse a body.\n\nRaises:\n{INDENT}{entry}\n\nMore.")
+    assert not ENTRY.fullmatch(found.removeprefix(INDENT))
