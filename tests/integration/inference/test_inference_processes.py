@@ -17,6 +17,7 @@ from rollout_service.inference.engines.embedded.process import EmbeddedEngine
 from rollout_service.inference.engines.sglang.backend import SGLangBackend
 from rollout_service.inference.local_servers.process import EngineStartError
 from rollout_service.inference.local_servers.sglang_cpu import SGLangCpuServer
+from rollout_service.inference.local_servers.vllm_cpu import VllmCpuServer
 from rollout_service.testing import write_random_checkpoint
 
 pytestmark = pytest.mark.anyio
@@ -111,9 +112,15 @@ async def test_a_folder_without_a_model_says_so(tmp_path):
             pass
 
 
-async def test_sglang_that_is_not_installed_says_how(tmp_path, checkpoint):
-    with pytest.raises(EngineStartError, match="scripts/install-sglang"):
-        async with SGLangCpuServer(checkpoint, env_dir=tmp_path):
+@pytest.mark.parametrize("kind", [SGLangCpuServer, VllmCpuServer])
+async def test_an_engine_that_is_not_installed_says_how(tmp_path, monkeypatch, checkpoint, kind):
+    message = f"{kind.engine} is not installed in {tmp_path}; run {kind.installer}"
+    with pytest.raises(EngineStartError, match=message):
+        async with kind(checkpoint, env_dir=tmp_path):
+            pass
+    monkeypatch.setenv(kind.env_variable, str(tmp_path))
+    with pytest.raises(EngineStartError, match=message):
+        async with kind(checkpoint):
             pass
 
 

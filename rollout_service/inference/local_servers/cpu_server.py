@@ -1,0 +1,76 @@
+"""A real engine on a CPU, run by the Python of its own environment, which a script of this project installs.
+
+Guarantees: nothing is downloaded; the kernel ends the server when this process is killed, so no server outlives it.
+"""
+
+import os
+import shutil
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from rollout_service.inference.local_servers.process import (
+    EngineStartError,
+    ServerCommand,
+    ServerProcess,
+    free_port,
+)
+
+CHECKOUT = Path(__file__).parents[3]
+"""The checkout of this project, in which the scripts install the engines."""
+MAX_RUNNING = 32
+"""The most requests that a server samples at once; the others wait in its queue."""
+_THREADS = 1
+
+
+class CpuServer(ServerProcess):
+    """Serves the model in `model_path`, in float32, at `url` while the context lasts.
+
+    Raises:
+        EngineStartError: The engine is not installed or does not start; raised on entering.
+    """
+
+    engine: ClassVar[str]
+    """The engine's name in messages."""
+    installer: ClassVar[str]
+    """The script that installs it."""
+    default_env_dir: ClassVar[Path]
+    """Where the script installs it."""
+    env_variable: ClassVar[str]
+    """The environment variable that names another folder."""
+    death_signal: ClassVar[str]
+    """The signal that the kernel sends the server when this process ends; its workers must end too."""
+
+    def __init__(self, model_path: Path | str, *, env_dir: Path | None = None) -> None:
+        """Take `env_dir`, where the engine is installed; by default, `env_variable` or `default_env_dir` names it."""
+        super().__init__()
+        self._model_path = Path(model_path).resolve()
+        self._env_dir = env_dir or Path(os.environ.get(self.env_variable, self.default_env_dir))
+
+    @abstractmethod
+    def _arguments(self, port: int) -> list[str]:
+        """Return the arguments of Python that start the server at a port of 127.0.0.1."""
+
+    @abstractmethod
+    def _variables(self) -> Mapping[str, str]:
+        """Return the environment variables that only this engine needs."""
+
+    def _server_command(self, folder: Path) -> ServerCommand:
+        python = self._env_dir / "bin" / "python"
+        if not python.exists():
+            raise EngineStartError(f"{self.engine} is not installed in {self._env_dir}; run {self.installer}")
+        port, setpriv = free_port(), shutil.which("setpriv")
+        command = [
+            *([setpriv, "--pdeathsig", self.death_signal, "--"] if setpriv else []),
+            *(str(python), *self._arguments(port)),
+        ]
+        environment = {
+            "PATH": f"{self._env_dir / 'bin'}:{os.environ.get('PATH', os.defpath)}",
+            "HOME": str(folder),  # it writes caches
+            "OMP_NUM_THREADS": str(_THREADS),
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            **self._variables(),
+        }
+        return ServerCommand(command, environment, lambda: port)
