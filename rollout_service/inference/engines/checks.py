@@ -8,22 +8,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
+from api_schemas.trajectories import FinishReason
 from rollout_service.inference.contract import TopLogprob
-from rollout_service.inference.errors import BackendProtocolError
+from rollout_service.inference.errors import BackendProtocolError, InferenceError
 
+LOGPROBS_HINT = "Use an engine that returns the logprobs of the tokens that it samples."
 _UNSET_VERSION = "default"
+_REASONS: Mapping[object, FinishReason] = {reason.value: reason for reason in FinishReason}
 _LOGPROB_SLACK = 1e-3  # a certain token's logprob may come out a little above zero in low precision
 
 
 @contextmanager
 def answer_of(backend_id: str) -> Iterator[None]:
-    """Add the backend's id to errors raised inside."""
+    """Add the backend's id to inference errors raised inside; their type, hint and context stay."""
     try:
         yield
-    except BackendProtocolError as error:
+    except InferenceError as error:
         if error.backend_id:
             raise
-        raise BackendProtocolError(str(error), hint=error.hint, backend_id=backend_id) from error
+        named = type(error)(str(error), hint=error.hint, backend_id=backend_id, context=error.context)
+        raise named from error
 
 
 def mapping(value: object, what: str, hint: str = "") -> Mapping[str, Any]:
@@ -31,6 +35,14 @@ def mapping(value: object, what: str, hint: str = "") -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise BackendProtocolError(f"{what} is not a JSON object", hint=hint)
     return value
+
+
+def finish_reason(value: object, name: str) -> FinishReason:
+    """Return why a generation ended."""
+    reason = _REASONS.get(value) if isinstance(value, str) else None
+    if reason is None:
+        raise BackendProtocolError(f"{name} is {value!r}, not stop, length or abort")
+    return reason
 
 
 def is_count(value: object) -> bool:
@@ -53,8 +65,25 @@ def sampled_ids(ids: object, *, name: str, budget: int, vocab_size: int | None) 
                     f"output id {token!r} at {position} is outside the vocabulary of {limit}"
                 )
     if len(ids) > budget:
-        raise BackendProtocolError(f"{len(ids)} tokens were sampled, but at most {budget} were asked for")
+        raise BackendProtocolError(f"{name} has {len(ids)} tokens, but at most {budget} were asked for")
     return ids
+
+
+def refuse_empty(ids: Sequence[int], reason: FinishReason) -> None:
+    """Refuse an answer without tokens, unless the request was aborted."""
+    if not ids and reason is not FinishReason.ABORT:
+        raise BackendProtocolError(f"finished with {reason.value!r} but sampled nothing")
+
+
+def expect_length(entries: Sequence[object], name: str, expected: int) -> None:
+    """Check that a list has one entry per token."""
+    if len(entries) != expected:
+        raise BackendProtocolError(f"{name} has {len(entries)} entries for {expected} tokens")
+
+
+def other_token(where: str, entry: object, token: int) -> BackendProtocolError:
+    """Return the error of an entry that must belong to `token`, and does not."""
+    return BackendProtocolError(f"{where} is {entry!r}, which does not belong to token {token}")
 
 
 def expect_count(stated: object, name: str, expected: int, *, required: bool) -> None:
@@ -75,7 +104,7 @@ def cached_count(cached: Any, name: str, prompt_tokens: int, *, required: bool, 
 
 
 def are_logprobs(values: Sequence[object]) -> bool:
-    """Return whether all are logarithms of probabilities; `logprob` explains a single failure."""
+    """Return whether all are logprobs; `logprob` explains a single failure."""
     if set(map(type, values)) != {float}:
         return False
     numbers = cast(Sequence[float], values)
@@ -83,10 +112,10 @@ def are_logprobs(values: Sequence[object]) -> bool:
 
 
 def logprob(value: object, where: str) -> float:
-    """Return a value that must be the logarithm of a probability."""
+    """Return a value that must be a logprob."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value > _LOGPROB_SLACK:  # type: ignore[arg-type, operator]
-        raise BackendProtocolError(f"{where} is {value!r}, which is not the logarithm of a probability")
+        raise BackendProtocolError(f"{where} is {value!r}, but must be a finite number of at most 0")
     return float(value)  # type: ignore[arg-type]
 
 
@@ -94,23 +123,22 @@ def top_logprobs(
     rows: Sequence[Sequence[TopLogprob]], *, wanted: int, tokens: int, vocab_size: int | None
 ) -> list[list[TopLogprob]]:
     """Return the likeliest tokens at each of `tokens` positions: `wanted` distinct ones, best first."""
-    if len(rows) != tokens:
-        raise BackendProtocolError(f"the likeliest tokens of {len(rows)} positions came with {tokens} tokens")
+    expect_length(rows, "top_logprobs", tokens)
     limit = math.inf if vocab_size is None else vocab_size
     expected = min(wanted, limit)
     for position, row in enumerate(rows):
         ids = {each.token_id for each in row}
         if len(row) != expected or len(ids) != len(row):
             raise BackendProtocolError(
-                f"{len(ids)} likeliest tokens at {position}, but {expected} were asked for"
+                f"top_logprobs has {len(ids)} tokens at {position}, but {expected} were asked for"
             )
         if not all(is_count(token) and token < limit for token in ids):
             raise BackendProtocolError(
-                f"a likeliest token at {position} is outside the vocabulary of {limit}"
+                f"top_logprobs has a token at {position} that is outside the vocabulary of {limit}"
             )
-        values = [logprob(each.logprob, f"a likeliest token's logprob at {position}") for each in row]
+        values = [logprob(each.logprob, f"a logprob of top_logprobs at {position}") for each in row]
         if values != sorted(values, reverse=True):
-            raise BackendProtocolError(f"the likeliest tokens at {position} are not in order")
+            raise BackendProtocolError(f"top_logprobs at {position} does not begin with the likeliest token")
     return [list(row) for row in rows]
 
 
@@ -139,8 +167,10 @@ def versions_of_spans(spans: object, count: int) -> list[int]:
         fields = mapping(span, "an entry of weight_versions")
         start, end = fields.get("start"), fields.get("end")
         if start != len(versions) or not isinstance(end, int) or end < start:
-            raise BackendProtocolError(f"weight_versions {spans!r} do not follow each other from 0")
+            raise BackendProtocolError(
+                f"weight_versions is {spans!r}, whose spans must follow each other from 0"
+            )
         versions.extend([parse_version(fields.get("version"))] * (end - start))
     if len(versions) != count:
-        raise BackendProtocolError(f"weight_versions cover {len(versions)} of {count} tokens")
+        raise BackendProtocolError(f"weight_versions covers {len(versions)} of {count} tokens")
     return versions

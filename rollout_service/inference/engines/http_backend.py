@@ -168,7 +168,7 @@ class HttpBackend(ABC):
         max_bytes: int = ANSWER_BYTES,
     ) -> bytes:
         if self._is_closed:
-            raise BackendUnreachable("was removed", backend_id=self._id)
+            raise BackendUnreachable("was removed from its pool", backend_id=self._id)
         try:
             if seconds is None:
                 status, raw = await self._client.exchange(
@@ -181,7 +181,7 @@ class HttpBackend(ABC):
             raise
         except AnswerTooLargeError as error:
             raise BackendProtocolError(
-                f"{path} answered more than {max_bytes} bytes",
+                f"{path} answered with more than {max_bytes} bytes",
                 hint="Register the engine's own address.",
                 backend_id=self._id,
             ) from error
@@ -268,7 +268,7 @@ def normalise_url(url: str) -> str:
     """
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ValueError(f"{url!r} is not an engine's address; it looks like http://host:30000")
+        raise ValueError(f"{url!r} is not an engine's address, such as http://host:30000")
     if parts.username or parts.password or parts.query or parts.fragment:
         raise ValueError(f"an engine's address has no user, query or fragment: {parts.hostname}")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"

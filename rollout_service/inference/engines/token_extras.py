@@ -24,6 +24,14 @@ class ExtraKind(StrEnum):
     ROUTED_EXPERTS = "routed_experts"
 
 
+_HINTS = {
+    ExtraKind.TOP_LOGPROBS: "Leave exports.top_logprobs out, or use SGLang or vLLM.",
+    ExtraKind.PROMPT_LOGPROBS: "Leave exports.prompt_logprobs out, or use SGLang or vLLM.",
+    ExtraKind.ROUTED_EXPERTS: "Leave exports.routed_experts out, or serve a mixture of experts with the engine's "
+    "--enable-return-routed-experts, from a folder that this service can read, and register it again.",
+}
+
+
 def wanted(extras: RequestedExtras) -> frozenset[ExtraKind]:
     """Return the kinds that are asked for."""
     if extras == NO_EXTRAS:  # as of most requests
@@ -36,10 +44,13 @@ def wanted(extras: RequestedExtras) -> frozenset[ExtraKind]:
     return frozenset(kind for kind, is_wanted in kinds.items() if is_wanted)
 
 
-def unsupported(kind: ExtraKind, *, hint: str, backend_id: str = "") -> ExtraUnsupported:
+def unsupported(kind: ExtraKind, *, hint: str = "", backend_id: str = "") -> ExtraUnsupported:
     """Return the error of an engine that does not return an extra."""
     return ExtraUnsupported(
-        f"does not return {kind.value}", hint=hint, backend_id=backend_id, context={"export": kind.value}
+        f"does not return {kind.value}",
+        hint=hint or _HINTS[kind],
+        backend_id=backend_id,
+        context={"export": kind.value},
     )
 
 
@@ -53,7 +64,7 @@ def flat_experts(encoded: object, rows: int, shape: tuple[int, int]) -> NDArray[
     raw, count = _decoded(encoded), max(rows, 0)
     if len(raw) != 4 * count * shape[0] * shape[1]:
         raise BackendProtocolError(
-            f"{len(raw)} bytes of routed experts came for {rows} tokens, {shape[0]} layers and {shape[1]} experts each"
+            f"routed_experts has {len(raw)} bytes for {rows} tokens, {shape[0]} layers and {shape[1]} experts each"
         )
     return _checked(np.frombuffer(raw, dtype="<i4").reshape(count, *shape))
 
@@ -65,7 +76,7 @@ def npy_experts(encoded: object, rows: int) -> NDArray[np.int32]:
     except (ValueError, EOFError) as error:
         raise BackendProtocolError(f"routed_experts is not an array: {error}") from error
     if values.ndim != 3 or values.shape[0] != rows or values.dtype.kind not in "iu":
-        raise BackendProtocolError(f"routed experts of shape {values.shape} came for {rows} tokens")
+        raise BackendProtocolError(f"routed_experts has the shape {values.shape} for {rows} tokens")
     return _checked(values)
 
 
@@ -80,5 +91,5 @@ def _decoded(encoded: object) -> bytes:
 
 def _checked(values: NDArray[np.integer]) -> NDArray[np.int32]:
     if values.size and values.min() < 0:
-        raise BackendProtocolError("a routed expert's number is negative")
+        raise BackendProtocolError("routed_experts has a negative number")
     return values.astype(np.int32)

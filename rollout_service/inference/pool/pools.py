@@ -165,4 +165,4 @@ class Pools:
         for pool in self._pools.values():
             if backend_id in pool:
                 return pool
-        raise UnknownBackend(f"there is no backend {backend_id!r}", hint="GET /v1/backends lists them")
+        raise UnknownBackend(f"there is no backend {backend_id!r}", hint="List them with GET /v1/backends.")

@@ -21,12 +21,6 @@ from rollout_service.inference.errors import (
 )
 
 _PROBE_PROMPT = (0,)  # the one id that every vocabulary has
-_HINTS = {
-    ExtraKind.TOP_LOGPROBS: "Leave exports.top_logprobs out, or use SGLang or vLLM",
-    ExtraKind.PROMPT_LOGPROBS: "Leave exports.prompt_logprobs out, or use SGLang or vLLM",
-    ExtraKind.ROUTED_EXPERTS: "Leave exports.routed_experts out, or serve a mixture of experts with the engine's "
-    "--enable-return-routed-experts, from a folder that this service can read, and register it again",
-}
 
 
 async def check_backend(backend: Backend, *, seconds: float) -> ModelInfo:
@@ -56,8 +50,7 @@ def refuse_missing_extras(extras: RequestedExtras, info: ModelInfo, backend_id: 
     """
     missing = wanted(extras) - info.extras
     if missing:
-        kind = min(missing)
-        raise unsupported(ExtraKind(kind), hint=_HINTS[ExtraKind(kind)], backend_id=backend_id)
+        raise unsupported(ExtraKind(min(missing)), backend_id=backend_id)
 
 
 async def _sample(backend: Backend, info: ModelInfo) -> frozenset[str]:

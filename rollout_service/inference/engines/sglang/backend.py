@@ -114,7 +114,7 @@ class SGLangBackend(HttpBackend):
     async def load(self) -> BackendLoad:
         loads = self._object(await self._get("/v1/loads"), "/v1/loads").get("loads")
         if not isinstance(loads, list) or not loads:
-            raise BackendProtocolError("/v1/loads lists nothing", backend_id=self._id)
+            raise BackendProtocolError("/v1/loads has no entry", backend_id=self._id)
         try:
             return BackendLoad(
                 running=sum(int(load["num_running_reqs"]) for load in loads),
@@ -126,7 +126,9 @@ class SGLangBackend(HttpBackend):
                 signature=orjson.dumps(loads).decode(),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise BackendProtocolError(f"/v1/loads lacks {error}", backend_id=self._id) from error
+            raise BackendProtocolError(
+                f"/v1/loads has an entry that cannot be read: {error!r}", backend_id=self._id
+            ) from error
 
     async def _exchange(
         self, path: str, body: Mapping[str, Any] | None, *, seconds: float = CONTROL_SECONDS

@@ -68,7 +68,7 @@ class SGLangWeights:
         if (replicas := info.get("dp_size", 1)) != 1:
             raise BackendRejected(
                 f"has {replicas} replicas (dp_size), which cannot join a process group",
-                hint="Start one server for each replica, or load the weights from a folder",
+                hint="Start one server for each replica, or load the weights from a folder.",
                 backend_id=self._id,
             )
         return int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))
@@ -90,7 +90,7 @@ class SGLangWeights:
                 raise
             raise BackendRejected(
                 "cannot take weights from a process group",
-                hint='Load them from a folder: {"source": {"type": "disk", "path": ...}}',
+                hint='Load them from a folder: {"source": {"type": "disk", "path": ...}}.',
                 backend_id=self._id,
             ) from error
 
@@ -125,7 +125,7 @@ class SGLangWeights:
     async def _succeed(self, path: str, body: Mapping[str, Any], *, seconds: float = _ANSWER_SECONDS) -> None:
         answer = await self._call(path, body, seconds=seconds)
         if not (isinstance(answer, dict) and answer.get("success") is True):
-            raise BackendProtocolError(f"{path} gave {answer!r}", backend_id=self._id)
+            raise BackendProtocolError(f"{path} did not report success: {answer!r}", backend_id=self._id)
 
 
 _FROM_GROUP = "/update_weights_from_distributed"

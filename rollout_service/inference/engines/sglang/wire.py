@@ -26,8 +26,7 @@ from rollout_service.inference.engines.checks import mapping, parse_version
 from rollout_service.inference.engines.token_extras import ExtraKind, flat_experts, routed_rows, unsupported
 from rollout_service.inference.errors import BackendProtocolError
 
-_REASONS: Mapping[object, FinishReason] = {reason.value: reason for reason in FinishReason}
-_START_ROUTED = "Start SGLang with --enable-return-routed-experts, and serve a mixture of experts"
+_OTHER_SERVER = "Check that this is the address of an SGLang server."
 
 
 def generate_body(request: GenerateRequest) -> dict[str, Any]:
@@ -77,18 +76,15 @@ def parse_generation(
         BackendProtocolError: A part of the answer is missing or contradicts the rest.
         ExtraUnsupported: The engine left out an extra that was asked for.
     """
-    try:
+    with check.answer_of(backend_id):
         return _parse(answer, request, backend_id, info, engine_seconds)
-    except BackendProtocolError:
-        with check.answer_of(backend_id):
-            raise
 
 
 def _parse(
     answer: object, request: GenerateRequest, backend_id: str, info: ModelInfo | None, engine_seconds: float
 ) -> Generation:
-    body = mapping(answer, "the answer", "Is this an SGLang server?")
-    meta = mapping(body.get("meta_info"), "meta_info", "Is this an SGLang server?")
+    body = mapping(answer, "the answer", _OTHER_SERVER)
+    meta = mapping(body.get("meta_info"), "meta_info", _OTHER_SERVER)
     reason, matched = _finish(meta)
     output_ids = check.sampled_ids(
         body.get("output_ids"),
@@ -99,8 +95,7 @@ def _parse(
     aborted, prompt_tokens = reason is FinishReason.ABORT, len(request.input_ids)
     for name, expected in (("completion_tokens", len(output_ids)), ("prompt_tokens", prompt_tokens)):
         check.expect_count(meta.get(name), f"meta_info.{name}", expected, required=not aborted)
-    if not output_ids and not aborted:
-        raise BackendProtocolError(f"finished with {reason.value!r} but sampled nothing")
+    check.refuse_empty(output_ids, reason)
     return Generation(
         output_ids=output_ids,
         logprobs=_logprobs(meta, output_ids),
@@ -113,18 +108,13 @@ def _parse(
         ),
         backend_id=backend_id,
         engine_seconds=engine_seconds,
-        extras=_returned_extras(meta, request, output_ids, info, backend_id)
-        if output_ids
-        else NOTHING_RETURNED,
+        extras=_returned_extras(meta, request, output_ids, info) if output_ids else NOTHING_RETURNED,
     )
 
 
 def _finish(meta: Mapping[str, Any]) -> tuple[FinishReason, int | str | None]:
     finish = mapping(meta.get("finish_reason"), "meta_info.finish_reason")
-    kind = finish.get("type")
-    reason = _REASONS.get(kind) if isinstance(kind, str) else None
-    if reason is None:
-        raise BackendProtocolError(f"finish_reason.type is {kind!r}, not stop, length or abort")
+    reason = check.finish_reason(finish.get("type"), "meta_info.finish_reason.type")
     matched = finish.get("matched")
     return reason, matched if isinstance(matched, int | str) else None
 
@@ -134,11 +124,8 @@ def _logprobs(meta: Mapping[str, Any], output_ids: list[int]) -> list[float]:
     if entries is None and not output_ids:
         return []
     if not isinstance(entries, list):
-        raise BackendProtocolError(
-            "output_token_logprobs is missing", hint="The engine must return the logprobs of what it samples"
-        )
-    if len(entries) != len(output_ids):
-        raise BackendProtocolError(f"{len(entries)} logprobs came with {len(output_ids)} tokens")
+        raise BackendProtocolError("output_token_logprobs is missing", hint=check.LOGPROBS_HINT)
+    check.expect_length(entries, "output_token_logprobs", len(output_ids))
     if set(map(type, entries)) == {list} and min(map(len, entries)) > 1:
         values = [entry[0] for entry in entries]
         if [entry[1] for entry in entries] == output_ids and check.are_logprobs(values):
@@ -152,7 +139,7 @@ def _logprobs(meta: Mapping[str, Any], output_ids: list[int]) -> list[float]:
 def _of_token(entry: object, token: int, where: str) -> object:
     """Return the logprob in a triple of logprob, id and text, which must be of `token`."""
     if not isinstance(entry, list) or len(entry) < 2 or entry[1] != token:
-        raise BackendProtocolError(f"{where} is {entry!r}, which is not of the id {token}")
+        raise check.other_token(where, entry, token)
     return entry[0]
 
 
@@ -189,30 +176,25 @@ def _returned_extras(
     request: GenerateRequest,
     output_ids: Sequence[int],
     info: ModelInfo | None,
-    backend_id: str,
 ) -> ReturnedExtras:
     extras = request.extras
     if extras is NO_EXTRAS:
         return NOTHING_RETURNED
     return ReturnedExtras(
-        top_logprobs=_top_logprobs(meta, request, len(output_ids), info, backend_id)
-        if extras.top_logprobs
-        else None,
-        prompt_logprobs=_prompt_logprobs(meta, request, backend_id)
-        if extras.prompt_logprobs_from is not None
-        else None,
-        routed_experts=_routed_experts(meta, request, len(output_ids), info, backend_id)
+        top_logprobs=_top_logprobs(meta, request, len(output_ids), info) if extras.top_logprobs else None,
+        prompt_logprobs=_prompt_logprobs(meta, request) if extras.prompt_logprobs_from is not None else None,
+        routed_experts=_routed_experts(meta, request, len(output_ids), info)
         if extras.routed_experts_from is not None
         else None,
     )
 
 
 def _top_logprobs(
-    meta: Mapping[str, Any], request: GenerateRequest, count: int, info: ModelInfo | None, backend_id: str
+    meta: Mapping[str, Any], request: GenerateRequest, count: int, info: ModelInfo | None
 ) -> list[list[TopLogprob]]:
     rows = meta.get("output_top_logprobs")
     if not isinstance(rows, list):
-        raise unsupported(ExtraKind.TOP_LOGPROBS, hint="Use SGLang itself", backend_id=backend_id)
+        raise unsupported(ExtraKind.TOP_LOGPROBS)
     return check.top_logprobs(
         [[_top_logprob(entry) for entry in row] if isinstance(row, list) else [] for row in rows],
         wanted=request.extras.top_logprobs,
@@ -223,39 +205,36 @@ def _top_logprobs(
 
 def _top_logprob(entry: object) -> TopLogprob:
     if not isinstance(entry, list) or len(entry) < 2:
-        raise BackendProtocolError(f"{entry!r} is not a likeliest token with its logprob")
+        raise BackendProtocolError(f"an entry of output_top_logprobs is {entry!r}, not a logprob and an id")
     return TopLogprob(entry[1], entry[0])
 
 
-def _prompt_logprobs(
-    meta: Mapping[str, Any], request: GenerateRequest, backend_id: str
-) -> list[float | None]:
+def _prompt_logprobs(meta: Mapping[str, Any], request: GenerateRequest) -> list[float | None]:
     start = _logprob_start(request)
     if start < 0:
         return []
     tokens, entries = request.input_ids[start:], meta.get("input_token_logprobs")
     if not isinstance(entries, list):
-        raise unsupported(ExtraKind.PROMPT_LOGPROBS, hint="Use SGLang itself", backend_id=backend_id)
-    if len(entries) != len(tokens):
-        raise BackendProtocolError(f"{len(entries)} logprobs came for {len(tokens)} prompt tokens")
+        raise unsupported(ExtraKind.PROMPT_LOGPROBS)
+    check.expect_length(entries, "input_token_logprobs", len(tokens))
     values = [
         _of_token(each, id_, f"prompt logprob {i}")
         for i, (each, id_) in enumerate(zip(entries, tokens, strict=True))
     ]
-    known: list[float | None] = [check.logprob(value, "a prompt's logprob") for value in values[1:]]
+    known: list[float | None] = [check.logprob(value, "a logprob of the prompt") for value in values[1:]]
     return known if request.extras.prompt_logprobs_from else [None, *known]
 
 
 def _routed_experts(
-    meta: Mapping[str, Any], request: GenerateRequest, count: int, info: ModelInfo | None, backend_id: str
+    meta: Mapping[str, Any], request: GenerateRequest, count: int, info: ModelInfo | None
 ) -> NDArray[np.int32]:
     encoded = meta.get("routed_experts")
     if encoded is None:
-        raise unsupported(ExtraKind.ROUTED_EXPERTS, hint=_START_ROUTED, backend_id=backend_id)
+        raise unsupported(ExtraKind.ROUTED_EXPERTS)
     if info is None or info.routing_shape is None:
         raise unsupported(
             ExtraKind.ROUTED_EXPERTS,
-            hint="Let this service read the engine's model folder, whose config.json tells layers and experts",
-            backend_id=backend_id,
+            hint="Let this service read the engine's model folder, whose config.json has the numbers of layers and "
+            "experts.",
         )
     return flat_experts(encoded, routed_rows(request, count), info.routing_shape)

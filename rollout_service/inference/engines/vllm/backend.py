@@ -40,7 +40,7 @@ from rollout_service.inference.pool.locality import is_local
 _UPDATE_SECONDS = 900.0
 _FLUSH_SECONDS = 30.0
 _FLUSH_AGAIN_SECONDS = 0.05
-_START_DEV = "Start vLLM with VLLM_SERVER_DEV_MODE=1, on a network where only this service reaches it"
+_START_DEV = "Start vLLM with VLLM_SERVER_DEV_MODE=1, on a network where only this service can reach it."
 _NOT_FOUND = f"answered {HTTPStatus.NOT_FOUND.value}"
 _PROBE_PROMPT = (0,)
 
@@ -157,8 +157,9 @@ class VllmBackend(HttpBackend):
             if _NOT_FOUND not in str(error):
                 raise
             raise BackendProtocolError(
-                f"has no {wire.GENERATE}",
-                hint="Use vLLM 0.32 or newer with --enable-scale-out; is this a vLLM server?",
+                f"does not serve {wire.GENERATE}",
+                hint="Check that this is the address of a vLLM server, version 0.32 or newer, and start it with "
+                "--enable-scale-out.",
                 backend_id=self._id,
             ) from error
 
@@ -187,14 +188,16 @@ class VllmBackend(HttpBackend):
             if _NOT_FOUND not in str(error):
                 raise
             raise BackendRejected(
-                "takes no orders about pauses and weights", hint=_START_DEV, backend_id=self._id
+                "does not accept commands to pause or to load weights", hint=_START_DEV, backend_id=self._id
             ) from error
 
     async def _is_paused(self) -> bool:
         try:
             answer = self._object(await self._get("/is_paused"), "/is_paused")
         except BackendRejected as error:
-            raise BackendRejected("takes no new weights", hint=_START_DEV, backend_id=self._id) from error
+            raise BackendRejected(
+                "does not accept commands to load weights", hint=_START_DEV, backend_id=self._id
+            ) from error
         return answer.get("is_paused") is True
 
     async def _version(self) -> int:
@@ -215,7 +218,9 @@ class VllmBackend(HttpBackend):
                     return
                 await anyio.sleep(_FLUSH_AGAIN_SECONDS)
         raise BackendUnreachable(
-            f"did not drop its KV in {_FLUSH_SECONDS:g} s", hint="See its log", backend_id=self._id
+            f"did not flush its KV cache within {_FLUSH_SECONDS:g} s",
+            hint="See the engine's log.",
+            backend_id=self._id,
         )
 
     async def _refuse_tied_on_cpu(self, path: str) -> None:
@@ -231,7 +236,7 @@ class VllmBackend(HttpBackend):
         if config.get("tie_word_embeddings") and await self._is_on_cpu():
             raise BackendRejected(
                 "runs on a CPU, where vLLM does not reload the output layer of a model with tied embeddings",
-                hint="Serve this model with SGLang, or with vLLM on a GPU; or untie its embeddings",
+                hint="Serve this model with SGLang, or with vLLM on a GPU; or untie its embeddings.",
                 backend_id=self._id,
             )
 
@@ -249,8 +254,8 @@ class VllmBackend(HttpBackend):
         """
         if is_local(self._url) and not await anyio.to_thread.run_sync(_has_weights, path):
             raise BackendRejected(
-                f"was to load {path}, where there are no weights",
-                hint="Name a folder with a config.json and .safetensors files",
+                f"cannot load {path}, which has no config.json or no .safetensors files",
+                hint="Send the folder of a checkpoint that has both.",
                 backend_id=self._id,
             )
 

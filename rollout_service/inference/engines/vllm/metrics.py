@@ -67,7 +67,7 @@ def _samples(text: str) -> Iterator[Sample]:
 def _total(samples: list[Sample], name: str) -> int:
     values = [sample.value for sample in samples if sample.name == name]
     if not values:
-        raise BackendProtocolError(f"/metrics has no {name}", hint="Start vLLM without --disable-log-stats")
+        raise BackendProtocolError(f"/metrics has no {name}", hint="Start vLLM without --disable-log-stats.")
     return int(sum(values))
 
 

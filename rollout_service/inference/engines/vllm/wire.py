@@ -9,8 +9,12 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-from api_schemas.trajectories import FinishReason
+import numpy as np
+from numpy.typing import NDArray
+
 from rollout_service.inference.contract import (
+    NO_EXTRAS,
+    NOTHING_RETURNED,
     GenerateRequest,
     Generation,
     ModelInfo,
@@ -26,8 +30,8 @@ from rollout_service.inference.errors import BackendProtocolError, BackendReject
 GENERATE = "/inference/v1/generate"
 _ID_PREFIX = "generate-tokens-"  # the server puts this before the id that it was given
 _NO_LOGPROB = -9999.0
-_START_CACHED = "Start vLLM with --enable-prompt-tokens-details"
-_START_ROUTED = "Start vLLM with --enable-return-routed-experts, and serve a mixture of experts"
+_OTHER_SERVER = "Check that this is the address of a vLLM server."
+_START_CACHED = "Start vLLM with --enable-prompt-tokens-details."
 
 
 class LogprobsMode(StrEnum):
@@ -98,18 +102,14 @@ def refuse_other_distribution(sampling: SamplingOptions, mode: LogprobsMode, bac
     is_restricted = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
     is_scaled = sampling.temperature != 1
     if mode is LogprobsMode.PROCESSED and is_restricted:
-        what = "logprobs of what top_p, top_k and min_p leave"
-        hint = (
-            "Sample without them, or start vLLM with --logprobs-mode raw_logprobs and sample at temperature 1"
-        )
+        what = "after top_p, top_k and min_p, instead of over all tokens"
+        hint = "Sample without them, or start vLLM with --logprobs-mode raw_logprobs and sample at temperature 1."
     elif mode is LogprobsMode.RAW and is_scaled:
-        what = "logprobs at temperature 1 alone"
-        hint = "Sample at temperature 1, or start vLLM with --logprobs-mode processed_logprobs"
+        what = f"at temperature 1, instead of {sampling.temperature:g}"
+        hint = "Sample at temperature 1, or start vLLM with --logprobs-mode processed_logprobs."
     else:
         return
-    raise BackendRejected(
-        f"gives {what}, not those of the sampling asked for", hint=hint, backend_id=backend_id
-    )
+    raise BackendRejected(f"computes logprobs {what}", hint=hint, backend_id=backend_id)
 
 
 def mode_of(entry: object) -> LogprobsMode:
@@ -120,37 +120,35 @@ def mode_of(entry: object) -> LogprobsMode:
     Raises:
         BackendProtocolError: The values are logits, or cannot be read.
     """
-    fields = mapping(entry, "the probe's logprobs")
+    fields = mapping(entry, "an entry of logprobs.content")
     rows = fields.get("top_logprobs")
     if not isinstance(rows, list) or len(rows) < 2:
-        raise BackendProtocolError("the probe's logprobs lack the likeliest tokens")
+        raise BackendProtocolError("top_logprobs of the probe has fewer than two tokens")
     first, second = (_value(row) for row in rows[:2])
     if second == _NO_LOGPROB and first == 0.0:
         return LogprobsMode.PROCESSED
     if second != _NO_LOGPROB and first <= 0.0 and second < 0.0:
         return LogprobsMode.RAW
     raise BackendProtocolError(
-        f"gives {first} and {second} for the two likeliest tokens, which are not logprobs",
-        hint="Start vLLM with --logprobs-mode processed_logprobs",
+        f"returns {first} and {second} for the two likeliest tokens, which are not logprobs",
+        hint="Start vLLM with --logprobs-mode processed_logprobs.",
     )
 
 
 def only_choice(answer: object) -> Mapping[str, Any]:
     """Return the one sequence of an answer."""
-    choices = mapping(answer, "the answer", "Is this a vLLM server?").get("choices")
+    choices = mapping(answer, "the answer", _OTHER_SERVER).get("choices")
     if not isinstance(choices, list) or len(choices) != 1:
-        raise BackendProtocolError("the answer has not one choice", hint="Is this a vLLM server?")
-    return mapping(choices[0], "the choice")
+        raise BackendProtocolError("choices is not a list of one object", hint=_OTHER_SERVER)
+    return mapping(choices[0], "choices[0]", _OTHER_SERVER)
 
 
 def logprob_entries(choice: Mapping[str, Any]) -> list[Any]:
     """Return the logprobs of a choice, one entry per token."""
-    entries = mapping(
-        choice.get("logprobs"), "logprobs", "The engine must return the logprobs of what it samples"
-    )
-    content = entries.get("content")
+    logprobs = choice.get("logprobs")
+    content = logprobs.get("content") if isinstance(logprobs, dict) else None
     if not isinstance(content, list):
-        raise BackendProtocolError("logprobs.content is missing")
+        raise BackendProtocolError("logprobs.content is missing", hint=check.LOGPROBS_HINT)
     return content
 
 
@@ -169,19 +167,16 @@ def parse_generation(
         ExtraUnsupported: The engine left out an extra that was asked for.
     """
     with check.answer_of(backend_id):
-        return _parse(mapping(answer, "the answer"), request, backend_id, info, engine_seconds)
+        return _parse(answer, request, backend_id, info, engine_seconds)
 
 
 def _parse(
-    body: Mapping[str, Any],
-    request: GenerateRequest,
-    backend_id: str,
-    info: ModelInfo | None,
-    engine_seconds: float,
+    answer: object, request: GenerateRequest, backend_id: str, info: ModelInfo | None, engine_seconds: float
 ) -> Generation:
+    body = mapping(answer, "the answer", _OTHER_SERVER)
     choice = only_choice(body)
     _expect_request(body, request)
-    reason = _finish(choice)
+    reason = check.finish_reason(choice.get("finish_reason"), "finish_reason")
     output_ids = check.sampled_ids(
         choice.get("token_ids"),
         name="token_ids",
@@ -191,8 +186,7 @@ def _parse(
     usage, prompt_tokens = mapping(body.get("usage"), "usage"), len(request.input_ids)
     for name, expected in (("completion_tokens", len(output_ids)), ("prompt_tokens", prompt_tokens)):
         check.expect_count(usage.get(name), f"usage.{name}", expected, required=True)
-    if not output_ids and reason is not FinishReason.ABORT:
-        raise BackendProtocolError(f"finished with {reason.value!r} but sampled nothing")
+    check.refuse_empty(output_ids, reason)
     matched = choice.get("stop_reason")
     return Generation(
         output_ids=output_ids,
@@ -204,31 +198,21 @@ def _parse(
         cached_tokens=_cached_tokens(usage, prompt_tokens),
         backend_id=backend_id,
         engine_seconds=engine_seconds,
-        extras=_returned_extras(body, choice, request, output_ids, info, backend_id)
-        if output_ids
-        else ReturnedExtras(),
+        extras=_returned_extras(body, choice, request, output_ids, info) if output_ids else NOTHING_RETURNED,
     )
 
 
 def _expect_request(body: Mapping[str, Any], request: GenerateRequest) -> None:
-    stated = body.get("request_id")
-    if stated != engine_request_id(request.request_id):
-        raise BackendProtocolError(f"the answer is of request {stated!r}, not of {request.request_id}")
-
-
-def _finish(choice: Mapping[str, Any]) -> FinishReason:
-    kind = choice.get("finish_reason")
-    if kind not in {reason.value for reason in FinishReason}:
-        raise BackendProtocolError(f"finish_reason is {kind!r}, not stop, length or abort")
-    return FinishReason(kind)
+    stated, expected = body.get("request_id"), engine_request_id(request.request_id)
+    if stated != expected:
+        raise BackendProtocolError(f"request_id is {stated!r}, but should be {expected!r}")
 
 
 def _logprobs(choice: Mapping[str, Any], output_ids: Sequence[int]) -> list[float]:
     if not output_ids:
         return []
     entries = logprob_entries(choice)
-    if len(entries) != len(output_ids):
-        raise BackendProtocolError(f"{len(entries)} logprobs came with {len(output_ids)} tokens")
+    check.expect_length(entries, "logprobs.content", len(output_ids))
     if set(map(type, entries)) == {dict}:
         values = [entry.get("logprob") for entry in entries]
         ids = [entry.get("token_id") for entry in entries]
@@ -242,20 +226,22 @@ def _logprobs(choice: Mapping[str, Any], output_ids: Sequence[int]) -> list[floa
 
 def _own_logprob(entry: object, token: int, where: str) -> float:
     if not isinstance(entry, dict) or entry.get("token_id") != token:
-        raise BackendProtocolError(f"{where} is {entry!r}, which is not of the id {token}")
+        raise check.other_token(where, entry, token)
     return _real(entry.get("logprob"), where)
 
 
 def _real(value: object, where: str) -> float:
     if value == _NO_LOGPROB:
-        raise BackendProtocolError(f"{where} is {value}, vLLM's word for a logprob that it does not have")
+        raise BackendProtocolError(
+            f"{where} is {value}, which vLLM sends for a logprob that it does not have"
+        )
     return check.logprob(value, where)
 
 
 def _value(row: object) -> float:
-    value = mapping(row, "a likeliest token").get("logprob")
+    value = mapping(row, "an entry of top_logprobs").get("logprob")
     if not isinstance(value, int | float):
-        raise BackendProtocolError(f"a likeliest token's logprob is {value!r}")
+        raise BackendProtocolError(f"a logprob of top_logprobs is {value!r}, which is not a number")
     return float(value)
 
 
@@ -264,7 +250,7 @@ def _versions(choice: Mapping[str, Any], count: int) -> list[int]:
     if spans is None and count:
         raise BackendProtocolError(
             "weight_versions is missing",
-            hint="Use vLLM 0.32 or newer, which says what version sampled which token",
+            hint="Use vLLM 0.32 or newer, which reports the version that sampled each token.",
         )
     return check.versions_of_spans(spans or [], count)
 
@@ -285,18 +271,16 @@ def _returned_extras(
     request: GenerateRequest,
     output_ids: Sequence[int],
     info: ModelInfo | None,
-    backend_id: str,
 ) -> ReturnedExtras:
     extras, count = request.extras, len(output_ids)
-    routed = choice.get("routed_experts")
-    if extras.routed_experts_from is not None and routed is None:
-        raise unsupported(ExtraKind.ROUTED_EXPERTS, hint=_START_ROUTED, backend_id=backend_id)
+    if extras is NO_EXTRAS:
+        return NOTHING_RETURNED
     return ReturnedExtras(
         top_logprobs=_top_logprobs(choice, extras.top_logprobs, count, info) if extras.top_logprobs else None,
         prompt_logprobs=_prompt_logprobs(body, request, extras.prompt_logprobs_from)
         if extras.prompt_logprobs_from is not None
         else None,
-        routed_experts=npy_experts(routed, routed_rows(request, count))
+        routed_experts=_routed_experts(choice, routed_rows(request, count))
         if extras.routed_experts_from is not None
         else None,
     )
@@ -306,7 +290,8 @@ def _top_logprobs(
     choice: Mapping[str, Any], wanted: int, count: int, info: ModelInfo | None
 ) -> list[list[TopLogprob]]:
     rows = [
-        _best(mapping(entry, "a logprob").get("top_logprobs"), wanted) for entry in logprob_entries(choice)
+        _best(mapping(entry, "an entry of logprobs.content").get("top_logprobs"), wanted)
+        for entry in logprob_entries(choice)
     ]
     size = info.vocab_size if info else None
     return check.top_logprobs(rows, wanted=wanted, tokens=count, vocab_size=size)
@@ -315,15 +300,19 @@ def _top_logprobs(
 def _best(row: object, wanted: int) -> list[TopLogprob]:
     """Return the best `wanted` by logprob; the sampled token, listed first at any rank, may not be one of them."""
     if not isinstance(row, list):
-        raise BackendProtocolError("a logprob lacks the likeliest tokens")
-    pairs = [TopLogprob(mapping(each, "a likeliest token").get("token_id", -1), _value(each)) for each in row]
+        raise unsupported(ExtraKind.TOP_LOGPROBS)
+    pairs = [
+        TopLogprob(mapping(each, "an entry of top_logprobs").get("token_id", -1), _value(each))
+        for each in row
+    ]
     return sorted(pairs, key=lambda pair: pair.logprob, reverse=True)[:wanted]
 
 
 def _prompt_logprobs(body: Mapping[str, Any], request: GenerateRequest, first: int) -> list[float | None]:
     rows = body.get("prompt_logprobs")
-    if not isinstance(rows, list) or len(rows) != len(request.input_ids):
-        raise BackendProtocolError(f"prompt_logprobs does not have one entry a token: {str(rows)[:80]}")
+    if not isinstance(rows, list):
+        raise unsupported(ExtraKind.PROMPT_LOGPROBS)
+    check.expect_length(rows, "prompt_logprobs", len(request.input_ids))
     return [
         _of_prompt(row, token, first + i) if first + i else None
         for i, (row, token) in enumerate(zip(rows[first:], request.input_ids[first:], strict=True))
@@ -331,7 +320,15 @@ def _prompt_logprobs(body: Mapping[str, Any], request: GenerateRequest, first: i
 
 
 def _of_prompt(row: object, token: int, position: int) -> float:
-    entry = mapping(
-        mapping(row, "a prompt's logprob").get(str(token)), f"the logprob of prompt token {position}"
-    )
-    return _real(entry.get("logprob"), f"the logprob of prompt token {position}")
+    where = f"prompt logprob {position}"
+    entry = mapping(row, where).get(str(token))
+    if not isinstance(entry, dict):
+        raise check.other_token(where, row, token)
+    return _real(entry.get("logprob"), where)
+
+
+def _routed_experts(choice: Mapping[str, Any], rows: int) -> NDArray[np.int32]:
+    encoded = choice.get("routed_experts")
+    if encoded is None:
+        raise unsupported(ExtraKind.ROUTED_EXPERTS)
+    return npy_experts(encoded, rows)

@@ -144,7 +144,7 @@ class PoolController:
             return True
         for handle, record in fan_out.records.items():
             record.error = record.error or BackendRejected(
-                f"was not asked to receive weights, because {failed} could not be paused",
+                f"did not get the weights, because {failed} could not be paused",
                 hint="Let the remaining backends join a new group with POST /v1/weights/group.",
                 backend_id=handle.id,
             )

@@ -49,7 +49,7 @@ def require_process_groups(backend: Backend) -> SupportsProcessGroups:
     if not isinstance(backend, SupportsProcessGroups):
         raise BackendRejected(
             "cannot take weights from a process group",
-            hint='Load them from a folder: {"source": {"type": "disk", "path": ...}}',
+            hint='Load them from a folder: {"source": {"type": "disk", "path": ...}}.',
             backend_id=backend.id,
         )
     return backend

@@ -87,9 +87,9 @@ async def test_an_answer_without_end_is_an_error_before_it_fills_the_memory() ->
 
     async with listening(flood) as url:
         backend = SGLangBackend(url)
-        with pytest.raises(BackendProtocolError, match="/generate answered more than"):
+        with pytest.raises(BackendProtocolError, match="/generate answered with more than"):
             await backend.generate(request())
-        with pytest.raises(BackendProtocolError, match="/model_info answered more than"):
+        with pytest.raises(BackendProtocolError, match="/model_info answered with more than"):
             await backend.model_info()
         await backend.close()
     assert sent < 64 << 20

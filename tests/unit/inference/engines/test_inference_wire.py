@@ -88,16 +88,28 @@ def change(path, value):
         (change(["meta_info", "weight_version"], None), "weight version None"),
         (change(["meta_info", "weight_version"], "step-4"), "is not an integer"),
         (change(["meta_info", "output_token_logprobs"], None), "output_token_logprobs is missing"),
-        (change(["meta_info", "output_token_logprobs", 2], None), "2 logprobs came with 3 tokens"),
-        (change(["meta_info", "output_token_logprobs", 1, 1], 9), "not of the id 6"),
-        (change(["meta_info", "output_token_logprobs", 1, 0], float("nan")), "not the logarithm"),
-        (change(["meta_info", "output_token_logprobs", 1, 0], float("-inf")), "not the logarithm"),
-        (change(["meta_info", "output_token_logprobs", 1, 0], 0.5), "not the logarithm"),
-        (change(["meta_info", "output_token_logprobs", 1, 0], "-0.2"), "not the logarithm"),
-        (change(["meta_info", "weight_versions"], [{"version": "4", "start": 0, "end": 2}]), "cover 2 of 3"),
+        (
+            change(["meta_info", "output_token_logprobs", 2], None),
+            "output_token_logprobs has 2 entries for 3 tokens",
+        ),
+        (change(["meta_info", "output_token_logprobs", 1, 1], 9), "does not belong to token 6"),
+        (
+            change(["meta_info", "output_token_logprobs", 1, 0], float("nan")),
+            "must be a finite number of at most 0",
+        ),
+        (
+            change(["meta_info", "output_token_logprobs", 1, 0], float("-inf")),
+            "must be a finite number of at most 0",
+        ),
+        (change(["meta_info", "output_token_logprobs", 1, 0], 0.5), "must be a finite number of at most 0"),
+        (
+            change(["meta_info", "output_token_logprobs", 1, 0], "-0.2"),
+            "must be a finite number of at most 0",
+        ),
+        (change(["meta_info", "weight_versions"], [{"version": "4", "start": 0, "end": 2}]), "covers 2 of 3"),
         (
             change(["meta_info", "weight_versions"], [{"version": "4", "start": 1, "end": 3}]),
-            "follow each other",
+            "must follow each other",
         ),
     ],
 )
@@ -106,13 +118,15 @@ def test_an_answer_with_a_flaw_is_refused_by_name(edit, message):
     edit(answer)
     with pytest.raises(BackendProtocolError, match=message) as caught:
         parse(answer)
-    assert "backend b" in str(caught.value)
+    assert caught.value.backend_id == "b"
 
 
 @pytest.mark.parametrize("answer", [None, [], "text", 3, {}])
 def test_what_is_no_answer_is_refused(answer):
-    with pytest.raises(BackendProtocolError):
+    with pytest.raises(BackendProtocolError) as caught:
         parse(answer)
+    assert caught.value.hint == "Check that this is the address of an SGLang server."
+    assert caught.value.backend_id == "b"
 
 
 def test_an_abort_from_the_queue_may_leave_everything_out():

@@ -149,24 +149,34 @@ def nothing(_):
 
 
 FLAWS = [
-    ("sglang", (*META, "output_top_logprobs"), shorter, "1 positions came with 2 tokens"),
-    ("sglang", (*META, "output_top_logprobs", 1), shorter, "1 likeliest tokens at 1, but 2"),
+    ("sglang", (*META, "output_top_logprobs"), shorter, "top_logprobs has 1 entries for 2 tokens"),
+    ("sglang", (*META, "output_top_logprobs", 1), shorter, "top_logprobs has 1 tokens at 1, but 2"),
     ("sglang", (*META, "output_top_logprobs", 0, 0, 1), lambda _: 50, "outside the vocabulary"),
-    ("sglang", (*META, "output_top_logprobs", 0, 0, 0), lambda _: -3.0, "not in order"),
-    ("sglang", (*META, "output_top_logprobs", 0, 0, 0), nothing, "not the logarithm"),
-    ("sglang", (*META, "input_token_logprobs"), shorter, "2 logprobs came for 3 prompt tokens"),
-    ("sglang", (*META, "input_token_logprobs", 1, 1), lambda _: 9, "not of the id 2"),
-    ("sglang", (*META, "input_token_logprobs", 1, 0), nothing, "not the logarithm"),
-    ("sglang", (*META, "routed_experts"), lambda _: "AAAA", "3 bytes of routed experts came for 3 tokens"),
+    ("sglang", (*META, "output_top_logprobs", 0, 0, 0), lambda _: -3.0, "does not begin with the likeliest"),
+    ("sglang", (*META, "output_top_logprobs", 0, 0, 0), nothing, "must be a finite number"),
+    ("sglang", (*META, "input_token_logprobs"), shorter, "input_token_logprobs has 2 entries for 3 tokens"),
+    ("sglang", (*META, "input_token_logprobs", 1, 1), lambda _: 9, "does not belong to token 2"),
+    ("sglang", (*META, "input_token_logprobs", 1, 0), nothing, "must be a finite number"),
+    ("sglang", (*META, "routed_experts"), lambda _: "AAAA", "routed_experts has 3 bytes for 3 tokens"),
     ("sglang", (*META, "routed_experts"), lambda _: "?", "not base64"),
-    ("vllm", (*CHOICE, "logprobs", "content", 1, "top_logprobs"), lambda _: [], "0 likeliest tokens at 1"),
+    (
+        "vllm",
+        (*CHOICE, "logprobs", "content", 1, "top_logprobs"),
+        lambda _: [],
+        "top_logprobs has 0 tokens at 1",
+    ),
     ("vllm", (*CHOICE, "logprobs", "content", 0, "top_logprobs", 1, "token_id"), lambda _: 50, "outside"),
     ("vllm", (*CHOICE, "logprobs", "content", 0, "top_logprobs", 1, "logprob"), lambda _: "x", "is 'x'"),
-    ("vllm", ("prompt_logprobs",), shorter, "one entry a token"),
-    ("vllm", ("prompt_logprobs", 1), lambda _: {"9": {"logprob": -1.0}}, "prompt token 1"),
+    ("vllm", ("prompt_logprobs",), shorter, "prompt_logprobs has 2 entries for 3 tokens"),
+    (
+        "vllm",
+        ("prompt_logprobs", 1),
+        lambda _: {"9": {"logprob": -1.0}},
+        "prompt logprob 1 is .*, which does not belong to token 2",
+    ),
     ("vllm", ("prompt_logprobs", 1, "2", "logprob"), lambda _: -9999.0, "does not have"),
-    ("vllm", (*CHOICE, "routed_experts"), lambda _: npy(experts(rows=2)), "came for 3 tokens"),
-    ("vllm", (*CHOICE, "routed_experts"), lambda _: npy(np.zeros((ROWS, 2, 2))), "came for 3 tokens"),
+    ("vllm", (*CHOICE, "routed_experts"), lambda _: npy(experts(rows=2)), "for 3 tokens"),
+    ("vllm", (*CHOICE, "routed_experts"), lambda _: npy(np.zeros((ROWS, 2, 2))), "for 3 tokens"),
     ("vllm", (*CHOICE, "routed_experts"), lambda _: npy(-1 - experts()), "negative"),
     ("vllm", (*CHOICE, "routed_experts"), lambda _: base64.b64encode(b"no").decode(), "not an array"),
 ]
@@ -184,14 +194,16 @@ def test_a_flaw_is_refused_by_name(wire, path, change, message):
         ("sglang", (*META, "output_top_logprobs"), "top_logprobs"),
         ("sglang", (*META, "input_token_logprobs"), "prompt_logprobs"),
         ("sglang", (*META, "routed_experts"), "routed_experts"),
+        ("vllm", (*CHOICE, "logprobs", "content", 0, "top_logprobs"), "top_logprobs"),
+        ("vllm", ("prompt_logprobs",), "prompt_logprobs"),
         ("vllm", (*CHOICE, "routed_experts"), "routed_experts"),
     ],
 )
 def test_an_engine_that_leaves_it_out_is_named_as_one_that_does_not_return_it(wire, path, kind):
     with pytest.raises(ExtraUnsupported, match=f"does not return {kind}") as caught:
         parse(wire, edited(WIRES[wire][1](), path, nothing))
-    assert caught.value.context["export"] == kind
-    assert caught.value.hint
+    assert (caught.value.backend_id, caught.value.context["export"]) == ("b", kind)
+    assert caught.value.hint.startswith(f"Leave exports.{kind} out, or ")
 
 
 def test_routed_experts_need_a_model_folder_that_tells_their_shape():

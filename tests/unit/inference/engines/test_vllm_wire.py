@@ -75,8 +75,8 @@ CACHED = ("usage", "prompt_tokens_details")
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("choices",), [], "not one choice"),
-        (("request_id",), "generate-tokens-other", "of request 'generate-tokens-other'"),
+        (("choices",), [], "choices is not a list of one object"),
+        (("request_id",), "generate-tokens-other", "request_id is 'generate-tokens-other', but should be"),
         ((*CHOICE, "token_ids"), None, "token_ids is missing"),
         ((*CHOICE, "token_ids", 1), 10, "outside the vocabulary"),
         ((*CHOICE, "token_ids", 1), -1, "outside the vocabulary"),
@@ -84,17 +84,17 @@ CACHED = ("usage", "prompt_tokens_details")
         ((*CHOICE, "token_ids"), [], "completion_tokens is 3, but should be 0"),
         ((*CHOICE, "finish_reason"), "error", "'error', not stop"),
         ((*CHOICE, "finish_reason"), None, "None, not stop"),
-        ((*CHOICE, "logprobs"), None, "logprobs is not a JSON object"),
-        (CONTENT, [{"token_id": 5, "logprob": -0.5}], "1 logprobs came with 3 tokens"),
-        ((*CONTENT, 1, "token_id"), 9, "not of the id 6"),
-        ((*CONTENT, 1, "logprob"), None, "not the logarithm"),
-        ((*CONTENT, 1, "logprob"), float("nan"), "not the logarithm"),
-        ((*CONTENT, 1, "logprob"), 0.5, "not the logarithm"),
-        ((*CONTENT, 1, "logprob"), "-0.5", "not the logarithm"),
+        ((*CHOICE, "logprobs"), None, "logprobs.content is missing"),
+        (CONTENT, [{"token_id": 5, "logprob": -0.5}], "logprobs.content has 1 entries for 3 tokens"),
+        ((*CONTENT, 1, "token_id"), 9, "does not belong to token 6"),
+        ((*CONTENT, 1, "logprob"), None, "must be a finite number of at most 0"),
+        ((*CONTENT, 1, "logprob"), float("nan"), "must be a finite number of at most 0"),
+        ((*CONTENT, 1, "logprob"), 0.5, "must be a finite number of at most 0"),
+        ((*CONTENT, 1, "logprob"), "-0.5", "must be a finite number of at most 0"),
         ((*CONTENT, 1, "logprob"), -9999.0, "does not have"),
         ((*CHOICE, "weight_versions"), None, "weight_versions is missing"),
-        ((*CHOICE, "weight_versions", 1, "start"), 2, "do not follow each other"),
-        ((*CHOICE, "weight_versions", 1, "end"), 2, "cover 2 of 3"),
+        ((*CHOICE, "weight_versions", 1, "start"), 2, "must follow each other"),
+        ((*CHOICE, "weight_versions", 1, "end"), 2, "covers 2 of 3"),
         ((*CHOICE, "weight_versions", 1, "version"), "step-4", "not an integer"),
         (("usage",), None, "usage is not"),
         (("usage", "prompt_tokens"), 4, "prompt_tokens is 4, but should be 3"),
@@ -111,6 +111,14 @@ def test_an_answer_with_a_flaw_is_refused_by_name(path, value, message):
     place[last] = value
     with pytest.raises(BackendProtocolError, match=message) as caught:
         parse(answer)
+    assert caught.value.backend_id == "b"
+
+
+@pytest.mark.parametrize("answer", [None, [], "text", 3, {}, {"choices": [3]}])
+def test_what_is_no_answer_is_refused(answer):
+    with pytest.raises(BackendProtocolError) as caught:
+        parse(answer)
+    assert caught.value.hint == "Check that this is the address of a vLLM server."
     assert caught.value.backend_id == "b"
 
 
@@ -153,7 +161,7 @@ def test_a_sampling_whose_logprobs_the_server_does_not_have_is_refused(mode, sam
     if is_exact:
         refuse_other_distribution(SamplingOptions(**sampling), mode, "b")
         return
-    with pytest.raises(BackendRejected, match="not those of the sampling asked for") as caught:
+    with pytest.raises(BackendRejected, match="computes logprobs") as caught:
         refuse_other_distribution(SamplingOptions(**sampling), mode, "b")
     assert "--logprobs-mode" in caught.value.hint
 
