@@ -1,19 +1,15 @@
 """A scripted engine with SGLang's HTTP protocol, for tests, benchmarks and fault injection.
 
-It costs little per request, takes a given time per turn however many there are, and keeps the protocol's promises:
-an abort hands back the tokens sampled so far, a pause stops the clock, and a weight update in between shows in the
-versions. With `hardware` it has a prefix cache and takes time per token, like a real engine; without it, nothing is
-cached and `cached_tokens` is 0. Its logprobs are made up.
+It costs little per request and keeps the protocol's promises; `TurnScheduler` decides how long turns take, and what
+aborts, pauses and weight updates do to them. With `hardware` it has a prefix cache and takes time per token, like a
+real engine; without it, nothing is cached and `cached_tokens` is 0. Its logprobs are made up.
 """
 
 import asyncio
 import base64
-import time
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import AsyncExitStack
-from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,6 +19,7 @@ import numpy as np
 import orjson
 from aiohttp import web
 
+from rollout_service.testing.faults import BREAKING, Fault
 from rollout_service.testing.figures import (
     SAMPLED_LOGPROB,
     ScriptedRequest,
@@ -30,44 +27,16 @@ from rollout_service.testing.figures import (
     likeliest,
     prompt_logprob,
 )
-from rollout_service.testing.hardware import Accelerator, Hardware
-from rollout_service.testing.script import Reply, Script
+from rollout_service.testing.hardware import Hardware
+from rollout_service.testing.scheduler import TurnScheduler
+from rollout_service.testing.script import Script
 from rollout_service.testing.turn import EngineTurn
 
-_BASE_ID_LENGTH = 32  # the part of a request id that its attempts share
 _DEFAULT_BUDGET = 128
 _SHUTDOWN_SECONDS = 0.01  # 0 would wait forever
 
 
-class Fault(StrEnum):
-    """One way in which a request can go wrong."""
-
-    DROP = "drop"
-    """The connection is closed without an answer."""
-    HANG = "hang"
-    """No answer comes."""
-    GARBAGE = "garbage"
-    """The answer is not JSON."""
-    ERROR = "error"
-    """The answer is a 500."""
-    NO_LOGPROBS = "no_logprobs"
-    SHORT_LOGPROBS = "short_logprobs"
-    """One logprob is missing."""
-    BAD_ID = "bad_id"
-    """A sampled id is outside the vocabulary."""
-    BAD_LOGPROB = "bad_logprob"
-    """A logprob is null, as servers write NaN."""
-    NO_EXTRAS = "no_extras"
-    """The extras that were asked for are left out."""
-    SHORT_EXTRAS = "short_extras"
-    """One entry of each extra is missing."""
-    QUEUE_ABORT = "queue_abort"
-    """The answer is an abort without tokens, logprobs or counts, like SGLang's for a request in its queue."""
-    DIE = "die"
-    """The engine closes every connection and stops listening."""
-
-
-class ScriptedEngine:
+class ScriptedEngine(TurnScheduler):
     """A scripted engine as an async context manager; inside, it listens at `url`.
 
     Args:
@@ -97,27 +66,20 @@ class ScriptedEngine:
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
-        self.latency = latency
+        super().__init__(script, latency=latency, hardware=hardware)
         self.healthy = True
         """Whether `/health` answers 200."""
-        self.version = "default"
-        self.paused = False
         self.requests = 0
         """Requests to `/generate` so far."""
         self.aborts: list[str] = []
         """Ids in calls of `/abort_request` so far; "*" for all requests."""
         self.died = anyio.Event()
-        self.accelerator = Accelerator(hardware) if hardware else None
-        self._script = script
         self._vocab_size = vocab_size
         self._routing = routing
         self._context_length = context_length
         self._model_path = str(model_path)
         self._faults: deque[Fault | None] = deque(faults)
         self._address = (host, port)
-        self._turns: dict[str, EngineTurn] = {}
-        self._handed_back: dict[str, int] = {}
-        self._resumed = asyncio.Event()
         self._runner: web.ServerRunner | None = None
         self._transports: set[asyncio.BaseTransport] = set()
         self._generate_path = "/generate"
@@ -141,11 +103,6 @@ class ScriptedEngine:
         """The address that it listens at."""
         host, port = self._address
         return f"http://{host}:{port}"
-
-    @property
-    def in_flight(self) -> int:
-        """Requests that are being answered."""
-        return len(self._turns)
 
     def inject(self, fault: Fault, count: int = 1) -> None:
         """Inject a fault into the next `count` requests that have none."""
@@ -194,18 +151,14 @@ class ScriptedEngine:
         if len(asked.ids) + asked.budget > self._context_length:
             return refusal(f"exceeds the model's context length of {self._context_length} tokens")
         fault = self._faults.popleft() if self._faults else None
-        if fault in _BREAKING:
+        if fault in BREAKING:
             return await self._break(fault, request)
-        turn = self._make_turn(asked)
-        self._turns[turn.rid] = turn
         transport = request.transport
         if transport is not None:
             self._transports.add(transport)
         try:
-            await self._run(turn)
+            turn = await self._run(asked)
         finally:
-            del self._turns[turn.rid]
-            turn.ended.set()
             if transport is not None:
                 self._transports.discard(transport)
         return self._answer(turn, fault)
@@ -223,62 +176,8 @@ class ScriptedEngine:
             else None,
         )
 
-    def _make_turn(self, asked: ScriptedRequest) -> EngineTurn:
-        # A request that resumes after an abort has the tokens that it sampled at the end of its prompt.
-        given = self._handed_back.pop(asked.rid[:_BASE_ID_LENGTH], 0)
-        whole = self._script.reply(asked.ids[: len(asked.ids) - given], asked.budget + given)
-        left = whole.ids[given : given + asked.budget]
-        return EngineTurn(asked, Reply(left, whole.stops and given + len(left) == len(whole.ids)))
-
-    async def _run(self, turn: EngineTurn) -> None:
-        ids = turn.asked.ids
-        if self.accelerator is None:
-            turn.seconds = self.latency
-            await self._sample(turn)
-            return
-        async with AsyncExitStack() as stack:
-            with turn.before_sampling:
-                admission = await stack.enter_async_context(self.accelerator.admit(ids))
-            if turn.before_sampling.cancelled_caught:
-                return
-            turn.cached_tokens = admission.cached_tokens
-            turn.seconds = admission.seconds_per_token * len(turn.reply.ids)
-            await self._sample(turn)
-            self.accelerator.keep(admission, [*ids, *turn.reply.ids[: turn.done][:-1]])
-
-    async def _sample(self, turn: EngineTurn) -> None:
-        """Let the turn's time pass."""
-        while not turn.aborted and (self._holds(turn) or turn.elapsed < turn.seconds):
-            if self._holds(turn):
-                await self._wait_for_resume(turn)
-                continue
-            turn.interrupted.clear()  # set by a pause that is over
-            started = time.perf_counter()
-            with anyio.move_on_after(turn.seconds - turn.elapsed):
-                await turn.interrupted.wait()
-            turn.elapsed += time.perf_counter() - started
-            turn.done = int(min(1.0, turn.elapsed / turn.seconds) * len(turn.reply.ids))
-        if not turn.aborted:
-            turn.done = len(turn.reply.ids)
-
-    def _holds(self, turn: EngineTurn) -> bool:
-        return self.paused and not turn.ignores_pause
-
-    async def _wait_for_resume(self, turn: EngineTurn) -> None:
-        turn.interrupted.clear()
-        turn.spans.append((self.version, turn.done))
-        resumed = self._resumed
-        async with anyio.create_task_group() as tasks:
-
-            async def first(event: asyncio.Event) -> None:
-                await event.wait()
-                tasks.cancel_scope.cancel()
-
-            tasks.start_soon(first, resumed)
-            tasks.start_soon(first, turn.interrupted)
-
     def _answer(self, turn: EngineTurn, fault: Fault | None) -> web.Response:
-        ids = self._hand_over(turn, fault)
+        ids = self._output_ids(turn, fault)
         logprobs: list[list[float | None]] = [
             [value, id_, None] for value, id_ in self._logprobs(turn, fault)
         ]
@@ -297,11 +196,8 @@ class ScriptedEngine:
             meta["weight_versions"] = turn.version_spans(self.version)
         return json_answer({"text": "", "output_ids": ids, "meta_info": meta})
 
-    def _hand_over(self, turn: EngineTurn, fault: Fault | None) -> list[int]:
-        """Return the ids of the answer, and remember how many an aborted turn hands back."""
+    def _output_ids(self, turn: EngineTurn, fault: Fault | None) -> list[int]:
         ids = turn.sampled
-        if turn.aborted:
-            self._handed_back[turn.rid[:_BASE_ID_LENGTH]] = turn.done
         if fault is Fault.BAD_ID:
             ids[-1] = self._vocab_size
         return ids
@@ -358,25 +254,14 @@ class ScriptedEngine:
         self._abort_turns(rid)
         return web.Response()
 
-    def _abort_turns(self, rid_prefix: str) -> None:
-        for turn in self._turns.values():
-            if turn.rid.startswith(rid_prefix):
-                turn.aborted = True
-                turn.before_sampling.cancel()
-                turn.interrupted.set()
-
     async def _pause(self, body: dict[str, Any]) -> web.Response:
         if body.get("mode", "abort") == "abort":
             self._abort_turns("")
-        self.paused = True
-        for turn in self._turns.values():
-            turn.interrupted.set()
+        self._hold_turns()
         return json_answer({"status": "ok"})
 
     async def _continue(self, _: dict[str, Any]) -> web.Response:
-        self.paused = False
-        self._resumed.set()
-        self._resumed = asyncio.Event()
+        self._release_turns()
         return json_answer({"status": "ok"})
 
     async def _update(self, body: dict[str, Any]) -> web.Response:
@@ -419,9 +304,6 @@ class ScriptedEngine:
             load = {"num_running_reqs": self.in_flight, "num_waiting_reqs": 0}
             return json_answer({"loads": [load | {"num_used_tokens": 0, "token_usage": 0.0}]})
         return json_answer({"loads": [self.accelerator.load()]})
-
-
-_BREAKING = frozenset({Fault.DROP, Fault.HANG, Fault.GARBAGE, Fault.ERROR, Fault.QUEUE_ABORT, Fault.DIE})
 
 
 def json_answer(content: object, status: int = 200) -> web.Response:

@@ -13,9 +13,10 @@ import anyio
 import numpy as np
 from aiohttp import web
 
+from rollout_service.testing.faults import Fault
 from rollout_service.testing.figures import ScriptedRequest, experts, likeliest, prompt_logprob
 from rollout_service.testing.script import Script
-from rollout_service.testing.sglang_engine import Fault, ScriptedEngine, json_answer, refusal
+from rollout_service.testing.sglang_engine import ScriptedEngine, json_answer, refusal
 from rollout_service.testing.turn import EngineTurn
 
 _ID_PREFIX = "generate-tokens-"
@@ -120,7 +121,7 @@ class ScriptedVllm(ScriptedEngine):
         self._sampled_tokens += turn.done
 
     def _answer(self, turn: EngineTurn, fault: Fault | None) -> web.Response:
-        ids = self._hand_over(turn, fault)
+        ids = self._output_ids(turn, fault)
         prompt, reason = turn.prompt_tokens, turn.finish_reason()
         usage = {"prompt_tokens": prompt, "completion_tokens": len(ids), "total_tokens": prompt + len(ids)}
         details = {"cached_tokens": turn.cached_tokens} if self._cached_details else None

@@ -1,0 +1,126 @@
+"""The turns of a scripted engine: how long each takes, and what aborts, pauses and weight updates do to it.
+
+Guarantees: a turn takes its time however many there are, or as long as simulated hardware needs; an abort ends a turn
+with the tokens sampled so far, and the request that resumes it gets the others; a pause stops the clock; a turn knows
+the versions that sampled it. Engines add their protocol.
+"""
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+
+import anyio
+
+from rollout_service.testing.figures import ScriptedRequest
+from rollout_service.testing.hardware import Accelerator, Hardware
+from rollout_service.testing.script import Reply, Script
+from rollout_service.testing.turn import EngineTurn
+
+_BASE_ID_LENGTH = 32  # the part of a request id that its attempts share
+
+
+class TurnScheduler:
+    """The turns that are being answered; a subclass speaks an engine's protocol."""
+
+    def __init__(self, script: Script, *, latency: float, hardware: Hardware | None) -> None:
+        self.latency = latency
+        """Seconds per turn, without simulated hardware."""
+        self.version = "default"
+        """The version of the weights."""
+        self.paused = False
+        self.accelerator = Accelerator(hardware) if hardware else None
+        self._script = script
+        self._turns: dict[str, EngineTurn] = {}
+        self._handed_back: dict[str, int] = {}
+        """How many tokens the last aborted turn of a request handed back."""
+        self._resumed = asyncio.Event()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that are being answered."""
+        return len(self._turns)
+
+    async def _run(self, asked: ScriptedRequest) -> EngineTurn:
+        """Answer a request, and return its turn once it has ended."""
+        turn = self._make_turn(asked)
+        self._turns[turn.rid] = turn
+        try:
+            await self._take_time(turn)
+        finally:
+            del self._turns[turn.rid]
+            turn.ended.set()
+        if turn.aborted:
+            self._handed_back[turn.rid[:_BASE_ID_LENGTH]] = turn.done
+        return turn
+
+    def _make_turn(self, asked: ScriptedRequest) -> EngineTurn:
+        # A request that resumes after an abort has the tokens that it sampled at the end of its prompt.
+        given = self._handed_back.pop(asked.rid[:_BASE_ID_LENGTH], 0)
+        whole = self._script.reply(asked.ids[: len(asked.ids) - given], asked.budget + given)
+        left = whole.ids[given : given + asked.budget]
+        return EngineTurn(asked, Reply(left, whole.stops and given + len(left) == len(whole.ids)))
+
+    async def _take_time(self, turn: EngineTurn) -> None:
+        ids = turn.asked.ids
+        if self.accelerator is None:
+            turn.seconds = self.latency
+            await self._sample(turn)
+            return
+        async with AsyncExitStack() as stack:
+            with turn.before_sampling:
+                admission = await stack.enter_async_context(self.accelerator.admit(ids))
+            if turn.before_sampling.cancelled_caught:
+                return
+            turn.cached_tokens = admission.cached_tokens
+            turn.seconds = admission.seconds_per_token * len(turn.reply.ids)
+            await self._sample(turn)
+            self.accelerator.keep(admission, [*ids, *turn.reply.ids[: turn.done][:-1]])
+
+    async def _sample(self, turn: EngineTurn) -> None:
+        """Let the turn's time pass."""
+        while not turn.aborted and (self._holds(turn) or turn.elapsed < turn.seconds):
+            if self._holds(turn):
+                await self._wait_for_resume(turn)
+                continue
+            turn.interrupted.clear()  # set by a pause that is over
+            started = time.perf_counter()
+            with anyio.move_on_after(turn.seconds - turn.elapsed):
+                await turn.interrupted.wait()
+            turn.elapsed += time.perf_counter() - started
+            turn.done = int(min(1.0, turn.elapsed / turn.seconds) * len(turn.reply.ids))
+        if not turn.aborted:
+            turn.done = len(turn.reply.ids)
+
+    def _holds(self, turn: EngineTurn) -> bool:
+        return self.paused and not turn.ignores_pause
+
+    async def _wait_for_resume(self, turn: EngineTurn) -> None:
+        turn.interrupted.clear()
+        turn.spans.append((self.version, turn.done))
+        resumed = self._resumed
+        async with anyio.create_task_group() as tasks:
+
+            async def first(event: asyncio.Event) -> None:
+                await event.wait()
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(first, resumed)
+            tasks.start_soon(first, turn.interrupted)
+
+    def _abort_turns(self, rid_prefix: str) -> None:
+        for turn in self._turns.values():
+            if turn.rid.startswith(rid_prefix):
+                turn.aborted = True
+                turn.before_sampling.cancel()
+                turn.interrupted.set()
+
+    def _hold_turns(self) -> None:
+        """Stop the clock of all turns until `_release_turns`."""
+        self.paused = True
+        for turn in self._turns.values():
+            turn.interrupted.set()
+
+    def _release_turns(self) -> None:
+        self.paused = False
+        self._resumed.set()
+        self._resumed = asyncio.Event()
