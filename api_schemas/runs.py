@@ -1,4 +1,4 @@
-"""Runs: a trainer's standing orders, and the batches of groups that they deliver by lease and acknowledgement.
+"""Runs: a trainer's standing orders, and the batches of groups that they deliver by lease and acknowledgment.
 
 A group is `group_size` rollouts of one task; a batch is `batch_size` groups that passed the run's filters.
 Counts are in groups unless a name says otherwise. The rollouts of a group are ordinary rollouts with the ids
@@ -157,7 +157,7 @@ class Retention(WireModel):
     """How long the tokens of acknowledged and dropped groups are kept. Unacknowledged groups are never deleted."""
 
     seconds: SecondsOrZero | None = 86_400.0
-    """The time since the acknowledgement; null means for ever."""
+    """The time since the acknowledgment; null means forever."""
     max_bytes: CountOrZero | None = None
     """The limit of the run's compressed bytes; the oldest are deleted first."""
 

@@ -2,7 +2,7 @@
 
 Run: python benchmarks/crash.py [--json FILE] [--quick]
 
-A trainer takes batches of a run. Before it continues, it records each batch and each acknowledgement in a ledger on
+A trainer takes batches of a run. Before it continues, it records each batch and each acknowledgment in a ledger on
 disk. After the last kill, the run is ended and drained. Then the ids on both sides are compared:
 
 - `lost`: tasks that the cursor has passed but that were neither acknowledged nor cancelled when the run was ended, and

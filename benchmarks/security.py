@@ -5,7 +5,7 @@ Run: python benchmarks/security.py [--json FILE] [--quick]
 An area is a suite of attacks, each of which raises if it succeeded; `AREAS` lists the areas. An attack that has nothing
 to attack here counts neither as held nor as broken. A resource attack takes as much as it can get of one thing, again
 and again, in one sandbox. Its figure is the round trip of `true` in a neighbor's shell during the attack over that
-before it, measured as in `neighbours.py`; `taken` is how many one process got. With --quick, each area tries as many
+before it, measured as in `neighbors.py`; `taken` is how many one process got. With --quick, each area tries as many
 attacks as a few seconds allow, and the resource attacks have two short rounds.
 """
 
@@ -25,7 +25,7 @@ import anyio.to_thread
 from common import HERE, Options, report, run
 
 sys.path.insert(0, str(HERE.parent))  # the attacks are the tests' own
-from neighbours import ATTACK_SECONDS, LIMITS, SHELL, probes, ratios
+from neighbors import ATTACK_SECONDS, LIMITS, SHELL, probes, ratios
 
 from rollout_service.attacks import SCRIPTS, AttackVerdict, attack_environment
 from rollout_service.cli.env.check import load_environment
@@ -305,13 +305,13 @@ async def measure(rounds: int, seconds: float) -> dict[str, float]:
         try:
             for name in PROGRAMS:
                 counts[f"{name}_taken"] = await taken(provider, name)
-            async with probes(provider) as neighbour:
+            async with probes(provider) as neighbor:
                 for name, attack in resource_attacks().items():
-                    figures = await ratios(provider, neighbour, name, attack, rounds, seconds)
-                    found[f"neighbour_{name}_p50_ratio"] = figures[f"{name}_neighbour_p50_ratio"]
+                    figures = await ratios(provider, neighbor, name, attack, rounds, seconds)
+                    found[f"neighbor_{name}_p50_ratio"] = figures[f"{name}_neighbor_p50_ratio"]
         finally:
             await provider.close()
-    return counts | found | {"neighbour_p50_ratio_max": max(found.values())}
+    return counts | found | {"neighbor_p50_ratio_max": max(found.values())}
 
 
 async def main(given: Options) -> None:
@@ -319,7 +319,7 @@ async def main(given: Options) -> None:
     rounds, seconds = (2, 0.4) if given.quick else (9, 1.5)
     figures = await try_areas(given.quick) | await measure(rounds, seconds)
     aims = {key: "0" for key in figures if key.endswith("broken")}
-    aims |= {key: f"<= {RATIO_AIM}" for key in figures if key.startswith("neighbour_")}
+    aims |= {key: f"<= {RATIO_AIM}" for key in figures if key.startswith("neighbor_")}
     report("security", given, {"rounds": rounds, "seconds": seconds}, figures, aims)
 
 

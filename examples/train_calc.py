@@ -78,7 +78,7 @@ async def train(
     stages, trained = StageClock(client.base_url), load_state(last)["batch"] if last else None
     async for batch in run.batches(arrays=True):
         saved.hold(batch.batch_id)
-        if batch.batch_id != trained:  # otherwise its acknowledgement was late or missing
+        if batch.batch_id != trained:  # otherwise its acknowledgment was late or missing
             busy = await stages.busy()
             watched = await run_sync(learner.step, samples_of(batch.arrays))
             trained, minutes = batch.batch_id, (time.monotonic() - began) / 60
@@ -262,7 +262,7 @@ def parse() -> argparse.Namespace:
     add("--learning-rate", type=float, default=Recipe().learning_rate)
     add("--horizon", type=int, default=Recipe().horizon, help="steps over which the learning rate falls")
     add("--epochs", type=int, default=Recipe().epochs, help="how often a batch is gone through")
-    add("--updates", type=int, default=Recipe().updates, help="optimiser steps of an epoch")
+    add("--updates", type=int, default=Recipe().updates, help="optimizer steps of an epoch")
     add("--discouragement", type=float, default=Recipe().discouragement, help="weight of negative advantages")
     add("--evaluations", type=int, default=128, help="held-out rollouts before and after; 0 for none")
     add("--workers", type=int, default=8, help="agents at once")

@@ -109,7 +109,7 @@ class LeasedBatch:
 
 
 async def _renew_until_settled(leased: LeasedBatch, seconds: float, scope: anyio.CancelScope) -> None:
-    """Renew a lease until it is settled or a renewal fails; the acknowledgement then tells the trainer why."""
+    """Renew a lease until it is settled or a renewal fails; the acknowledgment then tells the trainer why."""
     with scope, suppress(ClientError):
         while not leased.settled:
             await anyio.sleep(seconds / 3)

@@ -65,9 +65,9 @@ def sampled_logprobs(model: transformers.Qwen3ForCausalLM, batch: Sequence[Examp
     model.model(input_ids=ids[:1, :shared], past_key_values=cache, use_cache=True)
     cache.batch_repeat_interleave(len(batch))
     hidden = model.model(input_ids=ids[:, shared:-1], past_key_values=cache, use_cache=True).last_hidden_state
-    learnt = mask[:, shared + 1 :]
-    logits = model.lm_head(hidden[learnt]).float()
-    return -functional.cross_entropy(logits, ids[:, shared + 1 :][learnt], reduction="none")
+    learned = mask[:, shared + 1 :]
+    logits = model.lm_head(hidden[learned]).float()
+    return -functional.cross_entropy(logits, ids[:, shared + 1 :][learned], reduction="none")
 
 
 def save_checkpoint(model: transformers.Qwen3ForCausalLM, tokenizer: Path, folder: Path) -> None:

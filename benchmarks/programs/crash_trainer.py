@@ -1,4 +1,4 @@
-"""A trainer that may be killed at any moment: it records its batches and acknowledgements in a ledger.
+"""A trainer that may be killed at any moment: it records its batches and acknowledgments in a ledger.
 
 Run: python benchmarks/programs/crash_trainer.py URL RUN_ID LEDGER
 """

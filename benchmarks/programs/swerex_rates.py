@@ -4,7 +4,7 @@ Run: .venv-swerex/bin/python benchmarks/programs/swerex_rates.py CALLS SESSIONS
 
 It prints one JSON object: `run_ms`, the time of each `run_in_session` in milliseconds; `parallel_sleep_s`, how long
 `sleep 1` takes when all sessions of one runtime run it at once; and `time_outs`, how many calls hit one of SWE-ReX's
-own time-outs, which happens on a busy machine. Calls that time out are repeated, and their times are not counted.
+own timeouts, which happens on a busy machine. Calls that time out are repeated, and their times are not counted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from swerex.runtime.abstract import BashAction, CreateBashSessionRequest
 from swerex.runtime.local import LocalRuntime
 
 TIME_OUTS = 10
-"""The number of time-outs after which the machine is too busy to measure anything."""
+"""The number of timeouts after which the machine is too busy to measure anything."""
 
 
 class Rates:
@@ -50,10 +50,10 @@ class Rates:
     def timed_out(self) -> None:
         self.time_outs += 1
         if self.time_outs > TIME_OUTS:
-            raise SystemExit("the machine is too busy: SWE-ReX ran into its own time-outs again and again")
+            raise SystemExit("the machine is too busy: SWE-ReX ran into its own timeouts again and again")
 
     async def round_trips(self, calls: int) -> None:
-        """Run one command after the other in one session, and in a new one after a time-out."""
+        """Run one command after the other in one session, and in a new one after a timeout."""
         name = await self.session()
         while len(self.run_ms) < calls:
             begun = time.perf_counter()

@@ -75,7 +75,7 @@ class Learner:
         for group in self._optimizer.param_groups:
             group["lr"] = self.recipe.learning_rate_of(self.steps)
         watched = [self._update(part, proximal) for part in self._minibatches(samples)]
-        tokens = float(sum(len(sample.behaviour) for sample in samples))
+        tokens = float(sum(len(sample.behavior) for sample in samples))
         return {**_means(watched), **_staleness(samples, version), "tokens": tokens}
 
     def _minibatches(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
@@ -107,7 +107,7 @@ class Learner:
         found = {}
         for part in portions(samples, self.recipe.portion):
             logprobs, _ = sampled_logprobs(self.model, part, self.recipe.temperature)
-            sizes = [len(sample.behaviour) for sample in part]
+            sizes = [len(sample.behavior) for sample in part]
             found |= {id(sample): piece for sample, piece in zip(part, logprobs.split(sizes), strict=True)}
         return found
 
@@ -115,17 +115,17 @@ class Learner:
         self, samples: Sequence[Sample], proximal: dict[int, Tensor] | None
     ) -> list[dict[str, float]]:
         """Make one step of the optimizer, with the gradient summed over portions; return the figures of each."""
-        tokens = sum(len(sample.behaviour) for sample in samples)
+        tokens = sum(len(sample.behavior) for sample in samples)
         watched = []
         for part in portions(samples, self.recipe.portion):
             current, entropies = sampled_logprobs(self.model, part, self.recipe.temperature)
             start = current.detach() if proximal is None else torch.cat([proximal[id(each)] for each in part])
-            behaviour = torch.from_numpy(np.concatenate([each.behaviour for each in part]))
-            advantages = torch.cat([torch.full((len(each.behaviour),), each.advantage) for each in part])
+            behavior = torch.from_numpy(np.concatenate([each.behavior for each in part]))
+            advantages = torch.cat([torch.full((len(each.behavior),), each.advantage) for each in part])
             advantages = torch.where(advantages < 0, self.recipe.discouragement * advantages, advantages)
-            loss = dapo_loss(current, start, behaviour, advantages, tokens, self.recipe.clip)
+            loss = dapo_loss(current, start, behavior, advantages, tokens, self.recipe.clip)
             loss.value.backward()
-            gap = (start - behaviour).abs()
+            gap = (start - behavior).abs()
             watched.append(
                 {
                     "tokens": float(len(current)),

@@ -1,7 +1,7 @@
 """The trainer's policy, which is any causal language model of transformers, and the log-probabilities of samples.
 
 Guarantee: `sampled_logprobs` returns one entry for each sampled token, in the order of the samples and at the
-temperature of the sampling. The entries line up with `Sample.behaviour` of the same samples.
+temperature of the sampling. The entries line up with `Sample.behavior` of the same samples.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Sample:
     token_ids: NDArray[np.int32]
     mask: NDArray[np.bool_]
     """True for each token that was sampled and is to be trained on."""
-    behaviour: NDArray[np.float32]
+    behavior: NDArray[np.float32]
     """The engine's log-probabilities of the sampled tokens only."""
     versions: NDArray[np.int32]
     """The version of the weights that sampled each of these tokens."""

@@ -1,4 +1,4 @@
-"""Runs: tasks in, batches of groups out, from the source of the tasks to the acknowledgement."""
+"""Runs: tasks in, batches of groups out, from the source of the tasks to the acknowledgment."""
 
 from rollout_service.runs.delivery import Delivery, RunOverError
 from rollout_service.runs.manager import RunManager

@@ -35,7 +35,7 @@ async def hidden_network(sandbox: Sandbox, _: SandboxProvider) -> None:
     expect(set(result.stdout.split()) <= {b"lo"}, result)
 
 
-async def hidden_neighbours(sandbox: Sandbox, provider: SandboxProvider) -> None:
+async def hidden_neighbors(sandbox: Sandbox, provider: SandboxProvider) -> None:
     """Sandboxes see neither each other's files nor processes, and cannot end them."""
     async with await provider.start(SandboxSpec()) as other:
         mine = "/tmp/mine"  # noqa: S108  inside
@@ -114,10 +114,10 @@ async def _attempts_as_root(sandbox: Sandbox) -> None:
 CHECKS: tuple[Check, ...] = (
     hidden_host,
     hidden_network,
-    hidden_neighbours,
+    hidden_neighbors,
     control_out_of_reach,
     no_rights,
 )
-ATTACKS = frozenset({hidden_neighbours.__name__, control_out_of_reach.__name__, no_rights.__name__})
+ATTACKS = frozenset({hidden_neighbors.__name__, control_out_of_reach.__name__, no_rights.__name__})
 """Checks that would harm the host of a provider that does not isolate: they signal every process they can, or
 write to the kernel."""

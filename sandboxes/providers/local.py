@@ -29,7 +29,7 @@ from sandboxes.runtime.export import export_tree, reader_command
 KNOWN_FAILURES = {
     "hidden_host": "code runs as this user and sees all of the host's files and processes",
     "hidden_network": "code has the host's network",
-    "hidden_neighbours": "sandboxes are processes of one user, which can signal each other",
+    "hidden_neighbors": "sandboxes are processes of one user, which can signal each other",
     "control_out_of_reach": "the control shell is a process of the same user",
     "no_rights": "code has all rights of this user",
 }

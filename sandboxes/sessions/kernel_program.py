@@ -7,7 +7,7 @@ code computes:
 - Long prints go out in several messages. Long results and exceptions are cut in the middle. The host refuses no
   message for its size.
 - Code that prints faster than the host reads has to wait, as at the end of a pipe. Nothing is dropped, and at a
-  time-out little is left to read.
+  timeout little is left to read.
 - Values are shown as plain text only, and IPython's second copy of everything printed is not kept.
 
 To do so it replaces private parts of ipykernel, which the image brings. `require_parts` refuses a version that lacks

@@ -50,7 +50,7 @@ class EngineUnderTest:
     """Number of tokens that its prefix cache keeps or drops together."""
 
     @property
-    def renormalises(self) -> bool:
+    def renormalizes(self) -> bool:
         """Whether logprobs are renormalized over what top_p leaves; requests with top_p are then refused."""
         return isinstance(self.backend, VllmBackend)
 

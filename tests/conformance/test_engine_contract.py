@@ -60,7 +60,7 @@ async def test_one_likely_token_is_the_greedy_one(model_engine):
 async def test_logprobs_are_not_those_of_what_top_p_leaves(model_engine):
     greedy = await model_engine.generate(PROMPT, max_new_tokens=10)
     request = model_engine.request(PROMPT, max_new_tokens=10, temperature=1.0, top_p=1e-6)
-    if model_engine.renormalises:
+    if model_engine.renormalizes:
         with pytest.raises(BackendRejected, match="computes logprobs after top_p"):
             await model_engine.backend.generate(request)
         return

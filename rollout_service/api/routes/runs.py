@@ -228,7 +228,7 @@ async def _rescored(results: AsyncIterator[Rescored]) -> AsyncIterator[bytes]:
 async def acknowledge_batch(service: ServiceDep, run_id: RunId, batch_id: BatchId) -> BatchAnswer:
     """Acknowledge a batch: you have trained on it, and it is never delivered again.
 
-    Idempotent. A late acknowledgement, after the lease expired, still counts, unless the batch was dissolved in the
+    Idempotent. A late acknowledgment, after the lease expired, still counts, unless the batch was dissolved in the
     meantime because one of its groups had grown too old: that is a 409, and you should not count it as trained.
     """
     await service.delivery.acknowledge(run_id, batch_id)

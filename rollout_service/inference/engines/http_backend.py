@@ -60,7 +60,7 @@ class HttpBackend(ABC):
     """
 
     def __init__(self, url: str, *, backend_id: str | None = None, timeout: float = 1800.0) -> None:
-        self._url = normalise_url(url)
+        self._url = normalize_url(url)
         self._id = backend_id or location_of(url)
         self._timeout = timeout
         self._client = HttpClient(self._url)
@@ -260,7 +260,7 @@ class HttpBackend(ABC):
         return BackendRejected(message, backend_id=self._id)
 
 
-def normalise_url(url: str) -> str:
+def normalize_url(url: str) -> str:
     """Return `url` as scheme, host, port and path, without a trailing slash.
 
     Raises:
@@ -280,7 +280,7 @@ def location_of(url: str) -> str:
     Raises:
         ValueError: `url` is not a plain http or https address.
     """
-    parts = urlsplit(normalise_url(url))
+    parts = urlsplit(normalize_url(url))
     port = "" if parts.port else f":{_PORTS[parts.scheme]}"
     return f"{parts.netloc.lower()}{port}{parts.path}"
 

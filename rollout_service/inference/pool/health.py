@@ -72,7 +72,7 @@ class HealthChecks:
         async with self._controller.lock:
             try:
                 info = await handle.backend.model_info()
-                version = await self._controller.synchronise(handle.backend, info.weight_version)
+                version = await self._controller.synchronize(handle.backend, info.weight_version)
             except InferenceError as error:
                 handle.record_failure(error)
                 return

@@ -109,7 +109,7 @@ class BackendPool:
                 backend = known.backend
             info = await check_backend(backend, seconds=self._options.registration_timeout)
             self._registry.refuse_other_vocabulary(backend.id, info.vocab_size)
-            version = await self._controller.synchronise(backend, info.weight_version)
+            version = await self._controller.synchronize(backend, info.weight_version)
             info = replace(info, weight_version=version)
             handle = known or BackendHandle(backend, info, self._options.slow_start, self._clock)
             handle.bring_back(info)

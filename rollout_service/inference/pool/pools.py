@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from api_schemas.inference import BackendView, EngineKind
 from rollout_service.inference.contract import Backend
 from rollout_service.inference.engines import connect as engines
-from rollout_service.inference.engines.http_backend import location_of, normalise_url
+from rollout_service.inference.engines.http_backend import location_of, normalize_url
 from rollout_service.inference.errors import NoBackendError, UnknownBackend
 from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.inference.pool.pool import BackendPool
@@ -126,7 +126,7 @@ class Pools:
             BackendProtocolError: The engine lacks a required feature.
             BackendRejected: The engine refuses the check, or does not fit the pool.
         """
-        address = normalise_url(url)
+        address = normalize_url(url)
         name = backend_id or backend_id_of(address, pool)
         backend = (
             self._connect(address, name) if self._connect else await engines.connect(address, name, kind)

@@ -62,7 +62,7 @@ class Containers:
 
     async def remove_sandbox(self, sandbox_id: str) -> None:
         """Remove the containers of one sandbox; the next sweep tries again if that fails."""
-        for container, _ in await self._labelled(f"{self.SANDBOX}={sandbox_id}"):
+        for container, _ in await self._labeled(f"{self.SANDBOX}={sandbox_id}"):
             await self.ask("rm", "--force", "--volumes", container)
 
     async def count_processes(self, sandbox_id: str) -> int:
@@ -96,7 +96,7 @@ class Containers:
         ]
 
     async def _container(self, sandbox_id: str) -> str:
-        found = await self._labelled(f"{self.SANDBOX}={sandbox_id}")
+        found = await self._labeled(f"{self.SANDBOX}={sandbox_id}")
         if not found:
             raise SandboxClosedError(f"the container of sandbox {sandbox_id} has ended")
         return found[0][0]
@@ -104,7 +104,7 @@ class Containers:
     async def sweep(self) -> tuple[int, tuple[str, ...]]:
         """Remove the containers of dead services; return how many, and why others could not be removed."""
         removed, failures = 0, []
-        for container, folder in await self._labelled(self.SERVICE):
+        for container, folder in await self._labeled(self.SERVICE):
             if await anyio.to_thread.run_sync(_is_dead, Path(folder)):
                 code, said = await self.ask("rm", "--force", "--volumes", container)
                 removed += code == 0
@@ -112,7 +112,7 @@ class Containers:
                     failures.append(f"container {container}: {said.strip()}")
         return removed, tuple(failures)
 
-    async def _labelled(self, label: str) -> list[tuple[str, str]]:
+    async def _labeled(self, label: str) -> list[tuple[str, str]]:
         """Return the containers with a label, and the folders of their services."""
         shown = '{{.ID}} {{.Label "' + self.SERVICE + '"}}'
         code, said = await self.ask(

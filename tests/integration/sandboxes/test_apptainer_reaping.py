@@ -173,7 +173,7 @@ async def gone(run: Path, name: str, seconds: float = ALLOWED_SECONDS) -> None:
         await anyio.sleep(0.05)
 
 
-async def test_kill_9_of_the_service_leaves_nothing_and_a_neighbour_does_not_notice(
+async def test_kill_9_of_the_service_leaves_nothing_and_a_neighbor_does_not_notice(
     run: Path, start_owner: Callable[[], Owner], provider: SandboxProvider
 ) -> None:
     mine = await provider.start(SandboxSpec())

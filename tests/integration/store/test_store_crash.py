@@ -61,14 +61,14 @@ def start_writer(path: Path, first: int) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def write_until_killed(path: Path, first: int, acknowledgements: int) -> list[tuple[str, str]]:
-    """Kill a writer after so many acknowledgements, and return all that it received."""
+def write_until_killed(path: Path, first: int, acknowledgments: int) -> list[tuple[str, str]]:
+    """Kill a writer after so many acknowledgments, and return all that it received."""
     acknowledged: list[tuple[str, str]] = []
     with start_writer(path, first) as writer:
         for line in writer.stdout or ():
             what, rollout_id = line.split()
             acknowledged.append((what, rollout_id))
-            if len(acknowledged) == acknowledgements:
+            if len(acknowledged) == acknowledgments:
                 writer.send_signal(signal.SIGKILL)
     assert writer.returncode == -signal.SIGKILL
     return acknowledged

@@ -72,12 +72,12 @@ async def attacked(provider: SandboxProvider, **limits: Any) -> AsyncIterator[Sa
     """Start a sandbox to attack and a neighbor that must not notice; require that nothing of either is left."""
     async with (
         await provider.start(SandboxSpec(**limits)) as sandbox,
-        await provider.start(SandboxSpec()) as neighbour,
+        await provider.start(SandboxSpec()) as neighbor,
     ):
-        assert await works(neighbour)
+        assert await works(neighbor)
         yield sandbox
-        assert await works(neighbour)
-    for closed in (sandbox, neighbour):
+        assert await works(neighbor)
+    for closed in (sandbox, neighbor):
         assert await left_of(provider, closed.id) == []
 
 
@@ -291,7 +291,7 @@ async def kill_everything(provider: SandboxProvider) -> None:
 
 @check
 async def stop_everything(provider: SandboxProvider) -> None:
-    """Stopped processes do not outlast a time-out."""
+    """Stopped processes do not outlast a timeout."""
     async with attacked(provider) as sandbox:
         shell = await sandbox.bash()
         for command in ("kill -STOP -1; kill -STOP $$", "kill -STOP $$; true"):

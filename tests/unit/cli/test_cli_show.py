@@ -81,7 +81,7 @@ def test_runs_cut_where_the_turn_changes_and_lose_nothing():
     assert [span.version for span in cut if span.sampled] == [4, 5]
 
 
-def test_a_trajectory_shows_its_mask_and_its_logprobs_without_colours(tokenizer):
+def test_a_trajectory_shows_its_mask_and_its_logprobs_without_colors(tokenizer):
     text = printed(render_rollout(rollout(), tokenizer))
     assert "tokens 0-1: context, mask 0" in text
     assert "tokens 4-5: turn 1, version 5, mask 1" in text

@@ -149,7 +149,7 @@ def test_no_command_lets_a_server_write_to_the_terminal(hostile, command, termin
     assert terminal or "\x1b" not in shown
 
 
-@pytest.mark.parametrize("variables", [{}, {"FORCE_COLOR": "1"}], ids=["plain", "coloured"])
+@pytest.mark.parametrize("variables", [{}, {"FORCE_COLOR": "1"}], ids=["plain", "colored"])
 def test_a_table_in_a_pipe_has_a_line_for_each_row(variables):
     command = [sys.executable, "-m", "rollout_service.cli", "env", "list"]
     environ = {**os.environ, "COLUMNS": "40", **variables}

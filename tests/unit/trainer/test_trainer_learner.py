@@ -55,7 +55,7 @@ def test_recomputed_logprobs_are_the_engines(base, arrays):
     samples = samples_of(arrays)
     with torch.no_grad():
         found, entropies = sampled_logprobs(Learner(base, RECIPE).model, samples, 1.0)
-    np.testing.assert_allclose(found, np.concatenate([each.behaviour for each in samples]), atol=1e-4)
+    np.testing.assert_allclose(found, np.concatenate([each.behavior for each in samples]), atol=1e-4)
     assert found.shape == entropies.shape
     assert 0 < entropies.min() <= entropies.max() <= np.log(SHAPE.vocab) + 1e-4
 
@@ -66,7 +66,7 @@ def test_samples_of_different_lengths_and_prompts_do_not_touch_each_other(base, 
     learner = Learner(base, RECIPE)
     together = logprobs_of(learner, [cut, samples[-1]])
     alone = torch.cat([logprobs_of(learner, [each]) for each in (cut, samples[-1])])
-    assert len(together) == 7 - PROMPT + len(samples[-1].behaviour)
+    assert len(together) == 7 - PROMPT + len(samples[-1].behavior)
     torch.testing.assert_close(together, alone, atol=1e-4, rtol=0)
 
 
@@ -82,7 +82,7 @@ def test_a_step_makes_good_samples_likelier_and_bad_ones_less(base, arrays):
     before = torch.cat([logprobs_of(learner, [each]) for each in samples])
     watched = learner.step(samples)
     after = torch.cat([logprobs_of(learner, [each]) for each in samples])
-    advantages = np.concatenate([np.full(len(each.behaviour), each.advantage) for each in samples])
+    advantages = np.concatenate([np.full(len(each.behavior), each.advantage) for each in samples])
     assert float(((after - before).numpy() * advantages).mean()) > 0.01
     assert learner.steps == 1
     assert watched["tokens"] == len(advantages)
@@ -105,7 +105,7 @@ def test_several_updates_keep_the_proximal_policy_of_the_beginning(base, arrays)
     assert watched["logprob_gap_max"] < 1e-4
 
 
-def test_without_discouragement_only_good_samples_are_learnt_from(base, arrays):
+def test_without_discouragement_only_good_samples_are_learned_from(base, arrays):
     samples = samples_of(arrays)
     good = [each for each in samples if each.advantage > 0]
     quiet = replace(RECIPE, discouragement=0.0)

@@ -18,10 +18,10 @@ CLIPS = st.builds(Clip, st.floats(0.05, 0.5), st.floats(0.05, 0.9), st.floats(1.
 def plain(tokens: list[tuple[float, float, float, float]], divisor: int, clip: Clip) -> float:
     """Return the objective, computed as the formula is written."""
     total = 0.0
-    for current, proximal, behaviour, advantage in tokens:
+    for current, proximal, behavior, advantage in tokens:
         ratio = math.exp(current - proximal)
         clipped = max(1 - clip.low, min(1 + clip.high, ratio))
-        weight = min(math.exp(proximal - behaviour), clip.weight)
+        weight = min(math.exp(proximal - behavior), clip.weight)
         total += weight * min(ratio * advantage, clipped * advantage)
     return -total / divisor
 
@@ -76,8 +76,8 @@ def test_the_clip_takes_the_gradient_only_beyond_its_side(ratio, advantage, free
 
 def test_the_weight_is_capped_and_has_no_gradient():
     proximal = torch.tensor([-1.0, -1.0], requires_grad=True)
-    behaviour = torch.tensor([-3.0, -1.5])
-    loss = dapo_loss(proximal.detach(), proximal, behaviour, torch.ones(2), 1, Clip(weight=2.0))
+    behavior = torch.tensor([-3.0, -1.5])
+    loss = dapo_loss(proximal.detach(), proximal, behavior, torch.ones(2), 1, Clip(weight=2.0))
     assert loss.capped == 0.5
     assert loss.value.item() == pytest.approx(-(2.0 + math.exp(0.5)))
     (gradient,) = torch.autograd.grad(loss.value, proximal)

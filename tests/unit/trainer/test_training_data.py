@@ -14,7 +14,7 @@ from training.data import Example, Examples
 TUNED = policy_folder("calc-tuned")
 
 
-def learnt(example: Example) -> str:
+def learned(example: Example) -> str:
     """Return the text that the policy is taught to write."""
     ids = [token for token, bit in zip(example.token_ids, example.loss_mask, strict=True) if bit]
     return ChatRenderer.load(TUNED).decode(ids)
@@ -22,7 +22,7 @@ def learnt(example: Example) -> str:
 
 def some(guesses: float, count: int = 4) -> list[str]:
     batches = islice(Examples(TUNED, 3, guesses=guesses).batches(16), count)
-    return [learnt(example) for batch in batches for example in batch]
+    return [learned(example) for batch in batches for example in batch]
 
 
 def test_without_guesses_every_example_calls_the_tool_and_answers():
@@ -37,5 +37,5 @@ def test_a_guess_answers_at_once():
 
 def test_batches_mix_both():
     for batch in islice(Examples(TUNED, 4, guesses=0.5).batches(32), 4):
-        calls = sum("<tool_call>" in learnt(example) for example in batch)
+        calls = sum("<tool_call>" in learned(example) for example in batch)
         assert calls == pytest.approx(16, abs=12)

@@ -72,7 +72,7 @@ class PoolController:
         """Make every engine return its partial answers."""
         return await self._each("abort", lambda handle: handle.backend.abort(None))
 
-    async def synchronise(self, backend: Backend, version: int) -> int:
+    async def synchronize(self, backend: Backend, version: int) -> int:
         """Bring a backend to the pool's weights and pause, and return its weight version. Hold `lock`."""
         self._groups.forget(backend.id)
         version = await self._weights.bring_up_to_date(backend, version)

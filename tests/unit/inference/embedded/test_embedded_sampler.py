@@ -48,7 +48,7 @@ def test_greedy_takes_the_likeliest_with_its_logprob_at_temperature_one(settings
         SamplerSettings(temperature=0.7, seed=1, min_p=0.05),
     ],
 )
-def test_logprobs_are_temperature_scaled_and_not_renormalised(settings):
+def test_logprobs_are_temperature_scaled_and_not_renormalized(settings):
     tokens, logprobs = sample(LOGITS, [settings], [3])
     assert logprobs[0] == pytest.approx(np.log(probabilities(0.7)[tokens[0]]))
 
@@ -72,18 +72,18 @@ def test_min_p_draws_what_is_likely_enough_beside_the_likeliest():
 @given(
     seed=st.integers(-(2**63), 2**63 - 1),
     position=st.integers(0, 100_000),
-    neighbours=st.integers(0, 6),
+    neighbors=st.integers(0, 6),
     row=st.integers(0, 6),
 )
-def test_a_draw_does_not_depend_on_its_neighbours(seed, position, neighbours, row):
+def test_a_draw_does_not_depend_on_its_neighbors(seed, position, neighbors, row):
     settings = SamplerSettings(seed=seed, top_p=0.9)
     alone, alone_logprob = sample(LOGITS, [settings], [position])
-    row = min(row, neighbours)
-    others = [SamplerSettings(seed=i, temperature=0.1 + i) for i in range(neighbours + 1)]
+    row = min(row, neighbors)
+    others = [SamplerSettings(seed=i, temperature=0.1 + i) for i in range(neighbors + 1)]
     others[row] = settings
-    positions = [i * 3 for i in range(neighbours + 1)]
+    positions = [i * 3 for i in range(neighbors + 1)]
     positions[row] = position
-    together, together_logprobs = sample(np.repeat(LOGITS, neighbours + 1, axis=0), others, positions)
+    together, together_logprobs = sample(np.repeat(LOGITS, neighbors + 1, axis=0), others, positions)
     assert together[row] == alone[0]
     assert together_logprobs[row] == alone_logprob[0]
 

@@ -88,7 +88,7 @@ def test_a_request_gets_its_budget(make_engine):
     chunk=st.sampled_from([1, 7, 512]),
     kv_tokens=st.sampled_from([80, 200, 100_000]),
 )
-def test_neighbours_limits_and_the_cache_change_no_token(make_engine, asked, max_running, chunk, kv_tokens):
+def test_neighbors_limits_and_the_cache_change_no_token(make_engine, asked, max_running, chunk, kv_tokens):
     crowd = make_engine(max_running=max_running, prefill_chunk=chunk, kv_tokens=kv_tokens)
     waiting = [
         Asked(crowd, prompt, rid=str(index), budget=budget, seed=seed)

@@ -53,12 +53,12 @@ def test_marks_and_kills_only_what_matches() -> None:
 def test_kills_by_service_and_spares_the_neighbor() -> None:
     with (
         started(STUBBORN, **{MARKER: "0a0a0a0a-12"}) as mine,
-        started(STUBBORN, **{MARKER: "0a0a0a0b-12"}) as neighbour,
+        started(STUBBORN, **{MARKER: "0a0a0a0b-12"}) as neighbor,
     ):
         assert find_processes(lambda mark: mark.startswith("0a0a0a0a-")) == [mine.pid]
         assert kill_processes(lambda mark: mark.startswith("0a0a0a0a-")) == 1
         assert mine.wait() == -9
-        assert neighbour.poll() is None
+        assert neighbor.poll() is None
 
 
 def test_ended_processes_belong_to_no_sandbox() -> None:

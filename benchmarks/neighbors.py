@@ -1,6 +1,6 @@
 """Measures what an attack in one sandbox costs a neighbor and the service, in real Apptainer.
 
-Run: python benchmarks/neighbours.py [--json FILE] [--quick]
+Run: python benchmarks/neighbors.py [--json FILE] [--quick]
 
 For each attack, rounds without and with it alternate. Each measures the round trip of `true` in a neighbor's shell, and
 of a line through a socket that the service's event loop serves. A figure is the median over the rounds of the ratio of
@@ -63,7 +63,7 @@ CELLS = {
 class Times:
     """Round trips of one measurement, in seconds."""
 
-    neighbour: list[float] = field(default_factory=list)
+    neighbor: list[float] = field(default_factory=list)
     service: list[float] = field(default_factory=list)
 
 
@@ -81,7 +81,7 @@ class Probes:
         while time.monotonic() < end:
             begun = time.perf_counter()
             await shell.run("true")
-            times.neighbour.append(time.perf_counter() - begun)
+            times.neighbor.append(time.perf_counter() - begun)
             begun = time.perf_counter()
             await self.stream.send(b"GET / HTTP/1.1\r\n\r\n")
             await self.stream.receive()
@@ -191,7 +191,7 @@ async def main(given: Options) -> None:
         value for key, value in figures.items() if value and key.endswith("p50_ratio")
     )
     aims = {key: AIM for key in figures if key.endswith("ratio")}
-    report("neighbours", given, {"rounds": rounds, "seconds": seconds}, figures, aims)
+    report("neighbors", given, {"rounds": rounds, "seconds": seconds}, figures, aims)
 
 
 async def ratios(
@@ -211,7 +211,7 @@ async def ratios(
             async with attacker.attacking():
                 pairs.append((quiet, await found.measure(seconds)))
     figures = {}
-    for side in ("neighbour", "service"):
+    for side in ("neighbor", "service"):
         times = [(getattr(before, side), getattr(after, side)) for before, after in pairs]
         medians = [statistics.median(after) / statistics.median(before) for before, after in times]
         figures[f"{name}_{side}_p50_ratio"] = statistics.median(medians)
