@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from sandboxes import LocalConfig, Sandbox, SandboxSpec, make_provider
-from tests.support import time_limits
+from tests.support import leftovers, time_limits
 from tests.support.longest_first import longest_first
 
 # On a busy machine, drawing examples is slow for reasons that have nothing to do with the examples.
@@ -49,6 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(leftovers)
     config.pluginmanager.register(time_limits)
     if config.getoption("--fast"):
         settings.load_profile("fast")
