@@ -12,18 +12,16 @@ The shell is interactive, so SIGINT and an unset variable end the command and no
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from sandboxes.contract import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, BashResult, BashSession
-from sandboxes.errors import SandboxClosedError, SandboxError, SessionDiedError
-from sandboxes.limits.violations import LimitViolations
+from sandboxes.errors import SandboxClosedError, SessionDiedError
 from sandboxes.runtime.control import Child, ControlShell
 from sandboxes.runtime.output import OutputBuffer
 from sandboxes.runtime.pipes import ERROR, INPUT, Reader, write_all
 from sandboxes.sessions.bash_protocol import SETUP, frame_command
 from sandboxes.sessions.interrupts import Interrupter, ShellCommand
-from sandboxes.sessions.restart_limit import restart_limiter
+from sandboxes.sessions.serial_session import SerialSession
 
 ARGV = ("bash", "--norc", "--noprofile", "--noediting", "-i")
 ENV = {"PS1": "", "PS2": "", "PAGER": "cat", "GIT_PAGER": "cat"}
@@ -39,50 +37,26 @@ class _Shell:
         self.reader = Reader(child.stdout)
         self.interrupter = Interrupter(control, child)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the shell is known to have ended."""
+        return self.child.status.ended
+
     def discard(self) -> None:
-        """Kill the process group, without waiting."""
+        """Kill the process group, without waiting. Idempotent."""
         self.reader.close()
         self.child.discard()
 
 
-class ShellSession(BashSession):
+class ShellSession(SerialSession[_Shell], BashSession):
     """A bash inside a sandbox, started at its first command and again after it has died."""
 
-    def __init__(
-        self,
-        control: ControlShell,
-        *,
-        cwd: str,
-        env: dict[str, str],
-        violations: LimitViolations,
-        explain: Callable[[SessionDiedError], Awaitable[SandboxError]],
-    ) -> None:
-        """Take `explain`, which returns the cause of a death if the sandbox knows one, such as its memory limit."""
-        self._control = control
-        self._cwd = cwd
-        self._env = {**env, **ENV}
-        self._violations = violations
-        self._explain = explain
-        self._lock = asyncio.Lock()  # every call takes it, and anyio's costs as much as the rest of the call
-        self._restarts = restart_limiter()
-        self._shell: _Shell | None = None
+    _death_message = "the shell ended after its last command"
 
-    async def open(self) -> None:
-        """Start the shell if there is none.
-
-        Raises:
-            SandboxClosedError, SandboxStartError: The shell cannot be started, as in `ControlShell.spawn`.
-            SessionDiedError: The previous shell has ended since its last command.
-        """
-        if self._shell is not None:
-            if not self._shell.child.status.ended:
-                return
-            self.discard()
-            raise await self._explain(SessionDiedError("the shell ended after its last command"))
-        await self._restarts.take()
-        child = await self._control.spawn("session", ARGV, cwd=self._cwd, env=self._env)
+    async def _start(self) -> None:
+        child = await self._control.spawn("session", ARGV, cwd=self._cwd, env={**self._env, **ENV})
         child.pipes.close(ERROR)  # the shell's own complaints go nowhere, its commands' to the output
-        self._shell = _Shell(self._control, child)
+        self._process = _Shell(self._control, child)
         await write_all(child.pipes.fds[INPUT], SETUP)
 
     async def run(
@@ -102,7 +76,7 @@ class ShellSession(BashSession):
                 raise
 
     async def _run(self, command: str, timeout: float, output: OutputBuffer) -> BashResult:
-        if (shell := self._shell) is None:
+        if (shell := self._process) is None:
             raise SessionDiedError("the shell ended before the command ran")
         started, until = time.monotonic(), asyncio.get_running_loop().time() + timeout
         running = shell.interrupter.begin()
@@ -145,38 +119,5 @@ class ShellSession(BashSession):
     async def interrupt(self) -> None:
         if not self._control.alive:
             raise SandboxClosedError("the sandbox has ended")
-        if self._shell is not None and self._shell.interrupter.running is not None:
-            await self._shell.interrupter.request()
-
-    async def ensure_open(self) -> None:
-        """Start the shell at the first call; later `run` reports a shell that has ended, and starts another."""
-        if self._shell is None:
-            async with self._lock:
-                if self._shell is None:
-                    await self.open()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there is a shell, which may have ended."""
-        return self._shell is not None
-
-    @property
-    def healthy(self) -> bool:
-        """Whether the shell runs, or has not been opened."""
-        return self._shell is None or not self._shell.child.status.ended
-
-    async def wait_until_idle(self) -> None:
-        """Wait until no command runs."""
-        async with self._lock:
-            pass
-
-    async def restart(self) -> None:
-        async with self._lock:
-            self.discard()
-            await self.open()
-
-    def discard(self) -> None:
-        """Kill the shell and its process group, without waiting. Idempotent."""
-        if self._shell is not None:
-            self._shell.discard()
-            self._shell = None
+        if self._process is not None and self._process.interrupter.running is not None:
+            await self._process.interrupter.request()

@@ -229,8 +229,13 @@ class Kernel:
             with anyio.move_on_after(SILENCE):
                 await cell.idle.wait()
 
-    def close(self) -> None:
-        """Kill the process, disconnect, and close the handles on the sockets. Idempotent."""
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is known to have ended."""
+        return self.child.has_ended
+
+    def discard(self) -> None:
+        """Kill the process group, disconnect, and close the handles on the sockets. Idempotent."""
         for reader in self._readers:
             reader.close()
         if self._wire is not None:

@@ -17,14 +17,16 @@ from sandboxes.errors import SandboxError, SandboxStartError, SessionDiedError
 from sandboxes.limits.violations import LimitViolations
 from sandboxes.runtime.control import ControlShell
 from sandboxes.sessions.kernel import PROGRAM, Cell, Kernel, KernelPaths, make_connection_info
-from sandboxes.sessions.restart_limit import restart_limiter
+from sandboxes.sessions.serial_session import SerialSession
 
 PROGRAM_INSIDE = "kernel.py"
 INTERRUPT_GRACE = 5.0
 
 
-class KernelSession(PythonSession):
+class KernelSession(SerialSession[Kernel], PythonSession):
     """An IPython kernel inside a sandbox, started at its first cell and again after it has died."""
+
+    _death_message = "the Python kernel ended after its last cell"
 
     def __init__(
         self,
@@ -39,41 +41,22 @@ class KernelSession(PythonSession):
         violations: LimitViolations,
         explain: Callable[[SessionDiedError], Awaitable[SandboxError]],
     ) -> None:
-        self._control = control
+        super().__init__(control, cwd=cwd, env=env, violations=violations, explain=explain)
         self._paths = paths
         self._argv = (python, "-Xfrozen_modules=on", f"{paths.files_inside}/{PROGRAM_INSIDE}")
-        self._cwd = cwd
-        self._env = {**env, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
         self._context = context
         self._start_timeout = start_timeout
-        self._violations = violations
-        self._explain = explain
-        self._lock = anyio.Lock()
-        self._restarts = restart_limiter()
-        self._kernel: Kernel | None = None
         self._has_run = False
         """Whether a kernel has run before; code inside may then keep the next one from starting."""
         self._running = False
 
-    async def open(self) -> None:
-        """Start the kernel if there is none.
-
-        Raises:
-            SandboxStartError: The kernel did not start, or not in time.
-            SandboxClosedError: The sandbox has ended.
-            SessionDiedError: The previous kernel has ended since its last cell, or its successor did not start.
-        """
-        if self._kernel is not None:
-            if not self._kernel.child.has_ended:
-                return
-            self.discard()
-            raise await self._explain(SessionDiedError("the Python kernel ended after its last cell"))
-        await self._restarts.take()
+    async def _start(self) -> None:
+        env = {**self._env, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
         token = secrets.token_hex(4)
         inside = self._write_connection(token)
         try:
-            child = await self._control.spawn("run", (*self._argv, inside), cwd=self._cwd, env=self._env)
-            self._kernel = await self._wait_until_ready(Kernel(child, self._context, self._paths, token))
+            child = await self._control.spawn("run", (*self._argv, inside), cwd=self._cwd, env=env)
+            self._process = await self._wait_until_ready(Kernel(child, self._context, self._paths, token))
         finally:
             (self._paths.files / f"{token}.json").unlink()
 
@@ -98,7 +81,7 @@ class KernelSession(PythonSession):
             ) from error
         finally:
             if not kernel.ready:
-                kernel.close()
+                kernel.discard()
 
     def _write_connection(self, token: str) -> str:
         """Write the program and its connection file; return the latter's path inside."""
@@ -132,7 +115,7 @@ class KernelSession(PythonSession):
                 self._running = False
 
     async def _execute(self, code: str, timeout: float, cell: Cell) -> PythonResult:
-        if (kernel := self._kernel) is None:
+        if (kernel := self._process) is None:
             raise SessionDiedError("the Python kernel ended before the cell ran")
         begun = time.monotonic()
         request = kernel.send_cell(code)
@@ -154,35 +137,8 @@ class KernelSession(PythonSession):
         )
 
     async def interrupt(self) -> None:
-        if self._running and self._kernel is not None:
-            await self._kernel.child.signal("INT")
-
-    async def ensure_open(self) -> None:
-        """Start the kernel at the first call; later `execute` reports one that has ended, and starts another."""
-        async with self._lock:
-            if self._kernel is None:
-                await self.open()
-
-    @property
-    def healthy(self) -> bool:
-        """Whether the kernel runs, or has not been opened."""
-        return self._kernel is None or not self._kernel.child.has_ended
-
-    async def wait_until_idle(self) -> None:
-        """Wait until no cell runs."""
-        async with self._lock:
-            pass
-
-    async def restart(self) -> None:
-        async with self._lock:
-            self.discard()
-            await self.open()
-
-    def discard(self) -> None:
-        """Kill the kernel and its process group, without waiting. Idempotent."""
-        if self._kernel is not None:
-            self._kernel.close()
-            self._kernel = None
+        if self._running and self._process is not None:
+            await self._process.child.signal("INT")
 
 
 async def _stop(kernel: Kernel, request: str, cell: Cell) -> None:

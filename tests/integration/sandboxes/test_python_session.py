@@ -4,23 +4,29 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import anyio
 import pytest
 
 from sandboxes import LocalConfig, make_provider
-from sandboxes.contract import PythonSession, SandboxSpec
+from sandboxes.contract import PythonResult, PythonSession, Sandbox, SandboxSpec
 from sandboxes.errors import SandboxStartError
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def python(tmp_path: Path) -> AsyncIterator[PythonSession]:
+async def sandbox(tmp_path: Path) -> AsyncIterator[Sandbox]:
     provider = make_provider(LocalConfig(provider="local"), tmp_path)
     try:
         async with await provider.start(SandboxSpec()) as sandbox:
-            yield await sandbox.python()
+            yield sandbox
     finally:
         await provider.close()
+
+
+@pytest.fixture
+async def python(sandbox: Sandbox) -> PythonSession:
+    return await sandbox.python()
 
 
 @pytest.mark.parametrize(
@@ -67,6 +73,21 @@ async def test_an_awaiting_cell_is_interrupted_and_the_session_goes_on(python: P
     found = await python.execute("x = 7\nimport asyncio\nawait asyncio.sleep(30)", timeout=1)
     assert found.timed_out
     assert (await python.execute("x")).result == "7"
+
+
+async def test_the_session_is_handed_out_while_a_cell_runs(sandbox: Sandbox, python: PythonSession) -> None:
+    results: list[PythonResult] = []
+
+    async def sleep() -> None:
+        results.append(await python.execute("open('begun', 'w'); import time; time.sleep(60)"))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(sleep)
+        await sandbox.exec(["bash", "-c", "until [ -e begun ]; do sleep 0.05; done"])
+        with anyio.fail_after(20):
+            await (await sandbox.python()).interrupt()
+    assert results[0].error is not None
+    assert (results[0].error.ename, results[0].timed_out) == ("KeyboardInterrupt", False)
 
 
 async def test_output_in_the_order_it_was_made(python: PythonSession) -> None:

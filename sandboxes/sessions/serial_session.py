@@ -1,0 +1,108 @@
+"""What both kinds of sessions have in common: one process, started when it is needed, and one call at a time.
+
+The death of a process is raised once, with its cause if the sandbox knows one. The next call starts another process.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
+from typing import ClassVar, Generic, Protocol, TypeVar
+
+from sandboxes.errors import SandboxError, SessionDiedError
+from sandboxes.limits.violations import LimitViolations
+from sandboxes.runtime.control import ControlShell
+from sandboxes.sessions.restart_limit import restart_limiter
+
+
+class SessionProcess(Protocol):
+    """The process of a session, with the parts that talk to it."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is known to have ended."""
+
+    def discard(self) -> None:
+        """Kill the process group, without waiting. Idempotent."""
+
+
+P = TypeVar("P", bound=SessionProcess)
+
+
+class SerialSession(ABC, Generic[P]):
+    """A session that owns at most one process, and whose calls wait for each other."""
+
+    _death_message: ClassVar[str]
+    """The message for a process that ended after its last call."""
+
+    def __init__(
+        self,
+        control: ControlShell,
+        *,
+        cwd: str,
+        env: Mapping[str, str],
+        violations: LimitViolations,
+        explain: Callable[[SessionDiedError], Awaitable[SandboxError]],
+    ) -> None:
+        """Take `explain`, which returns the cause of a death if the sandbox knows one, such as its memory limit."""
+        self._control = control
+        self._cwd = cwd
+        self._env = env
+        self._violations = violations
+        self._explain = explain
+        self._lock = asyncio.Lock()  # every call takes it, and anyio's costs as much as the rest of a command
+        self._restarts = restart_limiter()
+        self._process: P | None = None
+
+    @abstractmethod
+    async def _start(self) -> None:
+        """Start the process, and set `_process`."""
+
+    async def open(self) -> None:
+        """Start the process if there is none. The caller holds the lock.
+
+        Raises:
+            SandboxStartError: The process did not start, or not in time.
+            SandboxClosedError: The sandbox has ended.
+            SessionDiedError: The previous process has ended since the last call, or its successor did not start.
+        """
+        if self._process is not None:
+            if not self._process.has_ended:
+                return
+            self.discard()
+            raise await self._explain(SessionDiedError(self._death_message))
+        await self._restarts.take()
+        await self._start()
+
+    async def ensure_open(self) -> None:
+        """Start the process at the first call; a later command or cell reports one that has ended."""
+        if self._process is None:
+            async with self._lock:
+                if self._process is None:
+                    await self.open()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a process, which may have ended."""
+        return self._process is not None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the process runs, or has not been started."""
+        return self._process is None or not self._process.has_ended
+
+    async def wait_until_idle(self) -> None:
+        """Wait until no call is under way."""
+        async with self._lock:
+            pass
+
+    async def restart(self) -> None:
+        """End the process and everything it started, then start a new one."""
+        async with self._lock:
+            self.discard()
+            await self.open()
+
+    def discard(self) -> None:
+        """Kill the process and its group, without waiting. Idempotent."""
+        if self._process is not None:
+            self._process.discard()
+            self._process = None
