@@ -61,7 +61,7 @@ def conformance(user: OrdinaryUser, *arguments: str) -> None:
     report = json.loads(done.stdout[done.stdout.index("{\n") :])
     assert len(report["outcomes"]) == len(CHECKS)
     assert {outcome["verdict"] for outcome in report["outcomes"]} == {"holds"}
-    assert user.processes() == []
+    assert user.remaining_processes() == []
 
 
 @pytest.mark.apptainer
@@ -104,4 +104,4 @@ anyio.run(main)
 def test_fakeroot_is_root_inside_and_nobody_outside(user: OrdinaryUser) -> None:
     done = user.run(["python", "-c", ROOT_INSIDE], timeout=120)
     assert done.returncode == 0, done.stdout
-    assert user.processes() == []
+    assert user.remaining_processes() == []

@@ -305,7 +305,7 @@ async def test_as_an_ordinary_user() -> None:
     with ordinary_user() as user:
         done = await anyio.to_thread.run_sync(lambda: user.run(pytest_, timeout=170))
         assert done.returncode == 0, done.stdout
-        assert user.processes() == []
+        assert user.remaining_processes() == []
 
 
 async def test_a_run_folder_removed_under_a_live_service(run: Path, provider: SandboxProvider) -> None:

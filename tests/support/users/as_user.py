@@ -7,7 +7,7 @@
     with ordinary_user() as user:
         done = user.run(["python", "-m", "sandboxes.conformance", "apptainer"], timeout=300)
         assert done.returncode == 0, done.stdout
-        assert user.processes() == []
+        assert user.remaining_processes() == []
 
 The user has its own number, name, home folder, cache and subordinate ids (for fakeroot), and no other groups. It finds
 this checkout, its Python and the image store at their places, read-only, even if these are below a folder that it may
@@ -41,8 +41,9 @@ SUBORDINATE_RANGES = 25_600
 NAME = "rollout-tester"
 END_SECONDS = 5.0
 
-# Arguments: scratch folder, command... In the scratch folder, "etc" has the files to show in /etc, "hidden" lists the
-# folders to cover, and "shown" lists what to show afterwards: a path and its target, on two lines.
+# Arguments: scratch folder, command... In the scratch folder, "etc" is what to show as /etc, "hidden" lists the folders
+# to cover, and "shown" lists what to show afterwards: a path and its target, on two lines. /etc is covered as a whole:
+# a mount on one of its files would vanish as soon as the host replaces the file, as `useradd` does.
 SETUP = """
 set -eu
 scratch=$1
@@ -61,7 +62,7 @@ while read -r path && read -r target; do
   mount --bind "$scratch/$$-$number" "$target"
   mount -o remount,bind,ro "$target"
 done <"$scratch/shown"
-for file in "$scratch"/etc/*; do mount --bind "$file" "/etc/${file##*/}"; done
+mount --bind "$scratch/etc" /etc
 if [ -e "$scratch/closed" ] && [ -e /dev/fuse ]; then mount --bind "$scratch/closed" /dev/fuse; fi
 cd "$START"
 unset START
@@ -149,6 +150,13 @@ class OrdinaryUser:
         """Return the processes of this user and its subordinate ids; none if the user is the caller."""
         return [] if self._scratch is None else [pid for pid, _ in _processes({self.uid, *_range(self.uid)})]
 
+    def remaining_processes(self) -> list[int]:
+        """Return the processes that outlive what started them by 5 seconds; nothing of the service may."""
+        deadline = time.monotonic() + END_SECONDS
+        while (pids := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return pids
+
 
 @contextmanager
 def ordinary_user(*, fuse: bool = False) -> Iterator[OrdinaryUser]:
@@ -176,7 +184,7 @@ def _prepare(user: OrdinaryUser, scratch: Path, *, fuse: bool) -> None:
         folder.mkdir()
         os.chown(folder, user.uid, user.uid)
     etc = scratch / "etc"
-    etc.mkdir()
+    subprocess.run(["cp", "--archive", "/etc", etc], check=True)
     ids = f"{NAME}:{_range(user.uid).start}:{SUBORDINATES}\n"
     lines = {
         "passwd": f"{NAME}:x:{user.uid}:{user.uid}::{user.home}:/bin/bash\n",
@@ -185,7 +193,8 @@ def _prepare(user: OrdinaryUser, scratch: Path, *, fuse: bool) -> None:
         "subgid": ids,
     }
     for name, line in lines.items():
-        (etc / name).write_text((Path("/etc") / name).read_text() + line)
+        with (etc / name).open("a") as file:
+            file.write(line)
     shown, hidden = _covered([REPOSITORY, Path(sys.base_prefix), Path(sys.prefix)])
     pairs = [(path, path) for path in shown]
     if (images := ImageStore().root).is_dir():
