@@ -30,10 +30,11 @@ from rollout_service.api.routes import (
 )
 from rollout_service.errors import describe, root_cause
 from rollout_service.http import problems
+from rollout_service.http.access_log import AccessLogMiddleware
 from rollout_service.http.allowed_hosts import AllowedHosts
 from rollout_service.http.host_middleware import HostMiddleware
 from rollout_service.http.keyring import Keyring
-from rollout_service.http.shutdown_middleware import AccessLogMiddleware, ShutdownMiddleware
+from rollout_service.http.shutdown_middleware import ShutdownMiddleware
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.service import open_service
 from rollout_service.settings import Settings

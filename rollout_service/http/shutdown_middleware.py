@@ -1,4 +1,4 @@
-"""The handling of requests while the service shuts down, and the debug log line of every request.
+"""The handling of requests while the service shuts down.
 
 Guarantees: once the shutdown has begun, requests that would start new work get a 503 that may be retried, and
 connections close with their response. Requests that settle work given out earlier (`ack`, `nack`, `renew`,
@@ -8,17 +8,11 @@ same 503, or, if its response has begun, by losing its connection, so that no tr
 
 from __future__ import annotations
 
-import logging
-import time
-
-import structlog
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_service.http.problems import problem_response, to_problem
 from rollout_service.shutdown import RETRY_SECONDS, Shutdown, ShuttingDownError
-
-log = structlog.get_logger(__name__)
 
 NEW_WORK_METHODS = frozenset({"POST", "PUT"})
 SETTLING_PATHS = ("/ack", "/nack", "/renew", "/cancel", "/stop", "/v1/abort")
@@ -53,38 +47,6 @@ class ShutdownMiddleware:
             await self._app(scope, receive, watched)
         if request.cancelled_caught and not begun:
             await _refusal()(scope, receive, watched)
-
-
-class AccessLogMiddleware:
-    """Logs every response at the level debug."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._logger = logging.getLogger(__name__)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._logger.isEnabledFor(logging.DEBUG):
-            await self._app(scope, receive, send)
-            return
-        started, status = time.perf_counter(), 0
-
-        async def watched(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = int(message["status"])
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watched)
-        finally:
-            log.debug(
-                "request",
-                method=scope["method"],
-                path=scope["path"],
-                status=status or None,
-                seconds=round(time.perf_counter() - started, 4),
-                client=(scope.get("client") or ("",))[0],
-            )
 
 
 def _begins_work(scope: Scope) -> bool:
