@@ -10,14 +10,15 @@ import random
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import anyio
 import httpx
-from pydantic import TypeAdapter
 
+from api_schemas.nodes import Readiness
+from rollout_client._answers import error_from, parse, readiness_from
 from rollout_client._download import LargeBody, is_direct
-from rollout_client.errors import UnavailableError, UnreachableError, error_from, parse
+from rollout_client.errors import UnavailableError, UnreachableError
 
 T = TypeVar("T")
 Receive = Callable[[httpx.Response], Awaitable[object]]
@@ -65,14 +66,17 @@ class Connection:
         *,
         params: dict[str, str] | None = None,
         seconds: float = ANSWER_SECONDS,
+        wait_seconds: float = 0.0,
     ) -> T:
         """Send a request and parse the response as `model`; None takes any JSON.
+
+        `wait_seconds` is how long the server was asked to wait before it answers; it comes on top of `seconds`.
 
         Raises:
             ClientError: The request failed, as for `send`, or the response is of another type.
         """
-        response = await self.send(method, path, body, params=params, seconds=seconds)
-        return parse(TypeAdapter(Any if model is None else model), response.content or b"null")
+        response = await self.send(method, path, body, params=params, seconds=seconds + wait_seconds)
+        return parse(cast("type[T]", Any) if model is None else model, response.content or b"null")
 
     async def send(
         self,
@@ -114,6 +118,19 @@ class Connection:
                 await patience.wait(error)
             else:
                 return response
+
+    async def readiness(self) -> Readiness:
+        """Ask once whether the service can take work.
+
+        Raises:
+            UnreachableError: Nothing answers.
+            ClientError: The answer says nothing about readiness.
+        """
+        try:
+            response = await self.http.get("/ready")
+        except httpx.TransportError as error:
+            raise UnreachableError(f"{self.base_url} does not answer: {error}") from error
+        return readiness_from(response)
 
     def stream(
         self, path: str, headers: dict[str, str], *, seconds: float

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 
 import httpx
-from pydantic import TypeAdapter
 
 from api_schemas.events import Event
+from rollout_client._answers import error_from, parse
 from rollout_client._connection import Connection
 from rollout_client._sse import SSEParser
-from rollout_client.errors import UnavailableError, error_from, parse
+from rollout_client.errors import UnavailableError
 
 SILENCE_SECONDS = 60.0
 """A stream that sends nothing for this long, not even a comment, is taken for dead and opened again."""
@@ -51,6 +51,6 @@ async def _read_stream(
             raise error_from(response)
         parser = SSEParser()
         async for chunk in response.aiter_bytes():
-            events = [parse(TypeAdapter(Event), item.data.encode()) for item in parser.feed(chunk)]
+            events = [parse(Event, item.data.encode()) for item in parser.feed(chunk)]
             yield int(parser.last_id) if parser.last_id.isdecimal() else None, events
     raise httpx.RemoteProtocolError("the server ended the stream")

@@ -29,7 +29,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from api_schemas.runs import Batch
+from rollout_client import _wire as wire
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -53,7 +53,7 @@ def require_numpy() -> None:
 class BatchArrays:
     """A batch and its tensors by name; the arrays are read-only views of the bytes."""
 
-    batch: Batch
+    batch: wire.Batch
     tensors: Mapping[str, NDArray[Any]]
 
     @classmethod
@@ -78,7 +78,7 @@ class BatchArrays:
             array = np.frombuffer(view[start + begin : start + end], TYPES[entry["dtype"]])
             array.flags.writeable = False
             tensors[name] = array.reshape(entry["shape"])
-        return cls(Batch.model_validate_json(encoded), tensors)
+        return cls(wire.Batch.model_validate_json(encoded), tensors)
 
     @classmethod
     def from_file(cls, path: Path) -> BatchArrays:

@@ -15,39 +15,12 @@ from collections.abc import AsyncGenerator, Iterable
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 import anyio
-import httpx
-from anyio.abc import TaskGroup
-from pydantic import JsonValue
-from typing_extensions import Self
 
-from api_schemas.environments import EnvironmentView
-from api_schemas.events import Event
-from api_schemas.exports import ExportedSample, RecordedRollout, Rescored, RescoreRollouts, without_tokens
-from api_schemas.inference import (
-    AbortRequest,
-    BackendSpec,
-    BackendView,
-    DiskWeights,
-    DistributedWeights,
-    PauseMode,
-    PauseRequest,
-    PoolOutcome,
-    ResumeRequest,
-    WeightsGroupRequest,
-    WeightsRequest,
-)
-from api_schemas.nodes import NodeConcurrency, NodePatch, NodeView, Readiness
-from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState
-from api_schemas.runs import Run, RunPage, RunRequest
-from api_schemas.sandboxes import SandboxView
-from api_schemas.trajectories import Trajectory
-from rollout_client._connection import ANSWER_SECONDS, Connection
-from rollout_client._events import follow_events
-from rollout_client._run_all import Refused, run_all
+from rollout_client import _wire as wire
 from rollout_client.errors import (
     ClientError,
     ConflictError,
@@ -59,9 +32,15 @@ from rollout_client.errors import (
     UnauthorizedError,
     UnavailableError,
     UnreachableError,
-    readiness_from,
 )
 from rollout_client.runs import ClientRun, LeasedBatch, send_rescore
+
+if TYPE_CHECKING:
+    import httpx
+    from anyio.abc import TaskGroup
+    from typing_extensions import Self
+
+    from rollout_client._run_all import Refused
 
 __all__ = [
     "ClientError",
@@ -105,6 +84,8 @@ class RolloutClient:
         ca_file: str | Path | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        from rollout_client._connection import Connection
+
         self._connection = Connection(
             base_url, key, patience_seconds=patience_seconds, ca_file=ca_file, transport=transport
         )
@@ -146,7 +127,7 @@ class RolloutClient:
 
     # -- rollouts --------------------------------------------------------------
 
-    async def submit(self, request: RolloutRequest, *, wait_seconds: float = 0.0) -> Rollout:
+    async def submit(self, request: wire.RolloutRequest, *, wait_seconds: float = 0.0) -> wire.Rollout:
         """Submit a rollout, and wait up to `wait_seconds` for it to end. It is durable when this returns.
 
         A finished rollout comes with its trajectory.
@@ -158,19 +139,19 @@ class RolloutClient:
         body = with_id(request).model_dump(mode="json", exclude_defaults=True)
         params = {"wait": f"{wait_seconds:g}"} if wait_seconds > 0 else None
         return await self._connection.call(
-            Rollout, "POST", "/v1/rollouts", body, params=params, seconds=ANSWER_SECONDS + wait_seconds
+            wire.Rollout, "POST", "/v1/rollouts", body, params=params, wait_seconds=wait_seconds
         )
 
-    async def get(self, rollout_id: str, *, trajectory: bool = False) -> Rollout:
+    async def get(self, rollout_id: str, *, trajectory: bool = False) -> wire.Rollout:
         """Return a rollout in its present state.
 
         Raises:
             NotFoundError: There is no such rollout.
         """
         params = {"trajectory": "true"} if trajectory else None
-        return await self._connection.call(Rollout, "GET", f"/v1/rollouts/{rollout_id}", params=params)
+        return await self._connection.call(wire.Rollout, "GET", f"/v1/rollouts/{rollout_id}", params=params)
 
-    async def wait(self, rollout_id: str, *, timeout_seconds: float | None = None) -> Rollout:
+    async def wait(self, rollout_id: str, *, timeout_seconds: float | None = None) -> wire.Rollout:
         """Return a rollout with its trajectory once it has ended.
 
         Raises:
@@ -178,15 +159,16 @@ class RolloutClient:
             NotFoundError: There is no such rollout.
         """
         params = {"trajectory": "true", "wait": f"{LONG_POLL_SECONDS:g}"}
-        seconds = ANSWER_SECONDS + LONG_POLL_SECONDS
         with anyio.fail_after(timeout_seconds):
             while True:
                 path = f"/v1/rollouts/{rollout_id}"
-                rollout = await self._connection.call(Rollout, "GET", path, params=params, seconds=seconds)
+                rollout = await self._connection.call(
+                    wire.Rollout, "GET", path, params=params, wait_seconds=LONG_POLL_SECONDS
+                )
                 if rollout.state.terminal:
                     return rollout
 
-    async def run(self, request: RolloutRequest) -> Rollout:
+    async def run(self, request: wire.RolloutRequest) -> wire.Rollout:
         """Request a rollout and wait for the result, through restarts of the server."""
         request = with_id(request)
         while True:
@@ -195,8 +177,12 @@ class RolloutClient:
                 return rollout
 
     def run_all(
-        self, requests: Iterable[RolloutRequest], *, concurrency: int = 64, refused: Refused | None = None
-    ) -> AsyncGenerator[Rollout]:
+        self,
+        requests: Iterable[wire.RolloutRequest],
+        *,
+        concurrency: int = 64,
+        refused: Refused | None = None,
+    ) -> AsyncGenerator[wire.Rollout]:
         """Run these rollouts, at most `concurrency` at once, and yield each with its trajectory when it ends.
 
         Requests are read as they are needed. A request that the server refuses goes to `refused`; without `refused` the
@@ -208,34 +194,36 @@ class RolloutClient:
         """
         if self._tasks is None:
             raise RuntimeError("open the client first: async with RolloutClient(...) as client")
+        from rollout_client._run_all import run_all
+
         return run_all(self.run, self._tasks, iter(requests), concurrency, refused)
 
-    async def cancel(self, rollout_id: str) -> RolloutState | None:
+    async def cancel(self, rollout_id: str) -> wire.RolloutState | None:
         """Cancel a rollout, and return the state that it was in.
 
         None means that the server does not know it yet: it is cancelled if it arrives.
         """
         answer = await self._connection.call(dict[str, str | None], "DELETE", f"/v1/rollouts/{rollout_id}")
         was = answer.get("was")
-        return None if was is None else RolloutState(was)
+        return None if was is None else wire.RolloutState(was)
 
-    async def trajectory(self, rollout_id: str) -> Trajectory:
+    async def trajectory(self, rollout_id: str) -> wire.Trajectory:
         """Return the trajectory of a finished rollout.
 
         Raises:
             NotFoundError: There is no such rollout, or it has no trajectory.
         """
-        return await self._connection.call(Trajectory, "GET", f"/v1/rollouts/{rollout_id}/trajectory")
+        return await self._connection.call(wire.Trajectory, "GET", f"/v1/rollouts/{rollout_id}/trajectory")
 
     async def page(
-        self, *, state: RolloutState | None = None, cursor: str | None = None, limit: int = 100
-    ) -> RolloutPage:
+        self, *, state: wire.RolloutState | None = None, cursor: str | None = None, limit: int = 100
+    ) -> wire.RolloutPage:
         """Return a page of rollouts, oldest first, with the number of rollouts in each state."""
         given = {"state": state, "cursor": cursor, "limit": str(limit)}
         params = {name: value for name, value in given.items() if value is not None}
-        return await self._connection.call(RolloutPage, "GET", "/v1/rollouts", params=params)
+        return await self._connection.call(wire.RolloutPage, "GET", "/v1/rollouts", params=params)
 
-    async def rollouts(self, *, state: RolloutState | None = None) -> AsyncGenerator[Rollout]:
+    async def rollouts(self, *, state: wire.RolloutState | None = None) -> AsyncGenerator[wire.Rollout]:
         """Yield all rollouts, oldest first, without trajectories."""
         cursor: str | None = None
         while True:
@@ -247,7 +235,7 @@ class RolloutClient:
 
     # -- runs ------------------------------------------------------------------
 
-    async def create_run(self, request: RunRequest) -> ClientRun:
+    async def create_run(self, request: wire.RunRequest) -> ClientRun:
         """Create a run, or open the one with this id. It is durable when this returns.
 
         Raises:
@@ -258,44 +246,46 @@ class RolloutClient:
             request = request.model_copy(update={"run_id": uuid.uuid4().hex})
         body = request.model_dump(mode="json", exclude_defaults=True)
         body["source"] = request.source.model_dump(mode="json")
-        run = await self._connection.call(Run, "POST", "/v1/runs", body)
+        run = await self._connection.call(wire.Run, "POST", "/v1/runs", body)
         return self.open_run(run.run_id)
 
     def open_run(self, run_id: str) -> ClientRun:
         """Return a run that exists, without asking the server."""
         return ClientRun(run_id, self._connection, None if self._tasks is None else self._tasks.start_soon)
 
-    async def runs(self) -> list[Run]:
+    async def runs(self) -> list[wire.Run]:
         """Return all runs, oldest first."""
-        return (await self._connection.call(RunPage, "GET", "/v1/runs")).runs
+        return (await self._connection.call(wire.RunPage, "GET", "/v1/runs")).runs
 
     async def rescore(
         self,
-        recorded: Iterable[ExportedSample | RecordedRollout],
+        recorded: Iterable[wire.ExportedSample | wire.RecordedRollout],
         *,
         environment: str | None = None,
         replay: Literal["needed", "always"] = "needed",
-    ) -> AsyncGenerator[Rescored]:
+    ) -> AsyncGenerator[wire.Rescored]:
         """Have rollouts that you hold scored again, such as `RunExport(path).samples()`, and yield the results."""
         rollouts = (
-            without_tokens(one.request, one.sample.rollout) if isinstance(one, ExportedSample) else one
+            wire.without_tokens(one.request, one.sample.rollout)
+            if isinstance(one, wire.ExportedSample)
+            else one
             for one in recorded
         )
         while part := list(islice(rollouts, RESCORED_AT_ONCE)):
-            order = RescoreRollouts(rollouts=part, environment=environment, replay=replay)
+            order = wire.RescoreRollouts(rollouts=part, environment=environment, replay=replay)
             for one in await send_rescore(self._connection, "/v1/rescore", order):
                 yield one
 
     # -- engines ---------------------------------------------------------------
 
-    async def backends(self) -> list[BackendView]:
+    async def backends(self) -> list[wire.BackendView]:
         """Return the registered engines."""
-        return await self._connection.call(list[BackendView], "GET", "/v1/backends")
+        return await self._connection.call(list[wire.BackendView], "GET", "/v1/backends")
 
-    async def add_backend(self, backend: BackendSpec) -> BackendView:
+    async def add_backend(self, backend: wire.BackendSpec) -> wire.BackendView:
         """Register an engine, after asking it for its model."""
         return await self._connection.call(
-            BackendView, "POST", "/v1/backends", backend.model_dump(mode="json")
+            wire.BackendView, "POST", "/v1/backends", backend.model_dump(mode="json")
         )
 
     async def remove_backend(self, backend_id: str) -> None:
@@ -306,37 +296,39 @@ class RolloutClient:
         """
         await self._connection.call(None, "DELETE", _backend(backend_id))
 
-    async def drain_backend(self, backend_id: str) -> BackendView:
+    async def drain_backend(self, backend_id: str) -> wire.BackendView:
         """Send an engine no new requests; it finishes those that it has.
 
         Raises:
             NotFoundError: There is no such engine.
         """
-        return await self._connection.call(BackendView, "POST", f"{_backend(backend_id)}/drain")
+        return await self._connection.call(wire.BackendView, "POST", f"{_backend(backend_id)}/drain")
 
     async def update_weights(
         self,
-        weights: str | DiskWeights | DistributedWeights,
+        weights: str | wire.DiskWeights | wire.DistributedWeights,
         version: int,
         *,
         pool: str = "policy",
-        mode: PauseMode = PauseMode.ABORT,
+        mode: wire.PauseMode | None = None,
         force: bool = False,
-    ) -> PoolOutcome:
+    ) -> wire.PoolOutcome:
         """Load new weights into every engine of a pool.
 
         They come from a folder that the engines can read, or from a process group that they have joined. When this
-        returns, every engine in service has them; `changed` is false if they had them before.
+        returns, every engine in service has them; `changed` is false if they had them before. `mode` is what happens
+        to requests in flight: without it, `PauseMode.ABORT`.
 
         Raises:
             WeightsError: Engines refused or failed.
             ConflictError: The pool serves a newer version.
         """
-        source = DiskWeights(path=weights) if isinstance(weights, str) else weights
-        order = WeightsRequest(source=source, version=version, pool=pool, mode=mode, force=force)
+        source = wire.DiskWeights(path=weights) if isinstance(weights, str) else weights
+        mode = mode or wire.PauseMode.ABORT
+        order = wire.WeightsRequest(source=source, version=version, pool=pool, mode=mode, force=force)
         return await self._order("/v1/weights", order.model_dump(mode="json"))
 
-    async def join_weights_group(self, group: WeightsGroupRequest) -> PoolOutcome:
+    async def join_weights_group(self, group: wire.WeightsGroupRequest) -> wire.PoolOutcome:
         """Have the engines of a pool join a process group; join it yourself at the same time.
 
         Raises:
@@ -344,39 +336,40 @@ class RolloutClient:
         """
         return await self._order("/v1/weights/group", group.model_dump(mode="json"))
 
-    async def pause(self, *, pool: str = "policy", mode: PauseMode = PauseMode.ABORT) -> PoolOutcome:
-        """Pause the generation of a pool.
+    async def pause(self, *, pool: str = "policy", mode: wire.PauseMode | None = None) -> wire.PoolOutcome:
+        """Pause the generation of a pool. `mode` is what happens to requests in flight: without it, `PauseMode.ABORT`.
 
         Raises:
             OrderError: An engine did not pause.
         """
-        return await self._order("/v1/pause", PauseRequest(pool=pool, mode=mode).model_dump(mode="json"))
+        order = wire.PauseRequest(pool=pool, mode=mode or wire.PauseMode.ABORT)
+        return await self._order("/v1/pause", order.model_dump(mode="json"))
 
-    async def resume(self, *, pool: str = "policy") -> PoolOutcome:
+    async def resume(self, *, pool: str = "policy") -> wire.PoolOutcome:
         """Resume the generation of a paused pool.
 
         Raises:
             OrderError: An engine did not resume.
         """
-        return await self._order("/v1/resume", ResumeRequest(pool=pool).model_dump(mode="json"))
+        return await self._order("/v1/resume", wire.ResumeRequest(pool=pool).model_dump(mode="json"))
 
-    async def abort(self, rollout_ids: list[str] | None = None) -> dict[str, JsonValue]:
+    async def abort(self, rollout_ids: list[str] | None = None) -> dict[str, wire.JsonValue]:
         """Cancel these rollouts, or all that have not ended, and return which or how many were cancelled."""
-        body = AbortRequest(rollout_ids=rollout_ids).model_dump(mode="json")
-        return await self._connection.call(dict[str, JsonValue], "POST", "/v1/abort", body)
+        body = wire.AbortRequest(rollout_ids=rollout_ids).model_dump(mode="json")
+        return await self._connection.call(dict[str, wire.JsonValue], "POST", "/v1/abort", body)
 
-    async def _order(self, path: str, body: dict[str, Any]) -> PoolOutcome:
-        return await self._connection.call(PoolOutcome, "POST", path, body, seconds=ORDER_SECONDS)
+    async def _order(self, path: str, body: dict[str, Any]) -> wire.PoolOutcome:
+        return await self._connection.call(wire.PoolOutcome, "POST", path, body, seconds=ORDER_SECONDS)
 
     # -- the service -----------------------------------------------------------
 
-    async def environments(self) -> list[EnvironmentView]:
+    async def environments(self) -> list[wire.EnvironmentView]:
         """Return the environments that tasks can name."""
-        return await self._connection.call(list[EnvironmentView], "GET", "/v1/environments")
+        return await self._connection.call(list[wire.EnvironmentView], "GET", "/v1/environments")
 
     async def dataset(
         self, environment: str, *, limit: int = 1_000, offset: int = 0, split: str | None = None
-    ) -> list[dict[str, JsonValue]]:
+    ) -> list[dict[str, wire.JsonValue]]:
         """Return instances that ship with an environment, all or those of one split.
 
         Raises:
@@ -386,30 +379,30 @@ class RolloutClient:
         params = {"limit": str(limit), "offset": str(offset)}
         params |= {} if split is None else {"split": split}
         path = f"/v1/environments/{environment}/dataset"
-        return await self._connection.call(list[dict[str, JsonValue]], "GET", path, params=params)
+        return await self._connection.call(list[dict[str, wire.JsonValue]], "GET", path, params=params)
 
-    async def sandboxes(self) -> list[SandboxView]:
+    async def sandboxes(self) -> list[wire.SandboxView]:
         """Return the sandboxes that are alive."""
-        return await self._connection.call(list[SandboxView], "GET", "/v1/sandboxes")
+        return await self._connection.call(list[wire.SandboxView], "GET", "/v1/sandboxes")
 
-    async def nodes(self) -> list[NodeView]:
+    async def nodes(self) -> list[wire.NodeView]:
         """Return the hosts that run sandboxes: how many each can take, why not more, and what its sandboxes did."""
-        return await self._connection.call(list[NodeView], "GET", "/v1/nodes")
+        return await self._connection.call(list[wire.NodeView], "GET", "/v1/nodes")
 
-    async def node(self) -> NodeConcurrency:
+    async def node(self) -> wire.NodeConcurrency:
         """Return how much the service runs at once."""
-        return await self._connection.call(NodeConcurrency, "GET", "/v1/node")
+        return await self._connection.call(wire.NodeConcurrency, "GET", "/v1/node")
 
-    async def update_node(self, patch: NodePatch) -> NodeConcurrency:
+    async def update_node(self, patch: wire.NodePatch) -> wire.NodeConcurrency:
         """Change how much the service runs at once, until it restarts. Work under way is not interrupted."""
         body = patch.model_dump(mode="json", exclude_none=True)
-        return await self._connection.call(NodeConcurrency, "PATCH", "/v1/node", body)
+        return await self._connection.call(wire.NodeConcurrency, "PATCH", "/v1/node", body)
 
     async def ready(self) -> None:
         """Wait until the service can take work, for as long as this client's patience lasts."""
         await self._connection.call(None, "GET", "/ready")
 
-    async def readiness(self) -> Readiness:
+    async def readiness(self) -> wire.Readiness:
         """Return whether the service can take work now, and if not, why. This asks once.
 
         A refusal by a proxy, or by a service that is shutting down, counts as a reason too.
@@ -418,18 +411,16 @@ class RolloutClient:
             UnreachableError: Nothing answers.
             ClientError: The answer says nothing about readiness.
         """
-        try:
-            response = await self._connection.http.get("/ready")
-        except httpx.TransportError as error:
-            raise UnreachableError(f"{self.base_url} does not answer: {error}") from error
-        return readiness_from(response)
+        return await self._connection.readiness()
 
-    def events(self, *, after: int | None = None) -> AsyncGenerator[Event]:
+    def events(self, *, after: int | None = None) -> AsyncGenerator[wire.Event]:
         """Yield events as they happen, without end; from `after` on when it is given, each once and in order.
 
         A lost connection is resumed after the last event seen or, before the first, where the server began.
         Close it with `contextlib.aclosing`.
         """
+        from rollout_client._events import follow_events
+
         return follow_events(self._connection, after)
 
 
@@ -438,7 +429,7 @@ def _backend(backend_id: str) -> str:
     return f"/v1/backends/{quote(backend_id, safe='/:@')}"
 
 
-def with_id(request: RolloutRequest) -> RolloutRequest:
+def with_id(request: wire.RolloutRequest) -> wire.RolloutRequest:
     """Return the request with an id, so that sending it twice starts one rollout."""
     if request.rollout_id is not None:
         return request

@@ -1,4 +1,4 @@
-"""The errors of the client, and how a response becomes one.
+"""The errors of the client.
 
 ClientError
  |- UnreachableError       no response within the patience of this client
@@ -16,19 +16,7 @@ ClientError
 
 from __future__ import annotations
 
-from contextlib import suppress
-from typing import TypeVar
-
-import httpx
-from pydantic import TypeAdapter, ValidationError
-
-from api_schemas.errors import Problem
-from api_schemas.inference import PoolOutcome
-from api_schemas.nodes import Readiness
-
-T = TypeVar("T")
-
-QUOTED_BYTES = 300
+from rollout_client import _wire as wire
 
 
 class ClientError(Exception):
@@ -46,7 +34,7 @@ class ProtocolError(ClientError):
 class ProblemError(ClientError):
     """The server refused the request."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: wire.Problem) -> None:
         super().__init__(f"{problem.title}: {problem.detail}")
         self.problem = problem
 
@@ -74,9 +62,9 @@ class GoneError(ProblemError):
 class OrderError(ProblemError):
     """Engines did not carry out an order to all engines of a pool; `outcome` has the answer of each."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: wire.Problem) -> None:
         super().__init__(problem)
-        self.outcome = PoolOutcome.model_validate(problem.context["outcome"])
+        self.outcome = wire.PoolOutcome.model_validate(problem.context["outcome"])
 
 
 class WeightsError(OrderError):
@@ -92,87 +80,3 @@ class UnavailableError(ProblemError):
 
     retry_after = 0.0
     """The seconds that the server asks to wait before the next request."""
-
-
-PROBLEMS: dict[int, type[ProblemError]] = {
-    400: InvalidRequestError,
-    401: UnauthorizedError,
-    403: UnauthorizedError,
-    404: NotFoundError,
-    408: UnavailableError,
-    409: ConflictError,
-    410: GoneError,
-    413: InvalidRequestError,
-    422: InvalidRequestError,
-    429: UnavailableError,
-    502: UnavailableError,
-    503: UnavailableError,
-    504: UnavailableError,
-}
-ORDERS: dict[str, type[OrderError]] = {
-    "order_failed": OrderError,
-    "weights_refused": WeightsError,
-    "weights_not_loaded": WeightsError,
-    "weights_partly_loaded": WeightsError,
-}
-"""The problems that hold the answers of engines, by code."""
-PASSING = frozenset({408, 429, 502, 503, 504})
-"""The statuses that a proxy, or a server that is not ready, also sends without a problem document."""
-
-
-def error_from(response: httpx.Response) -> ClientError:
-    """Return the error that an unsuccessful response stands for."""
-    status, content = response.status_code, response.content
-    try:
-        problem = Problem.model_validate_json(content)
-    except ValidationError:
-        start = content[:QUOTED_BYTES].decode(errors="replace").strip() or "an empty body"
-        detail = f"{response.url} answered {status}: {start}"
-        if status not in PASSING:
-            return ProtocolError(detail)
-        problem = Problem(
-            title="Unavailable", status=status, detail=detail, code="unavailable", retryable=True
-        )
-    if "outcome" in problem.context and problem.code in ORDERS:
-        return ORDERS[problem.code](problem)
-    error = PROBLEMS.get(status, ProblemError)(problem)
-    if isinstance(error, UnavailableError):
-        error.retry_after = _seconds(response.headers.get("retry-after", ""))
-    return error
-
-
-def readiness_from(response: httpx.Response) -> Readiness:
-    """Return the readiness in a response of `/ready`.
-
-    A passing refusal, by a proxy or by a service that is shutting down, is a reason not to be ready.
-
-    Raises:
-        ClientError: The response says nothing about readiness.
-    """
-    if response.is_success:
-        return parse(TypeAdapter(Readiness), response.content)
-    with suppress(ValidationError):
-        return Readiness.model_validate_json(response.content)
-    error = error_from(response)
-    if not isinstance(error, UnavailableError):
-        raise error
-    return Readiness(ready=False, reasons=[error.problem.detail])
-
-
-def _seconds(retry_after: str) -> float:
-    """Return the seconds in a `retry-after` header; 0 for a date, which proxies may send."""
-    return float(retry_after) if retry_after.isascii() and retry_after.isdigit() else 0.0
-
-
-def parse(adapter: TypeAdapter[T], content: bytes) -> T:
-    """Parse the content of a response.
-
-    Raises:
-        ProtocolError: The content is of another type.
-    """
-    try:
-        return adapter.validate_json(content)
-    except ValidationError as error:
-        raise ProtocolError(
-            f"the response cannot be read: {error}. Is the server of another version?"
-        ) from error

@@ -12,31 +12,19 @@ from contextlib import suppress
 from datetime import datetime
 from http import HTTPStatus
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 import anyio
 import anyio.to_thread
-import httpx
-from pydantic import TypeAdapter
 
-from api_schemas.exports import Rescored, RescoreEnd, RescoreOptions, RescoreRun
-from api_schemas.runs import (
-    BINARY_MEDIA_TYPE,
-    AppendTasks,
-    Batch,
-    BatchAnswer,
-    Group,
-    Run,
-    RunPatch,
-    RunState,
-)
-from api_schemas.tasks import Task
-from rollout_client._connection import Connection
-from rollout_client._download import LargeBody
+from rollout_client import _wire as wire
 from rollout_client.arrays import BatchArrays, require_numpy
-from rollout_client.errors import ClientError, GoneError, ProtocolError, parse
+from rollout_client.errors import ClientError, GoneError, ProtocolError
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    import httpx
+
+    from rollout_client._connection import Connection
 
 LEASE_SECONDS = 600.0
 LONG_POLL_SECONDS = 30.0
@@ -59,7 +47,7 @@ class LeasedBatch:
         run: ClientRun,
         key: str,
         content: bytes | bytearray,
-        batch: Batch,
+        batch: wire.Batch,
         arrays: BatchArrays | None = None,
     ) -> None:
         self._run = run
@@ -79,7 +67,7 @@ class LeasedBatch:
         return self.batch.batch_id
 
     @property
-    def groups(self) -> Sequence[Group]:
+    def groups(self) -> Sequence[wire.Group]:
         """The groups of the batch."""
         return self.batch.groups
 
@@ -116,16 +104,18 @@ async def _renew_until_settled(leased: LeasedBatch, seconds: float, scope: anyio
             await leased.renew(seconds)
 
 
-async def send_rescore(connection: Connection, path: str, order: RescoreOptions) -> list[Rescored]:
+async def send_rescore(connection: Connection, path: str, order: wire.RescoreOptions) -> list[wire.Rescored]:
     """Have rollouts scored again, and return the results.
 
     Raises:
         ProtocolError: The response was cut off.
     """
+    from rollout_client._answers import parse
+
     response = await connection.send("POST", path, order.model_dump(mode="json"), seconds=RESCORE_SECONDS)
     lines = response.content.splitlines()
-    results = [parse(TypeAdapter(Rescored), line) for line in lines[:-1]]
-    if not lines or parse(TypeAdapter(RescoreEnd), lines[-1]).rescored != len(results):
+    results = [parse(wire.Rescored, line) for line in lines[:-1]]
+    if not lines or parse(wire.RescoreEnd, lines[-1]).rescored != len(results):
         raise ProtocolError("the response was cut off; the request can be repeated")
     return results
 
@@ -141,15 +131,17 @@ class ClientRun:
         self._path = f"/v1/runs/{run_id}"
         self._version: int | None = None
 
-    async def view(self) -> Run:
+    async def view(self) -> wire.Run:
         """Return the run in its present state.
 
         Raises:
             NotFoundError: There is no such run.
         """
-        return await self._call(Run, "GET", self._path)
+        return await self._connection.call(wire.Run, "GET", self._path)
 
-    async def append(self, tasks: Sequence[Task], *, offset: int | None = None, close: bool = False) -> Run:
+    async def append(
+        self, tasks: Sequence[wire.Task], *, offset: int | None = None, close: bool = False
+    ) -> wire.Run:
         """Append tasks to an open run.
 
         With `offset`, appending the same tasks twice appends them once. Without it, the run is first asked how many
@@ -157,29 +149,33 @@ class ClientRun:
         """
         if offset is None:
             offset = (await self.view()).tasks or 0
-        order = AppendTasks(tasks=list(tasks), offset=offset, close=close)
-        return await self._call(Run, "POST", f"{self._path}/tasks", order.model_dump(mode="json"))
+        order = wire.AppendTasks(tasks=list(tasks), offset=offset, close=close)
+        return await self._connection.call(
+            wire.Run, "POST", f"{self._path}/tasks", order.model_dump(mode="json")
+        )
 
-    async def patch(self, patch: RunPatch) -> Run:
+    async def patch(self, patch: wire.RunPatch) -> wire.Run:
         """Change a run that has not ended."""
-        return await self._call(Run, "PATCH", self._path, patch.model_dump(mode="json", exclude_none=True))
+        return await self._connection.call(
+            wire.Run, "PATCH", self._path, patch.model_dump(mode="json", exclude_none=True)
+        )
 
-    async def pause(self) -> Run:
+    async def pause(self) -> wire.Run:
         """Stop starting groups."""
-        return await self.patch(RunPatch(state=RunState.PAUSED))
+        return await self.patch(wire.RunPatch(state=wire.RunState.PAUSED))
 
-    async def resume(self) -> Run:
+    async def resume(self) -> wire.Run:
         """Start groups again."""
-        return await self.patch(RunPatch(state=RunState.RUNNING))
+        return await self.patch(wire.RunPatch(state=wire.RunState.RUNNING))
 
-    async def end(self) -> Run:
+    async def end(self) -> wire.Run:
         """End the run: rollouts under way are cancelled, finished groups can still be leased."""
-        return await self._call(Run, "DELETE", self._path)
+        return await self._connection.call(wire.Run, "DELETE", self._path)
 
-    async def set_version(self, version: int) -> Run:
+    async def set_version(self, version: int) -> wire.Run:
         """Report the version that the trainer has reached; the next lease repeats it."""
         self._version = version
-        return await self.patch(RunPatch(version=version))
+        return await self.patch(wire.RunPatch(version=version))
 
     async def lease(
         self,
@@ -214,21 +210,22 @@ class ClientRun:
                     return None
 
     async def _lease_once(self, params: dict[str, str], wait: float, *, arrays: bool) -> LeasedBatch | None:
+        from rollout_client._answers import parse
+        from rollout_client._download import LargeBody
+
         body = LargeBody()
         response = await self._connection.send(
             "POST",
             f"{self._path}/lease",
             params=params,
             seconds=ANSWER_SECONDS + wait,
-            headers={"accept": BINARY_MEDIA_TYPE if arrays else "application/json"},
+            headers={"accept": wire.BINARY_MEDIA_TYPE if arrays else "application/json"},
             into=body if arrays else None,
         )
         if response.status_code == HTTPStatus.NO_CONTENT:
             return None
         if not arrays:
-            return LeasedBatch(
-                self, params["key"], response.content, parse(TypeAdapter(Batch), response.content)
-            )
+            return LeasedBatch(self, params["key"], response.content, parse(wire.Batch, response.content))
         try:
             read = BatchArrays.from_bytes(body.content)
         except ValueError as error:
@@ -288,7 +285,7 @@ class ClientRun:
         *,
         environment: str | None = None,
         replay: Literal["needed", "always"] = "needed",
-    ) -> list[Rescored]:
+    ) -> list[wire.Rescored]:
         """Have rollouts of closed groups scored again: those named, or all.
 
         A rollout that cannot be scored has an `error` in its result.
@@ -297,7 +294,7 @@ class ClientRun:
             InvalidRequestError: A rollout or the environment is unknown.
         """
         ids = None if rollout_ids is None else list(rollout_ids)
-        order = RescoreRun(rollout_ids=ids, environment=environment, replay=replay)
+        order = wire.RescoreRun(rollout_ids=ids, environment=environment, replay=replay)
         return await send_rescore(self._connection, f"{self._path}/rescore", order)
 
     def _start_renewal(self, leased: LeasedBatch, seconds: float) -> anyio.CancelScope:
@@ -307,13 +304,7 @@ class ClientRun:
             self._spawn(_renew_until_settled, leased, seconds, scope)
         return scope
 
-    async def settle(self, batch_id: str, how: str, /, **params: str) -> BatchAnswer:
+    async def settle(self, batch_id: str, how: str, /, **params: str) -> wire.BatchAnswer:
         """Acknowledge (`ack`), give back (`nack`) or `renew` a batch by its id, as after a restart of the trainer."""
-        response = await self._connection.send(
-            "POST", f"{self._path}/batches/{batch_id}/{how}", params=params
-        )
-        return parse(TypeAdapter(BatchAnswer), response.content)
-
-    async def _call(self, model: type[T], method: str, path: str, body: object = None) -> T:
-        response = await self._connection.send(method, path, body)
-        return parse(TypeAdapter(model), response.content)
+        path = f"{self._path}/batches/{batch_id}/{how}"
+        return await self._connection.call(wire.BatchAnswer, "POST", path, params=params)

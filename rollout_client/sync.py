@@ -13,16 +13,17 @@ from contextlib import ExitStack, suppress
 from functools import partial, update_wrapper
 from pathlib import Path
 from types import TracebackType
-from typing import Concatenate, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, TypeVar
 
-import httpx
-from anyio.from_thread import BlockingPortal, start_blocking_portal
-from typing_extensions import Self
-
-from api_schemas.runs import Batch, Group, RunRequest
+from rollout_client import _wire as wire
 from rollout_client.arrays import BatchArrays
 from rollout_client.client import RolloutClient
 from rollout_client.runs import LEASE_SECONDS, ClientRun, LeasedBatch
+
+if TYPE_CHECKING:
+    import httpx
+    from anyio.from_thread import BlockingPortal
+    from typing_extensions import Self
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -105,7 +106,7 @@ class SyncBatch(Blocking[LeasedBatch]):
         return self._wrapped.content
 
     @property
-    def batch(self) -> Batch:
+    def batch(self) -> wire.Batch:
         """The parsed batch, without its tokens if it came as arrays."""
         return self._wrapped.batch
 
@@ -120,7 +121,7 @@ class SyncBatch(Blocking[LeasedBatch]):
         return self._wrapped.batch_id
 
     @property
-    def groups(self) -> Sequence[Group]:
+    def groups(self) -> Sequence[wire.Group]:
         """The groups of the batch."""
         return self._wrapped.groups
 
@@ -205,6 +206,8 @@ class SyncRolloutClient(Blocking[RolloutClient]):
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
+        from anyio.from_thread import start_blocking_portal
+
         with ExitStack() as stack:
             portal = stack.enter_context(start_blocking_portal())
             client = portal.call(self._make)
@@ -249,7 +252,7 @@ class SyncRolloutClient(Blocking[RolloutClient]):
     readiness = blocking(RolloutClient.readiness)
     events = iterating(RolloutClient.events)
 
-    def create_run(self, request: RunRequest) -> SyncRun:
+    def create_run(self, request: wire.RunRequest) -> SyncRun:
         """Create a run, or open the one with this id. It is durable when this returns."""
         return SyncRun(_wait(self._portal, partial(self._wrapped.create_run, request)), self._portal)
 

@@ -150,6 +150,8 @@ def test_the_client_is_typed_for_its_oldest_python():
 def test_importing_the_package_imports_nothing_of_weight(trainer):
     code = "import sys, rollout_client; print(*sys.modules)"
     assert not HEAVY & set(trainer.run("python", "-c", code).split())
+    code = "import sys; from rollout_client import RolloutClient, SyncRolloutClient; print(*sys.modules)"
+    assert set(trainer.run("python", "-c", code).split()) & (HEAVY | {"api_schemas"}) == {"anyio"}
     for module in ("rollout_client", "rollout_client.client"):
         print(f"import {module}: {_import_seconds(trainer, module):.3f} s")  # noqa: T201 - for -s
 

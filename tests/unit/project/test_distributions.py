@@ -11,6 +11,7 @@ from pathlib import Path
 
 import rollout_client
 import rollout_service
+from rollout_client import _wire
 
 ROOT = Path(__file__).parents[3]
 CLIENT = ROOT / "packaging" / "client"
@@ -74,6 +75,45 @@ def test_importing_the_package_alone_imports_nothing_of_weight():
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not set(done.stdout.split()) & (requirements(CLIENT) | {"api_schemas", "numpy"})
+
+
+def test_importing_a_client_loads_no_model_and_no_http():
+    """Of the requirements, only anyio is loaded, which costs little; the rest is loaded when it is first used."""
+    code = (
+        "import sys\n"
+        "from rollout_client import ClientError, ClientRun, LeasedBatch, RolloutClient, SyncRolloutClient\n"
+        "print(*{name.split('.')[0] for name in sys.modules})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.replace("_", "-") for name in done.stdout.split()}
+    assert loaded & (requirements(CLIENT) | {"api-schemas", "numpy", "pydantic-core"}) == {"anyio"}
+
+
+def test_every_wire_model_of_the_client_is_the_one_that_type_checkers_see():
+    tree = ast.parse(Path(_wire.__file__).read_text())
+    (condition,) = (node for node in tree.body if isinstance(node, ast.If))
+    declared = {alias.name: line.module for line in condition.body for alias in line.names}
+    assert declared == _wire._HOMES
+    for name, module in declared.items():
+        assert getattr(_wire, name) is getattr(importlib.import_module(module), name)
+    assert not hasattr(_wire, "Rolout")
+
+
+def test_many_threads_may_use_wire_models_first():
+    code = (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from threading import Barrier\n"
+        "from rollout_client import _wire\n"
+        "names = [name for name in _wire._HOMES if name[0].isupper()] * 2\n"
+        "together = Barrier(len(names))\n"
+        "def use(name):\n"
+        "    together.wait()\n"
+        "    return getattr(_wire, name)\n"
+        "with ThreadPoolExecutor(len(names)) as pool:\n"
+        "    found = list(pool.map(use, names))\n"
+        "assert found == [getattr(_wire, name) for name in names]\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_the_package_gives_its_names():

@@ -1,0 +1,88 @@
+"""The wire models, each loaded when it is first used, so that importing the client loads none of them.
+
+Most of the time of an import would go to pydantic and to models that the program never uses. Modules are loaded under
+Python's import locks, so the first use may be in any thread.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue as JsonValue
+
+    from api_schemas.environments import EnvironmentView as EnvironmentView
+    from api_schemas.errors import Problem as Problem
+    from api_schemas.events import Event as Event
+    from api_schemas.exports import ExportedSample as ExportedSample
+    from api_schemas.exports import RecordedRollout as RecordedRollout
+    from api_schemas.exports import Rescored as Rescored
+    from api_schemas.exports import RescoreEnd as RescoreEnd
+    from api_schemas.exports import RescoreOptions as RescoreOptions
+    from api_schemas.exports import RescoreRollouts as RescoreRollouts
+    from api_schemas.exports import RescoreRun as RescoreRun
+    from api_schemas.exports import without_tokens as without_tokens
+    from api_schemas.inference import AbortRequest as AbortRequest
+    from api_schemas.inference import BackendSpec as BackendSpec
+    from api_schemas.inference import BackendView as BackendView
+    from api_schemas.inference import DiskWeights as DiskWeights
+    from api_schemas.inference import DistributedWeights as DistributedWeights
+    from api_schemas.inference import PauseMode as PauseMode
+    from api_schemas.inference import PauseRequest as PauseRequest
+    from api_schemas.inference import PoolOutcome as PoolOutcome
+    from api_schemas.inference import ResumeRequest as ResumeRequest
+    from api_schemas.inference import WeightsGroupRequest as WeightsGroupRequest
+    from api_schemas.inference import WeightsRequest as WeightsRequest
+    from api_schemas.nodes import NodeConcurrency as NodeConcurrency
+    from api_schemas.nodes import NodePatch as NodePatch
+    from api_schemas.nodes import NodeView as NodeView
+    from api_schemas.nodes import Readiness as Readiness
+    from api_schemas.rollouts import Rollout as Rollout
+    from api_schemas.rollouts import RolloutPage as RolloutPage
+    from api_schemas.rollouts import RolloutRequest as RolloutRequest
+    from api_schemas.rollouts import RolloutState as RolloutState
+    from api_schemas.runs import BINARY_MEDIA_TYPE as BINARY_MEDIA_TYPE
+    from api_schemas.runs import AppendTasks as AppendTasks
+    from api_schemas.runs import Batch as Batch
+    from api_schemas.runs import BatchAnswer as BatchAnswer
+    from api_schemas.runs import Group as Group
+    from api_schemas.runs import Run as Run
+    from api_schemas.runs import RunPage as RunPage
+    from api_schemas.runs import RunPatch as RunPatch
+    from api_schemas.runs import RunRequest as RunRequest
+    from api_schemas.runs import RunState as RunState
+    from api_schemas.sandboxes import SandboxView as SandboxView
+    from api_schemas.tasks import Task as Task
+    from api_schemas.trajectories import Trajectory as Trajectory
+else:
+    _NAMES = {
+        "pydantic": "JsonValue",
+        "api_schemas.environments": "EnvironmentView",
+        "api_schemas.errors": "Problem",
+        "api_schemas.events": "Event",
+        "api_schemas.exports": (
+            "ExportedSample RecordedRollout Rescored RescoreEnd RescoreOptions RescoreRollouts RescoreRun"
+            " without_tokens"
+        ),
+        "api_schemas.inference": (
+            "AbortRequest BackendSpec BackendView DiskWeights DistributedWeights PauseMode PauseRequest PoolOutcome"
+            " ResumeRequest WeightsGroupRequest WeightsRequest"
+        ),
+        "api_schemas.nodes": "NodeConcurrency NodePatch NodeView Readiness",
+        "api_schemas.rollouts": "Rollout RolloutPage RolloutRequest RolloutState",
+        "api_schemas.runs": (
+            "BINARY_MEDIA_TYPE AppendTasks Batch BatchAnswer Group Run RunPage RunPatch RunRequest RunState"
+        ),
+        "api_schemas.sandboxes": "SandboxView",
+        "api_schemas.tasks": "Task",
+        "api_schemas.trajectories": "Trajectory",
+    }
+    _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
