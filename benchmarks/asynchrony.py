@@ -1,4 +1,4 @@
-"""Measures the wall time to the same reward of asynchronous against synchronous training, with long-tailed rollouts.
+"""Measure the wall time to the same reward of asynchronous against synchronous training, with long-tailed rollouts.
 
 Run: python benchmarks/asynchrony.py [--json FILE] [--quick]
 It needs what `scripts/train --install` installs, and Apptainer.

@@ -1,4 +1,4 @@
-"""Counts what is lost or duplicated when the service, the trainer, or both are killed with SIGKILL at random moments.
+"""Count what is lost or duplicated when the service, the trainer, or both are killed with SIGKILL at random moments.
 
 Run: python benchmarks/crash.py [--json FILE] [--quick]
 

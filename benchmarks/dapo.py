@@ -1,4 +1,4 @@
-"""Measures how soon a trainer gets its batches of informative groups, against synchronous rounds and an oracle.
+"""Measure how soon a trainer gets its batches of informative groups, against synchronous rounds and an oracle.
 
 Run: python benchmarks/dapo.py [--json FILE] [--quick]
 
@@ -301,4 +301,4 @@ async def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    run(main, "How soon a trainer has its batches of informative groups.")
+    run(main, "Measure how soon a trainer gets its batches of informative groups.")

@@ -1,4 +1,4 @@
-"""Measures the delivery of a batch of 256 trajectories of 32,000 tokens, as arrays and as JSON.
+"""Measure the delivery of a batch of 256 trajectories of 32,000 tokens, as arrays and as JSON.
 
 Run: python benchmarks/delivery.py [--json FILE] [--quick]
 

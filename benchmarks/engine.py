@@ -117,7 +117,7 @@ def read_turns(file: Path) -> dict[int, list[Turn]]:
 
 async def main() -> None:
     """Serve until the process is ended."""
-    parser = argparse.ArgumentParser(description="A scripted engine that records the times of each turn.")
+    parser = argparse.ArgumentParser(description="Run a scripted engine that records the times of each turn.")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds per turn")
     parser.add_argument("--address", type=Path, required=True, help="write the URL to this file")
     parser.add_argument("--record", type=Path, required=True, help="write the requests to this file")

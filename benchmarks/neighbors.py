@@ -1,4 +1,4 @@
-"""Measures what an attack in one sandbox costs a neighbor and the service, in real Apptainer.
+"""Measure what an attack in one sandbox costs a neighbor and the service, in real Apptainer.
 
 Run: python benchmarks/neighbors.py [--json FILE] [--quick]
 

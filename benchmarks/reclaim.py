@@ -1,4 +1,4 @@
-"""Counts what outlives a service that is killed with SIGKILL while it starts, uses, and closes sandboxes.
+"""Count what outlives a service that is killed with SIGKILL while it starts, uses, and closes sandboxes.
 
 Run: python benchmarks/reclaim.py [--json FILE] [--quick]
 
@@ -260,4 +260,4 @@ async def main(given: Options) -> None:
 
 
 if __name__ == "__main__":
-    run(main, "What outlives a service that is killed.")
+    run(main, "Count what outlives a service that is killed.")

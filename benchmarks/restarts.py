@@ -1,4 +1,4 @@
-"""Counts what is lost or duplicated when the service is restarted with SIGTERM at random moments under load.
+"""Count what is lost or duplicated when the service is restarted with SIGTERM at random moments under load.
 
 Run: python benchmarks/restarts.py [--json FILE] [--quick]
 

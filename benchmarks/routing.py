@@ -1,4 +1,4 @@
-"""Compares routers by their cache hits, how evenly they spread the load, and how long turns take.
+"""Compare routers by their cache hits, how evenly they spread the load, and how long turns take.
 
 Run: python benchmarks/routing.py [--json FILE] [--quick]
 It needs scripts/install-sglang and scripts/install-sglang-router.
@@ -209,4 +209,4 @@ async def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    run(main, "What a router keeps in the engines' caches, and how evenly it spreads.")
+    run(main, "Compare what routers keep in the engines' caches, and how evenly they spread the load.")

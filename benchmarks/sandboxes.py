@@ -1,4 +1,4 @@
-"""Measures the cost of sandboxes: session latency, and the time, CPU time, and memory of each; SWE-ReX for comparison.
+"""Measure the cost of sandboxes: session latency, and the time, CPU time, and memory of each; SWE-ReX for comparison.
 
 Run: python benchmarks/sandboxes.py [--json FILE] [--quick]
 
@@ -30,7 +30,7 @@ if __name__ == "__main__":
     from common import run
     from support.sandbox_costs import main
 
-    run(main, "What sandboxes cost.")
+    run(main, "Measure the cost of sandboxes.")
 else:
     del sys.modules[__name__]
     import_module(__name__)

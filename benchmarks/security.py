@@ -1,4 +1,4 @@
-"""Counts the attacks that the service and its sandboxes withstood, and measures the effect on neighbors.
+"""Count the attacks that the service and its sandboxes withstood, and measure the effect on neighbors.
 
 Run: python benchmarks/security.py [--json FILE] [--quick]
 

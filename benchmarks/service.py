@@ -1,4 +1,4 @@
-"""Measures the service's own cost: the latency added to a turn, turns per second, and memory per waiting rollout.
+"""Measure the service's own cost: the latency added to a turn, turns per second, and memory per waiting rollout.
 
 Run: python benchmarks/service.py [--json FILE] [--quick]
 
@@ -234,4 +234,4 @@ async def throughput(instant: Bench, turns: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    run(main, "What the service itself costs.")
+    run(main, "Measure the service's own cost.")

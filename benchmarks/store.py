@@ -1,4 +1,4 @@
-"""Measures the durable store: submits, claims, stages, results, and reads per second, with 256 callers at once.
+"""Measure the durable store: submits, claims, stages, results, and reads per second, with 256 callers at once.
 
 Run: python benchmarks/store.py [--json FILE] [--quick]
 
@@ -108,4 +108,4 @@ async def main(given: Options) -> None:
 
 
 if __name__ == "__main__":
-    run(main, "How fast the durable store is.")
+    run(main, "Measure how fast the durable store is.")

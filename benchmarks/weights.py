@@ -1,4 +1,4 @@
-"""Measures the cost of weight updates for the rollouts under way, and whether every token is accounted for.
+"""Measure the cost of weight updates for the rollouts under way, and whether every token is accounted for.
 
 Run: python benchmarks/weights.py [--json FILE] [--quick]
 It needs scripts/install-sglang.
@@ -324,4 +324,4 @@ async def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    run(main, "What weight updates cost the rollouts that are under way.")
+    run(main, "Measure the cost of weight updates for the rollouts under way.")

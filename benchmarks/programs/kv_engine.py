@@ -48,7 +48,7 @@ class MeteredEngine(ScriptedEngine):
 
 async def main() -> None:
     """Serve until the process is ended."""
-    parser = argparse.ArgumentParser(description="A scripted engine with a simulated prefix cache.")
+    parser = argparse.ArgumentParser(description="Run a scripted engine with a simulated prefix cache.")
     parser.add_argument("--address", type=Path, required=True, help="write the URL to this file")
     parser.add_argument("--kv-tokens", type=int, required=True, help="room of the cache")
     parser.add_argument("--time-scale", type=float, default=1.0, help="multiplies all times")
