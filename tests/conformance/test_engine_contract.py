@@ -7,6 +7,7 @@ from tokenizers import Tokenizer
 
 from api_schemas.inference import PauseMode
 from api_schemas.trajectories import FinishReason
+from rollout_service.inference.contract import Generation
 from rollout_service.inference.engines.sglang.wire import generate_body
 from rollout_service.inference.errors import BackendRejected, PromptTooLong
 from rollout_service.inference.pool.continuation import Continuation
@@ -20,6 +21,19 @@ SPEAK_SGLANG = [
     "embedded",
     pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.xdist_group("sglang")]),
 ]
+
+
+@pytest.fixture(scope="module")
+def wholes() -> dict[str, Generation]:
+    """Keep each engine's uninterrupted answer, which takes as long as a test and is always the same."""
+    return {}
+
+
+async def uninterrupted(engine, wholes):
+    kind = engine.backend.id
+    if kind not in wholes:
+        wholes[kind] = await engine.generate(PROMPT, max_new_tokens=LONG)
+    return wholes[kind]
 
 
 async def test_every_token_has_a_logprob_and_a_version(engine):
@@ -134,8 +148,8 @@ async def test_an_abort_of_another_request_changes_nothing(engine):
     assert len(result[0].output_ids) == 200
 
 
-async def test_a_request_that_goes_on_after_an_abort_ends_as_if_it_had_not_been(engine):
-    whole = await engine.generate(PROMPT, max_new_tokens=LONG)
+async def test_a_request_that_goes_on_after_an_abort_ends_as_if_it_had_not_been(engine, wholes):
+    whole = await uninterrupted(engine, wholes)
     continuations = []
 
     def begin():
@@ -152,8 +166,8 @@ async def test_a_request_that_goes_on_after_an_abort_ends_as_if_it_had_not_been(
 
 
 @pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
-async def test_a_pause_that_keeps_requests_changes_no_token(engine, mode):
-    whole = await engine.generate(PROMPT, max_new_tokens=LONG)
+async def test_a_pause_that_keeps_requests_changes_no_token(engine, wholes, mode):
+    whole = await uninterrupted(engine, wholes)
     for _ in range(PAUSES):
         async with engine.running(engine.request(PROMPT, max_new_tokens=LONG)) as result:
             await engine.backend.pause(mode)
@@ -193,8 +207,8 @@ async def test_requests_wait_while_the_engine_is_paused(engine):
     assert len(waiting[0].output_ids) == 3
 
 
-async def test_an_update_splits_the_versions_where_it_happened(engine):
-    whole = await engine.generate(PROMPT, max_new_tokens=LONG)
+async def test_an_update_splits_the_versions_where_it_happened(engine, wholes):
+    whole = await uninterrupted(engine, wholes)
     for _ in range(PAUSES):
         async with engine.running(engine.request(PROMPT, max_new_tokens=LONG)) as result:
             await engine.backend.pause(PauseMode.IN_PLACE)

@@ -46,8 +46,8 @@ def test_a_cancellation_at_any_step_leaves_no_process(
                 await anyio.lowlevel.checkpoint()
             tasks.cancel_scope.cancel()
 
-    for step in range(steps):
-        with nothing_uncollected():
+    with nothing_uncollected():
+        for step in range(steps):
             anyio.run(cancelled_after, step)
 
 
