@@ -10,15 +10,19 @@ LONGEST = (
     "test_adapter_trl.py",
     "vllm",
     "conformance of an ordinary user",
+    "wheels",
+    "cli",
+    "docker",
     "a new user",
+    "test_reward_hacks.py",
+    "test_demo.py",
     "test_trainer_run.py",
     "test_kill9.py",
-    "test_reward_hacks.py",
-    "test_runs_crash.py",
-    "docker",
     "openapi",
+    "hang_ups",
+    "test_runs_crash.py",
     "test_restarts.py",
-    "cli",
+    "test_apptainer_hostile.py",
 )
 """Groups, and modules without a group, that take about a minute or more; the longest first."""
 

@@ -18,6 +18,8 @@ from rollout_client.client import RolloutClient
 from tests.support.processes.relay import relay_to
 from tests.support.processes.service import Running, eventually, scripted_engine, service
 
+pytestmark = pytest.mark.xdist_group("hang_ups")
+
 HANG_UPS = 20
 CONFIG = "[sandboxes.pressure]\nenabled = false\n"
 RUN = {

@@ -21,7 +21,7 @@ from tests.support.api.server import wait_until_ready
 pytestmark = pytest.mark.xdist_group("openapi")
 
 KEY = "a-key-of-enough-characters-for-anyone"
-FUZZ_EXAMPLES = os.environ.get("FUZZ_EXAMPLES", "25")
+FUZZ_EXAMPLES = os.environ.get("FUZZ_EXAMPLES", "12")
 SEED = os.environ.get("FUZZ_SEED", "1")
 CHECKS = [
     "not_a_server_error",

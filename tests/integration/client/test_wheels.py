@@ -152,13 +152,6 @@ def test_importing_the_package_imports_nothing_of_weight(trainer):
     assert not HEAVY & set(trainer.run("python", "-c", code).split())
     code = "import sys; from rollout_client import RolloutClient, SyncRolloutClient; print(*sys.modules)"
     assert set(trainer.run("python", "-c", code).split()) & (HEAVY | {"api_schemas"}) == {"anyio"}
-    for module in ("rollout_client", "rollout_client.client"):
-        print(f"import {module}: {_import_seconds(trainer, module):.3f} s")  # noqa: T201 - for -s
-
-
-def _import_seconds(environment: Environment, module: str) -> float:
-    code = f"import time; start = time.perf_counter(); import {module}; print(time.perf_counter() - start)"
-    return min(float(environment.run("python", "-c", code)) for _ in range(3))
 
 
 def test_the_hello_world_trainer_needs_the_client_alone(trainer, address):

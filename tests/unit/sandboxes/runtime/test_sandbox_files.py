@@ -202,6 +202,7 @@ async def main():
             total += len(part)
         assert total == SIZE, total
         await sandbox.exec(["truncate", "-s", "20G", "f"])
+        total = 1 << 26
         async for part in sandbox.read_stream("f"):
             total -= len(part)
             if total <= 0:
