@@ -89,7 +89,7 @@ def test_a_cut_row_stays_aligned():
         [{"role": "user", "content": task_text(Task(environment="calc", instance={"answer": 4}))}],
     ],
 )
-def test_what_a_row_may_look_like(row):
+def test_every_documented_form_of_a_row_is_read(row):
     assert parse_task(row) == Task(environment="calc", instance={"answer": 4})
 
 
@@ -132,7 +132,7 @@ def test_the_address_is_the_command_lines(monkeypatch):
     )
 
 
-async def test_a_rollout_without_a_reward_is_ordered_anew_and_then_an_error():
+async def test_a_rollout_without_a_reward_is_retried_and_then_an_error():
     good, bad = rollout(segment([1, 2], [0, 1])), rollout(reward=None, state=RolloutState.FAILED)
     client = FakeClient(bad, good)
     submitter = client.submitter(retries=2)

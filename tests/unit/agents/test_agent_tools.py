@@ -76,7 +76,7 @@ def test_unknown_and_doubled_names_are_refused():
         by_name([SEARCH, SEARCH])
 
 
-async def test_bash_keeps_its_state_and_shows_what_went_wrong(local_sandbox):
+async def test_bash_keeps_its_state_and_shows_errors(local_sandbox):
     assert await use(local_sandbox, "bash", command="cd /tmp && x=5") == "[no output]"
     assert await use(local_sandbox, "bash", command="echo $PWD $x") == "/tmp 5"
     assert await use(local_sandbox, "bash", command="echo out; (exit 3)") == "out\n[exit code 3]"
@@ -122,7 +122,7 @@ async def test_files_are_read_written_and_edited(local_sandbox):
             await use(local_sandbox, name, **arguments)
 
 
-async def test_a_failed_sandbox_is_no_fault_of_the_policy(local_sandbox):
+async def test_a_failed_sandbox_is_not_blamed_on_the_policy(local_sandbox):
     await local_sandbox.close()
     with pytest.raises(SandboxClosedError):
         await use(local_sandbox, "bash", command="echo")

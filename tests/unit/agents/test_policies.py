@@ -106,7 +106,7 @@ def test_both_policies_have_the_same_tokenizer():
     assert base.read_bytes() == tuned.read_bytes()
 
 
-def test_the_chat_format_is_told_from_the_settings(renderer):
+def test_the_chat_format_is_derived_from_the_settings(renderer):
     assert renderer.name == "qwen3"
     assert [renderer.decode([token]) for token in renderer.stop_token_ids] == ["<|im_end|>", "<|endoftext|>"]
 

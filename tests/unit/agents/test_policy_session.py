@@ -132,14 +132,14 @@ async def test_a_turn_that_its_own_limit_cuts_off_leaves_the_context_alone():
     assert (turn.truncated, turn.context_full) == (True, False)
 
 
-async def test_an_engine_with_a_shorter_context_than_it_said():
+async def test_an_engine_with_a_shorter_context_than_it_stated_is_an_error():
     policy, _ = session([PromptTooLong("too long")])
     with pytest.raises(ContextFullError):
         await policy.respond(QUESTION, max_tokens=20)
 
 
 @pytest.mark.parametrize("broken", [None, BackendUnreachable("gone")])
-async def test_what_was_sampled_stays_exact_after_a_cancellation_or_an_error(broken):
+async def test_sampled_tokens_stay_exact_after_a_cancellation_or_an_error(broken):
     policy, _ = session(["hello", broken])
     await policy.respond(QUESTION, max_tokens=50)
     before = policy.trajectory().segments

@@ -84,7 +84,7 @@ async def test_it_answers_after_its_calls():
     assert played.tool_calls == 2
 
 
-async def test_finish_ends_it_and_nothing_after_is_run():
+async def test_finish_ends_the_agent_and_later_calls_are_not_run():
     recorder = Recorder()
     calls = [call("log", text="a"), call("finish", answer="42"), call("log", text="b")]
     reason, played = await play([turn("", *calls)], recorder)
@@ -92,7 +92,7 @@ async def test_finish_ends_it_and_nothing_after_is_run():
     assert recorder.events == ["+a", "-a"]
 
 
-async def test_what_the_policy_gets_wrong_it_is_told():
+async def test_the_policy_sees_its_mistakes():
     calls = [
         malformed_call(),
         call("log"),

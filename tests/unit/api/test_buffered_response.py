@@ -50,7 +50,7 @@ async def test_pieces_are_made_while_one_is_sent_and_no_more_than_wait() -> None
     assert sent == PIECES
 
 
-async def test_nothing_is_made_once_the_client_has_gone() -> None:
+async def test_nothing_is_produced_once_the_client_has_gone() -> None:
     made = Made()
     stuck = anyio.Event()
 

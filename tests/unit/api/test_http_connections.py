@@ -33,7 +33,7 @@ def test_a_flood_from_one_address_displaces_itself() -> None:
     assert bench.connections.counts() == {"pending": 3, "idle": 0, "busy": 0}
 
 
-def test_admitted_connections_take_no_place_of_pending_ones_and_lose_none_to_them() -> None:
+def test_admitted_and_pending_connections_have_separate_places() -> None:
     bench = Bench(admitted=2, pending=1)
     assert bench.add("a").admit()
     assert bench.add("b").admit()
@@ -97,5 +97,5 @@ def test_a_limit_that_the_process_cannot_bear_is_refused() -> None:
         ("", ""),
     ],
 )
-def test_who_counts_as_one_peer(address: str, site: str) -> None:
+def test_addresses_are_grouped_into_peers(address: str, site: str) -> None:
     assert network_of(address) == site

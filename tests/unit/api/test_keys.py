@@ -75,7 +75,7 @@ def test_every_route_has_the_role_that_the_table_gives() -> None:
         ("POST", "/new"),
     ],
 )
-def test_what_is_not_named_needs_admin(method: str, path: str) -> None:
+def test_routes_without_a_named_role_need_admin(method: str, path: str) -> None:
     assert needed_role(method, path) is Role.ADMIN
 
 
@@ -161,7 +161,7 @@ def test_a_file_that_is_wrong_at_the_start_is_refused(tmp_path: Path, text: str 
     assert "a-key" not in str(refused.value)
 
 
-def test_a_file_that_others_may_read_is_told(tmp_path: Path) -> None:
+def test_a_file_that_others_may_read_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(FILE.format(name="old"))
     path.chmod(0o644)

@@ -36,7 +36,7 @@ def operations(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
             yield path, operation
 
 
-def test_errors_of_one_status_are_told_together() -> None:
+def test_errors_of_one_status_are_documented_together() -> None:
     declared = raises(NotFoundError, ConflictError, UnknownBackend)
     assert set(declared) == {404, 409}
     assert "`not_found`: " in declared[404]["description"]
@@ -144,7 +144,7 @@ async def test_the_page_loads_without_a_key_and_from_this_host_alone(http: httpx
 
 
 @pytest.mark.anyio
-async def test_what_is_beside_the_page_needs_a_key(http: httpx.AsyncClient) -> None:
+async def test_other_routes_than_the_page_need_a_key(http: httpx.AsyncClient) -> None:
     async with http:
         for path in ["/metrics", "/docsx", "/openapi.json/", "/v1/runs"]:
             assert (await http.get(path)).status_code == 401, path

@@ -26,7 +26,7 @@ def test_a_problem_names_the_path_and_the_nearest_field(document, said):
     assert said in describe_problems(caught.value, RunRequest)
 
 
-def test_what_is_not_json_is_said():
+def test_invalid_json_is_reported():
     with pytest.raises(ValidationError) as caught:
         RunRequest.model_validate_json("{")
     assert describe_problems(caught.value, RunRequest)[0].startswith("not valid JSON: ")

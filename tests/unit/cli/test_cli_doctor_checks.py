@@ -17,7 +17,7 @@ def facts() -> HostFacts:
     return read_host_facts({"PATH": ""})
 
 
-def test_root_without_the_capability_to_mount_is_told_so(facts: HostFacts) -> None:
+def test_root_without_the_capability_to_mount_is_warned(facts: HostFacts) -> None:
     (found,) = check_mounts(replace(facts, is_root=True, sys_admin=False))
     assert (found.state, found.name) == ("missing", "mounting images")
     assert "CAP_SYS_ADMIN" in found.found

@@ -55,7 +55,7 @@ def test_splits_are_counted():
     assert "4224 instances (held_out 128, train 4096)" in invoke("env", "check", "calc").stdout
 
 
-def test_what_is_wrong_with_an_environment_is_found(tmp_path):
+def test_faults_of_an_environment_are_found(tmp_path):
     dataset = [{"question": "a", "split": "train"}, {"question": "b"}, {"answer": "c", "split": "train"}]
     path = folder(tmp_path / "mine", dataset, "bash /environment/grade.sh", "none-such")
     result = invoke("env", "check", path)
@@ -71,11 +71,11 @@ def test_what_is_wrong_with_an_environment_is_found(tmp_path):
 
 
 @pytest.mark.apptainer
-def test_a_good_environment_has_nothing_wrong(tmp_path):
+def test_a_good_environment_has_no_findings(tmp_path):
     result = invoke("env", "check", folder(tmp_path / "mine", [{"question": "a"}]))
     assert result.stdout.endswith("1 instance\nnothing is wrong\n"), result.stdout
     assert result.exit_code == 0
 
 
-def test_the_version_is_said():
+def test_the_version_is_printed():
     assert invoke("--version").stdout == f"rollout-service {__version__}\n"

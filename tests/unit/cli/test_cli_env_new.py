@@ -20,13 +20,13 @@ def test_the_new_environment_loads_and_its_instances_pass(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../x", "-x", "x" * 65])
-def test_a_name_that_is_none_is_refused_and_nothing_is_made(tmp_path, name):
+def test_an_invalid_name_is_refused_and_nothing_is_created(tmp_path, name):
     with pytest.raises(CommandError, match="not a valid name"):
         make_environment(name, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_there_is_not_overwritten(tmp_path):
+def test_an_existing_folder_is_not_overwritten(tmp_path):
     (tmp_path / "mine").mkdir()
     with pytest.raises(CommandError, match="already exists"):
         make_environment("mine", tmp_path)

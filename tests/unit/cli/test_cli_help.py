@@ -56,7 +56,7 @@ def test_help_imports_nothing_heavy():
 @pytest.mark.parametrize(
     "command", [("backends", "list"), ("backends", "add", "http://x:1"), ("watch",), ("env", "list")]
 )
-def test_a_server_that_is_not_there_is_said_with_what_to_do(command, free_tcp_port):
+def test_the_error_for_an_unreachable_server_says_what_to_do(command, free_tcp_port):
     result = invoke(*command, "--url", f"http://127.0.0.1:{free_tcp_port}")
     assert result.exit_code == 1
     assert f"no answer from http://127.0.0.1:{free_tcp_port}" in result.stderr

@@ -59,7 +59,7 @@ def test_a_file_is_not_copied(tmp_path):
         assert path == file
 
 
-def test_what_cannot_be_read_is_named(tmp_path):
+def test_unreadable_input_is_named(tmp_path):
     for read in (read_whole, lambda path: reread(path).__enter__()):
         with pytest.raises(CommandError, match="missing cannot be read: No such file"):
             read(tmp_path / "missing")

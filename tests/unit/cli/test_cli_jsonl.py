@@ -56,7 +56,7 @@ def test_ids_follow_from_the_file_so_that_a_second_run_orders_nothing_twice(read
     assert changed[1].rollout_id != first[1].rollout_id
 
 
-def test_an_id_of_the_callers_own_is_kept_and_may_be_there_once(read):
+def test_a_callers_own_id_is_kept_and_must_be_unique(read):
     line = LINE.replace("{", '{"rollout_id": "mine", ', 1)
     requests, bad, file = read(f"{line}\n{line}\n")
     assert [item.rollout_id for item in requests] == ["mine"]

@@ -42,6 +42,6 @@ def test_a_bad_line_is_named(script, text, said):
         read_turns(script(text))
 
 
-def test_a_file_that_is_not_there_is_said(tmp_path):
+def test_a_missing_file_is_reported(tmp_path):
     with pytest.raises(CommandError, match="cannot be read"):
         read_turns(tmp_path / "none.jsonl")

@@ -149,7 +149,7 @@ NODE = NodeView(
 )
 
 
-def test_what_is_watched_is_readable_on_80_columns():
+def test_the_view_is_readable_on_80_columns():
     view = ServerView(counts=dict.fromkeys(RolloutState, 12_345), backends=[BACKEND], nodes=[NODE])
     console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
     console.print(view)

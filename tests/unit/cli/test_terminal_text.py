@@ -52,7 +52,7 @@ def test_any_text_becomes_printable_and_stays_so(text):
     assert json.loads(escape_controls_in_json(document)) == json.loads(document)
 
 
-def test_what_is_shown_tells_what_was_there():
+def test_the_printed_text_shows_the_original_characters():
     assert escape_controls("a\x1b[2J\n\tb\u202e") == "a\\x1b[2J\n\tb\\u202e"
     assert escape_controls("größer 数学 👩‍🔬") == "größer 数学 👩‍🔬"
 

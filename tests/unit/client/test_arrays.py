@@ -67,7 +67,7 @@ def test_a_trajectory_is_read_as_it_was_written(trajectory: Trajectory) -> None:
 
 
 @pytest.mark.parametrize("token", [2**31, -(2**40)])
-def test_what_does_not_fit_the_columns_is_kept_too(token: int) -> None:
+def test_a_trajectory_that_does_not_fit_the_columns_is_kept_too(token: int) -> None:
     trajectory = sample_trajectory([token, 1])
     assert trajectory_codec.decode(trajectory_codec.encode(trajectory)) == trajectory
 
@@ -258,7 +258,7 @@ def test_a_group_that_changed_is_not_sent_as_what_it_was() -> None:
         written(file)
 
 
-def test_a_column_that_was_sent_is_let_go() -> None:
+def test_a_column_is_released_once_it_was_sent() -> None:
     packed = trajectory_codec.encode(sample_trajectory(list(range(10_000))))
     (columns,) = trajectory_codec.columns_of(packed)
     rest = columns.without("token_ids")

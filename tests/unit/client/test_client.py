@@ -144,7 +144,7 @@ async def test_patience_begins_with_the_failure_and_not_with_the_call():
         assert (await client.submit(request(), wait_seconds=1.0)).state is RolloutState.COMPLETED
 
 
-async def test_a_request_that_came_too_slowly_is_sent_again():
+async def test_a_request_that_got_a_408_is_sent_again():
     client, seen = answering(problem(408), httpx.Response(408), ok(rollout("r-1")))
     async with client:
         await client.submit(request())
@@ -187,7 +187,7 @@ UNREADY = {"ready": False, "reasons": ["no backend is in service"]}
         (httpx.Response(502, text="bad gateway"), [f"{URL}/ready answered 502: bad gateway"]),
     ],
 )
-async def test_readiness_tells_what_is_known_whoever_answers(answer, said):
+async def test_readiness_is_reported_whoever_answers(answer, said):
     client, seen = answering(answer)
     async with client:
         readiness = await client.readiness()
@@ -204,7 +204,7 @@ async def test_readiness_tells_what_is_known_whoever_answers(answer, said):
         (httpx.ConnectError("down"), UnreachableError),
     ],
 )
-async def test_an_answer_that_says_nothing_of_readiness_is_an_error(answer, kind):
+async def test_an_answer_without_readiness_is_an_error(answer, kind):
     client, seen = answering(answer)
     async with client:
         with pytest.raises(kind):
@@ -295,7 +295,7 @@ async def test_run_all_gives_each_exactly_once():
     assert 1 < server.most_at_work <= 8
 
 
-async def test_run_all_hands_out_refused_requests_and_goes_on():
+async def test_run_all_yields_refused_requests_and_continues():
     refused = []
     async with RolloutClient(URL, transport=httpx.MockTransport(Flaky())) as client:
         batch = client.run_all(
@@ -307,7 +307,7 @@ async def test_run_all_hands_out_refused_requests_and_goes_on():
     assert refused == [("bad-1", "invalid_field")]
 
 
-async def test_run_all_raises_what_it_cannot_hand_out():
+async def test_run_all_raises_errors_it_cannot_yield():
     async with RolloutClient(URL, transport=httpx.MockTransport(Flaky())) as client:
         with pytest.raises(InvalidRequestError):
             [result async for result in client.run_all([request("bad-1")])]
@@ -403,7 +403,7 @@ class Quiet(Cut):
         raise httpx.ReadError("cut")
 
 
-async def test_a_stream_without_events_that_breaks_off_is_taken_up_again():
+async def test_a_stream_that_breaks_off_without_events_is_resumed():
     client, seen = answering(
         httpx.Response(200, stream=Quiet(b": ping\n: ping\n")),
         httpx.Response(200, stream=Quiet(b": ping\n: ping\n")),

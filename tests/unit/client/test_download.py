@@ -59,7 +59,7 @@ def http(status: str, body: bytes, length: int | None) -> bytes:
 
 
 @pytest.mark.parametrize("length", [300_000, None])
-async def test_a_body_comes_whole(length: int | None) -> None:
+async def test_a_body_arrives_complete(length: int | None) -> None:
     async with answering(http("200 OK", bytes(range(250)) * 1_200, length)) as (url, asked):
         response, content = await fetch(url)
         assert (response.status_code, response.headers["content-type"]) == (200, "a/b")
@@ -79,13 +79,13 @@ async def test_nothing_and_failures() -> None:
 
 
 @pytest.mark.parametrize("answer", [http("200 OK", b"half", 8), b"", b"nonsense\r\n\r\n"])
-async def test_what_breaks_off_is_a_transport_error(answer: bytes) -> None:
+async def test_a_broken_response_is_a_transport_error(answer: bytes) -> None:
     async with answering(answer) as (url, _):
         with pytest.raises(httpx.TransportError):
             await fetch(url)
 
 
-async def test_a_server_that_says_nothing_is_given_up() -> None:
+async def test_a_silent_server_is_given_up() -> None:
     async with answering(http("200 OK", b"half", 8), hang=True) as (url, _):
         with pytest.raises(httpx.ReadTimeout):
             await fetch(url, seconds=0.05)

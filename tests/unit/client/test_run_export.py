@@ -95,7 +95,7 @@ def lines(*models: ExportedRun | ExportedSample | ExportEnd) -> bytes:
 
 
 @given(st.lists(samples(), max_size=4), st.booleans())
-def test_what_is_read_is_what_was_written(written: list[ExportedSample], packed: bool) -> None:
+def test_the_data_read_is_the_data_written(written: list[ExportedSample], packed: bool) -> None:
     data = lines(ExportedRun(run=RUN), *written, ExportEnd(samples=len(written)))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run"
@@ -108,7 +108,7 @@ def test_what_is_read_is_what_was_written(written: list[ExportedSample], packed:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kept", [0, 1, 10, -1, -3])
-def test_a_file_that_was_cut_off_is_no_shorter_run(tmp_path: Path, kept: int, packed: bool) -> None:
+def test_a_truncated_file_is_not_taken_for_a_shorter_run(tmp_path: Path, kept: int, packed: bool) -> None:
     data = lines(ExportedRun(run=RUN), ExportEnd(samples=0))
     path = tmp_path / "run"
     path.write_bytes((gzip.compress(data) if packed else data)[: kept if kept != -1 else -2])

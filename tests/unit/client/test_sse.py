@@ -35,15 +35,15 @@ def test_events_survive_any_cut_and_any_line_end(messages, end, cuts):
     assert events((stream + ":").encode(), cuts) == expected
 
 
-def test_a_line_separator_inside_of_json_ends_no_line():
+def test_a_line_separator_inside_of_json_does_not_end_the_line():
     assert events('data: "a\u2028b\x85c"\n\n'.encode())[0].data == '"a\u2028b\x85c"'
 
 
-def test_comments_and_unknown_fields_are_passed_over():
+def test_comments_and_unknown_fields_are_ignored():
     assert events(b": alive\nretry: 10\nwhat: ever\n\n") == []
 
 
-def test_an_event_without_its_empty_line_is_not_given():
+def test_an_event_without_its_empty_line_is_not_yielded():
     assert events(b"data: half\n") == []
 
 
@@ -51,7 +51,7 @@ def test_the_id_stays_until_another_comes():
     assert [event.id for event in events(b"id: 7\ndata: a\n\ndata: b\n\n")] == ["7", "7"]
 
 
-def test_an_id_without_data_is_no_event_but_where_to_resume():
+def test_an_id_without_data_is_a_resume_point_and_not_an_event():
     parser = SSEParser()
     assert list(parser.feed(b"id: 7\n\nid: 8\n")) == []
     assert parser.last_id == "7", "what follows the line may be cut off"

@@ -87,7 +87,7 @@ def test_calls_and_loops_give_what_the_asynchronous_ones_give() -> None:
             blocking.get("nobody")
 
 
-def test_a_loop_that_is_left_leaves_nothing() -> None:
+def test_a_loop_that_is_left_early_leaves_no_thread() -> None:
     before = threading.active_count()
     with client() as blocking:
         for event in blocking.events(after=0):

@@ -100,7 +100,7 @@ def test_a_process_id_that_is_used_again_is_another_process():
     assert replace(mine, started=mine.started - 1).is_gone()
 
 
-def test_what_cannot_be_seen_from_here_is_not_gone(other):
+def test_a_service_that_cannot_be_seen_is_not_taken_for_dead(other):
     other.kill()
     theirs = ServiceIdentity.parse(other.owner)
     assert not replace(theirs, boot="00000000-0000-4000-8000-000000000000").is_gone(), "another machine"

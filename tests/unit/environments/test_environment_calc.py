@@ -96,7 +96,7 @@ def test_an_instance_without_an_integer_is_refused(answer):
         environment.check({"question": "?", "answer": answer})
 
 
-def test_the_policy_is_told_of_one_tool():
+def test_the_policy_is_offered_one_tool():
     [tool] = environment.tool_definitions()
     assert tool["function"]["name"] == "python"
     assert list(tool["function"]["parameters"]["properties"]) == ["code"]

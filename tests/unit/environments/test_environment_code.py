@@ -60,7 +60,7 @@ async def test_part_of_the_tests_is_no_reward(sandboxes):
     assert (score.reward, score.parts) == (0.0, {"submitted": 1.0, "tests_passed": 0.5})
 
 
-async def test_no_program_is_no_reward(sandboxes):
+async def test_a_missing_program_gets_no_reward(sandboxes):
     trial = await play(environment, task("assert f(2) == 4"), ScriptedPolicy(["f is easy"]), sandboxes)
     assert (trial.score.reward, trial.score.parts["submitted"]) == (0.0, 0.0)
 
@@ -113,7 +113,7 @@ async def test_the_agent_finds_no_tests(sandboxes):
     assert policy.messages[3].content == "[exit code 1]"
 
 
-async def test_a_sandbox_without_python_is_no_zero(sandboxes, monkeypatch):
+async def test_a_sandbox_without_python_is_not_a_zero(sandboxes, monkeypatch):
     monkeypatch.setattr("rollout_service.environments.builtin.code.environment.LIMITED", "exit 127")
     with pytest.raises(EnvironmentFailedError, match="cannot run python3"):
         await submit(sandboxes, "def f(x): return 9", task("assert f(3) == 9"))
@@ -181,7 +181,7 @@ def test_a_bad_instance_is_refused_with_the_path(instance, path):
 @pytest.mark.parametrize(
     "line", ["", "nonsense", "[" * 100_000, '{"list": 1}', '{"odd": []}', '{"a": 1, "b": 2}', '{"dict": [1]}']
 )
-def test_values_that_are_none_are_refused(line):
+def test_invalid_values_are_refused(line):
     question = Question.of("f(1)")
     with pytest.raises(ValueError):
         question.value(f"noise\n{question.marker}{line}\n".encode())

@@ -67,7 +67,7 @@ def test_mistakes_are_named_with_their_place(text, messages):
         (MINIMAL + "[limits]\nmax_turns = 0\n", ""),
     ],
 )
-def test_the_hint_lists_the_keys_that_there_are(text, hint):
+def test_the_hint_lists_the_known_keys(text, hint):
     with pytest.raises(ConfigurationError) as caught:
         read_declaration(text, where="here")
     assert caught.value.hint.startswith(hint)
@@ -98,14 +98,14 @@ def test_the_hint_lists_the_keys_that_there_are(text, hint):
         (MINIMAL + '[dataset]\npath = "list.jsonl"\n', "list.jsonl:1 is not a JSON object"),
     ],
 )
-def test_what_does_not_fit_the_folder_is_found_too(tmp_path, text, message):
+def test_a_mismatch_with_the_folder_is_found_too(tmp_path, text, message):
     write(tmp_path, text, bad__jsonl='{"a": 1}\n{\n', list__jsonl="[1]\n")
     with pytest.raises(ConfigurationError) as caught:
         load_folder(tmp_path)
     assert message in str(caught.value)
 
 
-def test_an_image_beside_the_file_is_found(tmp_path):
+def test_an_image_next_to_the_file_is_found(tmp_path):
     write(tmp_path, MINIMAL.replace('"base"', '"own.sif"'), own__sif="image")
     assert load_folder(tmp_path).spec.image == str(tmp_path / "own.sif")
 

@@ -63,7 +63,7 @@ async def test_the_example_of_the_documentation(sandboxes, number, reward):
     assert "the sea is calm" in trial.episode.policy.messages[3].content
 
 
-async def test_what_the_agent_did_not_make_is_not_there(sandboxes):
+async def test_missing_files_of_the_agent_score_zero(sandboxes):
     env = load_folder(WORDCOUNT)
     trial = await run(env, sandboxes, instance=env.dataset()[1])
     assert (trial.score.reward, trial.score.parts["answered"]) == (0.0, 0.0)
@@ -138,7 +138,7 @@ open(os.environ["ROLLOUT_RESULT"], "w").write(json.dumps({"reward": 0.0}))'"""
         ("echo '{\"reward\": NaN}' > $ROLLOUT_RESULT", "finite"),
     ],
 )
-async def test_a_grader_that_fails_is_no_zero(tmp_path, sandboxes, evaluate, message):
+async def test_a_failed_grader_is_not_a_zero(tmp_path, sandboxes, evaluate, message):
     with pytest.raises(EnvironmentFailedError, match=message) as caught:
         await run(environment(tmp_path / "e", evaluate), sandboxes)
     assert caught.value.hint
@@ -161,7 +161,7 @@ async def test_sessions_are_in_the_working_folder_that_init_made(tmp_path, sandb
     assert told == ["new", "new"]
 
 
-async def test_an_init_that_leaves_no_working_folder_is_told_so(tmp_path, sandboxes):
+async def test_an_init_that_removes_the_working_folder_is_reported(tmp_path, sandboxes):
     env = environment(tmp_path / "e", "true", 'here=$PWD; cd ..; rm -rf "$here"')
     with pytest.raises(EnvironmentFailedError, match="left no working folder"):
         await run(env, sandboxes, "true")
@@ -190,12 +190,12 @@ async def test_an_init_that_fails_says_what_it_printed(tmp_path, sandboxes):
         '{"reward": ' + "9" * 5_000 + "}",
     ],
 )
-def test_a_result_that_is_no_score_is_refused(data):
+def test_a_result_that_is_not_a_score_is_refused(data):
     with pytest.raises(EnvironmentFailedError, match="no usable result"):
         parse_score(data.encode())
 
 
-def test_a_result_that_is_one():
+def test_a_valid_score_is_accepted():
     assert parse_score(b'{"reward": 1}').reward == 1.0
     assert parse_score(json.dumps({"reward": -0.5, "parts": {"a": 2}}).encode()).parts == {"a": 2.0}
 

@@ -74,7 +74,7 @@ def test_memory_that_runs_out_is_a_verdict_only_after_the_gold_answer_was_read(m
         assert said == [math_worker.GOLD_READ, MathVerdict.TOO_COSTLY]
 
 
-async def test_a_worker_that_dies_is_no_verdict_and_is_replaced():
+async def test_a_dead_worker_is_not_a_verdict_and_is_replaced():
     verifier = MathVerifier(processes=1)
     assert await verifier.compare("3", "3") is MathVerdict.EQUAL
     [worker] = verifier._idle

@@ -70,7 +70,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
     assert caught.value.context == {"environments": ["calc", "math"]}
 
 
-def test_what_is_broken_does_not_hide_the_others(tmp_path, monkeypatch):
+def test_a_broken_entry_does_not_hide_the_others(tmp_path, monkeypatch):
     plugins = [
         plugin("good", "instance", monkeypatch),
         plugin("made", "factory", monkeypatch),

@@ -64,7 +64,7 @@ def test_fields_with_names_of_methods_are_fields():
         "{{ range(10 ** 9) | list }}",
     ],
 )
-def test_what_a_template_may_not_do_is_an_error_of_the_field(source):
+def test_a_forbidden_template_operation_is_an_error_of_the_field(source):
     instance = {"n": 1}
     with pytest.raises(InvalidFieldError):
         render(source, instance)

@@ -64,7 +64,7 @@ def test_begins_as_many_as_are_needed_with_this_confidence_and_no_more(need, und
 
 
 @given(st.integers(1, 100), st.integers(0, 100))
-def test_needs_are_met_before_more_is_begun(need, running):
+def test_needs_are_met_before_more_is_started(need, running):
     acceptance = learned(0.5)
     first = groups_needed(need=need, under_way={}, acceptance=acceptance, confidence=CONFIDENCE)
     under_way = {NEW: min(running, first)} if running else {}
@@ -154,7 +154,7 @@ def test_cutting_off_does_not_lower_the_limit():
     assert last == pytest.approx(math.exp(1.2816), rel=0.3)
 
 
-def test_when_too_many_are_cut_off_nothing_more_is():
+def test_no_more_are_cut_off_after_too_many():
     times = CompletionTimes(fewest=4)
     for _ in range(4):
         times.add(1.0)

@@ -101,7 +101,7 @@ def test_an_unknown_filter_is_refused_with_the_nearest():
         ("accuracy_band", {"low": 2}, "body.filters.2.options.low"),
     ],
 )
-def test_a_wrong_option_is_told_with_its_path(name, options, path):
+def test_the_error_for_a_wrong_option_has_its_path(name, options, path):
     with pytest.raises(InvalidFieldError) as caught:
         FilterRegistry().make(name, options, field="body.filters.2")
     assert [field.path for field in caught.value.fields] == [path]
@@ -135,7 +135,7 @@ def _loaded(plugin, value):
         (EntryPoint("broken", "math:sqrt", "rollout_service.filters"), "not a GroupFilter"),
     ],
 )
-def test_a_broken_plug_in_hides_no_other_filter(plugin, message):
+def test_a_broken_plug_in_does_not_hide_other_filters(plugin, message):
     registry = FilterRegistry.load(plugins=[plugin])
     assert registry.make("zero_variance") == ZeroVariance()
     with pytest.raises(ConfigurationError, match=message):

@@ -16,7 +16,7 @@ claims = st.dictionaries(
 
 
 @given(st.lists(st.tuples(claims, st.integers(0, 20)), max_size=20))
-def test_no_more_than_claimed_nor_than_there_is_and_nothing_is_left_over(rounds):
+def test_shares_never_exceed_claims_and_use_all_there_is(rounds):
     scheduler = FairScheduler()
     for asked, places in rounds:
         granted = scheduler.grant(asked, places)
@@ -40,7 +40,7 @@ def test_shares_follow_the_weights(weights, places):
 
 
 @given(st.integers(1, 400))
-def test_a_higher_priority_goes_first_and_a_lower_one_goes_on(turns):
+def test_a_higher_priority_goes_first_and_a_lower_one_continues(turns):
     scheduler, had = FairScheduler(), Counter()
     for _ in range(turns):
         had.update(scheduler.grant({"high": Claim(1, 5), "low": Claim(1, 0)}, 1))
@@ -66,7 +66,7 @@ def test_time_that_was_not_used_gives_no_claim():
     assert abs(both["a"] - both["late"]) <= 100 / STARVATION_TURNS + 1
 
 
-def test_a_run_that_left_and_comes_back_does_not_wait_for_the_others_to_catch_up():
+def test_a_returning_run_does_not_wait_for_the_others_to_catch_up():
     scheduler = FairScheduler()
     scheduler.grant({"a": Claim(ENDLESS), "b": Claim(ENDLESS)}, 1_000)
     scheduler.grant({"b": Claim(ENDLESS)}, 1_000)

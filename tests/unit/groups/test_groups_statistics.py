@@ -35,7 +35,7 @@ def test_leave_one_out_is_the_reward_less_the_mean_of_the_others(given_rewards):
 
 
 @given(entries)
-def test_group_norm_is_a_standard_score_over_what_is_there(given_rewards):
+def test_group_norm_is_a_standard_score_over_the_rewards_present(given_rewards):
     present = there(given_rewards)
     advantages = group_normalized(given_rewards)
     assert [value is None for value in advantages] == [

@@ -120,7 +120,7 @@ async def test_all_artifacts_together_stay_within_the_budget():
     await budget.reserve(8 * MIB)  # the whole budget was returned
 
 
-async def test_small_artifacts_wait_for_nobody_and_cancelled_ones_give_back():
+async def test_small_artifacts_do_not_wait_and_cancelled_ones_release_their_room():
     budget = DiskBudget(4 * MIB)
     await budget.reserve(4 * MIB)
     artifacts = Artifacts(budget, limit=2 * MIB)
@@ -159,7 +159,7 @@ def spec(**changes):
         "w",
     ],
 )
-def test_places_of_programs_are_no_artifacts(path):
+def test_folders_of_programs_are_not_artifacts(path):
     with pytest.raises(ConfigurationError, match="artifact"):
         Code(spec(artifacts=[path]))
 
@@ -194,7 +194,7 @@ def written_by(pid):
     return psutil.Process(pid).io_counters().write_chars
 
 
-async def test_a_pack_that_is_cancelled_while_it_waits_for_room_ends_its_reader_first(tmp_path):
+async def test_a_pack_cancelled_while_waiting_for_room_ends_its_reader_first(tmp_path):
     provider = make_provider(LocalConfig(provider="local"), tmp_path / "state")
     source, wanted = SandboxSource(provider, artifacts_bytes=4 * MIB), spec(artifacts=["/workspace"])
     left = set()

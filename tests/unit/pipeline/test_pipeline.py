@@ -341,7 +341,7 @@ async def test_a_program_of_the_agent_runs_where_the_grader_never_is() -> None:
 
 
 @pytest.mark.parametrize("ended_at", [1, 2])
-async def test_an_agent_that_ended_the_sandbox_it_is_scored_in_gets_nothing(ended_at: int) -> None:
+async def test_an_agent_that_ends_the_sandbox_of_its_evaluation_gets_zero(ended_at: int) -> None:
     provider = CountingProvider(ended_at=[ended_at])
     environment = Played(image="any", evaluate_in=EvaluateIn.SAME, runs_submission=True)
     async with bench(environment, provider=provider) as b:
@@ -447,7 +447,7 @@ class InTurn:
 
 
 @pytest.mark.parametrize("ceiling", [2, 3, 5])
-async def test_graders_and_agents_that_wait_for_each_others_places_all_get_on(ceiling: int) -> None:
+async def test_graders_and_agents_that_wait_for_each_other_all_finish(ceiling: int) -> None:
     """Graded in place, a rollout holds a sandbox and needs a worker; graded afresh, it is the other way around."""
 
     async def work(_: Episode) -> None:
@@ -543,7 +543,7 @@ async def test_an_unknown_exception_says_that_it_is_a_defect() -> None:
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
-async def test_a_reward_that_is_no_number_is_a_failure(reward: float) -> None:
+async def test_a_reward_that_is_not_a_number_is_a_failure(reward: float) -> None:
     async def score(_: Episode) -> Score:
         return Score(reward)
 
@@ -625,7 +625,7 @@ async def test_a_shutdown_hands_back_what_could_not_end() -> None:
         assert (rollout.state, rollout.attempt) == (RolloutState.COMPLETED, 1)
 
 
-async def test_a_crash_counts_as_an_attempt_and_not_for_ever() -> None:
+async def test_a_crash_counts_as_an_attempt_up_to_the_limit() -> None:
     store = await SqliteStore.open(":memory:")
     await store.submit(RolloutRequest(rollout_id="r", task=Task(environment="played")))
     await store.submit(RolloutRequest(rollout_id="queued", task=Task(environment="played")))
@@ -709,7 +709,7 @@ async def test_rollouts_wait_for_their_pool_and_lose_nothing_by_it() -> None:
         await b.idle()
 
 
-async def test_a_pool_that_goes_before_an_attempt_begins_takes_no_attempt_and_no_place() -> None:
+async def test_a_pool_lost_before_an_attempt_begins_costs_no_attempt_and_no_place() -> None:
     release = anyio.Event()
 
     async def init(_: Episode) -> None:
@@ -818,7 +818,7 @@ async def test_stop_begins_nothing_until_start() -> None:
         assert (await b.result("r")).state is RolloutState.COMPLETED
 
 
-async def test_take_all_takes_what_there_is() -> None:
+async def test_take_all_takes_everything_available() -> None:
     semaphore = anyio.Semaphore(5)
     await semaphore.acquire()
     assert await acquire_available(semaphore) == 4

@@ -18,7 +18,7 @@ def architecture(root: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_the_house_is_in_order() -> None:
+def test_the_checkout_breaks_no_rule() -> None:
     ran = architecture(ROOT)
     assert ran.returncode == 0, ran.stderr
     assert "rollout_service/inference/pool" in ran.stdout

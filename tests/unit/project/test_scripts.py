@@ -36,7 +36,7 @@ def test_every_script_has_help(name):
     assert f"scripts/{name}" in result.stdout
 
 
-def test_what_the_chosen_tests_are_marked_with_is_installed():
+def test_the_markers_of_the_chosen_tests_decide_what_is_installed():
     chosen = ["tests/conformance/test_engine_kv.py", "-k", "embedded or vllm"]
     done = subprocess.run(
         [SCRIPTS / "test", "--dry-run", *chosen], capture_output=True, text=True, check=True
@@ -44,7 +44,7 @@ def test_what_the_chosen_tests_are_marked_with_is_installed():
     assert done.stdout.split() == ["trainer", "systemd", "vllm"]
 
 
-def test_an_ordinary_user_is_told_what_an_administrator_must_run(tmp_path):
+def test_an_ordinary_user_sees_what_an_administrator_must_run(tmp_path):
     code = "id() { echo 1000; }\nneeds_admin Apptainer scripts/install-apptainer; echo not reached"
     result = bash(code, tmp_path)
     assert result.returncode == 1
@@ -52,7 +52,7 @@ def test_an_ordinary_user_is_told_what_an_administrator_must_run(tmp_path):
     assert "not reached" not in result.stdout
 
 
-def test_a_python_that_is_too_old_is_said_with_what_to_install(tmp_path):
+def test_the_error_for_an_old_python_says_what_to_install(tmp_path):
     result = bash("find_python", tmp_path, ROLLOUT_PYTHON="/bin/false")
     assert result.returncode == 1
     assert "no Python 3.11 or newer" in result.stderr
@@ -69,7 +69,7 @@ def test_a_step_that_fails_shows_the_end_of_its_output_and_ends_the_script(tmp_p
     assert "on" not in result.stdout.split()
 
 
-def test_a_base_image_that_is_there_is_not_built_again_by_another_checkout(tmp_path):
+def test_an_existing_base_image_is_not_built_again_by_another_checkout(tmp_path):
     (tmp_path / "base.sif").touch()
     code = "ensure_uv() { fail 'it would be built'; }; ensure_base_image; echo ready"
     result = bash(code, tmp_path, ROLLOUT_IMAGES_DIR=str(tmp_path))

@@ -43,7 +43,7 @@ def test_a_worker_gets_the_longest_tests_first(tmp_path: Path) -> None:
     assert ran == ["test_c", "test_grouped", "test_b", "test_alone"]
 
 
-def test_what_is_given_first_exists() -> None:
+def test_the_modules_given_first_exist() -> None:
     modules = {path.name: path.read_text() for path in TESTS.rglob("test_*.py")}
     groups = set(re.findall(r'xdist_group\("([^"]+)"\)', "".join(modules.values())))
     assert set(LONGEST) <= groups | set(modules)

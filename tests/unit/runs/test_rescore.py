@@ -173,7 +173,7 @@ async def test_a_program_is_written_and_tested_again(bench: Bench) -> None:
     assert result.differences == []
 
 
-async def test_another_version_scores_beside_the_old_reward(bench: Bench) -> None:
+async def test_another_version_is_scored_next_to_the_old_reward(bench: Bench) -> None:
     recorded = await bench.roll_out("code", SQUARE, RIGHT)
     result = await bench.rescore(recorded, environment="code-v2")
     assert (result.environment, result.recorded_reward, result.reward) == ("code-v2", 1.0, 0.5)
@@ -182,7 +182,7 @@ async def test_another_version_scores_beside_the_old_reward(bench: Bench) -> Non
         await bench.rescore(recorded, environment="code-v3")
 
 
-async def test_what_comes_out_otherwise_is_told(bench: Bench, tmp_path: Path) -> None:
+async def test_a_different_tool_output_is_reported(bench: Bench, tmp_path: Path) -> None:
     path = tmp_path / "counter"
     path.write_text("1")
     script = [turn("", call("bash", command=f"cat {path}")), turn("", malformed_call()), *RIGHT]
@@ -217,7 +217,7 @@ async def test_an_environment_declares_how_it_can_be_replayed(bench: Bench) -> N
         calc.Calc(renamed(code.SPEC, "contradiction"))
 
 
-async def test_a_failure_stops_no_other(bench: Bench) -> None:
+async def test_a_failure_does_not_stop_others(bench: Bench) -> None:
     recorded = await bench.roll_out("calc", QUESTION, [r"\boxed{5}"])
     rollout = recorded.rollout
     cancelled = rollout.model_copy(update={"state": RolloutState.CANCELLED})

@@ -560,7 +560,7 @@ async def stopped(it: Bench, code: str) -> None:
     ],
     ids=["gone", "damaged"],
 )
-async def test_a_lost_record_pauses_its_run_alone_until_it_is_restored(
+async def test_a_lost_record_pauses_only_its_own_run_until_it_is_restored(
     tmp_path: Path, harm: str, mend: str
 ) -> None:
     async with two_runs(tmp_path) as (it, may_end):
@@ -606,7 +606,7 @@ def damage_padding(path: Path) -> int:
     return found
 
 
-async def test_a_damaged_part_of_the_file_holds_up_no_run_that_does_not_need_it(tmp_path: Path) -> None:
+async def test_a_damaged_part_of_the_file_stops_only_runs_that_need_it(tmp_path: Path) -> None:
     tasks = [Task(environment="calc", instance={"n": n, "pad": "x" * 20_000}) for n in range(2)]
     async with two_runs(tmp_path, source=InlineTasks(tasks=tasks)) as (it, may_end):
         while not damage_padding(tmp_path / "store.sqlite3"):

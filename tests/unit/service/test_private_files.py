@@ -48,7 +48,7 @@ def test_a_file_is_written_whole_and_private(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_is_private_already_keeps_its_mode_and_content(tmp_path: Path) -> None:
+def test_a_private_file_keeps_its_mode_and_content(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"y")
     path.chmod(0o400 if os.geteuid() == 0 else 0o600)
@@ -57,7 +57,7 @@ def test_what_is_private_already_keeps_its_mode_and_content(tmp_path: Path) -> N
     assert (path.read_bytes(), mode(path)) == (b"y", before)
 
 
-def test_a_new_folder_is_private_and_one_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_new_folder_is_private_and_a_failure_to_make_it_is_reported(tmp_path: Path) -> None:
     assert mode(open_state_folder(tmp_path / "a" / "b")) == 0o700
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):

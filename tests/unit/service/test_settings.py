@@ -119,7 +119,7 @@ def test_a_variable_that_needs_json_says_so(monkeypatch: pytest.MonkeyPatch) -> 
         load_settings()
 
 
-def test_the_clients_key_beside_a_server_without_one_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clients_key_for_a_server_without_keys_is_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLOUT_KEY", KEY)
     with pytest.raises(ConfigurationError, match=r"ROLLOUT_KEYS \(ROLLOUT_KEY is the client's\)"):
         load_settings(host="0.0.0.0")
@@ -206,7 +206,7 @@ def test_a_pool_is_set_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_settings().pools["judge"].max_in_flight == 8
 
 
-def test_variables_of_the_scripts_are_no_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_the_scripts_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLOUT_PYTHON", "python3.12")
     monkeypatch.setenv("ROLLOUT_SGLANG_ENV", "/opt/sglang")
     load_settings()

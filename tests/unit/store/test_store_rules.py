@@ -114,7 +114,7 @@ names = st.sampled_from(["dropped:stale", "dropped:too_long", "ready", "masked"]
 
 
 @given(st.dictionaries(names, counts), st.dictionaries(names, counts))
-def test_what_is_reported_as_dropped_adds_up(first, added):
+def test_the_counts_of_dropped_groups_add_up(first, added):
     second = {name: first.get(name, 0) + added.get(name, 0) for name in first.keys() | added.keys()}
     before, after = rules.dropped_counts(first), rules.dropped_counts(second)
     reported = rules.added_counts(before, after)

@@ -92,7 +92,7 @@ def test_a_history_may_be_edited_back_to_where_it_was(conversation, renderer):
     assert sum(one.loss_mask) == sum(two.loss_mask) == len(first.output_ids)
 
 
-def test_what_the_next_prompt_is_rendered_from_is_known(conversation, renderer):
+def test_the_history_of_the_next_prompt_is_known(conversation, renderer):
     assert len(conversation.rendered_next) == 1
     say(conversation, renderer, CALL)
     conversation.append([Message(role="tool", content="1")])
@@ -207,7 +207,7 @@ def test_a_turn_needs_its_prompt(conversation):
         ([20], [-1.0], [2**63], "too large"),
     ],
 )
-def test_an_unusable_answer_is_refused_and_leaves_no_trace(conversation, ids, logprobs, versions, message):
+def test_an_unusable_answer_is_refused_and_not_recorded(conversation, ids, logprobs, versions, message):
     prompt = conversation.prompt()
     with pytest.raises(RecordError, match=message):
         conversation.record(ids, logprobs, versions, FinishReason.STOP)

@@ -104,7 +104,7 @@ def test_calls_that_the_policy_gives_one_id_are_told_apart(chat):
         assert len({call.id for call in calls}) == len(calls) == 2
 
 
-def test_malformed_calls_are_told_apart(chat):
+def test_malformed_calls_are_distinguished(chat):
     written = as_written(chat, TURNS["call"]) or as_written(chat, TURNS["thought call"])
     if written is None:
         assert chat.name in NEVER_AS_BEGUN

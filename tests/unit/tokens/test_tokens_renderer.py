@@ -87,7 +87,7 @@ def test_an_unknown_option_is_refused(folder):
         ChatRenderer.load(folder, "qwen3", {"enable_thinkin": False})
 
 
-def test_token_errors_are_told_apart_by_their_boundary():
+def test_token_errors_are_distinguished_by_their_boundary():
     with pytest.raises(ServiceError) as caught:
         ChatRenderer.load("/no/such/folder", "qwen3")
     info = describe(caught.value)
@@ -132,7 +132,7 @@ def test_parallel_calls_keep_their_order_and_the_malformed_one_its_text(renderer
         ("1" * 5000, "unparseable"),
     ],
 )
-def test_what_cannot_be_handed_to_a_tool_is_malformed(renderer, inner, error):
+def test_a_call_with_unusable_arguments_is_malformed(renderer, inner, error):
     (call,) = parse(renderer, f"<tool_call>\n{inner}\n</tool_call>").tool_calls
     assert (call.error, call.arguments) == (error, None)
     call.model_dump_json()
@@ -144,7 +144,7 @@ def test_a_truncated_call_is_unclosed(renderer):
     assert not parsed.closed
 
 
-def test_reasoning_is_told_from_the_answer(renderer):
+def test_reasoning_is_separated_from_the_answer(renderer):
     parsed = parse(renderer, "<think>\nhm\n</think>\n\nanswer")
     assert (parsed.reasoning, parsed.content) == ("hm", "answer")
 
@@ -164,7 +164,7 @@ def test_a_malformed_call_stays_in_the_text_when_history_is_rendered_again(rende
     assert '"code": "print(1)"' in text
 
 
-def test_what_was_sampled_after_a_stop_token_is_never_dropped(renderer):
+def test_tokens_sampled_after_a_stop_token_are_never_dropped(renderer):
     prompt = renderer.render([Message(role="user", content="q")])
     stop = renderer.stop_token_ids[0]
     answer = [Message(role="tool", content="x")]

@@ -109,7 +109,7 @@ def results(turn, *contents):
 @pytest.mark.parametrize("name", EXTENDS)
 @pytest.mark.parametrize("stop", [True, False], ids=["ended", "cut off"])
 @pytest.mark.parametrize("text", ["Fine.", f"See.\n{CALL}", f"{SPACED_CALL}\n{SPACED_CALL}", ""])
-def test_what_follows_is_what_the_template_writes_there(load, name, stop, text):
+def test_the_text_after_a_turn_is_that_of_the_template(load, name, stop, text):
     renderer = load(EXTENDS[name], tool_parser="qwen3")
     conversation = begin(renderer, [TOOL])
     turn, before = say(conversation, renderer, text, stop)
@@ -126,7 +126,7 @@ def test_what_follows_is_what_the_template_writes_there(load, name, stop, text):
 
 
 @pytest.mark.parametrize("name", FORKS)
-def test_what_cannot_be_proven_is_a_counted_fork(load, name):
+def test_an_unproven_extension_is_a_counted_fork(load, name):
     renderer = load(FORKS[name], tool_parser="qwen3")
     conversation = begin(renderer, [TOOL]) if name != "wants nothing" else Conversation(renderer, [TOOL])
     if name == "wants nothing":
@@ -157,7 +157,7 @@ def test_a_result_inside_the_turn_is_found_though_another_message_follows_it(loa
     assert turn.fork_reason is ForkReason.BRIDGE_REFUSED
 
 
-def test_an_end_of_turn_that_is_no_token_by_itself_proves_nothing():
+def test_an_end_of_turn_that_is_not_a_single_token_proves_nothing():
     def write(messages, begin_turn):
         return "".join(f"{m['content']};" for m in messages)
 

@@ -102,7 +102,7 @@ def test_a_segment_begins_as_its_parent_for_as_long_as_it_says(lineage):
         check_invariants(trajectory(segment(), segment(**child, **lineage)))
 
 
-def test_what_a_segment_shares_with_its_parent_is_not_sampled_again():
+def test_tokens_shared_with_the_parent_segment_are_not_sampled_again():
     child = segment(turn_ids=[-1, 2, 2, -1, 3], fork_reason=ForkReason.COMPACTION, parent=0, shared_prefix=3)
     with pytest.raises(InvariantError, match="sampled in both"):
         check_invariants(trajectory(segment(), child))

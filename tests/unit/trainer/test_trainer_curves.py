@@ -43,14 +43,14 @@ def test_every_plot_is_drawn(curves):
         assert file.stat().st_size > 5_000
 
 
-def test_the_figures_are_there_for_tensorboard(curves):
+def test_the_figures_are_written_for_tensorboard(curves):
     curves.add({"step": 1, "reward": 0.25})
     curves.add({"step": 2, "reward": 0.75})
     curves.close()
     assert scalars(curves.folder / "tensorboard") == [("reward", 1, 0.25), ("reward", 2, 0.75)]
 
 
-def test_a_curve_goes_on_behind_the_checkpoint(curves, tmp_path):
+def test_a_curve_continues_after_the_checkpoint(curves, tmp_path):
     for step in range(1, 5):
         curves.add({"step": step, "reward": step / 10})
     with (tmp_path / "curve.jsonl").open("a") as file:

@@ -79,7 +79,7 @@ def test_another_temperature_is_another_distribution(model, tmp_path):
     assert report("--batch", batch, "--model", model, "--temperature", "0.5")["all"]["max"] > 0.01
 
 
-def test_what_cannot_be_read_is_said(model, tmp_path):
+def test_unreadable_input_is_reported(model, tmp_path):
     batch = write_batch(tmp_path / "batch.safetensors", model)
     nothing = tmp_path / "nothing"
     nothing.write_bytes(b"\x00" * 4)

@@ -58,13 +58,13 @@ async def trial(folder: Path, name: str, question: str, answer: str, *said: str)
     return played, [message.content for message in policy.messages if message.role == "tool"]
 
 
-async def test_the_tool_of_steps_has_to_be_asked_for_each_operation(tmp_path):
+async def test_the_steps_tool_must_be_called_for_each_operation(tmp_path):
     played, told = await trial(tmp_path, "steps", "2+3*4", "\\boxed{14}", "2+3*4", "2+3*4", "2+3*4")
     assert told == [arithmetic.KILLED, "14", "14"]
     assert played.score.reward == 1.0
 
 
-async def test_another_expression_begins_anew(tmp_path):
+async def test_another_expression_starts_over(tmp_path):
     _, told = await trial(
         tmp_path, "steps", "2+3*4", "?", "2+3*4", "9-3-1", "9-3-1", "0007", "__import__('os')"
     )

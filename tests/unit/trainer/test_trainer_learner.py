@@ -70,7 +70,7 @@ def test_samples_of_different_lengths_and_prompts_do_not_touch_each_other(base, 
     torch.testing.assert_close(together, alone, atol=1e-4, rtol=0)
 
 
-def test_what_is_masked_or_average_is_not_trained_on(arrays):
+def test_masked_and_average_samples_are_not_trained_on(arrays):
     tensors = dict(arrays.tensors)
     tensors["usable"] = np.array([0, 1, 1, 1, 1, 1, 1, 1], "u1")
     tensors["advantages"] = np.array([1, np.nan, 0, 1, -1, 1, -1, 1], "<f4")
@@ -120,7 +120,7 @@ def test_a_stale_batch_is_seen_as_one(base, arrays):
     assert learner.step(samples_of(arrays))["staleness_max"] == 3.0
 
 
-def test_a_trainer_that_was_killed_goes_on_as_it_would_have(base, arrays, tmp_path):
+def test_a_killed_trainer_resumes_with_the_same_results(base, arrays, tmp_path):
     samples, recipe = samples_of(arrays), replace(RECIPE, updates=2, epochs=2)
     whole = Learner(base, recipe, seed=5)
     whole.step(samples)
@@ -146,7 +146,7 @@ def test_a_checkpoint_is_what_an_engine_loads(base, tmp_path):
     assert all(np.array_equal(tensors[name], first[name]) for name in first)
 
 
-def test_a_checkpoint_that_was_not_finished_is_none_and_old_ones_go(base, tmp_path):
+def test_an_unfinished_checkpoint_is_ignored_and_old_ones_are_deleted(base, tmp_path):
     learner, saved = Learner(base, RECIPE), Checkpoints(tmp_path, base)
     for steps in range(1, 6):
         learner.steps = steps

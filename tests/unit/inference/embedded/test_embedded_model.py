@@ -50,7 +50,7 @@ def test_sequences_of_different_lengths_in_a_batch_do_not_touch_each_other(model
         np.testing.assert_allclose(logits[row], whole(model, ids), atol=1e-4)
 
 
-def test_what_a_slot_held_before_does_not_show(model):
+def test_earlier_content_of_a_slot_does_not_show(model):
     store = KVStore(model.config, 1)
     model.forward(prompt(50, seed=9)[None], np.arange(50)[None], store, 0)
     ids = prompt(10)

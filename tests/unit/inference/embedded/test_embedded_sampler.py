@@ -64,7 +64,7 @@ def test_top_p_draws_from_the_smallest_set_that_reaches_it():
     assert set(draws(SamplerSettings(top_p=0.6))) == set(np.argsort(-LOGITS[0])[:size])
 
 
-def test_min_p_draws_what_is_likely_enough_beside_the_likeliest():
+def test_min_p_draws_tokens_likely_enough_compared_to_the_likeliest():
     ratio = probabilities(1.0) / probabilities(1.0).max()
     assert set(draws(SamplerSettings(min_p=0.2))) == set(np.flatnonzero(ratio >= 0.2))
 

@@ -208,7 +208,7 @@ def test_versions_split_exactly_where_the_weights_changed(make_engine, folder):
     ]
 
 
-def test_weights_of_another_shape_are_refused_and_the_engine_goes_on(make_engine, tmp_path):
+def test_weights_of_another_shape_are_refused_and_the_engine_keeps_serving(make_engine, tmp_path):
     engine = make_engine()
     other = write_random_checkpoint(tmp_path / "other", Shape(layers=1))
     with pytest.raises(ModelError, match="shape"):

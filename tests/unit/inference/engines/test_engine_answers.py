@@ -45,7 +45,7 @@ def request(tokens: int = 8, extras: RequestedExtras | None = None) -> GenerateR
 
 @pytest.mark.parametrize("status", [200, 302, 404, 500])
 @pytest.mark.parametrize("kind", ["text/plain", "application/json"])
-async def test_what_another_service_says_is_not_repeated(status: int, kind: str) -> None:
+async def test_another_services_message_is_not_repeated(status: int, kind: str) -> None:
     async def secret(_: web.Request) -> web.Response:
         text = SECRET if kind == "text/plain" else f'{{"detail": "{SECRET}"}}'
         return web.Response(status=status, text=text, content_type=kind)
@@ -56,7 +56,7 @@ async def test_what_another_service_says_is_not_repeated(status: int, kind: str)
         assert SECRET not in f"{caught.value} {caught.value.hint} {caught.value.context}"
 
 
-async def test_what_an_engine_says_about_an_error_is_repeated_in_part() -> None:
+async def test_an_engines_error_message_is_repeated_in_part() -> None:
     async def refuse(_: web.Request) -> web.Response:
         message = "no room \x1b]0;title\x07" + "x" * 100_000
         return web.json_response({"error": {"message": message}}, status=400)

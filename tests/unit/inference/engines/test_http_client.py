@@ -90,7 +90,7 @@ async def test_an_answer_is_put_together(answer: bytes) -> None:
             assert await client.exchange("GET", "/", None) == (200, b"abcdef")
 
 
-async def test_an_answer_that_is_no_success_is_an_answer() -> None:
+async def test_an_unsuccessful_answer_is_returned() -> None:
     async with serving(Server(b"HTTP/1.1 302 Found\r\nLocation: /x\r\nContent-Length: 0\r\n\r\n")) as client:
         assert await client.exchange("GET", "/", None) == (302, b"")
 
@@ -104,7 +104,7 @@ async def test_an_answer_that_is_no_success_is_an_answer() -> None:
         (b"220 mail.example.com ESMTP\r\n", "is not HTTP"),
     ],
 )
-async def test_what_is_not_a_whole_answer_is_an_error(answer: bytes, why: str) -> None:
+async def test_an_incomplete_answer_is_an_error(answer: bytes, why: str) -> None:
     async with serving(Server(answer, then_close=True)) as client:
         with pytest.raises(OSError, match=why):
             await client.exchange("GET", "/", None)
@@ -232,7 +232,7 @@ async def test_a_name_that_no_host_can_have_is_an_error(host: str) -> None:
     await client.close()
 
 
-async def test_where_nobody_listens_is_an_error() -> None:
+async def test_an_address_without_a_listener_is_an_error() -> None:
     async with serving(Server(OK)) as client:
         pass
     with pytest.raises(OSError, match=r"Connect call failed|refused"):
@@ -258,7 +258,7 @@ async def test_a_connection_that_comes_too_late_holds_up_no_close(
     assert late
 
 
-async def test_closing_waits_for_no_connection_for_ever() -> None:
+async def test_closing_waits_for_connections_only_so_long() -> None:
     client = HttpClient("http://127.0.0.1:1")
     client._open.add(
         http_client._Connection(asyncio.get_running_loop(), client._open)

@@ -60,7 +60,7 @@ async def test_a_flush_that_came_too_early_is_asked_for_again() -> None:
 
 
 @pytest.mark.parametrize(("refusal", "flush"), [("no such folder", True), (BUSY, False)])
-async def test_another_refusal_is_one(refusal: str, flush: bool) -> None:
+async def test_other_refusals_are_rejections(refusal: str, flush: bool) -> None:
     engine = Engine(refusal)
     async for backend in serving(engine):
         with pytest.raises(BackendRejected):

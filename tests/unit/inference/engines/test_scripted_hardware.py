@@ -37,7 +37,7 @@ def test_the_last_token_is_always_read():
     assert run(cache, range(32)) == 31
 
 
-def test_what_was_sampled_is_cached_too():
+def test_sampled_tokens_are_cached_too():
     cache = KVCache()
     hold = cache.take(range(16))
     cache.extend(hold, range(48))
@@ -45,7 +45,7 @@ def test_what_was_sampled_is_cached_too():
     assert run(cache, range(60)) == 48
 
 
-def test_what_was_not_used_for_longest_goes_first_and_the_end_before_the_beginning():
+def test_the_least_recently_used_is_evicted_first_and_ends_before_beginnings():
     cache = KVCache(4 * PAGE)
     old, new = list(range(32)), list(range(1000, 1032))
     run(cache, old)

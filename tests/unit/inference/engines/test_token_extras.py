@@ -110,7 +110,7 @@ def parse(wire, answer, info=INFO, request=REQUEST):
 
 
 @wires
-def test_what_was_asked_for_comes_in_the_projects_terms(wire):
+def test_requested_extras_have_the_projects_names(wire):
     extras = parse(wire, WIRES[wire][1]()).extras
     assert extras.top_logprobs == [
         [TopLogprob(5, -0.5), TopLogprob(7, -1.5)],
@@ -122,7 +122,7 @@ def test_what_was_asked_for_comes_in_the_projects_terms(wire):
 
 
 @wires
-def test_what_was_not_asked_for_is_none(wire):
+def test_extras_that_were_not_requested_are_none(wire):
     plain = GenerateRequest(REQUEST.request_id, REQUEST.input_ids, REQUEST.sampling)
     assert parse(wire, WIRES[wire][1](), request=plain).extras == ReturnedExtras()
 

@@ -115,7 +115,7 @@ def test_an_answer_with_a_flaw_is_refused_by_name(path, value, message):
 
 
 @pytest.mark.parametrize("answer", [None, [], "text", 3, {}, {"choices": [3]}])
-def test_what_is_no_answer_is_refused(answer):
+def test_an_invalid_answer_is_refused(answer):
     with pytest.raises(BackendProtocolError) as caught:
         parse(answer)
     assert caught.value.hint == "Check that this is the address of a vLLM server."

@@ -194,7 +194,7 @@ async def test_requests_move_when_their_backend_dies():
         await until(lambda: state_of(pool, engines[0]) is BackendState.FAILED)
 
 
-async def test_a_hanging_backend_leaves_service_and_its_requests_go_on_elsewhere():
+async def test_a_hanging_backend_leaves_service_and_its_requests_continue_elsewhere():
     hanging, good = ScriptedEngine(SCRIPT), ScriptedEngine(SCRIPT)
     async with running(hanging, good) as (_, pool):
         home = await pool.generate(request(), affinity="r")

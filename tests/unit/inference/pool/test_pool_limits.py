@@ -124,7 +124,7 @@ async def test_everyone_in_the_queue_waits_for_a_pause_only_so_long():
         assert pool.waiting == 0
 
 
-async def test_who_gives_up_leaves_the_queue_to_the_others():
+async def test_a_waiter_that_gives_up_leaves_the_queue():
     engine = ScriptedEngine(Counting(), latency=0.2)
     async with running(engine, options=PoolOptions(max_in_flight=1)) as pool:
         async with anyio.create_task_group() as tasks:

@@ -56,7 +56,7 @@ async def test_an_engine_that_works_for_long_is_left_alone():
         assert pools.views()[0].failures == 0
 
 
-async def test_a_pause_is_no_stall():
+async def test_a_pause_is_not_a_stall():
     engine = ScriptedEngine(Counting(), latency=0.1)
     async with engine, Pools(OPTIONS) as pools:
         await pools.register(engine.url)

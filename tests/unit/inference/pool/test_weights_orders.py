@@ -143,7 +143,7 @@ async def test_kv_of_older_weights_is_kept_in_place_only_and_the_answer_says_whi
 # ---- modes
 
 
-async def test_drain_waits_for_what_runs_and_holds_what_comes():
+async def test_drain_waits_for_running_requests_and_holds_new_ones():
     engine = SlowEngine(latency=0.3)
     async with running(engine) as pool:
         results = []
@@ -161,7 +161,7 @@ async def test_drain_waits_for_what_runs_and_holds_what_comes():
         assert engine.aborts == ["*"], "the pause asks for it when nothing runs any more"
 
 
-async def test_drain_is_bounded_and_what_is_left_goes_on_with_the_new_weights():
+async def test_drain_is_bounded_and_the_rest_continues_with_the_new_weights():
     engine = SlowEngine()
     async with running(engine) as pool:
         engine.latency = 1.0
@@ -210,7 +210,7 @@ async def test_a_backend_that_fails_comes_back_with_the_new_weights_only():
         assert {version for version, _ in good.loads} == {"1", "2"}
 
 
-async def test_a_backend_that_is_away_is_named_and_holds_nobody_up():
+async def test_an_unreachable_backend_is_named_and_delays_nobody():
     good, away = SlowEngine(), SlowEngine()
     async with running(good, away) as pool:
         away.healthy = False
@@ -260,7 +260,7 @@ async def test_a_caller_who_hangs_up_leaves_neither_a_pause_nor_half_an_update()
         assert set((await pool.generate(request())).versions) == {1}
 
 
-async def test_an_empty_pool_takes_no_weights():
+async def test_an_empty_pool_refuses_weights():
     async with running(SlowEngine()) as pool:
         await pool.remove(pool.views()[0].backend_id)
         with pytest.raises(NoBackendError):
@@ -417,7 +417,7 @@ async def grouped(*engines: GroupedEngine):
         yield pool, group
 
 
-async def test_every_backend_is_told_its_first_rank_and_takes_the_broadcast():
+async def test_every_backend_gets_its_first_rank_and_the_broadcast():
     engines = [GroupedEngine(), GroupedEngine()]
     async with grouped(*engines) as (pool, _):
         assert [engine.joined[0]["rank_offset"] for engine in engines] == [1, 3]
@@ -430,7 +430,7 @@ async def test_every_backend_is_told_its_first_rank_and_takes_the_broadcast():
             await pool.load_weights(BROADCAST.model_copy(update={"version": 2}))
 
 
-async def test_a_broadcast_waits_for_no_rank_that_is_not_there():
+async def test_a_broadcast_does_not_wait_for_missing_ranks():
     engines = [GroupedEngine(), GroupedEngine()]
     async with grouped(*engines) as (pool, _):
         engines[0].healthy = False
@@ -443,7 +443,7 @@ async def test_a_broadcast_waits_for_no_rank_that_is_not_there():
             await pool.load_weights(BROADCAST)
 
 
-async def test_nobody_begins_to_receive_if_one_cannot_be_paused():
+async def test_no_backend_receives_weights_if_one_cannot_be_paused():
     engines = [GroupedEngine(), GroupedEngine()]
     async with grouped(*engines) as (pool, _):
         engines[0].cannot_pause = True

@@ -183,7 +183,7 @@ def test_an_eviction_that_the_engine_shows_is_believed_with_all_that_follows():
     assert decision.held_tokens == 1280
 
 
-def test_prompts_that_were_sent_together_are_no_sign_of_an_eviction():
+def test_prompts_sent_together_do_not_suggest_an_eviction():
     router, ids, one = CostRouter(), tokens(1280), candidates(1)
     asked = [request(ids) for _ in range(4)]
     decisions = [router.choose(one, each, f"s{i}") for i, each in enumerate(asked)]

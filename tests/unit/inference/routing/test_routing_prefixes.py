@@ -33,7 +33,7 @@ def test_a_conversation_has_the_chain_of_its_whole_prompt(first, more, tail):
 
 
 @given(first=TOKENS, second=TOKENS)
-def test_a_conversation_whose_end_was_edited_is_hashed_anew(first, second):
+def test_a_conversation_whose_end_was_edited_is_hashed_again(first, second):
     chains = Chains()
     chains.of(first, "a")
     last = slice(max(0, len(first) - BLOCK_TOKENS), len(first))
@@ -77,14 +77,14 @@ def test_the_prompt_that_was_used_last_stays_longest():
     assert [index.match(chain(*blocks)) for blocks in [(1, 2), (3, 4), (5, 6)]] == [2, 0, 2]
 
 
-def test_of_a_prompt_the_end_goes_before_the_beginning():
+def test_the_end_of_a_prompt_is_evicted_before_its_beginning():
     index = PrefixIndex(3)
     index.hold(chain(1, 2, 3))
     index.hold(chain(9))
     assert index.match(chain(1, 2, 3)) == 2
 
 
-def test_what_follows_a_lost_block_is_lost():
+def test_blocks_after_a_lost_block_are_lost():
     index = PrefixIndex(20)
     index.hold(chain(1, 2, 3))
     index.hold(chain(1, 2, 4))

@@ -37,7 +37,7 @@ def test_they_converge_to_the_engines(prefill, decode, part):
     assert statistics.mean(errors) < 0.2
 
 
-def test_they_are_told_apart_in_spite_of_noise():
+def test_they_are_distinguished_despite_noise():
     rates = Rates()
     teach(rates, 3e-5, 2e-3, 2e-4, noise=0.3)
     assert rates.prefill == pytest.approx(3e-5, rel=0.4)
@@ -54,7 +54,7 @@ def test_a_busy_engine_is_not_taken_for_a_slow_one():
     assert rates.decode == pytest.approx(before, rel=0.15)
 
 
-def test_one_answer_that_took_for_ever_changes_little():
+def test_one_very_slow_answer_changes_little():
     rates = Rates()
     teach(rates, 1e-4, 1e-2, 1e-4)
     before = rates.expected(500, 50, 3)

@@ -74,7 +74,7 @@ def test_facts_are_read_from_this_host(tmp_path: Path) -> None:
     assert facts.cgroup_limits == find_control_groups().enforced, "what sandboxes will get, not a guess of it"
 
 
-def test_what_the_facts_mean() -> None:
+def test_facts_are_interpreted() -> None:
     with pytest.raises(ProviderUnavailableError):
         FACTS.require_apptainer()
     assert not FACTS.needs_no_privs, "an ordinary user has no privileges to give up"

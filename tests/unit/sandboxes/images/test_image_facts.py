@@ -57,7 +57,7 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def test_a_full_image_lacks_nothing(root: Path) -> None:
+def test_a_full_image_has_everything(root: Path) -> None:
     facts = read_facts(root)
     assert (facts.bash, facts.python, facts.python_version) == ("5.2.15(1)", "/usr/bin/python3", "3.11")
     assert (facts.ipykernel, facts.needs_toolkit, facts.missing, facts.advice) == ("7.4.0", False, (), ())

@@ -17,7 +17,7 @@ def make_monitor(folder: Path, **files: str) -> LimitMonitor:
     return LimitMonitor(LIMITS, ControlGroup({"memory": folder, "pids": folder}), None, None, Counter())
 
 
-def test_each_caller_is_told_once(tmp_path: Path) -> None:
+def test_each_caller_sees_a_violation_once(tmp_path: Path) -> None:
     monitor = make_monitor(tmp_path)
     first, second = LimitViolations(monitor), LimitViolations(monitor)
     assert first.drain() == ()

@@ -45,7 +45,7 @@ def test_a_process_that_cannot_be_inspected_counts_with_its_maximum(holder: subp
     assert exceeds([holder.pid], 20_000)
 
 
-def test_a_process_that_has_gone_has_none() -> None:
+def test_an_ended_process_exceeds_nothing() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     assert not exceeds([process.pid], 0)

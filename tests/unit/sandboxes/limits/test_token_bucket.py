@@ -53,7 +53,7 @@ async def test_an_idle_bucket_fills_up_and_no_further(monkeypatch: pytest.Monkey
     assert clock.now == pytest.approx(begun + INTERVAL)
 
 
-async def test_a_cancelled_caller_has_taken_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_caller_takes_nothing_from_the_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = TokenBucket(CAPACITY, INTERVAL)
     for _ in range(CAPACITY):
         await bucket.take()

@@ -40,7 +40,7 @@ def error(number: int) -> int:
 
 
 @pytest.mark.parametrize("machine", seccomp.ARCHITECTURES)
-def test_what_is_refused_and_what_is_not(machine: str) -> None:
+def test_some_calls_are_refused_and_others_allowed(machine: str) -> None:
     for family in range(64):
         for name in ("socket", "socketpair"):
             allowed = ALLOWED if family in {1, 2, 10, 16} else error(errno.EAFNOSUPPORT)

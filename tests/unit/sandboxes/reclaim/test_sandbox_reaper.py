@@ -90,7 +90,7 @@ def test_a_live_service_is_not_swept(base: Path, service: ServiceFolder, stack: 
     assert (service.path / "1").exists()
 
 
-def test_strangers_are_not_touched(base: Path) -> None:
+def test_other_entries_are_not_touched(base: Path) -> None:
     for name in ("0123456", "0123456789", "ABCDEF01", "notes"):
         (base / name).mkdir()
     (base / "0000000f").symlink_to(base / "notes")
@@ -202,7 +202,7 @@ def test_services_start_while_others_sweep(base: Path) -> None:
         one.close()
 
 
-def test_the_guard_is_small_and_ends_at_a_goodbye(
+def test_the_guard_is_small_and_ends_when_the_service_closes(
     base: Path, service: ServiceFolder, stack: ExitStack
 ) -> None:
     guard = Guard(service.path, [])

@@ -13,7 +13,7 @@ from sandboxes.runtime.pipes import INPUT, NAMES, OUTPUT, Pipes, Reader, StatusL
 
 
 @pytest.mark.anyio
-async def test_names_are_gone_once_opened(tmp_path: Path) -> None:
+async def test_names_are_removed_once_opened(tmp_path: Path) -> None:
     pipes = Pipes(tmp_path / "token")
     inside = os.open(tmp_path / "token.in", os.O_RDONLY | os.O_NONBLOCK)
     pipes.mark_opened()

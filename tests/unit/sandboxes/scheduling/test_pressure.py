@@ -209,7 +209,7 @@ PROC = {
 }
 
 
-def test_a_group_of_version_2_has_the_last_word(tmp_path: Path) -> None:
+def test_a_group_of_version_2_takes_precedence(tmp_path: Path) -> None:
     proc = host(tmp_path / "proc", **PROC, self__cgroup="0::/pod/service\n")
     groups = host(
         tmp_path / "groups",
@@ -247,7 +247,7 @@ def test_a_group_of_version_1_has_a_limit_too(tmp_path: Path) -> None:
     assert metrics.processes_free == 9_100
 
 
-def test_a_host_that_reports_nothing_throttles_nothing(tmp_path: Path) -> None:
+def test_a_host_without_metrics_is_not_throttled(tmp_path: Path) -> None:
     metrics = HostReader(proc=tmp_path, cgroups=tmp_path).read()
     assert metrics.memory_available is metrics.cpu_stall is metrics.load is metrics.processes_free is None
     assert PressureController(CONFIG, 10, cpus=1).update(metrics, used=1, waiting=0).hold_reasons == ()
@@ -292,7 +292,7 @@ async def test_the_last_place_is_for_graders() -> None:
     assert it.used == 0
 
 
-async def test_under_pressure_one_agent_and_one_grader_go_on() -> None:
+async def test_one_agent_and_one_grader_continue_under_pressure() -> None:
     it = make_admission(50)
     it.observe(FULL)
     assert it.target == 1

@@ -178,7 +178,7 @@ async def test_a_shell_that_answers_has_settled(bench: Bench) -> None:
     assert await settle(bench, answers=True) == ["settled"]
 
 
-async def test_a_shell_that_answers_no_question_is_dead(bench: Bench) -> None:
+async def test_a_shell_that_does_not_answer_is_dead(bench: Bench) -> None:
     assert await settle(bench) == ["the shell did not settle after it was interrupted"]
     assert bench.questions() == 2
 
