@@ -90,7 +90,7 @@ def test_the_same_order_again_changes_nothing(api: httpx.Client) -> None:
     assert "twice" in refused.detail
 
 
-def test_an_order_without_an_id_gets_one(api: httpx.Client) -> None:
+def test_a_request_without_an_id_gets_one(api: httpx.Client) -> None:
     assert order(api).json()["rollout_id"] != order(api).json()["rollout_id"]
 
 
@@ -113,7 +113,7 @@ def test_a_bad_field_is_named(api: httpx.Client, body: dict[str, Any], path: str
     assert sum(api.get("/v1/rollouts").json()["counts"].values()) == sum(before.values())
 
 
-def test_an_unknown_environment_is_told_the_nearest(api: httpx.Client) -> None:
+def test_the_error_for_an_unknown_environment_names_the_nearest(api: httpx.Client) -> None:
     refused = problem(api.post("/v1/rollouts", json={"task": {"environment": "clac"}}), 422)
     assert "calc" in refused.detail
 
@@ -124,7 +124,7 @@ def test_malformed_json_is_a_400(api: httpx.Client) -> None:
     assert refused.code == "malformed_json"
 
 
-def test_what_could_not_be_kept_is_refused(api: httpx.Client) -> None:
+def test_json_that_cannot_be_stored_is_refused(api: httpx.Client) -> None:
     headers = {"content-type": "application/json"}
     task = b'{"task": {"environment": "calc", "instance": %s}}'
     for instance in [
@@ -253,7 +253,7 @@ def test_a_hint_follows_a_question_without_a_full_stop(api: httpx.Client) -> Non
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "nul", "home"])
-def test_a_file_of_tasks_that_is_none(api: httpx.Client, tmp_path: Path, kind: str) -> None:
+def test_an_invalid_file_of_tasks_is_refused(api: httpx.Client, tmp_path: Path, kind: str) -> None:
     path = tmp_path / "tasks.jsonl"
     if kind == "fifo":
         os.mkfifo(path)
@@ -264,7 +264,7 @@ def test_a_file_of_tasks_that_is_none(api: httpx.Client, tmp_path: Path, kind: s
     assert problem(api.post("/v1/runs", json=order, timeout=10), 422).errors[0].path == "body.source.path"
 
 
-def test_a_body_of_another_type_is_told_the_right_one(api: httpx.Client) -> None:
+def test_the_error_for_a_wrong_body_type_names_the_right_one(api: httpx.Client) -> None:
     refused = problem(api.post("/v1/rollouts", data={"task": "x"}), 415)
     assert "application/json" in refused.detail
 

@@ -71,7 +71,7 @@ def hang_up(url: str, request: str) -> bytes:
         "GET /v1/environments/calc/dataset?limit=10000",
     ],
 )
-def test_hanging_up_is_no_error(server: Running, request_line: str) -> None:
+def test_hanging_up_is_not_an_error(server: Running, request_line: str) -> None:
     before = len(server.log)
     for _ in range(HANG_UPS):
         assert hang_up(server.url, request_line).startswith(b"HTTP/1.1 20")
@@ -133,9 +133,7 @@ def test_a_wait_for_a_rollout_ends_with_its_caller(server: Running) -> None:
 
 
 @pytest.mark.parametrize("end", ["reset", "closed"])
-def test_a_prorl_trainer_that_hangs_up_leaves_its_job_to_be_asked_for_again(
-    server: Running, end: str
-) -> None:
+def test_a_prorl_trainer_that_hangs_up_can_ask_for_its_job_again(server: Running, end: str) -> None:
     job = f"prorl-{end}"
     body = json.dumps({"job_id": job, "instance": {"data_source": "echo", "number": 1}}).encode()
     address = urlsplit(server.url)
@@ -158,7 +156,7 @@ def test_a_prorl_trainer_that_hangs_up_leaves_its_job_to_be_asked_for_again(
 
 
 @pytest.mark.anyio
-async def test_a_reader_of_events_that_is_cut_off_before_the_first_misses_none(server: Running) -> None:
+async def test_a_reader_cut_off_before_the_first_event_misses_none(server: Running) -> None:
     order = RolloutRequest(rollout_id="cut-off", task=Task(environment="echo", instance={"number": 1}))
     first: list[Event] = []
 

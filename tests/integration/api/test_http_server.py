@@ -203,7 +203,7 @@ async def test_a_head_that_drips_has_one_deadline(drip: bytes) -> None:
 
 
 @pytest.mark.parametrize("start", [b"Content-Length: 1000\r\n", b"Transfer-Encoding: chunked\r\n"])
-async def test_a_body_that_does_not_come_is_a_408(start: bytes) -> None:
+async def test_a_body_that_never_arrives_is_a_408(start: bytes) -> None:
     async with serving() as bench:
         body = b"" if b"chunked" not in start else b"5\r\nhello\r\n"
         refusal(await bench.send(b"POST / HTTP/1.1\r\nHost: here\r\n" + start + b"\r\n" + body), 408)
@@ -221,7 +221,7 @@ async def test_a_large_body_gets_the_time_that_it_needs() -> None:
         assert b"%d 3 done" % size in await rest_of(stream)
 
 
-async def test_a_body_that_nobody_reads_is_not_awaited_for_ever() -> None:
+async def test_the_wait_for_an_unread_body_is_bounded() -> None:
     async with serving() as bench, await bench.connect() as stream:
         await stream.send(b"POST /unread HTTP/1.1\r\nHost: here\r\nContent-Length: 1000000000\r\n\r\n")
         await until_answered(stream)
@@ -266,7 +266,7 @@ async def test_a_trailer_never_becomes_a_header() -> None:
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     ],
 )
-async def test_what_two_readers_could_read_differently_is_a_400(head: bytes) -> None:
+async def test_an_ambiguous_head_is_a_400(head: bytes) -> None:
     async with serving() as bench:
         refusal(await bench.send(head), 400)
 
@@ -316,7 +316,7 @@ async def test_an_idle_connection_is_closed() -> None:
         assert bench.connections.counts()["idle"] == 0
 
 
-async def test_a_flood_without_a_key_displaces_itself_and_not_who_is_at_work() -> None:
+async def test_a_flood_without_a_key_displaces_itself_and_not_busy_clients() -> None:
     async with serving(RequestLimits(), pending=20) as bench, await bench.connect() as worker:
         await worker.send(GET % (b"/wait", WITH_KEY))
         await bench.until(lambda: bench.connections.counts()["busy"] == 1)

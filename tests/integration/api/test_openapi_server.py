@@ -152,7 +152,7 @@ def test_refusals_before_a_route_answer_as_documented(documented: Documented) ->
         ("accept-encoding", "identity;q=0"),
     ],
 )
-def test_headers_that_nothing_heeds_change_nothing(documented: Documented, header: str, value: str) -> None:
+def test_headers_that_are_ignored_change_nothing(documented: Documented, header: str, value: str) -> None:
     headers = [(header.encode(), value.encode("latin-1"))]
     documented.call("GET", "/v1/rollouts", 200, headers=headers)
 

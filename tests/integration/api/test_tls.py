@@ -38,7 +38,7 @@ def test_a_client_reaches_a_server_whose_certificate_it_trusts(
         assert (listed.exit_code, listed.stdout.strip()) == (0, "[]")
 
 
-def test_what_tls_cannot_use_is_told_before_the_start(tmp_path: Path) -> None:
+def test_unusable_certificates_are_reported_before_the_start(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
     (tmp_path / "other").mkdir()
     _, other_key = make_certificate(tmp_path / "other")

@@ -178,7 +178,7 @@ def test_submit_fails_on_failed_rollouts_only_when_asked(server, tmp_path):
 
 
 @pytest.mark.parametrize(("sent", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_submit_that_is_interrupted_says_how_to_go_on(server, tmp_path, sent, exit_code):
+def test_an_interrupted_submit_says_how_to_continue(server, tmp_path, sent, exit_code):
     file, output = tasks(tmp_path / "tasks.jsonl", 200), tmp_path / "out.jsonl"
     command = [*COMMAND, "submit", str(file), "-o", str(output), "--concurrency", "2", "--url", server.url]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as submit:
@@ -224,7 +224,7 @@ def test_a_leased_batch_is_given_back_and_acknowledged_by_its_id(server, tmp_pat
     assert over.exit_code == 1
 
 
-def test_rescore_reads_a_pipe_and_says_when_there_is_nothing(server, tmp_path):
+def test_rescore_reads_a_pipe_and_reports_empty_input(server, tmp_path):
     order = {"source": {"kind": "inline", "open": True}, "group_size": 1, "batch_size": 1}
     created = CliRunner().invoke(
         app, ["runs", "create", "-", "--run-id", "bare", "--url", server.url], input=json.dumps(order)
@@ -242,7 +242,7 @@ def test_rescore_reads_a_pipe_and_says_when_there_is_nothing(server, tmp_path):
     invoke("runs", "end", "bare", url=server.url)
 
 
-def test_submit_refuses_an_output_that_is_something_else(server, tmp_path):
+def test_submit_refuses_an_output_file_without_results(server, tmp_path):
     file, output = tasks(tmp_path / "tasks.jsonl", 1), tmp_path / "notes.txt"
     output.write_text("mine\n")
     result = invoke("submit", str(file), "-o", str(output), url=server.url)
@@ -268,7 +268,7 @@ def test_watch_prints_events_as_they_happen(server, tmp_path):
             watch.terminate()
 
 
-def test_watch_off_a_terminal_says_how_things_stand(server):
+def test_watch_prints_the_state_without_a_terminal(server):
     command = [*COMMAND, "watch", "--url", server.url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watch:
         try:
@@ -301,7 +301,7 @@ def test_a_new_environment_rewards_its_own_solution_and_nothing_less(tmp_path):
         assert rollout.stop_reason == "finished"
 
 
-def test_submit_lives_through_a_kill_of_the_server(tmp_path):
+def test_submit_survives_a_kill_of_the_server(tmp_path):
     folder = tmp_path / "state"
     folder.mkdir()
     server = Server(folder)
@@ -327,7 +327,7 @@ def test_submit_lives_through_a_kill_of_the_server(tmp_path):
     assert {rollout.state for rollout in found} == {RolloutState.COMPLETED}
 
 
-def test_a_demo_without_isolation_ends_well(tmp_path):
+def test_a_demo_without_isolation_succeeds(tmp_path):
     figures, output = tmp_path / "figures.json", tmp_path / "batch.jsonl"
     arguments = ["--sandbox", "local", "--rollouts", "8", "--state-dir", str(tmp_path / "state")]
     result = invoke("demo", *arguments, "--output", str(output), "--json", str(figures))

@@ -57,7 +57,7 @@ def test_the_unit_waits_longer_than_a_shutdown_takes() -> None:
     assert int(found[1]) > Settings().pipeline.drain_seconds + CONNECTIONS_SECONDS
 
 
-def test_a_proxy_outlasts_every_wait_and_takes_every_body() -> None:
+def test_a_proxy_outlasts_every_wait_and_accepts_every_body() -> None:
     """If both times were equal, nginx would answer first, with a 504."""
     found = re.search(r"proxy_read_timeout (\d+)s;", PAGE)
     assert found

@@ -15,7 +15,7 @@ INSTALLS_NOTHING = {"architecture"}  # it needs Python and nothing else, on any 
     "script",
     sorted({path.name for path in SCRIPTS.iterdir() if os.access(path, os.X_OK)} - INSTALLS_NOTHING),
 )
-def test_another_system_than_linux_is_named(tmp_path: Path, script: str) -> None:
+def test_an_operating_system_other_than_linux_is_named(tmp_path: Path, script: str) -> None:
     uname = tmp_path / "uname"
     uname.write_text("#!/bin/sh\necho Darwin\n")
     uname.chmod(0o755)
@@ -44,7 +44,7 @@ build-backend = "hatchling.build"
 
 
 @pytest.mark.parametrize(("version", "fits"), [("", True), ("==0.27.0", False)])
-def test_a_plug_in_goes_beside_the_locked_packages(tmp_path: Path, version: str, fits: bool) -> None:
+def test_a_plug_in_is_installed_next_to_the_locked_packages(tmp_path: Path, version: str, fits: bool) -> None:
     (tmp_path / "my_plugin").mkdir()
     (tmp_path / "my_plugin" / "__init__.py").touch()
     (tmp_path / "pyproject.toml").write_text(PLUGIN.format(version=version))

@@ -85,7 +85,7 @@ async def test_the_example_of_the_documentation(sandboxes):
     assert policy.messages[3].content.endswith("/environment:\n\n/tmp:")  # both empty
 
 
-async def test_no_process_of_the_agent_lives_on_beside_the_grader(tmp_path, sandboxes):
+async def test_no_process_of_the_agent_is_alive_while_the_grader_runs(tmp_path, sandboxes):
     (tmp_path / "environment.toml").write_text(
         'name = "e"\nimage = "base"\nprompt = "Do it."\ntools = ["bash", "python"]\n'
         '[evaluate]\ncommand = "bash /environment/evaluate"\nsandbox = "same"\n'
@@ -133,7 +133,7 @@ def test_an_image_without_an_environment_is_named(tmp_path):
         extract_environment(tiny_image(tmp_path), tmp_path / "cache")
 
 
-def test_what_is_wrong_in_an_image_is_named_as_it_is_there(tmp_path, monkeypatch):
+def test_errors_in_an_image_are_named_by_their_path_inside(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -152,7 +152,7 @@ def test_what_is_wrong_in_an_image_is_named_as_it_is_there(tmp_path, monkeypatch
     assert caught.value.hint
 
 
-def test_an_environment_of_an_unpacked_image_is_copied_without_what_is_no_file(tmp_path):
+def test_an_environment_of_an_unpacked_image_is_copied_without_special_files(tmp_path):
     tree = tmp_path / "tree"
     shutil.copytree(WORDCOUNT, tree / "environment")
     (tree / "environment" / "again.toml").symlink_to("/environment/environment.toml")
@@ -172,7 +172,7 @@ def test_a_link_out_of_an_environment_is_refused(tmp_path, target):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_what_is_no_image_is_named(tmp_path):
+def test_an_invalid_image_is_named(tmp_path):
     (tmp_path / "fake.sif").write_text("not an image")
     with pytest.raises(ConfigurationError, match="cannot be read") as caught:
         extract_environment(tmp_path / "fake.sif", tmp_path / "cache")

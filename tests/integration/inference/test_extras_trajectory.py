@@ -117,7 +117,7 @@ async def test_a_new_segment_has_figures_of_its_own(model):
             check_figures(segment)
 
 
-async def test_what_was_not_ordered_is_none(model):
+async def test_values_that_were_not_requested_are_none(model):
     engine = ScriptedEngine(Counting(512), routing=ROUTING, model_path=model)
     async with engine, Pools(OPTIONS) as pools:
         await pools.register(engine.url)

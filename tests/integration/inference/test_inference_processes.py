@@ -64,7 +64,7 @@ async def test_the_engine_ends_when_its_context_fails(checkpoint):
     await until_gone(engine.pid)
 
 
-async def test_a_web_page_has_no_part_in_an_engine(checkpoint):
+async def test_a_web_page_cannot_use_an_engine(checkpoint):
     async with EmbeddedEngine(checkpoint) as engine, httpx.AsyncClient(base_url=engine.url) as http:
         rebound = await http.get("/model_info", headers={"host": "page.example"})
         foreign = await http.post("/continue_generation", headers={"origin": "https://page.example"})
@@ -172,7 +172,7 @@ async def test_a_stream_grows_to_the_whole_answer(engine):
         ({"input_ids": [1], "logprob_start_len": 0}, "logprob_start_len"),
     ],
 )
-async def test_what_the_engine_does_not_do_is_a_400_that_says_so(engine, body, message):
+async def test_an_unsupported_option_is_a_400_that_names_it(engine, body, message):
     async with (
         aiohttp.ClientSession() as session,
         session.post(f"{engine.url}/generate", json=body) as answer,

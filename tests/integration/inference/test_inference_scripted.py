@@ -26,7 +26,7 @@ def request(prompt, budget=100):
     turns=st.lists(st.lists(st.integers(10, 15), min_size=1, max_size=4), min_size=1, max_size=4),
     observations=st.lists(st.lists(st.integers(0, 9), max_size=5), min_size=4, max_size=4),
 )
-def test_a_conversation_gets_its_turns_in_order_and_then_the_last_for_ever(turns, observations):
+def test_a_conversation_gets_its_turns_in_order_and_then_repeats_the_last(turns, observations):
     script, prompt = Replies(turns), [0, 1]
     for turn, observation in zip([*turns, turns[-1]], [*observations, []], strict=False):
         assert script.reply(prompt, 99).ids == turn

@@ -63,14 +63,14 @@ async def test_the_engine_is_asked_what_it_is():
         ({"logprobs_mode": "raw_logits"}, BackendProtocolError, "--logprobs-mode"),
     ],
 )
-async def test_what_a_server_was_not_started_with_is_named_at_registration(lacks, error, named):
+async def test_a_missing_server_option_is_named_at_registration(lacks, error, named):
     async with ScriptedVllm(SCRIPT, **lacks) as engine, Pools(OPTIONS) as pools:
         with pytest.raises(error) as caught:
             await pools.register(engine.url)
         assert named in f"{caught.value} {caught.value.hint}"
 
 
-async def test_an_sglang_server_registered_as_vllm_is_found_out():
+async def test_an_sglang_server_registered_as_vllm_is_detected():
     async with ScriptedEngine(SCRIPT) as engine, Pools(OPTIONS) as pools:
         with pytest.raises(BackendProtocolError, match="does not serve /inference/v1/generate"):
             await pools.register(engine.url, kind=EngineKind.VLLM)
@@ -97,7 +97,7 @@ async def test_without_its_development_routes_a_server_serves_and_refuses_orders
     ],
 )
 @pytest.mark.parametrize("kind", [ScriptedVllm, ScriptedEngine])
-async def test_what_goes_wrong_goes_elsewhere(kind, fault):
+async def test_failed_requests_go_elsewhere(kind, fault):
     engines = [kind(SCRIPT), kind(SCRIPT)]
     async with running(*engines) as pool:
         for engine in engines:
@@ -181,7 +181,7 @@ async def test_a_cancelled_call_ends_in_the_engine():
         assert len(engine.aborts) == 1
 
 
-async def test_gauges_that_an_abort_left_behind_are_seen_through():
+async def test_stale_gauges_after_an_abort_are_ignored():
     engine = ScriptedVllm(SCRIPT)
     async with running(engine) as pool:
         engine.latency = 30

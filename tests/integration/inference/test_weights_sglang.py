@@ -146,7 +146,7 @@ async def test_weights_come_over_a_process_group_in_the_middle_of_requests(first
         assert await loaded_from_disk(pool, checkpoints[2], 102) != broadcast
 
 
-async def test_a_server_that_is_killed_costs_no_request(first, second):
+async def test_no_request_is_lost_when_a_server_is_killed(first, second):
     results = []
     async with pooled(first, second) as pool:
 

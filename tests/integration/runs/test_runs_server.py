@@ -206,7 +206,7 @@ async def test_a_run_takes_its_tasks_from_a_split_of_the_environment(url: str) -
         await run.end()
 
 
-async def test_what_is_wrong_is_said(url: str) -> None:
+async def test_mistakes_are_reported(url: str) -> None:
     async with RolloutClient(url) as client:
         for fields, path in (
             ({"source": InlineTasks()}, "body.source.tasks"),

@@ -97,7 +97,7 @@ async def test_a_program_finds_nothing_of_the_grader_and_changes_nothing_for_it(
         assert all(run.truncated and len(run.stdout) <= 65_536 + 200 for run in runs)
 
 
-async def test_runs_that_there_is_no_time_left_for_have_timed_out(tmp_path, sandboxes):
+async def test_runs_without_time_left_have_timed_out(tmp_path, sandboxes):
     env = environment(tmp_path / "e")
     env.spec = env.spec.model_copy(
         update={"limits": env.spec.limits.model_copy(update={"evaluate_seconds": 8.0})}
@@ -117,7 +117,7 @@ def test_an_instance_without_inputs_is_refused(tmp_path, inputs):
         environment(tmp_path / "e").check(instance)
 
 
-def test_the_graders_files_are_not_there_for_the_program(tmp_path):
+def test_the_program_cannot_see_the_graders_files(tmp_path):
     with pytest.raises(ConfigurationError, match="not there when it runs"):
         environment(tmp_path / "e", run='command = "bash /environment/run.sh"\n')
     assert json.loads(json.dumps(environment(tmp_path / "e").spec.model_dump(mode="json")))["runs_submission"]

@@ -117,7 +117,7 @@ def host_addresses() -> list[str]:
     return [one.address for entries in found for one in entries if one.family == socket.AF_INET]
 
 
-async def test_the_loopback_works_and_is_all_there_is(provider: ApptainerProvider) -> None:
+async def test_the_loopback_works_and_is_the_only_network(provider: ApptainerProvider) -> None:
     async with await provider.start(SandboxSpec()) as sandbox:
         assert await python(sandbox, LOOPBACK) == "ok ok ok"
         result = await sandbox.exec(
@@ -149,7 +149,7 @@ async def test_nothing_of_the_host_is_reached(provider: ApptainerProvider, netwo
             udp.recv(10)
 
 
-async def test_a_list_lets_through_what_it_names_and_says_why_not(
+async def test_a_list_admits_the_hosts_it_names_and_explains_refusals(
     provider: ApptainerProvider, hello: str
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -233,7 +233,7 @@ async def test_the_disk_is_limited_as_a_whole(provider: ApptainerProvider) -> No
         await sandbox.write_file("small", "fits")
 
 
-async def test_without_namespaces_of_our_own_less_is_promised(provider: ApptainerProvider) -> None:
+async def test_fewer_limits_are_promised_without_own_namespaces(provider: ApptainerProvider) -> None:
     provider.launcher.__dict__["namespaces"] = False  # as on a host that allows them only to Apptainer
     async with await provider.start(SandboxSpec()) as sandbox:
         assert await python(sandbox, LOOPBACK) == "ok ok ok"

@@ -121,7 +121,7 @@ async def test_a_python_without_the_kernel(start: Start, plain: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["#!/bin/sh\nexit 1\n", "no program at all", ""])
-async def test_a_python_that_is_none(start: Start, bare: Path, text: str) -> None:
+async def test_a_python3_that_is_not_python_is_not_used(start: Start, bare: Path, text: str) -> None:
     put_script(bare / "bin" / "python3", text)
     assert await value(await start(bare), "6 * 7") == "42"
 
@@ -138,7 +138,7 @@ async def test_either_can_be_forced(start: Start, base: Path, bare: Path) -> Non
     assert (await (await forced.bash()).run("echo alive")).output == "alive\n"
 
 
-async def test_what_code_starts_knows_nothing_of_the_toolkit(start: Start, bare: Path) -> None:
+async def test_child_processes_of_code_do_not_see_the_toolkit(start: Start, bare: Path) -> None:
     sandbox = await start(bare, env={"MINE": "here", "PYTHONHOME": "/nowhere", "PYTHONPATH": "/nowhere"})
     code = "import subprocess; print(subprocess.run(['env'], capture_output=True, text=True).stdout)"
     variables = dict(line.split("=", 1) for line in (await value(sandbox, code)).splitlines() if "=" in line)

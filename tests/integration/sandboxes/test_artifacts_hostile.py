@@ -54,7 +54,7 @@ async def scored(environment, sandboxes, *commands):
     return await play(environment, environment.dataset()[0], ScriptedPolicy(script), sandboxes)
 
 
-async def test_a_planted_tar_has_no_part_in_it(environment, sandboxes):
+async def test_a_planted_tar_is_not_used(environment, sandboxes):
     trial = await scored(environment, sandboxes, PLANT_TAR)
     assert trial.score.reward == 0.0
     assert trial.score.parts == {"answered": 1.0}  # the real grader saw the wrong answer
@@ -63,7 +63,7 @@ async def test_a_planted_tar_has_no_part_in_it(environment, sandboxes):
 @pytest.mark.parametrize(
     "spoil", ["chmod 000 .", "chmod 000 answer.txt", SLEEPING, "chmod 000 . *; " + SLEEPING]
 )
-async def test_what_the_agent_made_unreadable_is_scored_all_the_same(environment, sandboxes, spoil):
+async def test_unreadable_files_of_the_agent_are_scored_too(environment, sandboxes, spoil):
     solve = "wc -w <text.txt >answer.txt"
     assert (await scored(environment, sandboxes, f"{solve}; {spoil}")).score.reward == 1.0
     assert (await scored(environment, sandboxes, f"echo 0 >answer.txt; {spoil}")).score.reward == 0.0
@@ -78,7 +78,7 @@ async def test_more_than_the_limit_is_an_empty_submission_with_a_note(environmen
 
 
 @pytest.mark.parametrize("end", ["at once", "at the next call"])
-async def test_an_agent_whose_sandbox_has_ended_is_scored(environment, sandboxes, end):
+async def test_an_agent_is_scored_after_its_sandbox_has_ended(environment, sandboxes, end):
     def end_it(_):
         [info] = sandboxes.live()
 

@@ -45,7 +45,7 @@ def test_a_key_that_protects_nothing_is_refused_in_one_line(tmp_path: Path, keys
     assert "Traceback" not in ended.stderr
 
 
-def test_a_state_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_failure_to_make_the_state_folder_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     ended = serve(tmp_path / "file" / "below", "--engine", "none")
     assert ended.returncode != 0
@@ -54,7 +54,7 @@ def test_a_state_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) 
     assert "--state-dir" in ended.stderr
 
 
-def test_a_store_that_is_no_database(tmp_path: Path) -> None:
+def test_a_store_that_is_not_a_database_is_reported(tmp_path: Path) -> None:
     (tmp_path / "rollouts.sqlite3").write_bytes(b"not a database, and long enough to be taken for none" * 100)
     ended = serve(tmp_path, "--engine", "none")
     assert ended.returncode != 0
@@ -62,7 +62,7 @@ def test_a_store_that_is_no_database(tmp_path: Path) -> None:
     assert "rollouts.sqlite3" in ended.stderr or "store" in ended.stderr
 
 
-def test_what_happened_ends_before_what_to_do_begins(tmp_path: Path) -> None:
+def test_the_message_ends_before_the_hint_begins(tmp_path: Path) -> None:
     address = tmp_path / "address"
     flags = ["--port", "0", "--sandbox", "local", "--engine", "none", "--state-dir", str(tmp_path)]
     command = [sys.executable, "-m", "rollout_service.cli", "serve", *flags, "--port-file", str(address)]

@@ -71,7 +71,7 @@ def waiters(url: str, pool: ThreadPoolExecutor) -> dict[str, Future[httpx.Respon
     return waiting
 
 
-def test_whoever_waits_is_answered_at_once(server: Running) -> None:
+def test_waiting_callers_are_answered_at_once(server: Running) -> None:
     httpx.post(f"{server.url}/v1/rollouts", json=order("a")).raise_for_status()
     httpx.post(f"{server.url}/v1/runs", json=RUN).raise_for_status()
     with ThreadPoolExecutor() as pool:
@@ -183,7 +183,7 @@ DrainingServer(
 
 
 @pytest.mark.parametrize("hang", ["await __import__('asyncio').sleep(600)", "time.sleep(600)"])
-def test_whatever_hangs_the_process_ends_in_time(tmp_path: Path, hang: str) -> None:
+def test_the_process_ends_in_time_even_if_something_hangs(tmp_path: Path, hang: str) -> None:
     script = tmp_path / "hanging.py"
     script.write_text(HANGING.replace("HANG", f"shutdown.end(); {hang}"))
     with subprocess.Popen([sys.executable, script], stdout=-1, stderr=-1, text=True) as process:

@@ -49,7 +49,7 @@ async def submit_many(store: SqliteStore, numbers: range) -> None:
             group.start_soon(store.submit, order(number))
 
 
-async def test_it_is_all_there_after_a_restart(path: Path) -> None:
+async def test_everything_is_still_there_after_a_restart(path: Path) -> None:
     async with await SqliteStore.open(path) as store:
         await submit_many(store, range(5))
         await store.cancel("r3")
@@ -187,7 +187,7 @@ async def test_a_full_disk_is_waited_for(path: Path) -> None:
         assert await store.get("r1") is not None
 
 
-async def test_a_full_disk_fails_that_write_alone_and_later_writes_go_on(path: Path) -> None:
+async def test_a_full_disk_fails_one_write_and_later_writes_succeed(path: Path) -> None:
     async with await SqliteStore.open(path) as store:
         await store.submit(order(0))
         pages = await store._read(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
