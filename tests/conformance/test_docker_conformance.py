@@ -105,7 +105,9 @@ async def test_an_image_is_known_by_what_it_is_and_has_the_name_that_environment
     )
 
 
-async def test_what_cannot_be_met_is_a_typed_error(provider: SandboxProvider, tmp_path: Path) -> None:
+async def test_a_specification_that_cannot_be_met_is_a_typed_error(
+    provider: SandboxProvider, tmp_path: Path
+) -> None:
     with pytest.raises(ImageNotFoundError, match="no-such-image"):
         await provider.start(SandboxSpec(image="no-such-image"))
     with pytest.raises(SandboxConfigError):

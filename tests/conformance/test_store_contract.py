@@ -158,7 +158,7 @@ async def test_a_trajectory_of_any_size_comes_back_as_it_was(store: Store, token
     assert await store.trajectory("r1") == trajectory(tokens)
 
 
-async def test_what_is_unknown_or_unfinished_has_no_trajectory(store: Store) -> None:
+async def test_unknown_and_unfinished_rollouts_have_no_trajectory(store: Store) -> None:
     assert await store.get("r1") is None
     assert await store.trajectory("r1") is None
     await store.submit(order())
@@ -181,7 +181,7 @@ async def test_repeating_a_request_changes_nothing_and_a_different_one_is_refuse
         await store.submit(RolloutRequest(task=Task(environment="calc")))
 
 
-async def test_a_conflict_harms_nothing_that_is_submitted_beside_it(store: Store) -> None:
+async def test_a_conflict_does_not_affect_concurrent_submits(store: Store) -> None:
     await store.submit(order("r0"))
     outcomes: dict[str, str] = {}
 

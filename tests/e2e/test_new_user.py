@@ -92,7 +92,7 @@ def test_the_sandboxes_of_a_new_user_conform(user: NewUser, images: Path) -> Non
 
 
 @pytest.mark.usefixtures("first_demo")
-def test_a_failed_build_is_told_once(user: NewUser) -> None:
+def test_a_failed_build_is_reported_once(user: NewUser) -> None:
     definition = user.home / "broken.def"
     definition.write_text(
         "Bootstrap: scratch\n\n%setup\n    printf '\\033[91mthe reason\\033[0m\\n'; exit 3\n"

@@ -16,7 +16,7 @@ SLACK_SECONDS = 1.0
 
 
 @pytest.mark.timeout(400)
-def test_clients_go_on_through_planned_restarts(tmp_path: Path) -> None:
+def test_clients_continue_through_planned_restarts(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     command = [sys.executable, str(BENCHMARK), "--quick", "--json", str(figures)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

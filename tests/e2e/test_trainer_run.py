@@ -44,7 +44,7 @@ def until(condition, process: subprocess.Popen) -> None:
 
 
 @pytest.mark.timeout(2 * PATIENCE_SECONDS + 30)
-def test_a_trainer_that_is_killed_goes_on_and_moves_the_weights_that_sample(tmp_path):
+def test_a_killed_trainer_resumes_and_updates_the_weights(tmp_path):
     curve, checkpoints = tmp_path / "curve.jsonl", tmp_path / "checkpoints"
     with subprocess.Popen(command(tmp_path)) as process:
         try:

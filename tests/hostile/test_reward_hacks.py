@@ -137,7 +137,7 @@ async def solves(environment, sandboxes):
     assert (trial.score.reward, trial.stop_reason) == (1.0, StopReason.FINISHED)
 
 
-async def test_a_grader_that_can_be_forged_is_found_out(tmp_path, sandboxes):
+async def test_a_forgeable_grader_is_detected(tmp_path, sandboxes):
     made = make_environment("words", tmp_path)
     (made / "grade.py").write_text(
         "import os, subprocess\nsubprocess.run(['bash', 'solution'], cwd='/workspace')\n"
@@ -167,7 +167,7 @@ async def test_a_grader_that_can_be_forged_is_found_out(tmp_path, sandboxes):
     assert json.loads(json.dumps(report.as_dict()))["counts"]["forged"] == 1
 
 
-async def test_an_environment_that_scores_nobody_is_named(tmp_path, sandboxes):
+async def test_an_environment_whose_grader_always_fails_is_refused(tmp_path, sandboxes):
     made = make_environment("words", tmp_path)
     (made / "grade.py").write_text("raise SystemExit('broken')")
     with pytest.raises(EnvironmentFailedError, match=r"not even an idle agent gets a reward.*broken"):
