@@ -1,24 +1,11 @@
 """Real engines for the contract and agreement suites start once per test run, and are reset for each test."""
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import anyio
 import pytest
 from anyio.from_thread import start_blocking_portal
 
-from api_schemas.trajectories import FinishReason
-from rollout_service.inference.contract import (
-    GenerateRequest,
-    Generation,
-    ModelInfo,
-    RequestedExtras,
-    SamplingOptions,
-    new_request_id,
-)
 from rollout_service.inference.engines.embedded.process import EmbeddedEngine
 from rollout_service.inference.engines.sglang.backend import SGLangBackend
 from rollout_service.inference.engines.vllm.backend import VllmBackend
@@ -26,74 +13,7 @@ from rollout_service.inference.local_servers.process import ServerProcess
 from rollout_service.inference.local_servers.sglang_cpu import SGLangCpuServer
 from rollout_service.inference.local_servers.vllm_cpu import CACHE_BLOCK, VllmCpuServer
 from rollout_service.testing import Counting, ScriptedEngine, ScriptedVllm, Shape, write_random_checkpoint
-
-INTERRUPTIONS = 5
-"""Attempts to abort a running request: on a busy machine the abort may come after the last token."""
-
-
-@dataclass(frozen=True)
-class Checkpoints:
-    """Two models of one shape."""
-
-    first: Path
-    second: Path
-
-
-@dataclass(frozen=True)
-class EngineUnderTest:
-    """A backend, and the model that it serves at the start of a test."""
-
-    backend: SGLangBackend | VllmBackend
-    checkpoints: Checkpoints
-    info: ModelInfo
-    cache_block: int
-    """Number of tokens that its prefix cache keeps or drops together."""
-
-    @property
-    def renormalizes(self) -> bool:
-        """Whether logprobs are renormalized over what top_p leaves; requests with top_p are then refused."""
-        return isinstance(self.backend, VllmBackend)
-
-    def request(
-        self, prompt: Sequence[int], extras: RequestedExtras | None = None, **sampling: Any
-    ) -> GenerateRequest:
-        """Return a request, greedy unless told otherwise."""
-        settings = SamplingOptions(**{"temperature": 0.0, **sampling})
-        return GenerateRequest(new_request_id(), prompt, settings, extras or RequestedExtras())
-
-    def cached(self, tokens: int) -> int:
-        """Return how many of the tokens that it has read it can have kept."""
-        return tokens // self.cache_block * self.cache_block
-
-    async def generate(
-        self, prompt: Sequence[int], extras: RequestedExtras | None = None, **sampling: Any
-    ) -> Generation:
-        return await self.backend.generate(self.request(prompt, extras, **sampling))
-
-    @asynccontextmanager
-    async def running(self, request: GenerateRequest) -> AsyncIterator[list[Generation]]:
-        """Run the body while the request is sampled; afterwards the yielded list has its result."""
-        result: list[Generation] = []
-
-        async def generate() -> None:
-            result.append(await self.backend.generate(request))
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(generate)
-            while not result and not (await self.backend.load()).running:
-                await anyio.sleep(0.01)
-            yield result
-
-    async def interrupt(self, make_request: Callable[[], GenerateRequest]) -> Generation:
-        """Abort a request while it runs and return its answer; fail if no attempt was in time."""
-        for _ in range(INTERRUPTIONS):
-            request = make_request()
-            async with self.running(request) as result:
-                await self.backend.abort(request.request_id)
-            if result[0].finish_reason is FinishReason.ABORT:
-                return result[0]
-            assert len(result[0].output_ids) == request.sampling.max_new_tokens
-        pytest.fail(f"{INTERRUPTIONS} requests ended as if none had been aborted")
+from tests.support.engines.engine_under_test import Checkpoints, EngineUnderTest, until_idle
 
 
 @pytest.fixture(scope="session")
@@ -164,9 +84,7 @@ SCRIPTED = [pytest.param("scripted", id="scripted"), pytest.param("scripted_vllm
 async def prepared(url: str, kind: str, checkpoints: Checkpoints) -> AsyncIterator[EngineUnderTest]:
     backend = (VllmBackend if "vllm" in kind else SGLangBackend)(url, backend_id=kind)
     await backend.resume()
-    with anyio.fail_after(60):
-        while (load := await backend.load()).running or load.waiting:  # cancelled by the last test
-            await anyio.sleep(0.05)
+    await until_idle(backend)  # the last test may have cancelled a request
     await backend.update_weights(str(checkpoints.first), 0)
     cache_block = CACHE_BLOCK if "vllm" in kind else 1
     yield EngineUnderTest(backend, checkpoints, await backend.model_info(), cache_block)

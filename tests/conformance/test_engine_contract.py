@@ -11,12 +11,11 @@ from rollout_service.inference.contract import Generation
 from rollout_service.inference.engines.sglang.wire import generate_body
 from rollout_service.inference.errors import BackendRejected, PromptTooLong
 from rollout_service.inference.pool.continuation import Continuation
+from tests.support.engines.engine_under_test import ATTEMPTS, LONG
 
 pytestmark = pytest.mark.anyio
 
 PROMPT = [(7 * i + 11) % 256 for i in range(40)]
-LONG = 1_200  # tokens: long enough to be interrupted
-PAUSES = 5  # attempts: on a busy machine a pause may come after the last token
 SPEAK_SGLANG = [
     "embedded",
     pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.xdist_group("sglang")]),
@@ -168,28 +167,16 @@ async def test_a_request_that_goes_on_after_an_abort_ends_as_if_it_had_not_been(
 @pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
 async def test_a_pause_that_keeps_requests_changes_no_token(engine, wholes, mode):
     whole = await uninterrupted(engine, wholes)
-    for _ in range(PAUSES):
-        async with engine.running(engine.request(PROMPT, max_new_tokens=LONG)) as result:
-            await engine.backend.pause(mode)
-            caught = result == []
-            await engine.backend.resume()
-        if caught:
-            break
-    assert caught, "every request ended before its pause"
+    async with engine.paused(mode, PROMPT) as result:
+        assert result == []
     assert result[0].output_ids == whole.output_ids
     assert result[0].finish_reason is FinishReason.LENGTH
 
 
 async def test_a_pause_may_end_what_is_running(engine):
-    reasons = []
-    for _ in range(PAUSES):
-        async with engine.running(engine.request(PROMPT, max_new_tokens=LONG)) as result:
-            await engine.backend.pause(PauseMode.ABORT)
-        await engine.backend.resume()
-        reasons.append(result[0].finish_reason)
-        if reasons[-1] is FinishReason.ABORT:
-            break
-    assert reasons[-1] is FinishReason.ABORT, f"every request ended before its pause: {reasons}"
+    async with engine.paused(PauseMode.ABORT, PROMPT) as result:
+        assert result[0].finish_reason is FinishReason.ABORT
+        assert len(result[0].output_ids) < LONG
 
 
 async def test_requests_wait_while_the_engine_is_paused(engine):
@@ -209,16 +196,9 @@ async def test_requests_wait_while_the_engine_is_paused(engine):
 
 async def test_an_update_splits_the_versions_where_it_happened(engine, wholes):
     whole = await uninterrupted(engine, wholes)
-    for _ in range(PAUSES):
-        async with engine.running(engine.request(PROMPT, max_new_tokens=LONG)) as result:
-            await engine.backend.pause(PauseMode.IN_PLACE)
-            await engine.backend.update_weights(str(engine.checkpoints.second), 7, flush_cache=False)
-            await engine.backend.resume()
-        if 7 in result[0].versions:
-            break
-        await engine.backend.update_weights(str(engine.checkpoints.first), 0)
+    async with engine.paused(PauseMode.IN_PLACE, PROMPT) as result:
+        await engine.backend.update_weights(str(engine.checkpoints.second), 7, flush_cache=False)
     versions = result[0].versions
-    assert 7 in versions, "every request ended before its pause"
     split = versions.index(7)
     assert versions == [0] * split + [7] * (LONG - split)
     assert result[0].output_ids[:split] == whole.output_ids[:split]
@@ -294,7 +274,7 @@ async def test_many_requests_at_once_get_what_they_would_get_alone(model_engine)
 
 
 async def test_a_cancelled_call_ends_in_the_engine(engine):
-    for _ in range(PAUSES):  # on a busy machine the call may end before it is seen
+    for _ in range(ATTEMPTS):
         with anyio.CancelScope() as scope:
             async with engine.running(engine.request(PROMPT, max_new_tokens=LONG)) as result:
                 if not result:
