@@ -8,7 +8,7 @@ is the contract's promise. A provider names the checks it is known to fail (`kno
 Checks that attack do not run if the provider says that it does not isolate.
 """
 
-from sandboxes.conformance import bash, exports, files, isolation, lifecycle, programs, python
+from sandboxes.conformance import bash, exports, files, image, isolation, lifecycle, programs, python
 from sandboxes.conformance.expectations import Check, ConformanceError, expect, expect_error
 from sandboxes.conformance.runner import CheckResult, ConformanceReport, run_check, run_checks
 
@@ -17,6 +17,7 @@ CHECKS: tuple[Check, ...] = (
     *python.CHECKS,
     *programs.CHECKS,
     *files.CHECKS,
+    *image.CHECKS,
     *exports.CHECKS,
     *lifecycle.CHECKS,
     *isolation.CHECKS,

@@ -143,6 +143,7 @@ def check_sharing(settings: Settings) -> Iterator[Check]:
             "not filtered: the service has no filter for this kernel or processor",
         )
     yield _check_terminals(found.own_terminals, settings.sandbox_ceiling)
+    yield _check_images(settings.sandbox, changes=found.changes_images)
 
 
 def check_open_files(facts: HostFacts, settings: Settings) -> Iterator[Check]:
@@ -174,6 +175,17 @@ def _separate_users(config: ApptainerConfig) -> str:
     if config.fakeroot or config.user_range == "none":
         return "set sandbox.fakeroot to false and leave sandbox.user_range out"
     return "use Linux 5.19 or newer, and set sandbox.unpacked_dir to a folder on ext4, XFS or Btrfs"
+
+
+def _check_images(config: ApptainerConfig, *, changes: bool) -> Check:
+    name = "folders of images"
+    if changes:
+        return Check(name, "ok", "code may remove and rename them")
+    found = "code cannot remove or rename a folder of the image that has subfolders (Input/output error)"
+    if not config.unpack:
+        found = "code cannot change files of the image"
+        return Check(name, "limited", found, "set sandbox.unpack to true")
+    return Check(name, "limited", found, f"{_allow_namespaces()}, or use Linux 6.6 or newer")
 
 
 def _check_terminals(sandboxes: int | None, ceiling: int) -> Check:

@@ -10,7 +10,12 @@ Environment variables tell it what to do:
   LAUNCH_SPACE        a folder for the sandbox's files ("data"), its /sys, /dev/shm and /etc/hosts, and Apptainer's
                       own settings ("conf")
   LAUNCH_NAMESPACES   "1": a user namespace with mounts in it; without it an ordinary user gets neither
+  LAUNCH_UIDS, LAUNCH_GIDS  ranges "FIRST COUNT" of this user's subordinate ids: with them, code inside is root in a
+                      user namespace that maps them, and Apptainer needs no other
   LAUNCH_NETWORK      "1": a separate network, whose loopback is up
+  LAUNCH_IMAGE        the image, shown at "image" in LAUNCH_SPACE
+  LAUNCH_OVERLAY      "1": a writable overlay on the image, at "root" in LAUNCH_SPACE
+  LAUNCH_POINTS       paths inside that Apptainer mounts something on, one per line; a folder ends with "/"
   LAUNCH_LISTENER     a descriptor of a Unix socket that a listening socket of that network is sent to
   LAUNCH_PORT         the port it listens on, on 127.0.0.1
   LAUNCH_BYTES        the size of the file system that LAUNCH_SPACE gets; without mounts, the limit on each file
@@ -19,12 +24,11 @@ Environment variables tell it what to do:
 and as root:
   LAUNCH_USER, LAUNCH_GROUP  the user and group to become
   LAUNCH_OWNER               another id for that user: the owner of its files on disk, and its id inside
-  LAUNCH_IMAGE               the image, shown to that user at "image" in LAUNCH_SPACE
   LAUNCH_BINDS               other paths to show, one per line, at "bind0", "bind1" ... in LAUNCH_SPACE
 """
 
 # pathlib takes longer to import than all of this to run.
-# ruff: noqa: PTH101, PTH102, PTH106, PTH110, PTH112, PTH114, PTH116, PTH123
+# ruff: noqa: PTH101, PTH102, PTH106, PTH110, PTH112, PTH114, PTH115, PTH116, PTH120, PTH123
 
 import ctypes
 import fcntl
@@ -45,6 +49,7 @@ OPEN_TREE_CLONE, MOVE_MOUNT_F_EMPTY_PATH, MOUNT_ATTR_RDONLY, MOUNT_ATTR_IDMAP = 
 OPEN_TREE, MOVE_MOUNT, MOUNT_SETATTR = 428, 429, 442
 ALL_IDS = (1 << 32) - 1
 PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 4, 38
+EPERM, ELOOP = 1, 40
 KEYCTL_JOIN_SESSION_KEYRING = 1
 SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW = 1, 4
 KEYCTL, SECCOMP = {"x86_64": (250, 317), "aarch64": (219, 277)}.get(os.uname().machine, (0, 0))
@@ -74,6 +79,11 @@ LIMITS = {
 They are never above the host's. No process dumps core, since the host's handler could store it on the host's disk, and
 none gains priority over others.
 """
+OVERLAY = "lowerdir=image,upperdir=data/upper,workdir=data/work,xino=on"
+"""The layers, named relative to the space: a name may not contain a comma or a colon."""
+MARK = "overlay.rollout"
+LINKS = 40
+"""The symbolic links that the kernel follows in one path."""
 HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -114,6 +124,43 @@ def new_user_namespace(others: int, user: int, group: int, inside: int) -> None:
     write("/proc/self/gid_map", f"{group} {group} 1")
 
 
+def new_root_namespace(others: int, users: str, groups: str) -> None:
+    """Enter the namespaces `others` and one in which this user is root and its subordinate ids are all other users.
+
+    Only the host's setuid programs may map these ids, and only from outside, so a child starts them.
+    """
+    me, user, group = str(os.getpid()), str(os.geteuid()), str(os.getegid())
+    wait, ready = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ready)
+        status = 1
+        try:
+            if os.read(wait, 1):
+                status = map_subordinate_ids(me, ("newuidmap", user, users), ("newgidmap", group, groups))
+        finally:
+            os._exit(status)
+    os.close(wait)
+    try:
+        call("unshare", CLONE_NEWUSER | others)
+        os.write(ready, b"x")
+    finally:
+        os.close(ready)
+        _, status = os.waitpid(child, 0)
+    if status:
+        raise OSError("newuidmap and newgidmap could not map the subordinate ids")
+    os.setgroups([])
+
+
+def map_subordinate_ids(process: str, *maps: "tuple[str, str, str]") -> int:
+    """Run the programs that write a process's maps; return a status that is 0 if all succeeded."""
+    for program, own, ids in maps:
+        status = os.spawnvp(os.P_WAIT, program, [program, process, "0", own, "1", "1", *ids.split()])  # noqa: S606
+        if status:
+            return 1
+    return 0
+
+
 def drop_root(user: int, group: int) -> None:
     """Drop root for good. Without "dumpable" the kernel would keep the files in /proc/self owned by root."""
     os.setgroups([])
@@ -122,13 +169,13 @@ def drop_root(user: int, group: int) -> None:
     call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)
 
 
-def allow_one_user_namespace() -> None:
-    """Allow only Apptainer's own user namespace.
+def allow_user_namespaces(count: int) -> None:
+    """Allow only so many user namespaces below this one: Apptainer's own, if it makes one.
 
     If /proc/sys is not writable, code inside can make others, which give no rights outside.
     """
     try:
-        write("/proc/sys/user/max_user_namespaces", "1")
+        write("/proc/sys/user/max_user_namespaces", str(count))
     except OSError:
         return
 
@@ -264,6 +311,80 @@ def bind(source: str, target: str) -> None:
     mount(source, target, None, MS_BIND | MS_REC)
 
 
+def bind_image(image: str, target: str) -> None:
+    """Bind an image folder, for a user to whom its files belong."""
+    os.mkdir(target)
+    mount(image, target, None, MS_BIND | MS_REC)
+
+
+def overlay_options() -> str:
+    """Return the options for an overlay whose upper layer lies on this space.
+
+    The overlay notes in extended attributes which folders hide those of the image, and where they came from. Without a
+    place for its notes it would still mount, but removing or renaming a folder of the image would fail with EIO. The
+    attributes that the host's root may set also let folders be renamed; others can only use those of users, which
+    tmpfs has since Linux 6.6.
+    """
+    try:
+        os.setxattr("data", f"trusted.{MARK}", b"")
+    except OSError as error:
+        if error.errno != EPERM:
+            raise
+        os.setxattr("data", f"user.{MARK}", b"")
+        return f"{OVERLAY},userxattr"
+    return f"{OVERLAY},redirect_dir=on"
+
+
+def mount_overlay(space: str, user: int, group: int) -> None:
+    """Mount a writable overlay on "image" at "root". Nothing inside can change its layers except through it."""
+    os.chdir(space)
+    for name in ("root", "data/upper", "data/work"):
+        os.mkdir(name)
+    os.chmod("data/upper", stat.S_IMODE(os.stat("image").st_mode))
+    os.chown("data/upper", user, group)
+    mount("overlay", "root", "overlay", MS_NOSUID | MS_NODEV, overlay_options())
+    os.chdir("/")
+
+
+def find_inside(root: str, path: str) -> str:
+    """Return the host's path of a path inside, whose links are followed within `root`; it need not exist."""
+    todo, done, links = path.split("/")[::-1], "", 0
+    while todo:
+        part = todo.pop()
+        if part in {"", "."}:
+            continue
+        if part == "..":
+            done = done.rpartition("/")[0]
+            continue
+        try:
+            target = os.readlink(f"{root}{done}/{part}")
+        except OSError:  # it is not a link, or does not exist
+            done += f"/{part}"
+            continue
+        links += 1
+        if links > LINKS:
+            raise OSError(ELOOP, os.strerror(ELOOP), path)
+        todo += target.split("/")[::-1]
+        done = "" if target.startswith("/") else done
+    return root + done
+
+
+def make_point(root: str, path: str, user: int, group: int) -> None:
+    """Make an empty folder, or a file if the path does not end with "/", unless the path exists."""
+    found = find_inside(root, path)
+    missing = []
+    while not os.path.lexists(found):
+        missing.append(found)
+        found = os.path.dirname(found)
+    while missing:
+        found = missing.pop()
+        if missing or path.endswith("/"):
+            os.mkdir(found, 0o755)
+        else:
+            os.close(os.open(found, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        os.chown(found, user, group)
+
+
 def bind_fuse(space: str) -> None:
     """Bind a FUSE device that everyone may use, since many hosts reserve theirs for root and image files need one."""
     device = f"{space}/fuse"
@@ -301,11 +422,15 @@ class ApptainerLaunch:
             mount_space(self._space, self._size)
         else:
             resource.setrlimit(resource.RLIMIT_FSIZE, (self._size, self._size))
-        if self._root:
-            self._bind_sources()
         for name in ("data", "conf", "sockets"):
             os.mkdir(f"{self._space}/{name}", 0o700)
             os.chown(f"{self._space}/{name}", self._user, self._group)
+        if self._root:
+            self._bind_sources()
+        elif "IMAGE" in self._told:
+            bind_image(self._told["IMAGE"], f"{self._space}/image")
+        if "OVERLAY" in self._told:
+            self._mount_overlay()
         write(f"{self._space}/hosts", HOSTS)
         os.chown(f"{self._space}/hosts", self._user, self._group)
         self._drop_rights()
@@ -315,6 +440,9 @@ class ApptainerLaunch:
         others = CLONE_NEWNS | (CLONE_NEWNET if "NETWORK" in self._told else 0)
         if self._root:
             call("unshare", others)
+        elif "UIDS" in self._told:
+            new_root_namespace(others, self._told["UIDS"], self._told["GIDS"])
+            self._user = self._group = 0
         elif self._mounts:
             new_user_namespace(others, self._user, self._group, self._user)
 
@@ -342,6 +470,11 @@ class ApptainerLaunch:
             os.rmdir(target)
             bind(source, target)  # the file system cannot map owners: bind it as it is
 
+    def _mount_overlay(self) -> None:
+        mount_overlay(self._space, self._user, self._group)
+        for path in self._told.get("POINTS", "").splitlines():
+            make_point(f"{self._space}/root", path, self._user, self._group)
+
     def _drop_rights(self) -> None:
         """Drop all rights. Those in a separate user namespace end with `exec`, since its user is not root."""
         if self._root:
@@ -350,7 +483,7 @@ class ApptainerLaunch:
             if "NAMESPACES" in self._told:
                 new_user_namespace(0, self._user, self._group, self._owner)
         if "NAMESPACES" in self._told:
-            allow_one_user_namespace()
+            allow_user_namespaces(0 if "UIDS" in self._told else 1)
         if "PROFILE" in self._told:
             write(f"{self._space}/filter.json", self._told["PROFILE"])
         set_limits()

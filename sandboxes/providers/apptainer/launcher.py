@@ -3,6 +3,9 @@
 As root, and where plain programs may make user namespaces, a sandbox gets its file systems and its network from
 `launch.py`. Elsewhere (Ubuntu's AppArmor allows user namespaces only to programs that it knows) Apptainer makes the
 network, and an ordinary user's sandbox has no file system with a size limit.
+
+The overlay on an unpacked image is `launch.py`'s as well, because Apptainer mounts its own without a place to note that
+a folder of the image was removed: such a removal fails with EIO.
 """
 
 import os
@@ -20,6 +23,7 @@ from pathlib import Path
 import structlog
 
 from sandboxes.errors import SandboxConfigError
+from sandboxes.host.subordinate_ids import SUBGID, SUBUID, has_subordinate_ids, subordinate_ids_of
 from sandboxes.providers.apptainer import seccomp
 
 log = structlog.get_logger(__name__)
@@ -30,6 +34,8 @@ PROBE_SECONDS = 10.0
 PROBE_BYTES = 1024 * 1024
 OVERLAYS_OF_MAPPED = (5, 19)
 """The first kernel whose overlays may lie on mounts with mapped owners."""
+POINTS = ("/dev/", "/proc/", "/sys/", "/etc/hosts", "/etc/resolv.conf")
+"""What Apptainer mounts something on in every image; a folder ends with "/"."""
 NAMESPACES_HINT = (
     "allow user namespaces: sysctl user.max_user_namespaces and kernel.unprivileged_userns_clone, and on Ubuntu "
     "kernel.apparmor_restrict_unprivileged_userns=0"
@@ -48,14 +54,15 @@ class Launcher:
         self._fakeroot = fakeroot
         self.root = os.geteuid() == 0
         self._maps: dict[int, bool] = {}
+        self._overlays: dict[int, bool] = {}
 
     @cached_property
     def namespaces(self) -> bool:
         """Whether a launch can make namespaces, and Apptainer others inside them. Tried once, in 20 ms."""
-        if self._fakeroot:
-            return False
+        if self._fakeroot and (self.root or not has_subordinate_ids(self._user)):
+            return False  # root's sandboxes get their ids from Apptainer
         told = {"LAUNCH_NAMESPACES": "1", "LAUNCH_NETWORK": "1"} | self._user_env()
-        failure = self._try_launch(["unshare", "--user", "true"], told)
+        failure = self._try_launch(["true"] if self._fakeroot else ["unshare", "--user", "true"], told)
         if failure is not None:
             log.warning(
                 "cannot restrict sandboxes to a list of hosts, or those of ordinary users to a disk limit",
@@ -88,6 +95,8 @@ class Launcher:
         *,
         network: bool,
         image: Path,
+        overlay: bool,
+        points: Sequence[str],
         binds: Sequence[str],
         user: int | None = None,
     ) -> dict[str, str]:
@@ -98,6 +107,8 @@ class Launcher:
             disk_bytes: the size of its file system.
             network: whether it has a separate network.
             image: the image on the host.
+            overlay: whether it mounts the overlay; see `can_overlay`.
+            points: the paths inside that Apptainer mounts something on besides `POINTS`.
             binds: the sources of binds on the host.
             user: a user that only this sandbox runs as.
         """
@@ -106,22 +117,39 @@ class Launcher:
         told |= (
             {"LAUNCH_SPACE": str(space), "LAUNCH_BYTES": str(disk_bytes)}
             | self._user_env(user)
-            | self._filter_env()
+            | ({"LAUNCH_PROFILE": seccomp.build_profile()} if self._apptainer_filters else _filter_env())
         )
         if self.namespaces:
             told["LAUNCH_NAMESPACES"] = "1"
             if network:
                 told["LAUNCH_NETWORK"] = "1"
         if self.root:
-            told |= {"LAUNCH_IMAGE": str(image), "LAUNCH_BINDS": "\n".join(binds)}
+            told["LAUNCH_BINDS"] = "\n".join(binds)
+        if self.root or overlay:
+            told["LAUNCH_IMAGE"] = str(image)
+        if overlay:
+            told |= {"LAUNCH_OVERLAY": "1", "LAUNCH_POINTS": "\n".join((*POINTS, *points))}
         return told
 
-    def apptainer_flags(self, space: Path, *, network: bool) -> list[str]:
+    def image_path(self, image: Path, space: Path, *, overlay: bool) -> Path:
+        """Return where Apptainer finds the image."""
+        if overlay:
+            return space / "root"
+        return space / "image" if self.root else image
+
+    @property
+    def user_flags(self) -> tuple[str, ...]:
+        """Apptainer's flags for the user namespace and the rights of the control shell."""
+        if not self._fakeroot:
+            return ("--no-privs", "--userns")
+        return ("--keep-privs",) if self.namespaces else ("--fakeroot",)
+
+    def apptainer_flags(self, space: Path, *, network: bool, overlay: bool) -> list[str]:
         """Return Apptainer's flags for everything that `launch.py` makes in `space`, and for what it cannot make."""
         # Images without /etc/hosts are common. /dev/shm counts as disk; Apptainer's own would have no limit.
         mounts = ["sys:/sys:ro", "shm:/dev/shm"] if self.mounts else []
         binds = ["hosts:/etc/hosts", *mounts]
-        found = ["--overlay", str(space / "data")]
+        found = ["--writable"] if overlay else ["--overlay", str(space / "data")]
         for bind in binds:
             found += ["--bind", f"{space}/{bind}"]
         if self._apptainer_filters:
@@ -149,9 +177,41 @@ class Launcher:
 
     def _user_env(self, user: int | None = None) -> dict[str, str]:
         if not self.root:
-            return {}
+            return self._subordinate_env() if self._fakeroot else {}
         told = {"LAUNCH_USER": str(self._user if user is None else user), "LAUNCH_GROUP": str(self._group)}
         return told if user is None else told | {"LAUNCH_OWNER": str(self._user)}
+
+    def _subordinate_env(self) -> dict[str, str]:
+        files = {"LAUNCH_UIDS": SUBUID, "LAUNCH_GIDS": SUBGID}
+        ranges = {name: subordinate_ids_of(self._user, file)[0].ids for name, file in files.items()}
+        return {name: f"{ids.start} {len(ids)}" for name, ids in ranges.items()}
+
+    def can_overlay(self, image: Path) -> bool:
+        """Return whether `launch.py` can mount the overlay on an image. Tried once per file system, in 30 ms.
+
+        It needs an unpacked image, the right to mount, and without root a tmpfs with attributes of users (6.6).
+        """
+        if not (self.mounts and image.is_dir()):
+            return False
+        device = image.stat().st_dev
+        if device not in self._overlays:
+            namespaces = {"LAUNCH_NAMESPACES": "1"} if self.namespaces else {}
+            told = {"LAUNCH_IMAGE": str(image), "LAUNCH_OVERLAY": "1"} | namespaces | self._user_env()
+            failure = self._try_launch(["true"], told)
+            if failure is not None:
+                log.warning("sandboxes cannot remove folders of the image", image=str(image), reason=failure)
+            self._overlays[device] = failure is None
+        return self._overlays[device]
+
+    def can_change_images(self, unpacked: Path, *, unpack: bool) -> bool:
+        """Return whether code may remove and rename folders of images, which are unpacked in `unpacked` or not at all.
+
+        Image files that are not unpacked are mounted through FUSE, which also makes the overlay. They then belong to
+        root, so an ordinary user may change them only with fakeroot.
+        """
+        if not unpack:
+            return self.root or self._fakeroot
+        return self.can_overlay(unpacked if unpacked.is_dir() else SCRIPT.parent)
 
     def can_map(self, folder: Path, user: int) -> bool:
         """Return whether a folder can be mounted with another owner. Tried once per file system, in 30 ms.
@@ -176,7 +236,7 @@ class Launcher:
     def _try_launch(self, command: Sequence[str], told: dict[str, str]) -> str | None:
         """Launch a plain program; return its error output if it fails, else None."""
         with tempfile.TemporaryDirectory(prefix="rollout-") as space:
-            told |= {"LAUNCH_SPACE": space, "LAUNCH_BYTES": str(PROBE_BYTES)} | self._filter_env()
+            told |= {"LAUNCH_SPACE": space, "LAUNCH_BYTES": str(PROBE_BYTES)} | _filter_env()
             path = shutil.which(command[0], path=PATH) or command[0]
             done = subprocess.run(
                 self.make_command([path, *command[1:]]),
@@ -188,17 +248,16 @@ class Launcher:
             )
         return None if done.returncode == 0 else done.stderr.strip()
 
-    def _filter_env(self) -> dict[str, str]:
-        """Return the variable with the system call filter, if this machine's system calls are known."""
-        if self._apptainer_filters:
-            return {"LAUNCH_PROFILE": seccomp.build_profile()}
-        program = seccomp.build_program()
-        return {} if program is None else {"LAUNCH_FILTER": program.hex()}
-
     @property
     def _apptainer_filters(self) -> bool:
-        """Whether Apptainer has to set the filter: an ordinary user could not start newuidmap under it."""
-        return self._fakeroot and not self.root
+        """Whether Apptainer has to set the filter: it could not start newuidmap under it."""
+        return self._fakeroot and not self.root and not self.namespaces
+
+
+def _filter_env() -> dict[str, str]:
+    """Return the variable with the system call filter, if this machine's system calls are known."""
+    program = seccomp.build_program()
+    return {} if program is None else {"LAUNCH_FILTER": program.hex()}
 
 
 def _kernel_version() -> tuple[int, ...]:

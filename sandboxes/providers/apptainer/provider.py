@@ -1,9 +1,9 @@
 """Sandboxes in Apptainer: one `apptainer exec` each, whose first process inside is the control shell.
 
 A sandbox has its own user, process, mount, network and IPC namespaces and a clean environment. It has no capabilities
-and no way to gain any. The image is read-only, below a writable overlay that vanishes with the sandbox. Nothing runs as
-the host's root: a service that is root drops root first, since even without capabilities that user could write to the
-host's /proc/sys.
+and no way to gain any. The image is read-only, below a writable overlay that vanishes with the sandbox; code may remove
+and rename the image's folders, with the exceptions of `Launcher.can_change_images`. Nothing runs as the host's root: a
+service that is root drops root first, since even without capabilities that user could write to the host's /proc/sys.
 
 Sandboxes share the kernel. `enforced` names the limits that hold for a sandbox as a whole. Memory and processor time
 need control groups; the disk limit and lists of hosts need user namespaces for plain programs. Otherwise the memory
@@ -11,6 +11,7 @@ limit holds for each process and the disk limit for each file, and a list of hos
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,7 @@ from pathlib import Path
 import anyio.to_thread
 
 from sandboxes.config import ApptainerConfig, parse_user_range
-from sandboxes.contract import SandboxSpec
+from sandboxes.contract import Bind, SandboxSpec
 from sandboxes.egress.rules import AllowList
 from sandboxes.errors import ProviderUnavailableError, SandboxConfigError
 from sandboxes.host.facts import INSTALL_HINT, find_apptainer
@@ -49,8 +50,6 @@ FLAGS = (
 )
 
 
-ORDINARY, FAKEROOT = ("--no-privs", "--userns"), ("--fakeroot",)
-
 # The capabilities of root in its own user namespace, as is usual in containers. The control shell keeps more, so
 # nothing inside can inspect or trace it, and nothing inside can mount a file system.
 KEPT = "chown,dac_override,fowner,fsetid,kill,setgid,setuid,setpcap,setfcap,net_bind_service,sys_chroot"
@@ -61,6 +60,12 @@ GIVE_UP = (
     "--bounding-set=-all," + ",".join(f"+{name}" for name in KEPT.split(",")),
     "--no-new-privs",
     "--",
+)
+
+
+KNOWN_FAILURES = dict.fromkeys(
+    ("image_folders_removed", "image_folders_renamed"),
+    "this host lets the service mount no overlay that can note the removal of an image's folder",
 )
 
 
@@ -105,6 +110,11 @@ class ApptainerProvider(HostProvider):
         users = {"users"} if self._gives_own_users else set()
         return self._groups.enforced | disk | users | {"processes"}
 
+    @property
+    def known_failures(self) -> Mapping[str, str]:
+        unpacked = self.prepared_images.unpacked.root
+        return {} if self.launcher.can_change_images(unpacked, unpack=self._config.unpack) else KNOWN_FAILURES
+
     async def identity(self, spec: SandboxSpec) -> str:
         return await anyio.to_thread.run_sync(self._identity, spec)
 
@@ -127,7 +137,9 @@ class ApptainerProvider(HostProvider):
         if allowed is not None and not namespaces:
             raise SandboxConfigError(
                 "cannot restrict a sandbox's network to a list of hosts on this host",
-                hint="set sandbox.fakeroot to false" if self._config.fakeroot else NAMESPACES_HINT,
+                hint="set sandbox.fakeroot to false"
+                if self._config.fakeroot and self.launcher.root
+                else NAMESPACES_HINT,
             )
         name = spec.image or self._config.image
         prepared = await self.prepared_images.prepare(name)
@@ -139,9 +151,10 @@ class ApptainerProvider(HostProvider):
             spec.cpus or defaults.cpus,
             spec.disk_bytes or defaults.disk_bytes,
         )
+        overlay = await anyio.to_thread.run_sync(self.launcher.can_overlay, prepared.image)
         command = [
-            *self._exec_command(spec, folder),
-            str(folder.overlay / "image" if self.launcher.root else prepared.image),
+            *self._exec_command(spec, folder, overlay=overlay),
+            str(self.launcher.image_path(prepared.image, folder.overlay, overlay=overlay)),
             *("/bin/bash", "--norc", "-c", HIDE, "hide"),
             *(f"{PIPES}/{SCRIPT.name}", PIPES, spec.workdir, str(limits.max_processes)),
             # Without control groups, limit each process separately.
@@ -157,6 +170,8 @@ class ApptainerProvider(HostProvider):
                 spec.disk_bytes or defaults.disk_bytes,
                 network=spec.network != "full",
                 image=prepared.image,
+                overlay=overlay,
+                points=[f"{PIPES}/", f"{SOCKETS}/", *map(_mount_point, spec.read_only_binds)],
                 binds=[bind.source for bind in spec.read_only_binds],
                 user=None if lease is None else user,
             ),
@@ -200,7 +215,7 @@ class ApptainerProvider(HostProvider):
         if self._users is not None:
             self._users.close()
 
-    def _exec_command(self, spec: SandboxSpec, folder: RunFolder) -> list[str]:
+    def _exec_command(self, spec: SandboxSpec, folder: RunFolder, *, overlay: bool) -> list[str]:
         """Return the command up to the image."""
         return [
             *(
@@ -208,9 +223,9 @@ class ApptainerProvider(HostProvider):
                 "--silent",
                 "exec",
                 *FLAGS,
-                *(FAKEROOT if self._config.fakeroot else ORDINARY),
+                *self.launcher.user_flags,
             ),
-            *self.launcher.apptainer_flags(folder.overlay, network=spec.network != "full"),
+            *self.launcher.apptainer_flags(folder.overlay, network=spec.network != "full", overlay=overlay),
             *("--bind", f"{folder.pipes}:{PIPES}:ro", "--bind", f"{folder.overlay}/sockets:{SOCKETS}"),
             *(flag for bind in self._format_binds(spec, folder) for flag in ("--bind", bind)),
             *("--env", f"{MARKER}={folder.id}"),
@@ -228,6 +243,11 @@ class ApptainerProvider(HostProvider):
             source = folder.overlay / f"bind{number}" if self.launcher.root else bind.source
             found.append(f"{source}:{bind.target}:ro")
         return found
+
+
+def _mount_point(bind: Bind) -> str:
+    """Return the path inside of a bind; a folder ends with "/"."""
+    return f"{bind.target}/" if Path(bind.source).is_dir() else bind.target
 
 
 def _parse_allow_list(spec: SandboxSpec) -> AllowList | None:

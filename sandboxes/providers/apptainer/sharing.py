@@ -1,4 +1,4 @@
-"""Determine, for `doctor`, what sandboxes share on this host. Nothing is changed."""
+"""Determine, for `doctor`, what sandboxes share on this host, and what they cannot do. Nothing is changed."""
 
 import os
 from collections.abc import Mapping
@@ -40,6 +40,9 @@ class Sharing:
     counts: Mapping[str, int]
     """The resources counted per user, with a user's limit on each."""
 
+    changes_images: bool
+    """Whether code may remove and rename folders of the image."""
+
 
 def read_sharing(config: ApptainerConfig, kernel: Path = Path("/proc/sys")) -> Sharing:
     """Determine what sandboxes share. It may take 100 ms: call it in a thread.
@@ -55,14 +58,19 @@ def read_sharing(config: ApptainerConfig, kernel: Path = Path("/proc/sys")) -> S
         filtered=seccomp.build_program() is not None and (kernel / FILTERS).exists(),
         own_terminals=terminals // PTYS if launcher.mounts else None,
         counts=counts,
+        changes_images=launcher.can_change_images(_unpacked(config), unpack=config.unpack),
     )
+
+
+def _unpacked(config: ApptainerConfig) -> Path:
+    return (config.unpacked_dir or default_cache() / "unpacked").expanduser().absolute()
 
 
 def _has_own_users(config: ApptainerConfig, launcher: Launcher) -> bool:
     numbers = parse_user_range(config.user_range)
     if numbers is None or config.fakeroot or os.geteuid() != 0:
         return False
-    folder = (config.unpacked_dir or default_cache() / "unpacked").expanduser().absolute()
+    folder = _unpacked(config)
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
     users = HostUsers(numbers)
     try:

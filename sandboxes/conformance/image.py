@@ -1,0 +1,113 @@
+"""The image's files: code may remove, rename and recreate folders of the image as on any disk.
+
+Only folders of an image are touched: a provider without isolation has none, so there the checks make the folders.
+"""
+
+import tempfile
+
+from sandboxes.conformance.expectations import Check, ConformanceError, expect
+from sandboxes.contract import Sandbox, SandboxProvider
+
+FIND = r"""
+shopt -s nullglob
+for folder in /usr/share/*/; do
+  folder=${folder%/}
+  [[ -w $folder && ! -L $folder ]] || continue
+  for file in "$folder"/[a-z]*/[a-z]*; do
+    [[ -f $file && ! -L $file && -w ${file%/*} && ! -L ${file%/*} ]] && echo "$folder" && continue 2
+  done
+done
+"""
+"""Prints the image's folders with a subfolder that holds a file, where code may change all three."""
+
+MAKE = r"""
+for name in one two; do mkdir -p "$name/sub/below" && echo text >"$name/sub/file"; done
+printf '%s\n' "$PWD/one" "$PWD/two"
+"""
+
+REMOVE = r"""
+set -eu -o pipefail
+folder=$1
+cd "$folder"
+for file in [a-z]*/*; do [[ ! -f $file ]] || break; done
+sub=${file%/*}
+rm "$file"
+[[ ! -e $file ]]
+rm -r "$sub"
+mkdir "$sub"
+[[ -z $(ls -A "$sub") ]]
+echo new >"$file"
+[[ $(ls -A "$sub") == "${file##*/}" && $(cat "$file") == new ]]
+cd ..
+rm -r "$folder"
+[[ ! -e $folder ]]
+mkdir "$folder"
+[[ -z $(ls -A "$folder") ]]
+mkdir "$folder/$sub"
+[[ -z $(ls -A "$folder/$sub") ]]
+rmdir "$folder/$sub" "$folder"
+"""
+
+RENAME = r"""
+set -eu -o pipefail
+folder=$1 away=$2
+content() { (cd "$1" && ls -AR && cat -- */[a-z]* 2>/dev/null | cksum) || true; }
+before=$(content "$folder")
+mv "$folder" "$folder.renamed"
+[[ ! -e $folder && $(content "$folder.renamed") == "$before" ]]
+mkdir "$folder"
+[[ -z $(ls -A "$folder") ]]
+mv "$folder.renamed" "$folder/deeper"
+[[ ! -e $folder.renamed && $(content "$folder/deeper") == "$before" ]]
+mv "$folder/deeper" "$away"
+[[ -z $(ls -A "$folder") && $(content "$away") == "$before" ]]
+rmdir "$folder"
+mv "$away" "$folder"
+[[ ! -e $away && $(content "$folder") == "$before" ]]
+rm -r "$folder"
+[[ ! -e $folder ]]
+"""
+
+
+async def image_folders_removed(sandbox: Sandbox, provider: SandboxProvider) -> None:
+    """Files and whole folders of the image can be removed, and a folder that is made again is empty."""
+    for folder in await _folders(sandbox, provider):
+        await _succeeds(sandbox, REMOVE, folder)
+
+
+async def image_folders_renamed(sandbox: Sandbox, provider: SandboxProvider) -> None:
+    """Folders of the image can be renamed, moved into each other and elsewhere, and keep their files."""
+    for number, folder in enumerate(await _folders(sandbox, provider)):
+        await _succeeds(sandbox, RENAME, folder, f"{sandbox.workdir}/away{number}")
+
+
+async def _folders(sandbox: Sandbox, provider: SandboxProvider) -> list[str]:
+    """Return some folders of the image that have subfolders, or new ones if there is no image.
+
+    Raises:
+        ConformanceError: the image has no such folder, or the folders could be the host's.
+    """
+    if provider.isolates:
+        await _require_own_files(sandbox)
+    found = await sandbox.exec(["bash", "-c", FIND if provider.isolates else MAKE])
+    folders = found.stdout.decode().splitlines()[:4]
+    if not folders:
+        raise ConformanceError("the image has no folder in /usr/share to remove, with a subfolder and a file")
+    if not provider.isolates:
+        expect(all(folder.startswith(f"{sandbox.workdir}/") for folder in folders), folders)
+    return folders
+
+
+async def _require_own_files(sandbox: Sandbox) -> None:
+    """Require that the sandbox does not see the host's files, before any are removed."""
+    with tempfile.NamedTemporaryFile(prefix="rollout-host-", dir="/tmp") as file:
+        result = await sandbox.exec(["test", "-e", file.name])
+        expect(result.exit_code == 1, "the host's files are visible inside, so nothing was removed")
+
+
+async def _succeeds(sandbox: Sandbox, script: str, *arguments: str) -> None:
+    result = await sandbox.exec(["bash", "-xc", script, "-", *arguments], timeout=60)
+    expect(result.exit_code == 0, (arguments, result.stderr.decode(errors="replace")[-500:]))
+
+
+CHECKS: tuple[Check, ...] = (image_folders_removed, image_folders_renamed)
