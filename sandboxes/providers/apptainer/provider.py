@@ -113,7 +113,8 @@ class ApptainerProvider(HostProvider):
     @property
     def known_failures(self) -> Mapping[str, str]:
         unpacked = self.prepared_images.unpacked.root
-        return {} if self.launcher.can_change_images(unpacked, unpack=self._config.unpack) else KNOWN_FAILURES
+        fails = self._config.unpack and not self.launcher.can_change_images(unpacked, unpack=True)
+        return KNOWN_FAILURES if fails else {}
 
     async def identity(self, spec: SandboxSpec) -> str:
         return await anyio.to_thread.run_sync(self._identity, spec)
