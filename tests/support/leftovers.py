@@ -22,8 +22,13 @@ _RUN = pytest.StashKey[str]()
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node) -> None:
     """Let SIGTERM stop the run as SIGINT does: workers close their fixtures."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _interrupt)
     node.config.stash[_RUN] = node.workerinput["testrunuid"]
+
+
+def _interrupt(number: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # timeout(1) sends it twice
+    raise KeyboardInterrupt
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
