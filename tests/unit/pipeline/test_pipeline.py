@@ -18,9 +18,8 @@ from api_schemas.tasks import Limits, Task
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.episodes import Episode, Policy, Score
 from rollout_service.errors import EnvironmentFailedError, UnavailableError
-from rollout_service.pipeline.context import AttemptContext, EnvironmentSource, Stages
+from rollout_service.pipeline.context import AttemptContext, EnvironmentSource
 from rollout_service.pipeline.pipeline import Pipeline, acquire_available
-from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.semaphore import ResizableSemaphore
 from rollout_service.pipeline.stage import Slot, StageLimiter
 from rollout_service.settings import PipelineSettings
@@ -29,11 +28,9 @@ from rollout_service.telemetry.metrics import Metrics
 from rollout_service.testing.scripted_policy import ScriptedPolicy
 from rollout_service.tokens import ToolSpec
 from sandboxes import Sandbox, SandboxInfo, SandboxProvider, SandboxSpec, SweepReport
-from sandboxes.config import PressureConfig
 from sandboxes.errors import LimitExceededError, SandboxClosedError, SandboxStartError
 from sandboxes.scheduling.admission import AdmissionController
-from sandboxes.scheduling.host_metrics import HostReader
-from sandboxes.scheduling.pressure import PressureController
+from tests.support.attempts import attempt_context, unlimited_admission
 
 pytestmark = pytest.mark.anyio
 
@@ -227,12 +224,6 @@ SETTINGS = PipelineSettings(
 )
 
 
-def unlimited_admission(ceiling: int) -> AdmissionController:
-    """Return an admission controller that considers only its ceiling."""
-    controller = PressureController(PressureConfig(enabled=False), ceiling, cpus=1)
-    return AdmissionController(controller, HostReader().read, ceiling=ceiling)
-
-
 @asynccontextmanager
 async def bench(
     environment: Environment,
@@ -245,27 +236,9 @@ async def bench(
 ) -> AsyncIterator[Bench]:
     store = store or await SqliteStore.open(":memory:")
     provider = provider or CountingProvider()
-    metrics = Metrics()
     policies = Policies()
-    limiters = {
-        stage: StageLimiter(
-            stage,
-            places=getattr(settings, f"{stage}_queue"),
-            workers=getattr(settings, f"{stage}_workers"),
-            metrics=metrics,
-        )
-        for stage in Stage
-    }
-    context = AttemptContext(
-        owner="here",
-        store=store,
-        stages=Stages(**{stage.value: limiter for stage, limiter in limiters.items()}),
-        environments=environments or Only(environment),
-        sandboxes=SandboxSource(provider),
-        policies=policies,
-        admission=admission or unlimited_admission(1_000),
-        metrics=metrics,
-        max_attempts=settings.max_attempts,
+    context = attempt_context(
+        store, provider, environments or Only(environment), policies, settings, admission
     )
     pipeline = Pipeline(context, settings)
     async with pipeline.running():

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from api_schemas.exports import RecordedRollout, Rescored, RescoreRollouts, without_tokens
-from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage, StopReason
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, StopReason
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Segment
 from rollout_service.environments.builtin.calc import environment as calc
@@ -20,21 +20,16 @@ from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.environments.registry import EnvironmentRegistry
 from rollout_service.episodes import Episode, Policy, Score
 from rollout_service.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
-from rollout_service.pipeline.context import AttemptContext, Stages
+from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.pipeline import Pipeline
-from rollout_service.pipeline.sandbox_source import SandboxSource
-from rollout_service.pipeline.stage import StageLimiter
 from rollout_service.policies.replay import RecordedPolicy
 from rollout_service.runs.rescore import Rescorer
 from rollout_service.settings import PipelineSettings
 from rollout_service.store.sqlite import SqliteStore
-from rollout_service.telemetry.metrics import Metrics
 from rollout_service.testing.scripted_policy import ScriptedPolicy, ScriptedTurn, call, malformed_call, turn
 from rollout_service.tokens import ToolSpec
 from sandboxes import LocalConfig, make_provider
-from sandboxes.scheduling.admission import AdmissionController
-from sandboxes.scheduling.host_metrics import HostReader
-from sandboxes.scheduling.pressure import PressureConfig, PressureController
+from tests.support.attempts import attempt_context
 
 pytestmark = pytest.mark.anyio
 
@@ -129,8 +124,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
 @asynccontextmanager
 async def opened(folder: Path) -> AsyncIterator[Bench]:
     provider = make_provider(LocalConfig(provider="local"), folder / "state")
-    metrics, policies, settings = Metrics(), Policies(), PipelineSettings(max_attempts=1)
-    stages = {stage.value: StageLimiter(stage, places=4, workers=2, metrics=metrics) for stage in Stage}
+    policies, settings = Policies(), PipelineSettings(max_attempts=1)
     registry = EnvironmentRegistry(
         [
             calc.environment,
@@ -141,23 +135,13 @@ async def opened(folder: Path) -> AsyncIterator[Bench]:
             Elsewhere(renamed(calc.SPEC, "elsewhere")),
         ]
     )
-    controller = PressureController(PressureConfig(enabled=False), 16, cpus=1)
     try:
         async with await SqliteStore.open(":memory:") as store:
-            context = AttemptContext(
-                owner="here",
-                store=store,
-                stages=Stages(**stages),
-                environments=registry,
-                sandboxes=SandboxSource(provider),
-                policies=policies,
-                admission=AdmissionController(controller, HostReader().read, ceiling=16),
-                metrics=metrics,
-                max_attempts=1,
-            )
+            context = attempt_context(store, provider, registry, policies, settings)
             async with Pipeline(context, settings).running():
                 yield Bench(context, policies)
-            assert all(limiter.idle for limiter in stages.values())
+            stages = context.stages
+            assert all(limiter.idle for limiter in (stages.init, stages.rollout, stages.evaluate))
             assert provider.live() == []
     finally:
         await provider.close()

@@ -1,0 +1,42 @@
+"""The context of attempts, as the service makes it, but with parts that a test chooses."""
+
+from rollout_service.pipeline.context import AttemptContext, EnvironmentSource, PolicyFactory
+from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.service.parts import make_stages
+from rollout_service.settings import PipelineSettings
+from rollout_service.store import Store
+from rollout_service.telemetry.metrics import Metrics
+from sandboxes import SandboxProvider
+from sandboxes.config import PressureConfig
+from sandboxes.scheduling.admission import AdmissionController
+from sandboxes.scheduling.host_metrics import HostReader
+from sandboxes.scheduling.pressure import PressureController
+
+
+def unlimited_admission(ceiling: int) -> AdmissionController:
+    """Return an admission controller that considers only its ceiling."""
+    controller = PressureController(PressureConfig(enabled=False), ceiling, cpus=1)
+    return AdmissionController(controller, HostReader().read, ceiling=ceiling)
+
+
+def attempt_context(
+    store: Store,
+    provider: SandboxProvider,
+    environments: EnvironmentSource,
+    policies: PolicyFactory,
+    settings: PipelineSettings,
+    admission: AdmissionController | None = None,
+) -> AttemptContext:
+    """Return a context without engines."""
+    metrics = Metrics()
+    return AttemptContext(
+        owner="here",
+        store=store,
+        stages=make_stages(settings, metrics),
+        environments=environments,
+        sandboxes=SandboxSource(provider),
+        policies=policies,
+        admission=admission or unlimited_admission(1_000),
+        metrics=metrics,
+        max_attempts=settings.max_attempts,
+    )
