@@ -23,6 +23,9 @@ from tests.support.hostile import CHECKS, NothingToAttackError
 from tests.support.users.as_user import OrdinaryUser, ordinary_user
 
 pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
+NAMES = list(CHECKS)
+AT_A_TIME = 5
+"""Attacks in one process of the ordinary user, whose start takes as long as an attack."""
 
 
 @pytest.fixture
@@ -44,9 +47,10 @@ async def test_attack(provider: SandboxProvider, name: str) -> None:
         await CHECKS[name](provider)
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_attack_as_an_ordinary_user(user: OrdinaryUser, name: str) -> None:
-    done = user.run(["python", "-m", "tests.support.hostile", name], timeout=170)
+@pytest.mark.parametrize("first", range(0, len(NAMES), AT_A_TIME), ids=NAMES[::AT_A_TIME])
+def test_attacks_as_an_ordinary_user(user: OrdinaryUser, first: int) -> None:
+    names = NAMES[first : first + AT_A_TIME]
+    done = user.run(["python", "-m", "tests.support.hostile", *names], timeout=170)
     assert done.returncode == 0, done.stdout
     assert user.remaining_processes() == []
 
