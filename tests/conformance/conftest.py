@@ -74,7 +74,11 @@ def scripted_url(checkpoints: Checkpoints) -> Iterator[str]:
 VLLM = [pytest.mark.vllm, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(480)]
 REAL = [
     pytest.param("embedded", id="embedded"),
-    pytest.param("sglang", id="sglang", marks=[pytest.mark.sglang, pytest.mark.xdist_group("sglang")]),
+    pytest.param(
+        "sglang",
+        id="sglang",
+        marks=[pytest.mark.sglang, pytest.mark.xdist_group("sglang"), pytest.mark.timeout(480)],
+    ),
     pytest.param("vllm", id="vllm", marks=VLLM),
 ]
 SCRIPTED = [pytest.param("scripted", id="scripted"), pytest.param("scripted_vllm", id="scripted-vllm")]

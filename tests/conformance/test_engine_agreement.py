@@ -14,7 +14,12 @@ from rollout_service.inference.contract import GenerateRequest, SamplingOptions,
 from rollout_service.inference.engines.sglang.backend import SGLangBackend
 from rollout_service.inference.local_servers.sglang_cpu import DEFAULT_ENVIRONMENT
 
-pytestmark = [pytest.mark.anyio, pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.sglang,
+    pytest.mark.xdist_group("sglang"),
+    pytest.mark.timeout(480),
+]
 
 POLICIES = Path(__file__).parents[2] / "rollout_service" / "policies" / "checkpoints"
 RECOMPUTE = Path(__file__).parents[1] / "support" / "engines" / "recompute_logprobs.py"

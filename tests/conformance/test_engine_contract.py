@@ -18,7 +18,9 @@ pytestmark = pytest.mark.anyio
 PROMPT = [(7 * i + 11) % 256 for i in range(40)]
 SPEAK_SGLANG = [
     "embedded",
-    pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.xdist_group("sglang")]),
+    pytest.param(
+        "sglang", marks=[pytest.mark.sglang, pytest.mark.xdist_group("sglang"), pytest.mark.timeout(480)]
+    ),
 ]
 
 

@@ -13,7 +13,9 @@ pytestmark = pytest.mark.anyio
 PROMPT = [(7 * i + 11) % 256 for i in range(40)]
 LONG = 600
 GIVE_ALL = [
-    pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.xdist_group("sglang")]),
+    pytest.param(
+        "sglang", marks=[pytest.mark.sglang, pytest.mark.xdist_group("sglang"), pytest.mark.timeout(480)]
+    ),
     pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(480)]),
 ]
 real_engines = pytest.mark.parametrize("model_engine", GIVE_ALL, indirect=True)

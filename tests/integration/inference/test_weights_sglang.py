@@ -30,7 +30,12 @@ from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.inference.pool.pools import Pools
 from rollout_service.testing import write_random_checkpoint
 
-pytestmark = [pytest.mark.anyio, pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.sglang,
+    pytest.mark.xdist_group("sglang"),
+    pytest.mark.timeout(480),
+]
 
 PYTHON = DEFAULT_ENVIRONMENT / "bin" / "python"
 TRAINER = Path(__file__).parents[2] / "support" / "engines" / "broadcast_weights.py"
