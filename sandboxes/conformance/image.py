@@ -90,7 +90,7 @@ async def _folders(sandbox: Sandbox, provider: SandboxProvider) -> list[str]:
     There are none if the image's files belong to another user than the code's, as with Docker.
 
     Raises:
-        ConformanceError: the folders could be the host's.
+        ConformanceError: The folders could be the host's.
     """
     if provider.isolates:
         await _require_own_files(sandbox)
