@@ -45,7 +45,7 @@ class SGLangRouter(ServerProcess):
             return 0
         return sum(worker["is_healthy"] for worker in workers)
 
-    def _launch(self, folder: Path) -> ServerCommand:
+    def _server_command(self, folder: Path) -> ServerCommand:
         python = ENVIRONMENT / "bin" / "python"
         if not python.exists():
             raise EngineStartError(
