@@ -10,10 +10,29 @@ package imports none of them: each name below is loaded when it is first used. I
 making one loads httpx and pydantic, and a call loads the wire models that it needs.
 """
 
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+
+def _load_lazily(namespace: dict[str, Any], homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module whose names are loaded when they are first used.
+
+    Args:
+        namespace: The module's globals, which keep what was loaded.
+        homes: The module that each name is loaded from.
+    """
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {namespace['__name__']!r} has no attribute {name!r}")
+        namespace[name] = getattr(import_module(homes[name]), name)
+        return namespace[name]
+
+    return load
+
 
 if TYPE_CHECKING:
     from rollout_client.arrays import BatchArrays as BatchArrays
@@ -25,18 +44,12 @@ if TYPE_CHECKING:
     from rollout_client.sync import SyncRolloutClient as SyncRolloutClient
 else:
     _HOMES = {
-        "BatchArrays": "arrays",
-        "ClientError": "errors",
-        "ClientRun": "runs",
-        "LeasedBatch": "runs",
-        "RolloutClient": "client",
-        "RunExport": "run_export",
-        "SyncRolloutClient": "sync",
+        "BatchArrays": "rollout_client.arrays",
+        "ClientError": "rollout_client.errors",
+        "ClientRun": "rollout_client.runs",
+        "LeasedBatch": "rollout_client.runs",
+        "RolloutClient": "rollout_client.client",
+        "RunExport": "rollout_client.run_export",
+        "SyncRolloutClient": "rollout_client.sync",
     }
-
-    def __getattr__(name: str) -> object:
-        if name not in _HOMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-        globals()[name] = value
-        return value
+    __getattr__ = _load_lazily(globals(), _HOMES)

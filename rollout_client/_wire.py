@@ -6,8 +6,9 @@ Python's import locks, so the first use may be in any thread.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from rollout_client import _load_lazily
 
 if TYPE_CHECKING:
     from pydantic import JsonValue as JsonValue
@@ -79,10 +80,4 @@ else:
         "api_schemas.trajectories": "Trajectory",
     }
     _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
-
-    def __getattr__(name: str) -> object:
-        if name not in _HOMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
+    __getattr__ = _load_lazily(globals(), _HOMES)

@@ -78,7 +78,7 @@ def test_importing_the_package_alone_imports_nothing_of_weight():
 
 
 def test_importing_a_client_loads_no_model_and_no_http():
-    """Of the requirements, only anyio is loaded, which costs little; the rest is loaded when it is first used."""
+    """An import loads only anyio, which costs little; the other requirements are loaded when they are first used."""
     code = (
         "import sys\n"
         "from rollout_client import ClientError, ClientRun, LeasedBatch, RolloutClient, SyncRolloutClient\n"
