@@ -1,9 +1,11 @@
 """Measure the durable store: submits, claims, stages, results, and reads per second, with 256 callers at once.
 
-Run: python benchmarks/store.py [--json FILE] [--quick]
+Run: python benchmarks/store.py [--store sqlite|redis] [--json FILE] [--quick]
 
 Every write is on the disk before it counts; results carry a trajectory of about 5 KB of JSON. The store's file is in
-the folder for temporary files: set TMPDIR to a folder on the disk to measure.
+the folder for temporary files: set TMPDIR to a folder on the disk to measure. `--store redis` measures SQLite first,
+then a Redis that it starts in that folder, and prints what a rollout takes in Redis. At last it does so with long
+trajectories, of about 20 kB once they are encoded, in Redis itself and in a shared folder.
 """
 
 from __future__ import annotations
@@ -12,16 +14,19 @@ import random
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
 from common import Options, report, run
+from support.redis_usage import measured_redis
 
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
-from rollout_service.store import Lease
+from rollout_service.store import Lease, Store
+from rollout_service.store.redis import RedisConfig, RedisStore
 from rollout_service.store.sqlite import SqliteStore
 
 T = TypeVar("T")
@@ -29,17 +34,18 @@ T = TypeVar("T")
 CALLERS = 256
 OWNER = "benchmark"
 TOKENS = 150
+LONG_TOKENS = 1_900
 
 
-def trajectory() -> Trajectory:
-    """Make a trajectory of about 5 KB of JSON."""
+def trajectory(tokens: int) -> Trajectory:
+    """Make a trajectory, with about 35 bytes of JSON for each token."""
     draw = random.Random(0)
     segment = Segment(
-        token_ids=[draw.randrange(150_000) for _ in range(TOKENS)],
-        loss_mask=[1] * TOKENS,
-        logprobs=[-draw.random() for _ in range(TOKENS)],
-        versions=[0] * TOKENS,
-        turn_ids=[0] * TOKENS,
+        token_ids=[draw.randrange(150_000) for _ in range(tokens)],
+        loss_mask=[1] * tokens,
+        logprobs=[-draw.random() for _ in range(tokens)],
+        versions=[0] * tokens,
+        turn_ids=[0] * tokens,
         fork_reason=ForkReason.FIRST,
     )
     return Trajectory(
@@ -65,17 +71,44 @@ async def rate(items: Sequence[T], call: Callable[[T], Awaitable[Any]], callers:
     return len(items) / (time.perf_counter() - started)
 
 
-async def main(given: Options) -> None:
-    """Measure the lives of many rollouts."""
-    count = 3_000 if given.quick else 20_000
-    requests = [
-        RolloutRequest(rollout_id=f"r{number}", task=Task(environment="calc", instance={"number": number}))
-        for number in range(count)
-    ]
-    leases: list[Lease] = []
-    sample = trajectory()
+@dataclass(slots=True)
+class Lives:
+    """The lives of many rollouts in one store, phase by phase."""
 
-    async def finish(store: SqliteStore, lease: Lease) -> None:
+    store: Store
+    requests: Sequence[RolloutRequest]
+    sample: Trajectory
+    leases: list[Lease] = field(default_factory=list)
+
+    async def submit(self) -> dict[str, float]:
+        alone = min(200, len(self.requests) // 4)
+        return {
+            "submits_per_second_c1": await rate(self.requests[:alone], self.store.submit, 1),
+            "submits_per_second_c256": await rate(self.requests[alone:], self.store.submit),
+        }
+
+    async def claim(self) -> dict[str, float]:
+        started = time.perf_counter()
+        while batch := await self.store.claim(OWNER, limit=32, lease_seconds=600):
+            self.leases += batch
+        return {"claims_per_second": len(self.leases) / (time.perf_counter() - started)}
+
+    async def advance(self) -> dict[str, float]:
+        return {"stages_per_second_c256": await rate(self.leases, self._advance)}
+
+    async def finish(self) -> dict[str, float]:
+        return {"results_per_second_c256": await rate(self.leases, self._finish)}
+
+    async def read(self) -> dict[str, float]:
+        return {
+            "reads_per_second_c256": await rate(self.leases, lambda lease: self.store.get(lease.rollout_id))
+        }
+
+    async def _advance(self, lease: Lease) -> None:
+        if not await self.store.advance(lease, OWNER, RolloutState.ROLLOUT):
+            raise RuntimeError("a lease was lost")
+
+    async def _finish(self, lease: Lease) -> None:
         result = Rollout(
             rollout_id=lease.rollout_id,
             state=RolloutState.COMPLETED,
@@ -83,29 +116,112 @@ async def main(given: Options) -> None:
             pool=lease.request.pool,
             reward=1.0,
             created_at=lease.created_at,
-            trajectory=sample,
+            trajectory=self.sample,
         )
-        if not await store.finish(lease, OWNER, result):
+        if not await self.store.finish(lease, OWNER, result):
             raise RuntimeError("a lease was lost")
 
+
+async def measure_sqlite(requests: Sequence[RolloutRequest], sample: Trajectory) -> dict[str, float]:
+    """Return the figures of the SQLite store."""
     with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as folder:
         async with await SqliteStore.open(Path(folder) / "store.sqlite3") as store:
-            figures: dict[str, float | int | None] = {
-                "submits_per_second_c1": await rate(requests[:200], store.submit, 1),
-                "submits_per_second_c256": await rate(requests[200:], store.submit),
+            lives = Lives(store, requests, sample)
+            figures: dict[str, float] = {}
+            for phase in (lives.submit, lives.claim, lives.advance, lives.finish, lives.read):
+                figures |= await phase()
+    return figures | {"sqlite_rollouts_per_second": whole_lives(figures)}
+
+
+async def measure_redis(requests: Sequence[RolloutRequest], sample: Trajectory) -> dict[str, float]:
+    """Return the figures of the Redis store, and what it uses of Redis for each rollout."""
+    count = len(requests)
+    async with measured_redis() as server, await open_redis(server.url) as store:
+        lives = Lives(store, requests, sample)
+        before = await server.usage()
+        figures = await lives.submit()
+        queued = await server.usage()
+        figures |= await lives.claim() | await lives.advance()
+        under_way = await server.usage()
+        figures |= await lives.finish()
+        settled = await server.usage()
+        figures |= await lives.read()
+    return figures | {
+        "redis_rollouts_per_second": whole_lives(figures),
+        "redis_bytes_per_queued_rollout": (queued.memory_bytes - before.memory_bytes) / count,
+        "redis_bytes_per_rollout_under_way": (under_way.memory_bytes - before.memory_bytes) / count,
+        "redis_bytes_per_settled_rollout": (settled.memory_bytes - before.memory_bytes) / count,
+        "redis_calls_per_rollout": (settled.calls - before.calls) / count,
+        "redis_commands_per_rollout": (settled.commands - before.commands) / count,
+        "redis_log_bytes_per_rollout": (settled.log_bytes - before.log_bytes) / count,
+    }
+
+
+async def measure_long(requests: Sequence[RolloutRequest], *, in_folder: bool) -> dict[str, float]:
+    """Return what rollouts with long trajectories take of Redis's memory and of the disk."""
+    place, count, sample = "folder" if in_folder else "redis", len(requests), trajectory(LONG_TOKENS)
+    with tempfile.TemporaryDirectory(prefix="rollout-benchmark-") as name:
+        folder = Path(name) if in_folder else None
+        async with measured_redis() as server, await open_redis(server.url, folder) as store:
+            lives = Lives(store, requests, sample)
+            before = await server.usage()
+            await lives.submit()
+            await lives.claim()
+            await lives.advance()
+            under_way = await server.usage()
+            figures = await lives.finish()
+            settled = await server.usage()
+            figures |= {
+                "trajectories_per_second_c256": await rate(
+                    lives.leases, lambda lease: store.trajectory(lease.rollout_id)
+                ),
+                "bytes_per_rollout_under_way": (under_way.memory_bytes - before.memory_bytes) / count,
+                "bytes_per_settled_rollout": (settled.memory_bytes - before.memory_bytes) / count,
+                "log_bytes_per_rollout": (settled.log_bytes - before.log_bytes) / count,
+                "file_bytes_per_rollout": size_of_files(Path(name)) / count,
             }
-            started = time.perf_counter()
-            while batch := await store.claim(OWNER, limit=32, lease_seconds=600):
-                leases += batch
-            figures["claims_per_second"] = count / (time.perf_counter() - started)
-            figures["stages_per_second_c256"] = await rate(
-                leases, lambda lease: store.advance(lease, OWNER, RolloutState.ROLLOUT)
-            )
-            figures["results_per_second_c256"] = await rate(leases, lambda lease: finish(store, lease))
-            figures["reads_per_second_c256"] = await rate(leases, lambda lease: store.get(lease.rollout_id))
-    settings = {"rollouts": count, "trajectory_bytes": len(sample.model_dump_json())}
+    return {f"long_in_{place}_{key}": value for key, value in figures.items()}
+
+
+def size_of_files(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+async def open_redis(url: str, folder: Path | None = None) -> RedisStore:
+    return await RedisStore.open(RedisConfig(url), is_gone=lambda _: False, folder=folder)
+
+
+def whole_lives(figures: dict[str, float]) -> float:
+    """Return how many rollouts per second go through all phases, one phase after the other."""
+    phases = (
+        "submits_per_second_c256",
+        "claims_per_second",
+        "stages_per_second_c256",
+        "results_per_second_c256",
+    )
+    return 1 / sum(1 / figures[phase] for phase in phases)
+
+
+async def main(given: Options) -> None:
+    """Measure the lives of many rollouts, in both stores one after the other."""
+    count = 3_000 if given.quick else 20_000
+    requests = [
+        RolloutRequest(rollout_id=f"r{number}", task=Task(environment="calc", instance={"number": number}))
+        for number in range(count)
+    ]
+    sample = trajectory(TOKENS)
+    kind = given.chosen["store"]
+    figures: dict[str, float | int | None] = {}
+    figures |= await measure_sqlite(requests, sample)
+    if kind == "redis":
+        sqlite = {name.removeprefix("sqlite_"): value for name, value in figures.items()}
+        figures = {f"sqlite_{name}": value for name, value in sqlite.items()}
+        figures |= await measure_redis(requests, sample)
+        for in_folder in (False, True):
+            figures |= await measure_long(requests[: count // 6], in_folder=in_folder)
+    settings = {"store": kind, "rollouts": count, "trajectory_bytes": len(sample.model_dump_json())}
     report("The durable store", given, settings, figures, {})
 
 
 if __name__ == "__main__":
-    run(main, "Measure how fast the durable store is.")
+    run(main, "Measure how fast the durable store is.", {"store": ["sqlite", "redis"]})

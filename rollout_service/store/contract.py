@@ -20,7 +20,7 @@ them, `reward`, `stop_reason` and `code` (of the error that ended the rollout or
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
@@ -32,7 +32,10 @@ from api_schemas.events import Event
 from api_schemas.rollouts import Rollout, RolloutPage, RolloutRequest, RolloutState, Span
 from api_schemas.trajectories import Trajectory
 from rollout_service.errors import StoreError
+from rollout_service.store.cluster_contract import ClusterStore
+from rollout_service.store.engines_contract import EnginesStore
 from rollout_service.store.runs_contract import RunStore
+from rollout_service.store.turns_contract import TurnStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +56,12 @@ class Lease:
     """When it was last queued: submitted, or released after an attempt."""
     token: int
     """A number that grows with every claim and distinguishes this lease from earlier ones of the same owner."""
+    saved_turns: int = 0
+    """How many turns an interrupted attempt left, to continue from; `Store.saved_turns` returns them."""
 
 
-class Store(Protocol):
-    """Rollouts, results and events.
+class Store(TurnStore, Protocol):
+    """Rollouts, results, events, and the turns of rollouts that have not ended.
 
     Raises:
         StoreError: The store fails; every method can raise it.
@@ -77,8 +82,23 @@ class Store(Protocol):
         ...
 
     @property
+    def rewinds(self) -> int:
+        """A number that grows whenever the store may have lost the last of what it acknowledged, as in a failover."""
+        ...
+
+    @property
     def runs(self) -> RunStore:
         """Runs, groups and batches, in the same database."""
+        ...
+
+    @property
+    def engines(self) -> EnginesStore | None:
+        """The engines of all services that share the store; None if only one service can have it open."""
+        ...
+
+    @property
+    def cluster(self) -> ClusterStore:
+        """The nodes that share the store, and who leads."""
         ...
 
     async def submit(self, request: RolloutRequest) -> tuple[Rollout, bool]:
@@ -93,18 +113,25 @@ class Store(Protocol):
         ...
 
     async def claim(
-        self, owner: str, *, limit: int, lease_seconds: float, pools: Collection[str] | None = None
+        self,
+        owner: str,
+        *,
+        limit: int,
+        lease_seconds: float,
+        pools: Collection[str] | None = None,
+        waits: Mapping[str, float] | None = None,
     ) -> list[Lease]:
         """Lease up to `limit` rollouts, oldest first: queued ones, and those whose lease from another owner expired.
 
         With `pools`, only rollouts of these pools are leased, and until the next claim `wait_for_work` waits for these
-        alone. A rollout that `owner` already holds is never leased to it again, however long the store could not be
-        written to.
+        alone. `waits` does the same for environments: only rollouts of these are leased, each once it has been queued
+        for this many seconds, so that a node that suits it better can take it first. A rollout that `owner` already
+        holds is never leased to it again, however long the store could not be written to.
         """
         ...
 
-    async def renew(self, owner: str, rollout_ids: Sequence[str], *, lease_seconds: float) -> None:
-        """Renew these leases, if this owner holds them."""
+    async def renew(self, owner: str, rollout_ids: Sequence[str], *, lease_seconds: float) -> list[str]:
+        """Renew these leases, if this owner holds them; return the ids of those that it has lost."""
         ...
 
     async def recover(self, owner: str) -> int:
@@ -123,6 +150,10 @@ class Store(Protocol):
         """
         ...
 
+    async def held(self, owner: str) -> Mapping[str, int]:
+        """Return the tokens of the leases that this owner holds, by rollout."""
+        ...
+
     async def advance(self, lease: Lease, owner: str, state: RolloutState) -> bool:
         """Record the stage of a leased rollout; return False if the lease is lost.
 
@@ -139,11 +170,21 @@ class Store(Protocol):
         *,
         spans: Sequence[Span] = (),
         delay_seconds: float = 0.0,
+        keep_turns: bool = False,
     ) -> bool:
         """Requeue a leased rollout after a failed attempt and a delay; return False if the lease is lost.
 
         `spans` are those of all attempts so far; the next lease carries them. The attempt counts even if it failed
-        before its first stage. If cancellation was requested, the rollout is cancelled instead.
+        before its first stage. Its saved turns are deleted unless `keep_turns`. If cancellation was requested, the
+        rollout is cancelled instead.
+        """
+        ...
+
+    async def restart(self, lease: Lease, owner: str, *, spans: Sequence[Span] = ()) -> bool:
+        """Requeue a leased rollout without its saved turns; return False if the lease is lost.
+
+        The next attempt begins anew and has the same number, since this one is not counted. `spans` are those of all
+        attempts so far; the next lease carries them. If cancellation was requested, the rollout is cancelled instead.
         """
         ...
 
@@ -203,7 +244,10 @@ class Store(Protocol):
         ...
 
     async def wait_for_events(self, *, after: int) -> int:
-        """Wait until the newest event's id is above `after`, then return it."""
+        """Wait until the newest event's id is above `after`, then return it.
+
+        If it is below `after`, since the store has lost events, it is returned at once: go on from there.
+        """
         ...
 
     async def wait_for_result(self, rollout_id: str) -> Rollout | None:

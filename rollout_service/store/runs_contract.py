@@ -9,8 +9,9 @@ Guarantees:
 - If a group of a batch has become too old for another lease, the batch is dissolved: its groups go into later batches
   without their stale samples, and the batch's id is refused.
 
-Events: `run.state` (subject: the run's id), `group.closed` (the group's id; `run`, `state`, `reason`), and
-`batch.leased`, `batch.returned`, `batch.acknowledged`, `batch.dissolved` (the batch's id; `run`, `delivery`).
+Events: `run.state` and `run.changed` (subject: the run's id), `group.closed` (the group's id; `run`, `state`, `reason`)
+and `batch.leased`, `batch.returned`, `batch.acknowledged`, `batch.dissolved` (the batch's id; `run`, `delivery`). A
+`run.changed` reports what no other event does: the run's version, request, tasks or problem, or a group that waits.
 
 The decisions that a store makes are in `store.rules`.
 """
@@ -27,6 +28,7 @@ from api_schemas.exports import ExportedSample, RecordedRollout
 from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.runs import Group, RunRequest, RunState
 from api_schemas.tasks import Task
+from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.columns import Columns
 
 
@@ -365,6 +367,14 @@ class RunStore(Protocol):
 
     async def delete_expired(self, policy: RetentionPolicy) -> int:
         """Delete some of the records that have expired; return 0 once none is left."""
+        ...
+
+    def fenced(self, lease: RoleLease) -> RunStore:
+        """Return the same runs for a service that leads a role: its writes are refused once another service leads.
+
+        Each write of the returned store can raise LeadershipLostError. A store that only one process can have open
+        refuses none.
+        """
         ...
 
     @property

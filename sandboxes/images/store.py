@@ -23,11 +23,14 @@ from pathlib import Path
 
 from sandboxes.errors import ImageBuildError, ImageNotFoundError
 from sandboxes.images.build import ApptainerBuilder, ImageBuilder, Progress
+from sandboxes.images.cache import default_cache
 from sandboxes.images.eviction import EvictionCandidate, choose_evictions
 from sandboxes.images.shared_folder import SharedFolder, modified
 from sandboxes.images.sources import (
     REFERENCE,
+    ArchiveSource,
     Definition,
+    DockerfileSource,
     Source,
     Tree,
     name_of_reference,
@@ -43,7 +46,7 @@ GRACE_SECONDS = 24 * 3600.0
 
 ATTEMPTS = 20
 """Attempts to give a name that another process keeps removing; all but the first are quick."""
-KINDS = {Definition: "build", Tree: "tree"}
+KINDS = {Definition: "build", Tree: "tree", DockerfileSource: "dockerfile", ArchiveSource: "import"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +67,6 @@ class StoredImage:
 
     pulled: bool
     """Whether it is a copy of an image that is stored elsewhere."""
-
-
-def default_cache() -> Path:
-    """Return `$XDG_CACHE_HOME/rollout-service`, by default below `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollout-service"
 
 
 def default_root() -> Path:
@@ -371,6 +369,10 @@ def _stem(link: Path) -> str | None:
 
 
 def _name_of(source: Source) -> str:
+    if isinstance(source, DockerfileSource):
+        return name_of_reference(source.context.resolve().name)
+    if isinstance(source, ArchiveSource):
+        return name_of_reference(source.tag or source.path.name.partition(".")[0])
     if isinstance(source, Definition | Tree):
         return source.path.stem
     return name_of_reference(source.text)

@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import anyio
 import anyio.from_thread
@@ -19,13 +21,25 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from api_schemas.errors import Boundary, ErrorInfo
-from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, StopReason, Usage
+from api_schemas.rollouts import (
+    AgentProgram,
+    Rollout,
+    RolloutRequest,
+    RolloutState,
+    Span,
+    Stage,
+    StopReason,
+    Usage,
+)
 from api_schemas.tasks import Task
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, Trajectory
-from rollout_service.cluster.identity import ServiceIdentity
+from rollout_service.cluster.identity import ServiceIdentity, is_gone
 from rollout_service.errors import ConflictError, InvalidFieldError, StoreError
 from rollout_service.store import Lease, Store
+from rollout_service.store.redis import RedisStore
 from rollout_service.store.sqlite import SqliteStore
+from rollout_service.store.turns_contract import UnsavedTurn
+from tests.support.redis_server import RedisServer
 
 pytestmark = pytest.mark.anyio
 
@@ -50,13 +64,46 @@ async def sqlite_in_memory(clock: Clock) -> AsyncIterator[Store]:
         yield store
 
 
+def redis_shared(server: RedisServer) -> Factory:
+    """Return a factory of stores in one Redis, in which every other owner but one with a live process is gone."""
+
+    @asynccontextmanager
+    async def opened(clock: Clock) -> AsyncIterator[Store]:
+        async with await RedisStore.open(
+            server.config(), clock=clock, is_gone=lambda owner: "/" not in owner or is_gone(owner)
+        ) as store:
+            yield store
+
+    return opened
+
+
+def redis_with_folder(server: RedisServer, folder: Path) -> Factory:
+    """Return a factory of stores in one Redis, with the trajectories of each in a folder of its own."""
+
+    @asynccontextmanager
+    async def opened(clock: Clock) -> AsyncIterator[Store]:
+        async with await RedisStore.open(
+            server.config(),
+            clock=clock,
+            folder=folder / uuid4().hex,
+            is_gone=lambda owner: "/" not in owner or is_gone(owner),
+        ) as store:
+            yield store
+
+    return opened
+
+
 Factory = Callable[[Clock], AbstractAsyncContextManager[Store]]
-KINDS: dict[str, Factory] = {"sqlite": sqlite_in_memory}
+KINDS = ["sqlite", *(pytest.param(name, marks=pytest.mark.redis) for name in ("redis", "redis with folder"))]
 
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> Factory:
-    return KINDS[request.param]
+    if request.param == "sqlite":
+        return sqlite_in_memory
+    if request.param == "redis":
+        return redis_shared(request.getfixturevalue("shared_redis"))
+    return redis_with_folder(request.getfixturevalue("shared_redis"), request.getfixturevalue("tmp_path"))
 
 
 @pytest.fixture
@@ -127,6 +174,7 @@ async def test_a_rollout_from_submit_to_result(store: Store, clock: Clock) -> No
         reward=0.5,
         reward_parts={"format": 0.5},
         stop_reason=StopReason.FINISHED,
+        program=AgentProgram(harness="codex", exit_code=0, seconds=1.5, output="done"),
         usage=Usage(turns=2),
         trajectory=trajectory(5),
     )
@@ -245,7 +293,8 @@ async def test_renewing_touches_only_the_named_leases_of_the_owner(store: Store,
         await store.submit(order(f"r{number}"))
     await store.claim("a", limit=2, lease_seconds=10)
     await store.claim("b", limit=1, lease_seconds=10)
-    await store.renew("a", ["r0", "r2", "unknown"], lease_seconds=100)
+    lost = await store.renew("a", ["r0", "r2", "unknown"], lease_seconds=100)
+    assert sorted(lost) == ["r2", "unknown"]
     clock.now += 50
     leases = await store.claim("c", limit=9, lease_seconds=10)
     assert [lease.rollout_id for lease in leases] == ["r1", "r2"]
@@ -296,6 +345,43 @@ async def test_only_rollouts_of_the_named_pools_are_leased(store: Store, clock: 
     ]
 
 
+async def test_only_rollouts_of_environments_that_suit_are_leased(store: Store) -> None:
+    for number, environment in enumerate(("calc", "code", "calc", "code")):
+        request = RolloutRequest(rollout_id=f"r{number}", task=Task(environment=environment, instance={}))
+        await store.submit(request)
+    assert await store.claim("a", limit=9, lease_seconds=10, waits={}) == []
+    assert not await returns(store.wait_for_work())
+    leases = await store.claim("a", limit=9, lease_seconds=10, waits={"code": 0.0, "other": 0.0})
+    assert [lease.rollout_id for lease in leases] == ["r1", "r3"]
+    assert not await returns(store.wait_for_work()), "what there is suits another node"
+    assert [lease.rollout_id for lease in await store.claim("b", limit=9, lease_seconds=10)] == ["r0", "r2"]
+
+
+async def test_a_rollout_waits_for_the_node_that_suits_it_best(store: Store, clock: Clock) -> None:
+    await store.submit(order())
+    waits = {"calc": 2.0}
+    assert await store.claim("a", limit=9, lease_seconds=10, waits=waits) == []
+    assert not await returns(store.wait_for_work())
+    clock.now += 1
+    assert await store.claim("a", limit=9, lease_seconds=10, waits=waits) == []
+    clock.now += 1
+    assert await returns(store.wait_for_work()), "nobody else has taken it"
+    [lease] = await store.claim("a", limit=9, lease_seconds=10, waits=waits)
+    assert await store.retry(lease, "a", INFRASTRUCTURE, delay_seconds=1)
+    clock.now += 1
+    assert await store.claim("a", limit=9, lease_seconds=10, waits=waits) == [], "it is queued anew"
+    assert len(await store.claim("b", limit=9, lease_seconds=10, waits={"calc": 0.0})) == 1
+
+
+async def test_an_expired_lease_is_taken_over_only_by_a_node_that_suits(store: Store, clock: Clock) -> None:
+    await store.submit(order())
+    await take(store, "a", seconds=10)
+    clock.now += 10
+    assert await store.claim("b", limit=1, lease_seconds=10, waits={"code": 0.0}) == []
+    assert not await returns(store.wait_for_work())
+    assert len(await store.claim("b", limit=1, lease_seconds=10, waits={"calc": 2.0})) == 1
+
+
 async def test_no_number_of_crashes_uses_attempts_of_what_never_began(store: Store) -> None:
     await store.submit(order())
     for number in range(5):
@@ -314,6 +400,79 @@ async def test_a_retry_waits_and_remembers_why(store: Store, clock: Clock) -> No
     clock.now += 5
     again = await take(store)
     assert (again.attempt, again.retries) == (2, [INFRASTRUCTURE])
+
+
+def saved_turn(lease: Lease, number: int) -> UnsavedTurn:
+    data = f"turn {number} of lease {lease.token}".encode() + bytes(range(256))
+    return UnsavedTurn(lease.rollout_id, lease.token, number, data)
+
+
+@pytest.mark.parametrize("way", ["expire", "release", "recover", "retry"])
+async def test_turns_outlive_an_interrupted_attempt(store: Store, clock: Clock, way: str) -> None:
+    await store.submit(order("r1"))
+    await store.submit(order("r2"))
+    lease, other = await store.claim("a", limit=2, lease_seconds=10)
+    assert lease.saved_turns == 0
+    turns = [saved_turn(lease, 0), saved_turn(other, 0), saved_turn(lease, 1)]
+    assert await store.save_turns("a", turns) == len(turns)
+    if way == "expire":
+        clock.now += 10
+    elif way == "release":
+        await store.release("a")
+    elif way == "recover":
+        await store.recover("b")
+    else:
+        await store.retry(lease, "a", INFRASTRUCTURE, keep_turns=True)
+    again = await take(store, "b")
+    assert (again.rollout_id, again.saved_turns) == ("r1", 2)
+    assert await store.saved_turns("r1") == [turns[0].data, turns[2].data]
+    assert await store.save_turns("b", [saved_turn(again, 2)]) == 1
+    assert len(await store.saved_turns("r1")) == 3
+    assert await store.saved_turns("unknown") == []
+
+
+async def test_turns_are_saved_by_the_holder_alone_and_without_a_gap(store: Store, clock: Clock) -> None:
+    await store.submit(order())
+    lost = await take(store, "a")
+    assert await store.save_turns("a", [saved_turn(lost, 1)]) == 0, "turn 0 is missing"
+    assert await store.save_turns("a", [saved_turn(lost, 0), saved_turn(lost, 0)]) == 1
+    clock.now += 10
+    lease = await take(store, "b")
+    assert await store.save_turns("a", [saved_turn(lost, 1)]) == 0
+    assert await store.save_turns("b", [replace(saved_turn(lease, 1), rollout_id="unknown")]) == 0
+    assert await store.save_turns("b", [saved_turn(lease, 1)]) == 1
+    await store.release("b")
+    await take(store, "b")
+    assert await store.save_turns("b", [saved_turn(lease, 2)]) == 0, "the same owner, but an earlier lease"
+
+
+@pytest.mark.parametrize("way", ["finish", "cancel", "retry", "restart"])
+async def test_turns_of_an_attempt_that_is_over_are_deleted(store: Store, way: str) -> None:
+    await store.submit(order())
+    lease = await take(store)
+    await store.advance(lease, "a", S.ROLLOUT)
+    await store.save_turns("a", [saved_turn(lease, 0)])
+    if way == "finish":
+        await store.finish(lease, "a", outcome(lease))
+    elif way == "cancel":
+        await store.release("a")
+        await store.cancel("r1")
+    elif way == "retry":
+        await store.retry(lease, "a", INFRASTRUCTURE)
+    else:
+        await store.restart(lease, "a")
+    assert await store.saved_turns("r1") == []
+
+
+async def test_a_restarted_rollout_is_queued_with_its_attempt_not_counted(store: Store) -> None:
+    await store.submit(order())
+    lease = await take(store)
+    await store.advance(lease, "a", S.ROLLOUT)
+    span = Span(stage=Stage.ROLLOUT, attempt=1, started_at=lease.created_at, queued_seconds=0, seconds=2)
+    assert await store.restart(lease, "a", spans=[span])
+    assert not await store.restart(lease, "a")
+    again = await take(store)
+    assert (again.attempt, again.saved_turns, again.spans, again.retries) == (1, 0, [span], [])
 
 
 async def test_stages_only_go_forward_within_an_attempt(store: Store) -> None:
@@ -362,7 +521,7 @@ async def test_cancel_of_a_leased_rollout_is_its_workers_to_end(store: Store) ->
     assert await store.trajectory("r1") == trajectory(3)
 
 
-@pytest.mark.parametrize("way", ["expire", "release", "recover", "retry"])
+@pytest.mark.parametrize("way", ["expire", "release", "recover", "retry", "restart"])
 async def test_a_cancelled_rollout_is_never_queued_again(store: Store, clock: Clock, way: str) -> None:
     await store.submit(order())
     lease = await take(store, seconds=10)
@@ -373,6 +532,8 @@ async def test_a_cancelled_rollout_is_never_queued_again(store: Store, clock: Cl
         await store.release("a")
     elif way == "recover":
         await store.recover("b")
+    elif way == "restart":
+        await store.restart(lease, "a")
     else:
         await store.retry(lease, "a", INFRASTRUCTURE)
     assert await store.claim("b", limit=1, lease_seconds=10) == []
@@ -492,6 +653,39 @@ async def test_waiting_for_events(store: Store) -> None:
     assert await woken_by(lambda: store.wait_for_events(after=0), lambda: store.submit(order())) == 1
     assert await returns(store.wait_for_events(after=0))
     assert not await returns(store.wait_for_events(after=1))
+    assert await store.wait_for_events(after=2) == 1, "there never was such an event, or it was lost"
+
+
+async def test_a_rollout_that_has_waited_is_found_behind_many_that_have_not(
+    store: Store, clock: Clock
+) -> None:
+    for number in range(300):
+        await store.submit(order(f"r{number}"))
+    held = await store.claim("b", limit=300, lease_seconds=100)
+    assert len(held) == 300
+    await store.submit(order("old"))
+    clock.now += 4
+    await store.release("b")  # so these are older, but have not waited
+    await store.submit(order("young"))
+    found = await store.claim("a", limit=9, lease_seconds=10, waits={"calc": 3.0})
+    assert [lease.rollout_id for lease in found] == ["old"]
+    clock.now += 3
+    found = await store.claim("a", limit=302, lease_seconds=10, waits={"calc": 3.0})
+    assert [lease.rollout_id for lease in found] == [*(f"r{number}" for number in range(300)), "young"]
+
+
+async def test_an_owner_is_told_what_it_holds(store: Store) -> None:
+    assert await store.held("a") == {}
+    for number in range(3):
+        await store.submit(order(f"r{number}"))
+    first = await store.claim("a", limit=2, lease_seconds=10)
+    await store.claim("b", limit=1, lease_seconds=10)
+    assert await store.held("a") == {lease.rollout_id: lease.token for lease in first}
+    await store.release("a", ["r0"])
+    again = await take(store)
+    assert await store.held("a") == {"r0": again.token, "r1": first[1].token}
+    assert again.token > first[0].token
+    assert store.rewinds == 0
 
 
 @pytest.mark.parametrize("way", ["finish", "cancel", "release"])
@@ -545,6 +739,7 @@ class Known:
     not_before: float = 0.0
     cancel: bool = False
     retries: int = 0
+    turns: list[bytes] = field(default_factory=list)
     reward: float | None = None
     history: list[RolloutState] = field(default_factory=list)
 
@@ -589,6 +784,8 @@ class StoreMachine(RuleBasedStateMachine):
     def give_back(record: Known) -> None:
         record.owner = record.lease = None
         record.state = S.CANCELLED if record.cancel else S.QUEUED
+        if record.cancel:
+            record.turns = []
 
     @rule(rollout_id=IDS, body=st.integers(0, 1))
     def submit(self, rollout_id: str, body: int) -> None:
@@ -636,12 +833,13 @@ class StoreMachine(RuleBasedStateMachine):
             record = self.known[lease.rollout_id]
             record.owner, record.lease, record.until = owner, lease, now + seconds
             record.state = S.QUEUED
-            assert lease.attempt == record.attempt + 1
+            assert (lease.attempt, lease.saved_turns) == (record.attempt + 1, len(record.turns))
             self.leases.append((owner, lease))
 
     @rule(owner=OWNERS, ids=st.sets(IDS), seconds=st.integers(1, 20))
     def renew(self, owner: str, ids: set[str], seconds: int) -> None:
-        self.call(lambda: self.store.renew(owner, sorted(ids), lease_seconds=seconds))
+        lost = self.call(lambda: self.store.renew(owner, sorted(ids), lease_seconds=seconds))
+        assert set(lost) == {i for i in ids if i not in self.known or self.known[i].owner != owner}
         for rollout_id in ids & self.known.keys():
             if self.known[rollout_id].owner == owner:
                 self.known[rollout_id].until = self.clock.now + seconds
@@ -676,17 +874,44 @@ class StoreMachine(RuleBasedStateMachine):
             record.attempt += record.state is S.QUEUED
             record.state = state
 
-    @rule(data=st.data(), delay=st.integers(0, 10))
-    def retry(self, data: st.DataObject, delay: int) -> None:
+    @rule(data=st.data(), number=st.integers(0, 3))
+    def save_turn(self, data: st.DataObject, number: int) -> None:
         if (picked := self.pick(data)) is None:
             return
         owner, lease = picked
         record = self.holder(owner, lease)
-        done = self.call(lambda: self.store.retry(lease, owner, INFRASTRUCTURE, delay_seconds=delay))
+        saved = record is not None and len(record.turns) == number
+        turn = saved_turn(lease, number)
+        assert self.call(lambda: self.store.save_turns(owner, [turn])) == saved
+        if record and saved:
+            record.turns.append(turn.data)
+
+    @rule(data=st.data())
+    def restart(self, data: st.DataObject) -> None:
+        if (picked := self.pick(data)) is None:
+            return
+        owner, lease = picked
+        record = self.holder(owner, lease)
+        assert self.call(lambda: self.store.restart(lease, owner)) == (record is not None)
+        if record:
+            record.attempt -= record.state is not S.QUEUED
+            record.turns = []
+            self.give_back(record)
+
+    @rule(data=st.data(), delay=st.integers(0, 10), keep=st.booleans())
+    def retry(self, data: st.DataObject, delay: int, keep: bool) -> None:
+        if (picked := self.pick(data)) is None:
+            return
+        owner, lease = picked
+        record = self.holder(owner, lease)
+        done = self.call(
+            lambda: self.store.retry(lease, owner, INFRASTRUCTURE, delay_seconds=delay, keep_turns=keep)
+        )
         assert done == (record is not None)
         if record:
             record.not_before = self.clock.now + delay
             record.retries += 1
+            record.turns = record.turns if keep else []
             record.attempt += record.state is S.QUEUED
             self.give_back(record)
 
@@ -701,7 +926,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.call(lambda: self.store.finish(lease, owner, result)) == (record is not None)
         if record:
             record.owner = record.lease = None
-            record.state, record.reward = state, reward
+            record.state, record.reward, record.turns = state, reward, []
 
     @rule(seconds=st.integers(1, 15))
     def pass_time(self, seconds: int) -> None:
@@ -719,6 +944,11 @@ class StoreMachine(RuleBasedStateMachine):
         } == expected
         states = [record.state for record in self.known.values()]
         assert page.counts == {state: states.count(state) for state in set(states)}
+
+    @invariant()
+    def turns_are_kept_until_the_rollout_ends(self) -> None:
+        for rollout_id, record in self.known.items():
+            assert self.call(lambda i=rollout_id: self.store.saved_turns(i)) == record.turns
 
     @invariant()
     def events_are_gapless_and_end_in_one_terminal_state(self) -> None:

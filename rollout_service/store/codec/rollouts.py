@@ -31,7 +31,7 @@ _SPANS = TypeAdapter(list[Span])
 _UNREADABLE = (ValueError, KeyError, TypeError, zlib.error, zstandard.ZstdError, struct.error)
 """The errors that decoding a damaged record raises."""
 RESTORE = "Restore a backup of the store and resume the run, or end the run."
-_RESULT_FIELDS = {"reward", "reward_parts", "notes", "stop_reason", "error", "usage", "spans"}
+_RESULT_FIELDS = {"reward", "reward_parts", "notes", "stop_reason", "program", "error", "usage", "spans"}
 
 
 def when(seconds: float) -> datetime:
@@ -64,7 +64,7 @@ def encode_failure(error: ErrorInfo) -> str:
 
 
 def version_range(trajectory: Trajectory | None) -> dict[str, int | None]:
-    """Return the oldest and the newest version that sampled a token; None for both if nothing was sampled."""
+    """Return the oldest and the newest version that sampled a token to train on; None for both if there is none."""
     pairs = ((s.versions, s.loss_mask) for s in (trajectory.segments if trajectory else []))
     sampled = {version for versions, mask in pairs for version in set(compress(versions, mask))}
     return {"oldest_version": min(sampled, default=None), "newest_version": max(sampled, default=None)}
@@ -72,7 +72,7 @@ def version_range(trajectory: Trajectory | None) -> dict[str, int | None]:
 
 def trajectory_tokens(trajectory: Trajectory) -> int:
     """Return the number of tokens in a trajectory, to which the cost of encoding it is proportional."""
-    return sum(len(segment.token_ids) for segment in trajectory.segments)
+    return sum(len(segment.token_ids) for segment in (*trajectory.segments, *trajectory.untrained))
 
 
 def decode_rollout(row: Row) -> Rollout:
@@ -127,6 +127,7 @@ def decode_lease(row: Row) -> Lease:
             created_at=when(row["created_at"]),
             queued_at=when(row["queued_at"]),
             token=row["token"],
+            saved_turns=row["saved_turns"],
         )
 
 

@@ -33,11 +33,11 @@ def encode_request(request: RunRequest) -> str:
     return without_tasks(request).model_dump_json()
 
 
-def decode_run(row: Row, counters: Mapping[str, int]) -> RunRecord:
-    """Return a run from its row and its counters."""
+def decode_run(row: Row, counters: Mapping[str, int], *, request: RunRequest | None = None) -> RunRecord:
+    """Return a run from its row and its counters; `request` is the row's, if it is parsed already."""
     return RunRecord(
         run_id=row["run_id"],
-        request=RunRequest.model_validate_json(row["request"]),
+        request=request or RunRequest.model_validate_json(row["request"]),
         state=RunState(row["state"]),
         version=row["version"],
         first_version=row["first_version"],

@@ -64,17 +64,17 @@ class CompressedColumn(PackedColumn):
 def encode(trajectory: Trajectory) -> bytes:
     """Return a trajectory as bytes."""
     try:
-        segments = [_arrays(segment) for segment in trajectory.segments]
+        columns = [_arrays(segment) for segment in (*trajectory.segments, *trajectory.untrained)]
     except (OverflowError, ValueError):
         return zlib.compress(trajectory.model_dump_json().encode(), _LEVEL)
     pack = zstandard.ZstdCompressor(level=_LEVEL).compress
     blocks: list[bytes] = []
     layout = []
-    for arrays in segments:
+    for arrays in columns:
         packed = {name: pack(array.data.cast("B") if len(array) else b"") for name, array in arrays.items()}
         blocks += packed.values()
-        columns = {name: [arrays[name].dtype.str, len(data)] for name, data in packed.items()}
-        layout.append({"tokens": len(arrays["token_ids"]), "columns": columns})
+        sizes = {name: [arrays[name].dtype.str, len(data)] for name, data in packed.items()}
+        layout.append({"tokens": len(arrays["token_ids"]), "columns": sizes})
     rest = _without_columns(trajectory).model_dump(mode="json")
     header = pack(json.dumps({"layout": layout, "rest": rest}).encode())
     return b"".join([_COLUMNAR, _LENGTH.pack(len(header)), header, *blocks])
@@ -84,16 +84,18 @@ def decode(data: bytes) -> Trajectory:
     """Return the trajectory that `encode` wrote."""
     if not _is_columnar(data):
         return Trajectory.model_validate_json(zlib.decompress(data))
-    trajectory, columns = split(data)
+    rest, columns = _located(data)
+    trajectory = Trajectory.model_validate(rest)
     segments = [
         segment.model_copy(update={name: one.array(name).tolist() for name in one.columns})
-        for segment, one in zip(trajectory.segments, columns, strict=True)
+        for segment, one in zip((*trajectory.segments, *trajectory.untrained), columns, strict=True)
     ]
-    return trajectory.model_copy(update={"segments": segments})
+    trained = len(trajectory.segments)
+    return trajectory.model_copy(update={"segments": segments[:trained], "untrained": segments[trained:]})
 
 
 def split(data: bytes) -> tuple[Trajectory, list[Columns]]:
-    """Return a trajectory with empty columns, and the columns of each of its segments.
+    """Return a trajectory with empty columns, and the columns of each segment that may be trained on.
 
     Raises:
         OverflowError: The trajectory does not fit the columns; use `decode`.
@@ -103,20 +105,23 @@ def split(data: bytes) -> tuple[Trajectory, list[Columns]]:
         columns = [Columns(len(s.token_ids), _arrays(s, strict=False)) for s in whole.segments]
         return _without_columns(whole), columns
     rest, columns = _located(data)
-    return Trajectory.model_validate(rest), columns
+    return Trajectory.model_validate(rest), columns[: len(rest["segments"])]
 
 
 def columns_of(data: bytes) -> list[Columns]:
-    """Return the columns of each segment.
+    """Return the columns of each segment that may be trained on.
 
     Raises:
         OverflowError: The trajectory does not fit the columns; use `decode`.
     """
-    return _located(data)[1] if _is_columnar(data) else split(data)[1]
+    if not _is_columnar(data):
+        return split(data)[1]
+    rest, columns = _located(data)
+    return columns[: len(rest["segments"])]
 
 
 def _located(data: bytes) -> tuple[Any, list[Columns]]:
-    """Return the JSON part, and the columns of each segment, still compressed."""
+    """Return the JSON part, and the columns of all segments, still compressed; those to train on come first."""
     view = memoryview(data)
     unpack = _unpack if data.startswith(_COLUMNAR) else zlib.decompress
     (length,) = _LENGTH.unpack_from(view, 1)
@@ -196,5 +201,8 @@ def _array(values: Sequence[float], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 def _without_columns(trajectory: Trajectory) -> Trajectory:
     nothing: dict[str, list[float]] = {name: [] for name in COLUMNS}
-    segments = [segment.model_copy(update=nothing) for segment in trajectory.segments]
-    return trajectory.model_copy(update={"segments": segments})
+    without = {
+        name: [segment.model_copy(update=nothing) for segment in segments]
+        for name, segments in (("segments", trajectory.segments), ("untrained", trajectory.untrained))
+    }
+    return trajectory.model_copy(update=without)

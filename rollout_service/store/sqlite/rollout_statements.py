@@ -33,35 +33,53 @@ UPDATE rollouts SET state = 'cancelled', stop_reason = 'cancelled', owner = NULL
 WHERE owner IS NOT NULL AND owner != :owner AND lease_until <= :now AND cancel
 RETURNING rollout_id
 """
-_CLAIM = """
+_IN_POOLS = "(:pools IS NULL OR pool IN (SELECT value FROM json_each(:pools)))"
+_ENVIRONMENT = """
+(SELECT json_extract(request, '$.task.environment') FROM requests WHERE requests.seq = rollouts.seq)
+"""
+_SUITS = f"{_IN_POOLS} AND {_ENVIRONMENT} IN (SELECT key FROM json_each(:waits))"  # noqa: S608
+_SUITS_AT = f"""
+max(not_before, queued_at + (SELECT value FROM json_each(:waits) WHERE key = {_ENVIRONMENT}))
+"""  # noqa: S608
+
+
+def _claim(suits: str, due: str) -> str:
+    """Return the statement that leases rollouts for which `suits` holds, once the time `due` has come."""
+    return f"""
 UPDATE rollouts SET
     state = 'queued', token = token + 1, owner = :owner, code = NULL,
     queued_at = iif(owner IS NULL, queued_at, lease_until), lease_until = :until, changed_at = :now
 WHERE seq IN (
     SELECT seq FROM (
         SELECT * FROM (
-            SELECT seq FROM rollouts WHERE state = 'queued' AND owner IS NULL AND not_before <= :now
-                AND (:pools IS NULL OR pool IN (SELECT value FROM json_each(:pools)))
+            SELECT seq FROM rollouts WHERE state = 'queued' AND owner IS NULL AND {suits} AND {due} <= :now
             ORDER BY seq LIMIT :limit
         )
         UNION ALL
-        SELECT seq FROM rollouts WHERE owner IS NOT NULL AND owner != :owner AND lease_until <= :now
-            AND (:pools IS NULL OR pool IN (SELECT value FROM json_each(:pools)))
+        SELECT seq FROM rollouts WHERE owner IS NOT NULL AND owner != :owner AND lease_until <= :now AND {suits}
     ) ORDER BY seq LIMIT :limit
 )
-RETURNING *, (SELECT request FROM requests WHERE requests.seq = rollouts.seq) AS request
-"""
-_DUE = """
+RETURNING *, (SELECT request FROM requests WHERE requests.seq = rollouts.seq) AS request,
+    (SELECT count(*) FROM turns WHERE turns.rollout = rollouts.seq) AS saved_turns
+"""  # noqa: S608 - made of constants
+
+
+def _due(suits: str, due: str) -> str:
+    """Return the statement that tells when there is something to lease."""
+    return f"""
 SELECT min(
-    coalesce((SELECT min(not_before) FROM rollouts WHERE state = 'queued' AND owner IS NULL
-        AND (:pools IS NULL OR pool IN (SELECT value FROM json_each(:pools)))), 9e99),
-    coalesce((SELECT min(lease_until) FROM rollouts WHERE owner IS NOT NULL AND owner != :owner
-        AND (:pools IS NULL OR pool IN (SELECT value FROM json_each(:pools)))), 9e99)
+    coalesce((SELECT min({due}) FROM rollouts WHERE state = 'queued' AND owner IS NULL AND {suits}), 9e99),
+    coalesce((SELECT min(lease_until) FROM rollouts WHERE owner IS NOT NULL AND owner != :owner AND {suits}), 9e99)
 )
-"""
+"""  # noqa: S608 - made of constants
+
+
+_CLAIM, _DUE = _claim(_IN_POOLS, "not_before"), _due(_IN_POOLS, "not_before")
+_CLAIM_SUITED, _DUE_SUITED = _claim(_SUITS, _SUITS_AT), _due(_SUITS, _SUITS_AT)
 RENEW = """
 UPDATE rollouts SET lease_until = :until
 WHERE owner = :owner AND rollout_id IN (SELECT value FROM json_each(:ids))
+RETURNING rollout_id
 """
 RECOVER = """
 UPDATE rollouts SET
@@ -77,6 +95,7 @@ UPDATE rollouts SET
 WHERE owner = :owner AND (:ids IS NULL OR rollout_id IN (SELECT value FROM json_each(:ids)))
 RETURNING rollout_id, state
 """
+HELD = "SELECT rollout_id, token FROM rollouts WHERE owner = :owner"
 _ADVANCE = """
 UPDATE rollouts SET state = :state, attempt = attempt + (state = 'queued'), changed_at = :now
 WHERE rollout_id = :id AND owner = :owner AND token = :token
@@ -170,8 +189,10 @@ def claim(db: sqlite3.Connection, values: dict[str, Any]) -> tuple[list[Lease], 
     The time is in Unix seconds. A rollout whose record is damaged ends as failed, so it keeps no other from starting.
     """
     ended = [row["rollout_id"] for row in db.execute(_END_CANCELLED, values).fetchall()]
-    rows = sorted(db.execute(_CLAIM, values).fetchall(), key=lambda row: row["seq"])
-    (due,) = db.execute(_DUE, values).fetchone()
+    any_environment = values["waits"] is None
+    claim, next_due = (_CLAIM, _DUE) if any_environment else (_CLAIM_SUITED, _DUE_SUITED)
+    rows = sorted(db.execute(claim, values).fetchall(), key=lambda row: row["seq"])
+    (due,) = db.execute(next_due, values).fetchone()
     leases = []
     for row in rows:
         try:

@@ -44,7 +44,7 @@ _ADD_TO_COUNTER = (
     "INSERT INTO tallies VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET count = count + excluded.count"
 )
 _UPDATE = """
-UPDATE runs SET state = :state, version = max(version, :version), request = :request, problem = :problem,
+UPDATE runs SET state = :state, version = :version, request = :request, problem = :problem,
     changed_at = :now WHERE seq = :seq
 """
 _TASKS = "SELECT task FROM run_tasks WHERE run = ? AND number >= ? ORDER BY number LIMIT ?"
@@ -184,17 +184,25 @@ def update(
         ConflictError: The run is over and cannot be paused or resumed.
     """
     row = row_of(db, run_id)
+    before = record_of(db, row)
     kept = None if state is RunState.RUNNING else row["problem"]
     values = {
-        "seq": row["seq"],
-        "state": rules.next_state(record_of(db, row), state),
-        "version": row["version"] if version is None else version,
+        "state": str(rules.next_state(before, state)),
+        "version": max(row["version"], row["version"] if version is None else version),
         "request": row["request"] if request is None else run_codec.encode_request(request),
         "problem": kept if problem is None else problem.model_dump_json(),
-        "now": now,
     }
-    db.execute(_UPDATE, values)
+    if all(row[name] == value for name, value in values.items()):
+        return before
+    db.execute(_UPDATE, values | {"seq": row["seq"], "now": now})
+    if values["state"] == row["state"]:
+        announce(db, run_id, now)
     return get(db, run_id)
+
+
+def announce(db: sqlite3.Connection, run_id: str, now: float) -> None:
+    """Record that a run is no longer as it was, where no other event says so."""
+    db.execute(statements.RECORD, {"now": now, "kind": "run.changed", "subject": run_id, "data": "{}"})
 
 
 def append(
@@ -211,6 +219,7 @@ def append(
     count = first + len(tasks)
     db.execute(_APPENDED, {"seq": row["seq"], "tasks": count, "total": count if close else None, "now": now})
     finish_if_done(db, run_id, now)
+    announce(db, run_id, now)
     return get(db, run_id)
 
 
@@ -333,6 +342,7 @@ def reclose_group(
     _keep_head(db, run, closure.number, head)
     _count(db, run, rules.masked_counts(closure.samples, before))
     finish_if_done(db, run_id, now)
+    announce(db, run_id, now)
 
 
 def _keep_head(db: sqlite3.Connection, run: int, number: int, head: Mapping[str, Any] | None) -> None:

@@ -10,16 +10,17 @@ from typing import Any, TypeVar
 import anyio.to_thread
 
 from api_schemas.errors import ErrorInfo
-from api_schemas.exports import ExportedSample, RecordedRollout, without_tokens
-from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
+from api_schemas.exports import ExportedSample, RecordedRollout
+from api_schemas.rollouts import RolloutRequest, RolloutState
 from api_schemas.runs import Group, RunRequest, RunState
 from api_schemas.tasks import Task
 from rollout_service.signals import MonotonicCounter
 from rollout_service.store import rules
+from rollout_service.store.cluster_contract import RoleLease
+from rollout_service.store.codec import groups as group_codec
 from rollout_service.store.codec import heads as head_codec
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import runs as run_codec
-from rollout_service.store.codec import trajectories as trajectory_codec
 from rollout_service.store.codec.fingerprint import fingerprint
 from rollout_service.store.columns import Columns
 from rollout_service.store.runs_contract import (
@@ -162,7 +163,7 @@ class SqliteRuns(RunStore):
         ended = all(RolloutState(member["state"]).terminal for member in members)
         if row is None or not ended or len(members) < len(closure.samples):
             return None
-        return await anyio.to_thread.run_sync(_encode_head, row, members)
+        return await anyio.to_thread.run_sync(group_codec.encode_head, row, members)
 
     async def lease(self, order: BatchLeaseRequest) -> BatchLease | NoBatch:
         now = self._clock()
@@ -191,7 +192,7 @@ class SqliteRuns(RunStore):
 
     async def group(self, run_id: str, number: int) -> Group:
         row, members = await self._read(lambda db: batch_statements.read_group(db, run_id, number))
-        return await anyio.to_thread.run_sync(_decode_group, row, members)
+        return await anyio.to_thread.run_sync(group_codec.decode_group, row, members)
 
     async def group_heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead]:
         firsts = range(0, len(numbers), HEADS_AT_ONCE)
@@ -208,25 +209,25 @@ class SqliteRuns(RunStore):
 
     async def _missing_head(self, run_id: str, number: int) -> GroupHead:
         row, members = await self._read(lambda db: batch_statements.read_group(db, run_id, number))
-        return await anyio.to_thread.run_sync(_make_head, row, members)
+        return await anyio.to_thread.run_sync(group_codec.make_head, row, members)
 
     async def columns(self, run_id: str, number: int) -> Sequence[Columns]:
         packed = await self._read(lambda db: batch_statements.read_trajectories(db, run_id, number))
-        return await anyio.to_thread.run_sync(_locate_columns, packed)
+        return await anyio.to_thread.run_sync(group_codec.locate_columns, packed)
 
     async def closed_groups(self, run_id: str) -> Sequence[int]:
         return await self._read(lambda db: batch_statements.closed_groups(db, run_id))
 
     async def exported_samples(self, run_id: str, number: int) -> Sequence[ExportedSample]:
         row, members = await self._read(lambda db: batch_statements.read_group(db, run_id, number))
-        return await anyio.to_thread.run_sync(_decode_exported, row, members)
+        return await anyio.to_thread.run_sync(group_codec.decode_exported, row, members)
 
     async def rollout_ids(self, run_id: str) -> Sequence[str]:
         return await self._read(lambda db: batch_statements.rollout_ids(db, run_id))
 
     async def recorded_rollouts(self, rollout_ids: Sequence[str]) -> Sequence[RecordedRollout]:
         rows = await self._read(lambda db: batch_statements.read_rollouts(db, rollout_ids))
-        found = await anyio.to_thread.run_sync(_decode_recorded, rows)
+        found = await anyio.to_thread.run_sync(group_codec.decode_recorded, rows)
         return [found[one] for one in rollout_ids if one in found]
 
     async def prune(self, run_id: str, *, seconds: float | None, max_bytes: int | None) -> int:
@@ -238,6 +239,9 @@ class SqliteRuns(RunStore):
     async def delete_expired(self, policy: RetentionPolicy) -> int:
         now = self._clock()
         return await self._write(lambda db: retention_statements.delete_expired(db, policy, now))
+
+    def fenced(self, lease: RoleLease) -> SqliteRuns:  # noqa: ARG002 - of the contract
+        return self  # no other service can have the file open
 
     async def wait_for_change(self, after: int) -> int:
         return await self._changes.wait_above(after)
@@ -262,71 +266,3 @@ class SqliteRuns(RunStore):
 
     async def _read(self, job: Callable[[sqlite3.Connection], T]) -> T:
         return await self._thread.run(job, writes=False)
-
-
-def _decode_group(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> Group:
-    """Return a group as a trainer gets it: without the tokens of stale samples."""
-    kept = _delivered(row)
-    rollouts = (
-        _whole(member) if member["rollout_id"] in kept else codec.decode_rollout(member) for member in members
-    )
-    return run_codec.decode_group(row, {rollout.rollout_id: rollout for rollout in rollouts})
-
-
-def _delivered(row: sqlite3.Row) -> set[str]:
-    return set(rules.delivered_rollouts(run_codec.decode_samples(row["samples"])))
-
-
-def _decode_exported(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> list[ExportedSample]:
-    if not members:
-        return []  # all were lost before the group was cancelled
-    by_id = {member["rollout_id"]: member for member in members}
-    group = run_codec.decode_group(row, {name: _whole(member) for name, member in by_id.items()})
-    return run_codec.decode_exported(row, group, by_id)
-
-
-def _decode_recorded(rows: Sequence[sqlite3.Row]) -> dict[str, RecordedRollout]:
-    return {
-        row["rollout_id"]: without_tokens(RolloutRequest.model_validate_json(row["request"]), _whole(row))
-        for row in rows
-    }
-
-
-def _whole(row: sqlite3.Row) -> Rollout:
-    """Return a rollout with its trajectory, if it still has one."""
-    rollout = codec.decode_rollout(row)
-    if row["trajectory"] is None:
-        return rollout
-    with codec.reading(rollout.rollout_id):
-        return rollout.model_copy(update={"trajectory": trajectory_codec.decode(row["trajectory"])})
-
-
-def _make_head(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> GroupHead:
-    rollouts: dict[str, Rollout] = {}
-    columns: dict[str, list[Columns]] = {}
-    kept = _delivered(row)
-    for member in members:
-        rollout = codec.decode_rollout(member)
-        columns[rollout.rollout_id] = []
-        if member["trajectory"] is not None and rollout.rollout_id in kept:
-            with codec.reading(rollout.rollout_id):
-                trajectory, columns[rollout.rollout_id] = trajectory_codec.split(member["trajectory"])
-            rollout = rollout.model_copy(update={"trajectory": trajectory})
-        rollouts[rollout.rollout_id] = rollout
-    group = run_codec.decode_group(row, rollouts)
-    return head_codec.make(row, group, [columns[sample.rollout.rollout_id] for sample in group.samples])
-
-
-def _encode_head(row: sqlite3.Row, members: Sequence[sqlite3.Row]) -> Mapping[str, Any] | None:
-    """Return the head to store, or None if it cannot be made.
-
-    A group with token ids beyond 32 bits has no head, for example, and is delivered only as JSON.
-    """
-    try:
-        return head_codec.encode(_make_head(row, members))
-    except Exception:  # noqa: BLE001 - it must not stop the close; a lease as arrays raises it
-        return None
-
-
-def _locate_columns(packed: Sequence[bytes]) -> list[Columns]:
-    return [segment for data in packed for segment in trajectory_codec.columns_of(data)]

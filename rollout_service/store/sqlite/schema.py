@@ -110,7 +110,18 @@ CREATE INDEX ready ON rollouts (seq, pool, not_before) WHERE state = 'queued' AN
 """
 """An attempt counts once it enters its first stage; earlier releases counted the lease. Claims select by pool."""
 
-MIGRATIONS = (_VERSION_1, VERSION_2, _VERSION_3, VERSION_4, VERSION_5)
+_VERSION_6 = """
+CREATE TABLE turns (
+    rollout INTEGER NOT NULL, number INTEGER NOT NULL, data BLOB NOT NULL, UNIQUE (rollout, number)
+) STRICT;
+CREATE TRIGGER ended_rollout_needs_no_turns AFTER UPDATE OF state ON rollouts
+WHEN NEW.state IN ('completed', 'failed', 'cancelled') BEGIN
+    DELETE FROM turns WHERE rollout = NEW.seq;
+END;
+"""
+"""The turns of rollouts that have not ended, so that an interrupted rollout continues from its last turn."""
+
+MIGRATIONS = (_VERSION_1, VERSION_2, _VERSION_3, VERSION_4, VERSION_5, _VERSION_6)
 """The scripts that upgrade the schema; script n, from 1, upgrades version n - 1 to version n."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -28,9 +28,12 @@ from rollout_service.signals import KeyedEvents, MonotonicCounter, ResettableEve
 from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import trajectories as trajectory_codec
 from rollout_service.store.contract import Lease, Store
+from rollout_service.store.single_cluster import SingleCluster
 from rollout_service.store.sqlite import rollout_statements as statements
+from rollout_service.store.sqlite import turn_statements
 from rollout_service.store.sqlite.runs import SqliteRuns
 from rollout_service.store.sqlite.thread import DatabaseThread
+from rollout_service.store.turns_contract import UnsavedTurn
 
 T = TypeVar("T")
 
@@ -56,6 +59,7 @@ class SqliteStore(Store):
         self._due = math.inf
         self._thread = DatabaseThread(path, self._newest_event.advance)
         self._runs = SqliteRuns(self._thread, clock, self._work.set)
+        self._cluster = SingleCluster(self.record)
 
     @classmethod
     async def open(cls, path: Path | str, *, clock: Callable[[], float] = time.time) -> Self:
@@ -98,8 +102,20 @@ class SqliteStore(Store):
         return self._thread.size_bytes()
 
     @property
+    def rewinds(self) -> int:
+        return 0  # a file that went back in time is another start
+
+    @property
     def runs(self) -> SqliteRuns:
         return self._runs
+
+    @property
+    def engines(self) -> None:
+        return None
+
+    @property
+    def cluster(self) -> SingleCluster:
+        return self._cluster
 
     async def submit(self, request: RolloutRequest) -> tuple[Rollout, bool]:
         values = statements.submission(request, self._clock())
@@ -109,12 +125,19 @@ class SqliteStore(Store):
         return rollout, new
 
     async def claim(
-        self, owner: str, *, limit: int, lease_seconds: float, pools: Collection[str] | None = None
+        self,
+        owner: str,
+        *,
+        limit: int,
+        lease_seconds: float,
+        pools: Collection[str] | None = None,
+        waits: Mapping[str, float] | None = None,
     ) -> list[Lease]:
         self._work.clear()
         now = self._clock()
         values = {"owner": owner, "limit": limit, "now": now, "until": now + lease_seconds}
         values["pools"] = None if pools is None else to_json(sorted(pools)).decode()
+        values["waits"] = None if waits is None else to_json(dict(waits)).decode()
         leases, cancelled, due = await self._write(lambda db: statements.claim(db, values))
         self._due = due
         self._announce(cancelled)
@@ -122,10 +145,11 @@ class SqliteStore(Store):
             self._work.set()  # there may be more
         return leases
 
-    async def renew(self, owner: str, rollout_ids: Sequence[str], *, lease_seconds: float) -> None:
+    async def renew(self, owner: str, rollout_ids: Sequence[str], *, lease_seconds: float) -> list[str]:
         ids = to_json(rollout_ids).decode()
         values = {"owner": owner, "ids": ids, "until": self._clock() + lease_seconds}
-        await self._write(lambda db: db.execute(statements.RENEW, values).rowcount)
+        renewed = await self._write(lambda db: db.execute(statements.RENEW, values).fetchall())
+        return sorted(set(rollout_ids) - {row["rollout_id"] for row in renewed})
 
     async def recover(self, owner: str) -> int:
         # Only this process can have the file open, so every other owner is gone.
@@ -142,6 +166,10 @@ class SqliteStore(Store):
         self._work.set()
         return len(rows)
 
+    async def held(self, owner: str) -> Mapping[str, int]:
+        rows = await self._read(lambda db: db.execute(statements.HELD, {"owner": owner}).fetchall())
+        return {row["rollout_id"]: row["token"] for row in rows}
+
     async def advance(self, lease: Lease, owner: str, state: RolloutState) -> bool:
         if state not in _STAGES[1:]:
             raise ValueError(f"a leased rollout cannot advance to {state}")
@@ -157,14 +185,34 @@ class SqliteStore(Store):
         *,
         spans: Sequence[Span] = (),
         delay_seconds: float = 0.0,
+        keep_turns: bool = False,
     ) -> bool:
         values = self._held(lease, owner) | {"error": error.model_dump_json(), "code": error.code}
         values["spans"] = codec.encode_spans(spans)
         values["not_before"] = values["now"] + delay_seconds
-        rows = await self._write(lambda db: db.execute(statements.RETRY, values).fetchall())
+
+        def retry(db: sqlite3.Connection) -> list[sqlite3.Row]:
+            rows = db.execute(statements.RETRY, values).fetchall()
+            if rows and not keep_turns:
+                turn_statements.delete(db, values)
+            return rows
+
+        return self._requeued(await self._write(retry))
+
+    async def restart(self, lease: Lease, owner: str, *, spans: Sequence[Span] = ()) -> bool:
+        values = self._held(lease, owner) | {"spans": codec.encode_spans(spans)}
+        return self._requeued(await self._write(lambda db: turn_statements.restart(db, values)))
+
+    def _requeued(self, rows: Sequence[sqlite3.Row]) -> bool:
         self._announce(row["rollout_id"] for row in rows if row["state"] == RolloutState.CANCELLED)
         self._work.set()
         return bool(rows)
+
+    async def save_turns(self, owner: str, turns: Sequence[UnsavedTurn]) -> int:
+        return await self._write(lambda db: turn_statements.save(db, owner, turns))
+
+    async def saved_turns(self, rollout_id: str) -> list[bytes]:
+        return await self._read(lambda db: turn_statements.saved(db, rollout_id))
 
     async def finish(self, lease: Lease, owner: str, result: Rollout) -> bool:
         if not result.state.terminal or result.rollout_id != lease.rollout_id:
@@ -236,7 +284,8 @@ class SqliteStore(Store):
         await self._cancels.wait()
 
     async def wait_for_events(self, *, after: int) -> int:
-        return await self._newest_event.wait_above(after)
+        newest = self._newest_event
+        return newest.value if newest.value < after else await newest.wait_above(after)
 
     async def wait_for_result(self, rollout_id: str) -> Rollout | None:
         ended = self._results.get(rollout_id)  # before reading, so that no change is missed

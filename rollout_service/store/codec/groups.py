@@ -1,0 +1,122 @@
+"""Closed groups as stored records: what a trainer, an export and a batch get from a group's row and its rollouts' rows.
+
+Guarantees: every store delivers the same from the same records. A stale sample is delivered without its tokens. A
+damaged record raises RecordLostError and names its rollout.
+
+The row of a group has `run_id`, `number`, `epoch`, `samples` and `summary`; the row of a rollout has what
+`codec.rollouts.decode_rollout` needs, and its encoded `trajectory` or None. Decoding tokens is slow, so call these in a
+thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from api_schemas.exports import ExportedSample, RecordedRollout, without_tokens
+from api_schemas.rollouts import Rollout, RolloutRequest
+from api_schemas.runs import Group
+from rollout_service.store import rules
+from rollout_service.store.codec import heads
+from rollout_service.store.codec import rollouts as rollout_codec
+from rollout_service.store.codec import runs as run_codec
+from rollout_service.store.codec import trajectories as trajectory_codec
+from rollout_service.store.codec.row import Row
+from rollout_service.store.columns import Columns
+from rollout_service.store.runs_contract import GroupHead
+
+
+def decode_group(row: Row, members: Sequence[Row]) -> Group:
+    """Return a group as a trainer gets it: without the tokens of stale samples.
+
+    Raises:
+        RecordLostError: A rollout of the group is missing or damaged.
+    """
+    kept = _delivered(row)
+    rollouts = (
+        decode_whole(member) if member["rollout_id"] in kept else rollout_codec.decode_rollout(member)
+        for member in members
+    )
+    return run_codec.decode_group(row, {rollout.rollout_id: rollout for rollout in rollouts})
+
+
+def decode_exported(row: Row, members: Sequence[Row]) -> list[ExportedSample]:
+    """Return the samples of a group for an export; none if all its rollouts were lost before it was cancelled.
+
+    Raises:
+        RecordLostError: A rollout of the group is missing or damaged.
+    """
+    if not members:
+        return []
+    by_id = {member["rollout_id"]: member for member in members}
+    group = run_codec.decode_group(row, {name: decode_whole(member) for name, member in by_id.items()})
+    return run_codec.decode_exported(row, group, by_id)
+
+
+def decode_recorded(rows: Sequence[Row]) -> dict[str, RecordedRollout]:
+    """Return rollouts by id, with everything needed to score them again.
+
+    Raises:
+        RecordLostError: A record is damaged.
+    """
+    return {
+        row["rollout_id"]: without_tokens(
+            RolloutRequest.model_validate_json(row["request"]), decode_whole(row)
+        )
+        for row in rows
+    }
+
+
+def decode_whole(row: Row) -> Rollout:
+    """Return a rollout with its trajectory, if it still has one.
+
+    Raises:
+        RecordLostError: The record is damaged.
+    """
+    rollout = rollout_codec.decode_rollout(row)
+    if row["trajectory"] is None:
+        return rollout
+    with rollout_codec.reading(rollout.rollout_id):
+        return rollout.model_copy(update={"trajectory": trajectory_codec.decode(row["trajectory"])})
+
+
+def make_head(row: Row, members: Sequence[Row]) -> GroupHead:
+    """Return the head of a group.
+
+    Raises:
+        RecordLostError: A rollout of the group is missing or damaged.
+        OverflowError: A trajectory does not fit the columns, such as one with token ids beyond 32 bits.
+    """
+    rollouts: dict[str, Rollout] = {}
+    columns: dict[str, list[Columns]] = {}
+    kept = _delivered(row)
+    for member in members:
+        rollout = rollout_codec.decode_rollout(member)
+        columns[rollout.rollout_id] = []
+        if member["trajectory"] is not None and rollout.rollout_id in kept:
+            with rollout_codec.reading(rollout.rollout_id):
+                trajectory, columns[rollout.rollout_id] = trajectory_codec.split(member["trajectory"])
+            rollout = rollout.model_copy(update={"trajectory": trajectory})
+        rollouts[rollout.rollout_id] = rollout
+    group = run_codec.decode_group(row, rollouts)
+    return heads.make(row, group, [columns[sample.rollout.rollout_id] for sample in group.samples])
+
+
+def encode_head(row: Row, members: Sequence[Row]) -> Mapping[str, Any] | None:
+    """Return the head to store, or None if it cannot be made.
+
+    A group with token ids beyond 32 bits has no head, for example, and is delivered only as JSON.
+    """
+    try:
+        return heads.encode(make_head(row, members))
+    except Exception:  # noqa: BLE001 - it must not stop the close; a lease as arrays raises it
+        return None
+
+
+def locate_columns(packed: Sequence[bytes]) -> list[Columns]:
+    """Return the columns of all segments of these encoded trajectories, in order."""
+    return [segment for data in packed for segment in trajectory_codec.columns_of(data)]
+
+
+def _delivered(row: Row) -> set[str]:
+    return set(rules.delivered_rollouts(run_codec.decode_samples(row["samples"])))

@@ -1,0 +1,143 @@
+"""The contract of what services that share a store agree on about engines: which there are, and the commands to pools.
+
+Guarantees:
+- A backend that one service puts here is followed by all, until one of them removes it.
+- A pool has at most one open command. Commands are numbered; a repeated request for the open one gets its number.
+- A command ends once: the first `finish` counts, with its result and the pool's new state, in one step.
+- Every change wakes all services.
+
+A store that only one service can have open has backends in a file (`FileBackends`), and needs no record of commands:
+that service carries them out itself.
+
+Events: `backend.changed` with the backend's id as subject; `pool.command`, `pool.held` and `pool.settled` with the
+pool's name as subject and the command's `number`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from api_schemas.inference import BackendSpec
+
+
+class CommandKind(StrEnum):
+    """A command to all backends of a pool."""
+
+    PAUSE = "pause"
+    RESUME = "resume"
+    WEIGHTS = "weights"
+    JOIN_GROUP = "join_group"
+    LEAVE_GROUP = "leave_group"
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBackend:
+    """A registered backend."""
+
+    backend_id: str
+    spec: BackendSpec
+    loopback_of: str = ""
+    """The machine whose services alone can reach it, for a loopback address; empty for every other address."""
+    exports: tuple[str, ...] = ()
+    """The token extras that it returned when it was checked."""
+    is_draining: bool = False
+    """Whether it is given no new requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRecord:
+    """The last command to a pool, and the state that the commands before it left."""
+
+    pool: str
+    number: int
+    """The number of the last command."""
+    kind: CommandKind
+    request: str
+    """The request as JSON."""
+    is_open: bool
+    """Whether the command has not been finished."""
+    state: str
+    """The state that the last finished command left, as JSON of `PoolState`; empty before the first."""
+    revision: int
+    """A number that grows with every change of `state`."""
+    held_by: frozenset[str]
+    """The services that hold their requests for the open command, by their identities."""
+
+
+class BackendStore(Protocol):
+    """The registered backends.
+
+    Raises:
+        StoreError: The store fails; every method can raise it.
+    """
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other services may change the backends."""
+        ...
+
+    async def put(self, backend: SharedBackend) -> None:
+        """Add a backend, or replace the one with its id."""
+        ...
+
+    async def remove(self, backend_id: str) -> bool:
+        """Remove a backend; return whether it was there."""
+        ...
+
+    async def backends(self) -> Sequence[SharedBackend]:
+        """Return all backends in the order in which they were first put."""
+        ...
+
+    async def wait_for_change(self, after: int) -> int:
+        """Wait until something has changed since the call that returned `after`; start with 0.
+
+        The first call returns at once.
+        """
+        ...
+
+
+class CommandStore(Protocol):
+    """The commands to pools, of services that share a store.
+
+    Raises:
+        StoreError: The store fails; every method can raise it.
+    """
+
+    async def ask(self, pool: str, kind: CommandKind, request: str) -> int | None:
+        """Open a command and return its number; None while another one is open."""
+        ...
+
+    async def pools(self) -> Sequence[PoolRecord]:
+        """Return the records of all pools that ever had a command."""
+        ...
+
+    async def hold(self, pool: str, number: int, owner: str) -> None:
+        """Record that a service holds its requests for the open command."""
+        ...
+
+    async def begin(self, pool: str, number: int) -> bool:
+        """Record that the open command is carried out; return whether nobody had begun before."""
+        ...
+
+    async def finish(self, pool: str, number: int, result: str, state: str) -> bool:
+        """End the open command; return whether it was still open."""
+        ...
+
+    async def save_state(self, pool: str, revision: int, state: str) -> bool:
+        """Replace the state of a pool without an open command, if it still has this revision; return whether it was."""
+        ...
+
+    async def result(self, pool: str, number: int) -> str | None:
+        """Return the result of a finished command, as it was given to `finish`; only the last ones are kept."""
+        ...
+
+    async def wait_for_change(self, after: int) -> int:
+        """Wait until something has changed; see `BackendStore`."""
+        ...
+
+
+class EnginesStore(BackendStore, CommandStore, Protocol):
+    """Backends and commands, in a store that services share."""

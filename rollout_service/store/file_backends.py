@@ -1,0 +1,77 @@
+"""The backends of a service that shares its store with nobody, in a file that survives restarts.
+
+Guarantee: the file is always whole, however many backends are registered at once. A file that cannot be written is
+logged, and the backends work until the service ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import anyio
+import structlog
+from pydantic import TypeAdapter
+
+from api_schemas.inference import BackendSpec
+from rollout_service.private_files import write_private
+from rollout_service.signals import MonotonicCounter
+from rollout_service.store.engines_contract import BackendStore, SharedBackend
+
+log = structlog.get_logger(__name__)
+
+_SPECS = TypeAdapter(list[BackendSpec])
+
+
+class FileBackends(BackendStore):
+    """Backends in a JSON file; a drain lasts until the service ends."""
+
+    def __init__(self, path: Path, id_of: Callable[[BackendSpec], str]) -> None:
+        self._path = path
+        self._id_of = id_of
+        self._backends: dict[str, SharedBackend] | None = None
+        self._changes = MonotonicCounter(1)
+        self._saving = anyio.Lock()
+
+    @property
+    def is_shared(self) -> bool:
+        return False
+
+    async def put(self, backend: SharedBackend) -> None:
+        self._known()[backend.backend_id] = backend
+        await self._save()
+
+    async def remove(self, backend_id: str) -> bool:
+        if self._known().pop(backend_id, None) is None:
+            return False
+        await self._save()
+        return True
+
+    async def backends(self) -> Sequence[SharedBackend]:
+        return list(self._known().values())
+
+    async def wait_for_change(self, after: int) -> int:
+        return await self._changes.wait_above(after)
+
+    def _known(self) -> dict[str, SharedBackend]:
+        if self._backends is None:
+            try:
+                specs = _SPECS.validate_json(self._path.read_bytes())
+            except FileNotFoundError:
+                specs = []
+            self._backends = {self._id_of(spec): SharedBackend(self._id_of(spec), spec) for spec in specs}
+        return self._backends
+
+    async def _save(self) -> None:
+        self._changes.increment()
+        async with self._saving:  # two registrations at once would write the same draft file
+            data = _SPECS.dump_json([backend.spec for backend in self._known().values()])
+            try:
+                await anyio.to_thread.run_sync(write_private, self._path, data)
+            except OSError as error:
+                log.error(
+                    "the backends cannot be remembered, and have to be registered again after a restart",
+                    file=str(self._path),
+                    error=str(error),
+                    hint="Free disk space or restore the state folder, then register any of them again.",
+                )

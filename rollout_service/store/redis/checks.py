@@ -1,0 +1,176 @@
+"""A Redis is used only after it has been checked, and again after every lost connection.
+
+Guarantees: it is Redis 7 or newer, a primary, durable unless the settings say otherwise, and evicts nothing; what it
+holds under the prefix is this program's, and not of a newer release; and it has this release's functions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import redis
+import structlog
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from rollout_service.errors import StoreError
+from rollout_service.store.redis.config import Durability, RedisConfig
+from rollout_service.store.redis.library import FunctionLibrary
+
+log = structlog.get_logger(__name__)
+
+APPLICATION = "rollout-service"
+_OLDEST = 7
+"""The oldest major version of Redis with functions."""
+_DURABLE = {"appendonly": "yes", "appendfsync": "always"}
+_ANYWAY = 'or accept that a crash of Redis loses work: [store] redis_durability = "relaxed"'
+
+
+class ConnectionLostError(redis.ConnectionError):
+    """The connection was lost before this command, which was not sent."""
+
+
+class _OneConnection:
+    """Sets up the first connection of a client, and refuses others, which redis-py's pool makes by itself."""
+
+    def __init__(self) -> None:
+        self._is_used = False
+
+    def __call__(self, connection: Any) -> None:
+        if self._is_used:
+            raise ConnectionLostError("the connection was lost")
+        self._is_used = True
+        connection.on_connect()
+
+
+def connect(config: RedisConfig, library: FunctionLibrary) -> redis.Redis:
+    """Return a checked connection that raises every failure at once.
+
+    Raises:
+        StoreError: The Redis must not be used.
+        ConfigurationError: The password cannot be read.
+        redis.RedisError: The Redis does not answer, or refuses.
+    """
+    client = open_client(config)
+    try:
+        _check(client, config, library)
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
+def open_client(config: RedisConfig) -> redis.Redis:
+    """Return a client with one connection, which is made by its first command; once lost, it is not made again.
+
+    Its commands then raise ConnectionLostError before they are sent, so that nothing reaches a Redis unchecked.
+
+    Raises:
+        ConfigurationError: The password cannot be read.
+    """
+    options: dict[str, Any] = {"redis_connect_func": _OneConnection()}
+    if (password := config.password()) is not None:
+        options["password"] = password
+    return redis.Redis.from_url(
+        config.url,
+        protocol=2,
+        socket_timeout=config.answer_seconds,
+        socket_connect_timeout=config.answer_seconds,
+        retry=Retry(NoBackoff(), 0),
+        client_name=APPLICATION,
+        max_connections=1,
+        **options,
+    )
+
+
+def warn_of_failover(client: redis.Redis, config: RedisConfig) -> None:
+    """Log it if a failover to a replica can lose what was acknowledged."""
+    replicas = execute(client, "INFO", "replication").get("connected_slaves", 0)
+    if replicas and not config.replicas and config.durability is Durability.STRICT:
+        log.warning(
+            "a failover can lose what was acknowledged last, since no write waits for a replica",
+            path=config.address,
+            replicas=replicas,
+            hint="Set [store] redis_replicas, and min-replicas-to-write in the Redis.",
+        )
+
+
+def execute(client: redis.Redis, *command: Any) -> Any:
+    """Run one command, and return redis-py's answer, in which texts are bytes."""
+    return client.execute_command(*command)  # type: ignore[no-untyped-call]
+
+
+def load(client: redis.Redis, library: FunctionLibrary) -> None:
+    """Load the library, unless another service has."""
+    try:
+        execute(client, "FUNCTION LOAD", library.text)
+    except redis.ResponseError as error:
+        if "already exists" not in str(error):
+            raise
+
+
+def call_arguments(
+    config: RedisConfig, library: FunctionLibrary, name: str, now: float | None, *arguments: Any
+) -> tuple[Any, ...]:
+    """Return the command that calls a function; `now` is in Unix seconds, None for Redis's clock."""
+    clock = "" if now is None else repr(now)
+    return ("FCALL", library.function(name), 1, config.root, clock, *arguments)
+
+
+def _check(client: redis.Redis, config: RedisConfig, library: FunctionLibrary) -> None:
+    info: dict[str, Any] = execute(client, "INFO", "everything")
+    version = str(info.get("redis_version", "0"))
+    if int(version.split(".")[0]) < _OLDEST:
+        raise _refusal(config, f"is version {version}", f"Use Redis {_OLDEST} or newer.")
+    if info.get("role") != "master":
+        raise _refusal(config, "is a replica", "Point [store] url to the primary.")
+    _check_settings(client, config, info)
+    load(client, library)
+    _check_schema(client, config, library)
+
+
+def _check_settings(client: redis.Redis, config: RedisConfig, info: dict[str, Any]) -> None:
+    found = _settings(client, info)
+    policy = found.get("maxmemory-policy", "noeviction")
+    if policy != "noeviction" and found.get("maxmemory", "0") != "0":
+        why = f"deletes keys when it is full: its maxmemory-policy is {policy}"
+        raise _refusal(config, why, "Set maxmemory-policy noeviction.")
+    if config.durability is Durability.RELAXED:
+        return
+    for name, needed in _DURABLE.items():
+        if found.get(name) != needed:
+            why = f"is not durable: its {name} is {found.get(name, 'unknown')}"
+            raise _refusal(config, why, f"Set {name} {needed} (CONFIG SET, and in redis.conf), {_ANYWAY}.")
+
+
+def _settings(client: redis.Redis, info: dict[str, Any]) -> dict[str, str]:
+    """Return the server's settings; where CONFIG is not allowed, what INFO has of them."""
+    found: dict[str, str] = {}
+    try:
+        for name in (*_DURABLE, "maxmemory", "maxmemory-policy"):
+            answer = execute(client, "CONFIG GET", name)
+            found |= {_text(key): _text(value) for key, value in answer.items()}
+    except redis.ResponseError:  # a managed Redis hides it
+        found["appendonly"] = "yes" if info.get("aof_enabled") else "no"
+        found["maxmemory"] = str(info.get("maxmemory", 0))
+        found["maxmemory-policy"] = str(info.get("maxmemory_policy", "noeviction"))
+    return found
+
+
+def _check_schema(client: redis.Redis, config: RedisConfig, library: FunctionLibrary) -> None:
+    call = call_arguments(config, library, "schema_migrate", None)
+    application, version, newest = execute(client, *call)
+    if _text(application) != APPLICATION:
+        why = f"holds something of another program under the prefix {config.prefix!r}"
+        raise _refusal(config, why, "Choose another [store] prefix.")
+    if version > newest:
+        why = f"has schema version {version}, but this release supports only {newest}"
+        raise _refusal(config, why, "Run the newer release that wrote it, or choose another [store] prefix.")
+
+
+def _refusal(config: RedisConfig, why: str, hint: str) -> StoreError:
+    return StoreError(f"the Redis at {config.address} {why}", hint=hint)
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

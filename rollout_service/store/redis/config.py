@@ -1,0 +1,94 @@
+"""Where the Redis of a store is, and what this store demands of it.
+
+Guarantee: a password is never part of an error, a log line or a representation.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rollout_service.errors import ConfigurationError
+from rollout_service.private_files import OTHERS
+
+SCHEMES = ("redis", "rediss", "unix")
+_PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+class Durability(StrEnum):
+    """What a store demands of Redis before it answers."""
+
+    STRICT = "strict"
+    """Every write is on Redis's disk before it is acknowledged."""
+    RELAXED = "relaxed"
+    """A crash of Redis may lose what it acknowledged."""
+
+
+@dataclass(frozen=True, slots=True)
+class RedisConfig:
+    """The address of a Redis, and the part of it that a store uses."""
+
+    url: str
+    """`redis://`, `rediss://` or `unix://`, as redis-py reads it."""
+    prefix: str = "rollouts"
+    """The name that the keys of all services with the same work begin with."""
+    password_file: Path | None = None
+    """The file with the password; it is read again for every new connection."""
+    durability: Durability = Durability.STRICT
+    replicas: int = 0
+    """How many replicas must have a write before it is acknowledged."""
+    answer_seconds: float = 10.0
+    """How long Redis may take to accept a connection or to answer."""
+
+    @property
+    def root(self) -> str:
+        """The start of every key, as a hash tag, so that a cluster of Redis keeps them in one place."""
+        return f"{{{self.prefix}}}"
+
+    @property
+    def address(self) -> str:
+        """The URL without its password and options, for messages."""
+        parts = urlsplit(self.url)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+    def check(self) -> None:
+        """Raise an error unless the URL and the prefix can be used.
+
+        Raises:
+            ConfigurationError: One of them cannot.
+        """
+        if urlsplit(self.url).scheme not in SCHEMES:
+            raise ConfigurationError(
+                f"the store's url {self.address!r} is not the address of a Redis",
+                hint="Use redis://HOST:PORT/0, rediss://HOST:PORT/0 (TLS), or unix:///PATH/redis.sock.",
+            )
+        if not _PREFIX.fullmatch(self.prefix):
+            raise ConfigurationError(
+                f"the store's prefix {self.prefix!r} is not valid",
+                hint="Use up to 64 letters, digits, dots, dashes and underscores.",
+            )
+
+    def password(self) -> str | None:
+        """Return the password from its file; None if there is no file.
+
+        Raises:
+            ConfigurationError: The file cannot be read, or others can read it.
+        """
+        if self.password_file is None:
+            return None
+        path = self.password_file.expanduser()
+        try:
+            password, mode = path.read_text().strip(), path.stat().st_mode
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(
+                f"the password of the Redis cannot be read: {error}",
+                hint="Set [store] password_file to a file that the service's user can read.",
+            ) from None
+        if mode & OTHERS:
+            raise ConfigurationError(
+                f"others can read the password of the Redis in {path}", hint=f"Run chmod 600 {path}."
+            )
+        return password

@@ -1,0 +1,33 @@
+-- The version of what is stored under a prefix, and the steps from each version to the next.
+
+local schema = {}
+
+local APPLICATION = 'rollout-service'
+
+-- Step n takes a store from version n to version n + 1, within one call.
+local STEPS = {}
+local VERSION = #STEPS + 1
+
+-- Return {application, version} of what is stored after bringing it up to date; it is left alone if it is another
+-- program's, or a newer release's.
+common.register('schema_migrate', function(call)
+    local key = call:key('meta')
+    local kind = redis.call('TYPE', key)
+    if kind.ok ~= 'none' and kind.ok ~= 'hash' then
+        return {kind.ok, 0, VERSION}
+    end
+    local found = redis.call('HMGET', key, 'application', 'version')
+    local application, version = common.value(found[1]), tonumber(common.value(found[2]))
+    if kind.ok == 'none' then
+        application, version = APPLICATION, VERSION
+        redis.call('HSET', key, 'application', application, 'version', version)
+    end
+    if application ~= APPLICATION or not version or version > VERSION then
+        return {application or '', version or 0, VERSION}
+    end
+    for step = version, VERSION - 1 do
+        STEPS[step](call)
+        redis.call('HSET', key, 'version', step + 1)
+    end
+    return {application, VERSION, VERSION}
+end)

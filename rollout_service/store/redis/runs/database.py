@@ -1,0 +1,155 @@
+"""Reading and changing a run in Redis.
+
+Guarantees: all that one read returns is of one moment. A change is applied as a whole, and only if nobody has changed
+the run since it was read; otherwise it is decided again from a new read, so that changes from many services follow one
+another. A fenced change is refused once another service leads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+import anyio
+
+from api_schemas.tasks import Task
+from rollout_service.errors import ConflictError, LeadershipLostError
+from rollout_service.store.cluster_contract import RoleLease
+from rollout_service.store.redis.connection import RedisConnection
+from rollout_service.store.redis.runs.draft import RunDraft
+from rollout_service.store.redis.runs.keys import RunKeys
+from rollout_service.store.redis.runs.packing import Command, pack
+from rollout_service.store.redis.runs.transaction import RunTransaction, unknown_run
+from rollout_service.store.runs_contract import RunRecord
+
+T = TypeVar("T")
+
+Replies = Sequence[Any]
+"""The replies to the commands of a read, in order, as Redis sends them."""
+
+
+class RunDatabase:
+    """The runs of one store, as records."""
+
+    def __init__(self, connection: RedisConnection, *, fence: RoleLease | None = None) -> None:
+        """Take the leadership that changes need, if any."""
+        self._connection = connection
+        self._fence = fence
+        self._locks: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
+
+    def fenced(self, fence: RoleLease) -> RunDatabase:
+        """Return the same database, whose changes need this leadership."""
+        return RunDatabase(self._connection, fence=fence)
+
+    @property
+    def root(self) -> str:
+        """What all keys begin with."""
+        return self._connection.config.root
+
+    def keys(self, run_id: str) -> RunKeys:
+        """Return the keys of a run."""
+        return RunKeys(self.root, run_id)
+
+    async def read(self, commands: Sequence[Command]) -> tuple[float, Replies]:
+        """Return the time in Unix seconds, and the replies to these commands, all of one moment.
+
+        Raises:
+            StoreError: The store fails.
+        """
+        now, *replies = await self._connection.read("runs_read", pack(commands))
+        return float(now), replies
+
+    async def look(self, run_id: str, commands: Sequence[Command] = ()) -> tuple[RunDraft, float, Replies]:
+        """Return a run, the time, and the replies to these commands.
+
+        Raises:
+            NotFoundError: There is no such run.
+        """
+        now, (fields, *replies) = await self.read([("HGETALL", self.keys(run_id).run), *commands])
+        run = RunDraft.from_reply(run_id, fields)
+        if run is None:
+            raise unknown_run(run_id)
+        return run, now, replies
+
+    async def create(self, run_id: str, fields: Mapping[str, Any], tasks: Sequence[Task]) -> RunRecord | None:
+        """Create a run with its inline tasks; return None, with nothing written, if there is one of this id."""
+        now, _ = await self.read([])
+        run = RunDraft.create(run_id, {**fields, "created_at": now, "changed_at": now})
+        change = RunTransaction(self.keys(run_id), run, now)
+        change.do("enlist", run_id)
+        change.append_tasks(tasks)
+        return run.record if await self.commit(change) else None
+
+    async def change(
+        self,
+        run_id: str,
+        commands: Sequence[Command],
+        plan: Callable[[RunTransaction, Replies], T],
+        *,
+        drains: bool = False,
+    ) -> T:
+        """Read a run and the replies to these commands, apply what `plan` makes of them, and return its result.
+
+        `drains` says that the change is needed to free memory, so it is applied although Redis is full.
+
+        Raises:
+            NotFoundError: There is no such run.
+            LeadershipLostError: The change is fenced, and another service leads.
+            ConflictError: A rollout to submit exists with a different request.
+        """
+
+        async def step(transaction: RunTransaction, replies: Replies) -> T:
+            return plan(transaction, replies)
+
+        return await self.change_in_steps(run_id, commands, step, drains=drains)
+
+    async def change_in_steps(
+        self,
+        run_id: str,
+        commands: Sequence[Command],
+        plan: Callable[[RunTransaction, Replies], Awaitable[T]],
+        *,
+        drains: bool = False,
+    ) -> T:
+        """Do as `change` does, for a plan that reads more of the run.
+
+        Raises:
+            NotFoundError: There is no such run.
+            LeadershipLostError: The change is fenced, and another service leads.
+            ConflictError: A rollout to submit exists with a different request.
+        """
+        lock = self._locks.setdefault(run_id, anyio.Lock())
+        async with lock:  # so that the changes of one service do not repeat each other
+            while True:
+                run, now, replies = await self.look(run_id, commands)
+                transaction = RunTransaction(self.keys(run_id), run, now)
+                result = await plan(transaction, replies)
+                if await self.commit(transaction, drains=drains):
+                    return result
+
+    async def commit(self, transaction: RunTransaction, *, drains: bool = False) -> bool:
+        """Apply a change; return False, with nothing written, if the run has changed since it was read.
+
+        Raises:
+            LeadershipLostError: The change is fenced, and another service leads.
+            ConflictError: A rollout to submit exists with a different request.
+        """
+        if not (commands := transaction.finish()):
+            return True
+        run, fence = transaction.run, self._fence
+        leader = (fence.role, fence.owner, fence.token) if fence else ("", "", "")
+        outcome, detail = await self._connection.call(
+            "runs_drain" if drains else "runs_commit", run.run_id, run.revision, *leader, pack(commands)
+        )
+        if outcome == b"led":
+            raise LeadershipLostError(
+                f"this service no longer leads {leader[0]!r}",
+                hint="Another service goes on; nothing was changed.",
+            )
+        if outcome == b"taken":
+            raise ConflictError(
+                f"the rollout {detail.decode()} already exists with a different request",
+                hint="Choose another rollout_id, or send exactly the same request again.",
+            )
+        return bool(outcome == b"done")

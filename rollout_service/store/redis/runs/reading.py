@@ -1,0 +1,243 @@
+"""Reading groups: their members while they are open, and all that a trainer or an export gets once they are closed.
+
+Guarantees: decoding happens in threads. A group that retention has deleted is as unknown as one that never closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import anyio.to_thread
+
+from api_schemas.exports import ExportedSample, RecordedRollout
+from api_schemas.runs import Group
+from rollout_service.errors import NotFoundError
+from rollout_service.store import rules
+from rollout_service.store.codec import groups as group_codec
+from rollout_service.store.codec import heads as head_codec
+from rollout_service.store.codec import runs as run_codec
+from rollout_service.store.codec.row import Row
+from rollout_service.store.columns import Columns
+from rollout_service.store.redis.runs.database import RunDatabase
+from rollout_service.store.redis.runs.records import ClosedRecord, GroupStatus, OpenRecord
+from rollout_service.store.redis.runs.replies import by_number, chunks
+from rollout_service.store.redis.runs.rollouts import MemberRecord, StoredRollouts, decode_member, member_read
+from rollout_service.store.runs_contract import GroupClosure, GroupHead, OpenGroup
+
+GROUPS_AT_ONCE = 512
+"""The most records of groups that one read of a listing returns; each has about 0.3 KB."""
+MEMBERS_AT_ONCE = 1_000
+"""The most rollouts that one read looks at, which takes Redis about a millisecond."""
+HEADS_AT_ONCE = 16
+"""The most heads that one read returns; with long conversations they take megabytes."""
+MAX_HEAD_BYTES = 65_536
+"""A larger head is not kept in memory of Redis, but made again when its group is delivered."""
+
+
+class GroupReader:
+    """The groups of one store."""
+
+    def __init__(self, database: RunDatabase, rollouts: StoredRollouts) -> None:
+        self._database = database
+        self._rollouts = rollouts
+
+    async def open_groups(self, run_id: str) -> Sequence[OpenGroup]:
+        """Return the open groups of a run, oldest first."""
+        keys = self._database.keys(run_id)
+        _, _, (reply,) = await self._database.look(run_id, [("HGETALL", keys.open)])
+        groups = {number: OpenRecord.decode(data) for number, data in by_number(reply).items()}
+        return await self.with_members(groups)
+
+    async def with_members(self, groups: Mapping[int, OpenRecord | ClosedRecord]) -> Sequence[OpenGroup]:
+        """Return groups with the present states of their rollouts."""
+        ids = [rollout_id for group in groups.values() for rollout_id in group.members]
+        found = dict(zip(ids, await self._members(ids), strict=True))
+        made = []
+        for number, group in groups.items():
+            members = [
+                record.member(sample, rollout_id, is_straggler=sample in group.cut)
+                for sample, rollout_id in enumerate(group.members)
+                if (record := found[rollout_id]) is not None
+            ]
+            lost = [rollout_id for rollout_id in group.members if found[rollout_id] is None]
+            reason = group.reason if isinstance(group, OpenRecord) else None
+            made.append(OpenGroup(number, members, reason, lost))
+        return made
+
+    async def _members(self, rollout_ids: Sequence[str]) -> Sequence[MemberRecord | None]:
+        """Return rollouts in this order; None stands for one that is gone."""
+        found: list[MemberRecord | None] = []
+        for some in chunks(rollout_ids, MEMBERS_AT_ONCE):
+            _, replies = await self._database.read([member_read(self._database.root, one) for one in some])
+            found += map(decode_member, replies)
+        return found
+
+    async def closing(self, run_id: str, closure: GroupClosure) -> tuple[int, bytes | None]:
+        """Return the bytes of the trajectories of a group that is about to be closed, and the head to store.
+
+        There is no head for a group that is dropped, while a rollout of it could change, or if it would be too large.
+        """
+        keys, ids = self._database.keys(run_id), [sample.rollout_id for sample in closure.samples]
+        _, (started, closed, *replies) = await self._database.read(
+            [
+                ("HGET", keys.open, closure.number),
+                ("HGET", keys.closed, closure.number),
+                *(member_read(self._database.root, one) for one in ids),
+            ]
+        )
+        members = [member for reply in replies if (member := decode_member(reply)) is not None]
+        size = sum(member.trajectory_bytes for member in members)
+        is_final = len(members) == len(ids) and all(member.state.terminal for member in members)
+        epoch = _epoch(started, closed)
+        if closure.reason is not None or not is_final or epoch is None:
+            return size, None
+        row = {
+            "run_id": run_id,
+            "number": closure.number,
+            "epoch": epoch,
+            "samples": run_codec.encode_samples(closure.samples),
+            "summary": run_codec.encode_summary(closure),
+        }
+        rows = await self._rollouts.whole_rows(ids)
+        return size, await anyio.to_thread.run_sync(_pack_head, row, rows)
+
+    async def group(self, run_id: str, number: int) -> Group:
+        """Return a closed group with its rollouts and their trajectories."""
+        closed = await self._closed(run_id, number)
+        members = await self._rollouts.whole_rows(closed.sample_ids)
+        return await anyio.to_thread.run_sync(group_codec.decode_group, closed.row, members)
+
+    async def exported_samples(self, run_id: str, number: int) -> Sequence[ExportedSample]:
+        """Return the samples of a closed group with everything that an export contains."""
+        closed = await self._closed(run_id, number)
+        members = await self._rollouts.whole_rows(closed.sample_ids)
+        return await anyio.to_thread.run_sync(group_codec.decode_exported, closed.row, members)
+
+    async def columns(self, run_id: str, number: int) -> Sequence[Columns]:
+        """Return the columns of all segments of a closed group, sample by sample, without those of stale samples."""
+        closed = await self._closed(run_id, number)
+        kept = rules.delivered_rollouts(run_codec.decode_samples(closed.row["samples"]))
+        found = {row["rollout_id"]: row["trajectory"] for row in await self._rollouts.whole_rows(kept)}
+        packed = [found[one] for one in kept if found.get(one) is not None]
+        return await anyio.to_thread.run_sync(group_codec.locate_columns, packed)
+
+    async def group_heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead]:
+        """Return closed groups without tokens, in this order."""
+        parts = [await self._heads(run_id, part) for part in chunks(numbers, HEADS_AT_ONCE)]
+        return [head for part in parts for head in part]
+
+    async def _heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead]:
+        keys = self._database.keys(run_id)
+        _, (closed, heads) = await self._database.read(
+            [("HMGET", keys.closed, *numbers), ("HMGET", keys.heads, *numbers)]
+        )
+        for number, record in zip(numbers, closed, strict=True):
+            if record is None:
+                raise _unknown(run_id, number)
+        found = await anyio.to_thread.run_sync(_unpack_heads, run_id, numbers, closed, heads)
+        return [
+            await self._missing_head(run_id, number) if head is None else head
+            for number, head in zip(numbers, found, strict=True)
+        ]
+
+    async def _missing_head(self, run_id: str, number: int) -> GroupHead:
+        closed = await self._closed(run_id, number)
+        members = await self._rollouts.whole_rows(closed.sample_ids)
+        return await anyio.to_thread.run_sync(group_codec.make_head, closed.row, members)
+
+    async def _closed(self, run_id: str, number: int) -> _ClosedGroup:
+        keys = self._database.keys(run_id)
+        _, (data, status) = await self._database.read(
+            [("HGET", keys.closed, number), ("HGET", keys.states, number)]
+        )
+        if data is None or status is None:
+            raise _unknown(run_id, number)
+        return _ClosedGroup.make(
+            run_id, number, ClosedRecord.decode(data), GroupStatus.parse(status.decode())
+        )
+
+    async def closed_groups(self, run_id: str) -> Sequence[int]:
+        """Return the numbers of all closed groups, kept or dropped."""
+        keys = self._database.keys(run_id)
+        _, _, (numbers,) = await self._database.look(run_id, [("HKEYS", keys.closed)])
+        return sorted(int(number) for number in numbers)
+
+    async def group_states(self, run_id: str) -> Mapping[int, str]:
+        """Return the state of every group by its number."""
+        keys = self._database.keys(run_id)
+        _, _, (reply,) = await self._database.look(run_id, [("HGETALL", keys.states)])
+        return {number: GroupStatus.parse(text.decode()).counter for number, text in by_number(reply).items()}
+
+    async def rollout_ids(self, run_id: str) -> Sequence[str]:
+        """Return the ids of the rollouts of all closed groups, in task order."""
+        keys, found = self._database.keys(run_id), list[str]()
+        for numbers in chunks(await self.closed_groups(run_id), GROUPS_AT_ONCE):
+            _, (records,) = await self._database.read([("HMGET", keys.closed, *numbers)])
+            found += await anyio.to_thread.run_sync(_sample_ids, records)
+        return found
+
+    async def recorded_rollouts(self, rollout_ids: Sequence[str]) -> Sequence[RecordedRollout]:
+        """Return rollouts with everything needed to score them again, in this order, without those that are gone."""
+        rows = await self._rollouts.whole_rows(rollout_ids)
+        found = await anyio.to_thread.run_sync(group_codec.decode_recorded, rows)
+        return [found[one] for one in rollout_ids if one in found]
+
+
+@dataclass(frozen=True, slots=True)
+class _ClosedGroup:
+    """A closed group as the codecs read it."""
+
+    row: Mapping[str, Any]
+    sample_ids: Sequence[str]
+
+    @classmethod
+    def make(cls, run_id: str, number: int, record: ClosedRecord, status: GroupStatus) -> _ClosedGroup:
+        """Return a group from its record and its state."""
+        state = {"state": status.state, "reason": status.reason, "batch_number": status.batch}
+        return cls(record.row(run_id, number) | state, _sample_ids_of(record))
+
+
+def _epoch(started: bytes | None, closed: bytes | None) -> int | None:
+    """Return the epoch of a group from its open or its closed record; None without either."""
+    if started is not None:
+        return OpenRecord.decode(started).epoch
+    return None if closed is None else ClosedRecord.decode(closed).epoch
+
+
+def _sample_ids_of(record: ClosedRecord) -> list[str]:
+    return [sample.rollout_id for sample in run_codec.decode_samples(record.samples)]
+
+
+def _sample_ids(records: Sequence[bytes | None]) -> list[str]:
+    found = (ClosedRecord.decode(data) for data in records if data is not None)
+    return [rollout_id for record in found for rollout_id in _sample_ids_of(record)]
+
+
+def _unknown(run_id: str, number: int) -> NotFoundError:
+    return NotFoundError(f"the run {run_id} has no closed group {number}")
+
+
+def _pack_head(row: Row, members: Sequence[Row]) -> bytes | None:
+    """Return the head of a group as bytes, None if it cannot be made or is too large to keep."""
+    head = group_codec.encode_head(row, members)
+    if head is None:
+        return None
+    packed = b"\n".join([head["form"].hex().encode(), head["tokens"].encode(), head["json"]])
+    return packed if len(packed) <= MAX_HEAD_BYTES else None
+
+
+def _unpack_heads(
+    run_id: str, numbers: Sequence[int], closed: Sequence[bytes], heads: Sequence[bytes | None]
+) -> list[GroupHead | None]:
+    return [
+        None if packed is None else _unpack_head(ClosedRecord.decode(data).row(run_id, number), packed)
+        for number, data, packed in zip(numbers, closed, heads, strict=True)
+    ]
+
+
+def _unpack_head(row: dict[str, Any], packed: bytes) -> GroupHead | None:
+    form, tokens, text = packed.split(b"\n", 2)
+    stored = {"form": bytes.fromhex(form.decode()), "tokens": tokens.decode(), "json": text}
+    return head_codec.decode(row | stored)

@@ -1,0 +1,174 @@
+"""The deletion of what is no longer needed; each step is one change of a run, of a bounded number of groups.
+
+Guarantees: nothing that a trainer still has to acknowledge is deleted, nor any rollout that has not ended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+
+from rollout_service.store import rules
+from rollout_service.store.redis.runs.database import Replies, RunDatabase
+from rollout_service.store.redis.runs.draft import RunDraft
+from rollout_service.store.redis.runs.keys import RunKeys, all_runs
+from rollout_service.store.redis.runs.packing import Command
+from rollout_service.store.redis.runs.records import ClosedRecord
+from rollout_service.store.redis.runs.replies import chunks
+from rollout_service.store.redis.runs.transaction import RunTransaction
+from rollout_service.store.rules import SettledGroup
+from rollout_service.store.runs_contract import RetentionPolicy
+
+GROUPS_AT_ONCE = 64
+"""The most groups that one change deletes or prunes."""
+RUNS_AT_ONCE = 128
+"""The most runs that one read looks at."""
+_UNREAD = -1
+"""Stands for all the groups that are newer than those that were read."""
+
+
+class RunRetention:
+    """Prunes and deletes runs and groups."""
+
+    def __init__(self, database: RunDatabase) -> None:
+        self._database = database
+
+    async def prune(self, run_id: str, *, seconds: float | None, max_bytes: int | None) -> int:
+        """Delete the trajectories of settled groups beyond these limits, the oldest first; return how many groups."""
+        keys, total = self._database.keys(run_id), 0
+
+        async def plan(change: RunTransaction, replies: Replies) -> int:
+            oldest = _scores(replies[0])
+            records = await self._records(keys, list(oldest))
+            return _prune(change, oldest, records, seconds=seconds, max_bytes=max_bytes)
+
+        while pruned := await self._change(run_id, [_oldest(keys.held)], plan):
+            total += pruned
+        return total
+
+    async def delete_expired(self, policy: RetentionPolicy) -> int:
+        """Delete some runs and groups that have expired; return 0 once none is left."""
+        deleted = 0
+        if policy.ended_runs is not None:
+            deleted += await self._delete_expired_run(policy.ended_runs)
+        if policy.settled_groups is not None:
+            deleted += await self._delete_settled_groups(policy.settled_groups)
+        return deleted
+
+    async def _delete_expired_run(self, age: float) -> int:
+        """Delete groups of a run that has expired, and the run itself once it has none left."""
+        now, names = await self._runs()
+        for some in chunks(names, RUNS_AT_ONCE):
+            _, replies = await self._database.read([("HGETALL", self._keys(name).run) for name in some])
+            for name, reply in zip(some, replies, strict=True):
+                run = RunDraft.from_reply(name, reply)
+                if run is not None and _is_expired(run, now - age):
+                    return await self._delete(name, now - age)
+        return 0
+
+    async def _delete(self, run_id: str, before: float) -> int:
+        keys = self._keys(run_id)
+
+        async def plan(change: RunTransaction, replies: Replies) -> int:
+            if not _is_expired(change.run, before):
+                return 0
+            numbers = list(_scores(replies[0]))
+            if not numbers:
+                change.delete_run()
+                return 1
+            return _delete_groups(change, *await self._deletable(keys, numbers))
+
+        return await self._change(run_id, [_oldest(keys.settled)], plan)
+
+    async def _delete_settled_groups(self, age: float) -> int:
+        """Delete the rollouts of settled groups of this age, but keep the record that the groups existed."""
+        now, names = await self._runs()
+        deleted = 0
+        for some in chunks(names, RUNS_AT_ONCE):
+            _, replies = await self._database.read([_oldest(self._keys(name).settled) for name in some])
+            for name, reply in zip(some, replies, strict=True):
+                if any(settled_at <= now - age for settled_at in _scores(reply).values()):
+                    deleted += await self._delete_groups_of(name, now - age)
+                if deleted >= GROUPS_AT_ONCE:
+                    return deleted
+        return deleted
+
+    async def _delete_groups_of(self, run_id: str, before: float) -> int:
+        keys = self._keys(run_id)
+
+        async def plan(change: RunTransaction, replies: Replies) -> int:
+            numbers = [number for number, settled_at in _scores(replies[0]).items() if settled_at <= before]
+            return _delete_groups(change, *await self._deletable(keys, numbers)) if numbers else 0
+
+        return await self._change(run_id, [_oldest(keys.settled)], plan)
+
+    async def _change(
+        self,
+        run_id: str,
+        commands: Sequence[Command],
+        plan: Callable[[RunTransaction, Replies], Awaitable[int]],
+    ) -> int:
+        return await self._database.change_in_steps(run_id, commands, plan, drains=True)
+
+    def _keys(self, run_id: str) -> RunKeys:
+        return self._database.keys(run_id)
+
+    async def _runs(self) -> tuple[float, list[str]]:
+        now, (names,) = await self._database.read([("ZRANGE", all_runs(self._database.root), 0, -1)])
+        return now, [name.decode() for name in names]
+
+    async def _records(self, keys: RunKeys, numbers: Sequence[int]) -> dict[int, ClosedRecord]:
+        if not numbers:
+            return {}
+        _, (found,) = await self._database.read([("HMGET", keys.closed, *numbers)])
+        pairs = zip(numbers, found, strict=True)
+        return {number: ClosedRecord.decode(data) for number, data in pairs if data is not None}
+
+    async def _deletable(
+        self, keys: RunKeys, numbers: Sequence[int]
+    ) -> tuple[dict[int, ClosedRecord], set[int]]:
+        """Return the records of these groups, and which of them still have trajectories."""
+        _, (scores,) = await self._database.read([("ZMSCORE", keys.held, *numbers)])
+        held = {number for number, score in zip(numbers, scores, strict=True) if score is not None}
+        return await self._records(keys, numbers), held
+
+
+def _oldest(key: str) -> Command:
+    return ("ZRANGE", key, 0, GROUPS_AT_ONCE - 1, "WITHSCORES")
+
+
+def _scores(reply: Sequence[bytes]) -> dict[int, float]:
+    """Return when groups were settled, oldest first, in Unix seconds."""
+    return {int(number): float(score) for number, score in zip(reply[::2], reply[1::2], strict=True)}
+
+
+def _prune(
+    change: RunTransaction,
+    oldest: Mapping[int, float],
+    records: Mapping[int, ClosedRecord],
+    *,
+    seconds: float | None,
+    max_bytes: int | None,
+) -> int:
+    read = [SettledGroup(number, records[number].size, when) for number, when in oldest.items()]
+    newer = change.run["held_bytes"] - sum(group.bytes for group in read)
+    settled = [SettledGroup(_UNREAD, newer, math.inf), *reversed(read)]
+    limits = rules.groups_to_prune(settled, seconds=seconds, max_bytes=max_bytes, now=change.now)
+    pruned = [number for number in limits if number != _UNREAD]
+    for number in pruned:
+        change.prune_group(number, records[number])
+    return len(pruned)
+
+
+def _delete_groups(change: RunTransaction, records: Mapping[int, ClosedRecord], held: Collection[int]) -> int:
+    for number, record in records.items():
+        change.delete_group(number, record, is_held=number in held)
+    return len(records)
+
+
+def _is_expired(run: RunDraft, before: float) -> bool:
+    """Return whether a run is over and fully acknowledged, and has not changed since a time in Unix seconds."""
+    record = run.record
+    is_settled = not any(record.count(state) for state in ("open", "ready", "batched"))
+    is_old = run["changed_at"] <= before and run["settled_at"] <= before
+    return record.state in rules.OVER and is_settled and is_old

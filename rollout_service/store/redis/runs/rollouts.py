@@ -1,0 +1,92 @@
+"""What runs need to know of rollouts, which the store keeps elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from api_schemas.rollouts import RolloutState
+from rollout_service.store.codec.row import Row
+from rollout_service.store.redis.runs.packing import Command
+from rollout_service.store.runs_contract import GroupMember
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRecord:
+    """A rollout without its request, result and trajectory."""
+
+    state: RolloutState
+    reward: float | None
+    changed_at: float
+    """Unix seconds."""
+    oldest_version: int | None
+    newest_version: int | None
+    trajectory_bytes: int
+    """The size of the encoded trajectory; 0 without one."""
+
+    def member(self, sample: int, rollout_id: str, *, is_straggler: bool) -> GroupMember:
+        """Return the rollout as a member of a group."""
+        return GroupMember(
+            sample=sample,
+            rollout_id=rollout_id,
+            state=self.state,
+            reward=self.reward,
+            rolling_since=self.changed_at if self.state is RolloutState.ROLLOUT else None,
+            oldest_version=self.oldest_version,
+            newest_version=self.newest_version,
+            is_straggler=is_straggler,
+        )
+
+
+class StoredRollouts(Protocol):
+    """The rollouts of the same store."""
+
+    async def whole_rows(self, rollout_ids: Sequence[str]) -> Sequence[Row]:
+        """Return the rows of the rollouts that exist, as the codecs read them, with their encoded trajectories.
+
+        Raises:
+            StoreError: The store fails.
+            RecordLostError: A trajectory is damaged, or gone without having been pruned.
+        """
+        ...
+
+    async def delete_expired(self, seconds: float) -> int:
+        """Delete some of the rollouts of no run that ended this long ago; return 0 once none is left.
+
+        Raises:
+            StoreError: The store fails.
+        """
+        ...
+
+    async def collect_garbage(self) -> None:
+        """Delete what belongs to no rollout and no node any more.
+
+        Raises:
+            StoreError: The store fails.
+        """
+        ...
+
+
+_FIELDS = ("s", "w", "H", "v", "V", "B")
+"""The fields of a rollout's hash that a member has, as `rollouts.lua` names them."""
+
+
+def member_read(root: str, rollout_id: str) -> Command:
+    """Return the command that reads a member."""
+    return ("HMGET", f"{root}:r:{rollout_id}", *_FIELDS)
+
+
+def decode_member(reply: Sequence[bytes | None]) -> MemberRecord | None:
+    """Return a member from the reply to that command; None if the rollout is gone."""
+    state, reward, changed_at, oldest, newest, size = reply
+    if state is None or changed_at is None:
+        return None
+    return MemberRecord(
+        state=RolloutState(state.decode()),
+        reward=None if reward is None else float(reward),
+        changed_at=float(changed_at),
+        oldest_version=None if oldest is None else int(oldest),
+        newest_version=None if newest is None else int(newest),
+        trajectory_bytes=int(size or 0),
+    )

@@ -1,0 +1,178 @@
+"""The changes of runs and of their open groups; each function plans one transaction from what was read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from api_schemas.errors import ErrorInfo
+from api_schemas.rollouts import RolloutRequest
+from api_schemas.runs import RunRequest, RunState
+from api_schemas.tasks import Task
+from rollout_service.store import rules
+from rollout_service.store.codec import runs as run_codec
+from rollout_service.store.redis.runs.database import Replies
+from rollout_service.store.redis.runs.records import ClosedRecord, GroupStatus, OpenRecord, WaitingGroup
+from rollout_service.store.redis.runs.transaction import RunTransaction
+from rollout_service.store.runs_contract import GroupClosure, NewGroup, RunRecord
+
+OPEN = GroupStatus("open")
+READY = GroupStatus("ready")
+
+
+def update(
+    change: RunTransaction,
+    *,
+    state: RunState | None,
+    version: int | None,
+    request: RunRequest | None,
+    problem: ErrorInfo | None,
+) -> RunRecord:
+    """Change what is given; a run that is over stays over.
+
+    Raises:
+        ConflictError: The run is over and cannot be paused or resumed.
+    """
+    run = change.run
+    before = run.record
+    run.set(state=rules.next_state(before, state).value)
+    if version is not None:
+        run.set(version=max(version, before.version))
+    if request is not None:
+        run.set(request=run_codec.encode_request(request))
+    if problem is not None:
+        run.set(problem=problem.model_dump_json())
+    elif state is RunState.RUNNING:
+        run.set(problem=None)
+    if run.record != before:
+        change.touch()
+        if run.changed_state is None:
+            change.announce()
+    return run.record
+
+
+def append(
+    change: RunTransaction, there: Sequence[bytes], tasks: Sequence[Task], *, offset: int | None, close: bool
+) -> RunRecord:
+    """Append tasks, unless the same tasks are already there at the offset, if one was given.
+
+    Raises:
+        ConflictError: The run takes no more tasks, or has another number of them.
+    """
+    run = change.run.record
+    first = run.tasks if offset is None else offset
+    if offset is not None and (run.total is not None) == close and _are_there(there, tasks):
+        return run
+    rules.check_append(run, first)
+    change.append_tasks(tasks)
+    count = first + len(tasks)
+    change.run.set(tasks=count, total=count if close else None)
+    change.touch()
+    change.finish_if_done()
+    change.announce()
+    return change.run.record
+
+
+def _are_there(stored: Sequence[bytes], tasks: Sequence[Task]) -> bool:
+    there = [Task.model_validate_json(text) for text in stored]
+    return bool(tasks) and there == list(tasks)
+
+
+def start_groups(change: RunTransaction, groups: Sequence[NewGroup]) -> int:
+    """Start groups that follow the cursor; return how many were started."""
+    if not rules.can_start(change.run.record, groups):
+        return 0
+    for group in groups:
+        ids = [change.submit(request, group.number) for request in group.requests]
+        record = OpenRecord(group.epoch, ids, opened_at=change.now)
+        change.do("HSET", change.keys.open, group.number, record.encode())
+        change.move_group(group.number, None, OPEN)
+    change.run.set(cursor=groups[-1].number + 1)
+    change.touch()
+    return len(groups)
+
+
+def retry_sample(
+    change: RunTransaction, stored: bytes | None, number: int, sample: int, request: RolloutRequest
+) -> None:
+    """Replace the rollout of a sample by another one, if the group is open."""
+    if stored is None:
+        return
+    group = OpenRecord.decode(stored)
+    group.earlier.append(group.members[sample])
+    group.members[sample] = change.submit(request, number)
+    change.do("HSET", change.keys.open, number, group.encode())
+    change.run.count("retried")
+
+
+def mark_stragglers(
+    change: RunTransaction, stored: bytes | None, number: int, samples: Sequence[int]
+) -> None:
+    """Record which samples of an open group are being cut off."""
+    if stored is None:
+        return
+    group = OpenRecord.decode(stored)
+    group.cut = sorted(samples)
+    change.do("HSET", change.keys.open, number, group.encode())
+
+
+def cancel_groups(change: RunTransaction, groups: Mapping[int, OpenRecord], reason: str) -> None:
+    """Record why the open groups are being cancelled; a reason that is recorded stays."""
+    for number, group in groups.items():
+        if group.reason is None:
+            group.reason = reason
+            change.do("HSET", change.keys.open, number, group.encode())
+
+
+def close_group(
+    change: RunTransaction,
+    stored: bytes | None,
+    closure: GroupClosure,
+    *,
+    size: int,
+    head: bytes | None,
+) -> None:
+    """Keep or drop an open group; `size` is the bytes of its trajectories."""
+    if stored is None:
+        return
+    number, status = closure.number, GroupStatus(closure.state, closure.reason)
+    record = ClosedRecord.close(OpenRecord.decode(stored), closure, size=size)
+    change.do("HDEL", change.keys.open, number)
+    change.do("HSET", change.keys.closed, number, record.encode())
+    change.move_group(number, OPEN.counter, status)
+    _place(change, closure, size=size, head=head)
+    change.group_closed(number, status)
+    _count_masked(change, rules.masked_counts(closure.samples))
+
+
+def reclose_group(
+    change: RunTransaction, replies: Replies, closure: GroupClosure, *, head: bytes | None
+) -> None:
+    """Close a group that waits for a batch again; `replies` has what it waits with, and its record."""
+    waiting, stored = replies
+    if waiting is None or stored is None:
+        return
+    number, before = closure.number, ClosedRecord.decode(stored)
+    change.do("HSET", change.keys.closed, number, before.reclose(closure).encode())
+    change.do("HDEL", change.keys.ready, number)
+    change.do("HDEL", change.keys.heads, number)
+    change.move_group(number, READY.counter, GroupStatus(closure.state, closure.reason))
+    _place(change, closure, size=before.size, head=head)
+    masked = rules.masked_counts(closure.samples, run_codec.decode_samples(before.samples))
+    _count_masked(change, masked)
+    change.announce()
+
+
+def _place(change: RunTransaction, closure: GroupClosure, *, size: int, head: bytes | None) -> None:
+    """Put a kept group among those that wait, and settle a dropped one."""
+    if closure.reason is not None:
+        change.settle_group(closure.number, size)
+        return
+    change.wait_for_batch(WaitingGroup(closure.number, closure.oldest_version, size))
+    if head is not None:
+        change.do("HSET", change.keys.heads, closure.number, head)
+
+
+def _count_masked(change: RunTransaction, counts: Mapping[str, int]) -> None:
+    for name, count in counts.items():
+        change.run.count(name, count)
+    change.finish_if_done()

@@ -1,0 +1,379 @@
+"""Runs, groups and batches in the Redis store, which several services share.
+
+Beyond the contract: leases of batches run by Redis's clock, and a change made by any service wakes those who wait in
+all of them. What drains a run is possible while Redis is full, so that its memory can be freed: leases of batches,
+their renewal, acknowledgment and return, pruning and deletion.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Self
+
+from api_schemas.errors import ErrorInfo
+from api_schemas.exports import ExportedSample, RecordedRollout
+from api_schemas.rollouts import RolloutRequest, RolloutState
+from api_schemas.runs import Group, InlineTasks, RunRequest, RunState
+from api_schemas.tasks import Task
+from rollout_service.errors import ConflictError
+from rollout_service.groups import SURPLUS
+from rollout_service.signals import MonotonicCounter
+from rollout_service.store import rules
+from rollout_service.store.cluster_contract import RoleLease
+from rollout_service.store.codec import rollouts as rollout_codec
+from rollout_service.store.codec import runs as run_codec
+from rollout_service.store.codec.fingerprint import fingerprint
+from rollout_service.store.columns import Columns
+from rollout_service.store.redis.connection import RedisConnection
+from rollout_service.store.redis.reader import StreamEvent
+from rollout_service.store.redis.runs import batch_changes, run_changes
+from rollout_service.store.redis.runs.database import Replies, RunDatabase
+from rollout_service.store.redis.runs.draft import RunDraft
+from rollout_service.store.redis.runs.keys import active_runs, all_runs
+from rollout_service.store.redis.runs.reading import GroupReader
+from rollout_service.store.redis.runs.records import ClosedRecord, OpenRecord
+from rollout_service.store.redis.runs.replies import by_number, chunks
+from rollout_service.store.redis.runs.retention import RunRetention
+from rollout_service.store.redis.runs.rollouts import StoredRollouts
+from rollout_service.store.redis.runs.transaction import RunTransaction
+from rollout_service.store.runs_contract import (
+    BatchLease,
+    BatchLeaseRequest,
+    GroupClosure,
+    GroupHead,
+    NewGroup,
+    NoBatch,
+    OpenGroup,
+    RetentionPolicy,
+    RunRecord,
+    RunStore,
+)
+
+RUNS_AT_ONCE = 128
+"""The most runs that one read returns."""
+ROLLOUTS_AT_ONCE = 64
+"""About the most rollouts that one change starts: queueing them takes Redis some ten milliseconds."""
+
+
+class RunSignals:
+    """Wakes those who wait for runs, by the events of all services."""
+
+    def __init__(self) -> None:
+        self.changes = MonotonicCounter(1)
+        self.deliveries = MonotonicCounter(1)
+
+    def listen(self, events: Sequence[StreamEvent]) -> None:
+        """Wake those whom these events concern; none at all means that some may be lost."""
+        if not events or any(_may_change_lease(event) for event in events):
+            self.deliveries.increment()
+            self.changes.increment()
+        elif any(event.kind == "batch.leased" or _ends_rollout(event) for event in events):
+            self.changes.increment()
+
+
+def _may_change_lease(event: StreamEvent) -> bool:
+    return event.kind.startswith(("run.", "group.", "batch.")) and event.kind != "batch.leased"
+
+
+def _ends_rollout(event: StreamEvent) -> bool:
+    return event.kind == "rollout.state" and RolloutState(json.loads(event.data)["state"]).terminal
+
+
+class RedisRuns(RunStore):
+    """The runs of one store."""
+
+    def __init__(self, database: RunDatabase, rollouts: StoredRollouts, signals: RunSignals) -> None:
+        self._database = database
+        self._rollouts = rollouts
+        self._signals = signals
+        self._reader = GroupReader(database, rollouts)
+        self._retention = RunRetention(database)
+
+    @classmethod
+    def of_store(cls, connection: RedisConnection, rollouts: StoredRollouts) -> Self:
+        """Return the runs of a store, with the rollouts of the same store."""
+        signals = RunSignals()
+        connection.events.listen(signals.listen)
+        return cls(RunDatabase(connection), rollouts, signals)
+
+    def fenced(self, lease: RoleLease) -> RedisRuns:
+        return RedisRuns(self._database.fenced(lease), self._rollouts, self._signals)
+
+    # -- runs ------------------------------------------------------------------
+
+    async def create(
+        self, request: RunRequest, *, tasks: int, digest: str | None, version: int
+    ) -> tuple[RunRecord, bool]:
+        if request.run_id is None:
+            raise ValueError("set the request's run_id before creating the run")
+        mark = fingerprint(request).hex()
+        while (found := await self._draft(request.run_id)) is None:
+            fields = {
+                "fingerprint": mark,
+                "request": run_codec.encode_request(request),
+                "state": RunState.RUNNING.value,
+                "version": version,
+                "first_version": version,
+                "tasks": tasks,
+                "total": rules.total_tasks(request.source, tasks),
+                "digest": digest,
+            }
+            inline = request.source.tasks if isinstance(request.source, InlineTasks) else ()
+            if (made := await self._database.create(request.run_id, fields, inline)) is not None:
+                return made, True
+        if found["fingerprint"] != mark:
+            raise ConflictError(
+                f"the run {request.run_id} already exists with a different request",
+                hint="Choose another run_id, or send exactly the same request again.",
+            )
+        return found.record, False
+
+    async def _draft(self, run_id: str) -> RunDraft | None:
+        _, (fields,) = await self._database.read([("HGETALL", self._database.keys(run_id).run)])
+        return RunDraft.from_reply(run_id, fields)
+
+    async def get(self, run_id: str) -> RunRecord:
+        run, _, _ = await self._database.look(run_id)
+        return run.record
+
+    async def list(self) -> Sequence[RunRecord]:
+        return await self._listed(all_runs(self._database.root))
+
+    async def active(self) -> Sequence[RunRecord]:
+        return await self._listed(active_runs(self._database.root))
+
+    async def _listed(self, key: str) -> Sequence[RunRecord]:
+        """Return the runs of a sorted set, in its order."""
+        _, (found,) = await self._database.read([("ZRANGE", key, 0, -1)])
+        names = [name.decode() for name in found]
+        drafts: list[RunDraft | None] = []
+        for some in chunks(names, RUNS_AT_ONCE):
+            _, replies = await self._database.read(
+                [("HGETALL", self._database.keys(name).run) for name in some]
+            )
+            pairs = zip(some, replies, strict=True)
+            drafts += [RunDraft.from_reply(name, reply) for name, reply in pairs]
+        return [draft.record for draft in drafts if draft is not None]
+
+    async def update(
+        self,
+        run_id: str,
+        *,
+        state: RunState | None = None,
+        version: int | None = None,
+        request: RunRequest | None = None,
+        problem: ErrorInfo | None = None,
+    ) -> RunRecord:
+        def plan(change: RunTransaction, _: Replies) -> RunRecord:
+            return run_changes.update(change, state=state, version=version, request=request, problem=problem)
+
+        return await self._database.change(run_id, [], plan)
+
+    async def append(
+        self, run_id: str, tasks: Sequence[Task], *, offset: int | None, close: bool
+    ) -> RunRecord:
+        key, reads = self._database.keys(run_id).tasks, list[tuple[str | int, ...]]()
+        if offset is not None and tasks:
+            reads.append(("LRANGE", key, offset, offset + len(tasks) - 1))
+
+        def plan(change: RunTransaction, replies: Replies) -> RunRecord:
+            there = replies[0] if replies else ()
+            return run_changes.append(change, there, tasks, offset=offset, close=close)
+
+        return await self._database.change(run_id, reads, plan)
+
+    async def inline_tasks(self, run_id: str, *, first: int, limit: int) -> Sequence[Task]:
+        if limit <= 0:
+            return []
+        key = self._database.keys(run_id).tasks
+        _, _, (texts,) = await self._database.look(run_id, [("LRANGE", key, first, first + limit - 1)])
+        return [Task.model_validate_json(text) for text in texts]
+
+    # -- open groups -----------------------------------------------------------
+
+    async def start_groups(self, run_id: str, groups: Sequence[NewGroup]) -> int:
+        started = 0
+        for some in _of_size(groups, ROLLOUTS_AT_ONCE):
+
+            def plan(change: RunTransaction, _: Replies, some: Sequence[NewGroup] = some) -> int:
+                return run_changes.start_groups(change, some)
+
+            added = await self._database.change(run_id, [], plan)
+            started += added
+            if added < len(some):
+                break
+        return started
+
+    async def open_groups(self, run_id: str) -> Sequence[OpenGroup]:
+        return await self._reader.open_groups(run_id)
+
+    async def retry_sample(self, run_id: str, number: int, sample: int, request: RolloutRequest) -> None:
+        def plan(change: RunTransaction, replies: Replies) -> None:
+            run_changes.retry_sample(change, replies[0], number, sample, request)
+
+        await self._database.change(run_id, [self._open(run_id, number)], plan)
+
+    async def mark_stragglers(self, run_id: str, number: int, samples: Sequence[int]) -> None:
+        def plan(change: RunTransaction, replies: Replies) -> None:
+            run_changes.mark_stragglers(change, replies[0], number, samples)
+
+        await self._database.change(run_id, [self._open(run_id, number)], plan)
+
+    async def cancel_groups(self, run_id: str, reason: str) -> None:
+        def plan(change: RunTransaction, replies: Replies) -> None:
+            run_changes.cancel_groups(change, _open_records(replies[0]), reason)
+
+        await self._database.change(run_id, [("HGETALL", self._database.keys(run_id).open)], plan)
+
+    async def close_group(self, run_id: str, closure: GroupClosure) -> None:
+        size, head = await self._reader.closing(run_id, closure)
+
+        def plan(change: RunTransaction, replies: Replies) -> None:
+            run_changes.close_group(change, replies[0], closure, size=size, head=head)
+
+        await self._database.change(run_id, [self._open(run_id, closure.number)], plan)
+
+    def _open(self, run_id: str, number: int) -> tuple[str, str, int]:
+        return ("HGET", self._database.keys(run_id).open, number)
+
+    # -- groups that wait ------------------------------------------------------
+
+    async def stale_groups(self, run_id: str, bound: int) -> Sequence[OpenGroup]:
+        keys = self._database.keys(run_id)
+
+        def plan(change: RunTransaction, replies: Replies) -> list[int]:
+            waiting = batch_changes.read_waiting(replies[1])
+            freed = batch_changes.dissolve_returned(change, batch_changes.read_batches(replies[0]), bound)
+            waiting |= {group.number: group for group in freed}
+            return [n for n in sorted(waiting) if rules.is_stale(waiting[n].oldest_version, bound)]
+
+        numbers = await self._database.change(run_id, [("HGETALL", keys.out), ("HGETALL", keys.ready)], plan)
+        if not numbers:
+            return []
+        _, (records,) = await self._database.read([("HMGET", keys.closed, *numbers)])
+        pairs = zip(numbers, records, strict=True)
+        return await self._reader.with_members(
+            {number: ClosedRecord.decode(data) for number, data in pairs if data is not None}
+        )
+
+    async def reclose_group(self, run_id: str, closure: GroupClosure) -> None:
+        _, head = await self._reader.closing(run_id, closure)
+        keys = self._database.keys(run_id)
+
+        def plan(change: RunTransaction, replies: Replies) -> None:
+            run_changes.reclose_group(change, replies, closure, head=head)
+
+        reads = [("HGET", keys.ready, closure.number), ("HGET", keys.closed, closure.number)]
+        await self._database.change(run_id, reads, plan)
+
+    # -- batches ---------------------------------------------------------------
+
+    async def lease(self, order: BatchLeaseRequest) -> BatchLease | NoBatch:
+        keys = self._database.keys(order.run_id)
+
+        async def plan(change: RunTransaction, replies: Replies) -> BatchLease | NoBatch:
+            batches, waiting = batch_changes.read_batches(replies[0]), batch_changes.read_waiting(replies[1])
+            leased, cancels_open = batch_changes.lease(change, order, batches, waiting)
+            if cancels_open:
+                _, (groups,) = await self._database.read([("HGETALL", keys.open)])
+                run_changes.cancel_groups(change, _open_records(groups), SURPLUS)
+            return leased
+
+        reads = [("HGETALL", keys.out), ("HGETALL", keys.ready)]
+        return await self._database.change_in_steps(order.run_id, reads, plan, drains=True)
+
+    async def renew_batch(self, run_id: str, batch: int, *, key: str | None, seconds: float) -> datetime:
+        def plan(change: RunTransaction, replies: Replies) -> float:
+            return batch_changes.renew(change, replies, batch, key=key, seconds=seconds)
+
+        until = await self._database.change(run_id, self._batch(run_id, batch), plan, drains=True)
+        return rollout_codec.when(until)
+
+    async def acknowledge(self, run_id: str, batch: int) -> None:
+        await self._database.change(
+            run_id,
+            self._batch(run_id, batch),
+            lambda change, replies: batch_changes.acknowledge(change, replies, batch),
+            drains=True,
+        )
+
+    async def give_back(self, run_id: str, batch: int) -> None:
+        await self._database.change(
+            run_id,
+            self._batch(run_id, batch),
+            lambda change, replies: batch_changes.give_back(change, replies, batch),
+            drains=True,
+        )
+
+    def _batch(self, run_id: str, number: int) -> Sequence[tuple[str, str, int]]:
+        keys = self._database.keys(run_id)
+        return [("HGET", keys.out, number), ("HGET", keys.batches, number)]
+
+    # -- closed groups ---------------------------------------------------------
+
+    async def group_states(self, run_id: str) -> Mapping[int, str]:
+        return await self._reader.group_states(run_id)
+
+    async def group(self, run_id: str, number: int) -> Group:
+        return await self._reader.group(run_id, number)
+
+    async def group_heads(self, run_id: str, numbers: Sequence[int]) -> Sequence[GroupHead]:
+        return await self._reader.group_heads(run_id, numbers)
+
+    async def columns(self, run_id: str, number: int) -> Sequence[Columns]:
+        return await self._reader.columns(run_id, number)
+
+    async def closed_groups(self, run_id: str) -> Sequence[int]:
+        return await self._reader.closed_groups(run_id)
+
+    async def exported_samples(self, run_id: str, number: int) -> Sequence[ExportedSample]:
+        return await self._reader.exported_samples(run_id, number)
+
+    async def rollout_ids(self, run_id: str) -> Sequence[str]:
+        return await self._reader.rollout_ids(run_id)
+
+    async def recorded_rollouts(self, rollout_ids: Sequence[str]) -> Sequence[RecordedRollout]:
+        return await self._reader.recorded_rollouts(rollout_ids)
+
+    # -- retention -------------------------------------------------------------
+
+    async def prune(self, run_id: str, *, seconds: float | None, max_bytes: int | None) -> int:
+        return await self._retention.prune(run_id, seconds=seconds, max_bytes=max_bytes)
+
+    async def delete_expired(self, policy: RetentionPolicy) -> int:
+        deleted = await self._retention.delete_expired(policy)
+        if policy.rollouts is not None:
+            deleted += await self._rollouts.delete_expired(policy.rollouts)
+        if not deleted:
+            await self._rollouts.collect_garbage()
+        return deleted
+
+    # -- waiting ---------------------------------------------------------------
+
+    @property
+    def deliveries(self) -> int:
+        return self._signals.deliveries.value
+
+    async def wait_for_delivery(self, after: int) -> int:
+        return await self._signals.deliveries.wait_above(after)
+
+    async def wait_for_change(self, after: int) -> int:
+        return await self._signals.changes.wait_above(after)
+
+
+def _of_size(groups: Sequence[NewGroup], rollouts: int) -> Iterator[Sequence[NewGroup]]:
+    """Return the groups in parts of up to so many rollouts, at least one group each."""
+    part: list[NewGroup] = []
+    for group in groups:
+        if part and sum(len(one.requests) for one in (*part, group)) > rollouts:
+            yield part
+            part = []
+        part.append(group)
+    if part:
+        yield part
+
+
+def _open_records(reply: Sequence[bytes]) -> dict[int, OpenRecord]:
+    return {number: OpenRecord.decode(data) for number, data in by_number(reply).items()}

@@ -1,0 +1,164 @@
+"""One change of a run: what to write if nobody else has changed the run since it was read.
+
+Guarantees: the events and counts of a change belong to the change, so that no code path can forget them. A group that
+is settled and a batch that is settled never change again, since their records leave the keys that changes start from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from pydantic import JsonValue
+
+from api_schemas.rollouts import RolloutRequest
+from api_schemas.runs import RunState
+from api_schemas.tasks import Task
+from rollout_service.errors import NotFoundError
+from rollout_service.ids import BatchId, GroupId
+from rollout_service.store import rules
+from rollout_service.store.codec.fingerprint import fingerprint
+from rollout_service.store.redis.runs.draft import RunDraft
+from rollout_service.store.redis.runs.keys import RunKeys, active_runs, all_runs
+from rollout_service.store.redis.runs.packing import Command, Word
+from rollout_service.store.redis.runs.records import BatchRecord, ClosedRecord, GroupStatus, WaitingGroup
+from rollout_service.store.redis.runs.replies import chunks
+from rollout_service.store.rules import BatchState
+
+TASKS_AT_ONCE = 1_000
+"""The most tasks in one command, since a command in a function has at most some thousand words."""
+
+
+class RunTransaction:
+    """The writes of one change, in order."""
+
+    def __init__(self, keys: RunKeys, run: RunDraft, now: float) -> None:
+        """Take the run as it was read, and the time of the read in Unix seconds."""
+        self.keys = keys
+        self.run = run
+        self.now = now
+        self.commands: list[Command] = []
+
+    def do(self, *command: Word) -> None:
+        """Add a command of Redis, or one of the library's: those of `writes` in `runs.lua`."""
+        self.commands.append(command)
+
+    def event(self, kind: str, subject: str, data: Mapping[str, JsonValue]) -> None:
+        """Append an event."""
+        given = {name: value for name, value in data.items() if value is not None}
+        self.do("event", kind, subject, json.dumps(given, separators=(",", ":")))
+
+    def touch(self) -> None:
+        """Record the time of a change of the run itself."""
+        self.run.set(changed_at=self.now)
+
+    def announce(self) -> None:
+        """Tell those who wait that the run is no longer as it was, where no other event says so."""
+        self.event("run.changed", self.keys.run_id, {})
+
+    def finish_if_done(self) -> None:
+        """Finish a run whose tasks are all taken and whose batches are all acknowledged."""
+        if rules.is_finished(self.run.record):
+            self.run.set(state=RunState.FINISHED.value)
+            self.touch()
+
+    # -- groups ----------------------------------------------------------------
+
+    def submit(self, request: RolloutRequest, number: int) -> str:
+        """Queue a rollout of a group; return its id."""
+        if request.rollout_id is None:
+            raise ValueError("set the request's rollout_id before submitting it")
+        text = request.model_dump_json()
+        of_group = (self.keys.run_id, number)
+        self.do("submit", request.rollout_id, fingerprint(request), request.pool, text, *of_group)
+        return request.rollout_id
+
+    def move_group(self, number: int, before: str | None, after: GroupStatus) -> None:
+        """Record the state of a group and count it; `before` is the counter of its state so far."""
+        if before is not None:
+            self.run.count(before, -1)
+        self.run.count(after.counter)
+        self.do("HSET", self.keys.states, number, str(after))
+
+    def settle_group(self, number: int, size: int) -> None:
+        """Record that a group will never change again; `size` is the bytes of its trajectories."""
+        self.do("HDEL", self.keys.heads, number)
+        self.do("ZADD", self.keys.settled, self.now, number)
+        self.do("ZADD", self.keys.held, self.now, number)
+        self.run.set(settled_at=self.now, held_bytes=self.run["held_bytes"] + size)
+
+    def wait_for_batch(self, group: WaitingGroup) -> None:
+        """Put a kept group among those that wait for a batch."""
+        self.do("HSET", self.keys.ready, group.number, group.encode())
+
+    def group_closed(self, number: int, status: GroupStatus) -> None:
+        """Report that a group was kept or dropped."""
+        data: dict[str, JsonValue] = {"run": self.keys.run_id, "state": status.state, "reason": status.reason}
+        self.event("group.closed", str(GroupId(self.keys.run_id, number)), data)
+
+    def prune_group(self, number: int, record: ClosedRecord) -> None:
+        """Delete the trajectories of a settled group that still has them."""
+        for rollout_id in record.rollout_ids:
+            self.do("forget", rollout_id)
+        self._release(number, record)
+
+    def delete_group(self, number: int, record: ClosedRecord, *, is_held: bool) -> None:
+        """Delete the rollouts and the record of a settled group; its state stays."""
+        for rollout_id in record.rollout_ids:
+            self.do("delete", rollout_id)
+        self.do("HDEL", self.keys.closed, number)
+        self.do("ZREM", self.keys.settled, number)
+        if is_held:
+            self._release(number, record)
+
+    def _release(self, number: int, record: ClosedRecord) -> None:
+        self.do("ZREM", self.keys.held, number)
+        self.run.set(held_bytes=self.run["held_bytes"] - record.size)
+
+    # -- batches ---------------------------------------------------------------
+
+    def put_batch(self, batch: BatchRecord) -> None:
+        """Write a batch that is out."""
+        self.do("HSET", self.keys.out, batch.number, batch.encode())
+
+    def batch_moved(self, batch: BatchRecord, state: BatchState) -> None:
+        """Report the state of a batch."""
+        data: dict[str, JsonValue] = {"run": self.keys.run_id, "delivery": batch.deliveries}
+        self.event(f"batch.{state}", str(BatchId(self.keys.run_id, batch.number)), data)
+
+    def settle_batch(self, batch: BatchRecord, state: BatchState) -> None:
+        """Move a batch to one of its final states."""
+        self.do("HDEL", self.keys.out, batch.number)
+        self.do("HSET", self.keys.batches, batch.number, state.value)
+        self.batch_moved(batch, state)
+
+    # -- runs ------------------------------------------------------------------
+
+    def append_tasks(self, tasks: Sequence[Task]) -> None:
+        """Append inline tasks."""
+        for some in chunks(tasks, TASKS_AT_ONCE):
+            self.do("RPUSH", self.keys.tasks, *(task.model_dump_json() for task in some))
+
+    def delete_run(self) -> None:
+        """Delete the run, which has no groups left."""
+        self.do("ZREM", all_runs(self.keys.root), self.keys.run_id)
+        self.do("UNLINK", *self.keys.all)
+
+    # -- the end ---------------------------------------------------------------
+
+    def finish(self) -> list[Command]:
+        """Return all commands, with those that the run's own changes need; none if nothing changes."""
+        if self.run.changed_state is not None:
+            self.event("run.state", self.keys.run_id, {"state": self.run["state"]})
+        if self.run.was_active and not self.run.is_active:
+            self.do("ZREM", active_runs(self.keys.root), self.keys.run_id)
+        if written := self.run.written():
+            self.do("HSET", self.keys.run, *written)
+        if removed := self.run.removed():
+            self.do("HDEL", self.keys.run, *removed)
+        return self.commands
+
+
+def unknown_run(run_id: str) -> NotFoundError:
+    """Return the error for a run that does not exist."""
+    return NotFoundError(f"there is no run {run_id}", hint="GET /v1/runs lists all runs.")

@@ -1,0 +1,101 @@
+"""Where the trajectories of a Redis store are.
+
+Guarantee: what `keep` yields finds the trajectory again, on every node, until its rollout is deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Protocol
+
+from rollout_service.errors import DefectError, RecordLostError
+from rollout_service.store.segments import SegmentFolder
+
+_MARK = b"@"
+"""What begins with this byte is a reference; no encoded trajectory does."""
+
+
+class TrajectoryPlace(Protocol):
+    """Keeps encoded trajectories."""
+
+    def keep(self, data: bytes) -> AbstractAsyncContextManager[bytes]:
+        """Make a trajectory durable; yield what Redis is to store of it within the block.
+
+        Raises:
+            StoreError: It cannot be written.
+        """
+        ...
+
+    async def abandon(self, stored: bytes) -> None:
+        """Put the next trajectories elsewhere, since Redis refused to store this."""
+        ...
+
+    async def collect(self) -> int:
+        """Free what belongs to no rollout any more; return how many bytes.
+
+        Raises:
+            StoreError: The store or the place fails.
+        """
+        ...
+
+    async def read(self, stored: Mapping[str, bytes]) -> Sequence[bytes]:
+        """Return trajectories, by the ids of their rollouts, from what Redis stores of them; in this order.
+
+        Raises:
+            StoreError: The place cannot be read.
+            RecordLostError: A trajectory is gone or damaged.
+        """
+        ...
+
+
+class InRedis(TrajectoryPlace):
+    """Keeps trajectories in Redis itself, for short ones and for tests."""
+
+    @asynccontextmanager
+    async def keep(self, data: bytes) -> AsyncIterator[bytes]:
+        yield data
+
+    async def abandon(self, stored: bytes) -> None:
+        raise DefectError(
+            f"Redis refused a trajectory of {len(stored)} bytes", hint="Report it with the log."
+        )
+
+    async def collect(self) -> int:
+        return 0  # nothing is left behind
+
+    async def read(self, stored: Mapping[str, bytes]) -> Sequence[bytes]:
+        return list(stored.values())
+
+
+class InSharedFolder(TrajectoryPlace):
+    """Keeps trajectories in segment files; Redis stores references to them."""
+
+    def __init__(self, segments: SegmentFolder) -> None:
+        self._segments = segments
+
+    @asynccontextmanager
+    async def keep(self, data: bytes) -> AsyncIterator[bytes]:
+        async with self._segments.keep([data]) as references:
+            yield _MARK + references[0].encode()
+
+    async def abandon(self, stored: bytes) -> None:
+        await self._segments.abandon(stored.removeprefix(_MARK).decode())
+
+    async def collect(self) -> int:
+        return await self._segments.collect()
+
+    async def read(self, stored: Mapping[str, bytes]) -> Sequence[bytes]:
+        references = {
+            f"the rollout {rollout_id}": data.removeprefix(_MARK).decode(errors="replace")
+            for rollout_id, data in stored.items()
+            if data.startswith(_MARK)
+        }
+        found = iter(await self._segments.read_all(references) if references else ())
+        return [_whole(next(found)) if data.startswith(_MARK) else data for data in stored.values()]
+
+
+def _whole(record: bytes | RecordLostError) -> bytes:
+    if isinstance(record, RecordLostError):
+        raise record
+    return record

@@ -1,0 +1,121 @@
+"""The proof that a folder is shared by all services of one store, and by no other store.
+
+Guarantees: a service that cannot write, flush and name files in the folder does not start, nor does one that sees
+another folder than the services before it. Nothing depends on the clocks of the hosts.
+
+The file MARK_FILE contains the id of the store and a random mark; the store keeps both. The first service writes the
+file, and only then the store remembers its mark. So a service that sees no file although the store has a mark looks at
+another folder, and so does one that sees another mark.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+import anyio
+import anyio.to_thread
+
+from rollout_service.errors import ConfigurationError
+from rollout_service.store.segments.files import SharedFiles
+from rollout_service.store.segments.ledger import SegmentLedger
+from rollout_service.store.segments.problems import folder_failed
+
+MARK_FILE = "store.json"
+_MARK_BYTES = 4_096
+
+
+@dataclass(frozen=True, slots=True)
+class FolderMark:
+    """The contents of the file that marks a folder."""
+
+    store: str
+    mark: str
+
+
+async def prove_shared(files: SharedFiles, ledger: SegmentLedger) -> None:
+    """Check a folder at the start of a service; the first service of a store creates and marks it.
+
+    Raises:
+        ConfigurationError: The folder is not writable, is not shared, or belongs to another store.
+        StoreError: The store fails.
+    """
+    store, known = await ledger.store_id(), await ledger.mark(None)
+    with anyio.CancelScope(shield=True):
+        found, is_new = await anyio.to_thread.run_sync(_look, files, store, known is None)
+        if found is None:
+            raise _not_shared(files.folder, "has no mark, although other services have marked theirs")
+        if found.store != store:
+            raise ConfigurationError(
+                f"the folder {files.folder} belongs to another store",
+                hint="Set [store] folder to an empty folder. If the other store is gone for good, delete "
+                f"{MARK_FILE} there.",
+            )
+        if await ledger.mark(found.mark) != found.mark:
+            if is_new:
+                await anyio.to_thread.run_sync(files.delete, MARK_FILE)
+            raise _not_shared(files.folder, "is not the one that other services of this store see")
+
+
+def _look(files: SharedFiles, store: str, may_create: bool) -> tuple[FolderMark | None, bool]:
+    """Return the folder's mark, and whether it was written now.
+
+    Raises:
+        ConfigurationError: The folder cannot be used.
+    """
+    try:
+        if may_create:
+            files.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _probe(files)
+        found = _read(files)
+        if found is not None or not may_create:
+            return found, False
+        mark = json.dumps({"store": store, "mark": uuid4().hex}).encode()
+        try:
+            files.create_once(MARK_FILE, mark)
+        except FileExistsError:
+            return _read(files), False  # another service was faster
+        return _read(files), True
+    except OSError as error:
+        failed = folder_failed(files.folder, error)
+        raise ConfigurationError(str(failed), hint=failed.hint) from error
+
+
+def _probe(files: SharedFiles) -> None:
+    """Check that files can be created, flushed, read and deleted."""
+    name, data = f"probe-{uuid4().hex}", b"probe"
+    try:
+        files.close(files.create(name, data))
+        if files.read(name, 0, len(data)) != data:
+            raise OSError(f"a new file in {files.folder} does not contain what was written")
+    finally:
+        files.delete(name)
+
+
+def _read(files: SharedFiles) -> FolderMark | None:
+    """Return the mark, or None if there is none.
+
+    Raises:
+        ConfigurationError: The file is damaged.
+    """
+    try:
+        text = files.read(MARK_FILE, 0, _MARK_BYTES)
+    except FileNotFoundError:
+        return None
+    try:
+        found = json.loads(text)
+        return FolderMark(str(found["store"]), str(found["mark"]))
+    except (ValueError, TypeError, KeyError):
+        raise ConfigurationError(
+            f"{files.folder / MARK_FILE} is damaged",
+            hint="Restore it from a backup, or set [store] folder to an empty folder.",
+        ) from None
+
+
+def _not_shared(folder: Path, why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the folder {folder} {why}",
+        hint="Set [store] folder to a folder that all nodes share, and mount its file system on this node.",
+    )

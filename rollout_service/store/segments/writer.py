@@ -1,0 +1,239 @@
+"""Writes the records of one service to its own segment files.
+
+Guarantees:
+- A reference is given out only once the record is on the disk.
+- Records that wait at the same time share one write and one flush to the disk.
+- After a failed write nothing more is written to that file, since nobody knows what the disk holds of it.
+- A file is sealed only once everyone who was given a reference to it is done with it.
+- A write completes even if its caller is cancelled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+import anyio
+import anyio.to_thread
+
+from rollout_service.errors import ServiceError, StoreError
+from rollout_service.store.segments.files import SharedFiles
+from rollout_service.store.segments.ledger import SegmentLedger
+from rollout_service.store.segments.problems import folder_failed
+from rollout_service.store.segments.reference import FILE_HEADER, SegmentReference, frame
+
+FILE_BYTES = 64_000_000
+"""The size beyond which a file takes no more records; deleting files of this size costs little."""
+FILE_SECONDS = 600.0
+"""The age beyond which a file takes no more records, so that records of one file expire at about the same time."""
+BATCH_BYTES = 16_000_000
+"""The size beyond which a write takes no more records, so that the first does not wait for too many others."""
+
+
+@dataclass(eq=False)
+class _OpenSegment:
+    """A file that this service writes."""
+
+    name: str
+    descriptor: int
+    opened: float
+    end: int = len(FILE_HEADER)
+    pending: int = 0
+    """The number of callers that hold references to it."""
+    broken: bool = False
+
+
+@dataclass(eq=False)
+class _PendingWrite:
+    """Records that wait to be written; after `woken`, either they are done, or it is their caller's turn to write."""
+
+    records: Sequence[bytes]
+    woken: anyio.Event = field(default_factory=anyio.Event)
+    segment: _OpenSegment | None = None
+    references: Sequence[SegmentReference] = ()
+    error: ServiceError | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.segment is not None or self.error is not None
+
+
+class SegmentWriter:
+    """The segment files of one service."""
+
+    def __init__(
+        self,
+        files: SharedFiles,
+        ledger: SegmentLedger,
+        *,
+        owner: str,
+        name: str,
+        file_bytes: int = FILE_BYTES,
+        file_seconds: float = FILE_SECONDS,
+    ) -> None:
+        """Take the owner of the files, and what their names begin with: 12 hexadecimal digits that nobody else has."""
+        self._files = files
+        self._ledger = ledger
+        self._owner = owner
+        self._name = name
+        self._file_bytes = file_bytes
+        self._file_seconds = file_seconds
+        self._number = 0
+        self._queue: list[_PendingWrite] = []
+        self._is_writing = False
+        self._segment: _OpenSegment | None = None
+        self._retired: list[_OpenSegment] = []
+        self._thread = anyio.CapacityLimiter(1)
+
+    @asynccontextmanager
+    async def keep(self, records: Sequence[bytes]) -> AsyncIterator[list[str]]:
+        """Write records, and yield their references; the block stores them.
+
+        Raises:
+            StoreError: The records could not be written.
+        """
+        with anyio.CancelScope(shield=True):
+            written = await self._write(records)
+        try:
+            yield [str(reference) for reference in written.references]
+        finally:
+            if written.segment is not None:
+                written.segment.pending -= 1
+            if self._retired:
+                with anyio.CancelScope(shield=True):
+                    await self.seal()
+
+    async def rotate(self, *, only_old: bool = False) -> None:
+        """Take no more records into the current file, or only if it is old; the next record opens another."""
+        segment = self._segment
+        if segment is not None and not self._is_writing and (not only_old or self._is_old(segment)):
+            await self._retire(segment)
+        await self.seal()
+
+    async def abandon(self, reference: str) -> None:
+        """Take no more records into the file of a reference that the ledger refused."""
+        segment = self._segment
+        if segment is not None and segment.name == SegmentReference.parse(reference).file:
+            await self._retire(segment)
+
+    async def seal(self) -> None:
+        """Seal the files that nobody needs any more; if the ledger fails, a later call does it."""
+        files = [segment for segment in self._retired if not segment.pending]
+        if not files:
+            return
+        with suppress(StoreError):
+            await self._ledger.seal([segment.name for segment in files])
+            self._retired = [segment for segment in self._retired if segment not in files]
+
+    async def close(self) -> None:
+        """Seal all files; call it once nobody writes any more. Idempotent."""
+        with anyio.CancelScope(shield=True):
+            await self.rotate()
+
+    async def _write(self, records: Sequence[bytes]) -> _PendingWrite:
+        own = _PendingWrite(records)
+        self._queue.append(own)
+        if self._is_writing:
+            await own.woken.wait()
+        if not own.done:
+            await self._write_queue()
+        if own.error is not None:
+            raise type(own.error)(str(own.error), hint=own.error.hint) from own.error
+        return own
+
+    async def _write_queue(self) -> None:
+        """Write what waits, up to a limit, then let the first of the others write."""
+        self._is_writing = True
+        batch = self._next_batch()
+        try:
+            segment = await self._current()
+            found = await anyio.to_thread.run_sync(self._append, segment, batch, limiter=self._thread)
+            segment.pending += len(batch)
+            for write, references in zip(batch, found, strict=True):
+                write.references, write.segment = references, segment
+        except OSError as error:
+            self._fail(batch, folder_failed(self._files.folder, error))
+        except ServiceError as error:
+            self._fail(batch, error)
+        finally:
+            for write in batch:
+                if not write.done:
+                    write.error = StoreError("the record was not written", hint="Repeat the request.")
+                write.woken.set()
+            self._is_writing = bool(self._queue)
+            if self._queue:
+                self._queue[0].woken.set()
+
+    def _next_batch(self) -> list[_PendingWrite]:
+        size, count = 0, 0
+        for write in self._queue:
+            size += sum(map(len, write.records))
+            if count and size > BATCH_BYTES:
+                break
+            count += 1
+        batch, self._queue = self._queue[:count], self._queue[count:]
+        return batch
+
+    def _fail(self, batch: Sequence[_PendingWrite], error: ServiceError) -> None:
+        for write in batch:
+            if not write.done:
+                write.error = error
+
+    def _append(self, segment: _OpenSegment, batch: Sequence[_PendingWrite]) -> list[list[SegmentReference]]:
+        """Write records to the disk, in a thread; return the references of each write."""
+        end = segment.end
+        parts: list[bytes] = []
+        found: list[list[SegmentReference]] = []
+        for write in batch:
+            references = []
+            for data in write.records:
+                reference, header = frame(segment.name, end, data)
+                references.append(reference)
+                parts += [header, data]
+                end += reference.framed_length
+            found.append(references)
+        try:
+            self._files.write(segment.descriptor, parts, segment.end)
+            self._files.sync(segment.descriptor)
+        except BaseException:
+            segment.broken = True
+            raise
+        segment.end = end
+        return found
+
+    async def _current(self) -> _OpenSegment:
+        """Return the file for the next records, a new one if there is none that may take them."""
+        segment = self._segment
+        if segment is not None and (segment.broken or self._is_full(segment) or self._is_old(segment)):
+            await self._retire(segment)
+            segment = None
+        if segment is None:
+            segment = self._segment = await self._open()
+        return segment
+
+    async def _open(self) -> _OpenSegment:
+        self._number += 1
+        name = f"{self._name}-{self._number}.segment"
+        await self._ledger.register(name, self._owner)
+        try:
+            descriptor = await anyio.to_thread.run_sync(
+                self._files.create, name, FILE_HEADER, limiter=self._thread
+            )
+        except OSError:
+            self._retired.append(_OpenSegment(name, -1, 0.0))
+            raise
+        return _OpenSegment(name, descriptor, time.monotonic())
+
+    async def _retire(self, segment: _OpenSegment) -> None:
+        self._segment = None
+        self._retired.append(segment)
+        with suppress(OSError):  # what counts is flushed
+            await anyio.to_thread.run_sync(self._files.close, segment.descriptor, limiter=self._thread)
+
+    def _is_full(self, segment: _OpenSegment) -> bool:
+        return segment.end >= self._file_bytes
+
+    def _is_old(self, segment: _OpenSegment) -> bool:
+        return time.monotonic() - segment.opened >= self._file_seconds

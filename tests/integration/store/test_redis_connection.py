@@ -1,0 +1,318 @@
+"""A store's connection to a real Redis: what is refused, with what to do, and what goes on after any outage."""
+
+from __future__ import annotations
+
+import signal
+import ssl
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import anyio
+import pytest
+
+from rollout_service.errors import ConfigurationError, ServiceError, StoreError
+from rollout_service.store.cluster_contract import NodeReport
+from rollout_service.store.redis import Durability, RedisConfig, RedisConnection, RedisStore
+from rollout_service.store.redis.library import library_name
+from rollout_service.store.redis.reader import StreamEvent
+from sandboxes.host.ports import free_port
+from tests.support.redis_server import RedisServer, Tls, redis_server
+
+pytestmark = [pytest.mark.anyio, pytest.mark.redis]
+
+
+@asynccontextmanager
+async def opened(config: RedisConfig) -> AsyncIterator[RedisConnection]:
+    connection = await RedisConnection.open(config)
+    try:
+        yield connection
+    finally:
+        await connection.close()
+
+
+@pytest.fixture
+def own_redis() -> Iterator[RedisServer]:
+    """Run a Redis that the test may break."""
+    with redis_server() as server:
+        yield server
+
+
+async def refused(config: RedisConfig) -> ServiceError:
+    with pytest.raises(ServiceError) as caught:
+        async with opened(config):
+            raise AssertionError("it was opened")
+    assert caught.value.hint
+    return caught.value
+
+
+async def test_services_share_a_redis_without_seeing_each_others_keys(shared_redis: RedisServer) -> None:
+    async with opened(shared_redis.config()) as one, opened(shared_redis.config()) as other:
+        assert one.key("x") != other.key("x")
+        assert await one.command("EXISTS", one.key("meta"), other.key("meta")) == 2
+        assert (one.problem, one.errors) == (None, 0)
+        assert one.size_bytes() > 0
+
+
+async def test_calls_made_together_are_answered_in_order(shared_redis: RedisServer) -> None:
+    async with opened(shared_redis.config()) as connection:
+        answers: dict[int, bytes] = {}
+
+        async def echo(number: int) -> None:
+            answers[number] = await connection.command("ECHO", number)
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(1_000):
+                tasks.start_soon(echo, number)
+    assert answers == {number: str(number).encode() for number in range(1_000)}
+
+
+async def test_functions_that_redis_has_lost_are_loaded_again(own_redis: RedisServer) -> None:
+    async with opened(own_redis.config()) as connection:
+        own_redis.do("FUNCTION", "FLUSH")
+        assert (await connection.call("schema_migrate"))[0] == b"rollout-service"
+        assert connection.errors == 0
+
+
+async def test_a_wrong_call_is_a_defect_and_harms_no_other(shared_redis: RedisServer) -> None:
+    async with opened(shared_redis.config()) as connection:
+        with pytest.raises(ServiceError) as caught:
+            await connection.command("HGETALL")
+        assert caught.value.code == "internal_error"
+        assert await connection.command("PING")
+
+
+@pytest.mark.parametrize("setting", ["appendonly", "appendfsync"])
+async def test_a_redis_that_is_not_durable_is_refused_unless_asked_for(setting: str) -> None:
+    value = {"appendonly": "no", "appendfsync": "everysec"}[setting]
+    with redis_server(options={setting: value}) as server:
+        error = await refused(server.config())
+        assert setting in str(error)
+        assert "redis_durability" in error.hint
+        async with opened(server.config(durability=Durability.RELAXED)):
+            pass
+
+
+async def test_a_redis_that_evicts_keys_is_refused() -> None:
+    options = {"maxmemory": "100mb", "maxmemory-policy": "allkeys-lru"}
+    with redis_server(options=options) as server:
+        assert "maxmemory-policy" in str(await refused(server.config()))
+
+
+async def test_a_replica_is_refused(own_redis: RedisServer) -> None:
+    own_redis.do("REPLICAOF", "127.0.0.1", free_port())
+    assert "replica" in str(await refused(own_redis.config()))
+
+
+async def test_a_newer_schema_and_another_programs_keys_are_refused(own_redis: RedisServer) -> None:
+    config = own_redis.config("newer")
+    async with opened(config) as connection:
+        key = connection.key("meta")
+    own_redis.do("HSET", key, "version", "99")
+    error = await refused(config)
+    assert "schema version 99" in str(error)
+    for number, command in enumerate((("SET", "x"), ("HSET", "application", "shop"), ("SADD", "x"))):
+        other = own_redis.config(f"other{number}")
+        own_redis.do(command[0], f"{other.root}:meta", *command[1:])
+        assert "another program" in str(await refused(other))
+
+
+async def test_what_cannot_be_reached_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    nothing = RedisConfig(f"redis://127.0.0.1:{free_port()}/0", answer_seconds=2)
+    assert isinstance(await refused(nothing), StoreError)
+    assert isinstance(await refused(RedisConfig(f"unix://{tmp_path}/no.sock")), StoreError)
+    for wrong in (RedisConfig("http://127.0.0.1/"), RedisConfig("redis://127.0.0.1/", prefix="a:b")):
+        assert isinstance(await refused(wrong), ConfigurationError)
+    unreadable = replace(nothing, password_file=tmp_path / "none")
+    assert "password" in str(await refused(unreadable))
+
+
+async def test_another_program_on_the_port_is_refused() -> None:
+    async def greet(stream: anyio.abc.SocketStream) -> None:
+        async with stream:
+            await stream.receive()
+            await stream.send(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    port = listener.extra(anyio.abc.SocketAttribute.local_port)
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, greet)
+        error = await refused(RedisConfig(f"redis://127.0.0.1:{port}/0"))
+        tasks.cancel_scope.cancel()
+    assert "Another program" in error.hint
+
+
+async def test_a_password_is_needed_and_never_shown(tmp_path: Path) -> None:
+    with redis_server(port=free_port(), password="right-and-long") as server:
+        async with opened(server.config()) as connection:
+            assert await connection.command("PING")
+        wrong = tmp_path / "wrong"
+        wrong.write_text("quite-wrong")
+        wrong.chmod(0o644)
+        assert "chmod 600" in (await refused(RedisConfig(server.url, password_file=wrong))).hint
+        wrong.chmod(0o600)
+        for config in (RedisConfig(server.url), RedisConfig(server.url, password_file=wrong)):
+            error = await refused(config)
+            assert "password_file" in error.hint
+            assert "quite-wrong" not in str(error)
+
+
+def certificate(folder: Path) -> Tls:
+    """Make a certificate for localhost that is its own authority."""
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=localhost",
+    ]
+    command += ["-addext", "subjectAltName=DNS:localhost", "-keyout", "key.pem", "-out", "cert.pem"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return Tls(folder / "cert.pem", folder / "key.pem", folder / "cert.pem")
+
+
+async def test_tls_is_spoken_and_its_certificate_checked(tmp_path: Path) -> None:
+    with redis_server(port=free_port(), tls=certificate(tmp_path)) as server:
+        async with opened(server.config()) as connection:
+            assert await connection.command("PING")
+        unknown = RedisConfig(server.url.partition("?")[0])
+        assert isinstance((await refused(unknown)).__cause__, Exception)
+        assert ssl.OPENSSL_VERSION
+
+
+async def test_it_goes_on_after_redis_crashed(own_redis: RedisServer) -> None:
+    async with opened(own_redis.config()) as connection:
+        await connection.call("schema_migrate")
+        own_redis.kill()
+        with pytest.raises(StoreError) as caught:
+            await connection.call("schema_migrate")
+        assert "Start Redis" in caught.value.hint
+        assert connection.problem is not None
+        own_redis.start()
+        assert (await connection.call("schema_migrate"))[0] == b"rollout-service"
+        await until_well(connection)
+
+
+async def until_well(connection: RedisConnection) -> None:
+    with anyio.fail_after(20):
+        while connection.problem is not None:  # its reader connects again by itself
+            await anyio.sleep(0.05)
+
+
+async def test_it_goes_on_after_redis_stood_still(own_redis: RedisServer) -> None:
+    async with opened(own_redis.config(answer_seconds=3.0)) as connection:
+        with own_redis.paused():
+            with pytest.raises(StoreError) as caught:
+                await connection.command("PING")
+            assert "slow" in caught.value.hint
+            assert connection.problem is not None
+        assert await connection.command("PING")
+        await until_well(connection)
+
+
+async def test_it_goes_on_after_redis_was_read_only(own_redis: RedisServer) -> None:
+    async with opened(own_redis.config()) as connection:
+        await connection.call("schema_migrate")
+        own_redis.do("REPLICAOF", "127.0.0.1", free_port())
+        for _ in range(2):
+            with pytest.raises(StoreError, match=r"(?i)replica"):
+                await connection.call("schema_migrate")
+        own_redis.do("REPLICAOF", "NO", "ONE")
+        assert await connection.call("schema_migrate")
+
+
+async def test_it_goes_on_after_redis_was_full(own_redis: RedisServer) -> None:
+    async with opened(own_redis.config()) as connection:
+        own_redis.do("CONFIG", "SET", "maxmemory", "1")
+        with pytest.raises(StoreError) as caught:
+            await connection.call("schema_migrate")
+        assert "maxmemory" in caught.value.hint
+        assert await connection.command("PING"), "reads go on"
+        assert connection.problem is not None
+        own_redis.do("CONFIG", "SET", "maxmemory", "0")
+        assert await connection.call("schema_migrate")
+
+
+async def test_listeners_get_every_event_once_also_after_a_crash(own_redis: RedisServer) -> None:
+    async with opened(own_redis.config()) as connection:
+        seen: list[StreamEvent] = []
+        connection.events.listen(seen.extend)
+        for number in range(1, 6):
+            add(own_redis, connection, number)
+        own_redis.kill()
+        own_redis.start()
+        add(own_redis, connection, 6)
+        with anyio.fail_after(20):
+            await connection.events.newest.wait_above(5)
+        assert [event.event_id for event in seen] == [1, 2, 3, 4, 5, 6]
+        assert seen[0].data == b'{"n":1}'
+
+
+def add(server: RedisServer, connection: RedisConnection, number: int) -> None:
+    fields = ("k", "test", "s", "x", "t", "1.5", "d", f'{{"n":{number}}}')
+    server.do("XADD", connection.key("events"), f"{number}-0", *fields)
+
+
+async def test_listeners_are_told_when_events_were_lost(own_redis: RedisServer) -> None:
+    async with opened(own_redis.config()) as connection:
+        batches: list[list[StreamEvent]] = []
+        connection.events.listen(lambda events: batches.append(list(events)))
+        add(own_redis, connection, 7)
+        with anyio.fail_after(20):
+            await connection.events.newest.wait_above(6)
+        own_redis.stop(signal.SIGKILL)
+        for file in (own_redis.folder / "appendonlydir").iterdir():
+            file.unlink()
+        own_redis.start()
+        with anyio.fail_after(20):
+            while [] not in batches:
+                await anyio.sleep(0.02)
+        add(own_redis, connection, 1)
+        with anyio.fail_after(20):
+            while batches[-1:] == [[]] or batches[-1][0].event_id != 1:
+                await anyio.sleep(0.02)
+
+
+async def test_a_closed_connection_says_so_and_closes_at_once(shared_redis: RedisServer) -> None:
+    connection = await RedisConnection.open(shared_redis.config())
+    with anyio.fail_after(1):
+        await connection.close()
+        await connection.close()
+    with pytest.raises(StoreError, match="closed"):
+        await connection.call("schema_migrate")
+
+
+async def test_functions_of_other_releases_go_once_no_node_calls_them(own_redis: RedisServer) -> None:
+    config = own_redis.config("upgrade")
+    async with await RedisStore.open(config, is_gone=lambda _: False) as store:
+        own = store.connection.library_name
+        for name in ("rollouts_0ld", "rollouts_used", "shop"):
+            own_redis.do(
+                "FUNCTION",
+                "LOAD",
+                f"#!lua name={name}\nredis.register_function('{name}', function() return 1 end)",
+            )
+        for name in ("new", "old"):
+            await store.cluster.join(NodeReport(name, name))
+        own_redis.do("HSET", f"{config.root}:node:old", "library", "rollouts_used")
+        await store.collect_garbage()
+        assert libraries(own_redis) == {own, "rollouts_used", "shop"}
+        await store.cluster.leave("old")
+        await store.collect_garbage()
+        assert libraries(own_redis) == {own, "rollouts_used", "shop"}, "it looks only now and then"
+        assert await store.cluster.delete_unused_libraries() == 1
+        assert libraries(own_redis) == {own, "shop"}
+        await store.connection.delete_library("rollouts_used")  # another service was faster
+        await store.connection.delete_library(own)
+        assert [node.report.name for node in await store.cluster.nodes()] == ["new"], "it is loaded again"
+
+
+def libraries(server: RedisServer) -> set[str]:
+    return {library_name(listed) for listed in server.do("FUNCTION", "LIST")}

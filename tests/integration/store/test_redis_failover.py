@@ -1,0 +1,167 @@
+"""After a failover, everyone goes on from what the new primary has, also if it lacks the last writes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+
+from api_schemas.rollouts import Rollout, RolloutState
+from rollout_service.errors import StoreError
+from rollout_service.store.redis import RedisStore
+from rollout_service.store.redis.reader import StreamEvent
+from tests.support.redis_failover import RedisPair, redis_pair
+from tests.support.store.rollouts import completed, order
+
+pytestmark = [pytest.mark.anyio, pytest.mark.redis]
+
+PATIENCE_SECONDS = 30
+S = RolloutState
+
+
+@pytest.fixture
+def pair() -> Iterator[RedisPair]:
+    with redis_pair() as made:
+        yield made
+
+
+@asynccontextmanager
+async def opened(pair: RedisPair, **changes: int) -> AsyncIterator[RedisStore]:
+    config = pair.config("failover", answer_seconds=3.0, **changes)
+    async with await RedisStore.open(config, is_gone=lambda _: False) as store:
+        yield store
+
+
+async def persistently(call: Callable[[], Awaitable[object]]) -> object:
+    """Repeat a call until the store answers."""
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while True:
+            try:
+                return await call()
+            except StoreError:
+                await anyio.sleep(0.05)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while not condition():
+            await anyio.sleep(0.02)
+
+
+async def test_a_failover_to_a_replica_that_has_everything_loses_nothing(pair: RedisPair) -> None:
+    async with opened(pair, replicas=1) as store:
+        for number in range(3):
+            await store.submit(order(f"r{number}"))
+        leases = await store.claim("a", limit=2, lease_seconds=100)
+        assert await store.finish(leases[0], "a", completed(leases[0]))
+        seen: list[StreamEvent] = []
+        store.connection.events.listen(seen.extend)
+        rewinds = store.rewinds
+        pair.fail_over()
+        assert await persistently(store.counts) == {S.COMPLETED: 1, S.QUEUED: 2}
+        assert store.rewinds > rewinds
+        assert await store.held("a") == {"r1": 1}
+        pair.replica.do("CONFIG", "SET", "min-replicas-to-write", 0)
+        with pytest.raises(StoreError, match="0 of 1"):
+            await store.record("test", "x", {})
+    [event] = seen
+    assert event.kind == "test", "no earlier event came twice"
+
+
+async def test_a_write_that_no_replica_has_is_not_acknowledged_and_counts_once(pair: RedisPair) -> None:
+    async with opened(pair, replicas=1) as store:
+        await store.submit(order("r0"))
+        await store.submit(order("r1"))
+        pair.cut_off()
+        with pytest.raises(StoreError) as caught:
+            await store.claim("a", limit=9, lease_seconds=100)
+        assert "redis_replicas" in caught.value.hint
+        assert store.problem is not None
+        assert await store.counts() == {S.QUEUED: 2}, "reads go on"
+        pair.follow()
+        leases = await store.claim("a", limit=9, lease_seconds=100)
+        assert [lease.rollout_id for lease in leases] == ["r0", "r1"]
+        assert [lease.token for lease in leases] == [1, 1]
+        assert await store.finish(leases[0], "a", completed(leases[0]))
+
+
+async def test_those_who_wait_for_events_go_on_from_what_the_new_primary_has(pair: RedisPair) -> None:
+    async with opened(pair) as store:
+        for number in range(2):
+            await store.submit(order(f"r{number}"))
+        pair.primary.do("WAIT", 1, 10_000)
+        pair.cut_off()
+        for number in range(2, 9):
+            await store.submit(order(f"r{number}"))
+        assert await store.last_event() == 9
+        told: list[int] = []
+
+        async def wait() -> None:
+            told.append(await store.wait_for_events(after=9))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            await anyio.wait_all_tasks_blocked()
+            pair.fail_over()
+            with anyio.fail_after(PATIENCE_SECONDS):
+                while not told:
+                    await anyio.sleep(0.05)
+        assert told == [2]
+        with anyio.fail_after(PATIENCE_SECONDS):
+            assert await store.wait_for_events(after=9) == 2, "who comes later is told as well"
+            await persistently(lambda: store.submit(order("new")))
+            assert await store.wait_for_events(after=2) == 3
+        assert [event.subject for event in await store.events(after=2)] == ["new"]
+
+
+async def test_events_that_took_the_ids_of_lost_ones_are_noticed(pair: RedisPair) -> None:
+    async with opened(pair) as store:
+        await store.submit(order("r0"))
+        pair.primary.do("WAIT", 1, 10_000)
+        pair.cut_off()
+        for number in range(1, 4):
+            await store.submit(order(f"lost{number}"))
+        batches: list[list[StreamEvent]] = []
+        await until(lambda: store.connection.events.newest.value == 4)
+        fields = ("k", "test", "s", "other", "t", "1.5", "d", "{}")
+        for number in range(2, 8):
+            pair.replica.do("XADD", store.connection.key("events"), f"{number}-0", *fields)
+        store.connection.events.listen(lambda events: batches.append(list(events)))
+        pair.fail_over()
+        await until(lambda: store.connection.events.newest.value == 7)
+        assert [] in batches, "the id of the last event was there, but it was another event"
+
+
+async def test_work_and_results_are_waited_for_anew(pair: RedisPair) -> None:
+    async with opened(pair) as store:
+        await store.submit(order("kept"))
+        [lease] = await store.claim("a", limit=9, lease_seconds=100)
+        pair.primary.do("WAIT", 1, 10_000)
+        pair.cut_off()
+        assert await store.finish(lease, "a", completed(lease))
+        await store.submit(order("lost"))
+        await store.claim("a", limit=9, lease_seconds=100)
+        ended: dict[str, Rollout | None] = {}
+
+        async def wait(rollout_id: str) -> None:
+            found = await persistently(lambda: store.wait_for_result(rollout_id))
+            assert found is None or isinstance(found, Rollout)
+            ended[rollout_id] = found
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait, "lost")
+            await anyio.wait_all_tasks_blocked()
+            pair.fail_over()
+            await persistently(store.counts)
+            assert await persistently(lambda: store.held("a")) == {"kept": 1}, "its result is lost"
+            with anyio.fail_after(PATIENCE_SECONDS):
+                while "lost" not in ended:
+                    await anyio.sleep(0.05)
+        assert ended == {"lost": None}
+        await store.release("a", ["kept"])
+        with anyio.fail_after(PATIENCE_SECONDS):
+            await store.wait_for_work()
+            [again] = await store.claim("a", limit=9, lease_seconds=100)
+            assert await store.finish(again, "a", completed(again))

@@ -1,0 +1,191 @@
+"""Services that share rollouts in a Redis: each sees what the others do, and none takes what a live one holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+
+from api_schemas.nodes import NodeState
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
+from api_schemas.tasks import Task
+from rollout_service.cluster.identity import ServiceIdentity, is_gone
+from rollout_service.errors import StoreError
+from rollout_service.store import Lease
+from rollout_service.store.cluster_contract import NodeReport
+from rollout_service.store.redis import RedisConfig, RedisStore
+from tests.support.redis_server import RedisServer, redis_server
+
+pytestmark = [pytest.mark.anyio, pytest.mark.redis]
+
+
+@asynccontextmanager
+async def opened(config: RedisConfig) -> AsyncIterator[RedisStore]:
+    async with await RedisStore.open(config, is_gone=is_gone) as store:
+        yield store
+
+
+def order(rollout_id: str) -> RolloutRequest:
+    return RolloutRequest(rollout_id=rollout_id, task=Task(environment="calc", instance={}))
+
+
+def result(lease: Lease) -> Rollout:
+    return Rollout(
+        rollout_id=lease.rollout_id,
+        state=RolloutState.COMPLETED,
+        task=lease.request.task,
+        pool=lease.request.pool,
+        created_at=lease.created_at,
+        reward=1.0,
+    )
+
+
+async def test_what_one_service_does_wakes_the_others(shared_redis: RedisServer) -> None:
+    config = shared_redis.config()
+    async with opened(config) as one, opened(config) as other:
+        assert await other.claim("b", limit=1, lease_seconds=10) == []
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(other.wait_for_work)
+                await one.submit(order("r1"))
+            [lease] = await other.claim("b", limit=1, lease_seconds=10)
+            await other.cancel_requested("b")
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(other.wait_for_cancels)
+                await one.cancel("r1")
+            assert await other.cancel_requested("b") == ["r1"]
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(one.wait_for_result, "r1")
+                await anyio.wait_all_tasks_blocked()
+                assert await other.finish(lease, "b", result(lease))
+
+
+async def test_a_rollout_that_had_not_begun_and_is_given_back_wakes_the_others(
+    shared_redis: RedisServer,
+) -> None:
+    config = shared_redis.config()
+    async with opened(config) as one, opened(config) as other:
+        await one.submit(order("r1"))
+        await one.claim("a", limit=1, lease_seconds=1_000)
+        assert await other.claim("b", limit=1, lease_seconds=1_000) == []
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(other.wait_for_work)
+                await one.release("a")
+        assert len(await other.claim("b", limit=1, lease_seconds=10)) == 1
+
+
+async def test_many_claims_at_once_share_no_rollout(shared_redis: RedisServer) -> None:
+    config = shared_redis.config()
+    async with opened(config) as one, opened(config) as other:
+        for number in range(200):
+            await one.submit(order(f"r{number}"))
+        taken: list[str] = []
+
+        async def work(store: RedisStore, owner: str) -> None:
+            while leases := await store.claim(owner, limit=3, lease_seconds=10):
+                taken.extend(lease.rollout_id for lease in leases)
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(4):
+                tasks.start_soon(work, one, f"a{number}")
+                tasks.start_soon(work, other, f"b{number}")
+        assert len(taken) == len(set(taken)) == 200
+
+
+async def test_the_work_of_a_live_service_is_not_recovered(shared_redis: RedisServer) -> None:
+    live, mine = str(ServiceIdentity.create()), str(ServiceIdentity.create())
+    async with opened(shared_redis.config()) as store:
+        await store.submit(order("r1"))
+        assert await store.claim(live, limit=1, lease_seconds=10)
+        assert await store.recover(mine) == 0
+        assert await store.claim(mine, limit=1, lease_seconds=10) == []
+
+
+async def test_a_service_that_leaves_hands_its_rollouts_on(shared_redis: RedisServer) -> None:
+    async with opened(shared_redis.config()) as store:
+        await store.submit(order("r1"))
+        await store.cluster.join(NodeReport("n1", "a"))
+        [lease] = await store.claim("a", limit=1, lease_seconds=1_000)
+        await store.advance(lease, "a", RolloutState.INIT)
+        await store.cluster.leave("a")
+        [again] = await store.claim("b", limit=1, lease_seconds=10)
+        assert again.attempt == 1, "an orderly end counts no attempt"
+        assert not await store.finish(lease, "a", result(lease))
+
+
+async def test_a_node_gets_nothing_from_the_moment_at_which_it_is_told_to_drain(
+    shared_redis: RedisServer,
+) -> None:
+    async with opened(shared_redis.config()) as store:
+        await store.cluster.join(NodeReport("n1", "a"))
+        await store.submit(order("r1"))
+        await store.cluster.change_state("n1", NodeState.DRAINING)
+        assert await store.claim("a", limit=1, lease_seconds=10) == []
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(store.wait_for_work)
+                await anyio.wait_all_tasks_blocked()
+                await store.cluster.change_state("n1", NodeState.READY)
+        assert len(await store.claim("a", limit=1, lease_seconds=10)) == 1
+
+
+async def test_claims_whose_answers_were_lost_are_found_again() -> None:
+    with redis_server() as server:
+        async with opened(server.config(answer_seconds=2.5)) as store:
+            for lost in (1, 2):
+                await store.submit(order(f"r{lost}"))
+                with server.paused(), pytest.raises(StoreError):
+                    await store.claim("a", limit=9, lease_seconds=1_000)
+                # Redis has the call, and takes the lease for an answer that nobody waits for.
+                with anyio.fail_after(20):
+                    while server.do("SCARD", store.connection.key("held:1")) < lost:
+                        await anyio.sleep(0.01)
+            server.kill()
+            with pytest.raises(StoreError):
+                await store.claim("a", limit=9, lease_seconds=1_000)
+            server.start()
+            leases = await store.claim("a", limit=9, lease_seconds=1_000)
+            assert sorted(lease.rollout_id for lease in leases) == ["r1", "r2"]
+            assert await store.claim("a", limit=9, lease_seconds=1_000) == []
+            assert all([await store.finish(lease, "a", result(lease)) for lease in leases])
+
+
+async def test_expired_rollouts_are_deleted_oldest_first(shared_redis: RedisServer) -> None:
+    async with opened(shared_redis.config()) as store:
+        for name in ("r1", "r2"):
+            await store.submit(order(name))
+            await store.cancel(name)
+        await store.submit(order("queued"))
+        assert await store.delete_expired(1_000) == 0
+        assert await store.delete_expired(0) == 2
+        assert await store.counts() == {RolloutState.QUEUED: 1}
+        assert await store.get("r1") is None
+
+
+@pytest.mark.parametrize("hours", [-30, 30])
+async def test_the_clocks_of_the_nodes_do_not_matter(
+    shared_redis: RedisServer, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    config, real = shared_redis.config(), time.time
+    async with opened(config) as one, opened(config) as two:
+        for name, store in (("n1", one), ("n2", two)):
+            await store.cluster.join(NodeReport(name, name))
+        await one.submit(RolloutRequest(rollout_id="r", task=Task(environment="calc")))
+        [lease] = await one.claim("n1", limit=1, lease_seconds=100)
+        lead = await one.cluster.lead("runs", "n1")
+        monkeypatch.setattr(time, "time", lambda: real() + hours * 3_600)
+        assert await two.claim("n2", limit=1, lease_seconds=100) == []
+        assert (await two.cluster.heartbeat(NodeReport("n2", "n2"))).dead == []
+        assert await two.cluster.lead("runs", "n2") is None
+        assert await two.delete_expired(3_600) == 0
+        second = RolloutRequest(rollout_id="s", task=Task(environment="calc"))
+        submitted, _ = await two.submit(second)
+        assert abs((submitted.created_at - lease.created_at).total_seconds()) < 600
+        monkeypatch.undo()
+        assert await one.cluster.lead("runs", "n1") == lead
+        assert await one.renew("n1", ["r"], lease_seconds=100) == []
+        assert [node.state for node in await one.cluster.nodes()] == [NodeState.READY] * 2

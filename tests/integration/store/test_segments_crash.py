@@ -1,0 +1,66 @@
+"""After kill -9 of services that write to one folder, every record whose reference was given out can be read."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+
+from rollout_service.store.segments.files import SharedFiles
+from rollout_service.store.segments.reader import SegmentReader
+
+ROOT = Path(__file__).parents[3]
+RECORDS = 300
+WRITER = """
+import os, sys
+from pathlib import Path
+import anyio
+from rollout_service.store.segments.files import SharedFiles
+from rollout_service.store.segments.writer import SegmentWriter
+from tests.support.store.segments import MemoryLedger
+
+async def write(writer, number):
+    while True:
+        number += 100
+        async with writer.keep([b"%d" % number * 1000]) as (reference,):
+            os.write(1, f"{reference} {number}\\n".encode())
+
+async def main():
+    files, name = SharedFiles(Path(sys.argv[1])), sys.argv[2]
+    writer = SegmentWriter(files, MemoryLedger(), owner=name, name=name, file_bytes=200_000)
+    async with anyio.create_task_group() as group:
+        for number in range(8):
+            group.start_soon(write, writer, number)
+
+anyio.run(main)
+"""
+
+
+def write_until_killed(folder: Path, name: str) -> dict[str, int]:
+    """Return the number of each record by its reference."""
+    command = [sys.executable, "-c", WRITER, str(folder), name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(RECORDS)]
+        process.send_signal(signal.SIGKILL)
+        lines += process.stdout.readlines()
+    assert process.returncode == -signal.SIGKILL
+    words = [line.split() for line in lines if line.endswith("\n")]
+    return {reference: int(number) for reference, number in words}
+
+
+@pytest.mark.parametrize("services", [2])
+def test_what_was_written_before_a_kill_can_be_read(tmp_path: Path, services: int) -> None:
+    written: dict[str, int] = {}
+    for number in range(services):
+        written |= write_until_killed(tmp_path, f"{number:012x}")
+
+    async def read() -> list[object]:
+        return list(await SegmentReader(SharedFiles(tmp_path)).read_all({text: text for text in written}))
+
+    assert len(written) >= RECORDS * services
+    assert anyio.run(read) == [b"%d" % number * 1000 for number in written.values()]

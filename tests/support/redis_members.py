@@ -1,0 +1,59 @@
+"""The membership and leadership of a Redis without the rest of its store, at times that a test chooses."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from pydantic_core import from_json
+
+from api_schemas.events import Event
+from rollout_service.store.redis import RedisConfig, RedisConnection
+from rollout_service.store.redis.cluster import RedisCluster
+from rollout_service.store.redis.reader import decode_entry
+
+
+@dataclass
+class Clock:
+    """A clock that only the test moves."""
+
+    now: float = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class RedisMembers:
+    """The members of a Redis, with its events as they come."""
+
+    def __init__(self, connection: RedisConnection) -> None:
+        self.connection = connection
+        self.cluster = RedisCluster(connection)
+
+    async def events(self, *, after: int, limit: int = 1_000) -> list[Event]:
+        found = await self.connection.command("XRANGE", self.connection.key("events"), "-", "+")
+        entries = [decode_entry(entry) for entry in found]
+        whole = [
+            Event(
+                event_id=one.event_id,
+                time=datetime.fromtimestamp(one.time, UTC),
+                kind=one.kind,
+                subject=one.subject,
+                data=from_json(one.data),
+            )
+            for one in entries
+        ]
+        return [event for event in whole if event.event_id > after][:limit]
+
+
+@asynccontextmanager
+async def redis_members(
+    config: RedisConfig, clock: Callable[[], float] | None = None
+) -> AsyncIterator[RedisMembers]:
+    connection = await RedisConnection.open(config, clock=clock)
+    try:
+        yield RedisMembers(connection)
+    finally:
+        await connection.close()

@@ -1,0 +1,116 @@
+"""A ledger of segment files in memory, and a folder whose operations fail on demand."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from uuid import uuid4
+
+from rollout_service.store.segments import SegmentTotals
+from rollout_service.store.segments.files import SharedFiles
+from rollout_service.store.segments.reference import SegmentReference
+
+
+class MemoryLedger:
+    """A ledger for the services of one process; `add` and `drop` are what a store's functions do."""
+
+    def __init__(self) -> None:
+        self._store = uuid4().hex
+        self._mark: str | None = None
+        self.owners: dict[str, str] = {}
+        self.dead: set[str] = set()
+        """The owners that are gone."""
+        self.live: dict[str, int] = {}
+        self.bytes = 0
+        self.collected: set[str] = set()
+
+    def add(self, reference: str) -> bool:
+        """Count a reference; return False if its file is not open."""
+        found = SegmentReference.parse(reference)
+        if found.file not in self.owners:
+            return False
+        self.live[found.file] += 1
+        self.bytes += found.length
+        return True
+
+    def drop(self, reference: str) -> None:
+        """Stop counting a reference."""
+        found = SegmentReference.parse(reference)
+        self.live[found.file] -= 1
+        self.bytes -= found.length
+        self._discard(found.file)
+
+    async def store_id(self) -> str:
+        return self._store
+
+    async def mark(self, proposal: str | None) -> str | None:
+        self._mark = self._mark or proposal
+        return self._mark
+
+    async def register(self, file: str, owner: str) -> None:
+        self.owners[file] = owner
+        self.live[file] = 0
+
+    async def seal(self, files: Collection[str]) -> None:
+        for file in files:
+            if self.owners.pop(file, None) is not None:
+                self._discard(file)
+
+    async def orphans(self) -> Sequence[str]:
+        return [file for file, owner in self.owners.items() if owner in self.dead]
+
+    async def garbage(self, limit: int) -> Sequence[str]:
+        return sorted(self.collected)[:limit]
+
+    async def forget(self, files: Collection[str]) -> None:
+        self.collected -= set(files)
+
+    async def unknown(self, files: Collection[str]) -> Sequence[str]:
+        return [file for file in files if file not in self.live and file not in self.collected]
+
+    async def totals(self) -> SegmentTotals:
+        return SegmentTotals(len(self.live), sum(self.live.values()), self.bytes, len(self.collected))
+
+    def _discard(self, file: str) -> None:
+        if file not in self.owners and self.live.get(file) == 0:
+            del self.live[file]
+            self.collected.add(file)
+
+
+class FaultyFiles(SharedFiles):
+    """A folder whose next operations fail; `fail["write"] = errno.ENOSPC` also leaves half of the bytes."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fail: dict[str, int] = {}
+        self.flushes = 0
+
+    def create(self, name: str, header: bytes) -> int:
+        self._check("create")
+        return super().create(name, header)
+
+    def write(self, descriptor: int, parts: Sequence[bytes], offset: int) -> None:
+        if "write" in self.fail:
+            whole = b"".join(parts)
+            super().write(descriptor, [whole[: len(whole) // 2]], offset)
+        self._check("write")
+        super().write(descriptor, parts, offset)
+
+    def sync(self, descriptor: int) -> None:
+        self._check("sync")
+        self.flushes += 1
+        super().sync(descriptor)
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        self._check("read")
+        return super().read(name, offset, length)
+
+    def _check(self, operation: str) -> None:
+        number = self.fail.pop(operation, None)
+        if number is not None:
+            raise OSError(number, os.strerror(number))
+
+
+NO_SPACE, IO_ERROR = errno.ENOSPC, errno.EIO
