@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from api_schemas.base import Number, WireModel
+from api_schemas.base import Number, StrEnum, WireModel
 
 
 class HoldView(WireModel):
@@ -47,11 +47,39 @@ class EgressView(WireModel):
     """Refusals by reason: `host`, `port`, `address`, `unresolved`, `unreachable`, `timeout`, `bad_request`."""
 
 
+class NodeState(StrEnum):
+    """Whether a node claims rollouts."""
+
+    READY = "ready"
+    """It claims rollouts."""
+    DRAINING = "draining"
+    """It claims no more; those under way continue."""
+    DEAD = "dead"
+    """It has been silent for 10 seconds; what it held was queued again."""
+
+
 class NodeView(WireModel):
-    """One host that runs sandboxes."""
+    """One node: a service, and the host that its sandboxes run on."""
 
     node: str
-    """The host name."""
+    """The name of the node; unless it is set, the host name."""
+    state: NodeState = NodeState.READY
+    address: str = ""
+    """The URL of its API."""
+    labels: list[str] = []
+    """The labels that environments may require."""
+    environments: list[str] = []
+    """The environments whose rollouts it takes."""
+    images: list[str] = []
+    """Those whose image is on this host, or that need none."""
+    rollouts: int = 0
+    """The rollouts that it works on."""
+    finished: int = 0
+    """The rollouts that it has ended since it started."""
+    places: int = 0
+    """The most rollouts that it works on at once, before their evaluation."""
+    silent_seconds: float = 0.0
+    """The time since its last heartbeat."""
     cpus: int
     memory_bytes: int | None = None
     provider: str

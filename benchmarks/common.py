@@ -8,12 +8,13 @@ are in `programs/`.
 from __future__ import annotations
 
 import argparse
+import shutil
 import signal
-import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
@@ -24,7 +25,7 @@ from rich.table import Table
 
 from rollout_client.client import RolloutClient
 from rollout_service.cli.figures import write_figures
-from rollout_service.cli.server_child import running_server, stop
+from rollout_service.cli.server_child import running_child, stop
 from sandboxes.host.children import start_process
 
 HERE = Path(__file__).parent
@@ -39,11 +40,16 @@ class Options:
 
     json: Path | None
     quick: bool
+    chosen: Mapping[str, str] = field(default_factory=dict)
+    """The values of the benchmark's own options by name."""
 
 
-def run(main: Main, description: str) -> None:
-    """Run a benchmark; whatever ends it, including SIGTERM, the processes that it started end first."""
-    given = _options(description)
+def run(main: Main, description: str, choices: Mapping[str, Sequence[str]] | None = None) -> None:
+    """Run a benchmark; whatever ends it, including SIGTERM, the processes that it started end first.
+
+    `choices` are options of its own with their values, of which the first is the default.
+    """
+    given = _options(description, choices or {})
 
     async def watched() -> bool:
         async with anyio.create_task_group() as group:
@@ -63,23 +69,20 @@ async def _cancel_on_signal(scope: anyio.CancelScope) -> None:
             scope.cancel()
 
 
-def _options(description: str) -> Options:
+def _options(description: str, choices: Mapping[str, Sequence[str]]) -> Options:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     parser.add_argument("--quick", action="store_true", help="at most a minute, with the same keys")
-    arguments = parser.parse_args()
-    return Options(json=arguments.json, quick=arguments.quick)
+    for name, values in choices.items():
+        parser.add_argument(f"--{name}", choices=values, default=values[0], help=f"(default: {values[0]})")
+    arguments = vars(parser.parse_args())
+    chosen = {name: str(arguments[name]) for name in choices}
+    return Options(json=arguments["json"], quick=arguments["quick"], chosen=chosen)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
     """Return the value below which a `share` of the values lies."""
     return sorted(values)[int(len(values) * share)]
-
-
-def free_port() -> int:
-    """Return a port that nothing listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def report(
@@ -103,6 +106,22 @@ def report(
         write_figures(given.json, {**settings, "quick": given.quick}, figures)
 
 
+@contextmanager
+def folder_kept_on_error(prefix: str) -> Iterator[Path]:
+    """Make a folder with a short path for the block; it is removed, unless the block fails and its logs are of use."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))
+    folder.chmod(0o755)  # sandboxes run as another user, who must reach theirs
+    try:
+        yield folder
+    except Exception:
+        sys.stderr.write(f"the logs are in {folder}\n")
+        raise
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    shutil.rmtree(folder)
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """A running service, with a client."""
@@ -124,21 +143,20 @@ class Server:
 
 @asynccontextmanager
 async def service(
-    state_dir: Path, engine_url: str, *, workers: int, environment: Path
+    state_dir: Path, engine_url: str, *, workers: int, environment: Path, pipeline: str = ""
 ) -> AsyncIterator[Server]:
-    """Run `rollout-service serve` with local sandboxes and `workers` rollout workers."""
+    """Run `rollout-service serve` with local sandboxes and `workers` rollout workers; `pipeline` has more settings."""
     config = state_dir / "rollout.toml"
     config.write_text(
         f'[sandbox]\nprovider = "local"\n'
         f"[pipeline]\ninit_workers = 16\ninit_queue = 64\nrollout_queue = 16\nrollout_workers = {workers}\n"
-        f"evaluate_workers = 16\n"
+        f"evaluate_workers = 16\n{pipeline}"
         "[sandboxes.pressure]\nenabled = false\n"  # the load is intended, and must not throttle starts
     )
     flags = ["--config", str(config), "--engine", "none", "--backend", engine_url]
     flags += ["--environment", str(environment), "--log-level", "warning"]
-    async with running_server(state_dir, flags, start_seconds=START_SECONDS) as client:
-        pid = int((state_dir / "rollouts.sqlite3.lock").read_text())
-        yield Server(client, psutil.Process(pid))
+    async with running_child(state_dir, flags, start_seconds=START_SECONDS) as server:
+        yield Server(server.client, psutil.Process(server.process.pid))
 
 
 @asynccontextmanager

@@ -1,6 +1,9 @@
 """Count what is lost or duplicated when the service, the trainer, or both are killed with SIGKILL at random moments.
 
-Run: python benchmarks/crash.py [--json FILE] [--quick]
+Run: python benchmarks/crash.py [--store sqlite|redis] [--json FILE] [--quick]
+
+With `--store redis`, two services share a Redis. The other service and the Redis itself are killed too, alone and with
+the rest.
 
 A trainer takes batches of a run. Before it continues, it records each batch and each acknowledgment in a ledger on
 disk. After the last kill, the run is ended and drained. Then the ids on both sides are compared:
@@ -15,7 +18,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -25,22 +27,31 @@ from pathlib import Path
 
 import anyio
 from anyio.abc import Process
-from common import HERE, Options, child, free_port, report, run
+from common import HERE, Options, child, folder_kept_on_error, report, run
+from support.redis_usage import MeasuredRedis, redis_program
 
 from api_schemas.runs import FileTasks, RunRequest
 from rollout_client.client import RolloutClient
 from rollout_service.cli.server_child import stop
+from rollout_service.cluster.identity import is_gone
+from rollout_service.store import Store
+from rollout_service.store.redis import RedisConfig, RedisStore
 from rollout_service.store.sqlite import SqliteStore
 from sandboxes.host.children import start_process
+from sandboxes.host.ports import free_port
 
 RUN_ID = "crash"
 TASKS = 50
-ROUNDS, QUICK_ROUNDS = 100, 3
-VICTIMS = (("trainer",), ("service",), ("trainer", "service"))
+ROUNDS = 100
+REDIS_SOCKET = "redis.sock"
+VICTIMS = {
+    "sqlite": (("trainer",), ("service",), ("trainer", "service")),
+    "redis": (("redis",), ("service",), ("other",), ("trainer",), ("redis", "service", "other", "trainer")),
+}
 LONGEST_SECONDS = 2.0
 """A kill comes at a random moment within this time after the last observed progress."""
-PROGRESS_SECONDS = 120.0
-DRAIN_SECONDS = 300.0
+PROGRESS_SECONDS = 600.0
+DRAIN_SECONDS = 600.0
 
 
 @dataclass(slots=True)
@@ -76,29 +87,46 @@ class Ledger:
 
 
 class Victims:
-    """The two processes that are killed and restarted."""
+    """The processes that are killed and restarted."""
 
-    def __init__(self, folder: Path, engine_url: str) -> None:
+    def __init__(self, folder: Path, engine_url: str, redis: Path | None) -> None:
+        """Take the program of a Redis, which two services are to share; without it one service uses SQLite."""
         self.folder = folder
         self.ledger = folder / "ledger.jsonl"
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        config = folder / "rollout.toml"
-        config.write_text("[pipeline]\nmax_attempts = 1000\ndrain_seconds = 1\n")
-        serve = ["-m", "rollout_service.cli", "serve", "--config", str(config), "--port", str(self.port)]
-        serve += ["--state-dir", str(folder / "state"), "--sandbox", "local", "--log-level", "warning"]
+        trainer = [str(HERE / "programs" / "crash_trainer.py"), self.url, RUN_ID, str(self.ledger)]
         self._commands: dict[str, Sequence[str]] = {
-            "service": [*serve, "--engine", "none", "--backend", engine_url],
-            "trainer": [str(HERE / "programs" / "crash_trainer.py"), self.url, RUN_ID, str(self.ledger)],
+            "service": self._serve("service", engine_url, self.port, is_shared=redis is not None),
+            "trainer": [sys.executable, *trainer],
         }
+        if redis is not None:
+            self._commands["redis"] = [str(redis), *_redis_options(folder)]
+            self._commands["other"] = self._serve("other", engine_url, free_port(), is_shared=True)
         self.processes: dict[str, Process] = {}
 
+    def _serve(self, name: str, engine_url: str, port: int, *, is_shared: bool) -> Sequence[str]:
+        """Return the command of a service, after writing its settings."""
+        config = self.folder / f"{name}.toml"
+        lines = ["[pipeline]", "max_attempts = 1000", "drain_seconds = 1"]
+        if is_shared:
+            lines += [
+                "[store]",
+                f'url = "unix://{self.folder / REDIS_SOCKET}"',
+                "[cluster]",
+                f'name = "{name}"',
+            ]
+        config.write_text("\n".join(lines) + "\n")
+        serve = ["-m", "rollout_service.cli", "serve", "--config", str(config), "--port", str(port)]
+        serve += ["--state-dir", str(self.folder / f"state-{name}"), "--sandbox", "local"]
+        return [sys.executable, *serve, "--log-level", "warning", "--engine", "none", "--backend", engine_url]
+
     async def start(self, name: str) -> None:
-        """Start one of them."""
+        """Start one of them; a Redis has read its files when this returns."""
         with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = await start_process(
-                [sys.executable, *self._commands[name]], stdout=log, stderr=log
-            )
+            self.processes[name] = await start_process(self._commands[name], stdout=log, stderr=log)
+        if name == "redis":
+            await MeasuredRedis(self.folder).wait_until_ready()
 
     async def kill(self, names: Sequence[str]) -> None:
         """Send SIGKILL to all of them at once, and restart them."""
@@ -117,10 +145,11 @@ class Victims:
             while len(Ledger.read(self.ledger).acknowledged) == before:  # noqa: ASYNC110 - another process writes it
                 await anyio.sleep(0.05)
 
-    async def close(self) -> None:
-        """End the processes that still run."""
-        for process in self.processes.values():
-            await stop(process)
+    async def close(self, *, but: str | None = None) -> None:
+        """End the processes that still run, but one."""
+        for name, process in self.processes.items():
+            if name != but:
+                await stop(process)
 
 
 def order(folder: Path) -> RunRequest:
@@ -136,12 +165,14 @@ def order(folder: Path) -> RunRequest:
 
 async def main(given: Options) -> None:
     """Kill, drain, and count."""
-    rounds = QUICK_ROUNDS if given.quick else ROUNDS
+    kind = given.chosen["store"]
+    kinds = VICTIMS[kind]
+    redis = await redis_program() if kind == "redis" else None
+    rounds = len(kinds) if given.quick else ROUNDS
     seed = time.time_ns()
     draw = random.Random(seed)
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="crash-") as name:
-        folder = Path(name)
+    with folder_kept_on_error("crash-") as folder:
         async with AsyncExitStack() as stack:
             engine = [
                 "-m",
@@ -153,9 +184,10 @@ async def main(given: Options) -> None:
             ]
             address = folder / "engine.address"
             url = await stack.enter_async_context(child([*engine, "--address", str(address)], address))
-            victims = Victims(folder, url)
+            victims = Victims(folder, url, redis)
             stack.push_async_callback(victims.close)
-            await victims.start("service")
+            for name in ("service",) if redis is None else ("redis", "service", "other"):
+                await victims.start(name)
             client = await stack.enter_async_context(RolloutClient(victims.url, patience_seconds=120))
             await client.ready()
             await client.create_run(order(folder))
@@ -163,20 +195,41 @@ async def main(given: Options) -> None:
             for number in range(rounds):
                 await victims.progress()
                 await anyio.sleep(draw.uniform(0, LONGEST_SECONDS))
-                await victims.kill(VICTIMS[number % len(VICTIMS)])
+                await victims.kill(kinds[number % len(kinds)])
             await client.open_run(RUN_ID).end()
             with anyio.fail_after(DRAIN_SECONDS):
                 await victims.processes["trainer"].wait()
-        figures = await compare(Ledger.read(victims.ledger), folder / "state" / "rollouts.sqlite3")
+            await victims.close(but="redis")
+            async with await open_store(folder, is_shared=redis is not None) as store:
+                figures = await compare(Ledger.read(victims.ledger), store)
     figures = {"rounds": rounds} | figures | {"seconds": round(time.perf_counter() - started, 1)}
-    report("kill -9 at random moments", given, {"seed": seed}, figures, {"lost": "0", "duplicated": "0"})
+    report(
+        "kill -9 at random moments",
+        given,
+        {"seed": seed, "store": kind},
+        figures,
+        {"lost": "0", "duplicated": "0"},
+    )
 
 
-async def compare(ledger: Ledger, database: Path) -> dict[str, float | int | None]:
+def _redis_options(folder: Path) -> list[str]:
+    """Return the options of a durable Redis."""
+    options = {"port": "0", "save": "", "appendonly": "yes", "appendfsync": "always", "dir": str(folder)}
+    options["unixsocket"] = str(folder / REDIS_SOCKET)
+    return [text for name, value in options.items() for text in (f"--{name}", value)]
+
+
+async def open_store(folder: Path, *, is_shared: bool) -> SqliteStore | RedisStore:
+    """Open the store that the services used."""
+    if not is_shared:
+        return await SqliteStore.open(folder / "state-service" / "rollouts.sqlite3")
+    return await RedisStore.open(RedisConfig(f"unix://{folder / REDIS_SOCKET}"), is_gone=is_gone)
+
+
+async def compare(ledger: Ledger, store: Store) -> dict[str, float | int | None]:
     """Compare the two sides."""
-    async with await SqliteStore.open(database) as store:
-        run_record = await store.runs.get(RUN_ID)
-        standing = await store.runs.group_states(RUN_ID)
+    run_record = await store.runs.get(RUN_ID)
+    standing = await store.runs.group_states(RUN_ID)
     by_service = {number for number, state in standing.items() if state == "acknowledged"}
     settled = by_service | {number for number, state in standing.items() if state == "dropped:cancelled"}
     skipped = set(range(run_record.cursor)) - settled
@@ -190,4 +243,4 @@ async def compare(ledger: Ledger, database: Path) -> dict[str, float | int | Non
 
 
 if __name__ == "__main__":
-    run(main, __doc__ or "")
+    run(main, __doc__ or "", {"store": ["sqlite", "redis"]})

@@ -4,7 +4,7 @@ A turn is asked for when the last bytes of its request have arrived in this proc
 been handed to the socket. The time that the engine itself takes to parse requests and write responses is not counted as
 the service's.
 
-Run: python benchmarks/engine.py --delay SECONDS --address FILE --record FILE
+Run: python benchmarks/engine.py --delay SECONDS --address FILE --record FILE [--host ADDRESS] [--port PORT]
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import argparse
 import json
 import os
 import re
+import socket
 import struct
 import time
-from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -36,24 +36,28 @@ CALL = {"name": "bash", "arguments": {"command": COMMAND}}
 TURN = f"<tool_call>\n{json.dumps(CALL)}\n</tool_call><|im_end|>"
 KEPT_TOKENS = 256
 """How many tokens of a prompt are recorded: enough to hold the number in the first message."""
-RECORD = struct.Struct(f"=2d{KEPT_TOKENS}i")
+TIMES = struct.Struct("=2d4s")
+"""When the engine was asked and when it answered, and the IPv4 address of who asked."""
+PROMPTS = struct.Struct(f"=i{KEPT_TOKENS}i")
+"""The length of a prompt and its beginning."""
+RECORD = struct.Struct(TIMES.format + PROMPTS.format.removeprefix("="))
 
 
 PROMPT: ContextVar[bytes] = ContextVar("prompt")
-"""The beginning of the prompt that the current asyncio task answers."""
+"""The prompt that the current asyncio task answers, as `PROMPTS`."""
 
 
 class OneTurn:
-    """A script that repeats one turn forever, and keeps the beginning of the prompt."""
+    """A script that repeats one turn forever, and keeps what identifies the prompt."""
 
     def __init__(self) -> None:
         self._replies = Replies.from_texts([TURN], MODEL)
 
     def reply(self, input_ids: Sequence[int], budget: int) -> Reply:
         """Return the turn."""
-        begin = array("i", input_ids[:KEPT_TOKENS])
-        begin.extend([0] * (KEPT_TOKENS - len(begin)))
-        PROMPT.set(begin.tobytes())
+        begin = input_ids[:KEPT_TOKENS]
+        padding = [0] * (KEPT_TOKENS - len(begin))
+        PROMPT.set(PROMPTS.pack(len(input_ids), *begin, *padding))
         return self._replies.reply(input_ids, budget)
 
 
@@ -77,9 +81,11 @@ class TimedServer(web.Server):
 class TimedEngine(ScriptedEngine):
     """An engine that appends a record of each turn to a file."""
 
-    def __init__(self, record: Path, *, latency: float) -> None:
+    def __init__(self, record: Path, *, latency: float, host: str = "127.0.0.1", port: int = 0) -> None:
         vocab_size = json.loads((MODEL / "config.json").read_bytes())["vocab_size"]
-        super().__init__(OneTurn(), latency=latency, vocab_size=vocab_size, model_path=MODEL)
+        super().__init__(
+            OneTurn(), latency=latency, vocab_size=vocab_size, model_path=MODEL, host=host, port=port
+        )
         self._record = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def _server(self) -> web.Server:
@@ -93,7 +99,8 @@ class TimedEngine(ScriptedEngine):
         if request.path == "/generate":
             await response.prepare(request)
             await response.write_eof()
-            os.write(self._record, struct.pack("=2d", asked, time.monotonic()) + PROMPT.get())
+            peer = socket.inet_aton(request.remote or "0.0.0.0")
+            os.write(self._record, TIMES.pack(asked, time.monotonic(), peer) + PROMPT.get())
         return response
 
 
@@ -103,15 +110,19 @@ class Turn:
 
     asked: float
     answered: float
+    peer: str
+    """The IPv4 address of who asked."""
+    length: int
+    """The length of the prompt in tokens, which grows with every turn of a rollout."""
 
 
 def read_turns(file: Path) -> dict[int, list[Turn]]:
     """Read the turns of each rollout in order, by the number in its prompt."""
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     turns: dict[int, list[Turn]] = defaultdict(list)
-    for asked, answered, *begin in RECORD.iter_unpack(file.read_bytes()):
+    for asked, answered, peer, length, *begin in RECORD.iter_unpack(file.read_bytes()):
         if found := re.search(r"Greet number (\d+) ", tokenizer.decode(begin)):
-            turns[int(found[1])].append(Turn(asked, answered))
+            turns[int(found[1])].append(Turn(asked, answered, socket.inet_ntoa(peer), length))
     return {number: sorted(ours) for number, ours in turns.items()}
 
 
@@ -120,9 +131,11 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description="Run a scripted engine that records the times of each turn.")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds per turn")
     parser.add_argument("--address", type=Path, required=True, help="write the URL to this file")
-    parser.add_argument("--record", type=Path, required=True, help="write the requests to this file")
+    parser.add_argument("--record", type=Path, required=True, help="append the turns to this file")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
+    parser.add_argument("--port", type=int, default=0, help="port to listen at; 0 takes a free one")
     given = parser.parse_args()
-    async with TimedEngine(given.record, latency=given.delay) as engine:
+    async with TimedEngine(given.record, latency=given.delay, host=given.host, port=given.port) as engine:
         draft = given.address.with_suffix(".draft")
         draft.write_text(engine.url)
         draft.replace(given.address)

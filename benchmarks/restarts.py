@@ -28,12 +28,14 @@ from pathlib import Path
 
 import anyio
 from anyio.abc import Process
-from common import HERE, Options, child, free_port, report, run
+from common import HERE, Options, child, report, run
 from crash import RUN_ID, Ledger, compare, order
 
 from rollout_client.client import RolloutClient
 from rollout_service.cli.server_child import stop
+from rollout_service.store.sqlite import SqliteStore
 from sandboxes.host.children import start_process
+from sandboxes.host.ports import free_port
 
 ROUNDS, QUICK_ROUNDS = 20, 3
 ORDERS_PER_ROUND = 100
@@ -182,9 +184,8 @@ def engine(folder: Path) -> AbstractAsyncContextManager[str]:
 
 async def count(attached: Attached, failures: int) -> dict[str, float | int | None]:
     """Count what the service, the trainer and the submission report."""
-    batches = await compare(
-        Ledger.read(attached.path("ledger.jsonl")), attached.path("state") / "rollouts.sqlite3"
-    )
+    async with await SqliteStore.open(attached.path("state") / "rollouts.sqlite3") as store:
+        batches = await compare(Ledger.read(attached.path("ledger.jsonl")), store)
     lines = attached.path("results.jsonl").read_text().splitlines()
     results = Counter(json.loads(line)["rollout_id"] for line in lines)
     ordered = attached.rounds * ORDERS_PER_ROUND

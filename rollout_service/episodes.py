@@ -6,17 +6,24 @@ The contract of a policy: messages in, one message out, and every token id kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from math import inf
+from types import TracebackType
+from typing import Any, ClassVar, NoReturn, Protocol
 
+import anyio
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from api_schemas.errors import Boundary
-from api_schemas.rollouts import RolloutRequest, Usage
+from api_schemas.rollouts import AgentProgram, RolloutRequest, StopReason, Usage
 from api_schemas.tasks import Task
 from api_schemas.trajectories import ForkReason, Message, Trajectory
 from rollout_service.errors import EnvironmentFailedError, ServiceError
+from rollout_service.judging.contract import Judge
+from rollout_service.tokens import ToolSpec
 from sandboxes import LimitExceededError, Sandbox
 
 
@@ -98,6 +105,10 @@ class Policy(Protocol):
         """
         ...
 
+    def offer(self, tools: Sequence[ToolSpec]) -> None:
+        """Offer these tools instead of those that the conversation was opened with; only before the first turn."""
+        ...
+
     @property
     def messages(self) -> Sequence[Message]:
         """The conversation so far, including the policy's own turns."""
@@ -125,6 +136,115 @@ class Policy(Protocol):
         ...
 
 
+class GatewayAccess(Protocol):
+    """The model APIs through which a program of its own drives the policy of one episode, and is recorded.
+
+    Every call of the program becomes a turn of the episode's policy. The access ends with the agent.
+    """
+
+    @property
+    def url(self) -> str:
+        """The address of the gateway for programs on this machine or elsewhere, without a path."""
+        ...
+
+    @property
+    def key(self) -> str:
+        """The key that names this episode, to be sent as a client of each API sends its key. It is a secret."""
+        ...
+
+    @property
+    def stop_reason(self) -> StopReason | None:
+        """The limit that calls have reached; they get only a closing text since then."""
+        ...
+
+    def serve(self, listener: socket.socket) -> AbstractAsyncContextManager[None]:
+        """Serve this episode alone on a listening socket, such as one inside a sandbox, within the block.
+
+        The socket is closed at its end.
+        """
+        ...
+
+    async def until_failed(self) -> NoReturn:
+        """Wait until a call could not be answered, without end if none fails.
+
+        Raises:
+            InferenceError: No engine answered.
+            TokenError: An answer cannot be trained on.
+        """
+        ...
+
+
+class WorkClock:
+    """The time that was spent on an agent's work, over interruptions; the limits of the work are measured by it.
+
+    It runs from its first use on.
+    """
+
+    def __init__(self) -> None:
+        self._zero: float | None = None
+        """When the clock would have shown zero, on the event loop's clock; None before its first use."""
+        self._stopped_at: float | None = None
+        self._limits: dict[anyio.CancelScope, float] = {}
+        """The open limits, and what the clock shows when they are reached."""
+
+    @property
+    def seconds(self) -> float:
+        """What the clock shows."""
+        if self._stopped_at is not None:
+            return self._stopped_at
+        if self._zero is None:
+            self._zero = anyio.current_time()
+        return anyio.current_time() - self._zero
+
+    def stop(self) -> None:
+        """Stop the clock; until it is started, no limit is reached."""
+        self._stopped_at = self.seconds
+        self._set_deadlines()
+
+    def start(self, seconds: float) -> None:
+        """Let the clock run on from this reading."""
+        self._stopped_at = None
+        self._zero = anyio.current_time() - seconds
+        self._set_deadlines()
+
+    def limit(self, seconds: float) -> WorkLimit:
+        """Return a context that cancels its block once the clock has advanced by this much."""
+        return WorkLimit(self, seconds)
+
+    def add(self, scope: anyio.CancelScope, seconds: float) -> None:
+        """Cancel a scope once the clock has advanced by this much."""
+        self._limits[scope] = self.seconds + seconds
+        self._set_deadlines()
+
+    def remove(self, scope: anyio.CancelScope) -> None:
+        """Forget a scope."""
+        del self._limits[scope]
+
+    def _set_deadlines(self) -> None:
+        for scope, end in self._limits.items():
+            scope.deadline = inf if self._stopped_at is not None or self._zero is None else self._zero + end
+
+
+class WorkLimit:
+    """A time limit on a clock, as a context whose scope tells whether the limit was reached."""
+
+    def __init__(self, clock: WorkClock, seconds: float) -> None:
+        self._clock = clock
+        self._seconds = seconds
+        self._scope = anyio.CancelScope()
+
+    def __enter__(self) -> anyio.CancelScope:
+        self._scope.__enter__()
+        self._clock.add(self._scope, self._seconds)
+        return self._scope
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self._clock.remove(self._scope)
+        return self._scope.__exit__(kind, error, trace)
+
+
 @dataclass(slots=True)
 class Episode:
     """One attempt at a task, as it passes through the stages."""
@@ -142,10 +262,21 @@ class Episode:
     tool_seconds: float = 0.0
     limit_violations: list[LimitExceededError] = field(default_factory=list)
     """Sandbox limits that the agent's calls reached."""
+    program: AgentProgram | None = None
+    """The program that was the agent, once it has ended."""
     notes: list[str] = field(default_factory=list)
     """Notes for people on the result, such as files of the agent that were left out."""
     state: dict[str, Any] = field(default_factory=dict)
     """Values that the environment carries from one stage to the next."""
+    gateway: GatewayAccess | None = None
+    """How a program reaches the policy; None unless the environment asks for it (`Environment.uses_gateway`)."""
+    judge: Judge | None = None
+    """Asks models for judgments in `evaluate`; None where there are no engines, as in a trial."""
+    checkpoint: Callable[[], Awaitable[None]] | None = None
+    """Keeps the artifacts as they are now, to be scored on their own after the agent has ended. It ends the agent's
+    processes. None unless the environment is scored in a fresh sandbox."""
+    clock: WorkClock = field(default_factory=WorkClock)
+    """Measures the agent's work; an agent's own time limits belong on it, so that a replay does not count."""
 
     def require_sandbox(self) -> Sandbox:
         """Return the sandbox.
@@ -154,6 +285,19 @@ class Episode:
             EnvironmentFailedError: There is no sandbox.
         """
         return require_sandbox(self.sandbox)
+
+    def require_judge(self) -> Judge:
+        """Return the judge.
+
+        Raises:
+            EnvironmentFailedError: There is none.
+        """
+        if self.judge is None:
+            raise EnvironmentFailedError(
+                "a judge is needed to score this, and there is none here",
+                hint="Score it in a service with a pool for judges, or pass a judge to the trial.",
+            )
+        return self.judge
 
     @property
     def task(self) -> Task:

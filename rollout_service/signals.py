@@ -65,6 +65,11 @@ class MonotonicCounter:
         self.value = value
         self._advanced = ChangeSignal()
 
+    @property
+    def next_change(self) -> anyio.Event:
+        """The event of the next change; take it before looking at `value`, to miss no change in between."""
+        return self._advanced.next
+
     def advance(self, value: int) -> None:
         """Raise the counter to a value; a lower or equal value changes nothing."""
         if value > self.value:
@@ -100,3 +105,8 @@ class KeyedEvents:
         event = self._events.pop(key, None)
         if event is not None:
             event.set()
+
+    def set_all(self) -> None:
+        """Wake everyone who waits for any key."""
+        for key in list(self._events):
+            self.set(key)

@@ -1,16 +1,22 @@
 """A JSON parser that accepts only what can be stored and sent on unchanged.
 
-Guarantees: no lone surrogates, which UTF-8 cannot encode; no NaN or Infinity; bounded nesting, well below the limit of
+Guarantees: no lone surrogates, which UTF-8 cannot encode; no NaN or Infinity, and no number that is too large to be
+told from it; bounded nesting, well below the limit of
 the programs that read what the service writes.
 """
 
 from __future__ import annotations
+
+import re
+from math import isinf
 
 from pydantic import JsonValue
 from pydantic_core import from_json
 
 MAX_DEPTH = 100
 """The most levels of lists and objects. Responses nest a body a few levels deeper, and their readers stop at 200."""
+_LARGE = re.compile(rb"[0-9][eE]\+?[0-9]{3}|[0-9]{309}")
+"""What a document contains if one of its numbers is beyond the range of floats, about 1.8e308."""
 
 
 def parse(content: bytes) -> JsonValue:
@@ -20,12 +26,28 @@ def parse(content: bytes) -> JsonValue:
         ValueError: The document is not JSON, or not of the kind that can be stored.
     """
     value: JsonValue = from_json(content, allow_inf_nan=False)
-    if _depth(value) > MAX_DEPTH:
+    if _LARGE.search(content) and has_infinity(value):
+        raise ValueError("a number is too large for 64 bits")
+    if measure_depth(value) > MAX_DEPTH:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
     return value
 
 
-def _depth(value: JsonValue) -> int:
+def has_infinity(value: JsonValue) -> bool:
+    """Return whether a value has an infinite number, without recursion."""
+    left = [value]
+    while left:
+        inner = left.pop()
+        if isinstance(inner, dict):
+            left.extend(inner.values())
+        elif isinstance(inner, list):
+            left.extend(inner)
+        elif isinstance(inner, float) and isinf(inner):
+            return True
+    return False
+
+
+def measure_depth(value: JsonValue) -> int:
     """Count the levels of lists and objects in a value, without recursion."""
     depth, level = 0, [value] if isinstance(value, dict | list) else []
     while level:

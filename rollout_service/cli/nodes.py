@@ -1,4 +1,4 @@
-"""`rollout-service nodes`: show and change how much a running server does at once."""
+"""`rollout-service nodes`: list and drain the nodes that share a store, and change how much one does at once."""
 
 from __future__ import annotations
 
@@ -10,11 +10,62 @@ from rollout_service.cli import common
 from rollout_service.cli.common import DEFAULT_URL, AsJson, Key, Url
 
 if TYPE_CHECKING:
-    from api_schemas.nodes import NodeConcurrency, NodePatch
+    from api_schemas.nodes import NodeConcurrency, NodePatch, NodeView
 
-app = typer.Typer(name="nodes", help="Show and change how much a server does at once.", no_args_is_help=True)
+app = typer.Typer(
+    name="nodes",
+    help="List and drain the nodes that share a store, and change how much one does at once.",
+    no_args_is_help=True,
+)
+
+Node = Annotated[str, typer.Argument(help="Name of the node; `nodes list` shows the names.")]
 
 Figure = Annotated[int | None, typer.Option(min=1, show_default=False)]
+
+
+@app.command("list", epilog="Example: rollout-service nodes list --url http://node-1:8080")
+def list_(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
+    """List the nodes that share the server's store. Dead ones stay until they are removed or join again."""
+
+    async def main() -> None:
+        async with common.connect(url, key) as client:
+            _print_nodes(await client.nodes(), as_json)
+
+    common.run(main)
+
+
+@app.command("drain", epilog="Example: rollout-service nodes drain node-2")
+def drain(node: Node, url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
+    """Let a node end its rollouts and begin no more, for example before maintenance. Any server can be asked."""
+
+    async def main() -> None:
+        async with common.connect(url, key) as client:
+            _print_nodes([await client.drain_node(node)], as_json)
+
+    common.run(main)
+
+
+@app.command("resume", epilog="Example: rollout-service nodes resume node-2")
+def resume(node: Node, url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
+    """Let a drained node begin rollouts again."""
+
+    async def main() -> None:
+        async with common.connect(url, key) as client:
+            _print_nodes([await client.resume_node(node)], as_json)
+
+    common.run(main)
+
+
+@app.command("remove", epilog="Example: rollout-service nodes remove node-2")
+def remove(node: Node, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """Remove a dead node from the list."""
+
+    async def main() -> None:
+        async with common.connect(url, key) as client:
+            await client.remove_node(node)
+        common.out().print(f"removed {node}")
+
+    common.run(main)
 
 
 @app.command("show", epilog="Example: rollout-service nodes show --json")
@@ -72,6 +123,20 @@ def _patch(stages: dict[str, dict[str, int | None]], ceiling: int | None) -> Nod
         )
     sandboxes = {} if ceiling is None else {"sandboxes": {"ceiling": ceiling}}
     return NodePatch.model_validate(named | sandboxes)
+
+
+def _print_nodes(nodes: list[NodeView], as_json: bool) -> None:
+    if as_json:
+        common.print_json([node.model_dump(mode="json") for node in nodes])
+        return
+    from rollout_service.cli.console import table
+
+    rows = table("node", "state", "rollouts", "places", "sandboxes", "labels", "last heard of", "address")
+    for node in nodes:
+        figures = (node.rollouts, node.places, node.in_use, ", ".join(node.labels) or "-")
+        heard = f"{node.silent_seconds:.0f} s ago"
+        rows.add_row(node.node, node.state, *map(str, figures), heard, node.address or "-")
+    common.out().print(rows)
 
 
 def _print(node: NodeConcurrency, as_json: bool) -> None:

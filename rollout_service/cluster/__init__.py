@@ -1,1 +1,1 @@
-"""This host: its identity, its sandboxes, and how much it runs at once."""
+"""This node among those that share its store: membership, leadership, placement, and how much it runs at once."""

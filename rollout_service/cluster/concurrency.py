@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from socket import gethostname
 
 import structlog
 
@@ -36,7 +35,7 @@ class Concurrency:
         """Return the present concurrency."""
         admission = self.node.admission
         return NodeConcurrency(
-            node=gethostname(),
+            node=self.node.name,
             init=_view(self.stages.init),
             rollout=_view(self.stages.rollout),
             evaluate=_view(self.stages.evaluate),

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from socket import gethostname
 from typing import Self
 
 from api_schemas.nodes import EgressView, HoldView, NodeView, PressureView
@@ -28,6 +27,8 @@ from sandboxes.scheduling.warm_pool import WarmPool
 class Node:
     """The sandboxes of this host."""
 
+    name: str
+    """Unique among the nodes that share the store."""
     cpus: int
     admission: AdmissionController
     pool: WarmPool
@@ -65,7 +66,7 @@ class Node:
         )
         egress = EgressMeter(provider)
         metrics.watch_egress(lambda: egress.counts)
-        return cls(reader.cpus, admission, pool, egress)
+        return cls(settings.node_name, reader.cpus, admission, pool, egress)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -87,7 +88,7 @@ class Node:
         """Return the node's present state."""
         admission, metrics = self.admission, self.admission.host_metrics
         return NodeView(
-            node=gethostname(),
+            node=self.name,
             cpus=self.cpus,
             memory_bytes=metrics.memory_total if metrics else None,
             provider=self.pool.name,

@@ -6,12 +6,14 @@ Guarantees of every `Backend`:
   element; an answer that breaks this is a `BackendProtocolError`, never padded.
 - Weight versions are integers. An engine that was never told one is at version 0.
 - Request ids have a fixed length, so none is a prefix of another: engines abort by prefix.
+- The chunks that a `TokenSink` is given, joined, are at every moment a prefix of the answer's `output_ids`, and equal
+  to them once `generate` returns. An answer that breaks off has delivered no token that could be its last.
 """
 
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -49,6 +51,9 @@ class SamplingOptions:
     stop_token_ids: Sequence[int] = ()
     """Ids after which to stop, in addition to the model's end-of-sequence ids; the id is kept."""
     seed: int | None = None
+    json_schema: str | None = None
+    """A JSON schema, as JSON, that the sampled text must match. Logprobs are then those of the engine's constrained
+    distribution, and the text is sampled as a whole: an interrupted request begins anew."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -97,6 +102,8 @@ class GenerateRequest:
     extras: RequestedExtras = NO_EXTRAS
     known: int = 0
     """How many of the first ids were sent or sampled in an earlier turn, and checked then."""
+    chunk_tokens: int = 1
+    """How many tokens a chunk of a streamed answer may wait for; engines that cannot be told send smaller ones."""
 
     def __post_init__(self) -> None:
         if not _REQUEST_ID.fullmatch(self.request_id):
@@ -131,6 +138,24 @@ class ReturnedExtras:
 
 
 NOTHING_RETURNED = ReturnedExtras()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChunk:
+    """Newly sampled tokens of a request that is still being answered, with one entry per token in every list."""
+
+    ids: list[int]
+    logprobs: list[float]
+    versions: list[int] | None
+    """None if the engine reports them only with the whole answer."""
+    top_logprobs: list[list[TopLogprob]] | None = None
+    """As in `ReturnedExtras`."""
+    cached_tokens: int | None = None
+    """Prompt tokens whose KV the engine already held; None if it reports that only with the whole answer."""
+
+
+TokenSink = Callable[[TokenChunk], None]
+"""Called with each chunk on the event loop, as it arrives; must be quick and must not raise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,10 +238,12 @@ class Backend(Protocol):
     def keeps_kv_apart(self) -> bool:
         """Whether a request can find only KV of the weights that the engine has when it is sent."""
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest, on_tokens: TokenSink | None = None) -> Generation:
         """Sample one continuation; after an abort in the engine, return the tokens sampled so far.
 
-        Cancelling this call aborts the request in the engine.
+        With `on_tokens`, the engine streams, and each chunk is delivered before this call returns the whole. A request
+        for prompt logprobs or with a JSON schema is delivered as one chunk. Cancelling this call aborts the request in
+        the engine, and nothing is delivered afterwards.
 
         Raises:
             PromptTooLong: Prompt and budget do not fit the context.

@@ -4,7 +4,8 @@ InferenceError
 ├── BackendUnreachable      no answer, a broken connection, or a 5xx: the engine did not serve the request
 ├── BackendRejected         a 4xx: the engine refused the request and would refuse it again
 │   ├── PromptTooLong       ... because the prompt and its budget do not fit the context
-│   └── ExtraUnsupported   ... because it does not return the extras asked for
+│   ├── ExtraUnsupported    ... because it does not return the extras asked for
+│   └── SchemaRefused       ... because it cannot make text match the JSON schema
 ├── BackendProtocolError    an answer that cannot be trusted: missing logprobs, wrong counts, invalid JSON
 ├── NoBackendError          the pool has no backend to serve the request
 ├── UnknownBackend          no backend with that id is registered
@@ -75,6 +76,13 @@ class ExtraUnsupported(BackendRejected):
     """The engine does not return the top-k logprobs, prompt logprobs or routed experts asked for."""
 
     code = "export_unsupported"
+
+
+class SchemaRefused(BackendRejected):
+    """The engine cannot make its text match the JSON schema, or does not constrain what it samples."""
+
+    code = "json_schema_refused"
+    status = 422
 
 
 class BackendProtocolError(InferenceError):

@@ -52,12 +52,16 @@ class DiskBudget:
 
 @dataclass(slots=True)
 class Artifacts:
-    """The archives of one agent's artifacts, each with the folder in which it is unpacked."""
+    """The archives of one agent's artifacts, each with the folder in which it is unpacked, at one or more moments."""
 
     budget: DiskBudget
     limit: int
     """The limit of all contents together, in bytes; the archives may take twice as many."""
     archives: list[tuple[str, SpooledTemporaryFile[bytes]]] = field(default_factory=list)
+    checkpoints: list[list[tuple[str, SpooledTemporaryFile[bytes]]]] = field(default_factory=list)
+    """Archives of earlier moments."""
+    paths: list[str] = field(default_factory=list)
+    """What was to be taken, whether it was there or not."""
     notes: list[str] = field(default_factory=list)
     """Notes for people on artifacts that were left out."""
     _reserved: int = 0
@@ -95,37 +99,49 @@ class Artifacts:
         """The bytes that may still be added."""
         return max(1, self.limit - self._used)
 
+    def keep(self) -> None:
+        """Make the archives so far a checkpoint; those that follow begin anew."""
+        self.checkpoints.append(list(self.archives))
+        self.archives.clear()
+
     async def settle(self) -> None:
         """Return the unused part of the reservation once nothing more will be added."""
         spare = self._reserved - min(self._used, self._reserved)
         self._reserved -= spare
         await self.budget.give_back(spare)
 
-    async def checked(self) -> AsyncIterator[tuple[str, AsyncIterator[bytes]]]:
-        """Yield each folder with the archive to unpack there; may be called again.
+    async def checked(self, checkpoint: int | None = None) -> AsyncIterator[tuple[str, AsyncIterator[bytes]]]:
+        """Yield each folder with the archive to unpack there, of a checkpoint or of the end; may be called again.
 
         Raises:
             SandboxFileError: An archive has an entry outside its path.
         """
-        for parent, file in self.archives:
+        for parent, file in self.archives if checkpoint is None else self.checkpoints[checkpoint]:
             await file.seek(0)
             await anyio.to_thread.run_sync(require_safe, file.wrapped, parent)
             await file.seek(0)
             yield parent, _chunks(file)
 
     async def drop(self, note: str) -> None:
-        """Leave all artifacts out, and add a note that says why."""
+        """Leave all artifacts since the last checkpoint out, and add a note that says why."""
         self.notes.append(note)
-        await self.close()
+        if self.checkpoints:
+            await self._delete(self.archives)
+        else:
+            await self.close()
 
     async def close(self) -> None:
         """Delete the files; idempotent."""
-        while self.archives:
-            _, file = self.archives.pop()
-            await file.aclose()
+        for archives in (self.archives, *self.checkpoints):
+            await self._delete(archives)
         self._used = 0
         reserved, self._reserved = self._reserved, 0
         await self.budget.give_back(reserved)
+
+    async def _delete(self, archives: list[tuple[str, SpooledTemporaryFile[bytes]]]) -> None:
+        while archives:
+            _, file = archives.pop()
+            await file.aclose()
 
 
 def require_safe(file: IO[bytes], parent: str) -> None:

@@ -7,15 +7,21 @@ attempt ends.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from api_schemas.errors import ErrorInfo
+from api_schemas.external import AgentKind
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Span, Stage, StopReason
-from rollout_service.episodes import Episode, Policy, Score
-from rollout_service.pipeline.context import AttemptContext, PolicyFactory
+from rollout_service.environments.contract import Environment
+from rollout_service.episodes import Episode, EpisodeLimits, GatewayAccess, Policy, Score
+from rollout_service.errors import UnavailableError
+from rollout_service.gateway.external import ExternallyDriven
+from rollout_service.gateway.sessions.session import GatewaySession
+from rollout_service.pipeline.context import AttemptContext
+from rollout_service.pipeline.resumption import open_turn_log
 from rollout_service.pipeline.stage import Slot
-from rollout_service.pipeline.stage_runner import StageRunner
+from rollout_service.pipeline.stage_runner import StageRunner, limits_of
+from rollout_service.policies.turn_log import TurnLog
 from rollout_service.store.contract import Lease
 from rollout_service.tokens import ToolSpec
 
@@ -37,23 +43,39 @@ class Attempt:
         self.lease = lease
         self._slot = Slot(context.stages.init.places)
         self._queued_at = time.perf_counter() - (datetime.now(UTC) - lease.queued_at).total_seconds()
-        self._policy = _PooledPolicy(context.policies, lease.request)
+        self._policy = AttemptPolicy(context, lease.request)
         self._runner: StageRunner | None = None
         self._state = RolloutState.QUEUED
+        self.turns: TurnLog | None = None
+        """The turns of the attempt, once it has begun."""
 
     async def run(self) -> Score:
         """Pass all stages; raise whatever ends the attempt early."""
+        environment = self._environment()
+        if environment.uses_gateway:
+            self._policy.limits = limits_of(environment, self.lease.request)
+        self.turns = self._policy.turns = await open_turn_log(self._context, self.lease, environment)
         self._runner = StageRunner(
             self._context,
-            self._context.environments.get(self.lease.request.task.environment),
+            environment,
             self.lease.request,
             self._policy,
             slot=self._slot,
             queued_at=self._queued_at,
             attempt=self.lease.attempt,
             on_stage=self._advance,
+            turns=self.turns,
         )
         return await self._runner.run()
+
+    def _environment(self) -> Environment:
+        """Return the task's environment, with a program outside as its agent if the request says so."""
+        request = self.lease.request
+        known = self._context.environments.get(request.task.environment)
+        environment = known.for_instance(request.task.instance)
+        if request.agent is AgentKind.EXTERNAL:
+            return ExternallyDriven(environment, self._context.external)
+        return environment
 
     async def _advance(self, stage: Stage) -> None:
         """Report a stage to the store.
@@ -107,6 +129,7 @@ class Attempt:
             reward=score.reward if score else None,
             reward_parts=score.parts if score else {},
             notes=list(episode.notes) if episode else [],
+            program=episode.program if episode else None,
             stop_reason=self._stop_reason(state, error),
             error=error,
             retries=self.lease.retries,
@@ -126,20 +149,56 @@ class Attempt:
         return self._runner.stop_reason if self._runner else None
 
 
-@dataclass(frozen=True, slots=True)
-class _PooledPolicy:
+class AttemptPolicy:
     """The policy of one rollout, served by the engines of its pool; implements `stage_runner.PolicySource`."""
 
-    policies: PolicyFactory
-    request: RolloutRequest
+    def __init__(self, context: AttemptContext, request: RolloutRequest) -> None:
+        self._context = context
+        self._request = request
+        self._session: GatewaySession | None = None
+        self.turns: TurnLog | None = None
+        """The turns to play, and where to save others, for the built-in agents."""
+        self.limits: EpisodeLimits | None = None
+        """The limits of a program that drives the policy by itself; None if none does."""
 
     def check_served(self) -> None:
-        pools, _ = self.policies.in_service()
-        if self.request.pool not in pools:
-            raise NotServedError(self.request.pool)
+        """Check that the pool is in service.
+
+        Raises:
+            NotServedError: It is not.
+        """
+        pools, _ = self._context.policies.in_service()
+        if self._request.pool not in pools:
+            raise NotServedError(self._request.pool)
 
     async def open(self, tools: list[ToolSpec]) -> Policy:
-        return await self.policies.open(self.request, tools)
+        """Open the conversation.
+
+        Raises:
+            NoBackendError: The pool is not served.
+            UnavailableError: A program is to drive the policy, and there is no gateway.
+        """
+        if self.limits is None:
+            return await self._context.policies.open(self._request, tools, self.turns)
+        if self._context.gateway is None:
+            raise UnavailableError("there is no gateway for a program to drive the policy through")
+        self._session = self._context.gateway.open(self._request, self.limits)
+        return self._session
+
+    @property
+    def gateway(self) -> GatewayAccess | None:
+        """How a program reaches the policy, if one is to drive it."""
+        return self._session
+
+    async def end(self) -> None:
+        """Let nothing more be recorded; idempotent."""
+        if self._session is not None:
+            self.close()
+            await self._session.end()
 
     def close(self) -> None:
-        self.policies.close(self.request)
+        """Free what the policy holds; idempotent."""
+        if self._session is None:
+            self._context.policies.close(self._request)
+        elif self._context.gateway is not None:
+            self._context.gateway.close(self._session)

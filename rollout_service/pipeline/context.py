@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import anyio
@@ -10,8 +11,13 @@ import anyio
 from api_schemas.rollouts import RolloutRequest
 from rollout_service.environments.contract import Environment
 from rollout_service.episodes import Policy
+from rollout_service.gateway.external import ExternalAgents
+from rollout_service.gateway.gateway import Gateway
+from rollout_service.judging.contract import Judge
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.stage import StageLimiter
+from rollout_service.pipeline.turn_writer import TurnWriter
+from rollout_service.policies.turn_log import TurnLog
 from rollout_service.store.contract import Store
 from rollout_service.telemetry.metrics import Metrics
 from rollout_service.tokens import ToolSpec
@@ -38,8 +44,10 @@ class PolicyFactory(Protocol):
         """Return the pools with a backend in service, including paused ones, and the event of the next change."""
         ...
 
-    async def open(self, request: RolloutRequest, tools: list[ToolSpec]) -> Policy:
-        """Open the conversation of a rollout.
+    async def open(
+        self, request: RolloutRequest, tools: list[ToolSpec], turns: TurnLog | None = None
+    ) -> Policy:
+        """Open the conversation of a rollout; `turns` has those to play first, and saves the others.
 
         Raises:
             NoBackendError: The pool is empty.
@@ -74,3 +82,13 @@ class AttemptContext:
     admission: AdmissionController
     metrics: Metrics
     max_attempts: int
+    turn_writer: TurnWriter | None = None
+    """Saves turns; None if interrupted rollouts begin anew."""
+    judge: Judge | None = None
+    """Judges answers; None if there is none, as in a trial."""
+    gateway: Gateway | None = None
+    """Lets programs drive the policy; None if there is none, as in a trial."""
+    external: ExternalAgents = field(default_factory=ExternalAgents)
+    """The agents that run elsewhere."""
+    is_stopping: Callable[[], bool] = lambda: False
+    """Whether the service has begun to end."""

@@ -41,17 +41,32 @@ class EpisodeSandboxes:
         spec: EnvironmentSpec,
         timer: Timer,
         sessions: frozenset[SessionName] = frozenset(),
+        *,
+        listens: bool = False,
     ) -> None:
-        """Start the episode's sandbox; `sessions` are those that will be used."""
+        """Start the episode's sandbox, as `SandboxSource.start` does."""
         with timer.sandbox():
             self._episode = episode
-            episode.sandbox = await self._source.start(spec, self._label, sessions)
+            episode.sandbox = await self._source.start(spec, self._label, sessions, listens=listens)
 
-    async def start_with_artifacts(self, episode: Episode, spec: EnvironmentSpec, timer: Timer) -> None:
-        """Start a fresh sandbox and copy the agent's artifacts into it."""
-        await self.start(episode, spec, timer)
+    async def start_with_artifacts(
+        self, episode: Episode, spec: EnvironmentSpec, timer: Timer, checkpoint: int | None = None
+    ) -> None:
+        """Start a fresh sandbox and copy the agent's artifacts into it, or those of a checkpoint."""
+        await self.start(episode, spec.for_grader(), timer)
         if episode.sandbox is not None and self._artifacts is not None:
-            await self._source.unpack(episode.sandbox, self._artifacts)
+            await self._source.unpack(episode.sandbox, self._artifacts, checkpoint)
+
+    @property
+    def checkpoints(self) -> int:
+        """The number of checkpoints."""
+        return 0 if self._artifacts is None else len(self._artifacts.checkpoints)
+
+    async def keep(self, episode: Episode, spec: EnvironmentSpec) -> None:
+        """End the agent's processes and keep its artifacts as a checkpoint."""
+        if episode.sandbox is not None:
+            earlier, self._artifacts = self._artifacts, None
+            self._artifacts = await self._source.keep(episode.sandbox, spec, earlier)
 
     async def open_sessions(self, episode: Episode, spec: EnvironmentSpec, timer: Timer) -> None:
         """Open the agent's sessions, which spares its first call the wait."""
@@ -62,7 +77,8 @@ class EpisodeSandboxes:
     async def pack(self, episode: Episode, spec: EnvironmentSpec) -> None:
         """End the agent's processes and keep its artifacts for the grader's sandbox."""
         if episode.sandbox is not None:
-            self._artifacts = await self._source.pack(episode.sandbox, spec)
+            earlier, self._artifacts = self._artifacts, None
+            self._artifacts = await self._source.pack(episode.sandbox, spec, earlier)
             episode.notes += self._artifacts.notes
 
     async def end_agent(self, episode: Episode) -> bool:

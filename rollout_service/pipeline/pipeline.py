@@ -3,9 +3,12 @@
 Guarantees:
 - Every lease is settled exactly once, as completed, failed, cancelled, or queued again for another attempt.
 - A rollout is never worked on twice at a time, even if the store cannot be written for longer than a lease.
+- If the store has lost its last writes, as in a failover, what it gave away is dropped, and what it says is held and is
+  not worked on is queued again.
 - A rollout begins only while its pool has a backend in service. Waiting for one uses no attempt and counts against no
   deadline.
 - Only failures that may pass are retried, within a budget.
+- A rollout that was interrupted continues from its last saved turn, or begins anew without using an attempt.
 - A cancellation takes effect at any moment, and frees everything the rollout held.
 - At a shutdown, unfinished rollouts go back to the store with their attempt refunded.
 - All tasks live in the task group of `running`; none outlives it.
@@ -13,7 +16,7 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,12 +26,15 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
-from api_schemas.errors import ErrorInfo
-from api_schemas.rollouts import Rollout, RolloutState
+from api_schemas.errors import Boundary, ErrorInfo
+from api_schemas.rollouts import Rollout, RolloutState, Stage
 from rollout_service.errors import AttemptsExhaustedError, StoreError, describe
 from rollout_service.pipeline.attempt import Attempt, LeaseLostError, NotServedError
+from rollout_service.pipeline.claims import ClaimRules
 from rollout_service.pipeline.context import AttemptContext
+from rollout_service.pipeline.resumption import BEGUN_ANEW, report
 from rollout_service.pipeline.semaphore import SemaphoreLike
+from rollout_service.policies.turn_log import CannotResumeError
 from rollout_service.settings import PipelineSettings
 from rollout_service.signals import ChangeSignal, ResettableEvent
 from rollout_service.store.contract import Lease
@@ -41,6 +47,10 @@ STORE_RETRY_SECONDS = 1.0
 CLOSE_SECONDS = 1.0
 """The time that a shutdown gives sandboxes to close before it hands their rollouts back."""
 
+SIGNAL_SECONDS = 0.1
+"""Within what time a signal reaches the service and its sandboxes alike."""
+_RUNS_IN_SANDBOXES = frozenset({Boundary.SANDBOX, Boundary.ENVIRONMENT})
+
 
 @dataclass(slots=True)
 class ActiveRollout:
@@ -48,20 +58,29 @@ class ActiveRollout:
 
     lease: Lease
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    is_lost: bool = False
+    """Whether the lease was lost, so that the attempt ends without a result."""
 
 
 class Pipeline:
     """Works on rollouts, as many at a time as the stages allow."""
 
-    def __init__(self, context: AttemptContext, settings: PipelineSettings) -> None:
+    def __init__(
+        self, context: AttemptContext, settings: PipelineSettings, claims: ClaimRules | None = None
+    ) -> None:
+        """Take `claims`, what may be claimed; without them, everything whose pool is in service."""
         self._context = context
+        self._claims = claims or ClaimRules()
         self._settings = settings
         self._active: dict[str, ActiveRollout] = {}
+        self._rewinds = context.store.rewinds
         self._pools_changed = anyio.Event()
         self._rollout_ended = ChangeSignal()
         self._started = ResettableEvent(is_set=True)
         self._admission = anyio.CancelScope()
-        self._finished = 0
+        self._finished_in_drain = 0
+        self.finished = 0
+        """The rollouts that this pipeline has ended."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -94,6 +113,17 @@ class Pipeline:
         """Start no more rollouts; those in progress continue."""
         self._started.clear()
 
+    async def drop_all(self) -> None:
+        """Drop all rollouts in progress, whose leases are lost, and wait until they have ended."""
+        self._drop(list(self._active.values()))
+        while any(active.is_lost for active in self._active.values()):
+            await self._rollout_ended.wait()
+
+    def _drop(self, lost: Iterable[ActiveRollout]) -> None:
+        for active in lost:
+            active.is_lost = True
+            active.scope.cancel()
+
     def live(self) -> int:
         """Return how many rollouts are in the pipeline, working or waiting."""
         return len(self._active)
@@ -120,12 +150,13 @@ class Pipeline:
             await self._hand_all_back()
 
     async def _hand_all_back(self) -> None:
+        await self._flush_turns()
         try:
             handed_back = await self._context.store.release(self._context.owner)
         except StoreError as error:
             log.error("what is unfinished waits for the next start", error=str(error), hint=error.hint)
         else:
-            log.info("pipeline stopped", handed_back=handed_back, finished_meanwhile=self._finished)
+            log.info("pipeline stopped", handed_back=handed_back, finished_meanwhile=self._finished_in_drain)
 
     async def _admit(self, work: TaskGroup) -> None:
         with self._admission:
@@ -152,25 +183,61 @@ class Pipeline:
         context = self._context
 
         async def claim() -> list[Lease]:
-            await first_of(context.store.wait_for_work, self._pools_changed.wait)
+            rules_changed = self._claims.changed.next
+            await first_of(context.store.wait_for_work, self._pools_changed.wait, rules_changed.wait)
+            await self._reconcile()
             await self._started.wait()
+            await self._claims.until_open()
             pools, self._pools_changed = context.policies.in_service()
             if not pools:
                 await self._pools_changed.wait()
                 return []
-            return await context.store.claim(
-                context.owner, limit=limit, lease_seconds=self._settings.lease_seconds, pools=pools
+            take = partial(
+                context.store.claim,
+                context.owner,
+                limit=limit,
+                lease_seconds=self._settings.lease_seconds,
+                pools=pools,
+                waits=self._claims.waits,
             )
+            leases = await take()
+            while context.store.rewinds != self._rewinds:  # it may have leased what is still worked on
+                await self._reconcile()
+                leases = await take()
+            return leases
 
         return await retry_until_stored("lease work", claim)
+
+    async def _reconcile(self) -> None:
+        """If the store may have lost writes, make what it holds in this service's name what is worked on here.
+
+        No claim may be under way, since its leases are not yet worked on.
+        """
+        store, owner, rewinds = self._context.store, self._context.owner, self._context.store.rewinds
+        if rewinds == self._rewinds:
+            return
+        held = await store.held(owner)
+        active = {name: one.lease.token for name, one in self._active.items()}
+        if idle := [name for name, token in held.items() if active.get(name) != token]:
+            log.warning(
+                "the store holds in this service's name what it does not work on", queued_again=sorted(idle)
+            )
+            await store.release(owner, idle)
+        self._drop(one for name, one in self._active.items() if held.get(name) != one.lease.token)
+        while any(one.is_lost for one in self._active.values()):
+            await self._rollout_ended.wait()
+        self._rewinds = rewinds
 
     async def _renew_leases(self) -> None:
         context = self._context
 
         async def renew() -> None:
-            await context.store.renew(
-                context.owner, list(self._active), lease_seconds=self._settings.lease_seconds
+            held = dict(self._active)
+            lost = await context.store.renew(
+                context.owner, list(held), lease_seconds=self._settings.lease_seconds
             )
+            # Some have ended meanwhile; and one that was retried at once may be back under a new lease.
+            self._drop(held[one] for one in lost if self._active.get(one) is held[one])
 
         while True:
             await anyio.sleep(self._settings.lease_seconds / 3)
@@ -213,6 +280,8 @@ class Pipeline:
         try:
             with active.scope:
                 await self._run(attempt)
+            if active.scope.cancelled_caught and active.is_lost:
+                raise LeaseLostError(active.lease.rollout_id)
             if active.scope.cancelled_caught:
                 await self._finish(attempt, attempt.result(RolloutState.CANCELLED))
         finally:
@@ -249,6 +318,8 @@ class Pipeline:
             raise
         except NotServedError:
             await self._hand_back(attempt)
+        except CannotResumeError as error:
+            await self._begin_anew(attempt, error)
         except Exception as error:  # noqa: BLE001 - whatever an environment raises is settled, not hidden
             await self._settle_failure(attempt, error)
         else:
@@ -277,24 +348,63 @@ class Pipeline:
             exc_info=error if info.code == "internal_error" else None,
         )
         await attempt.release()
-        if info.retryable and attempt.lease.attempt < self._settings.max_attempts:
+        if await self._may_have_been_ended_with_the_service(info):
+            log.info("the service ends, and may have taken the attempt with it; another one begins later")
+            await self._flush_turns()
+            await self._hand_back(attempt)
+        elif info.retryable and attempt.lease.attempt < self._settings.max_attempts:
             await self._retry(attempt, info)
         else:
             await self._finish(attempt, attempt.result(RolloutState.FAILED, error=info))
 
+    async def _may_have_been_ended_with_the_service(self, info: ErrorInfo) -> bool:
+        """Return whether an attempt may have failed only because the service is about to end.
+
+        Whoever ends it may signal its sandboxes too, as Slurm does, and they may die before the service knows.
+        """
+        if info.boundary not in _RUNS_IN_SANDBOXES:
+            return False
+        await anyio.sleep(SIGNAL_SECONDS)
+        return self._context.is_stopping()
+
     async def _retry(self, attempt: Attempt, info: ErrorInfo) -> None:
         delay = self._settings.retry_seconds * 2 ** (attempt.lease.attempt - 1)
         self._context.metrics.count_retry(info)
+        keep_turns = self._context.turn_writer is not None and keeps_turns(info)
+        if keep_turns:
+            await self._flush_turns()
 
         async def retry() -> bool:
             return await self._context.store.retry(
-                attempt.lease, self._context.owner, info, spans=attempt.spans, delay_seconds=delay
+                attempt.lease,
+                self._context.owner,
+                info,
+                spans=attempt.spans,
+                delay_seconds=delay,
+                keep_turns=keep_turns,
             )
 
         await self._settle("queue a rollout again", attempt, retry)
 
+    async def _flush_turns(self) -> None:
+        """Save the turns that were made, while their leases are held; give up after a moment if the store fails."""
+        if self._context.turn_writer is not None:
+            with anyio.move_on_after(CLOSE_SECONDS):
+                await self._context.turn_writer.flush()
+
+    async def _begin_anew(self, attempt: Attempt, error: CannotResumeError) -> None:
+        """Queue an interrupted rollout again without its saved turns; nothing has failed, so no attempt is used."""
+        context, lease = self._context, attempt.lease
+        await attempt.release()
+
+        async def restart() -> bool:
+            return await context.store.restart(lease, context.owner, spans=attempt.spans)
+
+        await self._settle("queue an interrupted rollout anew", attempt, restart)
+        await report(context, lease, attempt.turns, outcome=BEGUN_ANEW, reason=error.reason)
+
     async def _hand_back(self, attempt: Attempt) -> None:
-        """Return an attempt that has not begun to the store, where it holds no place."""
+        """Return an attempt that counts for nothing to the store, where it holds no place."""
         context, rollout_id = self._context, attempt.lease.rollout_id
         await attempt.release()
         with anyio.CancelScope(shield=True):
@@ -309,7 +419,8 @@ class Pipeline:
         await attempt.release()
         await self._settle("write a result", attempt, finish)
         self._context.metrics.count_finished(result)
-        self._finished += self._draining
+        self._finished_in_drain += self._draining
+        self.finished += 1
 
     async def _settle(self, what: str, attempt: Attempt, write: Callable[[], Awaitable[bool]]) -> None:
         """Write how an attempt ended; keep trying until the store accepts it."""
@@ -317,6 +428,16 @@ class Pipeline:
             held = await retry_until_stored(what, write)
         if not held:
             raise LeaseLostError(attempt.lease.rollout_id)
+
+
+def keeps_turns(error: ErrorInfo) -> bool:
+    """Return whether the next attempt continues from the turns of one that failed.
+
+    It does if the failure says nothing about the agent's work: engines that were gone, or an attempt or its sandbox
+    that did not start. A sandbox that failed later may have failed because of what the agent did, which a replay would
+    repeat.
+    """
+    return error.boundary is Boundary.INFERENCE or error.stage in (None, Stage.INIT)
 
 
 async def retry_until_stored(what: str, call: Callable[[], Awaitable[T]]) -> T:

@@ -11,11 +11,13 @@ Guarantees:
 
 from __future__ import annotations
 
+import shlex
 from contextlib import aclosing, suppress
 from pathlib import PurePosixPath
 
 import anyio
 
+from rollout_service.environments.agent_environment import WORKDIR
 from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.pipeline.artifacts import Artifacts, DiskBudget
 from sandboxes import Bind, Sandbox, SandboxInfo, SandboxProvider, SandboxSpec, SessionName
@@ -45,13 +47,21 @@ class SandboxSource:
             ImageNotFoundError: The image does not exist; the hint says how to make it.
             SandboxError: The image cannot be used.
         """
-        if spec.image is not None:
-            await self.provider.identity(SandboxSpec(image=spec.image))
+        for image in dict.fromkeys((spec.image, spec.for_grader().image)):
+            if image is not None:
+                await self.provider.identity(SandboxSpec(image=image))
 
     async def start(
-        self, spec: EnvironmentSpec, label: str, sessions: frozenset[SessionName] = frozenset()
+        self,
+        spec: EnvironmentSpec,
+        label: str,
+        sessions: frozenset[SessionName] = frozenset(),
+        *,
+        listens: bool = False,
     ) -> Sandbox:
         """Start a sandbox for an environment; `sessions` are those that will be used.
+
+        With `listens`, programs inside can connect to this service.
 
         Raises:
             SandboxError: The sandbox does not start.
@@ -69,18 +79,43 @@ class SandboxSource:
                 lifetime_seconds=spec.sandbox.lifetime,
                 env=spec.sandbox.env,
                 read_only_binds=[Bind(source, target) for target, source in spec.binds.items()],
+                workdir=spec.workdir,
                 sessions=sessions,
+                listens=listens,
                 label=label,
             )
         )
 
-    async def pack(self, sandbox: Sandbox, spec: EnvironmentSpec) -> Artifacts:
-        """End the agent's processes and take its artifacts out of its sandbox; skip those that do not exist.
+    async def keep(self, sandbox: Sandbox, spec: EnvironmentSpec, earlier: Artifacts | None) -> Artifacts:
+        """Take the artifacts out as they are now, as a checkpoint; `earlier` has those before it, if any.
 
         Raises:
             SandboxError: The host cannot read the paths.
         """
-        artifacts = Artifacts(self._budget, min(spec.artifacts_bytes, self._budget.size // 2))
+        artifacts = earlier or self._new(spec)
+        try:
+            await self._pack(sandbox, spec, artifacts)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await artifacts.close()
+            raise
+        artifacts.keep()
+        return artifacts
+
+    def _new(self, spec: EnvironmentSpec) -> Artifacts:
+        return Artifacts(self._budget, min(spec.artifacts_bytes, self._budget.size // 2))
+
+    async def pack(
+        self, sandbox: Sandbox, spec: EnvironmentSpec, earlier: Artifacts | None = None
+    ) -> Artifacts:
+        """End the agent's processes and take its artifacts out of its sandbox; skip those that do not exist.
+
+        `earlier` has the checkpoints, if any.
+
+        Raises:
+            SandboxError: The host cannot read the paths.
+        """
+        artifacts = earlier or self._new(spec)
         try:
             await self._pack(sandbox, spec, artifacts)
             await artifacts.settle()
@@ -93,10 +128,13 @@ class SandboxSource:
     async def _pack(self, sandbox: Sandbox, spec: EnvironmentSpec, artifacts: Artifacts) -> None:
         if not spec.artifacts:
             return
+        artifacts.paths = _outermost(
+            [sandbox.spec.workdir if one == WORKDIR else one for one in spec.artifacts]
+        )
         try:
             if not await self.end_agent(sandbox, artifacts.notes):
                 return
-            for path in spec.artifacts:
+            for path in artifacts.paths:
                 with suppress(FileMissingError):
                     archive = sandbox.export_path(_inside(sandbox, path), limit=artifacts.left)
                     async with aclosing(archive):
@@ -115,14 +153,25 @@ class SandboxSource:
             return False
         return True
 
-    async def unpack(self, sandbox: Sandbox, artifacts: Artifacts) -> None:
-        """Copy packed artifacts into another sandbox at the same paths; may be repeated."""
-        async for parent, archive in artifacts.checked():
+    async def unpack(self, sandbox: Sandbox, artifacts: Artifacts, checkpoint: int | None = None) -> None:
+        """Put packed artifacts, or those of a checkpoint, in place of another sandbox's; may be repeated."""
+        if artifacts.paths and sandbox.workdir == sandbox.spec.workdir:
+            # What the image has there would come back although the agent has removed it, or be in the way.
+            paths = shlex.join(artifacts.paths)
+            command = f"rm -rf -- {paths}; mkdir -p -- {shlex.quote(sandbox.workdir)}"
+            await sandbox.exec(["bash", "-c", command], cwd="/")
+        async for parent, archive in artifacts.checked(checkpoint):
             await sandbox.import_path(_inside(sandbox, parent), archive)
 
     def live(self) -> list[SandboxInfo]:
         """Return the live sandboxes."""
         return self.provider.live()
+
+
+def _outermost(paths: list[str]) -> list[str]:
+    """Return the paths that are not below another of them, each once."""
+    pure = dict.fromkeys(PurePosixPath(path) for path in paths)
+    return [str(path) for path in pure if not any(parent in pure for parent in path.parents)]
 
 
 def _inside(sandbox: Sandbox, path: str) -> str:

@@ -17,9 +17,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-import anyio
-
 from api_schemas.rollouts import Span, Stage
+from rollout_service.episodes import WorkClock
 from rollout_service.errors import StageTimeoutError
 from rollout_service.pipeline.semaphore import ResizableSemaphore, SemaphoreLike
 from rollout_service.telemetry.metrics import Metrics
@@ -37,6 +36,8 @@ class Timer:
     sandbox_seconds: float = 0.0
     engine_seconds: float = 0.0
     tool_seconds: float = 0.0
+    replay_seconds: float = 0.0
+    turns_replayed: int = 0
     error: str | None = None
 
     @contextmanager
@@ -59,6 +60,8 @@ class Timer:
             sandbox_seconds=self.sandbox_seconds,
             engine_seconds=self.engine_seconds,
             tool_seconds=self.tool_seconds,
+            replay_seconds=self.replay_seconds,
+            turns_replayed=self.turns_replayed,
             error=self.error,
         )
 
@@ -136,15 +139,15 @@ class StageLimiter:
         return waited
 
     @asynccontextmanager
-    async def deadline(self, seconds: float) -> AsyncIterator[None]:
-        """Work under an absolute deadline.
+    async def deadline(self, seconds: float, clock: WorkClock) -> AsyncIterator[None]:
+        """Work under a deadline, which is absolute except that it moves with the clock.
 
         Raises:
             StageTimeoutError: The deadline has passed.
         """
         with (
             self._metrics.track_work(self.stage),
-            anyio.CancelScope(deadline=anyio.current_time() + seconds) as scope,
+            clock.limit(seconds) as scope,
         ):
             yield
         if scope.cancelled_caught:

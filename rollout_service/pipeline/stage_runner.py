@@ -16,11 +16,20 @@ import anyio
 
 from api_schemas.rollouts import RolloutRequest, Span, Stage, StopReason
 from rollout_service.environments.contract import Environment, EvaluateIn
-from rollout_service.episodes import SANDBOX_ENDED_SCORE, Episode, EpisodeLimits, Policy, Score
+from rollout_service.episodes import (
+    SANDBOX_ENDED_SCORE,
+    Episode,
+    EpisodeLimits,
+    GatewayAccess,
+    Policy,
+    Score,
+    WorkClock,
+)
 from rollout_service.errors import RequestError, describe
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.episode_sandboxes import EpisodeSandboxes
 from rollout_service.pipeline.stage import Slot, StageLimiter, Timer
+from rollout_service.policies.turn_log import TurnLog
 from rollout_service.tokens import ToolSpec
 from sandboxes.scheduling.admission import Purpose
 from sandboxes.task_groups import open_task_group
@@ -45,6 +54,15 @@ class PolicySource(Protocol):
         """Open the conversation with the policy; called in the init stage."""
         ...
 
+    @property
+    def gateway(self) -> GatewayAccess | None:
+        """How a program reaches the policy, if one is to drive it."""
+        ...
+
+    async def end(self) -> None:
+        """Let nothing more be recorded, since the agent has ended; idempotent."""
+        ...
+
     def close(self) -> None:
         """Free what the policy holds, as soon as the agent has ended; idempotent."""
         ...
@@ -64,8 +82,12 @@ class StageRunner:
         queued_at: float,
         attempt: int = 1,
         on_stage: OnStage | None = None,
+        turns: TurnLog | None = None,
     ) -> None:
-        """Take `slot`, with a place before the first stage, taken at `queued_at` on `time.perf_counter`."""
+        """Take `slot`, with a place before the first stage, taken at `queued_at` on `time.perf_counter`.
+
+        `turns` are those of the policy, if it has saved ones to play first.
+        """
         self._context = context
         self._environment = environment
         self._request = request
@@ -73,6 +95,7 @@ class StageRunner:
         self._slot = slot
         self._attempt = attempt
         self._on_stage = on_stage
+        self._turns = turns or TurnLog()
         self._sandboxes = EpisodeSandboxes(context.sandboxes, context.admission, request.rollout_id or "")
         self._left_at = queued_at
         self.episode: Episode | None = None
@@ -93,27 +116,38 @@ class StageRunner:
     @property
     def limits(self) -> EpisodeLimits:
         """The environment's limits, overridden by the request's."""
-        overrides = self._request.limits.model_dump(exclude_none=True)
-        return self._environment.spec.limits.model_copy(update=overrides)
+        return limits_of(self._environment, self._request)
 
     async def _init(self) -> Episode:
         spec, limits = self._environment.spec, self.limits
         purpose = Purpose.AGENT if spec.image is not None else None
         async with self._stage(self._context.stages.init, limits.init_seconds, purpose) as timer:
             policy = await self._policy.open(self._environment.tool_definitions())
-            episode = Episode(request=self._request, attempt=self._attempt, limits=limits, policy=policy)
+            episode = Episode(
+                request=self._request,
+                attempt=self._attempt,
+                limits=limits,
+                policy=policy,
+                gateway=self._policy.gateway,
+                judge=self._context.judge,
+                clock=self._turns.clock,
+            )
             self.episode = episode
+            if spec.evaluate_in is EvaluateIn.FRESH:
+                episode.checkpoint = partial(self._sandboxes.keep, episode, spec)
             if spec.image is not None:
-                await self._sandboxes.start(episode, spec, timer, spec.sessions)
+                listens = self._environment.uses_gateway
+                await self._sandboxes.start(episode, spec, timer, spec.sessions, listens=listens)
             async with open_task_group() as tasks:
                 tasks.start_soon(self._sandboxes.open_sessions, episode, spec, timer)
                 await self._environment.init(episode)
         return episode
 
     async def _rollout(self, episode: Episode) -> None:
-        spec = self._environment.spec
-        async with self._stage(self._context.stages.rollout, episode.limits.rollout_seconds) as timer:
+        seconds, clock = episode.limits.rollout_seconds, episode.clock
+        async with self._stage(self._context.stages.rollout, seconds, clock=clock) as timer:
             await self._run_agent(episode, timer)
+            spec = self._environment.spec
             if spec.evaluate_in is EvaluateIn.FRESH:
                 await self._sandboxes.pack(episode, spec)
             if spec.evaluate_in is not EvaluateIn.SAME:
@@ -122,8 +156,13 @@ class StageRunner:
 
     async def _run_agent(self, episode: Episode, timer: Timer) -> None:
         try:
-            self.stop_reason = await self._environment.run(episode)
+            with self._turns.replay():
+                self.stop_reason = await self._environment.run(episode)
+            await self._turns.finish()
         finally:
+            with anyio.CancelScope(shield=True):
+                await self._policy.end()
+            timer.replay_seconds, timer.turns_replayed = self._turns.replay_seconds, self._turns.played
             timer.engine_seconds = episode.policy.engine_seconds
             timer.tool_seconds = episode.tool_seconds
             for violation in episode.limit_violations:
@@ -160,6 +199,7 @@ class StageRunner:
                 await self._sandboxes.start_with_artifacts(episode, spec, timer)
                 await environment.execute(episode)
                 await self._sandboxes.close(keep_ticket=True)
+            await self._score_checkpoints(episode, timer)
             await self._sandboxes.start_with_artifacts(episode, spec, timer)
         elif not await self._end_agent(episode):
             return SANDBOX_ENDED_SCORE
@@ -169,6 +209,14 @@ class StageRunner:
                 return SANDBOX_ENDED_SCORE
         return await environment.evaluate(episode)
 
+    async def _score_checkpoints(self, episode: Episode, timer: Timer) -> None:
+        for number in range(self._sandboxes.checkpoints):
+            await self._sandboxes.start_with_artifacts(episode, self._environment.spec, timer, number)
+            goes_on = await self._environment.evaluate_checkpoint(episode, number)
+            await self._sandboxes.close(keep_ticket=True)
+            if not goes_on:
+                break
+
     async def _end_agent(self, episode: Episode) -> bool:
         """End the agent's processes where it is scored in its own sandbox; return False if that has ended."""
         if self._environment.spec.evaluate_in is EvaluateIn.NONE:
@@ -177,7 +225,11 @@ class StageRunner:
 
     @asynccontextmanager
     async def _stage(
-        self, limiter: StageLimiter, seconds: float, purpose: Purpose | None = None
+        self,
+        limiter: StageLimiter,
+        seconds: float,
+        purpose: Purpose | None = None,
+        clock: WorkClock | None = None,
     ) -> AsyncIterator[Timer]:
         """Queue for a stage and work in it; `purpose`, if given, is that of a sandbox which it needs."""
         admission = partial(self._sandboxes.admit, purpose) if purpose is not None else None
@@ -187,7 +239,7 @@ class StageRunner:
             await self._on_stage(limiter.stage)
         timer = Timer(limiter.stage, self._attempt, queued)
         try:
-            async with limiter.deadline(seconds):
+            async with limiter.deadline(seconds, clock or WorkClock()):
                 yield timer
         except BaseException as error:
             cancelled = isinstance(error, anyio.get_cancelled_exc_class())
@@ -204,3 +256,9 @@ class StageRunner:
         finally:
             self._slot.free()
             self._policy.close()
+
+
+def limits_of(environment: Environment, request: RolloutRequest) -> EpisodeLimits:
+    """Return the environment's limits, overridden by the request's."""
+    overrides = request.limits.model_dump(exclude_none=True)
+    return environment.spec.limits.model_copy(update=overrides)

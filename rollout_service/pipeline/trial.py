@@ -5,16 +5,18 @@ Guarantee: the steps are the pipeline's, in the same order, without its queues, 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import anyio
 from pydantic import JsonValue
 
 from api_schemas.rollouts import RolloutRequest, StopReason
 from api_schemas.tasks import Task
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.episodes import SANDBOX_ENDED_SCORE, Episode, Policy, Score
+from rollout_service.judging.contract import Judge
 from rollout_service.pipeline.artifacts import Artifacts
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from sandboxes import Sandbox
@@ -35,16 +37,25 @@ async def play(
     instance: dict[str, JsonValue],
     policy: Policy,
     sandboxes: SandboxSource,
+    judge: Judge | None = None,
 ) -> Trial:
     """Check an instance, set it up, run the agent with the policy, and score the outcome.
 
     Errors of the environment, the policy or a sandbox are raised as they are.
     """
     environment.check(instance)
+    environment = environment.for_instance(instance)
     spec = environment.spec
     request = RolloutRequest(rollout_id="trial", task=Task(environment=spec.name, instance=instance))
-    episode = Episode(request=request, attempt=1, limits=spec.limits, policy=policy)
-    async with _sandbox(spec, episode, sandboxes) as sandbox:
+    episode = Episode(request=request, attempt=1, limits=spec.limits, policy=policy, judge=judge)
+    kept: Artifacts | None = None
+
+    async def keep() -> None:
+        nonlocal kept
+        kept = await sandboxes.keep(episode.require_sandbox(), spec, kept)
+
+    episode.checkpoint = keep if spec.evaluate_in is EvaluateIn.FRESH else None
+    async with _closing_on_error(lambda: kept), _sandbox(spec, episode, sandboxes) as sandbox:
         if sandbox is not None:
             await open_sessions(sandbox, spec.sessions)
         await environment.init(episode)
@@ -52,19 +63,35 @@ async def play(
         if spec.evaluate_in is EvaluateIn.SAME:
             return Trial(await _score_in_place(environment, episode, sandboxes), stop_reason, episode)
         taken = spec.evaluate_in is EvaluateIn.FRESH and episode.sandbox is not None
-        artifacts = await sandboxes.pack(episode.sandbox, spec) if taken and episode.sandbox else None
+        artifacts = await sandboxes.pack(episode.sandbox, spec, kept) if taken and episode.sandbox else None
         episode.notes += artifacts.notes if artifacts else []
     episode.sandbox = None
     if spec.evaluate_in is EvaluateIn.NONE or artifacts is None:
         return Trial(await environment.evaluate(episode), stop_reason, episode)
     try:
         if spec.runs_submission:
-            async with _sandbox(spec, episode, sandboxes, artifacts):
+            async with _sandbox(spec.for_grader(), episode, sandboxes, artifacts):
                 await environment.execute(episode)
-        async with _sandbox(spec, episode, sandboxes, artifacts):
+        for number in range(len(artifacts.checkpoints)):
+            async with _sandbox(spec.for_grader(), episode, sandboxes, artifacts, number):
+                if not await environment.evaluate_checkpoint(episode, number):
+                    break
+        async with _sandbox(spec.for_grader(), episode, sandboxes, artifacts):
             return Trial(await environment.evaluate(episode), stop_reason, episode)
     finally:
         await artifacts.close()
+
+
+@asynccontextmanager
+async def _closing_on_error(kept: Callable[[], Artifacts | None]) -> AsyncIterator[None]:
+    """Delete the checkpoints that there are if the block fails."""
+    try:
+        yield
+    except BaseException:
+        if (artifacts := kept()) is not None:
+            with anyio.CancelScope(shield=True):
+                await artifacts.close()
+        raise
 
 
 async def _score_in_place(environment: Environment, episode: Episode, sandboxes: SandboxSource) -> Score:
@@ -84,7 +111,11 @@ async def _end_agent(episode: Episode, sandboxes: SandboxSource) -> bool:
 
 @asynccontextmanager
 async def _sandbox(
-    spec: EnvironmentSpec, episode: Episode, sandboxes: SandboxSource, artifacts: Artifacts | None = None
+    spec: EnvironmentSpec,
+    episode: Episode,
+    sandboxes: SandboxSource,
+    artifacts: Artifacts | None = None,
+    checkpoint: int | None = None,
 ) -> AsyncIterator[Sandbox | None]:
     """Yield the episode's sandbox with the artifacts, or None if its environment needs no sandbox."""
     if spec.image is None:
@@ -93,5 +124,5 @@ async def _sandbox(
     async with await sandboxes.start(spec, "trial") as sandbox:
         episode.sandbox = sandbox
         if artifacts is not None:
-            await sandboxes.unpack(sandbox, artifacts)
+            await sandboxes.unpack(sandbox, artifacts, checkpoint)
         yield sandbox

@@ -15,6 +15,7 @@ from api_schemas.rollouts import StopReason, Usage
 from api_schemas.trajectories import FinishReason, ForkReason, Message, Trajectory
 from rollout_service.episodes import ContextFullError, PolicyTurn
 from rollout_service.errors import ServiceError
+from rollout_service.tokens import ToolSpec
 
 _EDITED = (ForkReason.HISTORY_EDITED, ForkReason.COMPACTION)
 
@@ -83,6 +84,9 @@ class RecordedPolicy:
         self._count(number, message, malformed)
         last = number + 1 == len(self._turns)
         return PolicyTurn(message, truncated, malformed, truncated and last and self._cut_short)
+
+    def offer(self, tools: Sequence[ToolSpec]) -> None:
+        """Take any tools; what the policy made of them is recorded."""
 
     def replace(
         self,

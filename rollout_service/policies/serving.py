@@ -1,20 +1,20 @@
 """Serves each policy: the engines of its pool, and the tokenizer and chat format that they share.
 
-Guarantees: a backend is in service only if the service can also turn messages into ids for it. Backends registered over
-HTTP are registered again after a restart; one that does not answer then is retried until it does, and `waiting` names
-it.
+Guarantees: a backend is in service only if the service can also turn messages into ids for it. Registered backends are
+registered again after a restart; one that does not answer is retried until it does, and `waiting` names it. If the
+backends are shared, those that other services register, drain or remove are registered, drained or removed here too;
+one that this service cannot reach is not removed for the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 
 import anyio
 import structlog
-from pydantic import TypeAdapter
+from anyio.abc import TaskGroup
 
 from api_schemas.inference import (
     BackendSpec,
@@ -27,18 +27,26 @@ from api_schemas.inference import (
     WeightsRequest,
 )
 from api_schemas.rollouts import RolloutRequest
-from rollout_service.errors import describe
-from rollout_service.inference.errors import InferenceError, NoBackendError, WeightsPartlyLoaded
+from rollout_service.errors import StoreError, describe
+from rollout_service.inference.errors import (
+    InferenceError,
+    NoBackendError,
+    UnknownBackend,
+    WeightsPartlyLoaded,
+)
+from rollout_service.inference.pool.locality import is_loopback, loopback_scope
+from rollout_service.inference.pool.pool import BackendPool
 from rollout_service.inference.pool.pools import Pools, backend_id_of
 from rollout_service.inference.pool.weights.outcomes import check_outcome, check_weights_outcome
+from rollout_service.policies.commands import LeaveGroupRequest, LocalCommands, PoolCommands
 from rollout_service.policies.session import PolicySession
-from rollout_service.private_files import write_private
+from rollout_service.policies.turn_log import TurnLog
+from rollout_service.store.engines_contract import BackendStore, SharedBackend
 from rollout_service.tokens import ChatRenderer, Conversation, ToolSpec
 
 log = structlog.get_logger(__name__)
 
 RECONNECT_SECONDS = 5.0
-_SPECS = TypeAdapter(list[BackendSpec])
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +68,16 @@ class _Reconnection:
 class PolicyServing:
     """The backends and chat formats of all pools."""
 
-    def __init__(self, pools: Pools, remembered: Path) -> None:
-        """Take `remembered`, the file that keeps the backends across restarts."""
+    def __init__(self, pools: Pools, backends: BackendStore, commands: PoolCommands | None = None) -> None:
+        """Take the backends to serve, which survive restarts; `commands` of shared ones go to all services."""
         self._pools = pools
-        self._remembered = remembered
+        self._backends = backends
+        self._commands = commands or LocalCommands(pools)
         self._served: dict[str, ServedModel] = {}
-        self._specs: dict[str, BackendSpec] = {}
+        self._followed: dict[str, SharedBackend] = {}
+        """The backends of the store that are served here, or will be."""
         self._awaited: dict[str, BackendSpec] = {}
         self._attempts: dict[str, _Reconnection] = {}
-        self._saving = anyio.Lock()
         self.waiting: dict[str, str] = {}
         """The ids of backends that could not be registered yet, with the reason."""
 
@@ -76,17 +85,79 @@ class PolicyServing:
     async def reconnecting(self, specs: list[BackendSpec]) -> AsyncIterator[None]:
         """Register these and the remembered backends in the background, retrying until the context ends."""
         async with anyio.create_task_group() as tasks:
-            known = {_id(spec): spec for spec in [*self._load(), *specs]}
-            for backend_id, spec in known.items():
-                self.waiting[backend_id] = "not tried yet"
-                self._awaited[backend_id] = spec
-                self._attempts[backend_id] = _Reconnection(anyio.CancelScope(), anyio.Event())
-                tasks.start_soon(self._reconnect, backend_id, spec)
+            for spec in specs:
+                self._await(tasks, backend_id_of_spec(spec), spec, remember=True)
+            await self._follow_listed(tasks)
+            if self._backends.is_shared:
+                tasks.start_soon(self._follow, tasks)
             yield
             tasks.cancel_scope.cancel()
 
-    async def register(self, spec: BackendSpec, *, remember: bool = True) -> BackendView:
+    async def _follow(self, tasks: TaskGroup) -> None:
+        seen = 0
+        while True:
+            seen = await self._backends.wait_for_change(seen)
+            try:
+                await self._follow_listed(tasks)
+            except StoreError as error:
+                log.error("the backends cannot be read; trying again", error=str(error), hint=error.hint)
+                await anyio.sleep(RECONNECT_SECONDS)
+                seen -= 1
+
+    async def _follow_listed(self, tasks: TaskGroup) -> None:
+        """Serve what the store lists, and nothing that it listed before."""
+        scope = loopback_scope()
+        listed = {
+            each.backend_id: each
+            for each in await self._backends.backends()
+            if each.loopback_of in ("", scope)
+        }
+        served = {view.backend_id: view.state for view in self.views()}
+        for backend_id in self._followed.keys() - listed.keys():
+            del self._followed[backend_id]
+            await self._give_up(backend_id)
+        for backend_id, backend in listed.items():
+            is_given_up = backend_id in self.waiting and self._followed.get(backend_id) == backend
+            if backend_id not in served and backend_id not in self._awaited and not is_given_up:
+                self._await(tasks, backend_id, backend.spec)
+            elif backend_id in served and backend.is_draining:
+                self._pools.drain(backend_id)
+            elif served.get(backend_id) is BackendState.DRAINING:
+                self._await(tasks, backend_id, backend.spec)
+            self._followed[backend_id] = backend
+
+    def _await(self, tasks: TaskGroup, backend_id: str, spec: BackendSpec, *, remember: bool = False) -> None:
+        """Begin to register a backend in the background, unless that has begun."""
+        if backend_id in self._awaited:
+            return
+        self.waiting[backend_id] = "not tried yet"
+        self._awaited[backend_id] = spec
+        self._attempts[backend_id] = _Reconnection(anyio.CancelScope(), anyio.Event())
+        tasks.start_soon(self._reconnect, backend_id, spec, remember)
+
+    async def _give_up(self, backend_id: str) -> None:
+        """Stop serving a backend here, or trying to."""
+        await self._end_attempt(backend_id)
+        self._stop_waiting(backend_id)
+        with suppress(UnknownBackend):
+            await self._pools.remove(backend_id)
+            log.info("backend removed", backend_id=backend_id)
+
+    async def _end_attempt(self, backend_id: str) -> bool:
+        """End the attempts to register a backend; return whether there were any."""
+        if backend_id not in self._awaited:
+            return False
+        attempt = self._attempts[backend_id]
+        attempt.scope.cancel()
+        await attempt.ended.wait()
+        return True
+
+    async def register(
+        self, spec: BackendSpec, *, remember: bool = True, exports: Collection[str] | None = None
+    ) -> BackendView:
         """Put an engine into service; an error leaves nothing half done.
+
+        `exports` are the extras that another service found when it checked the engine.
 
         Raises:
             InferenceError: The engine does not answer, or lacks a required feature.
@@ -94,7 +165,11 @@ class PolicyServing:
         """
         known = {view.backend_id for view in self._pools.views()}
         view = await self._pools.register(
-            str(spec.url), spec.pool, kind=spec.kind, max_in_flight=spec.max_in_flight
+            str(spec.url),
+            spec.pool,
+            kind=spec.kind,
+            max_in_flight=spec.max_in_flight,
+            exports=exports,
         )
         try:
             path = spec.tokenizer or view.tokenizer_path
@@ -108,8 +183,7 @@ class PolicyServing:
         self._pools.note_change()
         self._stop_waiting(view.backend_id)
         if remember:
-            self._specs[view.backend_id] = spec
-            await self._save()
+            await self._share(view, spec, path)
         log.info("backend registered", backend_id=view.backend_id, model=view.model_path, pool=view.pool)
         return view
 
@@ -119,35 +193,35 @@ class PolicyServing:
         Raises:
             UnknownBackend: No backend with that id is registered.
         """
-        await self._pools.remove(backend_id)
-        log.info("backend removed", backend_id=backend_id)
-        if self._specs.pop(backend_id, None):
-            await self._save()
+        was_awaited = await self._end_attempt(backend_id)
+        self._followed.pop(backend_id, None)
+        was_listed = await self._backends.remove(backend_id)
+        if not was_listed and not was_awaited:
+            await self._pools.remove(backend_id)
+            log.info("backend removed", backend_id=backend_id)
+            return
+        await self._give_up(backend_id)
 
     async def clear(self, pool: str) -> int:
         """Remove all engines of a pool for good, including those still waited for; return their number."""
-        attempts = {one: self._attempts[one] for one, spec in self._awaited.items() if spec.pool == pool}
-        for attempt in attempts.values():
-            attempt.scope.cancel()
-        for attempt in attempts.values():
-            await attempt.ended.wait()
-        given_up = [backend_id for backend_id in attempts if backend_id in self._awaited]
-        for backend_id in given_up:
-            self._stop_waiting(backend_id)
-        if given_up:
-            await self._save()
-        served = [view.backend_id for view in self._pools.views() if view.pool == pool]
-        for backend_id in served:
-            await self.remove(backend_id)
-        return len(given_up) + len(served)
+        awaited = {backend_id for backend_id, spec in self._awaited.items() if spec.pool == pool}
+        listed = {each.backend_id for each in await self._backends.backends() if each.spec.pool == pool}
+        served = {view.backend_id for view in self._pools.views() if view.pool == pool}
+        for backend_id in awaited | listed | served:
+            with suppress(UnknownBackend):
+                await self.remove(backend_id)
+        return len(awaited | listed | served)
 
-    def drain(self, backend_id: str) -> BackendView:
+    async def drain(self, backend_id: str) -> BackendView:
         """Send an engine no new requests.
 
         Raises:
             UnknownBackend: No backend with that id is registered.
         """
         view = self._pools.drain(backend_id)
+        if (backend := self._followed.get(backend_id)) is not None and self._backends.is_shared:
+            self._followed[backend_id] = replace(backend, is_draining=True)
+            await self._backends.put(self._followed[backend_id])
         log.info("backend is given nothing new", backend_id=backend_id)
         return view
 
@@ -172,7 +246,7 @@ class PolicyServing:
             NoBackendError: There is no such pool.
             OrderFailed: An engine in service failed to pause.
         """
-        outcome = await self._pools[request.pool].pause(request.mode, request.drain_seconds)
+        outcome = await self._commands.run(request)
         log.info("pool paused", pool=request.pool, mode=request.mode)
         return check_outcome(outcome, "pause")
 
@@ -183,7 +257,7 @@ class PolicyServing:
             NoBackendError: There is no such pool.
             OrderFailed: An engine in service failed to resume.
         """
-        outcome = await self._pools[request.pool].resume()
+        outcome = await self._commands.run(request)
         log.info("pool resumed", pool=request.pool)
         return check_outcome(outcome, "resume")
 
@@ -198,7 +272,7 @@ class PolicyServing:
         order = log.bind(pool=request.pool, version=request.version, source=request.weights.type)
         order.info("weight update begun", mode=request.mode, forced=request.force)
         try:
-            outcome = await self._pools[request.pool].load_weights(request)
+            outcome = await self._commands.run(request)
             check_weights_outcome(outcome, request.version)
         except WeightsPartlyLoaded as error:
             order.error("weight update done in part", error=str(error), hint=error.hint)
@@ -223,7 +297,7 @@ class PolicyServing:
             BackendRejected: A backend cannot take weights from a process group.
             OrderFailed: A backend could not join.
         """
-        return check_outcome(await self._pools[request.pool].join_group(request), "join the process group")
+        return check_outcome(await self._commands.run(request), "join the process group")
 
     async def leave_group(self, pool: str, name: str) -> PoolOutcome:
         """Let a pool's backends leave a process group.
@@ -232,7 +306,9 @@ class PolicyServing:
             NoBackendError: There is no such pool, or it has no backend.
             OrderFailed: A backend could not leave.
         """
-        return check_outcome(await self._pools[pool].leave_group(name), "leave the process group")
+        return check_outcome(
+            await self._commands.run(LeaveGroupRequest(pool=pool, group_name=name)), "leave the process group"
+        )
 
     def check(self, pool: str) -> None:
         """Check that a pool is served, or about to be.
@@ -248,25 +324,35 @@ class PolicyServing:
         pools, changed = self._pools.in_service()
         return pools & self._served.keys(), changed
 
-    async def open(self, request: RolloutRequest, tools: list[ToolSpec]) -> PolicySession:
+    def connect(self, pool: str) -> tuple[ServedModel, BackendPool]:
+        """Return the model that a pool serves, and its engines.
+
+        Raises:
+            NoBackendError: The pool is not served.
+        """
+        served = self._served.get(pool)
+        if served is None:
+            raise NoBackendError(f"pool {pool!r} has no backend", hint="Register one with POST /v1/backends.")
+        return served, self._pools[pool]
+
+    async def open(
+        self, request: RolloutRequest, tools: list[ToolSpec], turns: TurnLog | None = None
+    ) -> PolicySession:
         """Open the conversation of one rollout with its pool.
 
         Raises:
             NoBackendError: The pool is not served.
         """
-        served = self._served.get(request.pool)
-        if served is None:
-            raise NoBackendError(
-                f"pool {request.pool!r} has no backend", hint="Register one with POST /v1/backends."
-            )
+        served, pool = self.connect(request.pool)
         return PolicySession(
             Conversation(served.renderer, tools),
-            self._pools[request.pool],
+            pool,
             affinity=request.rollout_id or "",
             sampling=request.sampling,
             stop_token_ids=served.renderer.stop_token_ids,
             context_length=served.context_length,
             exports=request.exports,
+            turns=turns,
         )
 
     def close(self, request: RolloutRequest) -> None:
@@ -274,23 +360,42 @@ class PolicyServing:
         if request.pool in self._served:
             self._pools[request.pool].release(request.rollout_id or "")
 
+    async def _share(self, view: BackendView, spec: BackendSpec, tokenizer: str) -> None:
+        backend_id = view.backend_id
+        if self._backends.is_shared:  # an engine may name other weights' folder once it has loaded them
+            spec = spec.model_copy(update={"tokenizer": tokenizer})
+        is_local = self._backends.is_shared and is_loopback(str(spec.url))
+        backend = SharedBackend(
+            backend_id,
+            spec,
+            loopback_of=loopback_scope() if is_local else "",
+            exports=tuple(view.exports),
+        )
+        known = self._followed.get(backend_id)
+        self._followed[backend_id] = backend
+        # A file is always written: the last attempt may have failed.
+        if known != backend or not self._backends.is_shared:
+            await self._backends.put(backend)
+
     def _stop_waiting(self, backend_id: str) -> None:
         self.waiting.pop(backend_id, None)
         self._awaited.pop(backend_id, None)
 
-    async def _reconnect(self, backend_id: str, spec: BackendSpec) -> None:
+    async def _reconnect(self, backend_id: str, spec: BackendSpec, remember: bool) -> None:
         attempt = self._attempts[backend_id]
         try:
             with attempt.scope:
-                await self._register_in_the_end(backend_id, spec)
+                await self._register_in_the_end(backend_id, spec, remember=remember)
         finally:
             attempt.ended.set()
 
-    async def _register_in_the_end(self, backend_id: str, spec: BackendSpec) -> None:
+    async def _register_in_the_end(self, backend_id: str, spec: BackendSpec, *, remember: bool) -> None:
         url = str(spec.url)
         while backend_id in self._awaited:
             try:
-                await self.register(spec)
+                listed = self._followed.get(backend_id) if self._backends.is_shared else None
+                exports = listed.exports if listed is not None else None
+                await self.register(spec, remember=remember, exports=exports)
             except InferenceError as error:
                 self.waiting[backend_id] = str(error)
                 log.warning(
@@ -306,25 +411,7 @@ class PolicyServing:
                 )
                 self._awaited.pop(backend_id, None)
 
-    def _load(self) -> list[BackendSpec]:
-        try:
-            return _SPECS.validate_json(self._remembered.read_bytes())
-        except FileNotFoundError:
-            return []
 
-    async def _save(self) -> None:
-        async with self._saving:  # two registrations at once would write the same draft file
-            data = _SPECS.dump_json(list((self._awaited | self._specs).values()))
-            try:
-                await anyio.to_thread.run_sync(write_private, self._remembered, data)
-            except OSError as error:
-                log.error(
-                    "the backends cannot be remembered, and have to be registered again after a restart",
-                    file=str(self._remembered),
-                    error=str(error),
-                    hint="Free disk space or restore the state folder, then register any of them again.",
-                )
-
-
-def _id(spec: BackendSpec) -> str:
+def backend_id_of_spec(spec: BackendSpec) -> str:
+    """Return the id of the backend that a request registers."""
     return backend_id_of(str(spec.url), spec.pool)

@@ -18,7 +18,8 @@ from api_schemas.trajectories import ForkReason, Message, Trajectory
 from rollout_service.episodes import ContextFullError, PolicyTurn
 from rollout_service.inference import contract as inference
 from rollout_service.inference.errors import PromptTooLong
-from rollout_service.tokens import AssistantTurn, Conversation
+from rollout_service.policies.turn_log import TurnLog
+from rollout_service.tokens import AssistantTurn, Conversation, ToolSpec
 
 INLINE_CHARS = 4_096
 """Prompts of more characters are rendered in a thread. This leaves at most 4 ms of work on the event loop; going to a
@@ -48,8 +49,12 @@ class PolicySession:
         stop_token_ids: Sequence[int],
         context_length: int,
         exports: TokenExtras | None = None,
+        turns: TurnLog | None = None,
     ) -> None:
-        """Take the rollout's id as `affinity`; `context_length` bounds prompt and answer together, in tokens."""
+        """Take the rollout's id as `affinity`; `context_length` bounds prompt and answer together, in tokens.
+
+        `turns` has the turns to play before any is sampled, and saves the others.
+        """
         self._conversation = conversation
         self._pool = pool
         self._affinity = affinity
@@ -57,6 +62,7 @@ class PolicySession:
         self._stop_token_ids = tuple(stop_token_ids)
         self._context_length = context_length
         self._exports = exports or TokenExtras()
+        self._turns = turns or TurnLog()
         self._usage = Usage()
         self._engine_seconds = 0.0
         self._kept_kv: frozenset[int] = frozenset()
@@ -66,17 +72,21 @@ class PolicySession:
         """Continue the conversation with these messages and sample one turn of at most `max_tokens` tokens.
 
         Raises:
+            CannotResumeError: The conversation differs from the turns that were to be played.
             ContextFullError: The prompt leaves no room for an answer.
             InferenceError: No engine gave an answer.
             TokenError: The messages cannot be rendered, or the answer cannot be trained on.
         """
+        self._turns.give(new_messages)
         prompt = await self._prompt(new_messages)
+        context = prompt[self._conversation.recorded_length() :]
         # One token is kept back because engines differ in whether the context may be filled completely.
         room = self._context_length - 1 - len(prompt)
-        if room < 1:
-            raise self._context_full(len(prompt))
-        budget = min(max_tokens, room)
-        generation = await self._generate(prompt, budget)
+        generation = await self._turns.next(context)
+        if generation is None:
+            if room < 1:
+                raise self._context_full(len(prompt))
+            generation = await self._generate(prompt, min(max_tokens, room))
         turn = self._conversation.record(
             generation.output_ids,
             generation.logprobs,
@@ -88,6 +98,7 @@ class PolicySession:
         self._count(turn, generation, malformed)
         if generation.kept_kv_versions:
             self._kept_kv |= generation.kept_kv_versions
+        self._turns.record(context, generation)
         return PolicyTurn(
             message=turn.message,
             truncated=turn.truncated,
@@ -100,8 +111,13 @@ class PolicySession:
         """The conversation as it stands."""
         return self._conversation.messages
 
+    def offer(self, tools: Sequence[ToolSpec]) -> None:
+        """Offer these tools from the first turn on."""
+        self._conversation.offer(tools)
+
     def replace(self, messages: list[Message], reason: ForkReason = ForkReason.HISTORY_EDITED) -> None:
         """Replace the whole history; the next turn begins a new segment."""
+        self._turns.give(messages, reason)
         self._conversation.replace(messages, reason)
 
     @property
@@ -111,7 +127,7 @@ class PolicySession:
 
     @property
     def engine_seconds(self) -> float:
-        """Time spent waiting for the pool, including calls that failed or were cancelled."""
+        """Time spent waiting for the pool, including calls that failed or were cancelled; none for played turns."""
         return self._engine_seconds
 
     def trajectory(self) -> Trajectory:

@@ -40,10 +40,11 @@ from rollout_service.runs.planning import (
     rollout_request,
 )
 from rollout_service.runs.task_source import Reopen, RunTasks
+from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.codec.rollouts import RESTORE
 from rollout_service.store.contract import Store
 from rollout_service.store.rules import oldest_allowed
-from rollout_service.store.runs_contract import GroupMember, OpenGroup, RetentionPolicy, RunRecord
+from rollout_service.store.runs_contract import GroupMember, OpenGroup, RetentionPolicy, RunRecord, RunStore
 from rollout_service.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)
@@ -94,10 +95,20 @@ class RunManager:
     async def running(self) -> AsyncIterator[None]:
         """Work until the block is left."""
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._work)
-            tasks.start_soon(self._prune)
+            tasks.start_soon(self.manage)
+            tasks.start_soon(self.prune)
             yield
             tasks.cancel_scope.cancel()
+
+    async def manage(self, lease: RoleLease | None = None) -> None:
+        """Work on all runs until cancelled; the store refuses the changes once `lease` is another service's."""
+        self._runs = self._store.runs if lease is None else self._store.runs.fenced(lease)
+        try:
+            await self._work()
+        finally:
+            self._runs = self._store.runs
+            self._stuck.clear()
+            self._forget_all_but(set())  # the next leader changes what this one remembers
 
     def acceptance_rate(self, run: RunRecord) -> float:
         """Return the expected share of a run's groups that pass its filters."""
@@ -123,7 +134,7 @@ class RunManager:
     async def sync_version(self, run: RunRecord) -> RunRecord:
         """Return the run, after updating its version if its pool has reached a newer one."""
         reached = self._pool_version(run.request.pool)
-        return await self._runs.update(run.run_id, version=reached) if reached > run.version else run
+        return await self._store.runs.update(run.run_id, version=reached) if reached > run.version else run
 
     async def mask_stale(self, run_id: str, *, strict: bool = True) -> None:
         """Mask samples that have become too old for a run's trainer, now and whenever its version changes.
@@ -137,17 +148,18 @@ class RunManager:
             self._strict.discard(run_id)
             return
         self._strict.add(run_id)
-        run = await self._runs.get(run_id)
-        await self._mask_stale(run, self.chain(run.request))
+        runs = self._store.runs  # unlike the work on runs, this is done by whichever node is asked
+        run = await runs.get(run_id)
+        await self._mask_stale(runs, run, self.chain(run.request))
 
-    async def _mask_stale(self, run: RunRecord, chain: FilterChain) -> None:
+    async def _mask_stale(self, runs: RunStore, run: RunRecord, chain: FilterChain) -> None:
         bound = self._bound(run)
         if bound is None:
             return
-        for group in await self._runs.stale_groups(run.run_id, bound):
+        for group in await runs.stale_groups(run.run_id, bound):
             samples = await self._samples(group)
             revised = close_group(run.request, chain, group.number, samples, bound=bound)
-            await self._runs.reclose_group(run.run_id, revised)
+            await runs.reclose_group(run.run_id, revised)
 
     def _bound(self, run: RunRecord) -> int | None:
         """Return the oldest version that a sample may have; None while stale samples are accepted."""
@@ -185,7 +197,10 @@ class RunManager:
         await self._share_places(active)
         if failure is not None:
             raise failure
-        self._forget_all_but({one.run.run_id for one in active} | self._stuck.keys())
+        kept = {one.run.run_id for one in active} | self._stuck.keys()
+        for gone in self._estimates.keys() - kept:
+            log.info("run has no more to do", run=gone)
+        self._forget_all_but(kept)
         return bool(active)
 
     def _forget_all_but(self, kept: set[str]) -> None:
@@ -195,7 +210,6 @@ class RunManager:
             self._strict.discard(gone)
             self._scheduler.forget(gone)
             self._metrics.clear_run(gone)
-            log.info("run has no more to do", run=gone)
 
     async def _guarded(self, run: RunRecord) -> ActiveRun | None:
         """Settle one run, and pause it if that fails.
@@ -243,7 +257,7 @@ class RunManager:
             if cancel_reason is not None:
                 await self._cancel(group.members)
             await self._settle_group(active, group, cancel_reason)
-        await self._mask_stale(run, active.chain)
+        await self._mask_stale(self._runs, run, active.chain)
         active.run = await self._runs.get(run.run_id)
         if has_surplus(active.run):
             await self._runs.cancel_groups(run.run_id, SURPLUS)
@@ -378,12 +392,15 @@ class RunManager:
             self._tasks[run.run_id] = (run.tasks, tasks)
         return tasks
 
-    async def _prune(self) -> None:
+    async def prune(self, lease: RoleLease | None = None) -> None:
+        """Delete what has expired, until cancelled; the store refuses it once `lease` is another service's."""
+        runs = self._store.runs if lease is None else self._store.runs.fenced(lease)
+
         async def prune() -> None:
-            for run in await self._runs.list():
+            for run in await runs.list():
                 keep = run.request.retention
-                await self._runs.prune(run.run_id, seconds=keep.seconds, max_bytes=keep.max_bytes)
-            while await self._runs.delete_expired(self._retention):
+                await runs.prune(run.run_id, seconds=keep.seconds, max_bytes=keep.max_bytes)
+            while await runs.delete_expired(self._retention):
                 await anyio.lowlevel.checkpoint()  # so that other jobs get their turn
 
         while True:

@@ -1,8 +1,8 @@
-"""Scores finished rollouts again, without inference.
+"""Scores finished rollouts again, without inference of their policy.
 
-Guarantees: no engine is called; if the evaluation looks at a sandbox, the recorded tool calls recreate it in the
-pipeline's own stages, within their limits and workers; a failure is reported with its rollout and stops no other. The
-store is not changed: the response has the new reward next to the recorded one.
+Guarantees: no engine is called, unless the environment asks a judge; if the evaluation looks at a sandbox, the
+recorded tool calls recreate it in the pipeline's own stages, within their limits and workers; a failure is reported
+with its rollout and stops no other. The store is not changed: the response has the new reward next to the recorded one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import anyio.to_thread
 
 from api_schemas.errors import ErrorInfo, FieldError
 from api_schemas.exports import RecordedRollout, Rescored, RescoreOptions, RescoreRollouts, RescoreRun
+from api_schemas.external import AgentKind
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, Stage
 from api_schemas.trajectories import Trajectory
 from rollout_service.agents.tool_calling.agent import final_answer
 from rollout_service.environments.contract import Environment, Replayable
-from rollout_service.episodes import Episode, Policy, Score
+from rollout_service.episodes import Episode, GatewayAccess, Policy, Score
 from rollout_service.errors import InvalidFieldError, describe, prefix_field_paths
+from rollout_service.judging.contract import Judge
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.stage import Slot
 from rollout_service.pipeline.stage_runner import StageRunner
@@ -115,9 +117,10 @@ class Rescorer:
         try:
             environment = self._context.environments.get(name)
             environment.check(request.task.instance)
+            environment = environment.for_instance(request.task.instance)
             trajectory = require_trajectory(rollout)
             policy = await anyio.to_thread.run_sync(RecordedPolicy, recorded, trajectory)
-            with_tools = must_replay_tools(environment, options)
+            with_tools = must_replay_tools(environment, options, request.agent)
             if with_tools:
                 policy.check()
             await self._places.acquire()
@@ -140,6 +143,7 @@ class Replay:
     runner: StageRunner
     policy: RecordedPolicy
     request: RolloutRequest
+    judge: Judge | None
     with_tools: bool
     """Whether the recorded tool calls run again; if not, the recorded answer alone is scored."""
 
@@ -157,7 +161,7 @@ class Replay:
         """Prepare a replay; `slot` holds a place, which the runner gives back."""
         source = _RecordedSource(policy)
         runner = StageRunner(context, environment, request, source, slot=slot, queued_at=time.perf_counter())
-        return cls(runner, policy, request, with_tools)
+        return cls(runner, policy, request, context.judge, with_tools)
 
     async def run(self) -> Score:
         """Return the new score."""
@@ -166,7 +170,12 @@ class Replay:
         answer = final_answer(self.policy.trajectory().messages)
         return await self.runner.evaluate(
             Episode(
-                request=self.request, attempt=1, limits=self.runner.limits, policy=self.policy, answer=answer
+                request=self.request,
+                attempt=1,
+                limits=self.runner.limits,
+                policy=self.policy,
+                answer=answer,
+                judge=self.judge,
             )
         )
 
@@ -180,6 +189,13 @@ class _RecordedSource:
     async def open(self, tools: list[ToolSpec]) -> Policy:  # noqa: ARG002 - the recorded turns stay as they were
         return self.policy
 
+    @property
+    def gateway(self) -> GatewayAccess | None:
+        return None
+
+    async def end(self) -> None:
+        """Do nothing: a recorded policy records nothing."""
+
     def close(self) -> None:
         """Do nothing: a recorded policy holds nothing."""
 
@@ -188,20 +204,28 @@ async def _return_given(recorded: Sequence[RecordedRollout]) -> Sequence[Recorde
     return recorded
 
 
-def must_replay_tools(environment: Environment, options: RescoreOptions) -> bool:
+def must_replay_tools(
+    environment: Environment, options: RescoreOptions, agent: AgentKind = AgentKind.ENVIRONMENT
+) -> bool:
     """Return whether the recorded tool calls must run again before the evaluation.
 
     Raises:
         NotReplayableError: The environment cannot score a finished rollout at all.
     """
     replayable: Replayable = environment.replayable
+    is_needed = options.replay == "always" or replayable != "answer"
+    if is_needed and (agent is AgentKind.EXTERNAL or environment.uses_gateway):
+        raise NotReplayableError(
+            "a program of its own worked on this rollout, and what it did cannot be replayed",
+            hint="Name an environment that scores the answer alone in `environment`, or roll the task out again.",
+        )
     if replayable == "never":
         raise NotReplayableError(
             f"the environment {environment.spec.name!r} cannot score a finished rollout: it declares "
             "`replayable` as 'never'",
             hint="Name another environment in `environment`, or roll the task out again.",
         )
-    return options.replay == "always" or replayable == "tools"
+    return is_needed
 
 
 def require_trajectory(rollout: Rollout) -> Trajectory:

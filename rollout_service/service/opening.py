@@ -11,23 +11,32 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-import anyio
-
 from rollout_service.cluster.concurrency import Concurrency
 from rollout_service.cluster.identity import ServiceIdentity
+from rollout_service.cluster.leadership import RETENTION_ROLE, RUNS_ROLE, Leadership
 from rollout_service.cluster.node import Node
-from rollout_service.environments.contract import Environment
-from rollout_service.environments.registry import EnvironmentRegistry
+from rollout_service.cluster.placement import Placement
+from rollout_service.cluster.pool_commands import SharedCommands
+from rollout_service.gateway.capture import TurnCapture
+from rollout_service.gateway.gateway import Gateway, GatewayParts
+from rollout_service.gateway.metrics import GatewayMetrics
+from rollout_service.judging.judge import PoolJudge
+from rollout_service.judging.metrics import JudgeMetrics
+from rollout_service.pipeline.claims import ClaimRules
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.sandbox_source import SandboxSource
-from rollout_service.policies.serving import PolicyServing
+from rollout_service.pipeline.turn_writer import TurnWriter
+from rollout_service.policies.serving import PolicyServing, backend_id_of_spec
+from rollout_service.policies.text_sampler import PoolTextSampler
 from rollout_service.private_files import open_state_folder
 from rollout_service.runs import Delivery, RunManager
 from rollout_service.runs.api import RunService
 from rollout_service.runs.export import RunExporter
 from rollout_service.runs.rescore import Rescorer
+from rollout_service.service.membership import ClusterMember, Suitability
 from rollout_service.service.parts import (
+    claiming_less_ahead,
     load_environments,
     make_pools,
     make_run_manager,
@@ -36,12 +45,15 @@ from rollout_service.service.parts import (
     run_embedded_engine,
     sweep,
 )
-from rollout_service.service.service import Service, check_image
-from rollout_service.settings import Settings
+from rollout_service.service.service import Service, check_environment_here
+from rollout_service.service.stores import open_store
+from rollout_service.settings import PipelineSettings, Settings
 from rollout_service.shutdown import Shutdown
-from rollout_service.store.sqlite.store import SqliteStore
+from rollout_service.store.contract import Store
+from rollout_service.store.file_backends import FileBackends
 from rollout_service.telemetry.health import HealthMetrics
 from rollout_service.telemetry.metrics import Metrics
+from rollout_service.telemetry.nodes import NodeMetrics
 from sandboxes import make_provider
 
 
@@ -50,14 +62,18 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
     """Open the service, sweep what a crash left, and work until the block is left."""
     state_dir = open_state_folder(settings.state_dir.expanduser())
     async with AsyncExitStack() as stack:
-        store = await _open_store(stack, settings)
+        owner = str(ServiceIdentity.create())
+        store = await stack.enter_async_context(open_store(settings, owner))
+        if store.cluster.is_shared:
+            settings = claiming_less_ahead(settings)
         environments = await load_environments(settings)
         node = await _open_node(stack, settings, state_dir, metrics)
         sandboxes = SandboxSource(node.pool, settings.pipeline.artifacts_bytes)
-        serving = await _open_serving(stack, settings, state_dir, metrics)
+        serving = await _open_serving(stack, settings, store, owner, state_dir, metrics)
+        gateway = await _open_gateway(stack, settings, serving, metrics)
         metrics.registry.register(HealthMetrics(serving.views, store, node.free_bytes))
         context = AttemptContext(
-            owner=str(ServiceIdentity.create()),
+            owner=owner,
             store=store,
             stages=make_stages(settings.pipeline, metrics),
             environments=environments,
@@ -66,12 +82,35 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
             admission=node.admission,
             metrics=metrics,
             max_attempts=settings.pipeline.max_attempts,
+            turn_writer=await _open_turn_writer(stack, settings, store, owner, metrics),
+            gateway=gateway,
+            judge=PoolJudge(PoolTextSampler(serving), JudgeMetrics(metrics.registry)),
+            is_stopping=lambda: shutdown.begun,
         )
-        pipeline = Pipeline(context, settings.pipeline)
-        await stack.enter_async_context(pipeline.running())
+        claims = ClaimRules()
+        pipeline = Pipeline(context, settings.pipeline, claims)
         manager = await make_run_manager(settings, store, environments, serving, metrics)
-        await stack.enter_async_context(manager.running())
-        check_environment = partial(_check_environment, environments, sandboxes)
+        member = ClusterMember(
+            settings=settings,
+            cluster=store.cluster,
+            owner=context.owner,
+            node=node,
+            placement=Placement(environments, sandboxes, settings.cluster.labels),
+            claims=claims,
+            pipeline=pipeline,
+            manager=manager,
+            stages=(context.stages.init, context.stages.rollout),
+        )
+        membership = member.membership()
+        await stack.enter_async_context(membership.joined())
+        await stack.enter_async_context(pipeline.running())
+        leadership = Leadership(store.cluster, context.owner)
+        metrics.registry.register(NodeMetrics(lambda: membership.beat, lambda: leadership.leases))
+        await stack.enter_async_context(
+            leadership.leading({RUNS_ROLE: manager.manage, RETENTION_ROLE: manager.prune})
+        )
+        suitability = Suitability(member.placement, membership)
+        check_environment = partial(check_environment_here, environments, sandboxes, suitability)
         run_service = RunService(
             store.runs, manager, check_environment=check_environment, check_pool=serving.check
         )
@@ -82,8 +121,12 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
             environments=environments,
             sandboxes=sandboxes,
             node=node,
+            nodes=member.nodes(),
+            suitability=suitability,
+            claims=claims,
             concurrency=_concurrency(context, node, settings, manager),
             serving=serving,
+            external=context.external,
             metrics=metrics,
             run_service=run_service,
             delivery=Delivery(store.runs, manager),
@@ -93,19 +136,29 @@ async def open_service(settings: Settings, metrics: Metrics, shutdown: Shutdown)
         )
 
 
-async def _open_store(stack: AsyncExitStack, settings: Settings) -> SqliteStore:
-    store = await stack.enter_async_context(await SqliteStore.open(settings.database))
-    await stack.enter_async_context(_failing_with(store))
-    return store
+async def _open_gateway(
+    stack: AsyncExitStack, settings: Settings, serving: PolicyServing, metrics: Metrics
+) -> Gateway:
+    parts = GatewayParts(
+        settings=settings.gateway,
+        policies=serving,
+        make_capture=TurnCapture,
+        metrics=GatewayMetrics(metrics.registry),
+        observe=metrics.count_refused_connection,
+    )
+    gateway = Gateway(parts)
+    await stack.enter_async_context(gateway.running())
+    return gateway
 
 
-@asynccontextmanager
-async def _failing_with(store: SqliteStore) -> AsyncIterator[None]:
-    """End the block if the store fails for good: nothing works without it."""
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(store.failed)
-        yield
-        tasks.cancel_scope.cancel()
+async def _open_turn_writer(
+    stack: AsyncExitStack, settings: Settings, store: Store, owner: str, metrics: Metrics
+) -> TurnWriter | None:
+    if not settings.pipeline.resume:
+        return None
+    writer = TurnWriter(store, owner, metrics)
+    await stack.enter_async_context(writer.running())
+    return writer
 
 
 async def _open_node(stack: AsyncExitStack, settings: Settings, state_dir: Path, metrics: Metrics) -> Node:
@@ -118,24 +171,27 @@ async def _open_node(stack: AsyncExitStack, settings: Settings, state_dir: Path,
 
 
 async def _open_serving(
-    stack: AsyncExitStack, settings: Settings, state_dir: Path, metrics: Metrics
+    stack: AsyncExitStack, settings: Settings, store: Store, owner: str, state_dir: Path, metrics: Metrics
 ) -> PolicyServing:
-    pools = await stack.enter_async_context(make_pools(settings, metrics))
-    serving = PolicyServing(pools, state_dir / "backends.json")
+    if (engines := store.engines) is None:
+        pools = await stack.enter_async_context(make_pools(settings, metrics))
+        serving = PolicyServing(pools, FileBackends(state_dir / "backends.json", backend_id_of_spec))
+    else:
+        commands = SharedCommands(engines, store.cluster, owner)
+        pools = await stack.enter_async_context(make_pools(settings, metrics, commands.exclusive))
+        commands.attach(pools)
+        await stack.enter_async_context(commands.running())
+        serving = PolicyServing(pools, engines, commands)
     await stack.enter_async_context(run_embedded_engine(settings, serving))
     await stack.enter_async_context(serving.reconnecting(settings.backends))
     return serving
 
 
 def _concurrency(context: AttemptContext, node: Node, settings: Settings, manager: RunManager) -> Concurrency:
-    return Concurrency(
-        context.stages, node, settings, lambda pipeline: manager.resize(pipeline_places(pipeline))
-    )
+    def on_change(pipeline: PipelineSettings) -> None:
+        if (
+            not context.store.cluster.is_shared
+        ):  # otherwise the next heartbeat tells the leader, wherever it is
+            manager.resize(pipeline_places(pipeline))
 
-
-async def _check_environment(
-    environments: EnvironmentRegistry, sandboxes: SandboxSource, name: str
-) -> Environment:
-    environment = environments.get(name)
-    await check_image(sandboxes, environment.spec)
-    return environment
+    return Concurrency(context.stages, node, settings, on_change)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
@@ -20,6 +21,7 @@ from rollout_service.inference.engines.embedded.process import EmbeddedEngine
 from rollout_service.inference.local_servers.keep_running import kept_running
 from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.inference.pool.pools import Pools
+from rollout_service.inference.pool.weights.controller import Exclusive
 from rollout_service.pipeline.context import Stages
 from rollout_service.pipeline.stage import StageLimiter
 from rollout_service.policies.serving import PolicyServing
@@ -42,7 +44,9 @@ async def load_environments(settings: Settings) -> EnvironmentRegistry:
     Raises:
         ConfigurationError: An environment that the settings name cannot be used.
     """
-    environments = await anyio.to_thread.run_sync(EnvironmentRegistry.load, settings.environments)
+    environments = await anyio.to_thread.run_sync(
+        partial(EnvironmentRegistry.load, settings.environments, harbor=settings.harbor)
+    )
     named = {str(path) for path in settings.environments} & environments.problems.keys()
     if named:
         problems = [environments.problems[path] for path in sorted(named)]
@@ -68,11 +72,12 @@ async def sweep(provider: SandboxProvider) -> None:
         )
 
 
-def make_pools(settings: Settings, metrics: Metrics) -> Pools:
-    """Make the pools, which have no engine yet."""
+def make_pools(settings: Settings, metrics: Metrics, exclusive: Exclusive | None = None) -> Pools:
+    """Make the pools, which have no engine yet; `exclusive` is for engines that other services command too."""
     options = PoolOptions(hold_seconds=settings.hold_seconds)
     options_of = {name: replace(options, **pool.model_dump()) for name, pool in settings.pools.items()}
-    return Pools(options, options_of=options_of, observer=RoutingTrace(metrics.registry))
+    observer = RoutingTrace(metrics.registry)
+    return Pools(options, options_of=options_of, observer=observer, exclusive=exclusive)
 
 
 @asynccontextmanager
@@ -90,6 +95,13 @@ async def run_embedded_engine(settings: Settings, serving: PolicyServing) -> Asy
 def _checkpoint(model: str) -> Path:
     """Return the folder of a shipped policy, or the given folder."""
     return policy_folder(model) if model in POLICIES else Path(model).expanduser()
+
+
+def claiming_less_ahead(settings: Settings) -> Settings:
+    """Return the settings of a node that shares its store: what it claims ahead, other nodes cannot begin."""
+    pipeline = settings.pipeline
+    ahead = min(pipeline.init_queue, max(1, pipeline.init_workers // 4))
+    return settings.model_copy(update={"pipeline": pipeline.model_copy(update={"init_queue": ahead})})
 
 
 def make_stages(settings: PipelineSettings, metrics: Metrics) -> Stages:

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 
 import anyio
 
 from api_schemas.errors import FieldError, sentences
+from api_schemas.external import RolloutEnd
 from api_schemas.inference import BackendState
 from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
+from api_schemas.tasks import Task
 from rollout_service.cluster.concurrency import Concurrency
 from rollout_service.cluster.node import Node
-from rollout_service.environments.contract import EnvironmentSpec
+from rollout_service.cluster.nodes import ClusterNodes
+from rollout_service.environments.contract import Environment, EnvironmentSpec
 from rollout_service.environments.registry import EnvironmentRegistry
-from rollout_service.errors import InvalidFieldError, NotFoundError, prefix_field_paths
-from rollout_service.pipeline.pipeline import Pipeline
+from rollout_service.errors import ConflictError, InvalidFieldError, NotFoundError, prefix_field_paths
+from rollout_service.gateway.external import ExternalAgents
+from rollout_service.pipeline.claims import ClaimRules
+from rollout_service.pipeline.pipeline import Pipeline, first_of
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.policies.serving import PolicyServing
 from rollout_service.runs import Delivery
 from rollout_service.runs.api import RunService
 from rollout_service.runs.export import RunExporter
 from rollout_service.runs.rescore import Rescorer
+from rollout_service.service.membership import Suitability
 from rollout_service.settings import Settings
 from rollout_service.shutdown import Shutdown
 from rollout_service.store.contract import Store
@@ -39,8 +46,12 @@ class Service:
     environments: EnvironmentRegistry
     sandboxes: SandboxSource
     node: Node
+    nodes: ClusterNodes
+    suitability: Suitability
+    claims: ClaimRules
     concurrency: Concurrency
     serving: PolicyServing
+    external: ExternalAgents
     metrics: Metrics
     run_service: RunService
     delivery: Delivery
@@ -58,12 +69,26 @@ class Service:
             StoreError: The store cannot be written.
         """
         with prefix_field_paths("body.task"):
-            environment = self.environments.get(request.task.environment)
-            environment.check(request.task.instance)
-            await check_image(self.sandboxes, environment.spec)
+            await self._check_task(request.task)
         self.serving.check(request.pool)
         rollout, _ = await self.store.submit(request)
         return rollout
+
+    async def _check_task(self, task: Task) -> None:
+        """Check a task; one whose environment only other nodes have is checked by the node that takes it.
+
+        Raises:
+            InvalidFieldError: A field cannot be used.
+        """
+        if task.environment not in self.environments and self.suitability.runs_elsewhere(task.environment):
+            return
+        environment = await check_environment_here(
+            self.environments, self.sandboxes, self.suitability, task.environment
+        )
+        environment.check(task.instance)
+        specific = environment.for_instance(task.instance)
+        if specific is not environment and not self.suitability.runs_elsewhere(task.environment):
+            await check_image(self.sandboxes, specific.spec)
 
     async def get(self, rollout_id: str, *, trajectory: bool = False) -> Rollout:
         """Return a rollout in its present state.
@@ -78,7 +103,8 @@ class Service:
             )
         if trajectory and rollout.state.terminal:
             rollout = rollout.model_copy(update={"trajectory": await self.store.trajectory(rollout_id)})
-        return rollout
+        access = self.external.access(rollout_id)
+        return rollout.model_copy(update={"access": access}) if access is not None else rollout
 
     async def wait(self, rollout_id: str, seconds: float) -> Rollout | None:
         """Return the whole result once the rollout has ended, or None if that takes longer.
@@ -94,6 +120,39 @@ class Service:
         with anyio.move_on_after(seconds):
             return await self.shutdown.until_begun(ended)
         return None
+
+    async def wait_for_access(self, rollout_id: str, seconds: float) -> Rollout:
+        """Return a rollout once its program may begin or it has ended, or after this time.
+
+        Raises:
+            NotFoundError: There is no rollout with this id.
+            ShuttingDownError: The shutdown began first.
+        """
+
+        async def may_begin() -> None:
+            changed = self.external.changed.next
+            while (rollout := await self.get(rollout_id)).access is None and not rollout.state.terminal:
+                await first_of(changed.wait, partial(self.store.wait_for_result, rollout_id))
+                changed = self.external.changed.next
+
+        with anyio.move_on_after(seconds):
+            await self.shutdown.until_begun(may_begin)
+        return await self.get(rollout_id)
+
+    async def end(self, rollout_id: str, end: RolloutEnd) -> Rollout:
+        """Take the report of a rollout's external agent, and return the rollout.
+
+        Raises:
+            NotFoundError: There is no such rollout, or no program works on it at this service.
+            ConflictError: The rollout or the attempt is over, or another end was reported before.
+        """
+        rollout = await self.get(rollout_id)
+        if rollout.state.terminal:
+            raise ConflictError(
+                f"rollout {rollout_id} has ended: it is {rollout.state}", hint="Read its result instead."
+            )
+        self.external.report(rollout_id, end)
+        return rollout
 
     async def abort(self, rollout_ids: list[str] | None) -> list[str]:
         """Cancel these rollouts, or all that have not ended; return the ids of those to be cancelled."""
@@ -130,7 +189,25 @@ class Service:
             reasons.append(sentences(str(problem), problem.hint))
         if not self.pipeline.started:
             reasons.append("the pipeline is stopped; POST /start begins rollouts again")
+        if not self.claims.is_open:
+            name = self.node.name
+            reasons.append(f"the node {name} is draining; POST /v1/nodes/{name}/resume ends that")
         return reasons
+
+
+async def check_environment_here(
+    environments: EnvironmentRegistry, sandboxes: SandboxSource, suitability: Suitability, name: str
+) -> Environment:
+    """Return an environment of this node, if its rollouts can run here or at another node.
+
+    Raises:
+        InvalidFieldError: There is no such environment, its image cannot be used, or no node has its labels.
+    """
+    environment = environments.get(name)
+    suitability.check(environment.spec)
+    if not suitability.has_image_elsewhere(name):
+        await check_image(sandboxes, environment.spec)
+    return environment
 
 
 async def check_image(sandboxes: SandboxSource, spec: EnvironmentSpec) -> None:

@@ -42,6 +42,19 @@ ERRORS: Final = MetricSpec(
     "rollout_errors_total", "Failed attempts, by the boundary crossed", ("boundary", "code", "stage")
 )
 RETRIES: Final = MetricSpec("rollout_retries_total", "Attempts that were retried", ("code",))
+RESUMES: Final = MetricSpec(
+    "rollout_resumes_total",
+    "Interrupted rollouts that were taken up: resumed from their last turn, or begun_anew for a reason",
+    ("outcome", "reason"),
+)
+RESUMED_TURNS: Final = MetricSpec(
+    "rollout_resumed_turns_total", "Turns that were not sampled again, since their rollout was resumed"
+)
+SAVED_TURNS: Final = MetricSpec(
+    "rollout_saved_turns_total",
+    "Turns saved to continue from after an interruption; dropped ones can be sampled again",
+    ("outcome",),
+)
 LOST_LEASES: Final = MetricSpec("rollout_lost_leases_total", "Results discarded because the lease was lost")
 REFILL_FAILURES: Final = MetricSpec(
     "rollout_sandbox_refill_failures_total", "Warm sandboxes that could not be started"
@@ -74,6 +87,9 @@ COUNTERS: Final = (
     FINISHED,
     ERRORS,
     RETRIES,
+    RESUMES,
+    RESUMED_TURNS,
+    SAVED_TURNS,
     LOST_LEASES,
     REFILL_FAILURES,
     HOLDS,
@@ -248,6 +264,15 @@ class Metrics:
     def count_retry(self, error: ErrorInfo) -> None:
         """Count an attempt that is retried."""
         self._counters[RETRIES].labels(error.code).inc()
+
+    def count_resume(self, outcome: str, reason: str, turns: int) -> None:
+        """Count an interrupted rollout that was taken up, and the turns that it need not sample again."""
+        self._counters[RESUMES].labels(outcome, reason).inc()
+        self._counters[RESUMED_TURNS].inc(turns)
+
+    def count_saved_turns(self, outcome: str, turns: int) -> None:
+        """Count turns that were saved, or dropped."""
+        self._counters[SAVED_TURNS].labels(outcome).inc(turns)
 
     def count_lost_lease(self) -> None:
         """Count a result that was discarded because its lease was lost."""

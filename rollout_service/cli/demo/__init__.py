@@ -24,6 +24,12 @@ def command(
     policy: Annotated[
         DemoPolicy, typer.Option(help="calc-tuned solves nearly all tasks, calc-base about half.")
     ] = DemoPolicy.TUNED,
+    nodes: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Nodes that share a Redis; with more than one, the last is killed on the way."
+        ),
+    ] = 1,
     concurrency: Annotated[int, typer.Option(min=1, help="Agents at once.")] = 8,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 1.0,
     seed: Annotated[
@@ -71,6 +77,7 @@ def command(
             concurrency=concurrency,
             temperature=temperature,
             seed=seed,
+            nodes=nodes,
         )
         result = await run_demo(plan, state_dir, output, quiet=as_json and figures is None)
         if as_json:

@@ -21,6 +21,7 @@ from api_schemas.tasks import Task
 from rollout_client.client import RolloutClient
 from rollout_service.cli import common
 from rollout_service.cli.console import Heading, SafeConsole
+from rollout_service.cli.demo.cluster import KILL_AT, KILL_LATEST, ClusterView, DemoCluster, running_cluster
 from rollout_service.cli.demo.options import DemoEngine, DemoPolicy, DemoSandbox
 from rollout_service.cli.demo.summary import Summary
 from rollout_service.cli.figures import figures_document, write_figures
@@ -28,6 +29,8 @@ from rollout_service.cli.server_child import running_server
 from rollout_service.cli.show import render_rollout
 from rollout_service.cli.submit.files import ResultFile
 from rollout_service.cli.submit.progress import ProgressView, Tally
+from rollout_service.inference.engines.embedded.process import EmbeddedEngine
+from rollout_service.inference.local_servers.process import ServerProcess
 from rollout_service.inference.local_servers.sglang_cpu import SGLangCpuServer
 from rollout_service.policies.shipped import policy_folder
 from rollout_service.tokens.errors import InvariantError
@@ -52,6 +55,8 @@ class DemoPlan:
     concurrency: int
     temperature: float
     seed: int
+    nodes: int = 1
+    """With more than one, they share a Redis, and the last one is killed on the way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +82,16 @@ async def run_demo(
     folder = state_dir or Path(tempfile.mkdtemp(prefix="rollout-demo-"))
     batch = output or folder / "batch.jsonl"
     console = common.err()
-    console.print(f"Starting the server (log: {folder / 'server.log'})", soft_wrap=True)
-    async with _serving(plan, folder) as client:
-        model = (await client.backends())[0].model_path
-        summary = await _roll_out(plan, client, batch)
+    logs = folder / ("server.log" if plan.nodes == 1 else "node-*/server.log")
+    console.print(f"Starting the server (log: {logs})", soft_wrap=True)
+    if plan.nodes > 1:
+        async with _cluster(plan, folder) as cluster:
+            model = (await cluster.client.backends())[0].model_path
+            summary = await _roll_out_over_nodes(plan, cluster, batch)
+    else:
+        async with _serving(plan, folder) as client:
+            model = (await client.backends())[0].model_path
+            summary = await _roll_out(plan, client, batch)
     invalid = _find_invalid_trajectories(summary.rollouts)
     shown = common.err() if quiet else common.out()
     _show(summary, model, shown)
@@ -99,6 +110,46 @@ async def _serving(plan: DemoPlan, folder: Path) -> AsyncIterator[RolloutClient]
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(SGLangCpuServer(policy_folder(plan.policy)))
         yield await stack.enter_async_context(running_server(folder, [*flags, "--backend", engine.url]))
+
+
+@asynccontextmanager
+async def _cluster(plan: DemoPlan, folder: Path) -> AsyncIterator[DemoCluster]:
+    flags = ["--sandbox", plan.sandbox, "--rollout-workers", str(max(1, plan.concurrency // plan.nodes))]
+    flags += ["--log-level", "info"]
+    async with AsyncExitStack() as stack:
+        engine = _engine(plan)
+        url = (await stack.enter_async_context(engine)).url
+        yield await stack.enter_async_context(running_cluster(folder, plan.nodes, [*flags, "--backend", url]))
+
+
+def _engine(plan: DemoPlan) -> ServerProcess:
+    folder = policy_folder(plan.policy)
+    return EmbeddedEngine(folder) if plan.engine is DemoEngine.EMBEDDED else SGLangCpuServer(folder)
+
+
+async def _roll_out_over_nodes(plan: DemoPlan, cluster: DemoCluster, batch: Path) -> Summary:
+    """Run the rollouts, and kill the last node once some of them have ended."""
+    client = cluster.client
+    requests = _requests(plan, await client.dataset(ENVIRONMENT, limit=plan.rollouts))
+    rollouts: list[Rollout] = []
+    tally = Tally(plan.rollouts)
+    view = ClusterView(common.err(), tally)
+    is_alive = True
+    with ResultFile(batch) as results:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(view.shown, client)
+            async for rollout in client.run_all(requests, concurrency=min(plan.rollouts, ORDERED_AT_ONCE)):
+                results.append(rollout)
+                rollouts.append(rollout)
+                tally.add(rollout)
+                share = tally.count / plan.rollouts
+                if is_alive and (share >= KILL_LATEST or (share >= KILL_AT and view.is_last_busy)):
+                    is_alive = False
+                    view.say(f"killed {cluster.kill_last()} (SIGKILL); its rollouts go to the others")
+            tasks.cancel_scope.cancel()
+    view.nodes = await client.nodes()
+    view.say(view.line())
+    return Summary(rollouts, time.monotonic() - tally.started)
 
 
 async def _roll_out(plan: DemoPlan, client: RolloutClient, batch: Path) -> Summary:

@@ -81,6 +81,12 @@ def expect_length(entries: Sequence[object], name: str, expected: int) -> None:
         raise BackendProtocolError(f"{name} has {len(entries)} entries for {expected} tokens")
 
 
+def expect_prefix(ids: Sequence[int], delivered: Sequence[int]) -> None:
+    """Check that an answer begins with the ids that its stream has delivered."""
+    if list(ids[: len(delivered)]) != list(delivered):
+        raise BackendProtocolError("the answer does not begin with the tokens that were streamed")
+
+
 def other_token(where: str, entry: object, token: int) -> BackendProtocolError:
     """Return the error of an entry that must belong to `token`, and does not."""
     return BackendProtocolError(f"{where} is {entry!r}, which does not belong to token {token}")
@@ -127,14 +133,14 @@ def top_logprobs(
     limit = math.inf if vocab_size is None else vocab_size
     expected = min(wanted, limit)
     for position, row in enumerate(rows):
+        if not all(is_count(each.token_id) and each.token_id < limit for each in row):
+            raise BackendProtocolError(
+                f"top_logprobs has a token at {position} that is outside the vocabulary of {limit}"
+            )
         ids = {each.token_id for each in row}
         if len(row) != expected or len(ids) != len(row):
             raise BackendProtocolError(
                 f"top_logprobs has {len(ids)} tokens at {position}, but {expected} were asked for"
-            )
-        if not all(is_count(token) and token < limit for token in ids):
-            raise BackendProtocolError(
-                f"top_logprobs has a token at {position} that is outside the vocabulary of {limit}"
             )
         values = [logprob(each.logprob, f"a logprob of top_logprobs at {position}") for each in row]
         if values != sorted(values, reverse=True):

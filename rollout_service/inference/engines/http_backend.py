@@ -1,14 +1,16 @@
 """The base of all backends over HTTP: connections, calls, and aborts.
 
-Guarantees: a call that is cancelled or times out aborts its request in the engine before it returns; an answer is JSON
-or an error that names engine, route and status; a prompt that leaves no room for its budget is never sent.
+Guarantees: a call that is cancelled or times out, or whose stream cannot be trusted, aborts its request in the engine
+before it returns; an answer is JSON or an error that names engine, route and status; a prompt that leaves no room for
+its budget is never sent.
 """
 
 import asyncio
 import json
+import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
@@ -19,13 +21,15 @@ import anyio
 import anyio.to_thread
 import orjson
 
-from rollout_service.inference.contract import GenerateRequest, Generation, ModelInfo
+from rollout_service.inference.contract import GenerateRequest, Generation, ModelInfo, TokenSink
+from rollout_service.inference.engines.checks import answer_of, mapping
 from rollout_service.inference.engines.http_client import (
     ANSWER_BYTES,
     AnswerTimeoutError,
     AnswerTooLargeError,
     HttpClient,
 )
+from rollout_service.inference.engines.token_stream import TokenStream, as_one_chunk, is_streamable
 from rollout_service.inference.errors import (
     BackendProtocolError,
     BackendRejected,
@@ -33,6 +37,7 @@ from rollout_service.inference.errors import (
     GenerationTimeout,
     InferenceError,
     PromptTooLong,
+    SchemaRefused,
 )
 from rollout_service.signals import ChangeSignal
 
@@ -41,6 +46,9 @@ _ABORT_SECONDS = 2.0
 _END_SECONDS = 5.0
 _ABORT_AGAIN_SECONDS = 0.1
 _OK = HTTPStatus.OK.value
+_DONE = b"[DONE]"
+_ERROR_STATUSES = range(400, 600)
+_SCHEMA = re.compile("schema|grammar|structured", re.IGNORECASE)
 _PORTS = {"http": 80, "https": 443}
 _ERROR_KEYS = ("error", "message", "detail")
 QUOTED_CHARACTERS = 500
@@ -84,15 +92,23 @@ class HttpBackend(ABC):
         """Whether a request can find only KV of the weights that the engine has when it is sent."""
         return False
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest, on_tokens: TokenSink | None = None) -> Generation:
         """Sample one continuation; see `Backend.generate`."""
         if self._info is not None:
             self._check_room(request, self._info)
         self._open_calls += 1
         try:
-            return await self._sample(request, time.perf_counter())
+            return await self._answer(request, on_tokens)
         except asyncio.CancelledError:
             with anyio.CancelScope(shield=True):
+                await self._abort_quietly(request.request_id)
+            raise
+        except BackendRejected as error:
+            if request.sampling.json_schema is not None and _SCHEMA.search(str(error)):
+                raise self._schema_refused(error) from error
+            raise
+        except BackendProtocolError:
+            if on_tokens is not None:  # what cannot be trusted may still be under way
                 await self._abort_quietly(request.request_id)
             raise
         except AnswerTimeoutError as error:
@@ -116,8 +132,25 @@ class HttpBackend(ABC):
         """Abort one request, or all for None."""
 
     @abstractmethod
-    async def _sample(self, request: GenerateRequest, started: float) -> Generation:
+    async def _sample(
+        self, request: GenerateRequest, started: float, on_tokens: TokenSink | None
+    ) -> Generation:
         """Ask the engine and check its answer; `started` comes from `time.perf_counter`."""
+
+    async def _answer(self, request: GenerateRequest, on_tokens: TokenSink | None) -> Generation:
+        started = time.perf_counter()
+        if on_tokens is None or is_streamable(request):
+            return await self._sample(request, started, on_tokens)
+        generation = await self._sample(request, started, None)
+        as_one_chunk(generation, on_tokens)
+        return generation
+
+    def _schema_refused(self, error: BackendRejected) -> SchemaRefused:
+        return SchemaRefused(
+            str(error).removeprefix(f"backend {self._id}: "),
+            hint="Correct the schema, or use SGLang or vLLM if the engine does not constrain what it samples.",
+            backend_id=self._id,
+        )
 
     # ---- for subclasses
 
@@ -159,6 +192,37 @@ class HttpBackend(ABC):
         raw = await self._exchange_bytes(method, path, content, seconds, max_bytes)
         return self._decode(raw, path, is_json) if is_json is not False else None
 
+    async def _stream(self, path: str, content: bytes, stream: TokenStream, max_bytes: int) -> None:
+        """Make one exchange that is answered event by event, each of at most `max_bytes`.
+
+        Raises:
+            InferenceError: The exchange failed, or broke off.
+            AnswerTimeoutError: There was no whole answer in the time of a generation.
+        """
+        is_done = False
+
+        def take(event: bytes) -> None:
+            nonlocal is_done
+            is_done = is_done or event == _DONE
+            if not is_done:
+                self._take_chunk(event, path, stream)
+
+        await self._exchange_bytes("POST", path, content, None, max_bytes, take)
+        if not is_done:
+            raise BackendUnreachable(
+                f"{path} ended its stream before the answer",
+                hint="See the engine's log.",
+                backend_id=self._id,
+            )
+
+    def _take_chunk(self, event: bytes, path: str, stream: TokenStream) -> None:
+        with answer_of(self._id):
+            chunk = mapping(self._decode(event, path, True), "a chunk of the answer")
+            if "error" in chunk:
+                stated: Any = chunk["error"].get("code") if isinstance(chunk["error"], dict) else None
+                raise self._refusal(stated if stated in _ERROR_STATUSES else _ERROR_STATUSES[-1], path, event)
+            stream.take(chunk)
+
     async def _exchange_bytes(
         self,
         method: str,
@@ -166,13 +230,19 @@ class HttpBackend(ABC):
         content: bytes | None,
         seconds: float | None,
         max_bytes: int = ANSWER_BYTES,
+        on_event: Callable[[bytes], None] | None = None,
     ) -> bytes:
         if self._is_closed:
             raise BackendUnreachable("was removed from its pool", backend_id=self._id)
         try:
             if seconds is None:
                 status, raw = await self._client.exchange(
-                    method, path, content, seconds=self._timeout, max_bytes=max_bytes
+                    method,
+                    path,
+                    content,
+                    seconds=self._timeout,
+                    max_bytes=max_bytes,
+                    on_event=on_event,
                 )
             else:
                 with anyio.fail_after(seconds):

@@ -2,15 +2,17 @@
 
 httpx's pool takes time that grows with the square of its connections, and aiohttp a fifth of a turn's CPU time.
 
-Guarantees: an answer is complete, of the length that the engine stated, and within the size limit, or it is an error; a
-connection carries one request at a time, and is reused only after a complete answer and within `REST_SECONDS`; a
-cancelled call closes its connection, which the engine sees; a connection that is established too late is closed, and
-`close` waits no longer than `CLOSE_SECONDS`.
+Guarantees: an answer is complete, of the length that the engine stated, and within the size limit, or it is an error;
+server-sent events are passed on as they arrive, and none after the call has ended; a connection carries one request at
+a time, and is reused only after a complete answer and within `REST_SECONDS`; a cancelled call closes its connection,
+which the engine sees; a connection that is established too late is closed, and `close` waits no longer than
+`CLOSE_SECONDS`.
 """
 
 import asyncio
 import ssl
 from collections import deque
+from collections.abc import Callable
 from functools import lru_cache
 from typing import cast
 from urllib.parse import urlsplit
@@ -19,12 +21,15 @@ import anyio
 import anyio.to_thread
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
+from rollout_service.inference.engines.event_stream import EventSplitter
+
 CONNECT_SECONDS = 10.0
 CLOSE_SECONDS = 1.0
 REST_SECONDS = 4.0
 """Less than the 5 seconds after which the engines' HTTP server drops an idle connection: no request is sent into a
 connection that is being closed."""
 FIRST_FINAL_STATUS = 200
+_OK = 200
 ANSWER_BYTES = 16 << 20
 """The default limit of an answer's size."""
 
@@ -60,19 +65,23 @@ class HttpClient:
         *,
         seconds: float | None = None,
         max_bytes: int = ANSWER_BYTES,
+        on_event: Callable[[bytes], None] | None = None,
     ) -> tuple[int, bytes]:
         """Return the status and body of an answer, within limits of time and size; redirects are not followed.
 
+        With `on_event`, a 200 is read as server-sent events: each one's data is passed on, and the returned body is
+        empty. What `on_event` raises ends the exchange, and is raised here.
+
         Raises:
             AnswerTimeoutError: No complete answer arrived within `seconds`.
-            AnswerTooLargeError: The answer is larger than `max_bytes`.
+            AnswerTooLargeError: The answer, or one of its events, is larger than `max_bytes`.
             OSError: The connection failed or broke, or the answer is not HTTP; both errors above are subclasses.
         """
         length = f"Content-Length: {len(body)}\r\n" if body is not None else ""
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{length}\r\n".encode("ascii")
         connection = self._rested() or await self._connect()
         try:
-            answer = await connection.exchange(head + body if body else head, seconds, max_bytes)
+            answer = await connection.exchange(head + body if body else head, seconds, max_bytes, on_event)
         except BaseException:
             connection.close()
             raise
@@ -135,7 +144,9 @@ class _Connection(asyncio.Protocol):
         self._parser = HttpResponseParser(self)
         self._parts: list[bytes] = []
         self._room = 0
-        """Bytes that the answer may still take, including its head."""
+        """Bytes that the answer, with its head, or the present event may still take."""
+        self._max_bytes = 0
+        self._events: EventSplitter | None = None
         self._answer: asyncio.Future[tuple[int, bytes]] | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._is_discarded = False
@@ -144,7 +155,13 @@ class _Connection(asyncio.Protocol):
         """When the last answer was complete."""
         self.lost = anyio.Event()
 
-    async def exchange(self, request: bytes, seconds: float | None, max_bytes: int) -> tuple[int, bytes]:
+    async def exchange(
+        self,
+        request: bytes,
+        seconds: float | None,
+        max_bytes: int,
+        on_event: Callable[[bytes], None] | None = None,
+    ) -> tuple[int, bytes]:
         """Send a request and read its answer.
 
         A bare timer ends a slow exchange: every turn passes here, and a cancel scope costs ten times as much.
@@ -155,6 +172,8 @@ class _Connection(asyncio.Protocol):
         if self._transport is None:
             raise ConnectionError("the connection was never made")
         self._answer, self._room = self._loop.create_future(), max_bytes
+        if on_event is not None:
+            self._max_bytes, self._events = max_bytes, EventSplitter(on_event)
         self._transport.write(request)
         if seconds is None:
             return await self._answer
@@ -167,6 +186,7 @@ class _Connection(asyncio.Protocol):
     def close(self) -> None:
         """Close at once. Idempotent."""
         self.is_reusable = False
+        self._events = None
         if self._transport is not None:
             self._transport.abort()
 
@@ -209,8 +229,9 @@ class _Connection(asyncio.Protocol):
         why = str(exc) if exc else "the connection was closed before the answer was whole"
         self._fail(exc if isinstance(exc, OSError) else ConnectionError(why))
 
-    def _fail(self, error: OSError) -> None:
+    def _fail(self, error: Exception) -> None:
         self.is_reusable = False
+        self._events = None
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
 
@@ -220,13 +241,24 @@ class _Connection(asyncio.Protocol):
         self.is_reusable = self._answer is not None
 
     def on_body(self, part: bytes) -> None:
-        self._parts.append(part)
+        if self._events is None or self._parser.get_status_code() != _OK:
+            self._parts.append(part)
+        else:
+            self._pass_on(part, self._events)
+
+    def _pass_on(self, part: bytes, events: EventSplitter) -> None:
+        try:
+            if events.feed(part):
+                self._room = self._max_bytes - events.unfinished_bytes
+        except Exception as error:  # noqa: BLE001 - raised again where the answer is awaited
+            self._fail(error)
 
     def on_message_complete(self) -> None:
         parts, self._parts = self._parts, []
         status = self._parser.get_status_code()
         if status < FIRST_FINAL_STATUS or self._answer is None or self._answer.done():
             return
+        self._events = None
         self.is_reusable = bool(self._parser.should_keep_alive())
         self.since = self._loop.time()
         self._answer.set_result((status, parts[0] if len(parts) == 1 else b"".join(parts)))

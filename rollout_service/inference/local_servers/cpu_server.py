@@ -4,6 +4,7 @@ Guarantees: nothing is downloaded; the kernel ends the server when this process 
 """
 
 import os
+import shlex
 import shutil
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -14,8 +15,8 @@ from rollout_service.inference.local_servers.process import (
     EngineStartError,
     ServerCommand,
     ServerProcess,
-    free_port,
 )
+from sandboxes.host.ports import free_port
 
 CHECKOUT = Path(__file__).parents[3]
 """The checkout of this project, in which the scripts install the engines."""
@@ -49,28 +50,42 @@ class CpuServer(ServerProcess):
         self._env_dir = env_dir or Path(os.environ.get(self.env_variable, self.default_env_dir))
 
     @abstractmethod
-    def _arguments(self, port: int) -> list[str]:
-        """Return the arguments of Python that start the server at a port of 127.0.0.1."""
+    def _arguments(self, host: str, port: str) -> list[str]:
+        """Return the arguments of Python that start the server at an address."""
 
     @abstractmethod
     def _variables(self) -> Mapping[str, str]:
         """Return the environment variables that only this engine needs."""
 
+    def job_command(self) -> str:
+        """Return a command that serves in the foreground at `{host}` and `{port}`, which a job of Slurm fills in.
+
+        Raises:
+            EngineStartError: The engine is not installed.
+        """
+        variables = [f"{name}={value}" for name, value in self._environment().items()]
+        return shlex.join(["env", *variables, self._python(), *self._arguments("{host}", "{port}")])
+
     def _server_command(self, folder: Path) -> ServerCommand:
-        python = self._env_dir / "bin" / "python"
-        if not python.exists():
-            raise EngineStartError(f"{self.engine} is not installed in {self._env_dir}; run {self.installer}")
         port, setpriv = free_port(), shutil.which("setpriv")
         command = [
             *([setpriv, "--pdeathsig", self.death_signal, "--"] if setpriv else []),
-            *(str(python), *self._arguments(port)),
+            *(self._python(), *self._arguments("127.0.0.1", str(port))),
         ]
-        environment = {
+        environment = self._environment() | {"HOME": str(folder)}  # it writes caches
+        return ServerCommand(command, environment, lambda: port)
+
+    def _python(self) -> str:
+        python = self._env_dir / "bin" / "python"
+        if not python.exists():
+            raise EngineStartError(f"{self.engine} is not installed in {self._env_dir}; run {self.installer}")
+        return str(python)
+
+    def _environment(self) -> dict[str, str]:
+        return {
             "PATH": f"{self._env_dir / 'bin'}:{os.environ.get('PATH', os.defpath)}",
-            "HOME": str(folder),  # it writes caches
             "OMP_NUM_THREADS": str(_THREADS),
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
             **self._variables(),
         }
-        return ServerCommand(command, environment, lambda: port)

@@ -7,7 +7,6 @@ child's log. The child's output goes to a file that is deleted with the context.
 
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -121,12 +120,6 @@ class ServerProcess(ABC):
         raise EngineStartError(
             f"the engine did not serve within {self.start_seconds:g} s. Its log ends with:\n{_tail(folder)}"
         )
-
-
-def free_port() -> int:
-    """Return a port that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def _log(folder: Path) -> Path:

@@ -27,26 +27,32 @@ class SGLangCpuServer(CpuServer):
         env_dir: Path | None = None,
         kv_tokens: int = 20_000,
         routed_experts: bool = False,
+        incremental: bool = True,
     ) -> None:
-        """With `routed_experts` the server can report which experts read each token."""
+        """With `routed_experts` the server can report which experts read each token.
+
+        With `incremental` it streams each token once; SGLang's own default is all tokens so far in every chunk.
+        """
         super().__init__(model_path, env_dir=env_dir)
         self._kv_tokens = kv_tokens
         self._routed_experts = routed_experts
+        self._is_incremental = incremental
 
     def _server_command(self, folder: Path) -> ServerCommand:
         if not _STAND_INS.is_dir():
             raise EngineStartError("SGLang on a CPU needs a checkout of this project: use scripts/demo there")
         return super()._server_command(folder)
 
-    def _arguments(self, port: int) -> list[str]:
+    def _arguments(self, host: str, port: str) -> list[str]:
         return [
             *("-m", "sglang.launch_server"),
-            *("--model-path", str(self._model_path), "--host", "127.0.0.1", "--port", str(port)),
+            *("--model-path", str(self._model_path), "--host", host, "--port", port),
             *("--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"),
             *("--dtype", "float32", "--tp", "1", "--mem-fraction-static", "0.5"),
             *("--max-total-tokens", str(self._kv_tokens), "--max-running-requests", str(MAX_RUNNING)),
             *("--enable-metrics", "--sleep-on-idle"),  # else an idle server keeps a core busy
             *(["--enable-return-routed-experts"] if self._routed_experts else []),
+            *(["--incremental-streaming-output"] if self._is_incremental else []),
         ]
 
     def _variables(self) -> Mapping[str, str]:

@@ -20,11 +20,11 @@ class VllmCpuServer(CpuServer):
     death_signal = "TERM"  # lets it end its workers first
     start_seconds = 420.0
 
-    def _arguments(self, port: int) -> list[str]:
+    def _arguments(self, host: str, port: str) -> list[str]:
         return [
             # The command `vllm` looks for a distribution of that name, which the CPU build lacks.
             *("-W", "ignore", "-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", str(self._model_path), "--host", "127.0.0.1", "--port", str(port)),
+            *("--model", str(self._model_path), "--host", host, "--port", port),
             *("--dtype", "float32", "--enforce-eager", "--max-num-seqs", str(MAX_RUNNING)),
             *("--block-size", str(CACHE_BLOCK), "--logprobs-mode", "processed_logprobs"),
             *("--enable-scale-out", "--enable-prompt-tokens-details"),

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 import anyio
 
 from api_schemas.inference import BackendState, BackendView
-from rollout_service.inference.contract import Backend, GenerateRequest, Generation, ModelInfo
+from rollout_service.inference.contract import (
+    Backend,
+    GenerateRequest,
+    Generation,
+    ModelInfo,
+    TokenChunk,
+    TokenSink,
+)
 from rollout_service.inference.errors import BackendUnreachable
 from rollout_service.inference.pool.locality import is_local
 from rollout_service.inference.pool.probe import refuse_missing_extras
@@ -35,6 +42,8 @@ class BackendHandle:
     state: BackendState = BackendState.READY
     in_flight: int = 0
     served: int = 0
+    chunks: int = 0
+    """The chunks of tokens that it has streamed."""
     failures: int = 0
     last_error: str | None = None
     bad_in_a_row: int = 0
@@ -64,7 +73,7 @@ class BackendHandle:
         """Whether it may be given one more request."""
         return self.max_in_flight is None or self.in_flight < self.max_in_flight
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest, on_tokens: TokenSink | None = None) -> Generation:
         """Call the backend.
 
         Raises:
@@ -77,7 +86,7 @@ class BackendHandle:
         self._calls[scope] = self.clock()
         try:
             with scope:
-                part = await self.backend.generate(request)
+                part = await self.backend.generate(request, on_tokens and self._counting(on_tokens))
                 self.served += 1
                 self.bad_in_a_row = 0
                 return part
@@ -86,6 +95,15 @@ class BackendHandle:
             del self._calls[scope]
             self._call_ended.notify()
         raise BackendUnreachable(self._why_dropped, backend_id=self.id)
+
+    def _counting(self, on_tokens: TokenSink) -> TokenSink:
+        """Return a sink that counts the chunks."""
+
+        def count(chunk: TokenChunk) -> None:
+            self.chunks += 1
+            on_tokens(chunk)
+
+        return count
 
     def record_failure(self, error: BaseException) -> None:
         """Count a failed call or probe."""

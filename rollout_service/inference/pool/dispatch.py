@@ -1,8 +1,9 @@
 """The path of one request through a pool: held, sent, repeated elsewhere.
 
 Guarantees: when a backend fails a request, the request continues elsewhere from the tokens already delivered; none of
-them is lost or sampled twice, and the caller sees one answer. While the pool is paused, requests wait here up to a
-time limit, and none is refused before. Beyond the pool's limits on concurrency, the oldest rollout's request is next.
+them is lost, sampled twice or delivered twice, and the caller sees one answer. While the pool is paused, requests wait
+here up to a time limit, and none is refused before. Beyond the pool's limits on concurrency, the oldest rollout's
+request is next.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ from collections import deque
 
 import anyio
 
-from rollout_service.inference.contract import GenerateRequest, Generation
+from rollout_service.inference.contract import GenerateRequest, Generation, TokenSink
 from rollout_service.inference.errors import (
     BackendProtocolError,
     BackendUnreachable,
@@ -52,10 +53,12 @@ class Dispatcher:
         self._answered: deque[tuple[Decision, GenerateRequest, Generation | None]] = deque()
         """Ended requests that the router and the observer have not been told of yet."""
 
-    async def generate(self, request: GenerateRequest, affinity: str | None) -> Generation:
+    async def generate(
+        self, request: GenerateRequest, affinity: str | None, on_tokens: TokenSink | None = None
+    ) -> Generation:
         """Sample a continuation; see `BackendPool.generate`."""
         self._registry.refuse_unknown_ids(request.input_ids, request.known)
-        continuation = Continuation(request)
+        continuation = Continuation(request, on_tokens)
         avoid: set[str] = set()
         fruitless = 0
         while True:
@@ -63,11 +66,17 @@ class Dispatcher:
             attempt = continuation.next_request()
             decision = self._choose(free, attempt, affinity, avoid)
             handle = self._registry[decision.backend_id]
-            read_by = handle.info.weight_version if handle.backend.keeps_kv_apart else None
+            version = handle.info.weight_version
+            read_by = version if handle.backend.keeps_kv_apart else None
             try:
-                part = await self._send(handle, decision, attempt)
+                part = await self._send(handle, decision, attempt, continuation.sink)
             except (BackendUnreachable, BackendProtocolError) as error:
-                fruitless += 1
+                fruitless = 0 if continuation.has_streamed else fruitless + 1
+                # Weights change while the pool is paused, or while an engine has no requests.
+                is_settled = handle.info.weight_version == version and self._registry.paused is None
+                whole = continuation.keep_streamed(handle.id, read_by, version if is_settled else None)
+                if whole is not None:
+                    return whole
                 avoid.add(handle.id)
                 await self._health.suspect(handle, error)
                 if fruitless >= self._options.max_failures:
@@ -122,10 +131,16 @@ class Dispatcher:
         asyncio.get_running_loop().call_soon(self._learn)
         return decision
 
-    async def _send(self, handle: BackendHandle, decision: Decision, request: GenerateRequest) -> Generation:
+    async def _send(
+        self,
+        handle: BackendHandle,
+        decision: Decision,
+        request: GenerateRequest,
+        on_tokens: TokenSink | None,
+    ) -> Generation:
         answer: Generation | None = None
         try:
-            answer = await handle.generate(request)
+            answer = await handle.generate(request, on_tokens)
         finally:
             self._answered.append((decision, request, answer))
             asyncio.get_running_loop().call_soon(self._learn)

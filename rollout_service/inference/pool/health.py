@@ -69,7 +69,7 @@ class HealthChecks:
 
     async def _bring_back(self, handle: BackendHandle) -> None:
         """Give an engine the pool's weights before any request, since it may have restarted."""
-        async with self._controller.lock:
+        async with self._controller.joining():
             try:
                 info = await handle.backend.model_info()
                 version = await self._controller.synchronize(handle.backend, info.weight_version)

@@ -3,6 +3,7 @@
 import ipaddress
 import socket
 from functools import cache
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
@@ -11,6 +12,24 @@ import psutil
 def is_local(url: str) -> bool:
     """Return whether the host of `url` is this node's name or one of its addresses; no name is resolved."""
     return (urlsplit(url).hostname or "") in _own_names()
+
+
+def is_loopback(url: str) -> bool:
+    """Return whether the host of `url` is this machine for whoever asks."""
+    host = urlsplit(url).hostname or ""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@cache
+def loopback_scope() -> str:
+    """Return a name for all processes that share this one's loopback addresses: a boot and a network namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
 
 
 @cache

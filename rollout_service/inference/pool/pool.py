@@ -6,7 +6,7 @@ all backends. These modules state the guarantees.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import anyio
@@ -20,7 +20,7 @@ from api_schemas.inference import (
     WeightsGroupRequest,
     WeightsRequest,
 )
-from rollout_service.inference.contract import Backend, GenerateRequest, Generation
+from rollout_service.inference.contract import Backend, GenerateRequest, Generation, TokenSink
 from rollout_service.inference.pool.backend_handle import BackendHandle
 from rollout_service.inference.pool.dispatch import Dispatcher
 from rollout_service.inference.pool.health import HealthChecks
@@ -29,7 +29,8 @@ from rollout_service.inference.pool.probe import check_backend
 from rollout_service.inference.pool.registry import BackendRegistry
 from rollout_service.inference.pool.stalls import StallDetector
 from rollout_service.inference.pool.wait_queue import WaitQueue
-from rollout_service.inference.pool.weights.controller import PoolController
+from rollout_service.inference.pool.weights.controller import Exclusive, PoolController
+from rollout_service.inference.pool.weights.shared_state import PoolState
 from rollout_service.inference.routing import CostRouter, Observer, Router
 
 
@@ -45,9 +46,13 @@ class BackendPool:
         router: Router | None = None,
         observer: Observer | None = None,
         on_change: Callable[[], None] | None = None,
+        exclusive: Exclusive | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start empty; `on_change` is called after every change of a backend's state or of the pause."""
+        """Start empty; `on_change` is called after every change of a backend's state or of the pause.
+
+        `exclusive` is for backends that other services command too.
+        """
         self.name = name
         self._tasks = tasks
         self._options = options or PoolOptions()
@@ -56,7 +61,7 @@ class BackendPool:
         self._queue = WaitQueue()
         self._on_change = on_change
         self._registry = BackendRegistry(name, router.forget, self._changed)
-        self._controller = PoolController(self._registry)
+        self._controller = PoolController(self._registry, exclusive)
         self._health = HealthChecks(self._registry, self._controller, self._options)
         self._stalls = StallDetector(self._registry, router, self._options)
         self._dispatcher = Dispatcher(
@@ -92,24 +97,35 @@ class BackendPool:
 
     # ---- membership
 
-    async def register(self, backend: Backend, *, max_in_flight: int | None = None) -> BackendView:
+    async def register(
+        self, backend: Backend, *, max_in_flight: int | None = None, exports: Collection[str] | None = None
+    ) -> BackendView:
         """Check what `backend` can do, give it the pool's weights, and put it into service.
 
         `max_in_flight` bounds the requests that it is given at once. A backend whose id is known is checked again
-        and brought back, whatever its state was; `backend` is then closed and the known one stays.
+        and brought back, whatever its state was; `backend` is then closed and the known one stays. With `exports`,
+        another service has checked it, and it may be paused.
 
         Raises:
             BackendUnreachable: The backend does not answer.
             BackendProtocolError: The backend lacks a required feature; the message names it.
         """
-        async with self._controller.lock:
+        if exports is None and self._controller.is_shared:
+            # An engine that hangs must not keep the other services from commands.
+            checked = await check_backend(backend, seconds=self._options.registration_timeout)
+            exports = checked.extras
+        async with self._controller.joining():
             known = self._registry.get(backend.id)
             if known is not None:
                 await backend.close()
                 backend = known.backend
-            info = await check_backend(backend, seconds=self._options.registration_timeout)
+            if exports is not None:
+                info = replace(await backend.model_info(), extras=frozenset(exports))
+            else:
+                info = await check_backend(backend, seconds=self._options.registration_timeout)
             self._registry.refuse_other_vocabulary(backend.id, info.vocab_size)
-            version = await self._controller.synchronize(backend, info.weight_version)
+            is_known = exports is not None and known is None
+            version = await self._controller.synchronize(backend, info.weight_version, is_known=is_known)
             info = replace(info, weight_version=version)
             handle = known or BackendHandle(backend, info, self._options.slow_start, self._clock)
             handle.bring_back(info)
@@ -150,11 +166,14 @@ class BackendPool:
 
     # ---- requests
 
-    async def generate(self, request: GenerateRequest, *, affinity: str | None = None) -> Generation:
+    async def generate(
+        self, request: GenerateRequest, *, affinity: str | None = None, on_tokens: TokenSink | None = None
+    ) -> Generation:
         """Sample a continuation, through pauses, weight updates and the loss of backends.
 
         `affinity` names the rollout, which keeps its turns on the backend that holds their KV; call `release` when the
-        rollout has ended. Cancelling this call aborts the request in its engine.
+        rollout has ended. With `on_tokens`, chunks are delivered as they arrive, each token once: when a backend is
+        lost, another goes on after what was delivered. Cancelling this call aborts the request in its engine.
 
         Raises:
             NoBackendError: No backend is registered, or none came back into service in time.
@@ -164,7 +183,7 @@ class BackendPool:
             GenerationTimeout: The engine took longer than allowed.
             PoolPaused: A pause lasted longer than allowed.
         """
-        return self._controller.kept_kv(await self._dispatcher.generate(request, affinity))
+        return self._controller.kept_kv(await self._dispatcher.generate(request, affinity, on_tokens))
 
     def release(self, affinity: str) -> None:
         """Free the place of a rollout that has ended."""
@@ -188,7 +207,7 @@ class BackendPool:
         """Load the weights in `path` into every backend as `version`; see `load_weights`."""
         return await self.load_weights(WeightsRequest(path=path, version=version, mode=mode))
 
-    async def load_weights(self, request: WeightsRequest) -> PoolOutcome:
+    async def load_weights(self, request: WeightsRequest, *, is_repeated: bool = False) -> PoolOutcome:
         """Load weights into every backend, pausing by the request's mode unless paused already.
 
         A backend that fails while others succeed leaves service until it has the new weights. If all refuse them, all
@@ -198,7 +217,27 @@ class BackendPool:
             WeightsConflict: The version is older than the pool's, or is in use for other weights; or the backends
                 are not in the process group.
         """
-        return await self._controller.update_weights(request)
+        return await self._controller.update_weights(request, is_repeated=is_repeated)
+
+    # ---- services that share the backends
+
+    def hold(self, mode: PauseMode) -> None:
+        """Hold requests while another service carries out a command; `take_over` ends it."""
+        self._controller.hold(mode)
+
+    async def drained(self, seconds: float) -> None:
+        """Wait until no request is in flight, up to a time limit."""
+        await self._controller.drained(seconds)
+
+    def state(self) -> PoolState:
+        """Return what other services need to know of the pool."""
+        return self._controller.state()
+
+    def take_over(self, state: PoolState) -> None:
+        """Bring this pool to the state that another service left it in."""
+        self._controller.take_over(state)
+
+    # ---- process groups
 
     async def join_group(self, group: WeightsGroupRequest) -> PoolOutcome:
         """Let the backends join a process group over which weights will be broadcast.

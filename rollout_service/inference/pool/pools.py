@@ -1,6 +1,6 @@
 """The pools of the service by name, such as `policy`, `judge` or `frozen-1`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -15,6 +15,7 @@ from rollout_service.inference.engines.http_backend import location_of, normaliz
 from rollout_service.inference.errors import NoBackendError, UnknownBackend
 from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.inference.pool.pool import BackendPool
+from rollout_service.inference.pool.weights.controller import Exclusive
 from rollout_service.inference.routing import Observer, Router, make_router
 from rollout_service.signals import ChangeSignal
 
@@ -41,6 +42,7 @@ class Pools:
         router: makes the router of each pool; by default its options name it.
         observer: notified of every routing decision.
         connect: makes a backend from its address and id, whatever its kind; `engines.connect` by default.
+        exclusive: keeps other services, if the backends are shared, from commanding a pool.
     """
 
     def __init__(
@@ -51,12 +53,14 @@ class Pools:
         router: Callable[[], Router] | None = None,
         observer: Observer | None = None,
         connect: Callable[[str, str], Backend] | None = None,
+        exclusive: Exclusive | None = None,
     ) -> None:
         self._options = options or PoolOptions()
         self._options_of = options_of or {}
         self._router = router
         self._observer = observer
         self._connect = connect
+        self._exclusive = exclusive
         self._pools: dict[str, BackendPool] = {}
         self._changed = ChangeSignal()
         self._tasks: TaskGroup | None = None
@@ -91,6 +95,10 @@ class Pools:
             )
         return self._pools[name]
 
+    def get(self, name: str) -> BackendPool | None:
+        """Return the pool of that name, or None if no backend was ever registered in it."""
+        return self._pools.get(name)
+
     def names(self) -> list[str]:
         """Return the names of the existing pools, sorted."""
         return sorted(self._pools)
@@ -115,10 +123,12 @@ class Pools:
         kind: EngineKind | None = None,
         backend_id: str | None = None,
         max_in_flight: int | None = None,
+        exports: Collection[str] | None = None,
     ) -> BackendView:
         """Put the engine at `url` into service in a pool.
 
         Registering it again changes only its limit, and ends a drain. If `kind` is None, the engine is asked for it.
+        `exports` are the extras that another service found when it checked the engine.
 
         Raises:
             ValueError: The address is malformed.
@@ -132,7 +142,7 @@ class Pools:
             self._connect(address, name) if self._connect else await engines.connect(address, name, kind)
         )
         try:
-            return await self._pool(pool).register(backend, max_in_flight=max_in_flight)
+            return await self._pool(pool).register(backend, max_in_flight=max_in_flight, exports=exports)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await backend.close()
@@ -158,6 +168,7 @@ class Pools:
                 router=self._router() if self._router else make_router(options.router),
                 observer=self._observer,
                 on_change=self.note_change,
+                exclusive=self._exclusive,
             )
         return self._pools[name]
 

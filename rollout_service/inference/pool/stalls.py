@@ -1,8 +1,8 @@
 """Polls what engines report about themselves, tells the router, and ends calls that make no progress.
 
 Guarantees: a call that has been open for `stall_seconds`, while the engine neither answered any call of the pool nor
-reported any change in its work, ends and continues elsewhere. An engine that reports nothing at all is covered by its
-probes and time limits.
+streamed a token nor reported any change in its work, ends and continues elsewhere. An engine that reports nothing at
+all is covered by its probes and time limits.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,8 @@ from rollout_service.inference.routing import Router
 class _LastProgress:
     """The last sign of progress of an engine."""
 
-    served: int
+    delivered: int
+    """The answers, and the chunks of answers."""
     signature: str
     at: float
 
@@ -36,7 +37,7 @@ class StallDetector:
 
     async def watch(self, handle: BackendHandle) -> None:
         """Follow one engine until cancelled, or until it turns out to report nothing."""
-        last = _LastProgress(handle.served, "", handle.clock())
+        last = _LastProgress(_delivered(handle), "", handle.clock())
         while True:
             try:
                 load = await self._ask(handle)
@@ -62,8 +63,13 @@ class StallDetector:
         is_working = load is not None and load.running + load.waiting > 0
         if load is not None and is_working and load.signature != last.signature:
             last.signature, last.at = load.signature, now
-        if handle.served != last.served or self._registry.paused is not None:
-            last.served, last.at = handle.served, now
+        delivered = _delivered(handle)
+        if delivered != last.delivered or self._registry.paused is not None:
+            last.delivered, last.at = delivered, now
         patience = self._options.stall_seconds
         if now - last.at >= patience:
             handle.drop_calls(f"reported no progress for {patience:g} s", older_than=patience)
+
+
+def _delivered(handle: BackendHandle) -> int:
+    return handle.served + handle.chunks

@@ -35,6 +35,11 @@ class CostRouterOptions:
     load_seconds: float = 5.0
     """How long an engine's own report of other clients' requests counts; it is polled every second. There are no
     such clients in the simulation; `test_work_that_others_sent_to_an_engine_counts` covers them."""
+    others_rate: float = 0.3
+    """The weight of one report in the average of other clients' requests: about the last three seconds count."""
+    others_from: float = 0.1
+    """An average below this counts as nothing, so that a single node's decisions stay as they are. A report of one
+    request is above it."""
 
     # ---- the capacity of an engine's cache
 

@@ -12,6 +12,11 @@ The cost of a request on an engine is the sum of
 
 An engine that clearly has more rollouts than its fair share gets no further ones.
 
+Several nodes may route to the same engines, each for itself. The work of the others shows in the engines' own reports,
+and counts like this node's. As the samples of a group may run on several nodes, a new rollout is expected to find part
+of its prompt on the engine that all nodes try first for it (`rendezvous`): the larger the part of the work that others
+sent, the likelier one of them has been there.
+
 The turns of a rollout therefore stay where their prefix is, since any other engine would have to read all of it again.
 The samples of a group share an engine if sharing the prompt saves more than an even spread does. A rollout moves once
 its engine is so much busier that reading the prompt again elsewhere is quicker.
@@ -23,7 +28,7 @@ candidates; only the tokens that a conversation gained are hashed.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollout_service.inference.contract import BackendLoad, GenerateRequest, Generation
 from rollout_service.inference.routing.block_hashes import BLOCK_TOKENS, Chains, extend_chain
@@ -31,7 +36,11 @@ from rollout_service.inference.routing.contract import Candidate, Cost, Decision
 from rollout_service.inference.routing.cost_options import CostRouterOptions
 from rollout_service.inference.routing.engine_model import EngineModel
 from rollout_service.inference.routing.rates import Rates
+from rollout_service.inference.routing.rendezvous import first_choice, rank
 from rollout_service.inference.routing.workload import TrackedRollout, WorkloadStats
+
+_LEAST_DUTY_CYCLE = 0.05
+"""Bounds how many rollouts of other nodes are inferred from each of their requests in flight."""
 
 
 @dataclass(slots=True)
@@ -71,8 +80,11 @@ class CostRouter:
         costs = [
             self._cost(each, chain, len(request.input_ids), affinity, rollout, now) for each in candidates
         ]
-        is_new = affinity is not None and rollout is None
-        best = self._best(candidates, self._with_room(candidates, costs) if is_new else costs, rollout)
+        prompt = chain[-1] if chain else hash(tuple(request.input_ids))
+        considered = costs
+        if affinity is not None and rollout is None:
+            considered = self._expecting_others(self._with_room(candidates, costs), prompt)
+        best = self._best(candidates, considered, rollout, prompt)
         decision = Decision(
             backend_id=best.backend_id,
             reason=_reason(costs, best, rollout),
@@ -167,24 +179,40 @@ class CostRouter:
         The present requests end; assigned rollouts come back.
         """
         own = engine.assigned_rollouts.get(affinity, 0.0) if affinity is not None else 0.0
-        later = (engine.weight - own) * self._workload.duty_cycle
+        later = (engine.weight - own) * self._workload.duty_cycle + engine.others_in_flight
         return max((later + engine.busy(now)) / 2, later), later
 
     def _with_room(self, candidates: Sequence[Candidate], costs: list[Cost]) -> list[Cost]:
         """Return the costs of those that may be assigned one more rollout; all if there are none."""
         engines = [self._engines[each.backend_id] for each in candidates]
         weights = [each.share / engine.slowness for each, engine in zip(candidates, engines, strict=True)]
-        all_weight = 1 + sum(engine.weight for engine in engines)
+        duty_cycle = max(_LEAST_DUTY_CYCLE, self._workload.duty_cycle)
+        loads = [engine.weight + engine.others_in_flight / duty_cycle for engine in engines]
+        all_weight = 1 + sum(loads)
         free, ratio = self._options.free_rollouts, self._options.fair_ratio
         room = [
             cost
-            for cost, engine, weight in zip(costs, engines, weights, strict=True)
-            if engine.weight < max(free, ratio * all_weight * weight / sum(weights))
+            for cost, load, weight in zip(costs, loads, weights, strict=True)
+            if load < max(free, ratio * all_weight * weight / sum(weights))
         ]
         return room or costs
 
+    def _expecting_others(self, costs: list[Cost], prompt: int) -> list[Cost]:
+        """Return the costs with the prompt cheaper on the engine where other nodes may have sent it already."""
+        engines = [self._engines[cost.backend_id] for cost in costs]
+        others = sum(engine.others_in_flight for engine in engines)
+        if others == 0.0 or len(costs) == 1:
+            return costs
+        own = 1 + sum(engine.in_flight for engine in engines)
+        chosen = first_choice(prompt, (cost.backend_id for cost in costs))
+        unread = own / (own + others)
+        return [
+            replace(cost, prefill=cost.prefill * unread) if cost.backend_id == chosen else cost
+            for cost in costs
+        ]
+
     def _best(
-        self, candidates: Sequence[Candidate], costs: list[Cost], rollout: TrackedRollout | None
+        self, candidates: Sequence[Candidate], costs: list[Cost], rollout: TrackedRollout | None, prompt: int
     ) -> Cost:
         if len(costs) == 1:
             return costs[0]
@@ -193,11 +221,14 @@ class CostRouter:
         sticky = rollout.sticky_backend if rollout is not None else None
         local = {each.backend_id for each in candidates if each.is_local}
 
-        def rank(cost: Cost) -> tuple[bool, bool, int]:
-            last_chosen = self._engines[cost.backend_id].last_chosen
-            return cost.backend_id != sticky, cost.backend_id not in local, last_chosen
+        is_shared = any(self._engines[cost.backend_id].others_in_flight for cost in costs)
 
-        return min((cost for cost in costs if cost.total <= bound), key=rank)
+        def order(cost: Cost) -> tuple[bool, bool, int, bytes]:
+            last_chosen = 0 if is_shared else self._engines[cost.backend_id].last_chosen
+            ranked = rank(prompt, cost.backend_id)
+            return cost.backend_id != sticky, cost.backend_id not in local, last_chosen, ranked
+
+        return min((cost for cost in costs if cost.total <= bound), key=order)
 
     def _send(self, decision: Decision, chain: list[int], wait: float, now: float) -> None:
         engine = self._engines[decision.backend_id]

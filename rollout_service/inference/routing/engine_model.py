@@ -39,6 +39,8 @@ class EngineModel:
     """The peak since the engine's last report, which is a moment old when it arrives."""
     _foreign: int = 0
     """Requests of other clients."""
+    others_in_flight: float = 0.0
+    """The same as an average over the last reports, for decisions whose effects last."""
     _reported_at: float = float("-inf")
     _states_capacity: bool = False
 
@@ -113,6 +115,7 @@ class EngineModel:
         """Learn from the engine's own report."""
         self._reported_at = now
         self._foreign = max(0, load.running + load.waiting - self._most_in_flight)
+        self._average_others()
         self._most_in_flight = self.in_flight
         if load.capacity_tokens:
             self._states_capacity = True
@@ -120,6 +123,11 @@ class EngineModel:
             self.prefixes.capacity = capacity // BLOCK_TOKENS
         if load.waiting_tokens is not None:
             self._clear_at = max(self._clear_at, now + load.waiting_tokens * self.prefill_rate)
+
+    def _average_others(self) -> None:
+        self.others_in_flight += self.options.others_rate * (self._foreign - self.others_in_flight)
+        if self.others_in_flight < self.options.others_from:
+            self.others_in_flight = 0.0
 
     @property
     def _is_full(self) -> bool:

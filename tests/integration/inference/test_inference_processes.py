@@ -131,13 +131,14 @@ def engine(checkpoint):
         yield started
 
 
-async def test_a_stream_grows_to_the_whole_answer(engine):
+@pytest.mark.parametrize("interval", [1, 7, 100])
+async def test_a_stream_has_each_token_once(engine, interval):
     body = {
         "input_ids": [1, 2, 3],
-        "sampling_params": {"max_new_tokens": 30, "temperature": 0},
+        "sampling_params": {"max_new_tokens": 30, "temperature": 0, "stream_interval": interval},
         "stream": True,
+        "return_logprob": True,
     }
-    body["return_logprob"] = True
     events = []
     async with (
         aiohttp.ClientSession() as session,
@@ -146,13 +147,15 @@ async def test_a_stream_grows_to_the_whole_answer(engine):
         async for line in answer.content:
             if line.startswith(b"data: {"):
                 events.append(orjson.loads(line[6:]))  # noqa: PERF401
-    lengths = [len(event["output_ids"]) for event in events]
-    assert lengths == sorted(lengths)
-    assert lengths[-1] == 30
+    sent = 0
     for event in events:
+        sent += len(event["output_ids"])
+        assert event["meta_info"]["completion_tokens"] == sent
         logprobs = event["meta_info"]["output_token_logprobs"]
         assert [token for _, token, _ in logprobs] == event["output_ids"]
-        assert events[-1]["output_ids"][: len(logprobs)] == event["output_ids"]
+    assert sent == 30
+    assert all(len(event["output_ids"]) >= interval for event in events[:-1])
+    assert [event["meta_info"]["finish_reason"] for event in events[:-1]] == [None] * (len(events) - 1)
     assert events[-1]["meta_info"]["finish_reason"]["type"] == "length"
 
 

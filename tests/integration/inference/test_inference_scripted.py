@@ -13,7 +13,14 @@ from api_schemas.trajectories import FinishReason
 from rollout_service.inference.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.inference.engines.sglang.backend import SGLangBackend
 from rollout_service.inference.errors import BackendUnreachable
-from rollout_service.testing import Counting, Fault, Replies, ScriptedEngine, write_random_checkpoint
+from rollout_service.testing import (
+    Counting,
+    Fault,
+    Replies,
+    Reply,
+    ScriptedEngine,
+    write_random_checkpoint,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -67,6 +74,31 @@ async def test_a_reply_is_cut_at_the_budget_and_resumed_after_an_abort():
         whole = await backend.generate(rest)
         assert partial.output_ids + whole.output_ids == list(range(40))
         assert (whole.finish_reason, whole.matched) == (FinishReason.STOP, 39)
+        await backend.close()
+
+
+class SlowFirst:
+    """A script whose first reply takes ten minutes."""
+
+    def __init__(self):
+        self.seconds = 600.0
+
+    def reply(self, input_ids, budget):
+        seconds, self.seconds = self.seconds, None
+        return Reply(list(range(40)), seconds=seconds)
+
+
+async def test_a_reply_may_take_its_own_time_until_it_is_aborted():
+    async with ScriptedEngine(SlowFirst()) as engine:
+        backend = SGLangBackend(engine.url)
+        first = request([50])
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(backend.generate, first)
+            while not engine.in_flight:
+                await anyio.sleep(0.01)
+            await backend.abort(first.request_id)
+        with anyio.fail_after(60):
+            assert (await backend.generate(request([50]))).output_ids == list(range(40))
         await backend.close()
 
 

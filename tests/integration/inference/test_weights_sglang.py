@@ -29,6 +29,7 @@ from rollout_service.inference.local_servers.sglang_cpu import DEFAULT_ENVIRONME
 from rollout_service.inference.pool.options import PoolOptions
 from rollout_service.inference.pool.pools import Pools
 from rollout_service.testing import write_random_checkpoint
+from sandboxes.host.ports import free_port
 
 pytestmark = [
     pytest.mark.anyio,
@@ -83,11 +84,6 @@ async def pooled(*servers: SGLangCpuServer):
 def tensors_of(folder: Path) -> dict[str, list]:
     told = subprocess.run([PYTHON, TRAINER, "tensors", folder], capture_output=True, check=True, text=True)
     return json.loads(told.stdout)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @asynccontextmanager

@@ -4,7 +4,6 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,15 +24,6 @@ READING_SECONDS = 2.5
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with scripted_engine(tmp_path_factory.mktemp("engine"), delay=0) as started:
         yield started.url
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """Create a folder with a short path, because sockets are created below it."""
-    made = Path(tempfile.mkdtemp(prefix="fp-", dir="/tmp"))
-    made.chmod(0o755)
-    yield made
-    shutil.rmtree(made)
 
 
 def completes(server: Running, rollout_id: str) -> bool:

@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rollout_service.inference.local_servers.process import free_port
 from rollout_service.policies.shipped import policy_folder
+from sandboxes.host.ports import free_port
 from tests.support.processes.service import Running, eventually, running, service
 
 CONFIG = 'log_format = "json"\nlog_level = "debug"\n'

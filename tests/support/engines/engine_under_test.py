@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 import pytest
+from tokenizers import Tokenizer
 
 from api_schemas.inference import PauseMode
 from api_schemas.trajectories import FinishReason
@@ -57,6 +58,11 @@ class EngineUnderTest:
         """Return a request, greedy unless told otherwise."""
         settings = SamplingOptions(**{"temperature": 0.0, **sampling})
         return GenerateRequest(new_request_id(), prompt, settings, extras or RequestedExtras())
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of sampled ids, without special tokens."""
+        tokenizer = Tokenizer.from_file(str(self.checkpoints.first / "tokenizer.json"))
+        return str(tokenizer.decode(list(ids)))
 
     def cached(self, tokens: int) -> int:
         """Return how many of the tokens that it has read it can have kept."""

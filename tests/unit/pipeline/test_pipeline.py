@@ -3,6 +3,7 @@
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Container
 from contextlib import asynccontextmanager, closing
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from rollout_service.pipeline.context import AttemptContext, EnvironmentSource
 from rollout_service.pipeline.pipeline import Pipeline, acquire_available
 from rollout_service.pipeline.semaphore import ResizableSemaphore
 from rollout_service.pipeline.stage import Slot, StageLimiter
+from rollout_service.policies.turn_log import TurnLog
 from rollout_service.settings import PipelineSettings
 from rollout_service.store.sqlite.store import SqliteStore
 from rollout_service.telemetry.metrics import Metrics
@@ -99,7 +101,9 @@ class Policies:
         self._changed.set()
         self._changed = anyio.Event()
 
-    async def open(self, request: RolloutRequest, tools: list[ToolSpec]) -> Policy:
+    async def open(
+        self, request: RolloutRequest, tools: list[ToolSpec], turns: TurnLog | None = None
+    ) -> Policy:
         assert request.rollout_id
         self.open_ids.add(request.rollout_id)
         return ScriptedPolicy(["an answer"] * 100)
@@ -135,7 +139,7 @@ class FakeSandbox(Sandbox):
     def _unused(self, *args: Any, **kwargs: Any) -> Any:
         pytest.fail("the pipeline itself runs nothing in a sandbox")
 
-    bash = python = exec = read_file = write_file = edit_file = list = _unused
+    bash = python = exec = program = read_file = write_file = edit_file = list = _unused
     export_path = import_path = read_stream = write_stream = _unused
 
 
@@ -233,6 +237,7 @@ async def bench(
     settings: PipelineSettings = SETTINGS,
     admission: AdmissionController | None = None,
     environments: EnvironmentSource | None = None,
+    is_stopping: bool = False,
 ) -> AsyncIterator[Bench]:
     store = store or await SqliteStore.open(":memory:")
     provider = provider or CountingProvider()
@@ -240,6 +245,7 @@ async def bench(
     context = attempt_context(
         store, provider, environments or Only(environment), policies, settings, admission
     )
+    context = replace(context, is_stopping=lambda: is_stopping)
     pipeline = Pipeline(context, settings)
     async with pipeline.running():
         yield Bench(store, pipeline, context, provider, policies)
@@ -252,6 +258,32 @@ async def forever(_: Episode) -> None:
 async def answer(episode: Episode) -> StopReason:
     await episode.policy.respond([], max_tokens=10)
     return StopReason.ANSWERED
+
+
+async def test_a_rollout_uses_the_environment_of_its_instance() -> None:
+    class General(Played):
+        def for_instance(self, instance: dict[str, Any]) -> Environment:
+            assert instance == {}
+            return Played(image="of-the-task")
+
+    async with bench(General()) as b:
+        assert (await b.run()).reward == 1.0
+        assert b.provider.started == 1  # the general environment needs no sandbox
+
+
+async def test_what_fails_while_the_service_ends_is_left_to_the_next_one() -> None:
+    failed = anyio.Event()
+
+    async def fail(_: Episode) -> None:
+        failed.set()
+        raise EnvironmentFailedError("its processes were ended")
+
+    async with bench(Played(evaluate=fail), is_stopping=True) as b:
+        await b.submit("r")
+        await failed.wait()
+        await b.pipeline.drain()
+        [lease] = await b.store.claim("the next one", limit=1, lease_seconds=10)
+        assert lease.attempt == 1, "nothing has failed"
 
 
 async def test_a_rollout_completes_with_a_span_per_stage() -> None:
@@ -275,6 +307,51 @@ async def test_the_agents_sandbox_is_closed_before_the_evaluation() -> None:
     async with bench(Played(evaluate=evaluate, image="any"), provider=provider) as b:
         await b.run()
         assert (alive, provider.started) == ([0], 1)
+
+
+class Stepped(Played):
+    """Makes three checkpoints, and looks at those up to one."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__(image="any", evaluate_in="fresh", run=self._make)
+        self._last = last
+        self.seen: list[tuple[int, Sandbox | None]] = []
+
+    async def _make(self, episode: Episode) -> None:
+        for _ in range(3):
+            assert episode.checkpoint is not None
+            await episode.checkpoint()
+
+    async def evaluate_checkpoint(self, episode: Episode, number: int) -> bool:
+        self.seen.append((number, episode.sandbox))
+        return number < self._last
+
+
+@pytest.mark.parametrize("last", [0, 1, 2, 9])
+async def test_each_checkpoint_is_scored_in_a_sandbox_of_its_own(last: int) -> None:
+    provider, stepped = CountingProvider(), Stepped(last)
+    async with bench(stepped, provider=provider) as b:
+        assert (await b.run()).reward == 1.0
+        scored = min(last + 1, 3)
+        assert [number for number, _ in stepped.seen] == [*range(scored)]
+        assert len({id(sandbox) for _, sandbox in stepped.seen}) == scored
+        assert (provider.started, provider.most) == (1 + scored + 1, 1)
+        await b.idle()
+
+
+async def test_a_failed_evaluation_scores_the_checkpoints_again() -> None:
+    stepped = Stepped(9)
+    failures = iter([SandboxStartError("the host said no")])
+
+    async def fail_once(_: Episode) -> None:
+        for error in failures:
+            raise error
+
+    stepped._steps["evaluate"] = fail_once
+    async with bench(stepped) as b:
+        assert (await b.run()).reward == 1.0
+        assert [number for number, _ in stepped.seen] == [0, 1, 2, 0, 1, 2]
+        await b.idle()
 
 
 async def test_an_evaluation_in_the_same_sandbox_keeps_it() -> None:

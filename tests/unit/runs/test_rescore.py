@@ -23,6 +23,7 @@ from rollout_service.errors import ConfigurationError, EnvironmentFailedError, I
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.policies.replay import RecordedPolicy
+from rollout_service.policies.turn_log import TurnLog
 from rollout_service.runs.rescore import Rescorer
 from rollout_service.settings import PipelineSettings
 from rollout_service.store.sqlite import SqliteStore
@@ -47,7 +48,9 @@ class Policies:
     def in_service(self) -> tuple[frozenset[str], anyio.Event]:
         return frozenset({"policy"}), anyio.Event()
 
-    async def open(self, request: RolloutRequest, tools: list[ToolSpec]) -> Policy:
+    async def open(
+        self, request: RolloutRequest, tools: list[ToolSpec], turns: TurnLog | None = None
+    ) -> Policy:
         assert self.script is not None, "an engine was asked"
         return ScriptedPolicy(self.script)
 

@@ -33,6 +33,9 @@ class SamplingParams(_Body):
     spaces_between_special_tokens: bool = True
     no_stop_trim: Literal[True] = True
     sampling_seed: int | None = None
+    json_schema: str | None = None
+    """Known only to be refused by name."""
+    stream_interval: int = Field(1, ge=1)
 
 
 class GenerateBody(_Body):

@@ -69,13 +69,14 @@ class EngineJob:
         self.finish = finish
         self.notify()
 
-    def meta_info(self, engine_version: str) -> dict[str, Any]:
-        """Return SGLang's `meta_info` for the tokens so far."""
-        count = len(self.output)
-        starts = self._version_starts
+    def meta_info(self, engine_version: str, since: int = 0) -> dict[str, Any]:
+        """Return SGLang's `meta_info` for the tokens so far, with the logprobs of those after the first `since`."""
+        finish = self.finish  # read first: once it is set, no token follows
+        count = len(self.logprobs)  # the last part of a token to be written
+        starts = [(version, start) for version, start in self._version_starts if start < count]
         meta: dict[str, Any] = {
             "id": self.rid,
-            "finish_reason": self.finish,
+            "finish_reason": finish,
             "prompt_tokens": len(self.prompt),
             "completion_tokens": count,
             "cached_tokens": self.cached_tokens,
@@ -83,7 +84,8 @@ class EngineJob:
             "num_retractions": self.retractions,
             "weight_version": starts[-1][0] if starts else engine_version,
             "output_token_logprobs": [
-                [logprob, token, None] for logprob, token in zip(self.logprobs, self.output, strict=False)
+                [logprob, token, None]
+                for logprob, token in zip(self.logprobs[since:count], self.output[since:count], strict=True)
             ],
             "output_token_logprobs_length": count,
             "e2e_latency": time.monotonic() - self._created,

@@ -1,7 +1,8 @@
 """The embedded engine over HTTP, with SGLang's routes, bodies and answers.
 
-It is stricter than SGLang in one way: it answers token ids outside the vocabulary with a 400. It does not support text
-prompts, batches of prompts, or logprobs of prompt tokens; asking for them is a 400 that says so.
+It is stricter than SGLang in one way: it answers token ids outside the vocabulary with a 400. It streams as SGLang does
+with `--incremental-streaming-output`. It does not support text prompts, batches of prompts, JSON schemas, or logprobs
+of prompt tokens; asking for them is a 400 that says so.
 """
 
 import asyncio
@@ -118,7 +119,7 @@ async def generate(body: GenerateBody, request: Request, state: Context) -> Resp
         tasks.start_soon(_abort_on_disconnect, request, job, state.engine)
         await changed.wait()
         tasks.cancel_scope.cancel()
-    return _json(_answer(job, body, state))
+    return _json(_answer(job, job.meta_info(state.engine.weight_version), body, state))
 
 
 async def _abort_on_disconnect(request: Request, job: EngineJob, engine: EngineCore) -> None:
@@ -128,16 +129,21 @@ async def _abort_on_disconnect(request: Request, job: EngineJob, engine: EngineC
 
 
 async def _stream(body: GenerateBody, state: ServerState) -> AsyncIterator[bytes]:
-    """Yield events with everything sampled so far, as SGLang sends them."""
+    """Yield events with the tokens since the last one."""
     changed = asyncio.Event()
     loop = asyncio.get_running_loop()
     job = _make_job(body, state.engine, lambda: loop.call_soon_threadsafe(changed.set))
     state.engine.submit(job)
     try:
-        while job.finish is None:
+        sent, has_ended = 0, False
+        while not has_ended:
             await changed.wait()
             changed.clear()
-            yield b"data: " + orjson.dumps(_answer(job, body, state)) + b"\n\n"
+            meta = job.meta_info(state.engine.weight_version, sent)
+            has_ended = meta["finish_reason"] is not None
+            if has_ended or meta["completion_tokens"] - sent >= body.sampling_params.stream_interval:
+                yield b"data: " + orjson.dumps(_answer(job, meta, body, state, sent)) + b"\n\n"
+                sent = meta["completion_tokens"]
         yield b"data: [DONE]\n\n"
     finally:
         state.engine.abort(job.rid)
@@ -147,6 +153,8 @@ def _make_job(body: GenerateBody, engine: EngineCore, notify: Callable[[], objec
     params = body.sampling_params
     _check_ids(body.input_ids, engine.vocab_size)
     _check_length(len(body.input_ids), params.max_new_tokens, engine.context_length)
+    if params.json_schema is not None:
+        raise BadRequestError("json_schema is not supported: this engine does not constrain what it samples.")
     if params.top_k == 0:
         raise BadRequestError("top_k must be -1 (disable) or at least 1, got 0.")
     stop_ids = set(params.stop_token_ids or ())
@@ -188,13 +196,13 @@ def _check_length(prompt: int, budget: int, context: int) -> None:
         )
 
 
-def _answer(job: EngineJob, body: GenerateBody, state: ServerState) -> dict[str, Any]:
-    # A stream reads while the engine writes. The logprobs are written last, so they tell how many tokens are complete.
-    meta = job.meta_info(state.engine.weight_version)
-    count = meta["output_token_logprobs_length"]
+def _answer(
+    job: EngineJob, meta: dict[str, Any], body: GenerateBody, state: ServerState, since: int = 0
+) -> dict[str, Any]:
+    # A stream reads while the engine writes.
+    output = job.output[since : meta["completion_tokens"]]
     if not body.return_logprob:
         del meta["output_token_logprobs"], meta["output_token_logprobs_length"]
-    output = job.output[:count]
     text = state.text(output, skip_special_tokens=body.sampling_params.skip_special_tokens)
     return {"text": text, "output_ids": output, "meta_info": meta}
 

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from api_schemas.inference import DistributedWeights, PauseMode, WeightsGroupRequest
-from rollout_service.inference.contract import BackendLoad, GenerateRequest, Generation, ModelInfo
+from rollout_service.inference.contract import BackendLoad, GenerateRequest, Generation, ModelInfo, TokenSink
 from rollout_service.inference.engines.answer_size import generation_bytes
 from rollout_service.inference.engines.checks import parse_version
 from rollout_service.inference.engines.http_backend import (
@@ -21,6 +21,7 @@ from rollout_service.inference.engines.http_backend import (
     read_model_config,
     routing_shape,
 )
+from rollout_service.inference.engines.sglang.stream import SGLangStream, stream_interval
 from rollout_service.inference.engines.sglang.weights import SGLangWeights
 from rollout_service.inference.engines.sglang.wire import generate_body, parse_generation
 from rollout_service.inference.errors import BackendProtocolError
@@ -32,12 +33,17 @@ class SGLangBackend(HttpBackend):
     def __init__(self, url: str, *, backend_id: str | None = None, timeout: float = 1800.0) -> None:
         super().__init__(url, backend_id=backend_id, timeout=timeout)
         self._weights = SGLangWeights(self.id, self._exchange)
+        self._streams_incrementally = False
 
     @property
     def keeps_kv_apart(self) -> bool:
         return True
 
-    async def _sample(self, request: GenerateRequest, started: float) -> Generation:
+    async def _sample(
+        self, request: GenerateRequest, started: float, on_tokens: TokenSink | None
+    ) -> Generation:
+        if on_tokens is not None:
+            return await self._sample_streaming(request, started, on_tokens)
         body = generate_body(request)
         if self._info is not None:
             body["extra_key"] = kv_key(self._info)
@@ -54,6 +60,18 @@ class SGLangBackend(HttpBackend):
             info=self._info,
             engine_seconds=time.perf_counter() - started,
         )
+
+    async def _sample_streaming(
+        self, request: GenerateRequest, started: float, on_tokens: TokenSink
+    ) -> Generation:
+        body = generate_body(request, stream_interval(request, is_incremental=self._streams_incrementally))
+        if self._info is not None:
+            body["extra_key"] = kv_key(self._info)
+        stream = SGLangStream(request, self._info, self._id, on_tokens)
+        await self._stream("/generate", orjson.dumps(body), stream, generation_bytes(request, self._info))
+        if stream.is_incremental is not None:
+            self._streams_incrementally = stream.is_incremental
+        return stream.end(time.perf_counter() - started)
 
     async def abort(self, request_id: str | None = None) -> None:
         await self._post("/abort_request", {"rid": request_id or "", "abort_all": request_id is None})

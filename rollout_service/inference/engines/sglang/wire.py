@@ -29,8 +29,11 @@ from rollout_service.inference.errors import BackendProtocolError
 _OTHER_SERVER = "Check that this is the address of an SGLang server."
 
 
-def generate_body(request: GenerateRequest) -> dict[str, Any]:
-    """Return the body of `/generate`, which sets all that shapes the distribution, whatever the engine's defaults."""
+def generate_body(request: GenerateRequest, stream_interval: int | None = None) -> dict[str, Any]:
+    """Return the body of `/generate`, which sets all that shapes the distribution, whatever the engine's defaults.
+
+    With `stream_interval` the answer is streamed, in chunks of so many tokens.
+    """
     sampling = request.sampling
     parameters: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens,
@@ -52,13 +55,17 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
     }
     if sampling.seed is not None:
         parameters["sampling_seed"] = sampling.seed
+    if sampling.json_schema is not None:
+        parameters["json_schema"] = sampling.json_schema
+    if stream_interval is not None:
+        parameters["stream_interval"] = stream_interval
     return {
         "rid": request.request_id,
         "input_ids": request.input_ids if isinstance(request.input_ids, list) else list(request.input_ids),
         "sampling_params": parameters,
         "return_logprob": True,
         "logprob_start_len": _logprob_start(request),
-        "stream": False,
+        "stream": stream_interval is not None,
     } | _extra_fields(request)
 
 
@@ -98,8 +105,8 @@ def _parse(
     check.refuse_empty(output_ids, reason)
     return Generation(
         output_ids=output_ids,
-        logprobs=_logprobs(meta, output_ids),
-        versions=_versions(meta, len(output_ids)),
+        logprobs=token_logprobs(meta, output_ids),
+        versions=token_versions(meta, len(output_ids)),
         finish_reason=reason,
         matched=matched,
         prompt_tokens=prompt_tokens,
@@ -119,7 +126,8 @@ def _finish(meta: Mapping[str, Any]) -> tuple[FinishReason, int | str | None]:
     return reason, matched if isinstance(matched, int | str) else None
 
 
-def _logprobs(meta: Mapping[str, Any], output_ids: list[int]) -> list[float]:
+def token_logprobs(meta: Mapping[str, Any], output_ids: list[int]) -> list[float]:
+    """Return the logprobs of the sampled ids."""
     entries = meta.get("output_token_logprobs")
     if entries is None and not output_ids:
         return []
@@ -143,7 +151,8 @@ def _of_token(entry: object, token: int, where: str) -> object:
     return entry[0]
 
 
-def _versions(meta: Mapping[str, Any], count: int) -> list[int]:
+def token_versions(meta: Mapping[str, Any], count: int) -> list[int]:
+    """Return the weight versions of the first `count` tokens."""
     spans = meta.get("weight_versions")
     if spans is None:
         return [parse_version(meta.get("weight_version"))] * count
@@ -181,7 +190,7 @@ def _returned_extras(
     if extras is NO_EXTRAS:
         return NOTHING_RETURNED
     return ReturnedExtras(
-        top_logprobs=_top_logprobs(meta, request, len(output_ids), info) if extras.top_logprobs else None,
+        top_logprobs=top_logprobs(meta, request, len(output_ids), info) if extras.top_logprobs else None,
         prompt_logprobs=_prompt_logprobs(meta, request) if extras.prompt_logprobs_from is not None else None,
         routed_experts=_routed_experts(meta, request, len(output_ids), info)
         if extras.routed_experts_from is not None
@@ -189,9 +198,10 @@ def _returned_extras(
     )
 
 
-def _top_logprobs(
+def top_logprobs(
     meta: Mapping[str, Any], request: GenerateRequest, count: int, info: ModelInfo | None
 ) -> list[list[TopLogprob]]:
+    """Return the likeliest tokens at each of `count` positions."""
     rows = meta.get("output_top_logprobs")
     if not isinstance(rows, list):
         raise unsupported(ExtraKind.TOP_LOGPROBS)

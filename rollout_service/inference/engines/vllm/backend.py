@@ -21,6 +21,7 @@ from rollout_service.inference.contract import (
     Generation,
     ModelInfo,
     SamplingOptions,
+    TokenSink,
     new_request_id,
 )
 from rollout_service.inference.engines.answer_size import generation_bytes
@@ -34,6 +35,7 @@ from rollout_service.inference.engines.http_backend import (
 )
 from rollout_service.inference.engines.vllm import wire
 from rollout_service.inference.engines.vllm.metrics import parse_load
+from rollout_service.inference.engines.vllm.stream import VllmStream
 from rollout_service.inference.errors import BackendProtocolError, BackendRejected, BackendUnreachable
 from rollout_service.inference.pool.locality import is_local
 
@@ -58,17 +60,22 @@ class VllmBackend(HttpBackend):
     def keeps_kv_apart(self) -> bool:
         return True
 
-    async def _sample(self, request: GenerateRequest, started: float) -> Generation:
+    async def _sample(
+        self, request: GenerateRequest, started: float, on_tokens: TokenSink | None
+    ) -> Generation:
         self._mode = self._mode or await self._find_mode()
         wire.refuse_other_distribution(request.sampling, self._mode, self._id)
-        body = wire.generate_body(request)
+        body = wire.generate_body(request, stream=on_tokens is not None)
         if self._info is not None:
             body["cache_salt"] = kv_key(self._info)
+        stream = VllmStream(request, self._info, self._id, on_tokens) if on_tokens is not None else None
         self._open_ids.add(request.request_id)
         try:
-            answer = await self._ask(body, generation_bytes(request, self._info))
+            answer = await self._ask(body, generation_bytes(request, self._info), stream)
         finally:
             self._open_ids.discard(request.request_id)
+        if stream is not None:
+            return stream.end(time.perf_counter() - started)
         return wire.parse_generation(
             answer,
             request,
@@ -150,8 +157,10 @@ class VllmBackend(HttpBackend):
 
     # ---- generation
 
-    async def _ask(self, body: dict[str, Any], max_bytes: int) -> Any:
+    async def _ask(self, body: dict[str, Any], max_bytes: int, stream: VllmStream | None = None) -> Any:
         try:
+            if stream is not None:
+                return await self._stream(wire.GENERATE, orjson.dumps(body), stream, max_bytes)
             return await self._call("POST", wire.GENERATE, content=orjson.dumps(body), max_bytes=max_bytes)
         except BackendRejected as error:
             if _NOT_FOUND not in str(error):

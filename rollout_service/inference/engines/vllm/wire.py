@@ -48,7 +48,7 @@ def engine_request_id(request_id: str) -> str:
     return _ID_PREFIX + request_id
 
 
-def generate_body(request: GenerateRequest) -> dict[str, Any]:
+def generate_body(request: GenerateRequest, *, stream: bool = False) -> dict[str, Any]:
     """Return the route's body, which sets all that shapes the distribution, whatever the server's defaults."""
     sampling, extras = request.sampling, request.extras
     parameters: dict[str, Any] = {
@@ -74,15 +74,19 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
     }
     if sampling.seed is not None:
         parameters["seed"] = sampling.seed
+    if sampling.json_schema is not None:
+        parameters["structured_outputs"] = {"json": sampling.json_schema}
     if extras.prompt_logprobs_from is not None:
         parameters["prompt_logprobs"] = 0
     if extras.routed_experts_from is not None:
         parameters["routed_experts_prompt_start"] = extras.routed_experts_from
+    options = {"stream_options": {"include_usage": True}} if stream else {}
     return {
         "request_id": request.request_id,
         "token_ids": request.input_ids if isinstance(request.input_ids, list) else list(request.input_ids),
         "sampling_params": parameters,
-        "stream": False,
+        "stream": stream,
+        **options,
     }
 
 
@@ -175,7 +179,7 @@ def _parse(
 ) -> Generation:
     body = mapping(answer, "the answer", _OTHER_SERVER)
     choice = only_choice(body)
-    _expect_request(body, request)
+    expect_request(body, request)
     reason = check.finish_reason(choice.get("finish_reason"), "finish_reason")
     output_ids = check.sampled_ids(
         choice.get("token_ids"),
@@ -190,7 +194,7 @@ def _parse(
     matched = choice.get("stop_reason")
     return Generation(
         output_ids=output_ids,
-        logprobs=_logprobs(choice, output_ids),
+        logprobs=token_logprobs(choice, output_ids),
         versions=_versions(choice, len(output_ids)),
         finish_reason=reason,
         matched=matched if isinstance(matched, int | str) else None,
@@ -202,13 +206,15 @@ def _parse(
     )
 
 
-def _expect_request(body: Mapping[str, Any], request: GenerateRequest) -> None:
+def expect_request(body: Mapping[str, Any], request: GenerateRequest) -> None:
+    """Check that an answer, or a chunk of one, belongs to a request."""
     stated, expected = body.get("request_id"), engine_request_id(request.request_id)
     if stated != expected:
         raise BackendProtocolError(f"request_id is {stated!r}, but should be {expected!r}")
 
 
-def _logprobs(choice: Mapping[str, Any], output_ids: Sequence[int]) -> list[float]:
+def token_logprobs(choice: Mapping[str, Any], output_ids: Sequence[int]) -> list[float]:
+    """Return the logprobs of the sampled ids."""
     if not output_ids:
         return []
     entries = logprob_entries(choice)
@@ -276,7 +282,7 @@ def _returned_extras(
     if extras is NO_EXTRAS:
         return NOTHING_RETURNED
     return ReturnedExtras(
-        top_logprobs=_top_logprobs(choice, extras.top_logprobs, count, info) if extras.top_logprobs else None,
+        top_logprobs=top_logprobs(choice, extras.top_logprobs, count, info) if extras.top_logprobs else None,
         prompt_logprobs=_prompt_logprobs(body, request, extras.prompt_logprobs_from)
         if extras.prompt_logprobs_from is not None
         else None,
@@ -286,9 +292,10 @@ def _returned_extras(
     )
 
 
-def _top_logprobs(
+def top_logprobs(
     choice: Mapping[str, Any], wanted: int, count: int, info: ModelInfo | None
 ) -> list[list[TopLogprob]]:
+    """Return the likeliest tokens at each of `count` positions."""
     rows = [
         _best(mapping(entry, "an entry of logprobs.content").get("top_logprobs"), wanted)
         for entry in logprob_entries(choice)

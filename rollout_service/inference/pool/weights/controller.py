@@ -6,7 +6,8 @@ before any request.
 """
 
 import time
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 
 import anyio
@@ -38,17 +39,82 @@ from rollout_service.inference.pool.weights.process_groups import (
     require_process_groups,
     wait_for_master,
 )
+from rollout_service.inference.pool.weights.shared_state import PoolState
 from rollout_service.inference.pool.weights.state import PoolWeights, WeightSet, kv_handling
+
+Exclusive = Callable[[str], AbstractAsyncContextManager[None]]
+"""Keeps all other services from commanding a pool."""
 
 
 class PoolController:
     """Runs commands on all backends of a registry; `lock` is held while one runs."""
 
-    def __init__(self, registry: BackendRegistry) -> None:
+    def __init__(self, registry: BackendRegistry, exclusive: Exclusive | None = None) -> None:
+        """Take `exclusive` if other services command the same backends: in its block, none of them does."""
         self.lock = anyio.Lock()
+        self._exclusive = exclusive
         self._registry = registry
         self._weights = PoolWeights()
         self._groups = ProcessGroups()
+
+    # ---- services that share the backends
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other services command the same backends."""
+        return self._exclusive is not None
+
+    @asynccontextmanager
+    async def joining(self) -> AsyncIterator[None]:
+        """Let a backend join within the block: no command runs meanwhile, at any service."""
+        if self._exclusive is None:
+            async with self.lock:
+                yield
+            return
+        async with self._exclusive(self._registry.name), self.lock:
+            yield
+
+    def hold(self, mode: PauseMode) -> None:
+        """Hold requests while another service carries out a command; `take_over` ends it."""
+        if self._registry.paused is None:
+            self._registry.paused = mode
+
+    async def drained(self, seconds: float) -> None:
+        """Wait until no request is in flight, up to a time limit."""
+        with anyio.move_on_after(seconds):
+            for handle in self._registry:
+                await handle.wait_until_idle()
+
+    def state(self) -> PoolState:
+        """Return what other services need to know of the pool."""
+        present = self._weights.present
+        handles = list(self._registry)
+        return PoolState(
+            pause=self._registry.paused,
+            source=present.source if present else None,
+            version=present.version if present else 0,
+            kept_kv=sorted(self._weights.kept),
+            unknown=sorted(self._weights.unknown),
+            groups=self._groups.all(),
+            versions={
+                each.id: each.info.weight_version for each in handles if each.state is not BackendState.FAILED
+            },
+            out=[each.id for each in handles if each.state is BackendState.FAILED],
+        )
+
+    def take_over(self, state: PoolState) -> None:
+        """Bring this pool to the state that another service left it in; its backends have been told already."""
+        present = WeightSet(state.source, state.version) if state.source is not None else None
+        self._weights.replace(present, state.kept_kv, state.unknown)
+        self._groups.replace(state.groups)
+        for handle in self._registry:
+            if handle.id in state.versions:
+                handle.info = replace(handle.info, weight_version=state.versions[handle.id])
+            elif handle.id in state.out and handle.state is not BackendState.FAILED:
+                handle.record_failure(BackendUnreachable("another node took it out of service"))
+                self._registry.take_out(handle)
+        if self._registry.paused is not state.pause:
+            self._registry.paused = state.pause
 
     # ---- pauses
 
@@ -72,9 +138,13 @@ class PoolController:
         """Make every engine return its partial answers."""
         return await self._each("abort", lambda handle: handle.backend.abort(None))
 
-    async def synchronize(self, backend: Backend, version: int) -> int:
-        """Bring a backend to the pool's weights and pause, and return its weight version. Hold `lock`."""
-        self._groups.forget(backend.id)
+    async def synchronize(self, backend: Backend, version: int, *, is_known: bool = False) -> int:
+        """Bring a backend to the pool's weights and pause, and return its weight version, within `joining`.
+
+        One that `is_known` to other services did not restart, and keeps its process groups.
+        """
+        if not is_known:
+            self._groups.forget(backend.id)
         version = await self._weights.bring_up_to_date(backend, version)
         if self._registry.paused is not None:
             mode = self._registry.paused
@@ -85,8 +155,11 @@ class PoolController:
 
     # ---- weights
 
-    async def update_weights(self, request: WeightsRequest) -> PoolOutcome:
+    async def update_weights(self, request: WeightsRequest, *, is_repeated: bool = False) -> PoolOutcome:
         """Load weights into every backend, pausing by the request's mode unless paused already.
+
+        An update that `is_repeated`, because the service that began it is gone, first asks each backend for its
+        version: those that have the weights are not given them again.
 
         Raises:
             WeightsConflict: The version is older than the pool's, or is in use for other weights; or the backends
@@ -95,10 +168,10 @@ class PoolController:
         """
         async with self.lock:
             with anyio.CancelScope(shield=True):
-                outcome = await self._update(request)
+                outcome = await self._update(request, is_repeated=is_repeated)
         return outcome
 
-    async def _update(self, request: WeightsRequest) -> PoolOutcome:
+    async def _update(self, request: WeightsRequest, *, is_repeated: bool) -> PoolOutcome:
         handles = self._addressed()
         weights = self._weights.plan_update(request, [handle.info.weight_version for handle in handles])
         if weights is None:
@@ -107,13 +180,14 @@ class PoolController:
             self._groups.check(weights.source.group_name, [handle.id for handle in handles])
         was_paused = self._registry.paused
         kv = kv_handling(was_paused or request.mode)
+        load = _load_unless_present if is_repeated else _load
         fan_out, started = FanOut(handles), time.perf_counter()
         try:
             if was_paused is None:
                 self._registry.paused = request.mode
                 await fan_out.step("pause", lambda it: _quiet(it, request.mode, request.drain_seconds))
             if self._may_begin(weights, fan_out):
-                await fan_out.step("load", lambda it: _load(it, weights, kv, request.timeout_seconds))
+                await fan_out.step("load", lambda it: load(it, weights, kv, request.timeout_seconds))
             has_changed = self._settle(weights, kv, fan_out)
             if was_paused is None:
                 await fan_out.step("resume", lambda it: it.backend.resume(), after_errors=True)
@@ -289,6 +363,21 @@ async def _quiet(handle: BackendHandle, mode: PauseMode, drain_seconds: float) -
 
 async def _load(handle: BackendHandle, weights: WeightSet, kv: KvHandling, seconds: float) -> None:
     await _within(seconds, weights.load(handle.backend, kv))
+
+
+async def _load_unless_present(
+    handle: BackendHandle, weights: WeightSet, kv: KvHandling, seconds: float
+) -> None:
+    info = await handle.backend.model_info()
+    if info.weight_version == weights.version:
+        return
+    if isinstance(weights.source, DistributedWeights):
+        raise BackendRejected(
+            "was not reached by the broadcast, whose coordinator is gone",
+            hint="Let the backends join a new group with POST /v1/weights/group, and send the weights again.",
+            backend_id=handle.id,
+        )
+    await _load(handle, weights, kv, seconds)
 
 
 async def _within(seconds: float, command: Awaitable[None]) -> None:

@@ -5,7 +5,7 @@ Guarantees: a group is used only while every backend in service is in it and non
 because a broadcast never ends if one of them does not take part.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol, runtime_checkable
@@ -63,6 +63,14 @@ class ProcessGroups:
 
     def __contains__(self, name: object) -> bool:
         return name in self._backends
+
+    def all(self) -> dict[str, list[str]]:
+        """Return the backends of each group."""
+        return {name: sorted(present) for name, present in self._backends.items()}
+
+    def replace(self, groups: Mapping[str, Iterable[str]]) -> None:
+        """Take over what another service knows of the same backends."""
+        self._backends = {name: frozenset(present) for name, present in groups.items()}
 
     def add(self, name: str, backend_ids: Iterable[str]) -> None:
         """Record that these backends, and no others, are in the group."""

@@ -64,6 +64,21 @@ class PoolWeights:
         """Return whether the backend's weights are unknown."""
         return backend_id in self._unknown
 
+    @property
+    def kept(self) -> frozenset[int]:
+        """The versions that were loaded while KV of older weights stayed in use."""
+        return self._kept
+
+    @property
+    def unknown(self) -> frozenset[str]:
+        """The backends whose weights are not known for certain."""
+        return frozenset(self._unknown)
+
+    def replace(self, present: WeightSet | None, kept: Iterable[int], unknown: Iterable[str]) -> None:
+        """Take over what another service knows of the same backends."""
+        self.present = present
+        self._kept, self._unknown = frozenset(kept), set(unknown)
+
     def plan_update(self, request: WeightsRequest, versions: Iterable[int]) -> WeightSet | None:
         """Return the weights to load, or None if the pool has them; `versions` are those of the backends.
 

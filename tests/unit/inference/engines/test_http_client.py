@@ -266,3 +266,76 @@ async def test_closing_waits_for_connections_only_so_long() -> None:
     with anyio.fail_after(3 * http_client.CLOSE_SECONDS):
         await client.close()
     assert not client._open
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+async def test_events_are_passed_on_as_they_arrive() -> None:
+    events: list[bytes] = []
+    halves = chunk(b"data: 1\n\nda") + b"|" + chunk(b"ta: 2\n\n") + b"|" + b"0\r\n\r\n"
+    async with serving(Server(CHUNKED + halves)) as client:
+        for _ in range(2):
+            assert await client.exchange("POST", "/", b"{}", on_event=events.append) == (200, b"")
+    assert events == [b"1", b"2"] * 2
+
+
+async def test_an_error_is_returned_whole_where_events_were_expected() -> None:
+    server = Server(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 9\r\n\r\ndata: x\n\n")
+    async with serving(server) as client:
+        assert await client.exchange("GET", "/", None, on_event=pytest.fail) == (400, b"data: x\n\n")
+
+
+async def test_a_stream_that_is_cut_off_is_an_error_after_its_events() -> None:
+    events: list[bytes] = []
+    async with serving(Server(CHUNKED + chunk(b"data: 1\n\n"), then_close=True)) as client:
+        with pytest.raises(OSError, match="before the answer was whole"):
+            await client.exchange("GET", "/", None, on_event=events.append)
+    assert events == [b"1"]
+
+
+async def test_one_event_may_not_exceed_the_limit_but_all_together_may() -> None:
+    events: list[bytes] = []
+    small = b"|".join(chunk(b"data: %s\n\n" % (b"x" * 400)) for _ in range(20))
+    async with serving(Server(CHUNKED + small + b"0\r\n\r\n")) as client:
+        await client.exchange("GET", "/", None, max_bytes=1_000, on_event=events.append)
+    assert len(events) == 20
+    endless = CHUNKED + b"|".join(chunk(b"data: " + b"x" * 400) for _ in range(20))
+    async with serving(Server(endless)) as client:
+        with pytest.raises(AnswerTooLargeError):
+            await client.exchange("GET", "/", None, max_bytes=1_000, on_event=events.append)
+    assert len(events) == 20
+
+
+async def test_what_the_receiver_raises_ends_the_exchange() -> None:
+    def refuse(event: bytes) -> None:
+        raise ValueError(event.decode())
+
+    server = Server(CHUNKED + b"|".join(chunk(b"data: %d\n\n" % i) for i in range(9)))
+    async with serving(server) as client:
+        with pytest.raises(ValueError, match="0"):
+            await client.exchange("GET", "/", None, on_event=refuse)
+        with anyio.fail_after(5):
+            await server.closed.wait()
+
+
+async def test_nothing_is_passed_on_after_the_call_has_ended() -> None:
+    events: list[bytes] = []
+    server = Server(CHUNKED + b"|".join(chunk(b"data: %d\n\n" % i) for i in range(50)))
+    async with serving(server) as client:
+        with anyio.move_on_after(5) as scope:
+
+            def note(event: bytes) -> None:
+                events.append(event)
+                if len(events) == 3:
+                    scope.cancel()
+
+            await client.exchange("GET", "/", None, on_event=note)
+        seen = len(events)
+        with anyio.fail_after(5):
+            await server.closed.wait()
+    assert 3 <= seen == len(events) < 50

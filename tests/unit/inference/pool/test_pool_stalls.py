@@ -1,5 +1,7 @@
 """Calls that get nowhere move to another backend; those that are only slow do not."""
 
+from dataclasses import replace
+
 import anyio
 import pytest
 
@@ -53,6 +55,18 @@ async def test_an_engine_that_works_for_long_is_left_alone():
                 tasks.start_soon(pools["policy"].generate, request(budget=1))
                 await anyio.sleep(0.1)
         assert engine.requests == before + 9
+        assert pools.views()[0].failures == 0
+
+
+async def test_an_engine_that_streams_is_left_alone_whatever_it_reports():
+    options = replace(OPTIONS, stall_seconds=0.6)
+    async with ScriptedEngine(Counting(), latency=1.5) as engine, Pools(options) as pools:
+        await pools.register(engine.url)
+        before, chunks = engine.requests, []
+        with anyio.fail_after(20):
+            answer = await pools["policy"].generate(request(budget=40), on_tokens=chunks.append)
+        assert engine.requests == before + 1
+        assert [token for chunk in chunks for token in chunk.ids] == answer.output_ids
         assert pools.views()[0].failures == 0
 
 

@@ -92,6 +92,25 @@ def test_samples_of_a_group_share_a_long_prompt():
     assert (again.backend_id, again.reason) == (home.backend_id, Reason.PREFIX)
 
 
+def test_nodes_that_know_nothing_of_each_other_send_a_prompt_to_the_same_engine():
+    first = [serve(CostRouter(), tokens(640, seed=i), "r", candidates(4)).backend_id for i in range(20)]
+    again = [serve(CostRouter(), tokens(640, seed=i), "s", candidates(4)).backend_id for i in range(20)]
+    assert first == again
+    assert len(set(first)) == 4
+
+
+def test_a_busier_engine_is_still_chosen_if_other_nodes_have_probably_sent_the_prompt_there():
+    ids = tokens(20_000)
+    first = serve(CostRouter(), ids, "elsewhere", candidates(2)).backend_id
+    for others, expected in ((0, {"b0", "b1"} - {first}), (20, {first})):
+        router = CostRouter()
+        for backend_id in ("b0", "b1"):
+            for _ in range(8):
+                router.observe(backend_id, state(running=others))
+        router.choose([Candidate(first, 0)], request(tokens(64, seed=9)), "busy")
+        assert {serve(router, ids, "r", candidates(2)).backend_id} == expected
+
+
 def test_rollouts_without_anything_in_common_are_spread_also_while_they_wait_for_tools():
     router = CostRouter()
     chosen = Counter(serve(router, tokens(500, seed=i), f"r{i}", candidates(4)).backend_id for i in range(40))

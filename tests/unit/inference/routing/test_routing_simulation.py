@@ -19,6 +19,7 @@ from rollout_service.inference.routing import Candidate, CostRouter, LeastLoaded
 from rollout_service.testing.kv_cache import KVCache
 
 GROUPS, GROUP_SIZE, TURNS = 8, 8, 10
+POLL = 1.0
 PREFILL, DECODE, CROWDING = 1e-4, 8e-3, 2e-4
 
 
@@ -80,32 +81,31 @@ class Simulation:
     seed: int
     capacity: int | None = 60_000
     slowness: tuple = ()
+    nodes: int = 1
+    """How many nodes route for themselves; they are given the rollouts in turn, and poll the engines' loads."""
     world: World = field(default_factory=World)
     cached: int = 0
     seconds: list = field(default_factory=list)
     reasons: Counter = field(default_factory=Counter)
+    in_flight: Counter = field(default_factory=Counter)
 
     def run(self):
         rng = random.Random(self.seed)
         try:
-            self.router = self.make_router(clock=self.world)
+            self.routers = [self.make_router(clock=self.world) for _ in range(self.nodes)]
         except TypeError:
-            self.router = self.make_router()
+            self.routers = [self.make_router() for _ in range(self.nodes)]
         slowness = self.slowness or [1.0] * self.engines
         self.fleet = {
             f"e{i}": Engine(self.world, KVCache(self.capacity), slow) for i, slow in enumerate(slowness)
         }
         if self.capacity:
-            for name in self.fleet:
-                self.router.observe(
-                    name,
-                    BackendLoad(
-                        running=0, waiting=0, used_tokens=0, token_usage=0.0, capacity_tokens=self.capacity
-                    ),
-                )
+            for number in range(self.nodes):
+                self.world.after(number / self.nodes, lambda n=number: self.report(n))
         prompts = [self.tokens(rng, rng.randint(900, 1700)) for _ in range(GROUPS)]
         rollouts = [prompts[group] for group in range(GROUPS) for _ in range(GROUP_SIZE)]
         rng.shuffle(rollouts)
+        self.open = len(rollouts)
         for number, prompt in enumerate(rollouts):
             turns = [
                 (self.tokens(rng, 8, 150), self.tokens(rng, 20, 180), rng.lognormvariate(-0.7, 1.2))
@@ -117,24 +117,42 @@ class Simulation:
         self.world.run()
         return self
 
+    def report(self, node):
+        for name, engine in self.fleet.items():
+            load = BackendLoad(
+                running=engine.running,
+                waiting=0,
+                used_tokens=0,
+                token_usage=0.0,
+                capacity_tokens=self.capacity,
+            )
+            self.routers[node].observe(name, load)
+        if self.open:
+            self.world.after(POLL, lambda: self.report(node))
+
     @staticmethod
     def tokens(rng, low, high=None):
         return [rng.randrange(50_000) for _ in range(rng.randint(low, high or low))]
 
     def turn(self, name, ids, turns):
+        node = int(name[1:]) % self.nodes
+        router = self.routers[node]
         if not turns:
-            self.router.release(name)
+            router.release(name)
+            self.open -= 1
             return
         (sampled, observation, wait), *rest = turns
         request = GenerateRequest(new_request_id(), list(ids))
-        among = [Candidate(each, engine.running) for each, engine in self.fleet.items()]
-        decision = self.router.choose(among, request, name)
+        among = [Candidate(each, self.in_flight[node, each]) for each in self.fleet]
+        decision = router.choose(among, request, name)
         self.reasons[decision.reason] += 1
+        self.in_flight[node, decision.backend_id] += 1
 
         def answer(cached, seconds):
             self.cached += cached
             self.seconds.append(seconds)
-            self.router.ended(
+            self.in_flight[node, decision.backend_id] -= 1
+            router.ended(
                 decision,
                 request,
                 Generation(
@@ -186,3 +204,11 @@ def test_a_slow_engine_is_given_less():
 def test_rollouts_do_not_change_backends():
     run = Simulation(CostRouter, 4, 1).run()
     assert run.reasons["moved"] <= 0.02 * run.reasons.total()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_nodes_that_share_engines_keep_prefixes_and_spread_load_without_a_central_router(seed):
+    ideal = Simulation(LeastLoaded, 1, seed, capacity=None).run().cached
+    ours = Simulation(CostRouter, 4, seed, nodes=8).run()
+    assert ours.cached >= 0.95 * ideal
+    assert ours.imbalance <= 1.2

@@ -1,0 +1,146 @@
+"""This node's membership in the cluster that shares its store.
+
+Guarantees:
+- A node joins before it claims anything, and leaves after it has handed everything back.
+- Within a heartbeat of a command to drain or to resume, the node follows it.
+- A node that was declared dead, for example since it was stopped for a while, drops all its work before it joins again.
+- A store that fails ends neither the membership nor the work under way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+
+import anyio
+import structlog
+
+from api_schemas.nodes import NodeState
+from rollout_service.cluster.identity import is_gone
+from rollout_service.errors import StoreError
+from rollout_service.pipeline.pipeline import retry_until_stored
+from rollout_service.store.cluster_contract import (
+    DEAD_SECONDS,
+    HEARTBEAT_SECONDS,
+    ClusterStore,
+    Heartbeat,
+    NameTakenError,
+    NodeRecord,
+    NodeReport,
+)
+
+log = structlog.get_logger(__name__)
+
+LEAVE_SECONDS = 2.0
+"""How long the end of a service waits for a store that does not answer; the other nodes then find it dead."""
+
+
+class Membership:
+    """Joins, reports, follows commands, and leaves."""
+
+    def __init__(
+        self,
+        cluster: ClusterStore,
+        report: Callable[[], Awaitable[NodeReport]],
+        *,
+        on_beat: Callable[[Heartbeat], None],
+        drop_work: Callable[[], Awaitable[None]],
+    ) -> None:
+        """
+        Args:
+            cluster: the membership in the store.
+            report: returns what to report now.
+            on_beat: called with the answer to each heartbeat.
+            drop_work: cancels the rollouts under way, whose leases are lost, and waits until they have ended.
+        """
+        self._cluster = cluster
+        self._report = report
+        self._on_beat = on_beat
+        self._drop_work = drop_work
+        self.beat = Heartbeat(is_member=False)
+        """The answer to the last heartbeat."""
+
+    @property
+    def state(self) -> NodeState:
+        """Whether this node is to claim rollouts."""
+        return self.beat.state
+
+    @asynccontextmanager
+    async def joined(self) -> AsyncIterator[None]:
+        """Be a member within the block.
+
+        Raises:
+            NameTakenError: Another live node has this node's name.
+            StoreError: The store failed.
+        """
+        report = await self._report()
+        await self._join(report)
+        try:
+            await self._beat_once()
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._work)
+                yield
+                tasks.cancel_scope.cancel()
+        finally:
+            with anyio.move_on_after(LEAVE_SECONDS, shield=True), suppress(StoreError):
+                await self._cluster.leave(report.owner)
+
+    async def _join(self, report: NodeReport) -> None:
+        """Join; a holder of the name that has crashed is replaced, at once if that can be seen from here."""
+        deadline = time.monotonic() + DEAD_SECONDS + HEARTBEAT_SECONDS
+        silent = 0.0
+        while True:
+            try:
+                await self._cluster.join(report)
+            except NameTakenError as error:
+                if is_gone(error.holder):
+                    await self._cluster.join(report, replacing=error.holder)
+                    return
+                holder = await self._holder(report.name)
+                has_reported = holder is not None and holder.silent_seconds < silent
+                if has_reported or time.monotonic() > deadline:
+                    raise
+                silent = holder.silent_seconds if holder else silent
+                log.info("waiting to see whether the node of this name is alive", node=report.name)
+                await anyio.sleep(HEARTBEAT_SECONDS / 2)
+            else:
+                return
+
+    async def _holder(self, name: str) -> NodeRecord | None:
+        return next((node for node in await self._cluster.nodes() if node.report.name == name), None)
+
+    async def _work(self) -> None:
+        seen = 0
+        while True:
+            with anyio.move_on_after(HEARTBEAT_SECONDS):
+                seen = await self._cluster.wait_for_change(seen)
+                await anyio.sleep(HEARTBEAT_SECONDS / 20)  # changes come in bursts, as when a cluster starts
+            await retry_until_stored("report this node", self._beat_once)
+
+    async def _beat_once(self) -> None:
+        beat = await self._cluster.heartbeat(await self._report())
+        if not beat.is_member:
+            await self._rejoin()
+            return
+        for name in beat.dead:
+            log.warning("a node is dead; its rollouts were queued again", node=name)
+        if beat.state is not self.beat.state and self.beat.is_member:
+            log.info("this node changed its state", state=beat.state.value)
+        self.beat = beat
+        self._on_beat(beat)
+
+    async def _rejoin(self) -> None:
+        """Drop the work of lost leases and join again; a drain goes on."""
+        log.warning(
+            "this node was declared dead and its rollouts were given to others; it drops them and joins again",
+            hint="It was stopped, or could not reach the store, for longer than 10 seconds.",
+        )
+        was_draining = self.beat.state is NodeState.DRAINING
+        await self._drop_work()
+        report = await self._report()
+        await self._cluster.join(report)
+        if was_draining:
+            await self._cluster.change_state(report.name, NodeState.DRAINING)
+        self.beat = await self._cluster.heartbeat(report)
+        self._on_beat(self.beat)

@@ -1,0 +1,112 @@
+"""Saves the turns of all rollouts in the background, so that no turn waits for the store.
+
+Guarantees: `add` returns at once; turns are saved in the order in which they were made, many in one write; memory is
+bounded. A turn that cannot be saved costs no rollout anything but the chance to continue from it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from rollout_service.errors import StoreError
+from rollout_service.policies.saved_turns import SavedTurn, encode
+from rollout_service.signals import ResettableEvent
+from rollout_service.store.contract import Lease
+from rollout_service.store.turns_contract import TurnStore, UnsavedTurn
+from rollout_service.telemetry.metrics import Metrics
+
+log = structlog.get_logger(__name__)
+
+COLLECT_SECONDS = 0.02
+"""How long to collect turns for one write: short next to a turn, and long next to a write."""
+MAX_WAITING = 4_096
+"""The most turns that wait to be saved; later ones are dropped."""
+MAX_AT_ONCE = 256
+"""The most turns in one write, so that other writes do not wait for long."""
+STORE_RETRY_SECONDS = 1.0
+
+NOT_REPLAYABLE = b""
+"""Marks a rollout that has turns, of an environment whose turns are not worth saving."""
+
+
+@dataclass(frozen=True, slots=True)
+class _WaitingTurn:
+    rollout_id: str
+    token: int
+    number: int
+    turn: SavedTurn | None
+
+
+class TurnWriter:
+    """The turns that wait to be saved; `running` saves them."""
+
+    def __init__(self, store: TurnStore, owner: str, metrics: Metrics) -> None:
+        self._store = store
+        self._owner = owner
+        self._metrics = metrics
+        self._waiting: deque[_WaitingTurn] = deque()
+        self._added = ResettableEvent()
+        self._emptied = ResettableEvent(is_set=True)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Save turns until the block is left."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._save_forever)
+            yield
+            tasks.cancel_scope.cancel()
+
+    def add(self, lease: Lease, number: int, turn: SavedTurn | None) -> None:
+        """Save a turn soon; None only marks that the rollout has turns."""
+        if len(self._waiting) >= MAX_WAITING:
+            self._metrics.count_saved_turns("dropped", 1)
+            return
+        self._waiting.append(_WaitingTurn(lease.rollout_id, lease.token, number, turn))
+        self._emptied.clear()
+        self._added.set()
+
+    async def flush(self) -> None:
+        """Wait until everything that was added is saved; the lease must still be held."""
+        await self._emptied.wait()
+
+    async def _save_forever(self) -> None:
+        while True:
+            await self._added.wait()
+            await anyio.sleep(COLLECT_SECONDS)
+            while self._waiting:
+                count = min(MAX_AT_ONCE, len(self._waiting))
+                await self._save([self._waiting.popleft() for _ in range(count)])
+            self._added.clear()
+            self._emptied.set()
+
+    async def _save(self, batch: list[_WaitingTurn]) -> None:
+        turns = await anyio.to_thread.run_sync(_encode_all, batch)
+        while True:
+            try:
+                saved = await self._store.save_turns(self._owner, turns)
+                break
+            except StoreError as error:
+                log.warning("turns could not be saved; trying again", error=str(error), hint=error.hint)
+                await anyio.sleep(STORE_RETRY_SECONDS)
+        self._metrics.count_saved_turns("saved", saved)
+        self._metrics.count_saved_turns("dropped", len(batch) - len(turns))
+
+
+def _encode_all(batch: list[_WaitingTurn]) -> list[UnsavedTurn]:
+    """Encode turns; one that cannot be encoded is left out, and with it the later ones of its rollout."""
+    turns = []
+    for waiting in batch:
+        try:
+            data = NOT_REPLAYABLE if waiting.turn is None else encode(waiting.turn)
+        except (ValueError, TypeError, OverflowError) as error:
+            log.warning("a turn cannot be saved", rollout_id=waiting.rollout_id, error=str(error))
+        else:
+            turns.append(UnsavedTurn(waiting.rollout_id, waiting.token, waiting.number, data))
+    return turns

@@ -1,0 +1,159 @@
+"""Services on one Redis: rollouts end once each, through restarts and outages, on whichever node they run."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from api_schemas.rollouts import RolloutRequest
+from api_schemas.tasks import Task
+from rollout_client.sync import SyncRolloutClient
+from tests.support.processes.service import Running, eventually, scripted_engine, service
+from tests.support.redis_server import RedisServer, redis_server
+
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(150)]
+
+ENDED = {"completed", "failed", "cancelled"}
+
+
+def config(server: RedisServer, name: str) -> str:
+    return f'[store]\nurl = "{server.url}"\n[cluster]\nname = "{name}"\n'
+
+
+def node(tmp_path: Path, name: str, engine: Running, server: RedisServer) -> Any:
+    """Run a service of this name, in a folder of its own."""
+    folder = tmp_path / name
+    folder.mkdir(exist_ok=True)
+    return service(folder, engine.url, config(server, name))
+
+
+def submit(server: Running, numbers: range) -> None:
+    for number in numbers:
+        body = {"rollout_id": f"r{number}", "task": {"environment": "echo", "instance": {"number": number}}}
+        assert httpx.post(f"{server.url}/v1/rollouts", json=body).status_code == 202
+
+
+def page(server: Running) -> dict[str, Any]:
+    found: dict[str, Any] = httpx.get(f"{server.url}/v1/rollouts", params={"limit": 1000}).json()
+    return found
+
+
+def all_ended(server: Running, count: int) -> bool:
+    try:
+        return sum(page(server)["counts"].get(state, 0) for state in ENDED) == count
+    except (httpx.HTTPError, KeyError):
+        return False
+
+
+def terminal_events(server: RedisServer) -> Counter[str]:
+    """Return how often each rollout ended, as the stream of events says."""
+    with server.client() as client:
+        entries = client.xrange("{rollouts}:events")
+    ends = [f for _, f in entries if f[b"k"] == b"rollout.state" and b'"completed"' in f[b"d"]]
+    return Counter(fields[b"s"].decode() for fields in ends)
+
+
+def test_two_services_share_the_work_and_each_answers_for_all_of_it(
+    tmp_path: Path, own_redis: RedisServer
+) -> None:
+    with (
+        scripted_engine(tmp_path, delay=0.05) as engine,
+        node(tmp_path, "n1", engine, own_redis) as one,
+        node(tmp_path, "n2", engine, own_redis) as other,
+    ):
+        submit(one, range(20))
+        submit(other, range(20, 40))
+        eventually(lambda: all_ended(one, 40), one.log_file, 60)
+        assert page(other)["counts"] == {"completed": 40}
+        result = httpx.get(f"{other.url}/v1/rollouts/r3").json()
+        assert (result["state"], result["reward"]) == ("completed", 1.0)
+        assert httpx.get(f"{other.url}/v1/rollouts/r3/trajectory").json()["segments"]
+        nodes = httpx.get(f"{one.url}/v1/nodes").json()
+        assert {each["node"] for each in nodes} == {"n1", "n2"}
+        for server in (one, other):
+            server.stop()
+            assert server.ended(30) == -signal.SIGTERM
+    assert terminal_events(own_redis) == Counter(f"r{n}" for n in range(40))
+
+
+def test_a_program_works_with_any_node_on_a_rollout_that_one_runs(
+    tmp_path: Path, own_redis: RedisServer
+) -> None:
+    request = RolloutRequest(rollout_id="r", task=Task(environment="echo", instance={"number": 1}))
+    with (
+        scripted_engine(tmp_path, delay=0.05) as engine,
+        node(tmp_path, "n1", engine, own_redis) as one,
+        node(tmp_path, "n2", engine, own_redis) as other,
+        SyncRolloutClient(other.url) as client,
+    ):
+        assert httpx.post(f"{other.url}/v1/nodes/n2/drain").status_code == 200
+        eventually(lambda: [each.state for each in client.nodes()] == ["ready", "draining"], other.log_file)
+        with client.external_rollout(request) as rollout:
+            shown = httpx.get(f"{one.url}/v1/rollouts/r").json()
+            assert rollout.openai == {
+                "base_url": f"{shown['access']['url']}/v1",
+                "api_key": shown["access"]["key"],
+            }
+            assert "access" not in httpx.get(f"{other.url}/v1/rollouts/r").json()
+            key = {"authorization": f"Bearer {rollout.openai['api_key']}"}
+            models = httpx.get(f"{rollout.openai['base_url']}/models", headers=key)
+            assert models.status_code == 200
+            late = httpx.post(f"{other.url}/v1/rollouts/r/end", json={"reward": 1.0, "attempt": 7})
+            assert late.status_code == 409
+            rollout.end(reward=0.5)
+        assert rollout.result().reward == 0.5
+        unknown = httpx.post(f"{other.url}/v1/rollouts/none/end", json={})
+        assert unknown.status_code == 404
+
+
+def test_a_restarted_service_goes_on_with_what_it_had(tmp_path: Path, own_redis: RedisServer) -> None:
+    with scripted_engine(tmp_path, delay=0.3) as engine:
+        with node(tmp_path, "n1", engine, own_redis) as server:
+            submit(server, range(30))
+            server.stop(signal.SIGKILL)
+            server.ended(30)
+        with node(tmp_path, "n1", engine, own_redis) as server:
+            eventually(lambda: all_ended(server, 30), server.log_file, 60)
+            assert page(server)["counts"] == {"completed": 30}
+    assert terminal_events(own_redis) == Counter(f"r{n}" for n in range(30))
+
+
+def test_a_service_holds_while_redis_is_away_and_goes_on_afterwards(
+    tmp_path: Path, own_redis: RedisServer
+) -> None:
+    with (
+        scripted_engine(tmp_path, delay=0.3) as engine,
+        node(tmp_path, "n1", engine, own_redis) as server,
+    ):
+        submit(server, range(30))
+        own_redis.kill()
+        eventually(lambda: httpx.get(f"{server.url}/ready").status_code == 503, server.log_file, 30)
+        said = httpx.get(f"{server.url}/ready").text
+        assert "Start Redis" in said
+        refused = httpx.get(f"{server.url}/v1/rollouts/r1")
+        assert (refused.status_code, refused.json()["code"]) == (503, "store_unavailable")
+        own_redis.start()
+        eventually(lambda: all_ended(server, 30), server.log_file, 90)
+        assert page(server)["counts"] == {"completed": 30}
+        eventually(lambda: httpx.get(f"{server.url}/ready").status_code == 200, server.log_file, 30)
+    assert terminal_events(own_redis) == Counter(f"r{n}" for n in range(30))
+
+
+def test_a_service_does_not_start_on_a_redis_that_it_must_not_use(tmp_path: Path) -> None:
+    with (
+        redis_server(options={"appendfsync": "everysec"}) as server,
+        scripted_engine(tmp_path, delay=0) as engine,
+        pytest.raises(AssertionError, match="its appendfsync is everysec"),
+    ):
+        start(node(tmp_path, "n1", engine, server))
+
+
+def start(server: Any) -> None:
+    """Start a service and fail with its log, since it ends at once."""
+    with server as running:
+        raise AssertionError(f"{running.ended(30)}: {running.log}")

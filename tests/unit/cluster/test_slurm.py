@@ -1,0 +1,250 @@
+"""Jobs of Slurm: times and limits are read as Slurm writes them, children and tunnels live as long as they should."""
+
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import anyio
+import pytest
+
+from rollout_service.cluster.slurm.children import ENDED_BY_SLURM, KeptProcess
+from rollout_service.cluster.slurm.commands import PartitionNode, _partition_node
+from rollout_service.cluster.slurm.folder import JobFolder, Published
+from rollout_service.cluster.slurm.limits import check_fits
+from rollout_service.cluster.slurm.relay import relay
+from rollout_service.cluster.slurm.script import render
+from rollout_service.cluster.slurm.spec import JobSpec, Resources, minutes_of
+from rollout_service.errors import ConfigurationError
+from sandboxes.host.ports import free_port
+
+pytestmark = pytest.mark.anyio
+EXAMPLES = Path(__file__).parents[3] / "deploy/slurm"
+PYTHON = "/shared/rollout-service/.venv/bin/python"
+ENGINE = "python -m sglang.launch_server --model-path MODEL --host {host} --port {port}"
+SPECS = {
+    "one-node": JobSpec(
+        name="one-node", resources=Resources(gpus=1), engines={"command": ENGINE}, python=PYTHON
+    ),
+    "engines-apart": JobSpec(
+        name="engines-apart",
+        resources=Resources(partition="cpu", cpus=32, memory="128G"),
+        engines={"command": ENGINE, "per_node": 4, "resources": {"nodes": 2, "partition": "gpu", "gpus": 4}},
+        python=PYTHON,
+    ),
+    "many-nodes": JobSpec(
+        name="many-nodes",
+        resources=Resources(nodes=3, partition="cpu"),
+        backends=["http://gpu-1:30000"],
+        python=PYTHON,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("written", "minutes"),
+    [
+        ("30", 30),
+        ("30:30", 30.5),
+        ("1:00:00", 60),
+        ("2-0", 2_880),
+        ("2-12", 3_600),
+        ("1-00:30", 1_470),
+        ("1-00:00:30", 1_440.5),
+        ("infinite", None),
+    ],
+)
+def test_limits_of_time_are_read_as_slurm_writes_them(written, minutes):
+    assert minutes_of(written) == minutes
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_examples_are_what_the_command_renders(name):
+    script = render(SPECS[name], Path("/shared/rollout-jobs") / name)
+    assert (EXAMPLES / f"{name}.sbatch").read_text() == script
+
+
+def test_every_example_is_listed_with_its_layout():
+    readme = (EXAMPLES / "README.md").read_text()
+    assert {path.name for path in EXAMPLES.glob("*.sbatch")} >= {f"{name}.sbatch" for name in SPECS}
+    assert all(f"]({path.name})" in readme for path in EXAMPLES.glob("*.sbatch"))
+
+
+@pytest.mark.parametrize("gres", ["gpu:4", "gpu:a100:4", "gpu:a100:4(S:0-1)", "nic:1,gpu:4"])
+def test_a_node_is_read_with_its_gpus(gres):
+    node = _partition_node(f"n1|main*|up|64+|256000+|{gres}|1-00:00:00")
+    assert node == PartitionNode("n1", "main", True, True, 64, 256_000, 4, "1-00:00:00")
+
+
+def test_one_large_node_does_not_make_room_for_two():
+    nodes = [
+        PartitionNode("n1", "main", True, True, 64, 1_000, 0, "infinite"),
+        PartitionNode("n2", "main", True, True, 8, 1_000, 0, "infinite"),
+    ]
+    check_fits(JobSpec(name="a", resources={"cpus": 64}), nodes)
+    apart = {"command": ENGINE, "resources": {"nodes": 2, "cpus": 9}}
+    with pytest.raises(ConfigurationError, match="1 such nodes of 2"):
+        check_fits(JobSpec(name="a", engines=apart), nodes)
+
+
+def test_a_value_cannot_add_a_line_to_the_script():
+    for values in ({"time": "1:00\nrm"}, {"account": "a b"}, {"name": "$(id)"}):
+        with pytest.raises(ValueError):
+            JobSpec(**({"name": "a"} | values))
+    with pytest.raises(ValueError):
+        Resources(directives=["--comment=a\nrm -r /"])
+
+
+async def test_a_child_that_fails_is_started_again_and_ends_when_asked(tmp_path):
+    script = f"echo run >>{tmp_path}/runs; test $(wc -l <{tmp_path}/runs) -gt 1 && exec sleep 100; exit 3"
+    child = KeptProcess("a", ["sh", "-c", script], tmp_path / "log", 5.0)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(child.keep_running)
+        with anyio.fail_after(30):
+            while not (tmp_path / "runs").exists() or (tmp_path / "runs").read_text().count("run") < 2:
+                await anyio.sleep(0.02)
+        child.stopping.set()
+
+
+async def test_a_child_that_ended_for_good_is_not_started_again(tmp_path):
+    assert await KeptProcess("a", ["true"], tmp_path / "log", 5.0).keep_running() == 0
+    ended = ["sh", "-c", "exit 75"]
+    final = frozenset({ENDED_BY_SLURM})
+    assert await KeptProcess("a", ended, tmp_path / "log", 5.0, final_codes=final).keep_running() == 75
+
+
+PART = """
+import signal
+import anyio
+from rollout_service.cluster.slurm.children import EndRequests
+
+async def main():
+    ending = EndRequests("a")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ending.follow)
+        while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            await anyio.sleep(0.01)
+        print("listening", flush=True)
+        await ending.stopping.wait()
+        await anyio.sleep(0.2)  # a second signal does not cut the drain short
+        tasks.cancel_scope.cancel()
+    print("drained", flush=True)
+    raise SystemExit(ending.exit_code)
+
+anyio.run(main)
+"""
+
+
+async def test_the_end_of_its_input_asks_a_part_to_end_and_no_signal_is_sent(tmp_path):
+    output = tmp_path / "log"
+    child = KeptProcess("a", [sys.executable, "-c", PART], output, 30.0, ends_with_input=True)
+    child.stopping.set()  # before it has begun to listen: nothing is lost
+    with anyio.fail_after(60):
+        assert await child.run_once() == 0
+    said = output.read_text()
+    assert "its input has ended" in said
+    assert "drained" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_part_also_ends_when_slurm_signals_its_step(number):
+    with subprocess.Popen(
+        [sys.executable, "-c", PART], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"listening\n"
+        process.send_signal(number)
+        process.send_signal(number)
+        assert process.wait(60) == ENDED_BY_SLURM  # its input is still open
+        assert b"drained" in process.stdout.read()
+
+
+async def test_a_tunnel_leads_to_the_node_that_answers(tmp_path):
+    folder = JobFolder(tmp_path / "job")
+    folder.create()
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as dead:
+        gone = dead.extra(anyio.abc.SocketAttribute.local_port)
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    port = listener.extra(anyio.abc.SocketAttribute.local_port)
+    folder.publish("nodes", Published(name="n1", url="http://127.0.0.1:1"))
+    folder.publish("nodes", Published(name="n2", url=f"http://127.0.0.1:{port}"))
+
+    async def echo(stream: anyio.abc.SocketStream) -> None:
+        async with stream:
+            async for data in stream:
+                await stream.send(data.upper())
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, echo)
+        ready = anyio.Event()
+        tasks.start_soon(relay, folder, gone, ready)
+        await ready.wait()
+        async with await anyio.connect_tcp("127.0.0.1", gone) as stream:
+            await stream.send(b"through")
+            with anyio.fail_after(10):
+                assert await stream.receive() == b"THROUGH"
+        tasks.cancel_scope.cancel()
+    await listener.aclose()
+
+
+def reset(stream: anyio.abc.SocketStream) -> None:
+    """Make the end of a connection a reset, as when its process is killed."""
+    raw = stream.extra(anyio.abc.SocketAttribute.raw_socket)
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+@pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True}), ("asyncio", {})], ids=str)
+@pytest.mark.parametrize("broken", ["client", "node", "both"])
+async def test_a_tunnel_outlives_connections_that_break(tmp_path, broken):
+    folder = JobFolder(tmp_path / "job")
+    folder.create()
+    resets = True
+
+    async def answer(stream: anyio.abc.SocketStream) -> None:
+        async with stream:
+            if resets and broken != "client":
+                reset(stream)
+            with suppress(anyio.EndOfStream, anyio.BrokenResourceError):
+                await stream.receive()
+                for _ in range(20 if resets else 1):
+                    await stream.send(b"answer" * 1_000)
+
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    port = listener.extra(anyio.abc.SocketAttribute.local_port)
+    folder.publish("nodes", Published(name="n1", url=f"http://127.0.0.1:{port}"))
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, answer)
+        own, ready = free_port(), anyio.Event()
+        tasks.start_soon(relay, folder, own, ready)
+        await ready.wait()
+        for _ in range(20):
+            async with await anyio.connect_tcp("127.0.0.1", own) as stream:
+                if broken != "node":
+                    reset(stream)
+                with suppress(anyio.BrokenResourceError):
+                    await stream.send(b"question")
+        resets = False
+        with anyio.fail_after(10):
+            async with await anyio.connect_tcp("127.0.0.1", own) as stream:
+                await stream.send(b"question")
+                assert (await stream.receive()).startswith(b"answer")
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_tunnel_refuses_a_port_that_is_taken(tmp_path):
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as taken:
+        port = taken.extra(anyio.abc.SocketAttribute.local_port)
+        with pytest.raises(ConfigurationError, match=f"port {port} cannot be used"):
+            await relay(JobFolder(tmp_path), port)
+
+
+def test_a_folder_is_private_and_keeps_its_key(tmp_path):
+    folder = JobFolder(tmp_path / "job")
+    folder.create()
+    key = folder.key
+    folder.create()
+    assert folder.key == key
+    assert folder.path.stat().st_mode & 0o077 == folder.key_file.stat().st_mode & 0o077 == 0
