@@ -1,0 +1,63 @@
+"""What a job runs: its batch step, the service on a node, and an engine. Slurm calls these commands; people do not."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollout_service.cli import common
+
+FolderArgument = Annotated[Path, typer.Argument(help="The job's folder.")]
+
+
+def run(folder: FolderArgument) -> None:
+    """Run a job from its folder, within its allocation."""
+
+    async def main() -> int:
+        from rollout_service.cluster.slurm.folder import JobFolder
+        from rollout_service.cluster.slurm.supervisor import run_job
+
+        return await run_job(JobFolder(folder))
+
+    _within_the_job(main)
+
+
+def node(folder: FolderArgument) -> None:
+    """Serve on this node of a job."""
+
+    async def main() -> int:
+        from rollout_service.cluster.slurm.folder import JobFolder
+        from rollout_service.cluster.slurm.node import serve_on_node
+
+        return await serve_on_node(JobFolder(folder))
+
+    _within_the_job(main)
+
+
+def engine(folder: FolderArgument) -> None:
+    """Serve an engine on this node of a job."""
+
+    async def main() -> int:
+        from rollout_service.cluster.slurm.engine import serve_engine
+        from rollout_service.cluster.slurm.folder import JobFolder
+
+        return await serve_engine(JobFolder(folder))
+
+    _within_the_job(main)
+
+
+def _within_the_job(main: Callable[[], Awaitable[int]]) -> None:
+    """Run a part of a job, which handles its signals itself, and logs."""
+    import logging
+
+    import anyio
+
+    from rollout_service.settings import LogFormat
+    from rollout_service.telemetry.logging import configure_logging
+
+    configure_logging(LogFormat.CONSOLE, "info")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every probe
+    common.run_blocking(lambda: anyio.run(main))

@@ -1,0 +1,118 @@
+"""`rollout-service slurm status, logs, tunnel`: what a job does, and the way to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollout_service.cli import common
+from rollout_service.cli.common import AsJson
+from rollout_service.cli.slurm.jobs import JOBS, POLL_SECONDS, Folder, Job, find, state_of
+
+if TYPE_CHECKING:
+    from rollout_service.cluster.slurm.folder import JobFolder
+
+
+def status(
+    job: Job = None,
+    folder: Folder = JOBS,
+    wait: Annotated[float, typer.Option(min=0, help="Wait so many seconds for a node that is ready.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Show a job's state, its nodes and engines, its address, and where its key is."""
+
+    async def main() -> int:
+        return await _status(find(job, folder), wait, as_json=as_json)
+
+    common.run(main)
+
+
+async def _status(folder: JobFolder, wait: float, *, as_json: bool) -> int:
+    import anyio
+
+    state, ready = await state_of(folder), await _ready_url(folder)
+    deadline = anyio.current_time() + wait
+    while ready is None and not state.is_over and anyio.current_time() < deadline:
+        await anyio.sleep(POLL_SECONDS)
+        state, ready = await state_of(folder), await _ready_url(folder)
+    nodes, engines = folder.published("nodes"), folder.published("engines")
+    if as_json:
+        common.print_json(
+            {
+                "job": state.job,
+                "state": state.state,
+                "reason": state.reason,
+                "restarts": state.restarts,
+                "url": ready,
+                "key_file": str(folder.key_file),
+                "nodes": [node.model_dump() for node in nodes],
+                "engines": [engine.model_dump() for engine in engines],
+            }
+        )
+    else:
+        common.print_line(f"job {state.job} {state.state} {state.reason} {state.nodes}".strip())
+        for kind, parts in (("node", nodes), ("engine", engines)):
+            for part in parts:
+                common.print_line(f"{kind} {part.name} {part.url}")
+        if ready is not None:
+            common.print_line(f"export ROLLOUT_URL={ready} ROLLOUT_KEY=$(cat {folder.key_file})")
+    return 1 if wait and ready is None else 0
+
+
+async def _ready_url(folder: JobFolder) -> str | None:
+    from rollout_client.client import ClientError
+
+    for node in folder.published("nodes"):
+        try:
+            async with common.connect(node.url, folder.key) as client:
+                if (await client.readiness()).ready:
+                    return node.url
+        except ClientError:
+            continue
+    return None
+
+
+def logs(
+    job: Job = None,
+    folder: Folder = JOBS,
+    part: Annotated[str | None, typer.Option(help="One log, such as node-n1, engines or redis.")] = None,
+    lines: Annotated[int, typer.Option(min=1, help="How many lines of each.")] = 50,
+) -> None:
+    """Print the ends of a job's logs."""
+
+    def main() -> None:
+        found = sorted((find(job, folder).path / "logs").glob(f"{part or '*'}.log"))
+        if not found:
+            raise common.CommandError("there is no such log yet", hint="Leave out --part to see all logs.")
+        for file in found:
+            common.print_line(f"==> {file}")
+            for line in file.read_text(errors="replace").splitlines()[-lines:]:
+                common.print_line(line)
+
+    common.run_blocking(main)
+
+
+def tunnel(
+    job: Job = None,
+    folder: Folder = JOBS,
+    port: Annotated[int, typer.Option(min=1, max=65_535, help="Port on this machine's loopback.")] = 8080,
+) -> None:
+    """Relay a port of this machine, such as a login node, to the job, until Ctrl-C.
+
+    From a laptop, `ssh -L 8080:127.0.0.1:8080 LOGIN` leads to that port.
+    """
+
+    async def main() -> None:
+        import anyio
+
+        from rollout_service.cluster.slurm.relay import relay
+
+        found, listening = find(job, folder), anyio.Event()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(relay, found, port, listening)
+            await listening.wait()
+            key = found.key_file
+            common.print_line(f"export ROLLOUT_URL=http://127.0.0.1:{port} ROLLOUT_KEY=$(cat {key})")
+
+    common.run(main)

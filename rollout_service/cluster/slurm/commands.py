@@ -1,0 +1,185 @@
+"""Slurm's commands, as this package uses them: none needs accounting, and all exist since Slurm 22.05.
+
+Guarantee: every failure says what Slurm answered, and what to do next.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+
+from rollout_service.errors import ConfigurationError
+
+ANSWER_SECONDS = 60.0
+"""How long Slurm may take to answer; a busy controller takes many seconds."""
+OVER = frozenset(
+    {
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "TIMEOUT",
+    }
+)
+"""The states of a job that has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """A job, as Slurm sees it."""
+
+    job: str
+    state: str
+    """Such as `PENDING` or `RUNNING`; `NOT_SUBMITTED` before, and `UNKNOWN` once Slurm has forgotten the job."""
+    reason: str = ""
+    nodes: str = ""
+    restarts: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, or is unknown."""
+        return self.state in OVER or self.state == "UNKNOWN"
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionNode:
+    """A node in one of its partitions."""
+
+    node: str
+    partition: str
+    is_default: bool
+    is_up: bool
+    cpus: int
+    memory_mebibytes: int
+    gpus: int
+    time_limit: str
+
+
+async def submit(script: Path) -> str:
+    """Submit a script, and return the job's id.
+
+    Raises:
+        ConfigurationError: Slurm refuses it.
+    """
+    said = await run(["sbatch", "--parsable", str(script)])
+    return said.strip().splitlines()[-1].partition(";")[0]
+
+
+async def job_state(job: str) -> JobState:
+    """Return a job's state.
+
+    Raises:
+        ConfigurationError: Slurm does not answer.
+    """
+    try:
+        said = await run(["scontrol", "--oneliner", "show", "job", job])
+    except ConfigurationError as error:
+        if "Invalid job id" in str(error):
+            return JobState(job, "UNKNOWN")
+        raise
+    fields = dict(part.partition("=")[::2] for part in said.splitlines()[0].split())
+    return JobState(
+        job,
+        fields.get("JobState", "UNKNOWN"),
+        "" if fields.get("Reason") == "None" else fields.get("Reason", ""),
+        fields.get("NodeList", "").replace("(null)", ""),
+        int(fields.get("Restarts", 0)),
+    )
+
+
+async def partition_nodes() -> list[PartitionNode]:
+    """Return every node of every partition.
+
+    Raises:
+        ConfigurationError: Slurm does not answer.
+    """
+    said = await run(["sinfo", "-h", "-N", "-o", "%N|%P|%a|%c|%m|%G|%l"])
+    return [_partition_node(line) for line in said.splitlines() if line.strip()]
+
+
+def _partition_node(line: str) -> PartitionNode:
+    node, partition, available, cpus, memory, gres, limit = (part.strip() for part in line.split("|"))
+    return PartitionNode(
+        node,
+        partition.rstrip("*"),
+        partition.endswith("*"),
+        available == "up",
+        int(cpus.rstrip("+")),
+        int(memory.rstrip("+")),
+        sum(_gpus(part) for part in gres.split(",")),
+        limit,
+    )
+
+
+def _gpus(gres: str) -> int:
+    """Return the GPUs of one entry, such as `gpu:a100:4(S:0-1)`."""
+    fields = gres.partition("(")[0].split(":")
+    return int(fields[-1]) if fields[0] == "gpu" and fields[-1].isdigit() else 0
+
+
+async def host_names(nodes: str) -> list[str]:
+    """Return the nodes of a list such as `n[1-3]`.
+
+    Raises:
+        ConfigurationError: Slurm does not understand it.
+    """
+    return (await run(["scontrol", "show", "hostnames", nodes])).split()
+
+
+async def cancel(job: str, *flags: str) -> None:
+    """End or signal a job.
+
+    Raises:
+        ConfigurationError: Slurm refuses.
+    """
+    await run(["scancel", *flags, job])
+
+
+async def requeue(job: str) -> None:
+    """Put a running job back into the queue.
+
+    Raises:
+        ConfigurationError: Slurm refuses.
+    """
+    await run(["scontrol", "requeue", job])
+
+
+async def run(command: Sequence[str]) -> str:
+    """Run a command of Slurm, and return what it prints.
+
+    Raises:
+        ConfigurationError: It is not installed, fails, or does not answer.
+    """
+    if shutil.which(command[0]) is None:
+        raise ConfigurationError(
+            f"{command[0]} is not in PATH",
+            hint="Run this on a machine of the cluster, such as a login node, perhaps after `module load slurm`.",
+        )
+    with anyio.move_on_after(ANSWER_SECONDS) as scope:
+        done = await anyio.run_process(command, check=False, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    if scope.cancelled_caught:
+        raise ConfigurationError(
+            f"{command[0]} did not answer for {ANSWER_SECONDS:g} s",
+            hint="Ask for the controller: scontrol ping.",
+        )
+    if done.returncode != 0:
+        said = (done.stderr or done.stdout).decode(errors="replace").strip()
+        raise ConfigurationError(f"{' '.join(command[:2])}: {said}", hint=_hint(said))
+    return done.stdout.decode(errors="replace")
+
+
+def _hint(said: str) -> str:
+    if "account" in said.lower():
+        return "Name an account that you may use with --account, and see `sacctmgr show associations user=$USER`."
+    if "Unable to contact" in said:
+        return "The controller does not answer; see `scontrol ping`."
+    return "`sinfo` shows the partitions with their limits, `squeue --me` your jobs."

@@ -1,0 +1,119 @@
+"""An engine of a job: a task of Slurm that starts it, waits for it, watches it, and replaces it when it dies.
+
+Guarantees: the engine is listed in the job's folder only while it has answered; one that hangs is killed and started
+again, at the same address if that is still free.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass
+
+import anyio
+import httpx
+import structlog
+
+from rollout_service.cluster.slurm.addresses import node_name, own_address
+from rollout_service.cluster.slurm.children import EndRequests, KeptProcess
+from rollout_service.cluster.slurm.folder import JobFolder, Published
+from rollout_service.cluster.slurm.spec import Engines
+from rollout_service.errors import ConfigurationError
+from sandboxes.host.ports import free_port
+
+log = structlog.get_logger(__name__)
+
+GRACE_SECONDS = 20.0
+LOOK_SECONDS = 1.0
+PROBE_SECONDS = 10.0
+FAILED_PROBES = 6
+"""How many probes in a row an engine may leave unanswered before it is replaced; long prefills delay answers."""
+PAUSE_SECONDS = 1.0
+
+
+@dataclass
+class JobEngine:
+    """One engine on this node."""
+
+    folder: JobFolder
+    engines: Engines
+    name: str
+    slot: int
+    """Its number on this node."""
+
+    async def run(self) -> int:
+        """Serve until this task is to end; return the exit code."""
+        ending = EndRequests(f"engine {self.name}")
+        stopping = ending.stopping
+        address, port = own_address(), 0
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ending.follow)
+            while not stopping.is_set():
+                port = port or free_port(address)
+                if not await self._serve_once(address, port, stopping):
+                    port = 0
+                with anyio.move_on_after(PAUSE_SECONDS):
+                    await stopping.wait()
+            tasks.cancel_scope.cancel()
+        return ending.exit_code
+
+    async def _serve_once(self, address: str, port: int, stopping: anyio.Event) -> bool:
+        """Run the engine until it ends or hangs; return whether it ever answered."""
+        words = shlex.split(self.engines.command.format(host=address, port=port))
+        output = self.folder.log(f"engine-{self.name}")
+        child = KeptProcess(self.name, words, output, GRACE_SECONDS, self._environment(), stopping=stopping)
+        seen = anyio.Event()
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._watch, f"http://{address}:{port}", seen, tasks.cancel_scope)
+                code = await child.run_once()
+                log.warning("engine ended", engine=self.name, exit_code=code)
+                tasks.cancel_scope.cancel()
+        finally:
+            self.folder.withdraw("engines", self.name)
+        return seen.is_set()
+
+    def _environment(self) -> dict[str, str]:
+        """Return the variables of the engine, which sees its share of the node's GPUs."""
+        devices = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+        share = len(devices) // self.engines.per_node
+        own = devices[self.slot * share : (self.slot + 1) * share]
+        return {**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {})}
+
+    async def _watch(self, url: str, seen: anyio.Event, scope: anyio.CancelScope) -> None:
+        """List the engine once it answers; cancel the scope, which ends it, when it has stopped answering."""
+        async with httpx.AsyncClient(timeout=PROBE_SECONDS, trust_env=False) as client:
+            with anyio.move_on_after(self.engines.start_seconds):
+                while not await _is_healthy(client, url):  # noqa: ASYNC110 - an engine announces nothing
+                    await anyio.sleep(LOOK_SECONDS)
+                job = os.environ.get("SLURM_JOB_ID", "")
+                self.folder.publish("engines", Published(name=self.name, url=url, job=job, node=node_name()))
+                seen.set()
+            failed = 0 if seen.is_set() else FAILED_PROBES
+            while failed < FAILED_PROBES:
+                await anyio.sleep(PROBE_SECONDS)
+                failed = 0 if await _is_healthy(client, url) else failed + 1
+        log.warning("engine does not answer; it is replaced", engine=self.name)
+        scope.cancel()
+
+
+async def serve_engine(folder: JobFolder) -> int:
+    """Serve one engine in this task until it is to end; return the exit code.
+
+    Raises:
+        ConfigurationError: The job has no engines.
+    """
+    engines = folder.load().spec.engines
+    if engines is None:
+        raise ConfigurationError(
+            f"the job of {folder.path} has no engines", hint="Submit it with --engine-command."
+        )
+    slot = int(os.environ.get("SLURM_LOCALID", "0"))
+    return await JobEngine(folder, engines, f"{node_name()}-{slot}", slot).run()
+
+
+async def _is_healthy(client: httpx.AsyncClient, url: str) -> bool:
+    try:
+        return (await client.get(f"{url}/health")).is_success
+    except httpx.HTTPError:
+        return False

@@ -1,0 +1,121 @@
+"""The folder of a job: what its parts, and the commands that watch it, know of each other.
+
+Guarantees: only its owner can read it; every file appears whole; a part that has ended in order is no longer listed.
+The record of a part that was killed stays, so readers ask the part whether it still answers.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rollout_service.cluster.slurm.spec import JobSpec
+from rollout_service.errors import ConfigurationError
+from rollout_service.private_files import write_private
+
+KEY_BYTES = 32
+
+
+class Published(BaseModel):
+    """A part of a job that can be reached."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    name: str
+    url: str
+    job: str = ""
+    node: str = ""
+
+
+class Submitted(BaseModel):
+    """What was submitted."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    job: str
+    spec: JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class JobFolder:
+    """The folder, which every node of the job sees."""
+
+    path: Path
+
+    def create(self, key: str | None = None) -> None:
+        """Make the folder and its key, unless they exist; `key` replaces the one that is there.
+
+        Raises:
+            ConfigurationError: The folder cannot be written.
+        """
+        try:
+            for name in ("", "logs", "nodes", "engines", "redis", "state", "shared"):
+                (self.path / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+            if key is not None or not self.key_file.exists():
+                key = key or secrets.token_urlsafe(KEY_BYTES)
+                write_private(self.keys_file, f'[[keys]]\nname = "job"\nkey = "{key}"\n'.encode())
+                write_private(self.key_file, key.encode())
+        except OSError as error:
+            raise ConfigurationError(
+                f"the job's folder {self.path} cannot be written: {error.strerror}",
+                hint="Choose a folder on the shared file system with --folder.",
+            ) from None
+
+    @property
+    def key_file(self) -> Path:
+        """The file with the API's key."""
+        return self.path / "key"
+
+    @property
+    def keys_file(self) -> Path:
+        """The same key as the service reads it."""
+        return self.path / "keys.toml"
+
+    @property
+    def key(self) -> str:
+        """The API's key."""
+        return self.key_file.read_text()
+
+    def log(self, name: str) -> Path:
+        """Return the log of a part."""
+        return self.path / "logs" / f"{name}.log"
+
+    def save(self, submitted: Submitted) -> None:
+        """Keep what was submitted."""
+        write_private(self.path / "job.json", submitted.model_dump_json(indent=2).encode())
+
+    def load(self) -> Submitted:
+        """Return what was submitted.
+
+        Raises:
+            ConfigurationError: The folder is not a job's.
+        """
+        try:
+            return Submitted.model_validate_json((self.path / "job.json").read_bytes())
+        except (OSError, ValidationError) as error:
+            raise ConfigurationError(
+                f"{self.path} is not the folder of a job: {error}",
+                hint="Name a job with its folder, or look for it with `rollout-service slurm status`.",
+            ) from None
+
+    def publish(self, kind: str, part: Published) -> None:
+        """List a part as `nodes` or `engines`."""
+        write_private(self.path / kind / f"{part.name}.json", part.model_dump_json().encode())
+
+    def withdraw(self, kind: str, name: str) -> None:
+        """List a part no more."""
+        (self.path / kind / f"{name}.json").unlink(missing_ok=True)
+
+    def published(self, kind: str) -> list[Published]:
+        """Return the listed parts, sorted by name."""
+        found = []
+        for file in sorted((self.path / kind).glob("*.json")):
+            try:
+                found.append(Published.model_validate(json.loads(file.read_bytes())))
+            except FileNotFoundError:
+                continue
+        return found

@@ -1,0 +1,88 @@
+"""The Redis of a job that was given none.
+
+Guarantees: every write is on disk before it is acknowledged; its append-only file is in the job's folder, so it
+survives the job's end and is read again when the job is requeued; only holders of the password, a file of mode 0600,
+reach it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+
+import anyio
+
+from rollout_service.cluster.slurm.addresses import own_address
+from rollout_service.cluster.slurm.children import KeptProcess
+from rollout_service.cluster.slurm.folder import JobFolder
+from rollout_service.cluster.slurm.spec import JobSpec
+from rollout_service.errors import ConfigurationError
+from rollout_service.private_files import write_private
+from sandboxes.host.ports import free_port
+
+GRACE_SECONDS = 30.0
+LOOK_SECONDS = 0.5
+START_SECONDS = 120.0
+CONFIGURATION = """\
+bind {address}
+port {port}
+requirepass {password}
+dir {folder}
+appendonly yes
+appendfsync always
+save ""
+maxmemory-policy noeviction
+daemonize no
+"""
+
+
+def redis_child(folder: JobFolder, spec: JobSpec) -> KeptProcess:
+    """Return the Redis to run on this node, after its address is in the job's folder.
+
+    Raises:
+        ConfigurationError: There is no such program.
+    """
+    program = shutil.which(spec.redis_server)
+    if program is None:
+        raise ConfigurationError(
+            f"there is no program {spec.redis_server!r}, which nodes share their work through",
+            hint="Name one with --redis-server (`scripts/install-redis` unpacks it), or a running Redis with --redis.",
+        )
+    path, address = folder.path / "redis", own_address()
+    password_file = path / "password"
+    if not password_file.exists():
+        write_private(password_file, secrets.token_urlsafe(32).encode())
+    port = free_port(address)
+    text = CONFIGURATION.format(address=address, port=port, password=password_file.read_text(), folder=path)
+    write_private(path / "redis.conf", text.encode())
+    write_private(path / "address", f"redis://{address}:{port}/0".encode())
+    return KeptProcess("redis", [program, str(path / "redis.conf")], folder.log("redis"), GRACE_SECONDS)
+
+
+def redis_address(folder: JobFolder, spec: JobSpec) -> str | None:
+    """Return the URL of the Redis that a job's nodes share; None while it is not known."""
+    if spec.redis_url is not None:
+        return spec.redis_url
+    try:
+        return (folder.path / "redis" / "address").read_text()
+    except FileNotFoundError:
+        return None
+
+
+async def wait_for_redis(folder: JobFolder, spec: JobSpec, stopping: anyio.Event) -> str | None:
+    """Return the URL of the Redis that the job's nodes share, once it is known; None if `stopping` is set before.
+
+    Raises:
+        ConfigurationError: The job does not start one in time.
+    """
+    deadline = anyio.current_time() + START_SECONDS
+    while anyio.current_time() < deadline and not stopping.is_set():
+        if (url := redis_address(folder, spec)) is not None:
+            return url
+        with anyio.move_on_after(LOOK_SECONDS):
+            await stopping.wait()
+    if stopping.is_set():
+        return None
+    raise ConfigurationError(
+        f"the Redis of job {spec.name} has not started", hint=f"Its log is {folder.log('redis')}."
+    )

@@ -1,0 +1,224 @@
+"""What the batch step of a job does: it starts Redis, engines and the service, watches them, and ends them in order.
+
+Guarantees: parts that die are started again, and a node that is lost leaves the others at work. SIGUSR1, which Slurm
+sends before a limit of time or a preemption, and parts that Slurm ends by itself, drain the service and put the job
+back into the queue, from which it resumes. SIGUSR2 and SIGTERM drain it for good. Engines end after the services that
+use them, and Redis after everything that writes to it. A trainer's end is the job's end, with its exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import anyio
+import structlog
+
+from rollout_client.client import ClientError, RolloutClient
+from rollout_service.cluster.slurm import commands
+from rollout_service.cluster.slurm.addresses import node_name
+from rollout_service.cluster.slurm.children import ENDED_BY_SLURM, KeptProcess
+from rollout_service.cluster.slurm.folder import JobFolder, Submitted
+from rollout_service.cluster.slurm.redis_server import redis_child
+from rollout_service.cluster.slurm.registrar import Registrar
+from rollout_service.cluster.slurm.spec import JobSpec
+from rollout_service.errors import ConfigurationError
+from sandboxes.host.children import start_process
+
+log = structlog.get_logger(__name__)
+
+ENGINES, NODE = "engines", "node-"
+LOOK_SECONDS = 0.5
+REQUEUE_SECONDS = 60.0
+"""How long Slurm may take to end a job that it has put back into the queue."""
+DRAIN_MARGIN_SECONDS = 30.0
+
+
+@dataclass
+class Supervisor:
+    """The parts of a job."""
+
+    folder: JobFolder
+    spec: JobSpec
+    stopping: anyio.Event = field(default_factory=anyio.Event)
+    requeue: bool = False
+    """Whether the job goes back into the queue after its drain."""
+    exit_code: int = 0
+
+    async def run(self) -> int:
+        """Run the job to its end; return the exit code.
+
+        Raises:
+            ServiceError: A part cannot be started.
+        """
+        await self._build_images()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._follow_signals)
+            redis = self._redis()
+            if redis is not None:
+                tasks.start_soon(redis.keep_running)
+            nodes = await commands.host_names(os.environ["SLURM_JOB_NODELIST"])
+            await self._run_parts(self._services(nodes), self._engines(nodes))
+            if redis is not None:
+                redis.stopping.set()
+            tasks.cancel_scope.cancel()
+        if self.requeue:
+            await self._requeue()
+        return self.exit_code
+
+    def _redis(self) -> KeptProcess | None:
+        return redis_child(self.folder, self.spec) if self.spec.starts_a_redis else None
+
+    async def _run_parts(self, services: list[KeptProcess], engines: list[KeptProcess]) -> None:
+        """Run everything but Redis until the job is to stop, and end it in order."""
+        async with anyio.create_task_group() as helpers:
+            if self.spec.engines is not None:
+                helpers.start_soon(Registrar(self.folder).run)
+            if self.spec.trainer:
+                helpers.start_soon(self._train)
+            async with self._running(engines), self._running(services):
+                await self.stopping.wait()
+            helpers.cancel_scope.cancel()
+
+    @asynccontextmanager
+    async def _running(self, steps: list[KeptProcess]) -> AsyncIterator[None]:
+        """Keep steps running within the block, and end them after it."""
+        async with anyio.create_task_group() as tasks:
+            for step in steps:
+                tasks.start_soon(self._keep_running, step)
+            yield
+            for step in steps:
+                step.stopping.set()
+
+    async def _keep_running(self, step: KeptProcess) -> None:
+        code = await step.keep_running()
+        if code == 0 and step.name != ENGINES:
+            log.warning("a node is lost; the others go on", part=step.name)
+            self.folder.withdraw("nodes", step.name.removeprefix(NODE))
+        elif code is not None:
+            log.warning("slurm ended a part of the job, which goes back into the queue", part=step.name)
+            self._stop(requeue=True)
+
+    def _services(self, nodes: list[str]) -> list[KeptProcess]:
+        """Return the steps of the service, one for each node."""
+        group = ["--het-group=0"] if "SLURM_HET_SIZE" in os.environ else []
+        return [
+            self._step(NODE + name, [*group, "--nodes=1", "--ntasks=1", f"--nodelist={name}"], "node")
+            for name in nodes
+        ]
+
+    def _engines(self, nodes: list[str]) -> list[KeptProcess]:
+        """Return the step of the engines, if the job has any."""
+        if (engines := self.spec.engines) is None:
+            return []
+        count = engines.resources.nodes if engines.resources is not None else 1
+        where = ["--het-group=1"] if engines.resources is not None else [f"--nodelist={nodes[0]}"]
+        size = [f"--nodes={count}", f"--ntasks={count * engines.per_node}", "--kill-on-bad-exit=0"]
+        return [self._step(ENGINES, [*where, *size], "engine")]
+
+    def _step(self, name: str, where: list[str], role: str) -> KeptProcess:
+        task = [self.spec.python, "-m", "rollout_service.cli", "slurm", role, str(self.folder.path)]
+        # The steps share the node's processors and memory: none of them waits for another to end.
+        srun = ["srun", "--overlap", "--mem=0", "--no-kill", *where, "--", *task]
+        grace = self.spec.signal_seconds + DRAIN_MARGIN_SECONDS
+        output = self.folder.log(name.partition("-")[0] + "-steps")
+        final = frozenset({0, ENDED_BY_SLURM})
+        return KeptProcess(name, srun, output, grace, ends_with_input=True, final_codes=final)
+
+    async def _build_images(self) -> None:
+        """Build the images once, on this node, before any service starts.
+
+        Raises:
+            ConfigurationError: An image cannot be built.
+        """
+        environment = dict(os.environ)
+        if self.spec.images_dir is not None:
+            environment["ROLLOUT_IMAGES_DIR"] = str(self.spec.images_dir)
+        for name in self.spec.images:
+            command = [self.spec.python, "-m", "rollout_service.cli", "image", "build", name]
+            done = await anyio.run_process(command, check=False, stderr=subprocess.STDOUT, env=environment)
+            if done.returncode != 0:
+                raise ConfigurationError(
+                    f"image {name} cannot be built: {done.stdout.decode(errors='replace')[-2_000:]}",
+                    hint=f"Build it on another machine, and put {name}.sif into --images-dir.",
+                )
+
+    async def _train(self) -> None:
+        """Run the trainer once a node is ready, and end the job with it."""
+        url = await self._ready_address()
+        environment = {**os.environ, "ROLLOUT_URL": url, "ROLLOUT_KEY": self.folder.key}
+        with self.folder.log("trainer").open("ab") as output:
+            process = await start_process(
+                self.spec.trainer, stdout=output, stderr=subprocess.STDOUT, env=environment
+            )
+        try:
+            self.exit_code = await process.wait()
+            log.info("trainer ended", exit_code=self.exit_code)
+            self._stop(requeue=False)
+        finally:
+            with anyio.CancelScope(shield=True):
+                if process.returncode is None:
+                    process.terminate()
+                await process.wait()
+
+    async def _ready_address(self) -> str:
+        while True:
+            for node in self.folder.published("nodes"):
+                try:
+                    async with RolloutClient(node.url, self.folder.key, patience_seconds=0) as client:
+                        if (await client.readiness()).ready:
+                            return node.url
+                except ClientError:
+                    continue
+            await anyio.sleep(LOOK_SECONDS)
+
+    def _stop(self, *, requeue: bool) -> None:
+        if not self.stopping.is_set():
+            self.requeue = requeue
+            self.stopping.set()
+
+    async def _follow_signals(self) -> None:
+        numbers = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+        with anyio.open_signal_receiver(*numbers) as signals:
+            async for number in signals:
+                log.info("the job drains", signal=number.name)
+                self._stop(requeue=number == signal.SIGUSR1)
+
+    async def _requeue(self) -> None:
+        """Put the job back into the queue, unless it was cancelled, and wait until Slurm ends this step."""
+        job = os.environ.get("SLURM_HET_JOB_ID_0") or os.environ["SLURM_JOB_ID"]
+        state = await commands.job_state(job)
+        if state.state not in ("RUNNING", "PREEMPTED", "SUSPENDED"):
+            return
+        log.info("the job goes back into the queue", job=job, node=node_name())
+        await commands.requeue(job)
+        await anyio.sleep(REQUEUE_SECONDS)
+
+
+async def run_job(folder: JobFolder) -> int:
+    """Run a job from its folder, within its allocation; return the exit code.
+
+    Raises:
+        ServiceError: A part cannot be started.
+    """
+    if "SLURM_JOB_NODELIST" not in os.environ:
+        raise ConfigurationError(
+            "this is not a job of Slurm", hint="Submit it: rollout-service slurm submit --help."
+        )
+    for kind in ("nodes", "engines"):
+        _forget_dead(folder, kind)
+    (folder.path / "redis" / "address").unlink(missing_ok=True)
+    spec = folder.load().spec
+    folder.save(Submitted(job=os.environ.get("SLURM_HET_JOB_ID_0") or os.environ["SLURM_JOB_ID"], spec=spec))
+    return await Supervisor(folder, spec).run()
+
+
+def _forget_dead(folder: JobFolder, kind: str) -> None:
+    """Remove what an earlier run of the same job has left listed."""
+    for part in folder.published(kind):
+        if part.job == os.environ.get("SLURM_JOB_ID"):
+            folder.withdraw(kind, part.name)
