@@ -149,8 +149,9 @@ def without_tokens(request: RolloutRequest, rollout: Rollout) -> RecordedRollout
     if trajectory is None:
         return RecordedRollout(request=request, rollout=rollout)
     sampled = [0] * len(trajectory.finish_reasons)
-    for segment in trajectory.segments:
+    for segment in (*trajectory.segments, *trajectory.untrained):
         for turn in compress(segment.turn_ids, segment.loss_mask):
             sampled[turn] += 1
-    rollout = rollout.model_copy(update={"trajectory": trajectory.model_copy(update={"segments": []})})
+    without = trajectory.model_copy(update={"segments": [], "untrained": []})
+    rollout = rollout.model_copy(update={"trajectory": without})
     return RecordedRollout(request=request, rollout=rollout, sampled_tokens=sampled)

@@ -273,3 +273,5 @@ class PoolOutcome(WireModel):
     """How long requests were held for the order."""
     outcomes: list[BackendOutcome]
     """The outcome at each backend."""
+    nodes_not_held: list[str] = []
+    """Nodes of a cluster that did not confirm in time that they hold their requests; the order did not wait longer."""

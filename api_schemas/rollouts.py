@@ -20,6 +20,7 @@ from api_schemas.base import (
     WireModel,
 )
 from api_schemas.errors import ErrorInfo
+from api_schemas.external import AgentKind, RolloutAccess
 from api_schemas.tasks import Limits, Task
 from api_schemas.trajectories import Trajectory
 
@@ -98,6 +99,8 @@ class StopReason(StrEnum):
     """The agent's own time ran out; its work is scored."""
     SANDBOX_ENDED = "sandbox_ended"
     """The agent's sandbox ended, by its own doing or at the end of its lifetime; its work until then is scored."""
+    EXITED = "exited"
+    """The agent is a program of its own, and ended with an exit code other than 0; its work until then is scored."""
     STAGE_TIMEOUT = "stage_timeout"
     """A stage's deadline passed; the rollout failed."""
     ERROR = "error"
@@ -121,6 +124,11 @@ class Span(WireModel):
     """The part of `seconds` spent waiting for the engine."""
     tool_seconds: Real = 0.0
     """The part of `seconds` spent in the agent's tools."""
+    replay_seconds: Real = 0.0
+    """The part of `seconds` spent on replaying the turns that an interrupted attempt had saved. It counts against no
+    limit."""
+    turns_replayed: Integer = 0
+    """The saved turns that were replayed instead of being sampled again."""
     error: str | None = None
     """The code of the error that ended the stage, if one did."""
 
@@ -138,12 +146,27 @@ class Usage(WireModel):
     malformed_calls: Integer = 0
 
 
+class AgentProgram(WireModel):
+    """What became of a program that was the agent."""
+
+    harness: Name
+    exit_code: Integer | None = None
+    """Null if it was ended at the limit of its time."""
+    seconds: Real
+    output: str
+    """The end of what it printed."""
+
+
 class RolloutRequest(WireModel):
     """A request for one rollout. Sending it again under the same `rollout_id` changes nothing."""
 
     rollout_id: RolloutId | None = None
     """The rollout's id; if left out, the service chooses one."""
     task: Task
+    agent: Annotated[AgentKind, Field(exclude_if=lambda kind: kind is AgentKind.ENVIRONMENT)] = (
+        AgentKind.ENVIRONMENT
+    )
+    """Who works on the task: the environment's own agent, or a program outside."""
     pool: Name = "policy"
     """The pool of engines that serves the agent."""
     sampling: Sampling = Sampling()
@@ -169,6 +192,8 @@ class Rollout(WireModel):
     notes: list[str] = []
     """Remarks on the result for people, such as files of the agent that were left out."""
     stop_reason: StopReason | None = None
+    program: Annotated[AgentProgram | None, Field(exclude_if=lambda program: program is None)] = None
+    """The program that was the agent; left out of JSON for the built-in one."""
     error: ErrorInfo | None = None
     """Why the rollout failed; set if and only if the state is `failed`."""
     retries: list[ErrorInfo] = []
@@ -178,6 +203,9 @@ class Rollout(WireModel):
     metadata: dict[str, JsonValue] = {}
     created_at: Timestamp
     finished_at: Timestamp | None = None
+    access: Annotated[RolloutAccess | None, Field(exclude_if=lambda access: access is None)] = None
+    """How a program outside reaches the policy. Left out unless the request asks for such an agent, it may begin, and
+    the caller's key may submit rollouts."""
     trajectory: Trajectory | None = None
 
 

@@ -2,12 +2,15 @@
 
 A trajectory is a list of segments. In a segment, every prompt extends the previous prompt and its output token by
 token, so a segment is one training sample: five lists of equal length. Token ids, log-probabilities and versions
-come from the engine and are never derived from text.
+come from the engine and are never derived from text. What was sampled but is not to be trained on, such as the title
+that a client asked for, is in segments of a list of its own.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from api_schemas.base import Integer, Real, StrEnum, WireModel
 
@@ -23,6 +26,31 @@ class ForkReason(StrEnum):
     """Earlier messages were changed or removed."""
     COMPACTION = "compaction"
     """Earlier messages were replaced by a summary."""
+    BRANCH = "branch"
+    """It continues a turn that another segment continues too, or answers a prompt a second time."""
+    NEW_ROOT = "new_root"
+    """It shares no turn with any conversation before it."""
+    ANSWER_MISSING = "answer_missing"
+    """The client left out the answer to the last prompt."""
+    ANSWER_CHANGED = "answer_changed"
+    """The client changed the text of an answer."""
+    FOREIGN_ASSISTANT = "foreign_assistant"
+    """A message of the assistant was not sampled from the policy."""
+    TOOLS_CHANGED = "tools_changed"
+    """The conversation goes on with other tools."""
+    SYSTEM_CHANGED = "system_changed"
+    """The conversation goes on with another system prompt."""
+
+
+class SegmentRole(StrEnum):
+    """Whose conversation a segment is."""
+
+    MAIN = "main"
+    """The agent's own."""
+    SUBAGENT = "subagent"
+    """That of an agent which the agent started."""
+    SIDE = "side"
+    """A call beside the conversation, such as one for its title."""
 
 
 class FinishReason(StrEnum):
@@ -94,10 +122,13 @@ class Segment(WireModel):
     fork_reason: ForkReason
     """Why this segment began."""
     parent: Integer | None = None
-    """The segment that this one continues, counted from 0; null for the first."""
+    """The segment that this one continues; null if it continues none. Segments are counted from 0, and those of
+    `untrained` after the others. A segment to train on has only such a segment as its parent."""
     shared_prefix: Integer = 0
     """The number of leading ids that this segment shares with its parent. Tokens that the parent sampled there have
     mask 1 only in the parent."""
+    role: Annotated[SegmentRole, Field(exclude_if=lambda role: role is SegmentRole.MAIN)] = SegmentRole.MAIN
+    """Whose conversation it is. Left out of JSON if it is the agent's own."""
 
     top_ids: list[list[Integer]] | None = None
     """The likeliest ids at each sampled token, best first; empty where the mask is 0. Null unless requested by
@@ -117,12 +148,16 @@ class Trajectory(WireModel):
     """Everything that a policy sampled in one rollout, each token in one segment."""
 
     segments: list[Segment]
+    """Everything that may be trained on."""
     messages: list[Message]
     """The conversation at its end, for reading."""
     finish_reasons: list[FinishReason]
     """Why each turn ended, by turn id."""
     fork_counts: dict[ForkReason, Integer]
-    """The number of segments that began for each reason."""
+    """The number of segments that began for each reason, those of `untrained` included."""
     kept_kv_versions: list[Integer] = []
     """The versions that were loaded in place while a turn of this rollout was in flight. Their tokens in that turn
     attend to KV that older weights computed; all other tokens were sampled on KV of their own version only."""
+    untrained: Annotated[list[Segment], Field(exclude_if=lambda segments: not segments)] = []
+    """What was sampled but is not to be trained on, masked as in `segments`: side calls, answers that their client did
+    not receive, and a client's sub-agents unless the run trains them. Left out of JSON if there is nothing."""

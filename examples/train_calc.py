@@ -210,7 +210,7 @@ async def main(arguments: argparse.Namespace) -> None:
         "reward_before": before,
         "whole_minutes": (time.monotonic() - began) / 60,
         "cpu_seconds": sum(each.ru_utime + each.ru_stime for each in spent),
-        "rewards": [round(point["reward"], 4) for point in curves.points],
+        "rewards": [point["reward"] for point in curves.points],
     }
     print(
         f"held-out reward after {learner.steps} steps, {minutes:.1f} min: {final}, greedy {greedy}; "

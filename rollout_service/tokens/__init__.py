@@ -3,5 +3,16 @@
 from rollout_service.tokens.conversation import AssistantTurn, Conversation
 from rollout_service.tokens.renderer import ChatRenderer, ParsedTurn, ToolSpec
 from rollout_service.tokens.trajectory import check_invariants
+from rollout_service.tokens.turn_tree import TreePrompt, TreeTurn, TurnTree
 
-__all__ = ["AssistantTurn", "ChatRenderer", "Conversation", "ParsedTurn", "ToolSpec", "check_invariants"]
+__all__ = [
+    "AssistantTurn",
+    "ChatRenderer",
+    "Conversation",
+    "ParsedTurn",
+    "ToolSpec",
+    "TreePrompt",
+    "TreeTurn",
+    "TurnTree",
+    "check_invariants",
+]

@@ -10,16 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 
 from api_schemas.trajectories import FinishReason, ForkReason, Message, ToolCall, Trajectory
-from rollout_service.tokens.errors import ConversationStateError, RecordError
+from rollout_service.tokens.errors import ConversationStateError
 from rollout_service.tokens.extras import TurnExtras
-from rollout_service.tokens.renderer import ChatRenderer, ParsedTurn, ToolSpec
+from rollout_service.tokens.output import as_message, check_output
+from rollout_service.tokens.renderer import ChatRenderer, ToolSpec
 from rollout_service.tokens.trajectory import GrowingSegment, shared_length
-
-_LARGEST_ID, _LARGEST_VERSION = 2**31 - 1, 2**63 - 1
-"""The largest values that segments have room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +62,17 @@ class Conversation:
         self._last: tuple[list[int], list[int]] | None = None
         """The last turn's prompt and output, until the next prompt is made."""
         self._pending: tuple[list[int], ForkReason | None] | None = None
+
+    def offer(self, tools: Sequence[ToolSpec]) -> None:
+        """Take other tools.
+
+        Raises:
+            ConversationStateError: A turn was sampled, whose prompt names the tools there were.
+        """
+        if self._turns:
+            raise ConversationStateError("tools cannot change after the first turn")
+        self._tools = list(tools)
+        self._pending = None
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -149,7 +157,7 @@ class Conversation:
         """
         if self._pending is None:
             raise ConversationStateError("there is no prompt to answer", hint="Call prompt() first.")
-        _check_output(output_ids, logprobs, versions)
+        check_output(output_ids, logprobs, versions)
         prompt, fork_reason = self._pending
         output = list(output_ids)
         turn_id = len(self._turns)
@@ -172,7 +180,7 @@ class Conversation:
             versions=tuple(versions),
             finish_reason=finish_reason,
             fork_reason=fork_reason,
-            message=_message(self._renderer.parse(output, prompt, self._tools, f"call-{turn_id}")),
+            message=as_message(self._renderer.parse(output, prompt, self._tools, f"call-{turn_id}")),
         )
         self._turns.append(turn)
         self._messages.append(turn.message)
@@ -223,30 +231,3 @@ class Conversation:
             return message
         names: Mapping[str, str | None] = {call.id: call.name for call in self._turns[-1].tool_calls}
         return message.model_copy(update={"name": names.get(message.tool_call_id or "")})
-
-
-def _message(parsed: ParsedTurn) -> Message:
-    return Message.model_construct(
-        role="assistant",
-        content=parsed.content,
-        reasoning=parsed.reasoning,
-        tool_calls=list(parsed.tool_calls),
-        tool_call_id=None,
-        name=None,
-    )
-
-
-def _check_output(ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
-    if not len(ids) == len(logprobs) == len(versions):
-        raise RecordError(
-            f"{len(ids)} sampled ids came with {len(logprobs)} log-probabilities and {len(versions)} versions",
-            hint="Ask the engine for the log-probability of every sampled token.",
-        )
-    if min(ids, default=0) < 0 or min(versions, default=0) < 0:
-        raise RecordError("a sampled id or a version is negative", hint="Check the engine's answer.")
-    if max(ids, default=0) > _LARGEST_ID or max(versions, default=0) > _LARGEST_VERSION:
-        raise RecordError("a sampled id or a version is too large", hint="Check the engine's answer.")
-    if not all(map(isfinite, logprobs)):
-        raise RecordError(
-            "a log-probability is not a finite number", hint="Look for NaN in the engine's weights."
-        )

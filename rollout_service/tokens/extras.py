@@ -72,6 +72,23 @@ class GrowingExtras:
         if turn.routed_experts is not None:
             self._experts.append(turn.routed_experts)
 
+    def add_context(self, turn: TurnExtras | None, *, before: int, end: int) -> None:
+        """Add what is known of the tokens that a turn read and sampled, in a segment where they are context.
+
+        The segment had `before` tokens and has `end` with them. Log-probabilities of tokens that were sampled are
+        unknown here: those of the engine are not at temperature 1.
+        """
+        if turn is None:
+            return
+        if turn.top_logprobs is not None:
+            self.top_ids = [*(self.top_ids or []), *([] for _ in range(end - before))]
+            self.top_logprobs = [*(self.top_logprobs or []), *([] for _ in range(end - before))]
+        if turn.prompt_logprobs is not None:
+            known = [*(self.prompt_logprobs or []), *turn.prompt_logprobs]
+            self.prompt_logprobs = [*known, *([None] * (end - len(known)))]
+        if turn.routed_experts is not None:
+            self._experts.append(turn.routed_experts)
+
     def routed_experts(self) -> RoutedExperts | None:
         """Return all experts so far, in the narrowest type that holds them."""
         if not self._experts:

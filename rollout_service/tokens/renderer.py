@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,12 @@ _BY_MODEL_TYPE = {
 
 _AFTER_A_STOP = {"laguna-xs.2": "\n", "laguna-m.1": "\n"}
 """Text after a sampled end of turn that the library's render writes and its bridge omits."""
+
+_READ_LAST_TURN = frozenset({"qwen3", "qwen3-vl", "qwen3.5"})
+"""Formats that read of a prompt only what follows its last end of turn; the rest of a long one is not copied."""
+
+_REMEMBERED_END, _REMEMBERED_ENDS = 64, 64
+"""How long, in ids, an end of a prompt may be to be remembered, and how many are: nearly all prompts end alike."""
 
 _OWN_ENCODERS = frozenset({"gpt-oss"})
 """Formats that encode texts themselves, and never as control tokens."""
@@ -91,6 +98,7 @@ class ChatRenderer:
         self._backend = backend
         self._tokenizer = tokenizer
         self._stop = frozenset(self.stop_token_ids)
+        self._known_begin = lru_cache(_REMEMBERED_ENDS)(self._find_begin)
         escaped = name not in _OWN_ENCODERS
         self._escaper = tokenizer.escaper() if escaped else SpecialTokenEscaper(())
         self._system_escaper = tokenizer.escaper(special_only=True) if escaped else SpecialTokenEscaper(())
@@ -200,10 +208,9 @@ class ChatRenderer:
         """
         ids = list(completion_ids)
         closed = not self._stop.isdisjoint(ids)
+        prompt = list(prompt_ids[self._read_from(prompt_ids) :]) if prompt_ids else None
         try:
-            parsed = self._backend.parse_response(
-                ids, tools=list(tools) or None, prompt_ids=list(prompt_ids) if prompt_ids else None
-            )
+            parsed = self._backend.parse_response(ids, tools=list(tools) or None, prompt_ids=prompt)
         except _LIBRARY_ERRORS:
             raw = self.decode(ids)
             call = ToolCall(id=f"{call_prefix}-0", name=None, arguments=None, raw=raw, error="unparseable")
@@ -213,6 +220,21 @@ class ChatRenderer:
             call = _to_call(found, f"{call_prefix}-{i}", calls)
             calls[call.id] = call
         return ParsedTurn(parsed.content, parsed.reasoning_content, tuple(calls.values()), closed)
+
+    def begins_in_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+        """Return whether what is sampled on a prompt is reasoning until it says otherwise."""
+        end = tuple(prompt_ids[self._read_from(prompt_ids) :])
+        return self._known_begin(end) if len(end) <= _REMEMBERED_END else self._find_begin(end)
+
+    def _find_begin(self, prompt_end: tuple[int, ...]) -> bool:
+        return self.parse(self.encode("x"), prompt_end).reasoning is not None
+
+    def _read_from(self, prompt_ids: Sequence[int]) -> int:
+        """Return from where on the format reads a prompt."""
+        if self.name not in _READ_LAST_TURN:
+            return 0
+        ends = (i for i in range(len(prompt_ids) - 1, -1, -1) if prompt_ids[i] in self._stop)
+        return next(ends, 0)
 
     def _wire(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         system, other = self._system_escaper, self._escaper
@@ -231,10 +253,10 @@ class ChatRenderer:
         new: Sequence[Message],
         tools: Sequence[ToolSpec],
     ) -> list[int] | None:
-        before = [*prompt, *completion]
+        read = list(prompt[self._read_from(prompt) :])
         rendered = self._guarded(
             self._backend.bridge_to_next_turn,
-            list(prompt),
+            read,
             list(completion),
             self._wire(new),
             tools=list(tools) or None,
@@ -243,11 +265,12 @@ class ChatRenderer:
             return None
         ids: list[int] = rendered.token_ids
         # A renderer may drop tokens sampled after a stop token; this module never drops sampled tokens.
+        before = [*read, *completion]
         if ids[: len(before)] != before:
             return None
         sampled_end = bool(completion) and completion[-1] in self._stop
         forgotten = _AFTER_A_STOP.get(self.name) if sampled_end else None
-        return [*before, *self.encode(forgotten), *ids[len(before) :]] if forgotten else ids
+        return [*prompt, *completion, *(self.encode(forgotten) if forgotten else ()), *ids[len(before) :]]
 
     def _extend_by_template(
         self,

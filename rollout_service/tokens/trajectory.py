@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isfinite
 
-from api_schemas.trajectories import ForkReason, Segment, Trajectory
+from api_schemas.trajectories import ForkReason, Segment, SegmentRole, Trajectory
 from rollout_service.tokens.errors import InvariantError
 from rollout_service.tokens.extras import GrowingExtras
 
@@ -28,6 +28,7 @@ class GrowingSegment:
     fork_reason: ForkReason
     parent: int | None = None
     shared_prefix: int = 0
+    role: SegmentRole = SegmentRole.MAIN
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     loss_mask: array[int] = field(default_factory=lambda: array("b"))
     logprobs: array[float] = field(default_factory=lambda: array("d"))
@@ -71,6 +72,7 @@ class GrowingSegment:
             fork_reason=self.fork_reason,
             parent=self.parent,
             shared_prefix=self.shared_prefix,
+            role=self.role,
             top_ids=self.extras.top_ids,
             top_logprobs=self.extras.top_logprobs,
             prompt_logprobs=self.extras.prompt_logprobs,
@@ -89,26 +91,29 @@ def check_invariants(trajectory: Trajectory) -> None:
 
     - All lists of a segment have equal lengths.
     - The mask is 1 exactly where there is a turn, with a version and a finite log-probability.
-    - A turn's tokens are contiguous in one segment, and turns are in order, so no token is trainable twice.
-    - Exactly the first segment has the fork reason `first`. A segment shares as long a prefix with its parent as it
-      says, if it has one.
+    - A turn's tokens are contiguous in one segment of either list, and a segment's turns are in order, so no token is
+      trainable twice.
+    - Exactly the first segment to train on has the fork reason `first`. A segment shares as long a prefix with its
+      parent as it says, if it has one; its parent comes before it, and is one to train on if it is one itself.
     - The fork counts add up.
 
     Raises:
         InvariantError: An invariant is broken; the error names the segment and the token's index.
     """
-    last_turn = -1
-    for number, segment in enumerate(trajectory.segments):
-        if (segment.fork_reason is ForkReason.FIRST) != (number == 0):
+    segments = [*trajectory.segments, *trajectory.untrained]
+    seen: set[int] = set()
+    for number, segment in enumerate(segments):
+        is_first = number == 0 and bool(trajectory.segments)
+        if (segment.fork_reason is ForkReason.FIRST) != is_first:
             raise InvariantError(f"its fork reason is {segment.fork_reason}", segment=number)
         _check_lengths(segment, number)
         _check_tokens(segment, number)
-        _check_lineage(trajectory.segments, number)
-        last_turn = _check_turns(segment, number, last_turn)
-        if last_turn >= len(trajectory.finish_reasons):
-            raise InvariantError(f"turn {last_turn} has no finish reason", segment=number)
-    if dict(Counter(s.fork_reason for s in trajectory.segments)) != trajectory.fork_counts:
-        raise InvariantError("the fork counts do not add up", segment=len(trajectory.segments))
+        _check_lineage(segments, number)
+        _check_turns(segment, number, seen)
+        if max(seen, default=-1) >= len(trajectory.finish_reasons):
+            raise InvariantError(f"turn {max(seen)} has no finish reason", segment=number)
+    if dict(Counter(s.fork_reason for s in segments)) != trajectory.fork_counts:
+        raise InvariantError("the fork counts do not add up", segment=len(segments))
 
 
 def _check_lengths(segment: Segment, number: int) -> None:
@@ -168,12 +173,15 @@ def _check_tokens(segment: Segment, number: int) -> None:
             )
 
 
-def _check_turns(segment: Segment, number: int, last_turn: int) -> int:
-    """Check that turns begin in order and are not interrupted; return the last one."""
+def _check_turns(segment: Segment, number: int, seen: set[int]) -> None:
+    """Check that turns begin in order and are not interrupted; add them to those of the segments before."""
+    last_turn = -1
     for index, (before, turn) in enumerate(pairwise([-1, *segment.turn_ids])):
         if turn in (-1, before):
             continue
-        if turn <= last_turn:
+        if turn in seen:
             raise InvariantError(f"turn {turn} appears a second time", segment=number, index=index)
+        if turn < last_turn:
+            raise InvariantError(f"turn {turn} comes after turn {last_turn}", segment=number, index=index)
         last_turn = turn
-    return last_turn
+        seen.add(turn)

@@ -49,6 +49,18 @@ def test_two_turns_are_one_segment(conversation, renderer):
     assert second.message.content == "\\boxed{1}"
 
 
+def test_other_tools_can_be_offered_before_the_first_turn_alone(conversation, renderer):
+    added = {"type": "function", "function": {"name": "notes__add", "parameters": {"type": "object"}}}
+    before = list(conversation.prompt())
+    conversation.offer([TOOL, added])
+    assert "notes__add" not in renderer.decode(before)
+    assert "notes__add" in renderer.decode(conversation.prompt())
+    say(conversation, renderer, "\\boxed{1}")
+    check_invariants(conversation.trajectory())
+    with pytest.raises(ConversationStateError, match="after the first turn"):
+        conversation.offer([TOOL])
+
+
 def test_call_ids_are_unique_in_a_conversation(conversation, renderer):
     for _ in range(3):
         say(conversation, renderer, f"{CALL}\n{CALL}")

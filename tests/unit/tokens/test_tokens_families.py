@@ -7,7 +7,7 @@ from renderers.configs import _CONFIG_BY_NAME
 
 from api_schemas.trajectories import FinishReason, ForkReason, Message, ToolCall
 from rollout_service.tokens import Conversation
-from rollout_service.tokens.renderer import ChatRenderer
+from rollout_service.tokens.renderer import _READ_LAST_TURN, ChatRenderer
 from tests.support.tokens.chat_formats import FAMILIES, control_tokens, is_special, load
 from tests.support.tokens.conversations import QUESTION, TOOL, TURNS, WRITTEN, answers_to, as_written
 
@@ -261,5 +261,25 @@ def test_compaction_keeps_what_was_sampled_in_its_own_segment(chat):
     assert second.token_ids[: second.shared_prefix] == first.token_ids[: second.shared_prefix]
 
 
+@pytest.mark.parametrize("name", sorted(_READ_LAST_TURN))
+@pytest.mark.parametrize(
+    "text", ["Yes.", "<think>\nHm.\n</think>\n\nYes.", "<think>\nHm", "Hm.\n</think>\n\nYes."]
+)
+def test_a_format_that_is_given_the_end_of_a_prompt_answers_as_if_it_had_all_of_it(root, name, text):
+    renderer = load(root / name, name)
+    library, new = renderer._backend, [result("4")]
+    prompt = renderer.render([QUESTION], [TOOL])
+    for _ in range(3):
+        ids = renderer.encode(text)
+        for output in (ids, [*ids, renderer.stop_token_ids[0]]):
+            whole = library.bridge_to_next_turn(prompt, output, renderer._wire(new), tools=[TOOL])
+            bridged = renderer.bridge(prompt, output, new, [TOOL])
+            assert bridged == (whole and whole.token_ids)
+            read, known = renderer.parse(output, prompt), library.parse_response(output, prompt_ids=prompt)
+            assert (read.content, read.reasoning) == (known.content, known.reasoning_content)
+            prompt = bridged or prompt
+
+
 def test_a_format_is_chosen_by_name(root):
+    load(root / "qwen3", "qwen3")
     assert ChatRenderer.load(root / "qwen3", "qwen3").name == "qwen3"

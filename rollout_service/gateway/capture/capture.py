@@ -1,0 +1,313 @@
+"""The conversations of one rollout, as its client's calls show them.
+
+Guarantees: each call extends the longest recorded conversation that its messages prove to extend, over the sampled ids
+themselves; another begins a segment, for a counted reason. Every recorded turn is in the trajectory once, trained or
+not. What a client may receive of an answer is what its ids say, and is known when it comes back.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from api_schemas.trajectories import FinishReason, ForkReason, Message, SegmentRole, Trajectory
+from rollout_service.gateway.capture.history import Head, as_messages
+from rollout_service.gateway.capture.lanes import find_roles, quotes
+from rollout_service.gateway.capture.matching import Match, RecordedTurn, TurnIndex
+from rollout_service.gateway.capture.report import CaptureReport
+from rollout_service.gateway.capture.splitter import Splitter
+from rollout_service.gateway.capture.standing import Standing
+from rollout_service.gateway.contract import (
+    AnswerEnd,
+    AnswerEvent,
+    AnswerUsage,
+    ClientMessage,
+    ModelCall,
+    TokenLogprob,
+)
+from rollout_service.gateway.roles import map_roles
+from rollout_service.inference.contract import NOTHING_RETURNED, Generation
+from rollout_service.tokens import ChatRenderer, TreePrompt, TurnTree
+
+
+@dataclass(frozen=True, slots=True)
+class CapturePolicy:
+    """What of an agent's conversations is continued and trained on."""
+
+    extends: frozenset[Standing] = frozenset(Standing) - {Standing.TEXT_CHANGED}
+    """Which answers may be continued, by how they stand in their client's history."""
+    trains: frozenset[SegmentRole] = frozenset({SegmentRole.MAIN})
+    """Whose turns may be trained on; never those that their client did not receive, nor those that had to fit a
+    schema: their log-probabilities are not the policy's own."""
+
+
+class PlannedTurn:
+    """An answer that is about to be sampled; implements `contract.PlannedAnswer`."""
+
+    def __init__(
+        self,
+        renderer: ChatRenderer,
+        call: ModelCall,
+        prompt: TreePrompt,
+        head: Head,
+        state: bytes,
+        messages: Sequence[ClientMessage],
+    ) -> None:
+        # Without what is large, since every turn keeps it.
+        self.call = replace(call, messages=(), tools=(), deferred_tools=(), declared_tools={})
+        self.prompt = prompt
+        self.head = head
+        self.state = state
+        self.messages = messages
+        self._renderer = renderer
+        self._key = secrets.token_hex(8)
+        self._fed = 0
+        prefix = f"call_{self._key}"
+        self.splitter = Splitter(renderer, prompt.ids, call.tools, call_prefix=prefix, stop=call.stop)
+        self._finished = False
+
+    @property
+    def turn_key(self) -> str:
+        """Names the answer in the client's echo."""
+        return self._key
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        """The ids to send to the engine."""
+        return self.prompt.ids
+
+    @property
+    def known(self) -> int:
+        """How many of `prompt_ids` are those of the turn that the call continues, with its output."""
+        return self.prompt.known
+
+    @property
+    def routed(self) -> int:
+        """For how many of `prompt_ids` experts are known."""
+        return self.prompt.routed
+
+    def feed(self, ids: Sequence[int]) -> list[AnswerEvent]:
+        """Return the events that these newly sampled ids complete."""
+        self._fed += len(ids)
+        return self.splitter.feed(ids)
+
+    def finish(self, generation: Generation) -> list[AnswerEvent]:
+        """Return what was held back, and the end.
+
+        Raises:
+            ValueError: The engine aborted the generation, so the answer has no end.
+        """
+        if generation.finish_reason is FinishReason.ABORT:
+            raise ValueError("an aborted generation is not the end of an answer")
+        events = [*self.complete(generation)]
+        matched = generation.matched if generation.matched in self.call.stop else None
+        stopped_by = self.splitter.stopped_by or (str(matched) if matched is not None else None)
+        usage = AnswerUsage(
+            prompt_tokens=len(self.prompt.ids),
+            cached_tokens=generation.cached_tokens,
+            sampled_tokens=len(generation.output_ids),
+            reasoning_tokens=self.splitter.reasoning_tokens,
+        )
+        logprobs = self._logprobs(generation) if self.call.logprobs else ()
+        return [*events, AnswerEnd(generation.finish_reason, usage, stopped_by, logprobs)]
+
+    def _logprobs(self, generation: Generation) -> tuple[TokenLogprob, ...]:
+        sampled = zip(generation.output_ids, generation.logprobs, strict=False)
+        return tuple([TokenLogprob(self._renderer.decode([token]), logprob) for token, logprob in sampled])
+
+    def complete(self, generation: Generation) -> list[AnswerEvent]:
+        """Return what was not told of the ids; nothing the second time."""
+        if self._finished:
+            return []
+        self._finished = True
+        events = self.feed(generation.output_ids[self._fed :])
+        return [*events, *self.splitter.finish()]
+
+
+@dataclass(slots=True)
+class TurnCapture:
+    """Implements `contract.Capture` over a tree of turns."""
+
+    renderer: ChatRenderer
+    policy: CapturePolicy = CapturePolicy()
+    _tree: TurnTree = field(init=False)
+    _index: TurnIndex = field(init=False)
+    _turns: list[RecordedTurn] = field(init=False, default_factory=list)
+    _compacted: set[int] = field(init=False, default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._tree = TurnTree(self.renderer)
+        self._index = TurnIndex(self.policy.extends)
+
+    def plan(self, call: ModelCall) -> PlannedTurn:
+        """Find the turn that a call continues, and make its prompt.
+
+        Raises:
+            TokenError: The messages cannot be rendered.
+        """
+        messages = map_roles(call.messages)
+        head = Head.of(messages, call.tools)
+        match = self._index.match(messages, head)
+        prompt = self._extend(call, messages, match) or self._begin(call, messages, match, head)
+        return PlannedTurn(self.renderer, call, prompt, head, match.state, messages)
+
+    def record(self, planned: PlannedTurn, generation: Generation, *, delivered: bool) -> None:
+        """Keep a whole turn; one that was not delivered to the client is kept without being trained on.
+
+        Raises:
+            RecordError: The engine's answer cannot be trained on.
+        """
+        turn = self._tree.record(
+            planned.prompt,
+            generation.output_ids,
+            generation.logprobs,
+            generation.versions,
+            generation.finish_reason,
+            generation.extras if generation.extras is not NOTHING_RETURNED else None,
+            trained=delivered,
+            parsed=planned.splitter.parsed,
+        )
+        planned.complete(generation)
+        recorded = RecordedTurn(
+            turn=turn,
+            key=planned.turn_key,
+            head=planned.head,
+            state=planned.state,
+            sent=planned.splitter.sent,
+            call=planned.call,
+            delivered=delivered,
+            malformed=planned.splitter.malformed,
+            disagreed=planned.splitter.disagreed,
+            messages=planned.messages,
+        )
+        if turn.parent is not None:  # the history of this turn has the messages of that one
+            self._turns[turn.parent.turn_id].messages = ()
+        self._turns.append(recorded)
+        self._index.add(recorded)
+
+    def trajectory(self) -> Trajectory:
+        """Return everything that was recorded so far, with the messages of the last turn of the agent's own."""
+        roles = self._assign_roles()
+        main = [
+            each for each in self._turns if each.messages and roles[each.turn.turn_id] is SegmentRole.MAIN
+        ]
+        last = main[-1:]
+        messages = [message for each in last for message in as_messages(each.messages, self._index.calls)]
+        messages += [each.turn.message for each in last]
+        return self._tree.trajectory(messages)
+
+    def report(self) -> CaptureReport:
+        """Return the counts so far."""
+        roles = self._assign_roles()
+        turns = [each.turn for each in self._turns]
+        echoes = (standing for each in self._turns for standing in each.echoes.values())
+        return CaptureReport(
+            calls=len(turns),
+            continued=sum([turn.parent is not None for turn in turns]),
+            prompt_tokens=sum([turn.prompt_length for turn in turns]),
+            kept_tokens=sum([turn.parent.end for turn in turns if turn.parent is not None]),
+            standings=Counter(echoes),
+            forks=self._tree.fork_counts(),
+            roles=Counter(roles.values()),
+            malformed_calls=sum([each.malformed for each in self._turns]),
+            undelivered=sum([not each.delivered for each in self._turns]),
+            disagreements=sum([each.disagreed for each in self._turns]),
+        )
+
+    def _assign_roles(self) -> Mapping[int, SegmentRole]:
+        """Decide anew whose conversation each turn is in, since later calls tell more of earlier ones."""
+        roles = find_roles(self._turns, frozenset(self._compacted))
+        for each in self._turns:
+            each.turn.role = roles[each.turn.turn_id]
+            is_own = each.delivered and each.call.json_schema is None
+            each.turn.trained = is_own and each.turn.role in self.policy.trains
+        return roles
+
+    def _extend(self, call: ModelCall, messages: Sequence[ClientMessage], match: Match) -> TreePrompt | None:
+        """Return a prompt that extends the turn that the call continues, or None if there is none or no proof."""
+        new = messages[match.begin :]
+        if match.turn is None or not new or any(message.role == "assistant" for message in new):
+            return None
+        turn = match.turn.turn
+        reason = ForkReason.BRANCH if match.missing is None else ForkReason.ANSWER_MISSING
+        history: list[Message] = []
+        if self.renderer.rereads_history:
+            history = self._history(messages[: match.begin], match)
+        calls = turn.message.tool_calls
+        return self._tree.extend(
+            turn, as_messages(new, self._index.calls, calls), call.tools, history, reason
+        )
+
+    def _history(self, messages: Sequence[ClientMessage], match: Match) -> list[Message]:
+        """Return messages up to an answer, each answer as it was sampled."""
+        rendered = as_messages(messages, self._index.calls)
+        return [
+            match.turns[place].turn.message if place in match.turns else message
+            for place, message in enumerate(rendered)
+        ]
+
+    def _begin(
+        self, call: ModelCall, messages: Sequence[ClientMessage], match: Match, head: Head
+    ) -> TreePrompt:
+        """Return a prompt that is rendered as a whole, with the reason for it."""
+        reason, relative = self._why(call, messages, match, head)
+        after = relative.turn if relative is not None else None
+        return self._tree.begin(as_messages(messages, self._index.calls), call.tools, reason, after)
+
+    def _why(
+        self, call: ModelCall, messages: Sequence[ClientMessage], match: Match, head: Head
+    ) -> tuple[ForkReason, RecordedTurn | None]:
+        if match.turn is not None:
+            return self._why_not_extended(messages, match), match.turn
+        again = self._index.answers(match.state)
+        if again:
+            return ForkReason.BRANCH, again[0]
+        summary = self._summary(messages, match, head)
+        if summary is not None:
+            return ForkReason.COMPACTION, summary
+        if match.changed is not None:
+            return ForkReason.ANSWER_CHANGED, match.changed
+        if match.relative is not None:
+            return self._why_changed(call, match.relative, match, head), match.relative
+        missing = match.missing
+        return (ForkReason.NEW_ROOT if missing is None else ForkReason.ANSWER_MISSING), missing
+
+    def _why_changed(self, call: ModelCall, relative: RecordedTurn, match: Match, head: Head) -> ForkReason:
+        """Return why a call does not begin as the conversation of which it has an answer."""
+        if call.lane.purpose == "compaction":
+            return ForkReason.COMPACTION
+        if relative.head.tools != head.tools:
+            return ForkReason.TOOLS_CHANGED
+        if relative.head != head:
+            return ForkReason.SYSTEM_CHANGED
+        before = relative.turn.lineage
+        forgotten = before is not None and match.named == {relative.turn.turn_id}
+        return ForkReason.COMPACTION if forgotten else ForkReason.HISTORY_EDITED
+
+    def _why_not_extended(self, messages: Sequence[ClientMessage], match: Match) -> ForkReason:
+        """Return why a call renders anew what it could have continued."""
+        if match.changed is not None:
+            return ForkReason.ANSWER_CHANGED
+        if match.relative is not match.turn:
+            return ForkReason.HISTORY_EDITED
+        if any(message.role == "assistant" for message in messages[match.begin :]):
+            return ForkReason.FOREIGN_ASSISTANT
+        return ForkReason.BRIDGE_REFUSED
+
+    def _summary(self, messages: Sequence[ClientMessage], match: Match, head: Head) -> RecordedTurn | None:
+        """Return the turn whose answer replaces the history of a conversation with a known head."""
+        if not any(each.head == head for each in self._turns):
+            return None
+        text = "\n".join(message.text for message in messages if message.role == "user")
+        answers = [each for each in reversed(self._turns) if each.delivered and not each.sent.calls]
+        found = next((each for each in answers if quotes(text, each.sent.text)), None)
+        if found is None and answers and answers[0] is self._turns[-1]:
+            last, repeated = answers[0], match.relative
+            # A client says what its call was for, or takes the answer of a call beside the conversation into it.
+            if last.call.lane.purpose == "compaction" or (last is repeated and last.head != head):
+                found = last
+        if found is not None:
+            self._compacted.add(found.turn.turn_id)
+        return found

@@ -1,0 +1,145 @@
+"""A client's messages: their meaning as a hash, and as the messages that a chat format renders.
+
+Guarantee: two messages have the same key if they mean the same. Arguments are compared by value: the order of keys,
+white space, escapes, and `1.0` for `1` make no difference.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import orjson
+
+from api_schemas.trajectories import Message, ToolCall
+from rollout_service.gateway.contract import ClientMessage, ClientToolCall
+from rollout_service.tokens import ToolSpec
+
+_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What stands before a conversation, as hashes, since every turn has one: the system prompt and the tools."""
+
+    system: bytes
+    tools: bytes
+    """Empty if there are none."""
+
+    @classmethod
+    def of(cls, messages: Sequence[ClientMessage], tools: Sequence[ToolSpec]) -> Head:
+        """Return the head of a conversation whose leading system messages are joined."""
+        system = messages[0].text.strip() if messages and messages[0].role == "system" else ""
+        written = orjson.dumps([dict(tool) for tool in tools], option=orjson.OPT_SORT_KEYS) if tools else b""
+        return cls(digest(b"", system), blake2b(written, digest_size=_SIZE).digest() if tools else b"")
+
+    def key(self) -> bytes:
+        """Return the state of a conversation that has only this head."""
+        return blake2b(self.system + self.tools, digest_size=_SIZE).digest()
+
+
+def digest(before: bytes, *texts: str | None) -> bytes:
+    """Return a hash of a state and of what is added to it."""
+    parts = [before]
+    for text in texts:
+        if text is None:
+            parts.append(b"-")
+        else:
+            data = text.encode("utf-8", "surrogatepass")
+            parts += (b"%d:" % len(data), data)
+    return blake2b(b"".join(parts), digest_size=_SIZE).digest()
+
+
+def extended(state: bytes, message: ClientMessage) -> bytes:
+    """Return the state of a conversation to which a message is added."""
+    if message.role != "assistant":
+        return digest(state, message.role, message.call_id, message.text)
+    calls = (part for call in message.calls for part in (call.name, canonical(call.arguments)))
+    return digest(state, message.role, message.text.strip(), *calls)
+
+
+def echo_key(message: ClientMessage) -> bytes:
+    """Return a hash of an assistant's message to the letter."""
+    calls = (part for call in message.calls for part in (call.id, call.name, call.arguments))
+    return digest(b"", message.text, message.reasoning, *calls)
+
+
+def canonical(arguments: str) -> str:
+    """Return arguments in one form for each value, or as they are if they are not JSON."""
+    try:
+        return json.dumps(_plain(json.loads(arguments)), sort_keys=True)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with whole numbers as integers."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def as_messages(
+    messages: Sequence[ClientMessage], calls: Mapping[str, ToolCall], before: Sequence[ToolCall] = ()
+) -> list[Message]:
+    """Return messages as a chat format renders them.
+
+    `calls` has the policy's calls by the ids under which the client knows them; those in `before` were made right
+    before these messages. Results without an id answer such calls in their order.
+    """
+    rendered: list[Message] = []
+    open_calls = list(before)
+    for message in messages:
+        if message.role == "assistant":
+            open_calls = [_as_call(number, call, calls) for number, call in enumerate(message.calls)]
+            rendered.append(
+                Message.model_construct(
+                    role="assistant",
+                    content=message.text,
+                    reasoning=message.reasoning,
+                    tool_calls=list(open_calls),
+                    tool_call_id=None,
+                    name=None,
+                )
+            )
+        elif message.role == "tool":
+            rendered.append(_as_result(message, calls, open_calls))
+        else:
+            rendered.append(Message(role=message.role, content=message.text))
+    return rendered
+
+
+def _as_result(message: ClientMessage, calls: Mapping[str, ToolCall], open_calls: list[ToolCall]) -> Message:
+    answered = calls.get(message.call_id or "")
+    if answered is None and message.call_id is None:
+        named = (call for call in open_calls if message.tool_name in (None, call.name))
+        answered = next(named, None)
+    if answered in open_calls:
+        open_calls.remove(answered)
+    return Message(
+        role="tool",
+        content=message.text,
+        tool_call_id=answered.id if answered is not None else message.call_id,
+        name=message.tool_name or (answered.name if answered is not None else None),
+    )
+
+
+def _as_call(number: int, call: ClientToolCall, calls: Mapping[str, ToolCall]) -> ToolCall:
+    known = calls.get(call.id or "")
+    try:
+        arguments = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        arguments = None
+    is_object = isinstance(arguments, dict)
+    return ToolCall.model_construct(
+        id=known.id if known is not None else call.id or f"call-{number}",
+        name=call.name,
+        arguments=arguments if is_object else None,
+        raw=call.arguments,
+        error=None if is_object else "arguments_not_an_object",
+    )

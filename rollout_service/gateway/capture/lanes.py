@@ -1,0 +1,75 @@
+"""Which of a client's conversations are its agent's own, and which are beside it.
+
+What a client says of a call holds. Of the others, the first conversation with tools is the agent's own, and so is each
+that goes on from it or has the same system prompt and tools; one without tools, or that must answer in a schema, is a
+side call; one with other tools is an agent that the agent started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from api_schemas.trajectories import SegmentRole
+from rollout_service.gateway.capture.matching import RecordedTurn
+from rollout_service.gateway.contract import Lane
+
+_QUOTED_LINE = 20
+"""The shortest line that tells that a text is quoted, in characters."""
+
+
+def said_role(lane: Lane) -> SegmentRole | None:
+    """Return the role that a client itself tells."""
+    if lane.purpose == "side":
+        return SegmentRole.SIDE
+    if lane.purpose == "subagent" or lane.agent:
+        return SegmentRole.SUBAGENT
+    return None
+
+
+def find_roles(turns: Sequence[RecordedTurn], compacted: frozenset[int]) -> Mapping[int, SegmentRole]:
+    """Return the role of each turn by its id; turns in `compacted` wrote what replaced the agent's own history."""
+    main = _main_root(turns)
+    roles: dict[int, SegmentRole] = {}
+    for each in turns:
+        turn, before = each.turn, each.turn.lineage
+        said = said_role(each.call.lane)
+        if said is not None:
+            roles[turn.turn_id] = said
+        elif turn.turn_id in compacted or each.call.lane.purpose == "compaction":
+            roles[turn.turn_id] = SegmentRole.MAIN if before is None else roles[before.turn_id]
+        elif turn.parent is not None:
+            # The same head as before it; a client that asks for a schema may still end its conversation so.
+            roles[turn.turn_id] = roles[turn.parent.turn_id]
+        else:
+            inherited = SegmentRole.MAIN if before is None else roles[before.turn_id]
+            roles[turn.turn_id] = _role_of_root(each, main, inherited, alone=before is None)
+    return roles
+
+
+def _role_of_root(
+    root: RecordedTurn, main: RecordedTurn | None, inherited: SegmentRole, *, alone: bool
+) -> SegmentRole:
+    if main is None or root is main or (root.head == main.head and not _has_only_schema(root, main)):
+        return inherited
+    if _has_only_schema(root, main) or (main.head.tools and not root.head.tools):
+        return SegmentRole.SIDE
+    if not alone:
+        return inherited
+    return SegmentRole.SUBAGENT if root.head.tools else SegmentRole.SIDE
+
+
+def _has_only_schema(root: RecordedTurn, main: RecordedTurn) -> bool:
+    return root.call.json_schema is not None and main.call.json_schema is None
+
+
+def _main_root(turns: Sequence[RecordedTurn]) -> RecordedTurn | None:
+    """Return the first turn of the agent's own conversation."""
+    roots = [each for each in turns if each.turn.lineage is None and said_role(each.call.lane) is None]
+    likely = sorted(roots, key=lambda each: (not each.head.tools, each.call.json_schema is not None))
+    return next(iter(likely), None)
+
+
+def quotes(text: str, answer: str) -> bool:
+    """Return whether a text has at least half of an answer's lines, leaving out short ones."""
+    lines = [line.strip() for line in answer.splitlines() if len(line.strip()) >= _QUOTED_LINE]
+    return bool(lines) and sum([line in text for line in lines]) * 2 >= len(lines)

@@ -1,0 +1,159 @@
+"""Finds the recorded turn that a call continues, by the meaning of the client's messages.
+
+A conversation is a path of states. A message that is not the policy's leads to a state by its content; an answer of the
+policy leads to a state by which turn it is, so it does not matter how its client writes it. The cost of a call is one
+hash for each of its messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from api_schemas.trajectories import ToolCall
+from rollout_service.gateway.capture.answer import SentAnswer
+from rollout_service.gateway.capture.history import Head, digest, echo_key, extended
+from rollout_service.gateway.capture.standing import Standing, compare, same_calls
+from rollout_service.gateway.contract import ClientMessage, ModelCall
+from rollout_service.tokens import TreeTurn
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RecordedTurn:
+    """A turn, with what its client knows of it."""
+
+    turn: TreeTurn
+    key: str
+    head: Head
+    state: bytes
+    """The state of the conversation that it answers."""
+    sent: SentAnswer
+    call: ModelCall
+    """The request, without its messages and tools."""
+    delivered: bool
+    malformed: int
+    """How many of its calls are malformed."""
+    disagreed: bool
+    """Whether the client was sent something else than the parser found."""
+    messages: Sequence[ClientMessage]
+    """The messages that it answers, until another turn has them in its history."""
+    echoes: dict[bytes, Standing] = field(default_factory=dict)
+    """How the answer stands in each form in which its client has sent it back."""
+
+    @property
+    def after(self) -> bytes:
+        """The state of the conversation that its answer ends."""
+        return digest(self.state, self.key)
+
+    def standing(self, message: ClientMessage) -> Standing:
+        """Return how the answer stands in a message."""
+        key = echo_key(message)
+        if key not in self.echoes:
+            self.echoes[key] = compare(self.sent, message)
+        return self.echoes[key]
+
+
+@dataclass(slots=True)
+class Match:
+    """Where a call is among the recorded conversations."""
+
+    state: bytes
+    """The state that all of its messages lead to."""
+    turn: RecordedTurn | None = None
+    """The last turn whose answer stands after exactly the messages that it answered."""
+    begin: int = 0
+    """The first message after that answer; of all messages if there is no turn."""
+    turns: dict[int, RecordedTurn] = field(default_factory=dict)
+    """The turns whose answers stand before it, by the place of the message."""
+    missing: RecordedTurn | None = None
+    """A turn behind `turn` whose answer the client has left out."""
+    changed: RecordedTurn | None = None
+    """A turn behind `turn` whose answer the client has changed too much."""
+    relative: RecordedTurn | None = None
+    """The last turn that any message names or repeats, wherever it stands."""
+    named: set[int] = field(default_factory=set)
+    """The numbers of all turns that messages name or repeat."""
+
+
+@dataclass(slots=True)
+class TurnIndex:
+    """The recorded turns, by what client's messages say of them."""
+
+    extends: frozenset[Standing]
+    """Which answers may be continued, by how they stand."""
+    calls: dict[str, ToolCall] = field(default_factory=dict)
+    """The policy's calls, by the ids that clients know."""
+    _by_state: dict[bytes, list[RecordedTurn]] = field(default_factory=dict)
+    _by_call: dict[str, RecordedTurn] = field(default_factory=dict)
+    _by_key: dict[str, RecordedTurn] = field(default_factory=dict)
+    _by_text: dict[str, RecordedTurn] = field(default_factory=dict)
+
+    def add(self, turn: RecordedTurn) -> None:
+        """Add a turn."""
+        self._by_state.setdefault(turn.state, []).append(turn)
+        self._by_key[turn.key] = turn
+        parsed = turn.turn.message.tool_calls
+        for call in turn.sent.calls:
+            self._by_call[call.id] = turn
+            if call.number < len(parsed):
+                self.calls[call.id] = parsed[call.number]
+        if not turn.sent.calls and turn.sent.text.strip():
+            self._by_text[turn.sent.text.strip()] = turn
+
+    def answers(self, state: bytes) -> Sequence[RecordedTurn]:
+        """Return the turns that answer a conversation in this state."""
+        return self._by_state.get(state, ())
+
+    def match(self, messages: Sequence[ClientMessage], head: Head) -> Match:
+        """Follow a call's messages along the recorded conversations as far as they go."""
+        match = Match(head.key())
+        for place, message in enumerate(messages):
+            if place == 0 and message.role == "system":
+                match.begin = 1
+                continue
+            if message.role == "assistant":
+                self._follow_answer(match, place, message)
+            else:
+                if answers := self.answers(match.state):
+                    match.missing = answers[0]
+                match.state = extended(match.state, message)
+        return match
+
+    def _follow_answer(self, match: Match, place: int, message: ClientMessage) -> None:
+        named = self._named(message)
+        known = named or self._by_text.get(message.text.strip())
+        if known is not None:
+            match.relative = known
+            match.named.add(known.turn.turn_id)
+        found = self._standing_here(match.state, message, named)
+        if found is not None:
+            if found.standing(message) in self.extends:
+                match.turn, match.begin = found, place + 1
+                match.turns[place] = found
+                match.missing = match.changed = None
+                match.state = found.after
+                return
+            match.changed = found
+        match.state = extended(match.state, message)
+
+    def _named(self, message: ClientMessage) -> RecordedTurn | None:
+        """Return the turn that a message names, by the id of a call or by its key."""
+        calls = (self._by_call.get(call.id) for call in message.calls if call.id is not None)
+        return next((turn for turn in calls if turn is not None), self._by_key.get(message.turn_key or ""))
+
+    def _standing_here(
+        self, state: bytes, message: ClientMessage, named: RecordedTurn | None
+    ) -> RecordedTurn | None:
+        """Return the turn that answers this state and stands in this message."""
+        if named is not None:
+            return named if named.state == state else None
+        if any(call.id is not None for call in message.calls):
+            return None  # a call that is not the policy's
+        answers = [turn for turn in reversed(self.answers(state)) if turn.delivered]
+        alike = (
+            turn
+            for turn in answers
+            if turn.sent.text.strip() == message.text.strip() and same_calls(turn.sent, message)
+        )
+        said = (turn for turn in answers if turn.sent.text.strip() or turn.sent.calls)
+        return next(alike, None) or next(said, None)

@@ -1,0 +1,246 @@
+"""A client's call and its answer in one form for every dialect: what `dialects`, `capture` and `app` share.
+
+A dialect reads a request into a `ModelCall` and writes `AnswerEvent`s as its own body or stream. Capture finds the
+recorded turn that a call continues, and turns sampled ids into events. Neither knows the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+from pydantic import JsonValue
+
+from api_schemas.trajectories import FinishReason, Trajectory
+from rollout_service.inference.contract import Generation
+from rollout_service.tokens import ToolSpec
+
+if TYPE_CHECKING:
+    from rollout_service.gateway.capture.report import CaptureReport
+
+
+class Dialect(StrEnum):
+    """An API that clients speak."""
+
+    CHAT = "openai_chat"
+    RESPONSES = "openai_responses"
+    ANTHROPIC = "anthropic"
+    GOOGLE = "google"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientToolCall:
+    """A tool call in a client's history: what became of one that we sent."""
+
+    id: str | None
+    """The id that we gave it; None from clients that leave ids out."""
+    name: str
+    arguments: str
+    """The arguments as the client wrote them, usually JSON; compare them by value."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientMessage:
+    """A message of a client's history.
+
+    Texts are as the client sent them; blocks of one message are joined in their order, and each tool result is a
+    message of its own.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    text: str = ""
+    reasoning: str | None = None
+    calls: tuple[ClientToolCall, ...] = ()
+    call_id: str | None = None
+    """The id of the call that a tool's message answers; None from clients that leave ids out."""
+    tool_name: str | None = None
+    turn_key: str | None = None
+    """The `turn_key` of the answer that this assistant's message echoes, from wherever the dialect carries it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredTool:
+    """How a client declared a tool that the model sees as a function; its calls go back in the client's form."""
+
+    kind: Literal["function", "custom", "local_shell", "tool_search"]
+    """What the calls are to the client; `custom` has one text as its input, and no JSON."""
+    name: str
+    namespace: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """What a client's headers and body tell of the conversation that a call belongs to; empty texts where nothing."""
+
+    client: str = ""
+    """The name of the client, such as `codex`, by its user agent."""
+    session: str = ""
+    agent: str = ""
+    """The id of a sub-agent; empty for the main one."""
+    parent: str = ""
+    purpose: Literal["", "side", "compaction", "subagent"] = ""
+    """What the client itself says that the call is for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCall:
+    """A request for one answer, whatever its dialect."""
+
+    dialect: Dialect
+    model: str
+    messages: tuple[ClientMessage, ...]
+    tools: tuple[ToolSpec, ...] = ()
+    """In the OpenAI function format; tools that cannot be offered are left out and named in `ignored`."""
+    deferred_tools: tuple[ToolSpec, ...] = ()
+    """Tools that may be called although no head lists them: their schemas stand in messages, where the client found
+    them. Calls are parsed with them, prompts are rendered without."""
+    declared_tools: Mapping[str, DeclaredTool] = field(default_factory=dict)
+    """The tools that the client did not declare as functions of that name, by the name of the function."""
+    max_tokens: int | None = None
+    stream: bool = False
+    server_sent_events: bool = True
+    """Whether a stream is one of server-sent events; Google's clients may ask for a JSON list instead."""
+    include_usage: bool = True
+    """Whether a stream ends with the usage, in dialects where the client decides."""
+    json_schema: Mapping[str, Any] | None = None
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    logprobs: bool = False
+    """Whether the answer ends with the log-probabilities of its tokens."""
+    requested: Mapping[str, JsonValue] = field(default_factory=dict)
+    """The sampling that the client asked for. It is recorded; the run decides whether it is obeyed."""
+    ignored: tuple[str, ...] = ()
+    """The parameters without effect, by their path, as the dialect's table says."""
+    lane: Lane = Lane()
+    fingerprint: bytes = b""
+    """A hash of everything that makes a repeated request the same one: not of `stream`, nor of the limit of tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerUsage:
+    """What an answer cost, in tokens."""
+
+    prompt_tokens: int
+    """All of the prompt, cached ones included."""
+    cached_tokens: int
+    sampled_tokens: int
+    reasoning_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerBegin:
+    """The first event of an answer."""
+
+    turn_key: str
+    """Names the answer in the client's echo; letters, digits and `-` only."""
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """More text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """A tool call begins. Calls are numbered from 0 and do not overlap."""
+
+    index: int
+    call_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of a call's arguments, as they were sampled if they were sampled as JSON."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """A call is complete; `error` says why it is malformed."""
+
+    index: int
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A sampled token's log-probability, under the distribution that it was sampled from."""
+
+    text: str
+    """The token alone; U+FFFD stands for a part of a character."""
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEnd:
+    """The last event of an answer. `finish` is never `ABORT`."""
+
+    finish: FinishReason
+    usage: AnswerUsage
+    stopped_by: str | None = None
+    """The client's own stop string that ended the answer."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Those of all sampled tokens, reasoning and calls included; empty unless the call asks for them."""
+
+
+AnswerEvent = AnswerBegin | ReasoningDelta | TextDelta | CallBegin | CallArguments | CallEnd | AnswerEnd
+
+
+class PlannedAnswer(Protocol):
+    """An answer that is about to be sampled: the prompt, and the events of what is sampled on it."""
+
+    @property
+    def turn_key(self) -> str:
+        """Names the answer in the client's echo."""
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        """The ids to send to the engine."""
+
+    @property
+    def known(self) -> int:
+        """How many of `prompt_ids` are those of the turn that the call continues, with its output."""
+
+    def feed(self, ids: Sequence[int]) -> list[AnswerEvent]:
+        """Return the events that these newly sampled ids complete; half a character or a possible stop waits."""
+
+    def finish(self, generation: Generation) -> list[AnswerEvent]:
+        """Return what was held back; `AnswerEnd` is the last. Ids that were not fed before are part of it."""
+
+
+P = TypeVar("P", bound=PlannedAnswer)
+
+
+class Capture(Protocol[P]):
+    """The conversations of one rollout, as its client's calls show them. Not for use from two threads at once."""
+
+    def plan(self, call: ModelCall) -> P:
+        """Find the turn that the call continues, and make its prompt. May take long for a long new prompt.
+
+        Raises:
+            TokenError: The messages cannot be rendered.
+        """
+
+    def record(self, planned: P, generation: Generation, *, delivered: bool) -> None:
+        """Keep a whole turn; one that was not delivered to the client is kept without being trained on."""
+
+    def trajectory(self) -> Trajectory:
+        """Return everything that was recorded so far."""
+
+    def report(self) -> CaptureReport:
+        """Return the counts so far."""

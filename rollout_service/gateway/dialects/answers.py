@@ -1,0 +1,124 @@
+"""A whole answer, put together from the events that a stream would carry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from rollout_service.gateway.contract import (
+    AnswerBegin,
+    AnswerEnd,
+    AnswerEvent,
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    ReasoningDelta,
+    TextDelta,
+)
+
+
+@dataclass(slots=True)
+class TextPart:
+    """A run of text, or of reasoning."""
+
+    text: str
+    is_reasoning: bool
+
+
+@dataclass(slots=True)
+class CallPart:
+    """A tool call as it was sampled."""
+
+    call_id: str
+    name: str
+    arguments: str = ""
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class WholeAnswer:
+    """The parts of an answer in their order, none of them empty but for the arguments of calls."""
+
+    begin: AnswerBegin
+    parts: list[TextPart | CallPart] = field(default_factory=list)
+    end: AnswerEnd | None = None
+
+    @classmethod
+    def of(cls, events: Iterable[AnswerEvent]) -> WholeAnswer:
+        """Put an answer together; the first event is its begin."""
+        first, *rest = events
+        if not isinstance(first, AnswerBegin):
+            raise TypeError(f"an answer begins with AnswerBegin, not {type(first).__name__}")
+        answer = cls(first)
+        for event in rest:
+            answer.add(event)
+        return answer
+
+    @property
+    def text(self) -> str:
+        """All text, without reasoning."""
+        return "".join(
+            part.text for part in self.parts if isinstance(part, TextPart) and not part.is_reasoning
+        )
+
+    @property
+    def reasoning(self) -> str:
+        """All reasoning."""
+        return "".join(part.text for part in self.parts if isinstance(part, TextPart) and part.is_reasoning)
+
+    @property
+    def calls(self) -> list[CallPart]:
+        """The tool calls."""
+        return [part for part in self.parts if isinstance(part, CallPart)]
+
+    @property
+    def finish(self) -> AnswerEnd:
+        """The last event."""
+        if self.end is None:
+            raise ValueError("the answer has not ended")
+        return self.end
+
+    def events(self) -> Iterator[AnswerEvent]:
+        """Yield events of which the answer can be put together again, with as few deltas as possible."""
+        yield self.begin
+        calls = 0
+        for part in self.parts:
+            if isinstance(part, CallPart):
+                yield CallBegin(calls, part.call_id, part.name)
+                yield CallArguments(calls, part.arguments)
+                yield CallEnd(calls, part.error)
+                calls += 1
+            else:
+                yield ReasoningDelta(part.text) if part.is_reasoning else TextDelta(part.text)
+        yield self.finish
+
+    def add(self, event: AnswerEvent) -> None:
+        """Take the next event."""
+        match event:
+            case ReasoningDelta(text):
+                self._add_text(text, is_reasoning=True)
+            case TextDelta(text):
+                self._add_text(text, is_reasoning=False)
+            case CallBegin(_, call_id, name):
+                self.parts.append(CallPart(call_id, name))
+            case CallArguments(_, text):
+                self._last_call().arguments += text
+            case CallEnd(_, error):
+                self._last_call().error = error
+            case AnswerEnd():
+                self.end = event
+            case AnswerBegin():
+                self.begin = event
+
+    def _add_text(self, text: str, *, is_reasoning: bool) -> None:
+        last = self.parts[-1] if self.parts else None
+        if isinstance(last, TextPart) and last.is_reasoning is is_reasoning:
+            last.text += text
+        elif text:
+            self.parts.append(TextPart(text, is_reasoning))
+
+    def _last_call(self) -> CallPart:
+        last = self.parts[-1]
+        if not isinstance(last, CallPart):
+            raise TypeError("arguments belong to a call that has begun")
+        return last

@@ -1,0 +1,177 @@
+"""Reading of request bodies, field by field, with the path of whatever is wrong.
+
+Guarantees: any bytes give a value or an `InvalidFieldError` or `MalformedBodyError`, never another exception; nesting
+is bounded; texts can be encoded, because half a surrogate pair, which JavaScript clients send when they cut a text,
+becomes the replacement character.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Never
+
+import orjson
+from pydantic import JsonValue
+
+from api_schemas.errors import FieldError
+from rollout_service.errors import InvalidFieldError, MalformedBodyError
+from rollout_service.strict_json import MAX_DEPTH, measure_depth
+
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
+"""An escape of a JSON text; group 1 is half a surrogate pair."""
+
+
+def parse_json(content: bytes | str) -> JsonValue:
+    """Return the value of a JSON document.
+
+    Raises:
+        ValueError: It is not JSON, or is nested too deep.
+    """
+    try:
+        value: JsonValue = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        value = orjson.loads(_without_half_pairs(content))
+    if measure_depth(value) > MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+    return value
+
+
+def _without_half_pairs(content: bytes | str) -> bytes:
+    raw = content if isinstance(content, bytes) else content.encode("utf-8", "replace")
+    return _ESCAPE.sub(lambda match: rb"\ufffd" if match[1] else match[0], raw)
+
+
+def dump_json(value: object) -> str:
+    """Return a value that `parse_json` returned as compact JSON."""
+    return orjson.dumps(value).decode()
+
+
+def invalid(path: str, message: str) -> Never:
+    """Refuse the request because of one field."""
+    raise InvalidFieldError([FieldError(path=path, message=message)])
+
+
+@dataclass(slots=True)
+class Fields:
+    """One object of a body, with its path. A field that is null counts as missing."""
+
+    values: dict[str, Any]
+    path: str = ""
+
+    def at(self, name: str) -> str:
+        """Return the path of a field."""
+        return f"{self.path}.{name}" if self.path else name
+
+    def text(self, name: str) -> str | None:
+        """Return a text, or None if it is missing."""
+        value = self.values.get(name)
+        if value is None or type(value) is str:
+            return value
+        return invalid(self.at(name), f"must be a string, not {kind(value)}")
+
+    def required_text(self, name: str) -> str:
+        """Return a text that must not be missing or empty."""
+        return self.text(name) or invalid(
+            self.at(name), "is required, and must be a string that is not empty"
+        )
+
+    def boolean(self, name: str) -> bool | None:
+        """Return a truth value, or None if it is missing."""
+        value = self.values.get(name)
+        if value is None or type(value) is bool:
+            return value
+        return invalid(self.at(name), f"must be true or false, not {kind(value)}")
+
+    def integer(self, name: str, minimum: int = 1) -> int | None:
+        """Return a whole number, or None if it is missing."""
+        value = self.values.get(name)
+        if type(value) is float and value.is_integer():
+            value = int(value)
+        if value is None or (type(value) is int and value >= minimum):
+            return value
+        return invalid(self.at(name), f"must be an integer of at least {minimum}")
+
+    def object(self, name: str) -> Fields | None:
+        """Return an object, or None if it is missing."""
+        value = self.values.get(name)
+        return None if value is None else as_fields(value, self.at(name))
+
+    def items(self, name: str) -> list[Any]:
+        """Return a list, empty if it is missing."""
+        value = self.values.get(name)
+        if value is None:
+            return []
+        if type(value) is list:
+            return value
+        return invalid(self.at(name), f"must be a list, not {kind(value)}")
+
+    def objects(self, name: str) -> Iterator[Fields]:
+        """Yield the objects of a list."""
+        path = self.at(name)
+        for index, item in enumerate(self.items(name)):
+            yield as_fields(item, f"{path}.{index}")
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """Return a list of texts, or the one text that stands for it."""
+        value = self.values.get(name)
+        if type(value) is str:
+            return (value,)
+        items = self.items(name)
+        for index, item in enumerate(items):
+            if type(item) is not str:
+                invalid(f"{self.at(name)}.{index}", f"must be a string, not {kind(item)}")
+        return tuple(items)
+
+
+def as_fields(value: JsonValue, path: str) -> Fields:
+    """Return a value that must be an object."""
+    if type(value) is dict:
+        return Fields(value, path)
+    return invalid(path, f"must be an object, not {kind(value)}")
+
+
+def read_body(body: bytes) -> Fields:
+    """Return the fields of a request's body.
+
+    Raises:
+        MalformedBodyError: The body is not JSON, or is nested too deep.
+        InvalidFieldError: The body is not an object.
+    """
+    try:
+        value = parse_json(body)
+    except ValueError as error:
+        raise MalformedBodyError(f"the body is not JSON that can be read: {error}") from error
+    return as_fields(value, "body") if type(value) is not dict else Fields(value)
+
+
+def kind(value: JsonValue) -> str:
+    """Return what JSON calls a value's type."""
+    kinds: dict[type, str] = {str: "a string", bool: "a boolean", list: "a list", dict: "an object"}
+    return "null" if value is None else kinds.get(type(value), "a number")
+
+
+def parse_object(text: str) -> dict[str, Any] | None:
+    """Return the object that a text of JSON holds; None if it holds none."""
+    try:
+        value = parse_json(text) if text.strip() else {}
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+Part = Callable[[Fields], str | None]
+"""Reads the text of one part of a content; None for a part without text."""
+
+
+def join_content(message: Fields, name: str, part: Part, separator: str) -> str:
+    """Return the text of a content that is a string, or a list of parts."""
+    value = message.values.get(name)
+    if value is None or type(value) is str:
+        return value or ""
+    texts = [text for block in message.objects(name) if (text := part(block)) is not None]
+    return separator.join(texts)

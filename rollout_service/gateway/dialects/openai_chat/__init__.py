@@ -1,0 +1,43 @@
+"""OpenAI's Chat Completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import orjson
+
+from rollout_service.gateway.contract import Dialect, ModelCall
+from rollout_service.gateway.dialects import openai_common
+from rollout_service.gateway.dialects.answers import WholeAnswer
+from rollout_service.gateway.dialects.base import DialectCodec, ErrorAnswer, ListedModel
+from rollout_service.gateway.dialects.openai_chat.reading import read_call
+from rollout_service.gateway.dialects.openai_chat.table import PARAMETERS
+from rollout_service.gateway.dialects.openai_chat.writing import ChatStream, whole_completion
+
+
+class ChatCodec(DialectCodec):
+    """Reads and writes Chat Completions."""
+
+    dialect = Dialect.CHAT
+    parameters = PARAMETERS
+
+    def read(self, body: bytes, headers: Mapping[str, str], path: str) -> ModelCall:  # noqa: ARG002
+        return read_call(body, headers)
+
+    def open_stream(self, call: ModelCall) -> ChatStream:
+        return ChatStream(call)
+
+    def whole(self, call: ModelCall, answers: Sequence[WholeAnswer]) -> bytes:
+        return whole_completion(call, answers)
+
+    def error(self, error: BaseException) -> ErrorAnswer:
+        return openai_common.error_answer(error)
+
+    def token_count(self, tokens: int) -> bytes:
+        return orjson.dumps({"count": tokens})
+
+    def models(self, models: Sequence[ListedModel]) -> bytes:
+        return openai_common.model_list(models)
+
+    def model(self, model: ListedModel) -> bytes:
+        return openai_common.model_body(model)

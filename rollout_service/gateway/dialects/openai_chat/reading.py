@@ -1,0 +1,169 @@
+"""Reads requests of Chat Completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from api_schemas.errors import FieldError
+from rollout_service.gateway.contract import (
+    ClientMessage,
+    ClientToolCall,
+    DeclaredTool,
+    Dialect,
+    ModelCall,
+)
+from rollout_service.gateway.dialects.base import fingerprint
+from rollout_service.gateway.dialects.content import (
+    BETWEEN_PARTS,
+    custom_call,
+    custom_tool,
+    function_tool,
+    unsupported,
+)
+from rollout_service.gateway.dialects.fields import Fields, dump_json, invalid, join_content, read_body
+from rollout_service.gateway.dialects.lanes import read_lane
+from rollout_service.gateway.dialects.openai_chat.table import PARAMETERS
+from rollout_service.gateway.dialects.openai_common import check_tool_choice
+from rollout_service.gateway.dialects.parameters import Sorted, sort_parameters
+from rollout_service.gateway.errors import RefusedParameterError
+from rollout_service.tokens import ToolSpec
+
+_ROLES: Mapping[str, Literal["system", "developer", "user", "assistant", "tool"]] = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+_MEDIA = {"image_url": "an image", "input_audio": "audio", "file": "a file", "video_url": "a video"}
+_LIMITS = frozenset({"max_tokens", "max_completion_tokens"})
+
+
+def read_call(body: bytes, headers: Mapping[str, str]) -> ModelCall:
+    """Return the call that a request makes.
+
+    Raises:
+        MalformedBodyError: The body is not JSON.
+        InvalidFieldError: A field is wrong, refused, or holds what the policy cannot read.
+    """
+    fields = read_body(body)
+    notes = sort_parameters(fields, PARAMETERS)
+    options = fields.object("stream_options") or Fields({})
+    stream, n = bool(fields.boolean("stream")), fields.integer("n") or 1
+    if stream and n > 1:
+        message = "must be 1 in a stream"
+        raise RefusedParameterError([FieldError(path="n", message=message)])
+    if any(modality != "text" for modality in fields.texts("modalities")):
+        unsupported("modalities", "not only text")
+    messages = tuple(_read_message(message, notes) for message in fields.objects("messages"))
+    if not messages:
+        invalid("messages", "is required, and must not be empty")
+    check_tool_choice(fields)
+    tools = list(_read_tools(fields, notes))
+    lane = read_lane(headers, fields.text("prompt_cache_key") or "")
+    return ModelCall(
+        dialect=Dialect.CHAT,
+        model=fields.text("model") or "",
+        messages=messages,
+        tools=tuple(spec for spec, _ in tools),
+        declared_tools={declared.name: declared for _, declared in tools if declared},
+        max_tokens=fields.integer("max_completion_tokens") or fields.integer("max_tokens"),
+        stream=stream,
+        include_usage=bool(options.boolean("include_usage")),
+        json_schema=_read_schema(fields),
+        stop=fields.texts("stop"),
+        n=n,
+        logprobs=bool(fields.boolean("logprobs")),
+        requested=notes.requested,
+        ignored=tuple(notes.ignored),
+        lane=lane,
+        fingerprint=fingerprint(Dialect.CHAT, fields, lane, limits=_LIMITS),
+    )
+
+
+def _read_message(message: Fields, notes: Sorted) -> ClientMessage:
+    role = _ROLES.get(message.required_text("role"))
+    if role is None:
+        invalid(message.at("role"), f"must be one of {', '.join(_ROLES)}")
+    text = join_content(
+        message,
+        "content",
+        lambda part: _read_part(part, notes),
+        "" if role == "assistant" else BETWEEN_PARTS,
+    )
+    if role == "tool":
+        call_id, name = message.text("tool_call_id"), message.text("name")
+        return ClientMessage("tool", text, call_id=call_id or None, tool_name=name)
+    if role != "assistant":
+        return ClientMessage(role, text)
+    reasoning = message.text("reasoning_content") or message.text("reasoning")
+    return ClientMessage(role, text, reasoning, tuple(_read_calls(message)))
+
+
+def _read_part(part: Fields, notes: Sorted) -> str | None:
+    form = part.required_text("type")
+    if form in ("text", "input_text", "output_text"):
+        return part.text("text") or ""
+    if form == "refusal":
+        return part.text("refusal") or ""
+    if form in _MEDIA:
+        unsupported(part.path, _MEDIA[form])
+    notes.ignore(f"messages[].content[type={form}]")
+    return None
+
+
+def _read_calls(message: Fields) -> Iterator[ClientToolCall]:
+    for call in message.objects("tool_calls"):
+        call_id = call.text("id") or None
+        if custom := call.object("custom"):
+            yield custom_call(call_id, custom.required_text("name"), custom.text("input") or "")
+            continue
+        function = call.object("function") or invalid(call.at("function"), "is required")
+        yield ClientToolCall(call_id, function.required_text("name"), read_arguments(function, "arguments"))
+
+
+def read_arguments(call: Fields, name: str) -> str:
+    """Return a call's arguments; clients may send an object in the place of its text."""
+    value = call.values.get(name)
+    return dump_json(value) if isinstance(value, dict) else call.text(name) or ""
+
+
+def _read_tools(fields: Fields, notes: Sorted) -> Iterator[tuple[ToolSpec, DeclaredTool | None]]:
+    for tool in fields.objects("tools"):
+        form = tool.text("type") or "function"
+        if form == "function":
+            function = tool.object("function") or invalid(tool.at("function"), "is required")
+            yield read_function(function), None
+        elif form == "custom":
+            custom = tool.object("custom") or invalid(tool.at("custom"), "is required")
+            name, grammar = custom.required_text("name"), custom.object("format")
+            shape = grammar and (grammar.object("grammar") or grammar)
+            details = {"type": "grammar", **shape.values} if shape and shape is not grammar else None
+            yield custom_tool(name, custom.text("description"), details), DeclaredTool("custom", name)
+        else:
+            notes.ignore(f"tools[type={form}]")
+
+
+def read_function(function: Fields) -> ToolSpec:
+    """Return a declared function."""
+    parameters = function.object("parameters")
+    name, description = function.required_text("name"), function.text("description")
+    return function_tool(name, description, parameters.values if parameters else None)
+
+
+def _read_schema(fields: Fields) -> Mapping[str, Any] | None:
+    response_format = fields.object("response_format")
+    if response_format is None:
+        return None
+    match response_format.required_text("type"):
+        case "text":
+            return None
+        case "json_object":
+            return {"type": "object"}
+        case "json_schema":
+            inner = response_format.object("json_schema")
+            schema = inner and inner.object("schema")
+            return schema.values if schema else {"type": "object"}
+    return invalid(response_format.at("type"), "must be text, json_object or json_schema")

@@ -1,0 +1,143 @@
+"""Agents outside: rollouts whose agent is a program of the caller's, which reports its end over the API.
+
+Guarantees: the environment's `init` and `evaluate` are as ever, unless the program reports a reward. The report of an
+attempt that is over is refused, so a program that outlives its attempt cannot end the next one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import anyio
+from pydantic import JsonValue
+
+from api_schemas.external import RolloutAccess, RolloutEnd
+from api_schemas.rollouts import StopReason
+from rollout_service.agents.tool_calling.agent import final_answer
+from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn, Replayable
+from rollout_service.episodes import Episode, GatewayAccess, Score
+from rollout_service.errors import ConflictError, EnvironmentFailedError, NotFoundError
+from rollout_service.signals import ChangeSignal
+from sandboxes.task_groups import open_task_group
+
+
+@dataclass(slots=True, eq=False)
+class ExternalAgent:
+    """One attempt's program, as far as this service knows it."""
+
+    access: RolloutAccess
+    report: RolloutEnd | None = None
+    reported: anyio.Event = field(default_factory=anyio.Event)
+
+
+class ExternalAgents:
+    """The programs that work on rollouts of this service, by the rollout's id."""
+
+    def __init__(self) -> None:
+        self._agents: dict[str, ExternalAgent] = {}
+        self.changed = ChangeSignal()
+        """Given when a program may begin, or has ended."""
+
+    def begin(self, episode: Episode, access: GatewayAccess, model: str) -> ExternalAgent:
+        """Let a program begin."""
+        agent = ExternalAgent(
+            RolloutAccess(url=access.url, key=access.key, model=model, attempt=episode.attempt)
+        )
+        self._agents[episode.request.rollout_id or ""] = agent
+        self.changed.notify()
+        return agent
+
+    def end(self, rollout_id: str) -> None:
+        """Forget a program: its attempt's agent has ended."""
+        self._agents.pop(rollout_id, None)
+        self.changed.notify()
+
+    def access(self, rollout_id: str) -> RolloutAccess | None:
+        """Return the access of a rollout whose program may work now."""
+        agent = self._agents.get(rollout_id)
+        return agent.access if agent is not None and agent.report is None else None
+
+    def report(self, rollout_id: str, end: RolloutEnd) -> None:
+        """Take a program's report; the same one may be sent again.
+
+        Raises:
+            NotFoundError: No program works on this rollout here.
+            ConflictError: Another report came before, or the attempt is over.
+        """
+        agent = self._agents.get(rollout_id)
+        if agent is None:
+            raise NotFoundError(
+                f"no external agent works on rollout {rollout_id} at this service",
+                hint="Look at its state; a report can be made while the rollout stage lasts.",
+            )
+        if end.attempt is not None and end.attempt != agent.access.attempt:
+            raise ConflictError(
+                f"attempt {end.attempt} of rollout {rollout_id} is over",
+                hint=f"Attempt {agent.access.attempt} has another key: begin anew with it.",
+            )
+        if agent.report is not None and agent.report != end:
+            raise ConflictError(f"another end of rollout {rollout_id} was reported before")
+        agent.report = end
+        agent.reported.set()
+
+
+class ExternallyDriven(Environment):
+    """An environment whose agent is replaced by a program outside, for one attempt."""
+
+    uses_gateway = True
+
+    def __init__(self, environment: Environment, agents: ExternalAgents) -> None:
+        self._environment = environment
+        self._agents = agents
+        self._reward: Score | None = None
+        self.spec: EnvironmentSpec = environment.spec.model_copy(update={"tools": []})
+        self.replayable: Replayable = "never"
+
+    def check(self, instance: dict[str, JsonValue]) -> None:
+        self._environment.check(instance)
+
+    async def init(self, episode: Episode) -> None:
+        await self._environment.init(episode)
+
+    async def run(self, episode: Episode) -> StopReason:
+        """Wait for the program's report, for as long as an agent may work.
+
+        Raises:
+            EnvironmentFailedError: The program reports that it has failed.
+            InferenceError: No engine answered.
+        """
+        access = episode.gateway
+        if access is None:
+            raise EnvironmentFailedError("the gateway was not opened for an external agent")
+        rollout_id = episode.request.rollout_id or ""
+        agent = self._agents.begin(episode, access, episode.request.pool)
+        try:
+            with episode.clock.limit(episode.limits.agent_seconds):
+                async with open_task_group() as tasks:
+                    tasks.start_soon(access.until_failed)
+                    await agent.reported.wait()
+                    tasks.cancel_scope.cancel()
+        finally:
+            self._agents.end(rollout_id)
+        return self._settle(episode, access, agent.report)
+
+    def _settle(self, episode: Episode, access: GatewayAccess, report: RolloutEnd | None) -> StopReason:
+        episode.answer = final_answer(episode.policy.messages)
+        if report is None:
+            return StopReason.AGENT_TIMEOUT
+        if report.error is not None:
+            raise EnvironmentFailedError(
+                f"the external agent failed: {report.error}", hint="See the program's own log."
+            )
+        if report.answer is not None:
+            episode.answer = report.answer
+        if report.reward is not None:
+            self._reward = Score(report.reward, dict(report.reward_parts))
+            self.spec = self.spec.model_copy(update={"evaluate_in": EvaluateIn.NONE})
+        return access.stop_reason or StopReason.FINISHED
+
+    async def execute(self, episode: Episode) -> None:
+        await self._environment.execute(episode)
+
+    async def evaluate(self, episode: Episode) -> Score:
+        return self._reward or await self._environment.evaluate(episode)

@@ -1,0 +1,134 @@
+"""The gateway of one service: its listener, and the sessions of the rollouts under way.
+
+Guarantees: an answer is sampled in a task of the gateway, so that a client that goes away and comes back finds it; all
+of them end with the block of `running`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from socket import socket
+from typing import Any, Protocol
+
+import anyio
+from anyio.abc import TaskGroup
+
+from api_schemas.rollouts import RolloutRequest
+from rollout_service.episodes import EpisodeLimits
+from rollout_service.errors import UnavailableError
+from rollout_service.gateway.contract import Capture
+from rollout_service.gateway.dialects import ListedModel
+from rollout_service.gateway.metrics import GatewayMetrics
+from rollout_service.gateway.server.app import GatewayApp
+from rollout_service.gateway.server.serving import address_of, bind, serving
+from rollout_service.gateway.sessions.keys import GatewaySessions, OneSession
+from rollout_service.gateway.sessions.sampling import PolicyEngines, StreamingGenerator
+from rollout_service.gateway.sessions.session import GatewaySession, SessionPlace
+from rollout_service.http.connections import ConnectionLimits, descriptor_limit
+from rollout_service.http.protocol import Observe
+from rollout_service.policies.serving import ServedModel
+from rollout_service.settings.gateway import GatewaySettings
+from rollout_service.tokens import ChatRenderer
+
+DESCRIPTOR_SHARE = 4
+"""The gateway's connections take at most this part of what the service may open, beside the API's."""
+ONE_PROGRAM = ConnectionLimits(admitted=256, pending=64)
+"""The connections of a program that has a listener of its own."""
+
+
+class ServedPolicies(Protocol):
+    """The models and engines of the pools; `policies.serving.PolicyServing` has them."""
+
+    def connect(self, pool: str) -> tuple[ServedModel, StreamingGenerator]:
+        """Return the model that a pool serves, and its engines.
+
+        Raises:
+            NoBackendError: The pool is not served.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayParts:
+    """What a gateway works with."""
+
+    settings: GatewaySettings
+    policies: ServedPolicies
+    make_capture: Callable[[ChatRenderer], Capture[Any]]
+    metrics: GatewayMetrics
+    observe: Observe
+    """Told why a connection was refused."""
+
+
+class Gateway:
+    """Lets programs drive the policies of rollouts."""
+
+    def __init__(self, parts: GatewayParts) -> None:
+        self._parts = parts
+        self._sessions = GatewaySessions()
+        self._tasks: TaskGroup | None = None
+        self.url = ""
+        """The address that programs are told, once the gateway runs."""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Listen until the block is left; then cut off what is still being answered.
+
+        Raises:
+            ConfigurationError: The address cannot be bound.
+        """
+        parts = self._parts
+        listener = bind(parts.settings)
+        self.url = address_of(listener, parts.settings)
+        app = GatewayApp(self._sessions, parts.settings, parts.metrics)
+        limits = ConnectionLimits.within(descriptor_limit() // DESCRIPTOR_SHARE)
+        async with anyio.create_task_group() as self._tasks:
+            async with serving(app, listener, parts.settings, limits, parts.observe):
+                yield
+            self._tasks.cancel_scope.cancel()
+
+    def open(self, request: RolloutRequest, limits: EpisodeLimits) -> GatewaySession:
+        """Open the session of a rollout's agent; its key is valid until `close`.
+
+        Raises:
+            NoBackendError: The rollout's pool is not served.
+            UnavailableError: The gateway does not run.
+        """
+        if self._tasks is None:
+            raise UnavailableError("the gateway does not run")
+        parts = self._parts
+        model, pool = parts.policies.connect(request.pool)
+        engines = PolicyEngines(
+            pool,
+            affinity=request.rollout_id or "",
+            context_length=model.context_length,
+            stop_token_ids=model.renderer.stop_token_ids,
+            sampling=request.sampling,
+            exports=request.exports,
+            obey_sampling=parts.settings.obey_sampling,
+        )
+        place = SessionPlace(
+            url=self.url,
+            model=ListedModel(request.pool, model.context_length),
+            serve=self._serve_alone,
+            tasks=self._tasks,
+            metrics=parts.metrics,
+            retry_seconds=parts.settings.retry_seconds,
+        )
+        session = GatewaySession(parts.make_capture(model.renderer), engines, limits, place)
+        self._sessions.add(session)
+        parts.metrics.count_sessions(1)
+        return session
+
+    def close(self, session: GatewaySession) -> None:
+        """End a session: its key becomes invalid, and what is being answered is cut off. Idempotent."""
+        if self._sessions.remove(session):
+            self._parts.metrics.count_sessions(-1)
+        session.close()
+
+    def _serve_alone(self, session: GatewaySession, listener: socket) -> AbstractAsyncContextManager[None]:
+        parts = self._parts
+        app = GatewayApp(OneSession(session), parts.settings, parts.metrics)
+        return serving(app, listener, parts.settings, ONE_PROGRAM, parts.observe)

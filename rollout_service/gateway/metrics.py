@@ -1,0 +1,143 @@
+"""Metrics of the gateway.
+
+Guarantee: a client that makes up names, for itself or for parameters, adds no time series beyond `MAX_CLIENTS` and
+`MAX_PARAMETERS`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from rollout_service.gateway.capture import CaptureReport
+from rollout_service.gateway.contract import ModelCall, PlannedAnswer
+
+MAX_CLIENTS: Final = 32
+MAX_PARAMETERS: Final = 256
+OTHER: Final = "other"
+_SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class CallOutcome(StrEnum):
+    """What became of a call."""
+
+    ANSWERED = "answered"
+    """A turn was sampled for it, and recorded."""
+    REPEATED = "repeated"
+    """It repeated a request whose answer had not arrived, and got that answer."""
+    LIMIT = "limit"
+    """The rollout's limit of turns or tokens was reached: it got a closing text."""
+    OVERFLOW = "overflow"
+    """Its prompt does not fit the model's context."""
+    ABANDONED = "abandoned"
+    """Its client went away and did not come back, or its rollout ended first."""
+    REFUSED = "refused"
+    """The request is wrong, or its key is."""
+    FAILED = "failed"
+    """No engine answered, or its messages could not be rendered."""
+
+
+class GatewayMetrics:
+    """The metrics of one service's gateway."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._clients: set[str] = set()
+        self._names: set[str] = set()
+        self._calls = Counter(
+            "rollout_gateway_calls_total",
+            "Calls of model APIs, by what became of them",
+            ["dialect", "client", "outcome"],
+            registry=registry,
+        )
+        self._parameters = Counter(
+            "rollout_gateway_parameters_total",
+            "Parameters of calls without effect: ignored, or recorded since sampling is the run's",
+            ["parameter", "treatment"],
+            registry=registry,
+        )
+        self._prompt_tokens = Counter(
+            "rollout_gateway_prompt_tokens_total",
+            "Prompt tokens: kept from the turn that a call continues, or rendered",
+            ["client", "kind"],
+            registry=registry,
+        )
+        self._prompt_seconds = Histogram(
+            "rollout_gateway_prompt_seconds",
+            "Time to make a call's prompt, which the engine waits for",
+            ["dialect"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._standings = Counter(
+            "rollout_gateway_echoes_total",
+            "Answers in their client's history, by how they stood there",
+            ["standing"],
+            registry=registry,
+        )
+        self._forks = Counter(
+            "rollout_gateway_segments_total",
+            "Segments of programs' conversations, by the reason why they began",
+            ["reason"],
+            registry=registry,
+        )
+        self._malformed = Counter(
+            "rollout_gateway_malformed_calls_total",
+            "Malformed tool calls that programs got",
+            registry=registry,
+        )
+        self._undelivered = Counter(
+            "rollout_gateway_undelivered_total",
+            "Turns that are not trained on, since their client did not receive them",
+            registry=registry,
+        )
+        self._sessions = Gauge(
+            "rollout_gateway_sessions", "Rollouts whose key is valid now", registry=registry
+        )
+
+    def count_call(self, call: ModelCall, outcome: CallOutcome) -> None:
+        """Count a call, and its parameters without effect."""
+        self._calls.labels(call.dialect, self._client(call.lane.client), outcome).inc()
+        for name in call.ignored:
+            self._parameters.labels(self._parameter(name), "ignored").inc()
+        for name in call.requested:
+            self._parameters.labels(self._parameter(name), "recorded").inc()
+
+    def count_refused(self, dialect: str, client: str) -> None:
+        """Count a request that could not be read as a call, or had no valid key."""
+        self._calls.labels(dialect, self._client(client), CallOutcome.REFUSED).inc()
+
+    def observe_prompt(self, call: ModelCall, planned: PlannedAnswer, seconds: float) -> None:
+        """Record a prompt: how much of it was known, and how long it took to make."""
+        client = self._client(call.lane.client)
+        self._prompt_tokens.labels(client, "kept").inc(planned.known)
+        self._prompt_tokens.labels(client, "rendered").inc(len(planned.prompt_ids) - planned.known)
+        self._prompt_seconds.labels(call.dialect).observe(seconds)
+
+    def count_report(self, report: CaptureReport) -> None:
+        """Count what the conversations of a rollout that has ended show."""
+        for standing, count in report.standings.items():
+            self._standings.labels(standing).inc(count)
+        for reason, count in report.forks.items():
+            self._forks.labels(reason).inc(count)
+        self._malformed.inc(report.malformed_calls)
+        self._undelivered.inc(report.undelivered)
+
+    def count_sessions(self, change: int) -> None:
+        """Count sessions that began, or ended if negative."""
+        self._sessions.inc(change)
+
+    def _client(self, name: str) -> str:
+        return _bounded(name, self._clients, MAX_CLIENTS)
+
+    def _parameter(self, name: str) -> str:
+        return _bounded(name, self._names, MAX_PARAMETERS)
+
+
+def _bounded(name: str, known: set[str], most: int) -> str:
+    """Return a name that is known or still fits, and else `OTHER`."""
+    if name in known or len(known) < most:
+        known.add(name)
+        return name
+    return OTHER

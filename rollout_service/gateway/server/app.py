@@ -1,0 +1,152 @@
+"""The ASGI app of the gateway: the routes of four model APIs, with the calls that their clients make at their start.
+
+Guarantees: a request reaches one session, by its key, and nothing else of the service. Whatever goes wrong is told in
+the form of the API that was spoken. No more of a body is read than the settings allow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import anyio.to_thread
+import structlog
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rollout_service.errors import NotFoundError, ServiceError, TooLargeError
+from rollout_service.gateway.contract import ModelCall
+from rollout_service.gateway.dialects import CODECS, DialectCodec, ListedModel, client_name
+from rollout_service.gateway.errors import UnknownModelError
+from rollout_service.gateway.metrics import GatewayMetrics
+from rollout_service.gateway.server.delivery import JSON, AnswerResponse, send_error
+from rollout_service.gateway.server.paths import Action, GatewayRequest
+from rollout_service.gateway.sessions.keys import SessionSource
+from rollout_service.gateway.sessions.session import GatewaySession
+from rollout_service.http.connections import find_slot
+from rollout_service.settings.gateway import GatewaySettings
+
+log = structlog.get_logger(__name__)
+
+INLINE_BYTES = 128 * 1024
+"""Larger bodies are read into calls in a thread."""
+MAX_LOGGED_ROUTES = 1_000
+
+
+class GatewayApp:
+    """Answers the calls of programs; an ASGI application."""
+
+    def __init__(self, sessions: SessionSource, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
+        self._sessions = sessions
+        self._settings = settings
+        self._metrics = metrics
+        self._logged: set[tuple[str, str]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; see ASGI."""
+        if scope["type"] != "http":
+            return
+        request = GatewayRequest.of(scope)
+        codec = CODECS[request.dialect]
+        try:
+            response = await self._respond(request, codec, scope, receive)
+        except Exception as error:  # noqa: BLE001 - told in the form of the API
+            self._note(request, error)
+            await send_error(codec.error(error), send)
+        else:
+            await response(scope, receive, send)
+
+    async def _respond(
+        self, request: GatewayRequest, codec: DialectCodec, scope: Scope, receive: Receive
+    ) -> ASGIApp:
+        if request.action is Action.ALIVE:
+            return Response()
+        session = self._sessions.find(request.key)
+        _admit(scope)
+        match request.action:
+            case Action.ANSWER:
+                return await self._answer(request, codec, session, receive)
+            case Action.COUNT:
+                call = await self._read(request, codec, receive)
+                tokens = await session.count_tokens(call)
+                return Response(codec.token_count(tokens), media_type=JSON)
+            case Action.LIST_MODELS:
+                return Response(codec.models([session.model]), media_type=JSON)
+            case Action.SHOW_MODEL:
+                return Response(codec.model(self._shown(request, session)), media_type=JSON)
+            case _:
+                self._log_unknown(request)
+                raise NotFoundError(f"there is no route {request.method} {request.path}")
+
+    async def _answer(
+        self, request: GatewayRequest, codec: DialectCodec, session: GatewaySession, receive: Receive
+    ) -> ASGIApp:
+        call = await self._read(request, codec, receive)
+        self._check_model(call.model, session)
+        if call.n == 1:
+            answers = [await session.answer(call)]
+        else:
+            answers = []
+            for number in range(call.n):
+                sibling = call.fingerprint + number.to_bytes(4) if call.fingerprint else b""
+                answers.append(await session.answer(replace(call, fingerprint=sibling)))
+        return AnswerResponse(codec, call, answers, self._settings.keep_alive_seconds)
+
+    async def _read(self, request: GatewayRequest, codec: DialectCodec, receive: Receive) -> ModelCall:
+        body = await self._body(request, receive)
+        if len(body) <= INLINE_BYTES:
+            return codec.read(body, request.headers, request.target)
+        return await anyio.to_thread.run_sync(codec.read, body, request.headers, request.target)
+
+    async def _body(self, request: GatewayRequest, receive: Receive) -> bytes:
+        """Read a body.
+
+        Raises:
+            TooLargeError: It is larger than the settings allow; no more of it is read.
+        """
+        most, announced = self._settings.max_body_bytes, request.headers.get("content-length", "")
+        parts: list[bytes] = []
+        left = most - int(announced) if announced.isdecimal() else 0
+        read, is_more = 0, True
+        while is_more and left >= 0 and read <= most:
+            message = await receive()
+            parts.append(message.get("body", b""))
+            read += len(parts[-1])
+            is_more = message.get("more_body", False)
+        if left < 0 or read > most:
+            raise TooLargeError(
+                f"the body is larger than {most} bytes",
+                hint="Shorten the conversation, or raise `max_body_bytes` in `[gateway]`.",
+            )
+        return b"".join(parts)
+
+    def _check_model(self, model: str, session: GatewaySession) -> None:
+        """Check the name of the model that a program asks for.
+
+        Raises:
+            UnknownModelError: It is not the policy's, and the settings refuse others.
+        """
+        if self._settings.unknown_model == "refuse" and model != session.model.name:
+            raise UnknownModelError(model, session.model.name)
+
+    def _shown(self, request: GatewayRequest, session: GatewaySession) -> ListedModel:
+        name = request.path.removeprefix("/models/")
+        self._check_model(name, session)
+        return replace(session.model, name=name)
+
+    def _log_unknown(self, request: GatewayRequest) -> None:
+        """Log a route that the gateway lacks, once for each client."""
+        seen = (client_name(request.headers), f"{request.method} {request.path}"[:200])
+        if seen not in self._logged and len(self._logged) < MAX_LOGGED_ROUTES:
+            self._logged.add(seen)
+            log.warning("a client asks for a route that the gateway lacks", client=seen[0], route=seen[1])
+
+    def _note(self, request: GatewayRequest, error: Exception) -> None:
+        if not isinstance(error, ServiceError):
+            log.error("unhandled error in the gateway", path=request.path, exc_info=error)
+        self._metrics.count_refused(request.dialect, client_name(request.headers))
+
+
+def _admit(scope: Scope) -> None:
+    """Count the connection as one that has sent a valid key."""
+    if (slot := find_slot(scope)) is not None:
+        slot.admit()

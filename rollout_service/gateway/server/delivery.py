@@ -1,0 +1,123 @@
+"""Sends an answer to one client, as it is sampled or as a whole.
+
+Guarantees: the head of a stream leaves at once, and something that the client takes for a sign of life follows whenever
+the policy has been silent for a while. Nothing is sent faster than the client reads. The last event leaves only after
+the turn was recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import anyio
+from starlette.types import Message, Receive, Scope, Send
+
+from rollout_service.gateway.contract import AnswerEnd, ModelCall
+from rollout_service.gateway.dialects import DialectCodec, ErrorAnswer, WholeAnswer
+from rollout_service.gateway.sessions.answer import LiveAnswer
+
+HEAD_SECONDS = 20.0
+"""How long the head of a whole answer waits for it: until then, an error can still have a status of its own."""
+BLANK = b" "
+"""What keeps the client of a whole answer waiting: JSON may begin with white space."""
+JSON = "application/json"
+
+
+class AnswerResponse:
+    """The response to one call; an ASGI application."""
+
+    def __init__(
+        self, codec: DialectCodec, call: ModelCall, answers: Sequence[LiveAnswer], keep_alive_seconds: float
+    ) -> None:
+        """Take more than one answer only for a call that asks for `n`."""
+        self._codec = codec
+        self._call = call
+        self._answers = answers
+        self._keep_alive_seconds = keep_alive_seconds
+        self._head_seconds = min(HEAD_SECONDS, 2 * keep_alive_seconds)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer, unless the client goes away first."""
+        _ = scope
+        with ExitStack() as readers:
+            for answer in self._answers:
+                readers.enter_context(answer.reading())
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_cancel_on_disconnect, receive, tasks.cancel_scope)
+                if self._call.stream:
+                    await self._stream(send)
+                else:
+                    await self._send_whole(send)
+                tasks.cancel_scope.cancel()
+
+    async def _stream(self, send: Send) -> None:
+        answer, stream = self._answers[0], self._codec.open_stream(self._call)
+        await send(_head(200, stream.media_type))
+        seen, is_last, is_whole = 0, False, False
+        while not is_last:
+            events = await answer.after(seen, self._keep_alive_seconds)
+            seen += len(events)
+            if events:
+                data = b"".join([stream.write(event) for event in events])
+                is_last = is_whole = isinstance(events[-1], AnswerEnd)
+            elif answer.error is not None:
+                data, is_last = stream.fail(answer.error), True
+            else:
+                data = stream.keep_alive()
+            if data or is_last:
+                await send(_body(data, more=not is_last))
+        answer.delivered = answer.delivered or is_whole
+
+    async def _send_whole(self, send: Send) -> None:
+        is_begun = False
+        while not await self._wait(self._keep_alive_seconds if is_begun else self._head_seconds):
+            if not is_begun:
+                await send(_head(200, JSON))
+                is_begun = True
+            await send(_body(BLANK, more=True))
+        error = next((answer.error for answer in self._answers if answer.error is not None), None)
+        if error is None:
+            await self._send_body(send, is_begun=is_begun)
+        elif not is_begun:
+            await send_error(self._codec.error(error), send)
+        # Otherwise the head has left, and only a body that breaks off tells of the error; the server sees to that.
+
+    async def _wait(self, seconds: float) -> bool:
+        """Wait up to this long for all answers; return whether they are there, or have failed."""
+        with anyio.move_on_after(seconds):
+            for answer in self._answers:
+                await answer.until_whole()
+            return True
+        return False
+
+    async def _send_body(self, send: Send, *, is_begun: bool) -> None:
+        body = self._codec.whole(self._call, [WholeAnswer.of(answer.events) for answer in self._answers])
+        if not is_begun:
+            await send(_head(200, JSON, len(body)))
+        await send(_body(body))
+        for answer in self._answers:
+            answer.delivered = True
+
+
+async def send_error(error: ErrorAnswer, send: Send) -> None:
+    """Send an error in the form of its dialect."""
+    await send(_head(error.status, JSON, len(error.body)))
+    await send(_body(error.body))
+
+
+async def _cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()
+
+
+def _head(status: int, media_type: str, length: int | None = None) -> Message:
+    headers = [(b"content-type", media_type.encode()), (b"cache-control", b"no-store")]
+    if length is not None:
+        headers.append((b"content-length", b"%d" % length))
+    return {"type": "http.response.start", "status": status, "headers": headers}
+
+
+def _body(data: bytes, *, more: bool = False) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": more}

@@ -1,0 +1,115 @@
+"""What a request asks for, and with which key: clients differ in what they make of a base URL.
+
+The path may begin with `/s/KEY`, and versions such as `/v1` may be there once, twice, or not at all, since some clients
+expect them in the base URL and others add them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from urllib.parse import parse_qs
+
+from starlette.types import Scope
+
+from rollout_service.gateway.contract import Dialect
+
+_KEYED = re.compile(r"^/s/([^/]+)(/.*)?$")
+_VERSIONS = re.compile(r"^(?:/v\d+(?:alpha|beta)?\d*)+(?=/|$)")
+_KEY_HEADERS = ("x-api-key", "x-goog-api-key", "api-key")
+
+
+class Action(Enum):
+    """What the gateway can do."""
+
+    ALIVE = auto()
+    ANSWER = auto()
+    COUNT = auto()
+    LIST_MODELS = auto()
+    SHOW_MODEL = auto()
+    UNKNOWN = auto()
+
+
+_ROUTES = (
+    ("POST", r"/chat/completions", Dialect.CHAT, Action.ANSWER),
+    ("POST", r"/responses", Dialect.RESPONSES, Action.ANSWER),
+    ("POST", r"/messages", Dialect.ANTHROPIC, Action.ANSWER),
+    ("POST", r"/messages/count_tokens", Dialect.ANTHROPIC, Action.COUNT),
+    ("POST", r"/models/.+:(?:generateContent|streamGenerateContent)", Dialect.GOOGLE, Action.ANSWER),
+    ("POST", r"/models/.+:countTokens", Dialect.GOOGLE, Action.COUNT),
+    ("POST", r"/tokenize", Dialect.CHAT, Action.COUNT),
+    ("GET", r"/models", None, Action.LIST_MODELS),
+    ("GET", r"/models/.+", None, Action.SHOW_MODEL),
+    ("GET", r"/", None, Action.ALIVE),
+    ("HEAD", r"/.*", None, Action.ALIVE),
+)
+_COMPILED = [(method, re.compile(path), dialect, action) for method, path, dialect, action in _ROUTES]
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayRequest:
+    """The head of a request."""
+
+    method: str
+    path: str
+    """The path without the key and the versions."""
+    query: str
+    headers: Mapping[str, str]
+    """By names in lower case."""
+    key: str
+    """The key that it carries; empty if there is none."""
+    action: Action
+    dialect: Dialect
+
+    @classmethod
+    def of(cls, scope: Scope) -> GatewayRequest:
+        """Read the head of a request."""
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        method, path, query = scope["method"], scope["path"], scope["query_string"].decode("latin-1")
+        path_key = ""
+        if keyed := _KEYED.match(path):
+            path_key, path = keyed[1], keyed[2] or "/"
+        unversioned = _VERSIONS.sub("", path) or "/"
+        action, dialect = _route(method, unversioned)
+        return cls(
+            method=method,
+            path=unversioned,
+            query=query,
+            headers=headers,
+            key=path_key or _key(headers, query),
+            action=action,
+            dialect=dialect or _spoken(path, headers),
+        )
+
+    @property
+    def target(self) -> str:
+        """The path with its query, as dialects read it."""
+        return f"{self.path}?{self.query}" if self.query else self.path
+
+
+def _route(method: str, path: str) -> tuple[Action, Dialect | None]:
+    for allowed, pattern, dialect, action in _COMPILED:
+        if method == allowed and pattern.fullmatch(path):
+            return action, dialect
+    return Action.UNKNOWN, None
+
+
+def _spoken(path: str, headers: Mapping[str, str]) -> Dialect:
+    """Return the dialect that a client of routes which several APIs have is likely to speak."""
+    if "anthropic-version" in headers:
+        return Dialect.ANTHROPIC
+    if "x-goog-api-key" in headers or path.startswith("/v1beta"):
+        return Dialect.GOOGLE
+    return Dialect.CHAT
+
+
+def _key(headers: Mapping[str, str], query: str) -> str:
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and bearer.strip():
+        return bearer.strip()
+    for name in _KEY_HEADERS:
+        if value := headers.get(name, "").strip():
+            return value
+    return parse_qs(query).get("key", [""])[0] if "key=" in query else ""

@@ -1,0 +1,185 @@
+"""One answer of the policy while it is sampled: its events so far, for every request that is waiting for it.
+
+Guarantees: every reader gets all events, in order, from the first one on. An answer that nobody reads is given up after
+a bounded time, and no earlier: a client that repeats its request finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import inf
+
+import anyio
+
+from api_schemas.trajectories import FinishReason
+from rollout_service.gateway.contract import AnswerEvent, CallEnd, ModelCall, PlannedAnswer
+from rollout_service.inference.contract import Generation, TokenChunk
+from rollout_service.signals import ChangeSignal
+
+
+class LiveAnswer:
+    """The answer to a call, and to those that repeat it."""
+
+    def __init__(self, call: ModelCall, retry_seconds: float) -> None:
+        """Take for how long an answer that nobody reads is kept."""
+        self.call = call
+        self.planned: PlannedAnswer | None = None
+        """Its prompt, once that is known."""
+        self.error: Exception | None = None
+        """Why there is no answer, or no more of it."""
+        self.ended = False
+        """Whether all events are there."""
+        self.delivered = False
+        """Whether a reader has sent the last event."""
+        self.scope = anyio.CancelScope()
+        """Covers the sampling, and the wait for a reader at its end."""
+        self.tool_calls = 0
+        """The tool calls so far, malformed ones included."""
+        self.malformed_calls = 0
+        self.events: list[AnswerEvent] = []
+        """The events so far."""
+        self._changed = ChangeSignal()
+        self._retry_seconds = retry_seconds
+        self._readers = 0
+        self._left_at = inf
+        self._sampled = SampledSoFar()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a client is waiting for it."""
+        return self._readers > 0
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether no client has been waiting for so long that none will come back."""
+        return not self.is_read and anyio.current_time() >= self._left_at + self._retry_seconds
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Be a reader within the block."""
+        self._readers += 1
+        self.scope.deadline = inf
+        self._changed.notify()
+        try:
+            yield
+        finally:
+            self._readers -= 1
+            if not self._readers:
+                self._left_at = anyio.current_time()
+                self.scope.deadline = self._left_at + self._retry_seconds
+            self._changed.notify()
+
+    # -- for the sampling ------------------------------------------------------
+
+    def begin(self, planned: PlannedAnswer, events: Sequence[AnswerEvent]) -> None:
+        """Begin with these events."""
+        self.planned = planned
+        self._add(events)
+
+    def feed(self, chunk: TokenChunk) -> None:
+        """Take newly sampled tokens."""
+        if self.planned is not None:
+            self._sampled.add(chunk)
+            if (
+                self.call.stream
+            ):  # nobody waits for parts of any other, so it is read at once when it is whole
+                self._add(self.planned.feed(chunk.ids))
+
+    def end(self, events: Sequence[AnswerEvent]) -> None:
+        """End with these events."""
+        self.ended = True
+        self.planned = None  # a long prompt, while the answer may be kept until the next call
+        self._add(events)
+
+    def fail(self, error: Exception) -> None:
+        """End without further events."""
+        self.error = error
+        self._changed.notify()
+
+    def partial(self) -> Generation | None:
+        """Return what was streamed of an answer that broke off; None if it cannot be kept exactly."""
+        planned = self.planned
+        return self._sampled.generation(len(planned.prompt_ids)) if planned is not None else None
+
+    async def until_read(self) -> None:
+        """Wait until there is a reader."""
+        while not self.is_read:
+            await self._changed.wait()
+
+    async def until_left(self, seconds: float) -> bool:
+        """Wait up to this long until there is no reader; return whether there is none."""
+        with anyio.move_on_after(seconds):
+            while self.is_read:
+                await self._changed.wait()
+        return not self.is_read
+
+    # -- for readers -----------------------------------------------------------
+
+    async def begun(self) -> None:
+        """Wait until there is an event.
+
+        Raises:
+            ServiceError: There will be none.
+        """
+        while not self.events:
+            if self.error is not None:
+                raise self.error
+            await self._changed.wait()
+
+    async def after(self, seen: int, seconds: float) -> list[AnswerEvent]:
+        """Return the events behind the first `seen`; none if none came in time, or `error` says why."""
+        if len(self.events) == seen and self.error is None:
+            with anyio.move_on_after(seconds):
+                while len(self.events) == seen and self.error is None:
+                    await self._changed.wait()
+        return self.events[seen:]
+
+    async def until_whole(self) -> None:
+        """Wait until all events are there, or none follows."""
+        while not self.ended and self.error is None:
+            await self._changed.wait()
+
+    def _add(self, events: Sequence[AnswerEvent]) -> None:
+        if not events:
+            return
+        for event in events:
+            if isinstance(event, CallEnd):
+                self.tool_calls += 1
+                self.malformed_calls += event.error is not None
+        self.events.extend(events)
+        self._changed.notify()
+
+
+class SampledSoFar:
+    """The tokens that were streamed of one answer."""
+
+    def __init__(self) -> None:
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._is_exact = True
+        self._cached_tokens = 0
+
+    def add(self, chunk: TokenChunk) -> None:
+        """Take the next tokens."""
+        self._is_exact = self._is_exact and chunk.versions is not None
+        self._ids.extend(chunk.ids)
+        self._logprobs.extend(chunk.logprobs)
+        self._versions.extend(chunk.versions or ())
+        self._cached_tokens = chunk.cached_tokens or self._cached_tokens
+
+    def generation(self, prompt_tokens: int) -> Generation | None:
+        """Return them as a generation that was aborted, or None if there are none, or one's version is not known."""
+        if not (self._ids and self._is_exact):
+            return None
+        return Generation(
+            output_ids=self._ids,
+            logprobs=self._logprobs,
+            versions=self._versions,
+            finish_reason=FinishReason.ABORT,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            backend_id="",
+            engine_seconds=0.0,
+        )

@@ -1,0 +1,118 @@
+"""The engines behind a session: what is asked of them for one call.
+
+Guarantee: sampling is the run's; what the client asks for counts only if the settings say so, and then within the run's
+limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+from pydantic import JsonValue
+
+from api_schemas.rollouts import Sampling, TokenExtras
+from rollout_service.gateway.contract import ModelCall, PlannedAnswer
+from rollout_service.inference import contract as inference
+
+UNSTREAMED_CHUNK = 32
+"""The tokens of a chunk that no client waits for: few enough that little is sampled again if the engine is lost."""
+_OBEYED = {"temperature": (0.0, 100.0), "top_p": (1e-6, 1.0), "top_k": (-1, 2**31 - 1), "min_p": (0.0, 1.0)}
+"""The parameters that a client's request may change, with the values that engines accept."""
+
+
+class StreamingGenerator(Protocol):
+    """The part of a pool that a session needs; `inference.pool.BackendPool` implements it."""
+
+    async def generate(
+        self,
+        request: inference.GenerateRequest,
+        *,
+        affinity: str | None = None,
+        on_tokens: inference.TokenSink | None = None,
+    ) -> inference.Generation:
+        """Sample a continuation."""
+        ...
+
+    def release(self, affinity: str) -> None:
+        """Free the place of a rollout that has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyEngines:
+    """The engines of one rollout's policy, and how they sample."""
+
+    pool: StreamingGenerator
+    affinity: str
+    context_length: int
+    """The most tokens of prompt and answer together."""
+    stop_token_ids: Sequence[int]
+    sampling: Sampling
+    exports: TokenExtras
+    obey_sampling: bool = False
+
+    def room(self, prompt_tokens: int) -> int:
+        """Return how many tokens an answer to a prompt may have; below 1 if there is no room."""
+        return self.context_length - 1 - prompt_tokens  # engines differ in whether the context may be filled
+
+    async def sample(
+        self, call: ModelCall, planned: PlannedAnswer, budget: int, on_tokens: inference.TokenSink
+    ) -> inference.Generation:
+        """Sample an answer of at most `budget` tokens.
+
+        Raises:
+            InferenceError: No engine answered.
+        """
+        request = inference.GenerateRequest(
+            inference.new_request_id(),
+            planned.prompt_ids,
+            self._options(call, budget),
+            self._extras(planned),
+            planned.known,
+            chunk_tokens=1 if call.stream else UNSTREAMED_CHUNK,
+        )
+        return await self.pool.generate(request, affinity=self.affinity, on_tokens=on_tokens)
+
+    def release(self) -> None:
+        """Free the rollout's place on its engine; idempotent."""
+        self.pool.release(self.affinity)
+
+    def _options(self, call: ModelCall, budget: int) -> inference.SamplingOptions:
+        run = self.sampling
+        options: dict[str, Any] = {
+            "temperature": run.temperature,
+            "top_p": run.top_p,
+            "top_k": run.top_k or -1,  # 0 is another common value for "all tokens"
+            "min_p": run.min_p,
+        }
+        if self.obey_sampling:
+            options |= _usable(call.requested)
+        return inference.SamplingOptions(
+            max_new_tokens=budget,
+            stop=(*run.stop, *call.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+            seed=run.seed,
+            json_schema=orjson.dumps(call.json_schema).decode() if call.json_schema is not None else None,
+            **options,
+        )
+
+    def _extras(self, planned: PlannedAnswer) -> inference.RequestedExtras:
+        ordered = self.exports
+        if not (ordered.top_logprobs or ordered.prompt_logprobs):
+            return inference.NO_EXTRAS
+        return inference.RequestedExtras(
+            top_logprobs=ordered.top_logprobs,
+            prompt_logprobs_from=planned.known if ordered.prompt_logprobs else None,
+        )
+
+
+def _usable(requested: Mapping[str, JsonValue]) -> dict[str, float]:
+    """Return the requested parameters that engines know, with values that they accept."""
+    usable: dict[str, float] = {}
+    for name, (least, most) in _OBEYED.items():
+        value = requested.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most:
+            usable[name] = int(value) or -1 if name == "top_k" else value
+    return usable

@@ -1,0 +1,323 @@
+"""One rollout's policy, as a program of its own drives it through the gateway.
+
+Guarantees: a turn is recorded before its last event can leave. A request that repeats one whose answer did not arrive
+is given that answer, and nothing is sampled for it again. A call is never refused because engines are busy, paused or
+lost; what leaves a call without an answer also fails the rollout. Long prompts are made in a thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from socket import socket
+from typing import Any, NoReturn
+
+import anyio
+import anyio.to_thread
+import structlog
+from anyio.abc import TaskGroup
+
+from api_schemas.rollouts import StopReason, Usage
+from api_schemas.trajectories import ForkReason, Message, Trajectory
+from rollout_service.episodes import EpisodeLimits, PolicyTurn
+from rollout_service.errors import EnvironmentFailedError
+from rollout_service.gateway.contract import (
+    AnswerBegin,
+    Capture,
+    ModelCall,
+    PlannedAnswer,
+)
+from rollout_service.gateway.dialects import ListedModel
+from rollout_service.gateway.errors import ContextOverflowError, RolloutEndedError
+from rollout_service.gateway.metrics import CallOutcome, GatewayMetrics
+from rollout_service.gateway.sessions.answer import LiveAnswer
+from rollout_service.gateway.sessions.limits import closing_answer, reached_limit
+from rollout_service.gateway.sessions.sampling import PolicyEngines
+from rollout_service.inference.contract import Generation
+from rollout_service.inference.errors import BackendRejected, InferenceError, PromptTooLong
+from rollout_service.signals import ChangeSignal
+from rollout_service.tokens import ToolSpec
+from rollout_service.tokens.errors import RecordError
+
+log = structlog.get_logger(__name__)
+
+INLINE_CHARS = 16_384
+"""Conversations of more characters are looked up and rendered in a thread."""
+RETRY_GRACE_SECONDS = 0.1
+"""How long a request that equals one still being answered waits for the end of that one's connection. If it comes, the
+request is a retry; if not, it is a call of its own."""
+KEY_BYTES = 32
+
+ServeAlone = Callable[["GatewaySession", socket], AbstractAsyncContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionPlace:
+    """Where a session's program finds it, and what surrounds it in the service."""
+
+    url: str
+    model: ListedModel
+    """The name and the size that programs see."""
+    serve: ServeAlone
+    """Serves one session on a socket."""
+    tasks: TaskGroup
+    """Runs the sampling of answers."""
+    metrics: GatewayMetrics
+    retry_seconds: float
+    """How long an answer is kept for a client that went away."""
+
+
+class GatewaySession:
+    """The policy of one rollout; implements `episodes.Policy` and `episodes.GatewayAccess`."""
+
+    def __init__(
+        self, capture: Capture[Any], engines: PolicyEngines, limits: EpisodeLimits, place: SessionPlace
+    ) -> None:
+        self.key = f"rk-{secrets.token_urlsafe(KEY_BYTES)}"
+        """The secret that names this session."""
+        self.url = place.url
+        """The address of the gateway."""
+        self.model = place.model
+        """The model that programs see."""
+        self.stop_reason: StopReason | None = None
+        """The limit that calls have reached."""
+        self._capture = capture
+        self._engines = engines
+        self._limits = limits
+        self._place = place
+        self._capturing = anyio.Lock(fast_acquire=True)
+        self._answers: dict[bytes, LiveAnswer] = {}
+        """The latest answer to each request, until it was delivered."""
+        self._open: set[LiveAnswer] = set()
+        self._changed = ChangeSignal()
+        self._failure: Exception | None = None
+        self._ended = False
+        self._reported = False
+        self._usage = Usage()
+        self._engine_seconds = 0.0
+
+    # -- for the program -------------------------------------------------------
+
+    async def answer(self, call: ModelCall) -> LiveAnswer:
+        """Return the answer to a call once it has begun: a new one, or that of the request which it repeats.
+
+        Raises:
+            RolloutEndedError: The agent has ended.
+            ContextOverflowError: The prompt leaves no room for an answer.
+            TokenError: The messages cannot be rendered.
+        """
+        if (repeated := await self._repeated(call)) is not None:
+            self._place.metrics.count_call(call, CallOutcome.REPEATED)
+            return repeated
+        if self._ended:
+            raise RolloutEndedError
+        reason = reached_limit(self._limits, self._usage, len(self._open))
+        if reason is not None:
+            self.stop_reason = self.stop_reason or reason
+            self._place.metrics.count_call(call, CallOutcome.LIMIT)
+            return closing_answer(call, reason)
+        answer = LiveAnswer(call, self._place.retry_seconds)
+        self._answers[call.fingerprint] = answer
+        self._open.add(answer)
+        self._place.tasks.start_soon(self._work, answer)
+        await answer.begun()
+        return answer
+
+    async def count_tokens(self, call: ModelCall) -> int:
+        """Return how many tokens the prompt of a call would have; nothing is kept of it.
+
+        Raises:
+            TokenError: The messages cannot be rendered.
+        """
+        return len((await self._plan(call)).prompt_ids)
+
+    async def _repeated(self, call: ModelCall) -> LiveAnswer | None:
+        """Return the answer that a repeated request did not get to its end."""
+        for fingerprint, answer in list(self._answers.items()):
+            if answer.delivered or answer.is_forgotten:
+                del self._answers[fingerprint]
+        known = self._answers.get(call.fingerprint)
+        if known is None or not await known.until_left(RETRY_GRACE_SECONDS) or known.delivered:
+            return None
+        await known.begun()
+        return known
+
+    # -- sampling --------------------------------------------------------------
+
+    async def _work(self, answer: LiveAnswer) -> None:
+        outcome = CallOutcome.FAILED
+        try:
+            outcome = await self._sample(answer)
+        except ContextOverflowError as error:
+            outcome = CallOutcome.OVERFLOW
+            answer.fail(error)
+        except Exception as error:  # noqa: BLE001 - told to the client, and to the environment
+            self._note_failure(answer.call, error)
+            answer.fail(error)
+        finally:
+            self._place.metrics.count_call(answer.call, outcome)
+            self._open.discard(answer)
+            if answer.error is not None and self._answers.get(answer.call.fingerprint) is answer:
+                del self._answers[answer.call.fingerprint]
+            self._changed.notify()
+
+    async def _sample(self, answer: LiveAnswer) -> CallOutcome:
+        """Sample an answer and record it; it ends early once its client is gone for good or the agent has ended."""
+        began = time.perf_counter()
+        planned = await self._plan(answer.call)
+        budget = self._budget(answer.call, planned)
+        answer.begin(planned, [AnswerBegin(planned.turn_key, len(planned.prompt_ids))])
+        self._place.metrics.observe_prompt(answer.call, planned, time.perf_counter() - began)
+        generation, is_read = None, False
+        with answer.scope:
+            generation = await self._generate(answer, planned, budget)
+            await answer.until_read()
+            is_read = True
+        if generation is None:
+            generation = answer.partial()
+        if generation is not None:
+            events = planned.finish(generation) if is_read else []
+            async with self._capturing:
+                self._capture.record(planned, generation, delivered=is_read)
+            if is_read:
+                answer.end(events)
+            self._count(answer, generation)
+        if is_read:
+            return CallOutcome.ANSWERED
+        answer.fail(RolloutEndedError())
+        return CallOutcome.ABANDONED
+
+    async def _plan(self, call: ModelCall) -> PlannedAnswer:
+        is_long = sum([len(message.text) for message in call.messages]) > INLINE_CHARS
+        async with self._capturing:
+            planned: PlannedAnswer
+            if is_long:
+                planned = await anyio.to_thread.run_sync(self._capture.plan, call)
+            else:
+                planned = self._capture.plan(call)
+        return planned
+
+    def _budget(self, call: ModelCall, planned: PlannedAnswer) -> int:
+        room = self._engines.room(len(planned.prompt_ids))
+        if room < 1:
+            raise ContextOverflowError(len(planned.prompt_ids), self._engines.context_length)
+        left = self._limits.max_tokens - self._usage.sampled_tokens
+        wanted = call.max_tokens or self._limits.max_turn_tokens
+        return max(1, min(room, left, wanted, self._limits.max_turn_tokens))
+
+    async def _generate(self, answer: LiveAnswer, planned: PlannedAnswer, budget: int) -> Generation:
+        started = time.perf_counter()
+        try:
+            return await self._engines.sample(answer.call, planned, budget, answer.feed)
+        except PromptTooLong as error:
+            raise ContextOverflowError(len(planned.prompt_ids), self._engines.context_length) from error
+        finally:
+            self._engine_seconds += time.perf_counter() - started
+
+    def _note_failure(self, call: ModelCall, error: Exception) -> None:
+        """Fail the rollout, unless the program's own request is to blame."""
+        is_infrastructure = isinstance(error, InferenceError | RecordError)
+        is_requests_own = isinstance(error, BackendRejected) and call.json_schema is not None
+        log.warning("a call to the gateway failed", client=call.lane.client, error=str(error), exc_info=error)
+        if is_infrastructure and not is_requests_own:
+            self._failure = self._failure or error
+
+    def _count(self, answer: LiveAnswer, generation: Generation) -> None:
+        usage = self._usage
+        self._usage = Usage(
+            turns=usage.turns + 1,
+            prompt_tokens=usage.prompt_tokens + generation.prompt_tokens,
+            cached_tokens=usage.cached_tokens + generation.cached_tokens,
+            sampled_tokens=usage.sampled_tokens + len(generation.output_ids),
+            tool_calls=usage.tool_calls + answer.tool_calls,
+            malformed_calls=usage.malformed_calls + answer.malformed_calls,
+        )
+
+    # -- for the episode -------------------------------------------------------
+
+    async def respond(self, new_messages: list[Message], *, max_tokens: int) -> PolicyTurn:
+        """Refuse: a program of its own drives this policy.
+
+        Raises:
+            EnvironmentFailedError: Always.
+        """
+        _ = new_messages, max_tokens
+        raise self._driven_from_outside()
+
+    def offer(self, tools: Sequence[ToolSpec]) -> None:
+        """Refuse: a program of its own drives this policy.
+
+        Raises:
+            EnvironmentFailedError: Always.
+        """
+        _ = tools
+        raise self._driven_from_outside()
+
+    def replace(self, messages: list[Message], reason: ForkReason = ForkReason.HISTORY_EDITED) -> None:
+        """Refuse: a program of its own drives this policy.
+
+        Raises:
+            EnvironmentFailedError: Always.
+        """
+        _ = messages, reason
+        raise self._driven_from_outside()
+
+    def _driven_from_outside(self) -> EnvironmentFailedError:
+        return EnvironmentFailedError(
+            "a program drives this policy through the gateway, and nothing else may",
+            hint="Use `Episode.gateway`, or leave `uses_gateway` false.",
+        )
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation at its end, for reading."""
+        return self.trajectory().messages
+
+    @property
+    def usage(self) -> Usage:
+        """The cost of the recorded turns."""
+        return self._usage
+
+    @property
+    def engine_seconds(self) -> float:
+        """Time spent waiting for the pool, summed over the calls, of which several may be open at once."""
+        return self._engine_seconds
+
+    def trajectory(self) -> Trajectory:
+        """Return everything recorded so far."""
+        return self._capture.trajectory()
+
+    def serve(self, listener: socket) -> AbstractAsyncContextManager[None]:
+        """Serve this session alone on a listening socket within the block."""
+        return self._place.serve(self, listener)
+
+    async def until_failed(self) -> NoReturn:
+        """Wait until a call could not be answered.
+
+        Raises:
+            InferenceError: No engine answered.
+            TokenError: An answer cannot be trained on.
+        """
+        while self._failure is None:
+            await self._changed.wait()
+        raise self._failure
+
+    def close(self) -> None:
+        """End the access; answers that are being sampled are cut off. Idempotent."""
+        self._ended = True
+        for answer in self._open:
+            answer.scope.cancel()
+        self._engines.release()
+
+    async def end(self) -> None:
+        """End the access, and wait until nothing more can be recorded."""
+        self.close()
+        with anyio.CancelScope(shield=True):
+            while self._open:
+                await self._changed.wait()
+        if not self._reported:
+            self._reported = True
+            self._place.metrics.count_report(self._capture.report())

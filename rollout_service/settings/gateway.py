@@ -1,0 +1,35 @@
+"""The settings of the gateway."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rollout_service.settings.section import Section
+
+
+class GatewaySettings(Section):
+    """The model APIs through which agents of any kind drive the policy. They have a listener and keys of their own."""
+
+    host: str = "127.0.0.1"
+    """The address to listen on. Each rollout has a key, so it may be one beyond loopback."""
+    port: int = Field(0, ge=0, le=65_535)
+    """The port to listen on; 0 picks a free one, which rollouts are told."""
+    public_url: str | None = Field(None, pattern="^https?://[^/]+(/.*)?$")
+    """The URL at which programs on other machines reach the gateway, such as that of a proxy in front of it. Left out,
+    made of `host` and `port`."""
+    unknown_model: Literal["serve", "refuse"] = "serve"
+    """What a program gets that asks for another model than the policy: the policy all the same, or an error."""
+    obey_sampling: bool = False
+    """Whether temperature, `top_p`, `top_k` and `min_p` of a program's requests count; otherwise, the rollout's do."""
+    keep_alive_seconds: float = Field(15.0, gt=0, le=100)
+    """How long an answer may be silent before its client is sent a sign of life."""
+    retry_seconds: float = Field(60.0, ge=0)
+    """How long an answer is kept for a client that went away before its end, and may repeat its request."""
+    max_body_bytes: int = Field(32 * 1024 * 1024, ge=1_024)
+    """The largest request body."""
+    body_seconds: float = Field(60.0, gt=0)
+    """How long a program may take to send a body; every 16 KiB received extend it by a second."""
+    write_seconds: float = Field(300.0, gt=0)
+    """How long a program may leave its answer unread."""

@@ -1,0 +1,198 @@
+"""A run with filters and a staleness bound, whose agent is a program with OpenAI's package in its sandbox."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+import pytest
+
+from api_schemas.runs import DatasetTasks, FilterSpec, GroupSample, Run, RunRequest
+from rollout_client.client import ClientRun, InvalidRequestError
+from rollout_client.run_export import RunExport
+from rollout_service.attacks import Attack, attack_environment
+from rollout_service.cli.env.check import check_environment
+from rollout_service.environments.declarative.environment import load_folder
+from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.testing import Reply, ScriptedEngine
+from rollout_service.tokens import ChatRenderer, check_invariants
+from sandboxes import LocalConfig, make_provider
+from tests.support.gateway.service import END, POLICY, GatewayService, gateway_service
+
+pytestmark = pytest.mark.anyio
+
+RIGHT, WRONG = "one two three four five six seven right", "one two three four five six seven wrong"
+PROGRAM = """
+import os, sys
+from openai import OpenAI
+
+messages = [{"role": "user", "content": sys.argv[1]}]
+with OpenAI() as client, client.chat.completions.create(
+    model=os.environ["OPENAI_MODEL"], messages=messages, stream=True
+) as stream:
+    for chunk in stream:
+        print(chunk.choices[0].delta.content or "", end="")
+"""
+ENVIRONMENT = """
+name = "counting"
+image = "base"
+
+[harness]
+name = "command"
+command = ["%s", "agent.py", "$prompt"]
+
+[init]
+command = "cp /environment/agent.py ."
+
+[evaluate]
+command = "/environment/evaluate"
+sandbox = "same"
+
+[dataset]
+path = "tasks.jsonl"
+"""
+GRADER = """#!/bin/bash
+[[ $(<"$ROLLOUT_ANSWER") == *right ]] && reward=1 || reward=0
+echo "{\\"reward\\": $reward}" >"$ROLLOUT_RESULT"
+"""
+TASKS, STALENESS = 4, 4
+
+
+class Alternating:
+    """A script of right and wrong answers by turns; an interrupted one goes on where it was."""
+
+    def __init__(self) -> None:
+        renderer = ChatRenderer.load(POLICY)
+        self._texts = [renderer.encode(f"{text}{END}") for text in (RIGHT, WRONG)]
+        self._begun = 0
+        self.resumed = False
+        """Whether an answer was interrupted after its first token."""
+
+    def reply(self, input_ids: Sequence[int], budget: int) -> Reply:
+        _ = budget
+        for text in self._texts:
+            done = next(
+                n for n in range(len(text), -1, -1) if list(input_ids[len(input_ids) - n :]) == text[:n]
+            )
+            if done:
+                self.resumed = True
+                return Reply(text[done:])
+        self._begun += 1
+        return Reply(self._texts[self._begun % 2])
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
+    folder = tmp_path / "counting"
+    folder.mkdir()
+    (folder / "environment.toml").write_text(ENVIRONMENT % sys.executable)
+    (folder / "agent.py").write_text(PROGRAM)
+    (folder / "evaluate").write_text(GRADER)
+    (folder / "evaluate").chmod(0o755)
+    (folder / "tasks.jsonl").write_text(
+        "".join(f'{{"question": "Count to {n}.", "split": "train"}}\n' for n in range(TASKS))
+    )
+    return folder
+
+
+def order(**more: object) -> RunRequest:
+    return RunRequest.model_validate(
+        {
+            "run_id": "counted",
+            "source": DatasetTasks(environment="counting", split="train", epochs=None),
+            "group_size": 4,
+            "batch_size": 1,
+            "max_concurrent": 2,
+            "max_staleness": STALENESS,
+            "filters": [FilterSpec(name="zero_variance")],
+        }
+        | more
+    )
+
+
+async def train(service: GatewayService, run: ClientRun, script: Alternating) -> list[GroupSample]:
+    """Train as a trainer does, and update the weights while answers are sampled.
+
+    It ends after three batches, or with the first one that has an answer of two versions: which answers an update
+    interrupts, and whether their groups are used, depends on the machine.
+    """
+    samples: list[GroupSample] = []
+    version = 0
+    while not script.resumed:
+        version += 1
+        await service.client.update_weights(str(POLICY), version)
+        await anyio.sleep(0.1)
+    async for batch in run.batches():
+        assert batch.batch.oldest_version is not None
+        assert batch.batch.version - batch.batch.oldest_version <= STALENESS
+        for group in batch.groups:
+            assert {sample.reward for sample in group.samples} == {0.0, 1.0}
+            samples += group.samples
+        await batch.ack()
+        if batch.batch.number >= 2 and any(len(set(sampled(sample)[1])) > 1 for sample in samples):
+            break
+        version += 1
+        await service.client.update_weights(str(POLICY), version)
+    return samples
+
+
+def sampled(sample: GroupSample) -> tuple[list[int], list[int]]:
+    """Return the sampled ids and their versions."""
+    assert sample.rollout.trajectory is not None
+    check_invariants(sample.rollout.trajectory)
+    [segment] = sample.rollout.trajectory.segments
+    kept = [i for i, mask in enumerate(segment.loss_mask) if mask]
+    return [segment.token_ids[i] for i in kept], [segment.versions[i] for i in kept]
+
+
+@pytest.mark.timeout(300)
+async def test_a_run_trains_a_program_that_notices_no_update(tmp_path: Path, environment: Path) -> None:
+    renderer, exported, script = ChatRenderer.load(POLICY), tmp_path / "run.jsonl", Alternating()
+    async with (
+        ScriptedEngine(script, model_path=POLICY, vocab_size=512, latency=1.0) as engine,
+        gateway_service(tmp_path / "state", [engine], environments=[environment]) as service,
+    ):
+        run = await service.client.create_run(order())
+        samples = await train(service, run, script)
+        await run.end()
+        await run.export(exported)
+        [again] = await run.rescore([str(samples[0].rollout.rollout_id)])
+    found = [sampled(sample) for sample in samples]
+    for sample, (ids, versions) in zip(samples, found, strict=True):
+        text = RIGHT if sample.reward else WRONG
+        assert sample.rollout.program is not None
+        assert sample.rollout.program.output == text
+        assert ids == renderer.encode(f"{text}{END}")
+        assert versions == sorted(versions)
+    assert any(len(set(versions)) > 1 for _, versions in found)
+    kept = {one.sample.rollout.rollout_id: one.sample for one in RunExport(exported).samples()}
+    assert [kept[sample.rollout.rollout_id] for sample in samples] == samples
+    assert again.error is not None
+    assert "cannot be replayed" in again.error.message
+
+
+async def test_a_run_has_no_external_agents(tmp_path: Path, environment: Path) -> None:
+    async with gateway_service(tmp_path / "state", [], environments=[environment]) as service:
+        with pytest.raises(InvalidRequestError) as caught:
+            await service.client._connection.call(
+                Run, "POST", "/v1/runs", {**order().model_dump(mode="json"), "agent": "external"}
+            )
+    assert [error.path for error in caught.value.problem.errors] == ["body.agent"]
+
+
+async def test_attacks_take_the_place_of_the_program(tmp_path: Path, environment: Path) -> None:
+    attacks = [Attack("idle", "does nothing", ""), Attack("answer", "answers rightly", "", answer=RIGHT)]
+    provider = make_provider(LocalConfig(provider="local"), tmp_path / "state")
+    try:
+        report = await attack_environment(load_folder(environment), SandboxSource(provider), attacks=attacks)
+    finally:
+        await provider.close()
+    assert report.idle_reward == 0.0
+    assert [outcome.reward for outcome in report.outcomes] == [0.0, 1.0]
+
+
+def test_a_check_names_the_program(environment: Path) -> None:
+    report = check_environment(str(environment))
+    assert (report.harness, report.tools, report.instances) == ("command", [], TASKS)

@@ -1,0 +1,301 @@
+"""A session under clients that go away, come back, ask twice, ask too much, or outlive their rollout."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from api_schemas.rollouts import Sampling, StopReason, TokenExtras
+from rollout_service.episodes import EpisodeLimits
+from rollout_service.errors import EnvironmentFailedError
+from rollout_service.gateway.contract import AnswerEnd, ClientMessage, Dialect, ModelCall, TextDelta
+from rollout_service.gateway.dialects import ListedModel
+from rollout_service.gateway.errors import ContextOverflowError, RolloutEndedError
+from rollout_service.gateway.metrics import GatewayMetrics
+from rollout_service.gateway.sessions.answer import LiveAnswer
+from rollout_service.gateway.sessions.sampling import UNSTREAMED_CHUNK, PolicyEngines
+from rollout_service.gateway.sessions.session import GatewaySession, SessionPlace
+from rollout_service.inference.errors import NoBackendError, PromptTooLong
+from rollout_service.testing.gateway import CharacterCapture, ManualPool
+
+pytestmark = pytest.mark.anyio
+
+LONG = 3_600.0
+
+
+def call(text: str, **fields: Any) -> ModelCall:
+    """Return a call with one message; equal texts are the same request."""
+    return ModelCall(
+        dialect=Dialect.CHAT,
+        model="policy",
+        messages=(ClientMessage("user", text),),
+        fingerprint=text.encode(),
+        **fields,
+    )
+
+
+@dataclass
+class Bench:
+    session: GatewaySession
+    pool: ManualPool
+    capture: CharacterCapture
+    registry: CollectorRegistry
+
+    def count(self, outcome: str) -> float:
+        labels = {"dialect": "openai_chat", "client": "", "outcome": outcome}
+        return self.registry.get_sample_value("rollout_gateway_calls_total", labels) or 0.0
+
+
+@asynccontextmanager
+async def bench(
+    *, retry_seconds: float = LONG, context_length: int = 1_000, **limits: int
+) -> AsyncIterator[Bench]:
+    pool, capture, registry = ManualPool(), CharacterCapture(), CollectorRegistry()
+    engines = PolicyEngines(
+        pool,
+        affinity="r",
+        context_length=context_length,
+        stop_token_ids=(),
+        sampling=Sampling(),
+        exports=TokenExtras(),
+    )
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            place = SessionPlace(
+                url="http://gateway",
+                model=ListedModel("policy", context_length),
+                serve=lambda *_: pytest.fail("nothing is to be served"),
+                tasks=tasks,
+                metrics=GatewayMetrics(registry),
+                retry_seconds=retry_seconds,
+            )
+            session = GatewaySession(capture, engines, EpisodeLimits(**limits), place)
+            yield Bench(session, pool, capture, registry)
+            await session.end()
+            tasks.cancel_scope.cancel()
+
+
+async def read(answer: LiveAnswer) -> str:
+    """Read an answer to its end, as a client does, and return its text."""
+    with answer.reading():
+        seen = 0
+        while True:
+            events = await answer.after(seen, LONG)
+            if not events and answer.error is not None:
+                raise answer.error
+            seen += len(events)
+            if isinstance(events[-1], AnswerEnd):
+                answer.delivered = True
+                return text_of(answer)
+
+
+def text_of(answer: LiveAnswer) -> str:
+    return "".join(event.text for event in answer.events if isinstance(event, TextDelta))
+
+
+async def test_tokens_are_told_as_they_come_and_the_turn_is_recorded_before_its_end() -> None:
+    async with bench() as b:
+        answer = await b.session.answer(call("hi", stream=True))
+        engine = await b.pool.call(0)
+        with answer.reading():
+            engine.say("a")
+            assert text_of(answer) == "a"
+            engine.say("b")
+            assert text_of(answer) == "ab"
+            assert not b.capture.recorded
+            engine.finish()
+            await answer.until_whole()
+            assert b.capture.recorded == [("ab", True)]
+        assert isinstance(answer.events[-1], AnswerEnd)
+        assert b.session.usage.sampled_tokens == 2
+
+
+async def test_a_client_that_comes_back_gets_the_whole_answer_that_it_lost() -> None:
+    async with bench() as b:
+        lost = await b.session.answer(call("hi"))
+        engine = await b.pool.call(0)
+        with lost.reading():
+            engine.say("first half, ")
+        engine.say("second half")
+        again = await b.session.answer(call("hi"))
+        engine.finish()
+        assert await read(again) == "first half, second half"
+        assert len(b.pool.calls) == 1
+        assert b.capture.recorded == [("first half, second half", True)]
+        assert b.count("repeated") == 1
+
+
+async def test_an_answer_that_ended_while_nobody_read_it_waits_for_its_client() -> None:
+    async with bench() as b:
+        lost = await b.session.answer(call("hi"))
+        with lost.reading():
+            pass
+        (await b.pool.call(0)).finish("whole")
+        assert await read(await b.session.answer(call("hi", stream=True))) == "whole"
+        assert b.capture.recorded == [("whole", True)]
+
+
+async def test_a_client_that_does_not_come_back_is_given_up_and_its_tokens_are_kept() -> None:
+    async with bench(retry_seconds=0.0) as b:
+        lost = await b.session.answer(call("hi"))
+        engine = await b.pool.call(0)
+        with lost.reading():
+            engine.say("half")
+        await b.pool.cancelled(0)
+        await b.session.end()
+        assert b.capture.recorded == [("half", False)]
+        assert b.count("abandoned") == 1
+
+
+async def test_equal_requests_of_two_programs_get_an_answer_each() -> None:
+    async with bench() as b:
+        first = await b.session.answer(call("hi"))
+        with first.reading():
+            second = await b.session.answer(call("hi"))
+            assert second is not first
+            (await b.pool.call(0)).finish("one")
+            (await b.pool.call(1)).finish("two")
+            assert await read(second) == "two"
+        assert sorted(b.capture.recorded) == [("one", True), ("two", True)]
+
+
+async def test_a_request_that_was_answered_to_its_end_is_sampled_again() -> None:
+    async with bench() as b:
+        for number, text in enumerate(["one", "two"]):
+            answer = await b.session.answer(call("hi"))
+            (await b.pool.call(number)).finish(text)
+            assert await read(answer) == text
+
+
+async def test_limits_end_the_task_with_a_text_and_are_told_to_the_episode() -> None:
+    async with bench(max_turns=1) as b:
+        answer = await b.session.answer(call("one"))
+        closing = await b.session.answer(call("meanwhile"))
+        assert "turns" in await read(closing)
+        (await b.pool.call(0)).finish("x")
+        await read(answer)
+        assert "turns" in await read(await b.session.answer(call("two")))
+        assert b.session.stop_reason is StopReason.MAX_TURNS
+        assert b.session.usage.turns == 1
+        assert b.count("limit") == 2
+
+
+async def test_the_budget_is_the_least_of_context_limits_and_request() -> None:
+    async with bench(context_length=100, max_tokens=40, max_turn_tokens=30) as b:
+        for number, (text, wanted, budget) in enumerate(
+            [("a", None, 30), ("b", 7, 7), ("c" * 80, 50, 19), ("d", 50, 15)]
+        ):
+            answer = await b.session.answer(call(text, max_tokens=wanted))
+            engine = await b.pool.call(number)
+            assert engine.request.sampling.max_new_tokens == budget, text[0]
+            engine.finish("x" * (25 if number == 2 else 0))
+            await read(answer)
+
+
+async def test_a_prompt_over_the_context_is_refused_and_the_rollout_goes_on() -> None:
+    async with bench(context_length=10) as b:
+        with pytest.raises(ContextOverflowError, match="10"):
+            await b.session.answer(call("x" * 10))
+        answer = await b.session.answer(call("by the engine"[:5]))
+        with answer.reading():
+            (await b.pool.call(0)).fail(PromptTooLong("too long"))
+            await answer.until_whole()
+        assert isinstance(answer.error, ContextOverflowError)
+        assert b.session.usage.turns == 0
+        assert b.count("overflow") == 2
+
+
+async def test_a_call_without_an_engine_fails_the_rollout() -> None:
+    async with bench() as b:
+        answer = await b.session.answer(call("hi"))
+        (await b.pool.call(0)).fail(NoBackendError("none"))
+        with pytest.raises(NoBackendError):
+            await read(answer)
+        with pytest.raises(NoBackendError):
+            await b.session.until_failed()
+        with answer.reading():
+            repeated = await b.session.answer(call("hi"))
+        assert repeated is not answer, "what failed is not given again"
+
+
+async def test_the_end_of_the_agent_cuts_off_its_calls() -> None:
+    async with bench() as b:
+        answer = await b.session.answer(call("hi"))
+        (await b.pool.call(0)).say("half")
+        with answer.reading():
+            await b.session.end()
+        assert isinstance(answer.error, RolloutEndedError)
+        assert b.capture.recorded == [("half", False)]
+        with pytest.raises(RolloutEndedError):
+            await b.session.answer(call("later"))
+        assert b.pool.released
+        with pytest.raises(EnvironmentFailedError):
+            await b.session.respond([], max_tokens=1)
+
+
+async def test_a_client_samples_as_the_rollout_says() -> None:
+    async with bench() as b:
+        asked = call("hi", requested={"temperature": 0.0}, stop=("END",), json_schema={"type": "object"})
+        await b.session.answer(asked)
+        sampling = (await b.pool.call(0)).request.sampling
+        assert (sampling.temperature, sampling.stop, sampling.json_schema) == (
+            1.0,
+            ("END",),
+            '{"type":"object"}',
+        )
+        b.session._engines = replace(b.session._engines, obey_sampling=True)
+        await b.session.answer(call("ho", requested={"temperature": 0.0, "top_k": 64, "top_p": 7}))
+        sampling = (await b.pool.call(1)).request.sampling
+        assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.0, 64, 1.0)
+
+
+async def test_chunks_may_be_larger_when_no_client_waits_for_them() -> None:
+    async with bench() as b:
+        await b.session.answer(call("hi"))
+        await b.session.answer(call("ho", stream=True))
+        chunks = [(await b.pool.call(number)).request.chunk_tokens for number in range(2)]
+        assert chunks == [UNSTREAMED_CHUNK, 1]
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["ask", "leave", "say", "finish"]), st.integers(0, 3)), min_size=1, max_size=40
+)
+
+
+@given(STEPS)
+async def test_whatever_clients_do_each_sampled_token_is_recorded_once(steps: list[tuple[str, int]]) -> None:
+    """Clients ask, go away and repeat at random; what one received is what was recorded, once."""
+    async with bench() as b:
+        reading: dict[int, LiveAnswer] = {}
+        contexts: dict[int, Any] = {}
+        for step, who in steps:
+            if step == "ask" and who not in reading:
+                answer = await b.session.answer(call(f"request {who}"))
+                reading[who], contexts[who] = answer, answer.reading()
+                contexts[who].__enter__()
+            elif step == "leave" and who in reading:
+                contexts.pop(who).__exit__(None, None, None)
+                del reading[who]
+            elif step == "say" and who < len(b.pool.calls) and not b.pool.calls[who].ended.is_set():
+                b.pool.calls[who].say(chr(ord("a") + who))
+            elif step == "finish" and who in reading:
+                answer = reading.pop(who)
+                number = next(i for i, one in enumerate(b.pool.calls) if one.on_tokens == answer.feed)
+                b.pool.calls[number].finish(".")
+                await answer.until_whole()
+                answer.delivered = True
+                contexts.pop(who).__exit__(None, None, None)
+        for context in contexts.values():
+            context.__exit__(None, None, None)
+        await b.session.end()
+        kept = sorted(text for text, _ in b.capture.recorded)
+        assert kept == sorted(one.said for one in b.pool.calls if one.said)
+        assert b.session.usage.turns == len(kept)
