@@ -1,0 +1,191 @@
+"""Runs a program in the sandbox as the agent; the gateway answers and records its calls.
+
+Guarantees: the program reaches the gateway at its sandbox's own loopback, with a key that is good for this episode
+alone; its exit code and the end of its output are kept, however it ended; a program that made no call is a failure of
+the environment, never a score.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from string import Template
+
+from api_schemas.errors import FieldError
+from api_schemas.rollouts import AgentProgram, StopReason
+from api_schemas.trajectories import Message
+from rollout_service.agents.harnesses.preset import HarnessSettings
+from rollout_service.agents.harnesses.registry import get_harness
+from rollout_service.agents.tool_calling.agent import final_answer
+from rollout_service.episodes import Episode, GatewayAccess
+from rollout_service.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
+from rollout_service.tokens import ToolSpec
+from sandboxes import ExecResult, Sandbox
+from sandboxes.task_groups import open_task_group
+
+OUTPUT_BYTES = 64 * 1024
+KEPT_CHARS = 16 * 1024
+"""How much of a program's output is kept with the rollout: its end."""
+QUOTED_CHARS = 2_000
+QUICK_SECONDS = 60.0
+"""The limit for what precedes the program: to look at the image, and to ask it for its version."""
+LARGEST_ARGUMENT = 120_000
+"""The kernel takes no argument of 128 KiB or more."""
+
+
+class HarnessAgent:
+    """Runs one harness."""
+
+    def __init__(self, settings: HarnessSettings) -> None:
+        """
+        Raises:
+            ConfigurationError: There is no such harness.
+        """
+        self._settings = settings
+        self._preset = settings.applied_to(get_harness(settings.name))
+        if not self._preset.command:
+            raise ConfigurationError(
+                f"the harness {settings.name!r} has no command",
+                hint='Give one, as in command = ["my-agent", "$prompt"].',
+            )
+
+    @property
+    def definitions(self) -> list[ToolSpec]:
+        """The program brings its own tools."""
+        return []
+
+    def check(self, messages: Sequence[Message]) -> None:
+        """Refuse a prompt that the program cannot take.
+
+        Raises:
+            InvalidFieldError: The prompt is too long, or has a character that no argument can have.
+        """
+        prompt = messages[-1].content
+        if not any("prompt" in Template(part).get_identifiers() for part in self._preset.command):
+            return
+        if len(prompt.encode(errors="replace")) > LARGEST_ARGUMENT or "\0" in prompt:
+            problem = (
+                f"its prompt must have at most {LARGEST_ARGUMENT} bytes and no NUL, as {self._name} takes it"
+            )
+            raise InvalidFieldError(
+                [FieldError(path="instance", message=f"{problem} as an argument")],
+                hint="Write the task into a file in [init], and name the file in `prompt`.",
+            )
+
+    async def prepare(self, episode: Episode) -> None:
+        """Check that the image has the program, in the version that was asked for.
+
+        Raises:
+            EnvironmentFailedError: It has not.
+        """
+        sandbox, program = episode.require_sandbox(), self._preset.command[0]
+        found = await sandbox.exec(["bash", "-c", 'command -v -- "$1"', "-", program], timeout=QUICK_SECONDS)
+        if found.exit_code != 0:
+            raise EnvironmentFailedError(
+                f"the image {sandbox.spec.image!r} has no program {program!r}", hint=self._image_hint()
+            )
+        wanted, command = self._settings.version, self._preset.version_command
+        if wanted is None or not command:
+            return
+        said = await sandbox.exec(command, timeout=QUICK_SECONDS)
+        if wanted not in said.stdout.decode(errors="replace"):
+            raise EnvironmentFailedError(
+                f"the image has another version than {wanted} of {self._name}: {_end_of(said, QUOTED_CHARS)}",
+                hint=self._image_hint(),
+            )
+
+    async def run(self, episode: Episode, messages: Sequence[Message]) -> StopReason:
+        """Run the program on the task that the last message states; put its last text into `episode.answer`.
+
+        Raises:
+            EnvironmentFailedError: The program made no call, or its files cannot be written.
+            InferenceError: No engine answered.
+            SandboxError: The sandbox failed.
+        """
+        sandbox, gateway = episode.require_sandbox(), episode.gateway
+        if gateway is None or sandbox.listener is None:
+            raise EnvironmentFailedError(
+                "a harness needs the gateway, which only a service has",
+                hint="Try the environment with `rollout-service env run --script FILE`.",
+            )
+        host, port = sandbox.listener.getsockname()
+        values = {
+            "prompt": messages[-1].content,
+            "url": f"http://{host}:{port}",
+            "key": gateway.key,
+            "model": self._settings.model,
+            "workdir": sandbox.workdir,
+        }
+        await self._write_files(sandbox, values)
+        async with gateway.serve(sandbox.listener):
+            result = await self._run_program(episode, gateway, values)
+        episode.answer = final_answer(episode.policy.messages)
+        return self._stop_reason(episode, gateway, result)
+
+    async def _write_files(self, sandbox: Sandbox, values: dict[str, str]) -> None:
+        if not self._preset.files:
+            return
+        said = await sandbox.exec(["bash", "-c", 'printf %s "$HOME"'], timeout=QUICK_SECONDS)
+        home = said.stdout.decode(errors="replace") or sandbox.workdir
+        for path, text in self._preset.files.items():
+            await sandbox.write_file(
+                path.replace("~", home, 1) if path[0] == "~" else path, _filled(text, values)
+            )
+
+    async def _run_program(
+        self, episode: Episode, gateway: GatewayAccess, values: dict[str, str]
+    ) -> ExecResult:
+        """Run the program until it ends, its time is over, or a call could not be answered."""
+        sandbox, preset, started = episode.require_sandbox(), self._preset, time.perf_counter()
+        async with open_task_group() as tasks:
+            tasks.start_soon(gateway.until_failed)
+            result = await sandbox.exec(
+                [_filled(part, values) for part in preset.command],
+                stdin=_filled(preset.stdin or "", values).encode(errors="replace"),
+                cwd=sandbox.workdir,
+                env={name: _filled(text, values) for name, text in preset.env.items()},
+                timeout=episode.limits.agent_seconds,
+                output_limit=OUTPUT_BYTES,
+            )
+            tasks.cancel_scope.cancel()
+        episode.limit_violations.extend(result.limit_violations)
+        episode.program = AgentProgram(
+            harness=self._name,
+            exit_code=result.exit_code,
+            seconds=time.perf_counter() - started,
+            output=_end_of(result, KEPT_CHARS),
+        )
+        return result
+
+    def _stop_reason(self, episode: Episode, gateway: GatewayAccess, result: ExecResult) -> StopReason:
+        if episode.policy.usage.turns == 0:
+            how = "did not end in time" if result.timed_out else f"ended with exit code {result.exit_code}"
+            raise EnvironmentFailedError(
+                f"{self._name} {how} and asked the model nothing; its output ends with: "
+                f"{_end_of(result, QUOTED_CHARS) or 'nothing'}",
+                hint=f"Run `rollout-service harness check {self._name}` to see whether it works here.",
+            )
+        if gateway.stop_reason is not None:
+            return gateway.stop_reason
+        if result.timed_out:
+            return StopReason.AGENT_TIMEOUT
+        return StopReason.FINISHED if result.exit_code == 0 else StopReason.EXITED
+
+    @property
+    def _name(self) -> str:
+        return self._preset.name
+
+    def _image_hint(self) -> str:
+        if self._preset.image is None:
+            return "Name an image that has it, in `image`."
+        return f"Build one with `rollout-service image build {self._preset.image}`, and name it in `image`."
+
+
+def _filled(text: str, values: dict[str, str]) -> str:
+    return Template(text).substitute(values)
+
+
+def _end_of(result: ExecResult, chars: int) -> str:
+    """Return the end of what a program wrote: to its standard output, then to its standard error."""
+    parts = (result.stdout.decode(errors="replace"), result.stderr.decode(errors="replace"))
+    return "\n".join(part.strip() for part in parts if part.strip())[-chars:]

@@ -1,0 +1,73 @@
+"""The known harnesses: the presets of this package, and those of plug-ins.
+
+A plug-in names a TOML file, in the form of `presets/codex.toml`, with an entry point of the group
+`rollout_service.harnesses` that is a `pathlib.Path` or a function that returns one.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from importlib.metadata import entry_points
+from importlib.resources import files
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from rollout_service.agents.harnesses.preset import HarnessPreset
+from rollout_service.errors import ConfigurationError, did_you_mean
+from rollout_service.validation import describe_problems
+
+GROUP = "rollout_service.harnesses"
+PRESETS = Path(str(files("rollout_service.agents.harnesses") / "presets"))
+
+
+def get_harness(name: str) -> HarnessPreset:
+    """Return a harness by its name.
+
+    Raises:
+        ConfigurationError: There is no such harness, or its preset is not valid.
+    """
+    known = _paths()
+    if name not in known:
+        raise ConfigurationError(
+            f"there is no harness {name!r}{did_you_mean(name, known)}",
+            hint=f"Known ones: {', '.join(sorted(known))}. `command` runs any program.",
+        )
+    return read_preset(known[name])
+
+
+def harnesses() -> list[HarnessPreset]:
+    """Return all harnesses, by name.
+
+    Raises:
+        ConfigurationError: A preset is not valid.
+    """
+    return [read_preset(path) for _, path in sorted(_paths().items())]
+
+
+@cache
+def read_preset(path: Path) -> HarnessPreset:
+    """Read a preset.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or is not valid; the message names the key at fault.
+    """
+    try:
+        preset = HarnessPreset.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}") from error
+    except ValidationError as error:
+        raise ConfigurationError(f"{path}: {'; '.join(describe_problems(error, HarnessPreset))}") from error
+    if preset.name != path.stem:
+        raise ConfigurationError(f"{path}: its name is {preset.name!r}", hint="Name the file as the harness.")
+    return preset
+
+
+def _paths() -> dict[str, Path]:
+    own = {path.stem: path for path in PRESETS.glob("*.toml")}
+    for point in entry_points(group=GROUP):
+        found = point.load()
+        path = found if isinstance(found, Path) else Path(found())
+        own.setdefault(path.stem, path)
+    return own
