@@ -5,6 +5,7 @@ SandboxError
  |- ProviderUnavailableError      the provider cannot run on this host at all
  |- ImageError                    an image cannot be used or built
  |   |- ImageNotFoundError        no image has this name, path or reference
+ |   |- DockerfileError           a Dockerfile cannot be understood, or asks for what cannot be had
  |   `- ImageBuildError           building or pulling an image failed
  |- SandboxStartError             a sandbox did not start                            retryable
  |   `- NoProcessError            no process left for a program; also a LimitExceededError ("processes")
@@ -65,6 +66,17 @@ class ImageNotFoundError(ImageError):
 
     code = "image_not_found"
     default_hint = "list the images with `rollout-service image list`"
+
+
+class DockerfileError(ImageError):
+    """A Dockerfile cannot be understood, or asks for what cannot be had; the message begins with file and line."""
+
+    code = "dockerfile"
+
+    def __init__(self, message: str, *, file: str, line: int, hint: str | None = None) -> None:
+        super().__init__(f"{file}:{line}: {message}", hint=hint)
+        self.line = line
+        """The line where the instruction begins, counted from 1."""
 
 
 class ImageBuildError(ImageError):

@@ -1,6 +1,8 @@
 """Isolation: what code inside must not see, reach or do. Some of these checks attack; see `ATTACKS`."""
 
+import asyncio
 import os
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -33,6 +35,33 @@ async def hidden_network(sandbox: Sandbox, _: SandboxProvider) -> None:
         expect(result.exit_code not in {0, None}, result)
     result = await sandbox.exec(["bash", "-c", "cat /proc/net/dev | tail -n +3 | cut -d: -f1"])
     expect(set(result.stdout.split()) <= {b"lo"}, result)
+
+
+async def reachable_owner(_: Sandbox, provider: SandboxProvider) -> None:
+    """Where a sandbox listens for its owner, programs inside reach the owner and nothing else of the host."""
+    async with await provider.start(SandboxSpec(listens=True, label="conformance")) as sandbox:
+        listener = sandbox.listener
+        expect(listener is not None, "no socket for the owner")
+        if listener is None:
+            return
+        say = 'exec 3<>"/dev/tcp/127.0.0.1/$1"; echo called >&3; cat <&3'
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_answer, listener)
+            port = str(listener.getsockname()[1])
+            result = await sandbox.exec(["bash", "-c", say, "-", port], timeout=10)
+        expect(result.stdout == b"answered\n", result)
+        if provider.isolates:
+            await hidden_network(sandbox, provider)
+
+
+async def _answer(listener: socket.socket) -> None:
+    """Answer one connection."""
+    loop = asyncio.get_running_loop()
+    connection, _ = await loop.sock_accept(listener)
+    with connection:
+        connection.setblocking(False)
+        expect(await loop.sock_recv(connection, 64) == b"called\n", "not what was sent")
+        await loop.sock_sendall(connection, b"answered\n")
 
 
 async def hidden_neighbors(sandbox: Sandbox, provider: SandboxProvider) -> None:
@@ -114,6 +143,7 @@ async def _attempts_as_root(sandbox: Sandbox) -> None:
 CHECKS: tuple[Check, ...] = (
     hidden_host,
     hidden_network,
+    reachable_owner,
     hidden_neighbors,
     control_out_of_reach,
     no_rights,

@@ -58,4 +58,26 @@ async def exec_cancelled(sandbox: Sandbox, _: SandboxProvider) -> None:
     expect(result.stdout == b"", result)
 
 
-CHECKS: tuple[Check, ...] = (exec_programs, exec_apart, exec_at_once, exec_cancelled)
+async def program_answers(sandbox: Sandbox, _: SandboxProvider) -> None:
+    """A running program answers what it is sent, sees the end of its input, and ends with its block."""
+    script = 'echo started >&2; while read -r line; do echo "got $line"; done; echo end; exit 3'
+    async with sandbox.program(["bash", "-c", script]) as program:
+        for number in range(3):
+            expect(await program.send(f"{number}\n".encode()), "it takes nothing")
+            expect(await program.receive() == f"got {number}\n".encode(), number)
+        program.close_input()
+        expect(await program.receive() == b"end\n", "no last line")
+        expect((await program.receive(), await program.wait()) == (b"", 3), "no end")
+        expect(program.errors() == "started\n", program.errors())
+    async with sandbox.program(
+        ["bash", "-c", "(sleep 2; touch reached) & echo up; sleep 2; touch reached"]
+    ) as left:
+        expect(await left.receive() == b"up\n", "not started")
+    async with sandbox.program(["no-such-program"]) as missing:
+        expect(await missing.wait() == 127, "no 127")
+        expect(not await missing.send(b"x" * 1_000_000), "it takes input after its end")
+    result = await sandbox.exec(["bash", "-c", "sleep 3; ls"])
+    expect(result.stdout == b"", result)
+
+
+CHECKS: tuple[Check, ...] = (exec_programs, exec_apart, exec_at_once, exec_cancelled, program_answers)

@@ -10,10 +10,13 @@ Code inside is hostile: nothing it writes is trusted, and no path it names is ev
 Times are in seconds and sizes in bytes unless a name says otherwise.
 """
 
+from sandboxes.contract.program import RunningProgram
 from sandboxes.contract.provider import SandboxProvider
 from sandboxes.contract.sandbox import DEFAULT_FILE_LIMIT, DEFAULT_TREE_LIMIT, Sandbox
 from sandboxes.contract.sessions import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, BashSession, PythonSession
 from sandboxes.contract.values import (
+    DEFAULT_WORKDIR,
+    LISTENER_ADDRESS,
     BashResult,
     Bind,
     ExecResult,
@@ -32,6 +35,8 @@ __all__ = [
     "DEFAULT_OUTPUT_LIMIT",
     "DEFAULT_TIMEOUT",
     "DEFAULT_TREE_LIMIT",
+    "DEFAULT_WORKDIR",
+    "LISTENER_ADDRESS",
     "BashResult",
     "BashSession",
     "Bind",
@@ -41,6 +46,7 @@ __all__ = [
     "PythonErrorInfo",
     "PythonResult",
     "PythonSession",
+    "RunningProgram",
     "Sandbox",
     "SandboxInfo",
     "SandboxProvider",

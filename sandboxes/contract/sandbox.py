@@ -1,10 +1,13 @@
 """The contract of a sandbox: its sessions, programs and files."""
 
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Self
 
+from sandboxes.contract.program import RunningProgram
 from sandboxes.contract.sessions import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, BashSession, PythonSession
 from sandboxes.contract.values import ExecResult, FileEntry, SandboxSpec
 
@@ -29,6 +32,15 @@ class Sandbox(ABC):
     @abstractmethod
     def workdir(self) -> str:
         """The working folder as code inside sees it: `spec.workdir` if the provider isolates files."""
+
+    @property
+    def listener(self) -> socket.socket | None:
+        """A socket that listens at `LISTENER_ADDRESS` on the loopback inside; None unless `spec.listens`.
+
+        The owner accepts connections from it, and they reach nothing else. It is closed with the sandbox. Where code
+        inside has the host's network, the port is another, and every program of the host can connect to it.
+        """
+        return None
 
     @property
     def healthy(self) -> bool:
@@ -73,6 +85,21 @@ class Sandbox(ABC):
         Raises:
             SandboxClosedError: The sandbox is closed or has ended.
             ValueError: `argv` is empty, a string contains a NUL character, or a limit is not positive.
+        """
+
+    @abstractmethod
+    def program(
+        self, argv: Sequence[str], *, cwd: str | None = None, env: Mapping[str, str] | None = None
+    ) -> AbstractAsyncContextManager[RunningProgram]:
+        """Start a program outside the sessions, and exchange bytes with it within the block.
+
+        At the end of the block, however it ends, the program's process group is killed. Several may run at once. A
+        program that does not exist ends at once with exit code 127.
+
+        Raises:
+            SandboxClosedError: The sandbox is closed or has ended.
+            SandboxStartError: The program did not start, for example because no process was left.
+            ValueError: `argv` is empty, or a string contains a NUL character.
         """
 
     @abstractmethod

@@ -12,6 +12,12 @@ Network = Literal["none", "full"] | tuple[str, ...]
 environment's proxy variables name. "full" is the host's own network, including its loopback; never use it for hostile
 code."""
 
+LISTENER_ADDRESS = ("127.0.0.1", 47747)
+"""Where a sandbox with its own network finds its owner; always the same, so that what programs print of it is too."""
+
+DEFAULT_WORKDIR = "/workspace"
+"""The working folder in images that name none."""
+
 SessionName = Literal["bash", "python"]
 
 
@@ -42,10 +48,14 @@ class SandboxSpec:
     lifetime_seconds: float | None = None
     """How long it may live, whatever it does. After that it is closed, and every call raises LimitExceededError."""
 
+    listens: bool = False
+    """Whether programs inside can connect to the sandbox's owner: see `Sandbox.listener`."""
+
     env: Mapping[str, str] = field(default_factory=dict)
     read_only_binds: Sequence[Bind] = ()
-    workdir: str = "/workspace"
-    """Where sessions start and relative paths begin; created if it is missing."""
+    workdir: str = ""
+    """Where sessions start and relative paths begin; created if it is missing. "" is the image's own (WORKDIR), or
+    `DEFAULT_WORKDIR` if it has none or the provider cannot know it. A started sandbox's specification says which."""
 
     sessions: frozenset[SessionName] = frozenset()
     """The sessions that will be used: a hint for a warm pool to open them ahead. Others open on first use."""

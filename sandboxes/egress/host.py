@@ -18,6 +18,8 @@ from sandboxes.host.processes import MARKER
 ANSWER_SECONDS = 20.0
 """Long enough for the process to load before its first answer."""
 GRACE = 2.0
+MOST_SOCKETS = 2
+"""A sandbox may have a socket for its proxy and one for its owner."""
 ENV = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LOCALDOMAIN", "RES_OPTIONS")
 """The variables that Python and the resolver use. The process gets no others of the service's, such as its keys."""
 
@@ -35,7 +37,7 @@ class ProxyOwner(NamedTuple):
 
 
 class SocketHandover:
-    """A pair of sockets over which a launcher hands a socket of the sandbox's network to this process."""
+    """A pair of sockets over which a launcher hands sockets of the sandbox's network to this process."""
 
     def __init__(self) -> None:
         self._ours, self._theirs = socket.socketpair()
@@ -50,11 +52,11 @@ class SocketHandover:
         """Close the launcher's end here, once the launcher has it, so that this process sees the launcher end."""
         self._theirs.close()
 
-    async def receive(self) -> socket.socket | None:
-        """Return the socket, or None if the launcher ended without sending one."""
+    async def receive(self) -> list[socket.socket]:
+        """Return the sockets, or none if the launcher ended without sending them."""
         await anyio.wait_readable(self._ours)
-        _, descriptors, _, _ = socket.recv_fds(self._ours, 64, 1)
-        return socket.socket(fileno=descriptors[0]) if descriptors else None
+        _, descriptors, _, _ = socket.recv_fds(self._ours, 64, MOST_SOCKETS)
+        return [socket.socket(fileno=descriptor) for descriptor in descriptors]
 
     def __enter__(self) -> Self:
         return self

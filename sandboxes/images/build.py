@@ -7,6 +7,7 @@ the Apptainer that `find_apptainer` finds.
 
 import os
 import re
+import secrets
 import stat
 import subprocess
 import sys
@@ -21,16 +22,19 @@ from spython.utils import stream_command
 from sandboxes.errors import ImageBuildError
 from sandboxes.host.facts import read_host_facts
 from sandboxes.host.subordinate_ids import subordinate_ids_command
+from sandboxes.images.archives import read_archive, single_image
+from sandboxes.images.cache import default_cache
+from sandboxes.images.dockerfile.context import BuildContext
+from sandboxes.images.dockerfile.executor import PlanExecutor
+from sandboxes.images.dockerfile.layer_builder import BuildOptions
+from sandboxes.images.dockerfile.layers import LayerStore
+from sandboxes.images.dockerfile.namespace import BuildNamespace
 from sandboxes.images.shared_folder import SharedFolder
-from sandboxes.images.sources import Source
+from sandboxes.images.sources import ArchiveSource, DockerfileSource, Source
+from sandboxes.images.squashfs import COMPRESSION
 
 Progress = Callable[[str], None]
 """A function that is called with one line at a time, in the thread that builds."""
-
-COMPRESSION = "-comp zstd -Xcompression-level 3 -b 64K"
-"""Arguments of mksquashfs, chosen by measurement. Every start of a sandbox mounts the image anew and reads it without
-a cache, so the cost of a start is decompression. zstd is within a sixth of an uncompressed image's start at a third of
-its size; gzip, the default, costs 1.4 times as much as this, and blocks of 1 MB cost 1.6 times as much."""
 
 ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)")
 """Colors and other terminal escapes, which neither a log nor an error should repeat."""
@@ -108,16 +112,50 @@ class ApptainerBuilder:
 
     version = f"apptainer:{COMPRESSION}"
 
+    def __init__(self, layers_dir: Path | None = None) -> None:
+        """Take the folder of layers of Dockerfiles, by default `default_layers_dir()`."""
+        self._layers_dir = layers_dir
+        self.namespace = BuildNamespace()
+
+    @property
+    def layers(self) -> LayerStore:
+        """The layers that builds of Dockerfiles use again."""
+        return LayerStore(self._layers_dir or default_layers_dir(), self.namespace)
+
     def build(self, source: Source, target: Path, progress: Progress) -> None:
         facts = read_host_facts()
+        if isinstance(source, DockerfileSource):
+            self._carry_out(source, target, facts.require_apptainer(), progress)
+            return
         # Without Apptainer's cache of layers, whose size is unbounded.
         command = [str(facts.require_apptainer()), "build", "--force", "--disable-cache"]
-        command += ["--mksquashfs-args", COMPRESSION, *source.flags()]
+        command += ["--mksquashfs-args", COMPRESSION]
         if not facts.is_root:
             command.append("--fakeroot")
         what = f"building an image from the {source.kind} {source}"
         with _scratch().draft("build") as scratch:
-            _run([*command, str(target), str(source)], what, progress, {"APPTAINER_TMPDIR": str(scratch)})
+            if isinstance(source, ArchiveSource):
+                archive = read_archive(source.path)
+                told = [f"{archive.kind}:{single_image(archive, source.tag, scratch)}"]
+            else:
+                told = [str(source)]
+                command += source.flags()
+            _run([*command, str(target), *told], what, progress, {"APPTAINER_TMPDIR": str(scratch)})
+
+    def _carry_out(self, source: DockerfileSource, target: Path, apptainer: Path, progress: Progress) -> None:
+        plan = source.plan()
+        if plan.unused:
+            progress(f"no ARG declares the build argument {', '.join(plan.unused)}")
+        options = BuildOptions(
+            source.network, source.max_bytes, "" if source.cached else secrets.token_hex(8)
+        )
+        context = BuildContext(source.context, source.path)
+        PlanExecutor(plan, context, source.bases, self.layers, apptainer, progress, options).build(target)
+
+
+def default_layers_dir() -> Path:
+    """Return the folder `layers` of the cache, beside that of images."""
+    return default_cache() / "layers"
 
 
 def _scratch() -> SharedFolder:

@@ -1,15 +1,17 @@
 """Chooses what to evict when all items together exceed a budget: least recently used first."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
+
+from sandboxes.images.shared_folder import SharedFolder
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionCandidate:
     """An item that takes space."""
 
-    kind: Literal["image", "unpacked"]
+    kind: Literal["image", "unpacked", "layer"]
     name: str
     size_bytes: int
     last_used: float
@@ -42,4 +44,26 @@ def choose_evictions(
         if evicted:
             excess -= one.size_bytes
         decided.append(replace(one, evicted=evicted))
+    return decided
+
+
+def evict(
+    shared: SharedFolder,
+    candidates: Iterable[EvictionCandidate],
+    budget_bytes: int | None,
+    remove: Callable[[str], None],
+    *,
+    dry_run: bool,
+) -> Sequence[EvictionCandidate]:
+    """Remove items of a shared folder until all fit the budget, and always the leftovers of dead makers.
+
+    Candidates are looked at, and removed by their names, while the folder is locked; with `dry_run` none is removed.
+    """
+    if not dry_run:
+        shared.remove_dead_drafts()
+    with shared.lock("store"):
+        decided = choose_evictions(candidates, budget_bytes)
+        for one in decided:
+            if one.evicted and not dry_run:
+                remove(one.name)
     return decided

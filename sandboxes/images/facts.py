@@ -60,8 +60,24 @@ class ImageFacts:
     environment: Mapping[str, str] = field(default_factory=dict)
     """The variables that it declares, except those whose names suggest secrets."""
 
+    workdir: str | None = None
+    """The working folder that it names (WORKDIR), if that is not the root."""
+
+    user: str | None = None
+    """The user that it names (USER), if that is not root."""
+
+    home: str | None = None
+    """That user's home in its /etc/passwd."""
+
     size_bytes: int = 0
     """The size of its files, unpacked."""
+
+    @property
+    def user_env(self) -> dict[str, str]:
+        """The variables by which programs know the user that the image names; none for root."""
+        if self.user is None:
+            return {}
+        return {"HOME": self.home or "/", "USER": self.user, "LOGNAME": self.user}
 
     @property
     def needs_toolkit(self) -> bool:
@@ -92,14 +108,32 @@ class ImageFacts:
         return cls(**{**values, "missing_tools": tuple(values.get("missing_tools", ()))})
 
 
-def read_facts(root: Path) -> ImageFacts:
-    """Read an unpacked image. It reads every file's size, so call it in a thread."""
+def read_environment(tree: ImageTree) -> dict[str, str]:
+    """Return the variables that an unpacked image declares, also those whose names suggest secrets."""
+    return dict(_environment(tree))
+
+
+def read_labels(tree: ImageTree) -> dict[str, str]:
+    """Return the labels of an unpacked image."""
+    return _labels(tree)
+
+
+def read_facts(root: Path, descriptor: Mapping[str, Any] | None = None) -> ImageFacts:
+    """Read an unpacked image. It reads every file's size, so call it in a thread.
+
+    Args:
+        root: the folder of its files.
+        descriptor: what an image file says besides them, see `squashfs.read_descriptor`.
+    """
     tree = ImageTree(root)
     environment = dict(_environment(tree))
     folders = environment.get("PATH", PATH).split(":")
     bash = tree.executable("/bin/bash")
     program = tree.program("/bin/bash") if bash else None
     python = _which(tree, "python3", folders)
+    labels = _labels(tree)
+    named = {key: str(value) for key, value in (descriptor or {}).items() if isinstance(value, str)}
+    user = _user(tree, named.get("User") or labels.get("docker.user", ""))
     return ImageFacts(
         system=_system(tree),
         architecture=program.machine if program else None,
@@ -110,10 +144,32 @@ def read_facts(root: Path) -> ImageFacts:
         ipykernel=_ipykernel(tree, python) if python else None,
         python_problem=_problem(tree, python) if python else "",
         missing_tools=tuple(name for name in NEEDED_TOOLS if _which(tree, name, folders) is None),
-        labels=_labels(tree),
+        labels=labels,
         environment={name: value for name, value in environment.items() if not SECRET.search(name)},
+        workdir=_workdir(named.get("WorkingDir") or labels.get("docker.workdir", "")),
+        user=user[0] if user else None,
+        home=user[1] if user else None,
         size_bytes=tree.size_bytes(),
     )
+
+
+def _workdir(text: str) -> str | None:
+    """Return a working folder that a sandbox can start in; an image may be hostile."""
+    path = posixpath.normpath(text) if text.startswith("/") else "/"
+    return path if path.strip("/") and path.isprintable() else None
+
+
+def _user(tree: ImageTree, text: str) -> tuple[str, str | None] | None:
+    """Return the name and the home of a user, given by name or number, if it is not root."""
+    wanted = text.partition(":")[0]
+    if wanted in {"", "0", "root"} or not wanted.isprintable():
+        return None
+    for line in (tree.read("/etc/passwd") or b"").decode(errors="replace").splitlines():
+        fields = line.split(":")
+        if len(fields) > 5 and wanted in {fields[0], fields[2]}:
+            home = fields[5] if fields[5].startswith("/") and fields[5].isprintable() else None
+            return (fields[0], home) if fields[0].isprintable() else None
+    return wanted, None
 
 
 def _advice(facts: ImageFacts) -> Iterator[str]:

@@ -38,8 +38,10 @@ DRAFT = re.compile(r".+~(?P<machine>\w+-\d+)-(?P<pid>\d+)-(?P<start>\d+)-\w+")
 class SharedFolder:
     """Drafts, locks and stamps below `root`, next to the owner's own files. Its methods block."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, remove: Callable[[Path], object] = remove_tree) -> None:
+        """Take `remove`, which removes a folder, for owners whose files this user cannot remove."""
         self.root = root
+        self._remove = remove
         self.drafts = root / "drafts"
         self._locks = root / "locks"
         self._uses = root / "uses"
@@ -62,13 +64,13 @@ class SharedFolder:
         finally:
             stopped.set()
             heart.join()
-            remove_tree(folder)
+            self._remove(folder)
 
     def remove_dead_drafts(self) -> list[Path]:
         """Remove the drafts of dead makers; return what was removed."""
         dead = [path for path in self.drafts.glob("*~*") if self._dead(path)]
         for path in dead:
-            remove_tree(path)
+            self._remove(path)
         return dead
 
     def _dead(self, draft: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Sources of images: a definition, a reference to an image made elsewhere, or a folder with a root file system.
+"""Sources of images: a definition, a Dockerfile, a reference to an image made elsewhere, or a root file system.
 
 A source knows its identity, which makes a second build of it a look-up, and its flags for Apptainer.
 """
@@ -10,8 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
+from typing import Literal
 
 from sandboxes.errors import ImageError, ImageNotFoundError
+from sandboxes.images.archives import read_archive
+from sandboxes.images.dockerfile.context import BuildContext, digest
+from sandboxes.images.dockerfile.parser import parse
+from sandboxes.images.dockerfile.plan import BuildPlan, copied_sources, make_plan
 
 DEFINITIONS = Path(str(files("sandboxes") / "definitions"))
 """The definitions of this package; a file's stem is the image's name."""
@@ -112,6 +117,34 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True)
+class ArchiveSource:
+    """One image of an archive, see `archives.py`."""
+
+    path: Path
+    tag: str | None = None
+    """Which image, if there are many."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of source, for messages."""
+        return "archive"
+
+    def __str__(self) -> str:
+        return f"{self.path}" + (f" ({self.tag})" if self.tag else "")
+
+    def identity(self) -> tuple[str, ...]:
+        """Return the archive's path and state, and which of its images it is.
+
+        Raises:
+            ImageNotFoundError: There is no such file, or no such image in it.
+            ImageError: It is not an archive of images.
+        """
+        number = read_archive(self.path).number_of(self.tag)
+        found = self.path.stat()
+        return str(self.path), f"{found.st_size} {found.st_mtime_ns}", str(number)
+
+
+@dataclass(frozen=True, slots=True)
 class Tree:
     """A folder with a root file system, such as debootstrap creates."""
 
@@ -157,7 +190,80 @@ class Tree:
         return []
 
 
-Source = Definition | Reference | Tree
+@dataclass(frozen=True, slots=True)
+class DockerfileSource:
+    """A Dockerfile, with everything that its build depends on; `dockerfiles.find_bases` finds the bases."""
+
+    path: Path
+    context: Path
+    bases: Mapping[str, Path] = field(default_factory=dict)
+    """The image file or folder of each base that it names."""
+
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    target: str | None = None
+    """The stage that becomes the image; None is the last."""
+
+    network: Literal["host", "none"] = "host"
+    """The network of its steps."""
+
+    max_bytes: int | None = None
+    """The most that all files of the image may take on disk."""
+
+    cached: bool = True
+    """Whether layers of earlier builds may be used."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of source, for messages."""
+        return "Dockerfile"
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def plan(self) -> BuildPlan:
+        """Parse and check the file.
+
+        Raises:
+            ImageNotFoundError: The file cannot be read.
+            DockerfileError: It asks for what cannot be had.
+        """
+        try:
+            text = self.path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ImageNotFoundError(
+                f"cannot read the Dockerfile {self.path}: {error}", hint="name a Dockerfile, or its folder"
+            ) from error
+        return make_plan(parse(text, self.path.name), self.arguments, self.target)
+
+    def identity(self) -> tuple[str, ...]:
+        """Return the text, the arguments, the states of the bases, and a hash of the files that it copies.
+
+        Raises:
+            ImageNotFoundError: The file, the context, a base, or a file that is copied does not exist.
+            DockerfileError: The file asks for what cannot be had.
+        """
+        plan = self.plan()
+        context = BuildContext(self.context, self.path)
+        copied = context.select(sources) if (sources := copied_sources(plan)) else []
+        return (
+            self.path.read_text(encoding="utf-8"),
+            *(f"{name}={value}" for name, value in sorted(self.arguments.items())),
+            f"target {plan.target.name} network {self.network}",
+            *(f"base {name} {_state(path)}" for name, path in sorted(self.bases.items())),
+            digest(copied),
+        )
+
+
+def _state(path: Path) -> str:
+    """Return what tells whether a base has changed."""
+    try:
+        found = path.resolve().stat()
+    except OSError as error:
+        raise ImageNotFoundError(f"cannot read the base {path}: {error.strerror}") from error
+    return f"{path.resolve()} {found.st_size} {found.st_mtime_ns}"
+
+
+Source = Definition | Reference | ArchiveSource | Tree | DockerfileSource
 
 
 def source_of_reference(text: str, *, https: bool = True) -> Reference:

@@ -18,14 +18,14 @@ from pathlib import Path
 
 from sandboxes.errors import ImageError
 from sandboxes.images import squashfs, toolkit
-from sandboxes.images.eviction import EvictionCandidate, choose_evictions
+from sandboxes.images.eviction import EvictionCandidate, evict
 from sandboxes.images.facts import ImageFacts, read_facts
 from sandboxes.images.shared_folder import SharedFolder
 
 GRACE_SECONDS = 600.0
 """Long enough for any start to have mounted its image."""
 
-FORMAT = "4"
+FORMAT = "5"
 """A version that changes with what is read from an image."""
 
 
@@ -115,14 +115,8 @@ class UnpackedImages:
         """
         if not self.root.is_dir():
             return ()
-        if not dry_run:
-            self._shared.remove_dead_drafts()
-        with self._shared.lock("store"):
-            decided = choose_evictions(self._candidates(grace_seconds), budget_bytes)
-            for one in decided:
-                if one.evicted and not dry_run:
-                    self._remove(one.name)
-        return decided
+        candidates = self._candidates(grace_seconds)
+        return evict(self._shared, candidates, budget_bytes, self._remove, dry_run=dry_run)
 
     def _make(self, name: str, image: str, make: Callable[[Path], None]) -> Path:
         folder = self.root / name
@@ -159,9 +153,15 @@ class UnpackedImages:
             try:
                 self._seen[name] = ImageFacts.from_json(json.loads(file.read_text())["facts"])
             except (OSError, ValueError, TypeError, KeyError):
-                self._seen[name] = read_facts(folder)
+                self._seen[name] = read_facts(folder, self._descriptor(image))
                 self._write(file, {"image": image, "facts": self._seen[name].as_json()})
         return self._seen[name]
+
+    def _descriptor(self, image: str) -> Mapping[str, object]:
+        """Return what an image file says besides its files; nothing for other things that are unpacked."""
+        if not Path(image).is_file():
+            return {}
+        return squashfs.read_descriptor(self._apptainer, Path(image))
 
     def _private(self) -> None:
         """Create the root, which no other user may enter: the folders in it belong to the user of sandboxes."""
@@ -178,7 +178,7 @@ class UnpackedImages:
             (draft / file.name).replace(file)
 
     def _candidates(self, grace_seconds: float) -> Iterator[EvictionCandidate]:
-        now, mounted = self._shared.now(), _mounted()
+        now, mounted = self._shared.now(), mounted_folders()
         for folder in self.root.iterdir():
             if re.fullmatch(r"[0-9a-f]{24}", folder.name) is None:
                 continue
@@ -216,7 +216,7 @@ class UnpackedImages:
         return hashlib.sha256(repr(identity).encode()).hexdigest()[:24]
 
 
-def _mounted() -> set[str]:
+def mounted_folders() -> set[str]:
     """Return the folder names (24 hexadecimal digits) in the mounts of any process."""
     names: set[str] = set()
     seen: set[str] = set()

@@ -6,14 +6,22 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import anyio
 import anyio.to_thread
 import zmq
 
-from sandboxes.contract import SandboxInfo, SandboxProvider, SandboxSpec, SweepReport
+from sandboxes.contract import (
+    DEFAULT_WORKDIR,
+    LISTENER_ADDRESS,
+    SandboxInfo,
+    SandboxProvider,
+    SandboxSpec,
+    SweepReport,
+)
 from sandboxes.egress.counts import EgressCounts
 from sandboxes.egress.host import EgressHost, ProxyOwner, SocketHandover
 from sandboxes.egress.rules import AllowList
@@ -43,6 +51,7 @@ HIDE = (
 The kernel then lets no process inside look into it, trace it, or take its descriptors.
 """
 
+OWNER_BACKLOG = 64
 LINGER_SECONDS = 2.0
 """How long `close` waits for processes that were killed and have not ended yet."""
 
@@ -59,6 +68,10 @@ class EgressPlan:
     user: int
     group: int
     """The user and group that all sandboxes' proxies run as."""
+
+
+ListenIn = Literal["sandbox", "host"]
+"""The network in which a sandbox's owner listens: its own, which the launcher makes, or the host's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +94,8 @@ class LaunchPlan:
     python: str = "python3"
     egress: EgressPlan | None = None
     """The network access that the launcher opens, if there is any."""
+    listens: ListenIn | None = None
+    """The network of the socket for the sandbox's owner, if it has one."""
     prefix: tuple[str, ...] = ()
     """The command that starts every program inside."""
     lease: UserLease | None = None
@@ -135,13 +150,15 @@ class HostProvider(SandboxProvider):
             script = folder.pipes / SCRIPT.name
             script.write_text(SCRIPT.read_text())
             script.chmod(0o644)
-            with SocketHandover() if plan.egress else nullcontext() as handover:
+            with SocketHandover() if _ports(plan) else nullcontext() as handover:
                 control = _launch(plan, folder, group, handover, resources)
-                if handover is not None:
-                    await self._open_egress(plan, folder, resources, handover)
+                listener = await self._open_sockets(plan, folder, resources, handover)
             await self._wait_until_ready(control, folder)
             watched = await resources.watched_group()
-            sandbox = self.make_sandbox(self._make_launched(plan, folder, control, resources, watched), spec)
+            launched = self._make_launched(plan, folder, control, resources, watched, listener)
+            # Without isolation, paths below the folder's usual name are mapped to where it is.
+            named = spec.workdir or (plan.workdir if self.isolates else DEFAULT_WORKDIR)
+            sandbox = self.make_sandbox(launched, replace(spec, workdir=named))
         except BaseException as error:
             with anyio.CancelScope(shield=True):
                 if control is not None:
@@ -153,18 +170,33 @@ class HostProvider(SandboxProvider):
         self._live[folder.id] = sandbox
         return sandbox
 
-    async def _open_egress(
-        self, plan: LaunchPlan, folder: RunFolder, resources: LauncherResources, handover: SocketHandover
-    ) -> None:
-        """Open the egress. If the launcher ends instead of handing over a socket, `_wait_until_ready` reports why."""
-        with anyio.move_on_after(self._start_timeout):
-            if plan.egress is not None and (listening := await handover.receive()) is not None:
-                resources.before_release.push_async_callback(self.egress.close, folder.id)
-                way, owner = (
-                    plan.egress,
-                    ProxyOwner(folder.path.parent.name, plan.egress.user, plan.egress.group),
-                )
-                await self.egress.open(folder.id, way.allowed, way.private, listening, owner)
+    async def _open_sockets(
+        self,
+        plan: LaunchPlan,
+        folder: RunFolder,
+        resources: LauncherResources,
+        handover: SocketHandover | None,
+    ) -> socket.socket | None:
+        """Serve the sandbox's proxy, and return the socket for its owner, if it has these.
+
+        If the launcher ends instead of handing them over, `_wait_until_ready` reports why.
+        """
+        received: list[socket.socket] = []
+        if handover is not None:
+            with anyio.move_on_after(self._start_timeout):
+                received = await handover.receive()
+        elif plan.listens == "host":
+            received = [socket.create_server(("127.0.0.1", 0), backlog=OWNER_BACKLOG)]
+        listener = received.pop() if received and plan.listens is not None else None
+        if listener is not None:
+            resources.before_release.callback(listener.close)
+            listener.setblocking(False)
+        if received and plan.egress is not None:
+            resources.before_release.push_async_callback(self.egress.close, folder.id)
+            way = plan.egress
+            owner = ProxyOwner(folder.path.parent.name, way.user, way.group)
+            await self.egress.open(folder.id, way.allowed, way.private, received[0], owner)
+        return listener
 
     async def egress_counts(self) -> EgressCounts:
         return await self.egress.counts()
@@ -188,6 +220,7 @@ class HostProvider(SandboxProvider):
         control: ControlShell,
         resources: LauncherResources,
         watched: ControlGroup | None,
+        listener: socket.socket | None,
     ) -> LaunchedSandbox:
         if self._closed:  # meanwhile, so nobody would close the sandbox
             raise SandboxClosedError("the provider has been closed")
@@ -218,6 +251,7 @@ class HostProvider(SandboxProvider):
             env=plan.session_env,
             python=plan.python,
             start_timeout=self._start_timeout,
+            listener=listener,
         )
 
     @property
@@ -268,6 +302,12 @@ class HostProvider(SandboxProvider):
                 self._context = None
 
 
+def _ports(plan: LaunchPlan) -> list[int]:
+    """Return the ports on which the launcher listens: that of the proxy, and that of the sandbox's owner."""
+    proxy = [plan.egress.port] if plan.egress is not None else []
+    return [*proxy, LISTENER_ADDRESS[1]] if plan.listens == "sandbox" else proxy
+
+
 def _launch(
     plan: LaunchPlan,
     folder: RunFolder,
@@ -277,8 +317,9 @@ def _launch(
 ) -> ControlShell:
     """Start the launcher with one end of a socket pair as its standard input; `resources` owns it at once."""
     env = {**plan.env, MARKER: folder.id}
-    if plan.egress is not None and handover is not None:
-        env |= {"LAUNCH_LISTENER": str(handover.descriptor), "LAUNCH_PORT": str(plan.egress.port)}
+    if handover is not None:
+        ports = " ".join(map(str, _ports(plan)))
+        env |= {"LAUNCH_LISTENER": str(handover.descriptor), "LAUNCH_PORTS": ports}
     answers = Answers(folder.pipes) if plan.answers else None
     ours, theirs = socket.socketpair()
     try:

@@ -73,6 +73,7 @@ class LocalProvider(HostProvider):
             workdir=workdir,
             session_env={"HOME": workdir, "TERM": "dumb", "LANG": "C.UTF-8"},
             python=self._python,
+            listens="host" if spec.listens else None,
         )
 
     def make_sandbox(self, launched: LaunchedSandbox, spec: SandboxSpec) -> ControlledSandbox:

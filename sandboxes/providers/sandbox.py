@@ -6,17 +6,19 @@ same for all providers.
 
 import asyncio
 import posixpath
+import socket
 import time
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
+    AsyncIterator,
     Awaitable,
     Callable,
     Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -31,6 +33,7 @@ from sandboxes.contract import (
     DEFAULT_TREE_LIMIT,
     ExecResult,
     FileEntry,
+    RunningProgram,
     Sandbox,
     SandboxInfo,
     SandboxSpec,
@@ -48,6 +51,7 @@ from sandboxes.runtime.control import ControlShell
 from sandboxes.runtime.execution import run_collected, stream_in, stream_out
 from sandboxes.runtime.export import export_tree, reader_command
 from sandboxes.runtime.files import Files
+from sandboxes.runtime.program import running
 from sandboxes.sessions.bash import ShellSession
 from sandboxes.sessions.kernel import KernelPaths
 from sandboxes.sessions.python import KernelSession
@@ -88,6 +92,8 @@ class LaunchedSandbox:
     env: Mapping[str, str]
     python: str
     start_timeout: float
+    listener: socket.socket | None = None
+    """The socket for the sandbox's owner."""
 
 
 class ControlledSandbox(Sandbox):
@@ -149,6 +155,10 @@ class ControlledSandbox(Sandbox):
         return self._launched.workdir
 
     @property
+    def listener(self) -> socket.socket | None:
+        return self._launched.listener
+
+    @property
     def healthy(self) -> bool:
         running = not self._closing and self._launched.control.alive
         return running and self._shell.healthy and self._kernel.healthy
@@ -179,9 +189,7 @@ class ControlledSandbox(Sandbox):
         timeout: float = DEFAULT_TIMEOUT,
         output_limit: int = DEFAULT_OUTPUT_LIMIT,
     ) -> ExecResult:
-        entries = {**self._env, **(env or {})}
-        if not argv or any("\0" in text for text in (*argv, *entries, *entries.values(), cwd or "")):
-            raise ValueError("argv must not be empty, and no string may contain NUL characters")
+        entries = self._entries(argv, cwd, env)
         if timeout <= 0 or output_limit <= 0:
             raise ValueError("timeout and output_limit must be positive")
         with self._operation():
@@ -195,6 +203,25 @@ class ControlledSandbox(Sandbox):
                 output_limit=output_limit,
                 violations=LimitViolations(self._launched.monitor),
             )
+
+    @asynccontextmanager
+    async def program(
+        self, argv: Sequence[str], *, cwd: str | None = None, env: Mapping[str, str] | None = None
+    ) -> AsyncIterator[RunningProgram]:
+        entries = self._entries(argv, cwd, env)
+        with self._operation():
+            control, folder = self._launched.control, self.resolve(cwd or ".")
+            async with running(control, argv, cwd=folder, env=entries) as program:
+                yield program
+
+    def _entries(
+        self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str] | None
+    ) -> Mapping[str, str]:
+        """Check a program's strings, and return its variables."""
+        entries = {**self._env, **(env or {})}
+        if not argv or any("\0" in text for text in (*argv, *entries, *entries.values(), cwd or "")):
+            raise ValueError("argv must not be empty, and no string may contain NUL characters")
+        return entries
 
     async def end_processes(self) -> None:
         with self._operation():

@@ -4,9 +4,9 @@ It waits for the end of a pipe whose other end only the service holds. A word on
 close; an end without one means that the service died, by whatever cause. Until then the guard is a waiting `sh` of
 a few hundred kilobytes. Only then does it become Python, with the standard library and this package's own sweep.
 
-It has its own session, so whatever ends the service's process group spares it. It ignores SIGHUP, SIGINT and SIGTERM:
-they are sent to whole jobs and terminals, where the service's own end decides. If the guard is killed too, the sweep
-of the next start does its work.
+It has its own session, so whatever ends the service's process group spares it. It ignores SIGHUP, SIGINT, SIGTERM,
+SIGUSR1 and SIGUSR2: they are sent to whole jobs and terminals, where the service's own end decides. If the guard is
+killed too, the sweep of the next start does its work.
 """
 
 import os
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from sandboxes.reclaim.reaper import sweep_service
 
-WAIT = 'trap "" HUP INT TERM; if read -r word; then exit 0; fi; exec "$@"'
+WAIT = 'trap "" HUP INT TERM USR1 USR2; if read -r word; then exit 0; fi; exec "$@"'
 # The package without its `__init__`, which imports everything that a service needs.
 SWEEP = (
     "import sys, types; package = sys.modules['sandboxes'] = types.ModuleType('sandboxes'); "

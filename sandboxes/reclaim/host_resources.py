@@ -83,10 +83,15 @@ class ServiceResources:
         return [guard.process.pid for guard in self._guards if guard.alive]
 
     async def sweep(self, groups: ControlGroups) -> reaper.ReclaimResult:
-        """Reclaim what dead services of this user left."""
+        """Reclaim what dead services of this user left.
+
+        Raises:
+            SandboxConfigError: The host has no place for the folder of this service: told now, not at each start.
+        """
         parents = sorted({str(path.parent) for path in groups.paths_of("").values()})
 
         def sweep_all() -> reaper.ReclaimResult:
+            run_base(self._run_dir)
             return sum(
                 (reaper.sweep(base, parents) for base in run_bases(self._run_dir, self._state_dir)),
                 reaper.ReclaimResult(),

@@ -79,7 +79,7 @@ class RunFolder:
         Raises:
             OSError: The host has no space left, or this user lacks a right.
         """
-        self.path.mkdir(mode=0o711)
+        _make_enterable(self.path)
         self.pipes.mkdir()
         self.pipes.chmod(0o311)
         for folder in (self.sockets, self.overlay):
@@ -130,7 +130,7 @@ class ServiceFolder:
 def _make_locked(path: Path) -> int | None:
     """Create a folder and lock it; return None if the name is taken, or if a sweep was faster than the lock."""
     try:
-        path.mkdir(mode=0o711)
+        _make_enterable(path)
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except (FileExistsError, FileNotFoundError):
         if not path.parent.is_dir():
@@ -149,6 +149,12 @@ def _make_locked(path: Path) -> int | None:
     return None
 
 
+def _make_enterable(path: Path) -> None:
+    """Create a folder that the users of sandboxes can enter but not list, whatever the umask is."""
+    path.mkdir(mode=0o711)
+    path.chmod(0o711)
+
+
 def run_base(configured: Path | None) -> Path:
     """Return the folder of all services of this user, creating it if it is missing.
 
@@ -158,7 +164,9 @@ def run_base(configured: Path | None) -> Path:
         SandboxConfigError: Other users can write to the folder, or its path is too long for sockets.
     """
     base = _choices(configured)[0]
-    base.mkdir(mode=0o711, parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        base.parent.mkdir(parents=True, exist_ok=True)
+        _make_enterable(base)
     if not _is_private(base):
         raise SandboxConfigError(
             f"{base} is not a folder that only this user can write to",

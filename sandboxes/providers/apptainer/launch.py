@@ -16,8 +16,8 @@ Environment variables tell it what to do:
   LAUNCH_IMAGE        the image, shown at "image" in LAUNCH_SPACE
   LAUNCH_OVERLAY      "1": a writable overlay on the image, at "root" in LAUNCH_SPACE
   LAUNCH_POINTS       paths inside that Apptainer mounts something on, one per line; a folder ends with "/"
-  LAUNCH_LISTENER     a descriptor of a Unix socket that a listening socket of that network is sent to
-  LAUNCH_PORT         the port it listens on, on 127.0.0.1
+  LAUNCH_LISTENER     a descriptor of a Unix socket that listening sockets of that network are sent to
+  LAUNCH_PORTS        the ports they listen on, on 127.0.0.1
   LAUNCH_BYTES        the size of the file system that LAUNCH_SPACE gets; without mounts, the limit on each file
   LAUNCH_FILTER       the system call filter in hexadecimal digits, see `seccomp`
   LAUNCH_PROFILE      the same for Apptainer to set, as JSON, which it finds at "filter.json" in LAUNCH_SPACE
@@ -214,15 +214,15 @@ def raise_loopback() -> None:
     os.close(fd)
 
 
-def send_listener(fd: int, port: int) -> None:
-    """Send the host a socket that listens here: a socket belongs to the network it was made in, whoever holds it."""
+def send_listeners(fd: int, ports: "list[int]") -> None:
+    """Send the host sockets that listen here: a socket belongs to the network it was made in, whoever holds it."""
     import socket  # takes half as long as all the rest, and few sandboxes need it
 
-    with (
-        socket.socket(fileno=fd) as channel,
-        socket.create_server(("127.0.0.1", port), backlog=BACKLOG) as server,
-    ):
-        socket.send_fds(channel, [b"listener"], [server.fileno()])
+    servers = [socket.create_server(("127.0.0.1", port), backlog=BACKLOG) for port in ports]
+    with socket.socket(fileno=fd) as channel:
+        socket.send_fds(channel, [b"listeners"], [server.fileno() for server in servers])
+    for server in servers:
+        server.close()
 
 
 def mount_space(space: str, size: int) -> None:
@@ -410,6 +410,7 @@ class ApptainerLaunch:
 
     def run(self) -> None:
         """Run all steps; afterwards this process is ready to become Apptainer."""
+        os.umask(0o022)  # code inside does not depend on how the service was started
         for file in self._told.get("GROUPS", "").splitlines():
             write(file, str(os.getpid()))
         leave_keyring()
@@ -417,7 +418,8 @@ class ApptainerLaunch:
         if "NETWORK" in self._told:
             raise_loopback()
         if "LISTENER" in self._told:
-            send_listener(int(self._told["LISTENER"]), int(self._told["PORT"]))
+            ports = [int(port) for port in self._told["PORTS"].split()]
+            send_listeners(int(self._told["LISTENER"]), ports)
         if self._mounts:
             mount_space(self._space, self._size)
         else:

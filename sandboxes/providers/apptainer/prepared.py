@@ -4,7 +4,7 @@ The image's own python3 is used if the image's files show that it runs and has i
 This is determined once per image, when it is unpacked, and costs a start nothing.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio.to_thread
@@ -13,7 +13,8 @@ from sandboxes.config import ApptainerConfig
 from sandboxes.contract import Bind
 from sandboxes.errors import ImageNotFoundError
 from sandboxes.images import toolkit
-from sandboxes.images.store import ImageStore, default_cache
+from sandboxes.images.cache import default_cache
+from sandboxes.images.store import ImageStore
 from sandboxes.images.unpacked import UnpackedImages
 
 
@@ -26,6 +27,11 @@ class PreparedImage:
 
     python: str = "python3"
     binds: tuple[Bind, ...] = ()
+    workdir: str | None = None
+    """The working folder that the image names."""
+
+    user_env: dict[str, str] = field(default_factory=dict)
+    """HOME, USER and LOGNAME of the user that the image names."""
 
 
 class PreparedImages:
@@ -60,11 +66,13 @@ class PreparedImages:
             unpacked = self.unpacked.provide(image)
             image, facts = unpacked.folder, unpacked.facts
         if self._config.python == "image" or (self._config.python == "auto" and not facts.needs_toolkit):
-            return PreparedImage(image)
+            return PreparedImage(image, workdir=facts.workdir, user_env=facts.user_env)
         try:
             folder = self.unpacked.toolkit(self._images.resolve(self._config.toolkit_image))
         except ImageNotFoundError:
             if self._config.python == "toolkit":
                 raise
-            return PreparedImage(image)  # bash works anyway; the start of a kernel reports what is missing
-        return PreparedImage(image, toolkit.PYTHON, (Bind(str(folder), toolkit.INSIDE),))
+            # Bash works anyway; the start of a kernel reports what is missing.
+            return PreparedImage(image, workdir=facts.workdir, user_env=facts.user_env)
+        bind = Bind(str(folder), toolkit.INSIDE)
+        return PreparedImage(image, toolkit.PYTHON, (bind,), facts.workdir, facts.user_env)

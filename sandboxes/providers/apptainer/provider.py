@@ -19,7 +19,7 @@ from pathlib import Path
 import anyio.to_thread
 
 from sandboxes.config import ApptainerConfig, parse_user_range
-from sandboxes.contract import Bind, SandboxSpec
+from sandboxes.contract import DEFAULT_WORKDIR, Bind, SandboxSpec
 from sandboxes.egress.rules import AllowList
 from sandboxes.errors import ProviderUnavailableError, SandboxConfigError
 from sandboxes.host.facts import INSTALL_HINT, find_apptainer
@@ -135,15 +135,22 @@ class ApptainerProvider(HostProvider):
         allowed = _parse_allow_list(spec)
         self.launcher.require_enterable(folder.path.parent, others=self._users is not None)
         namespaces = await anyio.to_thread.run_sync(lambda: self.launcher.namespaces)
-        if allowed is not None and not namespaces:
+        listens_inside = spec.listens and spec.network != "full"
+        if (allowed is not None or listens_inside) and not namespaces:
+            what = (
+                "listen inside a sandbox"
+                if allowed is None
+                else "restrict a sandbox's network to a list of hosts"
+            )
             raise SandboxConfigError(
-                "cannot restrict a sandbox's network to a list of hosts on this host",
+                f"cannot {what} on this host",
                 hint="set sandbox.fakeroot to false"
                 if self._config.fakeroot and self.launcher.root
                 else NAMESPACES_HINT,
             )
         name = spec.image or self._config.image
         prepared = await self.prepared_images.prepare(name)
+        workdir = spec.workdir or prepared.workdir or DEFAULT_WORKDIR
         spec = replace(spec, read_only_binds=(*spec.read_only_binds, *prepared.binds))
         defaults = self._config.limits
         limits = ResourceLimits(
@@ -157,7 +164,7 @@ class ApptainerProvider(HostProvider):
             *self._exec_command(spec, folder, overlay=overlay),
             str(self.launcher.image_path(prepared.image, folder.overlay, overlay=overlay)),
             *("/bin/bash", "--norc", "-c", HIDE, "hide"),
-            *(f"{PIPES}/{SCRIPT.name}", PIPES, spec.workdir, str(limits.max_processes)),
+            *(f"{PIPES}/{SCRIPT.name}", PIPES, workdir, str(limits.max_processes)),
             # Without control groups, limit each process separately.
             "0" if "memory" in self._groups.enforced else str((limits.memory_bytes or 0) // 1024),
         ]
@@ -183,12 +190,15 @@ class ApptainerProvider(HostProvider):
             lease=lease,
             pipes_inside=PIPES,
             sockets_inside=SOCKETS,
-            workdir=spec.workdir,
+            workdir=workdir,
             own_space=True,
             prefix=GIVE_UP if self._config.fakeroot else (),
             python=prepared.python,
-            session_env={"HOME": "/root", "TERM": "dumb", "LANG": "C.UTF-8"} | _proxy_env(allowed),
+            session_env={"HOME": "/root", "TERM": "dumb", "LANG": "C.UTF-8"}
+            | prepared.user_env
+            | _proxy_env(allowed),
             egress=self._plan_egress(allowed),
+            listens=("sandbox" if listens_inside else "host") if spec.listens else None,
         )
 
     def _plan_egress(self, allowed: AllowList | None) -> EgressPlan | None:

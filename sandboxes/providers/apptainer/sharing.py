@@ -9,7 +9,7 @@ from pathlib import Path
 from sandboxes.config import ApptainerConfig, parse_user_range
 from sandboxes.host.uid_leases import HostUsers
 from sandboxes.host.users import resolve_user
-from sandboxes.images.store import default_cache
+from sandboxes.images.cache import default_cache
 from sandboxes.providers.apptainer import seccomp
 from sandboxes.providers.apptainer.launch import PTYS
 from sandboxes.providers.apptainer.launcher import Launcher

@@ -15,7 +15,7 @@ The working folder is a memory file system too, and hides the image's content th
 import os
 import re
 import shutil
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,7 @@ from pathlib import Path
 import anyio.to_thread
 
 from sandboxes.config import DockerConfig
-from sandboxes.contract import Bind, SandboxSpec, SweepReport
+from sandboxes.contract import DEFAULT_WORKDIR, Bind, SandboxSpec, SweepReport
 from sandboxes.errors import ImageNotFoundError, ProviderUnavailableError, SandboxConfigError
 from sandboxes.host.children import LingeringChildren
 from sandboxes.host.processes import MARKER, FirstProcess
@@ -48,6 +48,9 @@ OVERHEAD_PROCESSES = 16
 OWN_IMAGES = "rollout-service"
 """The repository prefix of the images of this package that `scripts/docker-image` imports."""
 SHM_BYTES = 64 * 1024 * 1024
+KNOWN_FAILURES = {
+    "reachable_owner": "the daemon makes the container's network, and hands no socket of it out"
+}
 INSIDE = FirstProcess(1, 0)
 """The first process as seen by a container that joins the process namespace."""
 
@@ -126,6 +129,10 @@ class DockerProvider(HostProvider):
         self._env = _client_env(config.host)
         self._containers = Containers(binary, self._env)
 
+    @property
+    def known_failures(self) -> Mapping[str, str]:
+        return KNOWN_FAILURES
+
     def groups(self) -> ControlGroups:
         return ControlGroups({})  # the daemon makes its own
 
@@ -174,6 +181,8 @@ class DockerProvider(HostProvider):
     async def plan(self, spec: SandboxSpec, folder: RunFolder) -> LaunchPlan:
         name = spec.image or self._config.image
         image = await self._image_id(name)
+        # Never the image's own: a memory file system covers it, and the image's files below it.
+        workdir = spec.workdir or DEFAULT_WORKDIR
         command = [
             *(self._binary, "run", "--rm", "--interactive", "--pull", "never", "--log-driver", "none"),
             *self._isolation_flags(spec),
@@ -182,7 +191,7 @@ class DockerProvider(HostProvider):
             *("--label", f"{Containers.SANDBOX}={folder.id}"),
             *("--label", f"{Containers.SERVICE}={folder.path.parent}"),
             *("--env", f"{MARKER}={folder.id}", "--workdir", "/", "--entrypoint", "/bin/bash", image),
-            *("--norc", "-c", HIDE, "hide", f"{PIPES}/{SCRIPT.name}", PIPES, spec.workdir, "0", "0", ANSWERS),
+            *("--norc", "-c", HIDE, "hide", f"{PIPES}/{SCRIPT.name}", PIPES, workdir, "0", "0", ANSWERS),
         ]
         return LaunchPlan(
             argv=command,
@@ -193,9 +202,10 @@ class DockerProvider(HostProvider):
             group=self._group,
             pipes_inside=PIPES,
             sockets_inside=SOCKETS,
-            workdir=spec.workdir,
+            workdir=workdir,
             session_env={"HOME": "/root", "TERM": "dumb", "LANG": "C.UTF-8"},
             answers=True,
+            listens="host" if spec.listens else None,
         )
 
     def _isolation_flags(self, spec: SandboxSpec) -> list[str]:
@@ -203,6 +213,11 @@ class DockerProvider(HostProvider):
             raise SandboxConfigError(
                 "the docker provider cannot restrict the network to a list of hosts",
                 hint='use "none", or the apptainer provider',
+            )
+        if spec.listens and spec.network == "none":
+            raise SandboxConfigError(
+                "the docker provider cannot listen inside a sandbox without a network",
+                hint='use the network "full", or the apptainer provider',
             )
         network = "none" if spec.network == "none" else "host"
         flags = [
@@ -239,7 +254,8 @@ class DockerProvider(HostProvider):
         shared = f"rw,exec,nosuid,nodev,size={disk},mode=1777"
         # Executable, since the control shell runs from a copy in it.
         found = ["--tmpfs", f"/dev/shm:rw,exec,nosuid,nodev,size={SHM_BYTES},mode=1777"]  # noqa: S108  inside
-        for path in ("/tmp", "/var/tmp", "/root", _require_mountable(spec.workdir)):  # noqa: S108  inside
+        workdir = _require_mountable(spec.workdir or DEFAULT_WORKDIR)
+        for path in ("/tmp", "/var/tmp", "/root", workdir):  # noqa: S108  inside
             found += ["--tmpfs", f"{path}:{shared}"]
         for bind in (Bind(str(folder.pipes), PIPES), *spec.read_only_binds):
             source, target = _require_mountable(bind.source), _require_mountable(bind.target)

@@ -16,9 +16,16 @@ from typer.testing import CliRunner
 
 from rollout_service.cli import app
 from sandboxes import ApptainerConfig, make_provider
-from sandboxes.errors import ImageBuildError, ImageError
+from sandboxes.errors import ImageBuildError, ImageError, ImageNotFoundError
 from sandboxes.host.facts import find_apptainer, read_host_facts
-from sandboxes.images.sources import Definition, Reference, Tree, packaged_definition, source_of_reference
+from sandboxes.images.sources import (
+    ArchiveSource,
+    Definition,
+    Reference,
+    Tree,
+    packaged_definition,
+    source_of_reference,
+)
 from sandboxes.images.store import ImageStore, packaged
 from sandboxes.images.unpacked import UnpackedImages
 from sandboxes.providers.apptainer.provider import ApptainerProvider
@@ -136,7 +143,10 @@ def test_images_of_archives_and_layouts(
     store: ImageStore, unpacked: UnpackedImages, tree: Path, tmp_path: Path
 ) -> None:
     (tree / "greeting").write_text("from a layout")
-    layout = make_layout(tree, tmp_path / "layout", {"PATH": "/opt/bin:/bin", "API_TOKEN": "hush"})
+    (tree / "etc").mkdir()
+    (tree / "etc/passwd").write_text("root:x:0:0::/root:/bin/sh\napp:x:7:7::/home/app:/bin/sh\n")
+    variables = {"PATH": "/opt/bin:/bin", "API_TOKEN": "hush"}
+    layout = make_layout(tree, tmp_path / "layout", variables, WorkingDir="/app/", User="7:7")
     archive = tmp_path / "archive.tar"
     with tarfile.open(archive, "w") as tar:
         for path in layout.iterdir():
@@ -145,7 +155,55 @@ def test_images_of_archives_and_layouts(
         made = store.provide(source_of_reference(text))
         assert read(made.path, "/greeting") == "from a layout"
         assert store.resolve(text).samefile(made.path)
-        assert unpacked.facts(made.path).environment == {"PATH": "/opt/bin:/bin"}
+        facts = unpacked.facts(made.path)
+        assert facts.environment == {"PATH": "/opt/bin:/bin"}
+        assert (facts.workdir, facts.user, facts.home) == ("/app", "app", "/home/app")
+
+
+def test_one_of_many_images_of_an_archive_is_imported(
+    store: ImageStore, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifests = []
+    for name in ("one", "two"):
+        (tree / "greeting").write_text(f"from {name}")
+        layout = make_layout(tree, tmp_path / "layout" if name == "one" else tmp_path / "more", {})
+        (entry,) = json.loads((layout / "index.json").read_text())["manifests"]
+        manifests.append(entry | {"annotations": {"org.opencontainers.image.ref.name": f"team/{name}:1"}})
+    shutil.copytree(tmp_path / "more/blobs", tmp_path / "layout/blobs", dirs_exist_ok=True)
+    (tmp_path / "layout/index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": manifests}))
+    file = tmp_path / "many.tar.gz"
+    with tarfile.open(file, "w:gz") as tar:
+        tar.add(tmp_path / "layout", ".")
+    monkeypatch.setenv("ROLLOUT_IMAGES_DIR", str(store.root))
+    done = CliRunner().invoke(app, ["image", "import", str(file), "--tag", "two:1", "--json"])
+    assert done.exit_code == 0, done.output
+    assert [one["name"] for one in json.loads(done.stdout)] == ["two-1"]
+    assert read(store.resolve("two-1"), "/greeting") == "from two"
+    refused = CliRunner().invoke(app, ["image", "import", str(file)])
+    assert refused.exit_code == 1
+    assert "has 2 images" in refused.stderr
+    assert "team/one:1, team/two:1" in refused.stderr
+
+
+def test_what_docker_saved_is_imported(store: ImageStore, tree: Path, tmp_path: Path) -> None:
+    (tree / "greeting").write_text("saved")
+    layout = make_layout(tree, tmp_path / "layout", {})
+    blobs = layout / "blobs/sha256"
+    (entry,) = json.loads((layout / "index.json").read_text())["manifests"]
+    manifest = json.loads((blobs / entry["digest"].removeprefix("sha256:")).read_text())
+    at = {"Config": manifest["config"]["digest"], "Layers": manifest["layers"][0]["digest"]}
+    paths = {key: f"blobs/sha256/{value.removeprefix('sha256:')}" for key, value in at.items()}
+    saved = [{"Config": paths["Config"], "RepoTags": ["tiny:1"], "Layers": [paths["Layers"]]}]
+    (layout / "manifest.json").write_text(json.dumps(saved))
+    file = tmp_path / "saved.tar"
+    with tarfile.open(file, "w") as tar:
+        for path in layout.iterdir():
+            tar.add(path, path.name)
+    made = store.provide(ArchiveSource(file))
+    assert (made.name, made.pulled) == ("saved", False)
+    assert read(made.path, "/greeting") == "saved"
+    with pytest.raises(ImageNotFoundError, match="no image 'other'"):
+        store.provide(ArchiveSource(file, "other"))
 
 
 def test_a_registry_is_pulled_from(store: ImageStore, tree: Path, tmp_path: Path) -> None:

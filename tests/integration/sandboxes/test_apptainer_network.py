@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from sandboxes import ApptainerConfig, Sandbox, SandboxConfigError, SandboxSpec, make_provider
+from sandboxes.contract import LISTENER_ADDRESS
 from sandboxes.providers.apptainer.provider import ApptainerProvider
 from tests.support.processes.children import killed
 from tests.support.users.as_user import ordinary_user
@@ -178,6 +179,16 @@ async def test_a_list_admits_the_hosts_it_names_and_explains_refusals(
             assert counts.allowed == 1
             assert counts.refused == {"port": 1, "host": 2}
     assert (await provider.egress_counts()).refused == counts.refused
+
+
+async def test_a_sandbox_with_a_proxy_reaches_its_owner_too(provider: ApptainerProvider) -> None:
+    async with await provider.start(SandboxSpec(network=("example.org",), listens=True)) as sandbox:
+        assert sandbox.listener is not None
+        assert sandbox.listener.getsockname() == LISTENER_ADDRESS
+        there = [LISTENER_ADDRESS[0], LISTENER_ADDRESS[1]]
+        assert await connect(sandbox, socket.AF_INET, socket.SOCK_STREAM, there) == "out"
+        assert (await get(sandbox, "http://example.net/"))[0] == 403
+    assert sandbox.listener.fileno() == -1
 
 
 async def test_every_session_finds_the_proxy(provider: ApptainerProvider, hello: str) -> None:

@@ -19,8 +19,8 @@ LAYER = "application/vnd.oci.image.layer.v1.tar"
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
-def make_layout(tree: Path, target: Path, env: dict[str, str]) -> Path:
-    """Make an OCI image layout of one layer with the files of a folder."""
+def make_layout(tree: Path, target: Path, env: dict[str, str], **settings: str) -> Path:
+    """Make an OCI image layout of one layer with the files of a folder; `settings` are those of its configuration."""
     blobs = target / "blobs" / "sha256"
     blobs.mkdir(parents=True)
 
@@ -36,7 +36,11 @@ def make_layout(tree: Path, target: Path, env: dict[str, str]) -> Path:
     config = {
         "architecture": ARCHITECTURES[platform.machine()],
         "os": "linux",
-        "config": {"Env": [f"{name}={value}" for name, value in env.items()], "Labels": {"title": "tiny"}},
+        "config": {
+            "Env": [f"{name}={value}" for name, value in env.items()],
+            "Labels": {"title": "tiny"},
+            **settings,
+        },
         "rootfs": {"type": "layers", "diff_ids": [layer["digest"]]},
     }
     manifest = {

@@ -217,7 +217,7 @@ def test_mounted_images_are_not_evicted(
     unpacked: UnpackedImages, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = unpacked.provide(image_of(root, tmp_path / "image.sif")).folder
-    monkeypatch.setattr("sandboxes.images.unpacked._mounted", lambda: {folder.name})
+    monkeypatch.setattr("sandboxes.images.unpacked.mounted_folders", lambda: {folder.name})
     (decided,) = unpacked.prune(0, grace_seconds=0)
     assert (decided.evicted, decided.kept) == (False, "a sandbox has it mounted")
 

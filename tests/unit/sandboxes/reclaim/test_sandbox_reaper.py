@@ -210,11 +210,11 @@ def test_the_guard_is_small_and_ends_when_the_service_closes(
     assert guard.alive
     rollup = Path(f"/proc/{guard.process.pid}/smaps_rollup")
     status = Path(f"/proc/{guard.process.pid}/status")
-    eventually(lambda: "\nSigIgn:\t0000000000004003\n" in status.read_text())
+    eventually(lambda: "\nSigIgn:\t0000000000004a03\n" in status.read_text())
     kilobytes = next(int(line.split()[1]) for line in rollup.read_text().splitlines() if line[:4] == "Pss:")
     assert kilobytes < 4_000
     assert os.getsid(guard.process.pid) == guard.process.pid, "a session of its own"
-    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         guard.process.send_signal(name)
     assert guard.alive
     guard.dismiss(clean=True)

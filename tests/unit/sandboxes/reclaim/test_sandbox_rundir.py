@@ -1,10 +1,12 @@
 """Run folders are private, short, locked by their service, and never shared by two."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from sandboxes import LocalConfig, make_provider
 from sandboxes.errors import SandboxConfigError
 from sandboxes.host.locks import try_lock
 from sandboxes.reclaim.run_folders import NOTES, ServiceFolder, remember, run_base, run_bases
@@ -25,6 +27,17 @@ def test_a_folder_of_others_is_refused_and_never_swept(tmp_path: Path) -> None:
     assert base not in run_bases(base, tmp_path)
 
 
+@pytest.mark.anyio
+async def test_a_provider_refuses_a_folder_of_others_at_its_start(tmp_path: Path) -> None:
+    base = tmp_path / "open"
+    base.mkdir()
+    base.chmod(0o777)
+    provider = make_provider(LocalConfig(provider="local", run_dir=base), tmp_path)
+    with pytest.raises(SandboxConfigError, match="only this user"):
+        await provider.sweep()
+    await provider.close()
+
+
 def test_pipes_can_be_entered_but_not_listed(tmp_path: Path) -> None:
     service = ServiceFolder(tmp_path)
     folder = service.new()
@@ -35,6 +48,21 @@ def test_pipes_can_be_entered_but_not_listed(tmp_path: Path) -> None:
     assert folder.id == f"{service.name}-1"
     assert service.new().id == f"{service.name}-2"
     service.close()
+
+
+def test_the_users_of_sandboxes_can_enter_whatever_the_umask_is() -> None:
+    """Batch systems hand on the umask of whoever submits, which is often 077."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        before = os.umask(0o077)
+        try:
+            service = ServiceFolder(run_base(Path(short) / "rs"))
+            folder = service.new()
+            folder.create(os.geteuid(), os.getegid())
+        finally:
+            os.umask(before)
+        folders = (folder.path, *list(folder.path.parents)[:2])
+        assert [path.stat().st_mode & 0o777 for path in folders] == [0o711] * 3
+        service.close()
 
 
 def test_a_service_folder_is_locked_until_it_is_closed(tmp_path: Path) -> None:

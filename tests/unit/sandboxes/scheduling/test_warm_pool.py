@@ -75,7 +75,7 @@ class NamedSandbox(Sandbox):
     def _unused(self, *args: Any, **kwargs: Any) -> Any:
         pytest.fail("the pool runs nothing in a sandbox")
 
-    exec = end_processes = read_file = write_file = edit_file = list = _unused
+    exec = program = end_processes = read_file = write_file = edit_file = list = _unused
     export_path = import_path = read_stream = write_stream = _unused
 
 

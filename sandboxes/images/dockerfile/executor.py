@@ -1,0 +1,220 @@
+"""Carries out a plan: goes through its stages, makes a layer of what changes files, and has the image packed.
+
+What a handler reads is in its layer's key, by which `layer_builder.py` finds a layer that is there.
+"""
+
+import json
+import posixpath
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from sandboxes.images.dockerfile.bases import base_state
+from sandboxes.images.dockerfile.context import BuildContext, ContextFile, digest, send
+from sandboxes.images.dockerfile.layer_builder import BuildOptions, LayerBuilder
+from sandboxes.images.dockerfile.layers import LayerStore, make_key
+from sandboxes.images.dockerfile.namespace import PATH, Line, StepJob, StepMount
+from sandboxes.images.dockerfile.packing import add_settings, pack
+from sandboxes.images.dockerfile.parser import HEREDOC, Instruction
+from sandboxes.images.dockerfile.plan import (
+    ADDRESS,
+    PREDEFINED,
+    SCRATCH,
+    BuildPlan,
+    BuildStage,
+    copied_words,
+    parse_mount,
+)
+from sandboxes.images.dockerfile.settings import SETTINGS
+from sandboxes.images.dockerfile.stages import StageState
+from sandboxes.images.dockerfile.words import expand_heredoc
+
+
+class PlanExecutor:
+    """One build. It blocks: call it in a thread."""
+
+    def __init__(
+        self,
+        plan: BuildPlan,
+        context: BuildContext,
+        bases: Mapping[str, Path],
+        layers: LayerStore,
+        apptainer: Path,
+        say: Line,
+        options: BuildOptions,
+    ) -> None:
+        """Take `bases`, the image file or folder of each of the plan's bases."""
+        self._plan = plan
+        self._context = context
+        self._bases = bases
+        self._apptainer = apptainer
+        self._builder = LayerBuilder(plan.parsed.file, layers, say, options)
+        self._states: dict[str, StageState] = {}
+        self._handlers: Mapping[str, Callable[[StageState, Instruction], None]] = {
+            "RUN": self._run,
+            "COPY": self._copy,
+            "ADD": self._copy,
+            "WORKDIR": self._workdir,
+        }
+
+    def build(self, target: Path) -> None:
+        """Write the image file.
+
+        Raises:
+            DockerfileError: An instruction means nothing with the values that its variables have.
+            ImageBuildError: A step failed, or the image is too large.
+            ImageError: A base, or a file of the context, cannot be read.
+        """
+        for stage in self._plan.stages:
+            self._states[stage.name] = self._build_stage(stage)
+        state, origin = self._states[self._plan.target.name], self._plan.target.origin
+        add_settings(self._builder, state, origin)
+        pack(self._builder, self._apptainer, state, origin, target)
+
+    def _build_stage(self, stage: BuildStage) -> StageState:
+        state = self._begin(stage)
+        for one in stage.instructions:
+            try:
+                self._follow(state, one)
+            except ValueError as error:
+                raise self._plan.parsed.error(one.line, str(error)) from error
+        return state
+
+    def _follow(self, state: StageState, one: Instruction) -> None:
+        if one.keyword in SETTINGS:
+            SETTINGS[one.keyword](self._plan, state, one)
+        else:
+            self._handlers[one.keyword](state, one)
+
+    def _begin(self, stage: BuildStage) -> StageState:
+        self._builder.say(f"{self._builder.where(stage.origin)}: {stage.origin}")
+        if stage.base in self._states:
+            state = replace(self._states[stage.base])
+            state.env, state.labels, state.args = dict(state.env), dict(state.labels), {}
+            return state
+        return self._base_state(stage.base, stage.origin)
+
+    def _base_state(self, base: str, origin: Instruction) -> StageState:
+        """Return the state of a base that is no stage; its files become a layer."""
+        if base == SCRATCH:
+            return StageState(make_key(SCRATCH, self._builder.options.fresh), env={"PATH": PATH})
+        return base_state(self._builder, self._apptainer, self._bases[base], origin)
+
+    def _workdir(self, state: StageState, one: Instruction) -> None:
+        state.workdir = posixpath.normpath(posixpath.join(state.workdir, self._expand(state, one.text)))
+        job = StepJob("folder", state.files, dest=state.workdir)
+        self._builder.do(state, one, make_key(state.key, "WORKDIR", state.workdir), job)
+
+    def _run(self, state: StageState, one: Instruction) -> None:
+        argv, scripts = self._command(state, one)
+        seen = {"PATH": PATH} | state.args | state.env
+        passed = {name: value for name, value in self._plan.given.items() if name in PREDEFINED}
+        network = (
+            self._builder.options.network if one.flag("network") in {None, "default"} else one.flag("network")
+        )
+        mounts, mounted = self._mounts(state, one)
+        parts = (argv, scripts, state.user, state.workdir, seen, network, mounted)
+        job = StepJob(
+            "run",
+            state.files,
+            argv=argv,
+            env=passed | seen,
+            scripts=scripts,
+            user=state.user,
+            cwd=state.workdir,
+            mounts=mounts,
+            network="none" if network == "none" else "host",
+        )
+        self._builder.do(state, one, make_key(state.key, "RUN", *parts), job)
+
+    def _command(self, state: StageState, one: Instruction) -> tuple[list[str], dict[str, str]]:
+        """Return what a RUN starts, and the programs that its here-document is, if it is one."""
+        if one.array is not None:
+            return list(one.array), {}
+        if not one.heredocs:
+            return [*state.shell, one.text], {}
+        if HEREDOC.fullmatch(one.text.strip()) is None:  # the shell reads them itself
+            texts = "".join(f"{heredoc.text}{heredoc.name}\n" for heredoc in one.heredocs)
+            return [*state.shell, f"{one.text.replace('<<-', '<<')}\n{texts}"], {}
+        (heredoc,) = one.heredocs
+        if heredoc.text.startswith("#!"):
+            return [f"/dev/pipes/{heredoc.name}"], {heredoc.name: heredoc.text}
+        return [*state.shell, heredoc.text], {}
+
+    def _mounts(self, state: StageState, one: Instruction) -> tuple[list[StepMount], list[object]]:
+        """Return the mounts of a RUN, and what a layer's key says of them."""
+        mounts: list[StepMount] = []
+        seen: list[object] = []
+        for name, value in one.flags:
+            if name != "mount":
+                continue
+            asked = parse_mount(self._expand(state, value))
+            seen.append([asked.kind, asked.target, asked.source])
+            if asked.kind == "cache":
+                mounts.append(StepMount("cache", asked.target, path=self._builder.layers.cache(asked.source)))
+            elif asked.kind == "tmpfs":
+                mounts.append(StepMount("tmpfs", asked.target))
+            else:
+                source = self._mounted(asked.stage, asked.source, one)
+                seen.append(source.key)
+                at = f"/{posixpath.normpath('/' + asked.source).lstrip('/')}"
+                mounts.append(StepMount("bind", asked.target, at, source.files))
+        return mounts, seen
+
+    def _mounted(self, stage: str | None, path: str, one: Instruction) -> StageState:
+        """Return the state whose files a bind shows: another stage's, or a layer of the context's files."""
+        if stage is not None:
+            return self._other(stage, one)
+        state = StageState(make_key("context"))
+        parent = posixpath.dirname(posixpath.normpath(f"/{path}"))
+        files = self._context.select([path])
+        folder = any(file.name == "d" for file in files)
+        dest = posixpath.normpath(f"/{path}") if folder else f"{parent.rstrip('/')}/"
+        self._builder.write(
+            state, one, StepJob("write", dest=dest), digest(files), lambda pipe: send(files, pipe)
+        )
+        return state
+
+    def _other(self, name: str, one: Instruction) -> StageState:
+        """Return the state of a stage, or of a base, that files are copied from."""
+        number = self._plan.stages[int(name)].name if name.isdecimal() and name not in self._states else name
+        for known in (number, number.lower()):
+            if known in self._states:
+                return self._states[known]
+        self._states[name] = self._base_state(name, one)
+        return self._states[name]
+
+    def _copy(self, state: StageState, one: Instruction) -> None:
+        *sources, dest = (self._expand(state, word) for word in self._copied(one))
+        if one.keyword == "ADD" and (address := next(filter(ADDRESS.search, sources), None)) is not None:
+            raise ValueError(f"ADD of the address {address} cannot be had")
+        inline = [self._inline(state, heredoc.name, one) for heredoc in one.heredocs]
+        plain = sources[: len(sources) - len(inline)] if inline else sources
+        many = len(sources) > 1 or any(sign in source for source in sources for sign in "*?[")
+        owner, mode = (self._expand(state, one.flag(flag) or "") for flag in ("chown", "chmod"))
+        job = StepJob("write", state.files, dest=dest, cwd=state.workdir, owner=owner, mode=mode, many=many)
+        if (source := one.flag("from")) is not None:
+            other = self._other(source, one)
+            reading = StepJob("read", other.files, sources=plain)
+            self._builder.write(state, one, job, f"{other.key} {json.dumps(plain)}", reading)
+            return
+        files = [*self._context.select(plain, unpack=one.keyword == "ADD"), *inline]
+        self._builder.write(state, one, job, digest(files), lambda pipe: send(files, pipe))
+
+    def _copied(self, one: Instruction) -> list[str]:
+        """Return the words of a COPY; a here-document's is its name, and those come last but one."""
+        words = copied_words(one, self._plan.parsed.escape)
+        if not one.heredocs:
+            return words
+        named = [word for word in words[:-1] if HEREDOC.fullmatch(word)]
+        return [*(word for word in words[:-1] if word not in named), *named, words[-1]]
+
+    def _inline(self, state: StageState, name: str, one: Instruction) -> ContextFile:
+        heredoc = next(found for found in one.heredocs if found.name == name)
+        text = heredoc.text
+        if heredoc.expands:
+            text = expand_heredoc(text, state.args | state.env, self._plan.parsed.escape)
+        return ContextFile(f"f/{name}", None, text.encode(errors="surrogateescape"))
+
+    def _expand(self, state: StageState, text: str) -> str:
+        return state.expand(text, self._plan.parsed.escape)

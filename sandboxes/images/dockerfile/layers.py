@@ -1,0 +1,139 @@
+"""The layers of builds: folders named by what they were made from, which later builds use again.
+
+A layer is complete or not there: it is made in a draft and renamed. Nothing changes it afterwards. It belongs to the
+users of this user's build namespaces, so `BuildNamespace.remove` removes it. When all layers exceed a budget, those
+that were not used for the longest time go first; none goes that a build of this machine has mounted, or has used within
+the grace period. A layer whose parent is gone can still be used: its name says everything that it was made from.
+
+The folder must be on a disk of this machine: overlays do not work on shared file systems.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sandboxes.errors import ImageBuildError
+from sandboxes.images.dockerfile.namespace import BuildNamespace
+from sandboxes.images.dockerfile.step.watch import disk_use
+from sandboxes.images.eviction import EvictionCandidate, evict
+from sandboxes.images.shared_folder import SharedFolder
+from sandboxes.images.unpacked import mounted_folders
+
+GRACE_SECONDS = 600.0
+NAME = re.compile(r"[0-9a-f]{24}")
+ABOUT = "layer.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLayer:
+    """One layer."""
+
+    key: str
+    files: Path
+    size_bytes: int
+    """What its files take on disk, without those of the layers below it."""
+
+
+def make_key(*parts: object) -> str:
+    """Return a name for a layer that is made from these parts."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
+
+
+class LayerStore:
+    """A folder of layers that the builds of one user share. Its methods block."""
+
+    def __init__(self, root: Path, namespace: BuildNamespace) -> None:
+        self.root = root.expanduser().absolute()
+        self.namespace = namespace
+        self._shared = SharedFolder(self.root, remove=namespace.remove)
+
+    def find(self, key: str) -> ImageLayer | None:
+        """Return a layer that is there, and record its use."""
+        self._shared.stamp(key)  # before looking: `prune` looks at the stamp before it removes
+        try:
+            about = json.loads((self.root / key / ABOUT).read_text())
+        except (OSError, ValueError):
+            return None
+        return ImageLayer(key, self.root / key / "fs", int(about["size_bytes"]))
+
+    def make(
+        self, key: str, of: str, fill: Callable[[Path], None], waiting: Callable[[], None]
+    ) -> ImageLayer:
+        """Make a layer, unless another build has made it meanwhile.
+
+        Args:
+            key: its name.
+            of: the instruction, for people.
+            fill: called with a folder whose `fs` and `work` are an overlay's; whatever it raises leaves nothing.
+            waiting: called if another build is making it.
+        """
+        self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._shared.remove_dead_drafts()
+        with self._shared.lock(key, waiting=waiting):
+            if (found := self.find(key)) is not None:
+                return found
+            with self._shared.draft(key) as draft:
+                layer = draft / "layer"
+                layer.mkdir(mode=0o755)
+                for name in ("fs", "work"):
+                    self.namespace.make_folder(layer / name)
+                fill(layer)
+                self.namespace.remove(layer / "work")
+                about = {"of": of, "size_bytes": disk_use(str(layer / "fs"))}
+                (layer / ABOUT).write_text(json.dumps(about))
+                layer.rename(self.root / key)
+        if (found := self.find(key)) is None:
+            raise ImageBuildError(f"the layer {key} was removed as soon as it was made", hint="try again")
+        return found
+
+    def cache(self, name: str) -> Path:
+        """Return the folder of a `RUN --mount=type=cache`, which all builds of this user share."""
+        folder = self.root / "caches" / make_key(name)
+        if not folder.is_dir():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            self.namespace.make_folder(folder)
+        return folder
+
+    def scratch(self) -> "SharedFolder":
+        """Return the folder in which images are packed; a draft of it is removed with its maker."""
+        self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return self._shared
+
+    def prune(
+        self, budget_bytes: int | None, *, grace_seconds: float = GRACE_SECONDS, dry_run: bool = False
+    ) -> Sequence[EvictionCandidate]:
+        """Remove layers until all fit the budget, least recently used first, and leftovers of dead builds always.
+
+        Returns:
+            Every layer, with the decision about it; with `dry_run` nothing has been removed.
+        """
+        if not self.root.is_dir():
+            return ()
+        candidates = self._candidates(grace_seconds)
+        return evict(self._shared, candidates, budget_bytes, self._remove, dry_run=dry_run)
+
+    def _candidates(self, grace_seconds: float) -> Iterator[EvictionCandidate]:
+        now, mounted = self._shared.now(), mounted_folders()
+        for folder in self.root.iterdir():
+            if NAME.fullmatch(folder.name) is None:
+                continue
+            try:
+                about = json.loads((folder / ABOUT).read_text())
+            except (OSError, ValueError):
+                about = {"of": "", "size_bytes": 0}
+            used = self._shared.last_used(folder.name)
+            reason = "a build has it mounted" if folder.name in mounted else ""
+            if not reason and now - used < grace_seconds:
+                reason = f"used {now - used:.0f} s ago"
+            yield EvictionCandidate(
+                "layer", folder.name, int(about["size_bytes"]), used, str(about["of"]), kept=reason
+            )
+
+    def _remove(self, name: str) -> None:
+        """Move it away by one rename, so nobody finds half of it, then remove it."""
+        with self._shared.draft(name) as draft:
+            (self.root / name).rename(draft / "layer")
+        self._shared.forget_uses(name)

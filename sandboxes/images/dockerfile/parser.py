@@ -1,0 +1,209 @@
+"""Reads a Dockerfile into instructions with their lines; nothing is expanded, and no instruction is judged.
+
+It follows Docker's own reader: `# escape=`, continuation lines with comments and empty lines in them, flags before the
+arguments, JSON arrays, and here-documents of RUN, COPY and ADD.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from sandboxes.errors import DockerfileError
+from sandboxes.images.dockerfile.words import DEFAULT_ESCAPE, split_words, unquote
+
+DIRECTIVE = re.compile(r"#[ \t]*([A-Za-z]\w*)[ \t]*=[ \t]*(.*?)[ \t]*")
+HEREDOC = re.compile(r"\d*<<(-?)([^<]+)")
+FLAG = re.compile(r"--([a-z][a-z-]*)(?:=(.*))?", re.DOTALL)
+WITH_HEREDOCS = frozenset({"RUN", "COPY", "ADD"})
+WITH_FLAGS = frozenset({"FROM", "RUN", "COPY", "ADD", "HEALTHCHECK"})
+KEYWORDS = (
+    "ADD",
+    "ARG",
+    "CMD",
+    "COPY",
+    "ENTRYPOINT",
+    "ENV",
+    "EXPOSE",
+    "FROM",
+    "HEALTHCHECK",
+    "LABEL",
+    "MAINTAINER",
+    "ONBUILD",
+    "RUN",
+    "SHELL",
+    "STOPSIGNAL",
+    "USER",
+    "VOLUME",
+    "WORKDIR",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Heredoc:
+    """A here-document: the text between `<<NAME` and NAME."""
+
+    name: str
+    text: str
+    expands: bool
+    """Whether variables in it are replaced: not if its name was quoted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One instruction as it was written."""
+
+    keyword: str
+    """In capitals."""
+
+    text: str
+    """Its arguments, without flags, continuation marks and here-documents."""
+
+    line: int
+    """Where it begins, counted from 1."""
+
+    flags: tuple[tuple[str, str], ...] = ()
+    """Names and values in their order; a flag without a value has ""."""
+
+    heredocs: tuple[Heredoc, ...] = ()
+
+    @property
+    def array(self) -> tuple[str, ...] | None:
+        """The strings of a JSON array; None if the arguments are not one, and so are text."""
+        if not self.text.startswith("["):
+            return None
+        try:
+            found = json.loads(self.text)
+        except ValueError:
+            return None
+        return tuple(found) if all(isinstance(item, str) for item in found) else None
+
+    def flag(self, name: str) -> str | None:
+        """Return the value of a flag, the last if it was given twice; None without one."""
+        return next((value for found, value in reversed(self.flags) if found == name), None)
+
+    def __str__(self) -> str:
+        """Return it on one line, for messages."""
+        flags = "".join(f" --{name}={value}" if value else f" --{name}" for name, value in self.flags)
+        return f"{self.keyword}{flags} {' '.join(self.text.split())}".strip()
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedDockerfile:
+    """The instructions of a file, and the character that escapes others in it."""
+
+    file: str
+    """The file's name, for messages."""
+
+    instructions: tuple[Instruction, ...]
+    escape: str
+
+    def error(self, line: int, message: str, hint: str | None = None) -> DockerfileError:
+        """Return an error that names the file and the line."""
+        return DockerfileError(message, file=self.file, line=line, hint=hint)
+
+
+def parse(text: str, file: str = "Dockerfile") -> ParsedDockerfile:
+    """Parse the text of a Dockerfile.
+
+    Raises:
+        DockerfileError: A line has no known instruction, or a here-document or an array has no end.
+    """
+    lines = text.removeprefix("\ufeff").splitlines()
+    reader = _InstructionReader(lines, file, _escape_of(lines, file))
+    return ParsedDockerfile(file, tuple(reader.instructions()), reader.escape)
+
+
+def _escape_of(lines: list[str], file: str) -> str:
+    """Return the escape character that a directive at the very top sets, else a backslash."""
+    for number, line in enumerate(lines, 1):
+        found = DIRECTIVE.fullmatch(line.strip())
+        if found is None:
+            break
+        if found[1].lower() == "escape":
+            if found[2] not in {"\\", "`"}:
+                message = f"the escape character cannot be {found[2]!r}"
+                raise DockerfileError(message, file=file, line=number, hint="choose \\ or `")
+            return found[2]
+    return DEFAULT_ESCAPE
+
+
+class _InstructionReader:
+    def __init__(self, lines: list[str], file: str, escape: str) -> None:
+        self._lines = lines
+        self._file = file
+        self._at = 0
+        self.escape = escape
+        self._continued = re.compile(re.escape(escape) + r"[ \t]*$")
+
+    def instructions(self) -> Iterator[Instruction]:
+        while self._at < len(self._lines):
+            line = self._lines[self._at].strip()
+            if not line or line.startswith("#"):
+                self._at += 1
+                continue
+            number = self._at + 1
+            yield self._instruction(self._logical_line().strip(), number)
+
+    def _logical_line(self) -> str:
+        """Join a line with those that continue it; comments and empty lines among those are left out."""
+        joined, continues = "", True
+        while continues and self._at < len(self._lines):
+            line = self._lines[self._at]
+            self._at += 1
+            if joined and (not line.strip() or line.lstrip().startswith("#")):
+                continue
+            joined += self._continued.sub("", line)
+            continues = self._continued.search(line) is not None
+        return joined
+
+    def _instruction(self, logical: str, number: int) -> Instruction:
+        word, *rest = logical.split(maxsplit=1)
+        keyword, text = word.upper(), rest[0] if rest else ""
+        if keyword not in KEYWORDS:
+            close = difflib.get_close_matches(keyword, KEYWORDS, 1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(KEYWORDS)}"
+            raise self._error(number, f"{word!r} is not an instruction", hint)
+        flags, text = self._split_flags(text) if keyword in WITH_FLAGS else ((), text)
+        if not text and keyword != "HEALTHCHECK":
+            raise self._error(number, f"{keyword} needs arguments")
+        heredocs = tuple(self._heredocs(text, number)) if keyword in WITH_HEREDOCS else ()
+        return Instruction(keyword, text, number, flags, heredocs)
+
+    @staticmethod
+    def _split_flags(text: str) -> tuple[tuple[tuple[str, str], ...], str]:
+        flags = []
+        while text.startswith("--"):
+            word, *rest = text.split(maxsplit=1)
+            text = rest[0] if rest else ""
+            if word == "--":
+                break
+            found = FLAG.fullmatch(word)
+            flags.append((found[1], found[2] or "") if found else (word[2:], ""))
+        return tuple(flags), text
+
+    def _heredocs(self, text: str, number: int) -> Iterator[Heredoc]:
+        try:
+            words = split_words(text, self.escape)
+        except ValueError:  # a shell may understand what looks unfinished here
+            words = text.split()
+        for word in words:
+            if (found := HEREDOC.fullmatch(word)) is not None:
+                name = unquote(found[2], self.escape)
+                expands = name == found[2]
+                strip: Callable[[str], str] = (lambda line: line.lstrip("\t")) if found[1] else str
+                yield Heredoc(name, self._body(name, strip, number), expands)
+
+    def _body(self, name: str, strip: Callable[[str], str], number: int) -> str:
+        body: list[str] = []
+        while self._at < len(self._lines):
+            line = strip(self._lines[self._at])
+            self._at += 1
+            if line == name:
+                return "".join(f"{one}\n" for one in body)
+            body.append(line)
+        raise self._error(number, f"the here-document {name} has no end", f"end it with a line {name}")
+
+    def _error(self, line: int, message: str, hint: str | None = None) -> DockerfileError:
+        return DockerfileError(message, file=self._file, line=line, hint=hint)

@@ -1,0 +1,14 @@
+"""Do one step of a build in namespaces of its own: run a program in an image, read or write its files, or pack it.
+
+Python runs this folder, as `python -I -S step JOB REPORT`: JOB is a descriptor of a JSON document, and to the
+descriptor REPORT goes one line of JSON with `exit`, or with `error` or `full`. `namespace.py` writes the job and reads
+the report.
+
+The step has a user namespace in which it is root and has no rights on the host, and a mount namespace in which the
+layers of the image are an overlay. A program of the image, and whatever reads or writes the image's files, runs below
+that as process 1 of a process namespace, where the host's files are gone and most capabilities with them. Everything
+ends with this process, and this process ends with the one that started it.
+
+It runs without this project's packages, so its modules import each other by relative names, and calls of the kernel go
+through ctypes. Each imports what it needs at the start: later, the files of Python are gone.
+"""

@@ -1,0 +1,116 @@
+"""One job, from the namespaces to the report."""
+
+import json
+import os
+import posixpath
+import sys
+import tarfile
+
+from .errors import FullError, StepError
+from .files import Writer, send_files
+from .kernel import (
+    CLONE_NEWIPC,
+    CLONE_NEWNET,
+    CLONE_NEWNS,
+    CLONE_NEWPID,
+    CLONE_NEWUTS,
+    call,
+    change_root,
+    end_with_parent,
+    filter_calls,
+)
+from .mounts import make_points, mount_system, remove_points
+from .namespaces import become_root, enter_namespaces, raise_loopback
+from .overlay import CHANGES, ROOT, Layers, mount_image, paths_of
+from .program import execute, run_tool
+from .watch import watch
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+
+class Step:
+    """A job that is done in this process, which enters its namespaces, and in a child."""
+
+    def __init__(self, job: "dict[str, Any]", report: int) -> None:
+        self._job = job
+        self._report = report
+        self._single = job["ids"]["kind"] == "single"
+
+    def run(self) -> int:
+        """Do it, and return the exit code."""
+        job = self._job
+        self._enter()
+        if job["action"] == "tool":
+            return run_tool(job["argv"])
+        points = make_points(job) if job["action"] == "run" else []
+        exit_code = watch(self._start(), f"{CHANGES}/fs", job["max_bytes"])
+        remove_points(points)
+        return exit_code
+
+    def _enter(self) -> None:
+        """Enter the namespaces, in which this process becomes root, and mount the image there."""
+        job, parent, layers = self._job, os.getppid(), Layers()
+        network = CLONE_NEWNET if job["network"] == "none" else 0
+        enter_namespaces(job["ids"], CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | network)
+        layers.open(paths_of(job))
+        become_root(parent, groups=not self._single)
+        if network:
+            raise_loopback()
+        mount_image(job, layers)
+
+    def _start(self) -> int:
+        """Start process 1 of a process namespace, below which nothing of the host is left."""
+        call("unshare", CLONE_NEWPID)
+        child = os.fork()
+        if child:
+            return child
+        status = 125
+        try:
+            end_with_parent()
+            call("unshare", CLONE_NEWNS)
+            status = self._inside()
+        except (StepError, OSError, tarfile.TarError) as error:
+            say(self._report, {"error": str(error)})
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+
+    def _inside(self) -> int:
+        """Make the image the root, and do in it what is to be done."""
+        job = self._job
+        if job["action"] == "run":
+            mount_system(job)
+        change_root(ROOT)
+        if self._single:  # calls that need more users than there are succeed without effect
+            filter_calls(bytes.fromhex(job["pretend"]))
+        if job["action"] == "write":
+            return Writer(job).run()
+        if job["action"] == "read":
+            return send_files(job["sources"])
+        if job["action"] == "folder":
+            os.makedirs(posixpath.normpath(posixpath.join(job["cwd"], job["dest"])), exist_ok=True)
+            return 0
+        return execute(job, single=self._single)
+
+
+def say(report: int, line: "dict[str, Any]") -> None:
+    """Write a line of the report."""
+    os.write(report, json.dumps(line).encode() + b"\n")
+
+
+def main() -> None:
+    """Do the job of the command line, and report."""
+    with os.fdopen(int(sys.argv[1]), "rb") as file:
+        job = json.loads(file.read())
+    report = int(sys.argv[2])
+    os.set_inheritable(report, False)
+    said: dict[str, Any]
+    try:
+        said = {"exit": Step(job, report).run()}
+    except FullError:
+        said = {"full": True}
+    except (OSError, StepError) as error:
+        said = {"error": str(error)}
+    say(report, said)

@@ -1,0 +1,158 @@
+"""Dockerfiles as sources of the image store: finds their bases, and builds many of them at once.
+
+A base is looked for among the given ones, then among the store's images, and last in a registry.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from sandboxes.errors import ImageError, ImageNotFoundError, SandboxError
+from sandboxes.images.build import ApptainerBuilder, Progress
+from sandboxes.images.sources import REFERENCE, DockerfileSource, name_of_reference, source_of_reference
+from sandboxes.images.store import NAME, ImageStore, StoredImage
+
+FILE = "Dockerfile"
+REGISTRY = (
+    "where no registry can be reached, name a local image with --base {base}=PATH (an image file, a folder, or "
+    "oci-archive:FILE), or give an image of this machine its name"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOutcome:
+    """What became of one of many builds: an image, or an error."""
+
+    source: DockerfileSource
+    name: str
+    image: StoredImage | None = None
+    error: SandboxError | None = None
+
+
+def dockerfile_at(path: Path, context: Path | None = None) -> DockerfileSource:
+    """Return the source of a Dockerfile, or of the Dockerfile of a folder; its own folder is its context by default.
+
+    Raises:
+        ImageNotFoundError: There is no such file.
+    """
+    file = path.expanduser().absolute()
+    file = file / FILE if file.is_dir() else file
+    if not file.is_file():
+        raise ImageNotFoundError(f"there is no Dockerfile {file}", hint="name a Dockerfile, or its folder")
+    return DockerfileSource(file, (context or file.parent).expanduser().absolute())
+
+
+def find_bases(
+    store: ImageStore,
+    source: DockerfileSource,
+    given: Mapping[str, str] | None = None,
+    progress: Progress = lambda _line: None,
+) -> DockerfileSource:
+    """Return the source with the image of each of its bases; those of a registry are pulled now.
+
+    Args:
+        store: where images are.
+        source: the Dockerfile.
+        given: for names of bases, a path, or a reference to a file such as oci-archive:FILE.
+        progress: called with each line of a pull.
+
+    Raises:
+        DockerfileError: The file asks for what cannot be had.
+        ImageNotFoundError: A given base does not exist.
+        ImageBuildError: A base cannot be pulled.
+    """
+    bases = {}
+    for base, line in source.plan().bases.items():
+        try:
+            bases[base] = _find_base(store, base, given or {}, progress)
+        except ImageError as error:
+            hint = f"{error.hint}; {REGISTRY.format(base=base)}" if error.hint else REGISTRY.format(base=base)
+            message = f"{source.path.name}:{line}: the base {base}: {error}"
+            raise type(error)(message, hint=hint) from error
+    return replace(source, bases=bases)
+
+
+def _find_base(store: ImageStore, base: str, given: Mapping[str, str], progress: Progress) -> Path:
+    named = given.get(base)
+    if named is not None and REFERENCE.fullmatch(named):
+        return store.provide(source_of_reference(named), progress=progress).path.resolve()
+    if named is not None:
+        path = Path(named).expanduser().absolute()
+        if not path.exists():
+            raise ImageNotFoundError(f"there is no {path}", hint="name an image file, a folder or an archive")
+        return path
+    reference = base if "://" in base else f"docker://{base}"
+    for name in (base, reference):
+        try:
+            if "://" in name or NAME.fullmatch(name):
+                return store.resolve(name).resolve()
+        except ImageNotFoundError:
+            continue
+    pulled = source_of_reference(reference)
+    return store.provide(pulled, name_of_reference(reference), progress=progress).path.resolve()
+
+
+async def build_many(
+    store: ImageStore,
+    builder: ApptainerBuilder,
+    sources: Mapping[str, DockerfileSource],
+    *,
+    given: Mapping[str, str] | None = None,
+    jobs: int | None = None,
+    force: bool = False,
+    progress: Callable[[str, str], None] = lambda _name, _line: None,
+    done: Callable[[BuildOutcome], None] = lambda _outcome: None,
+) -> Sequence[BuildOutcome]:
+    """Build images, a few at a time; one that fails stops no other. Those that are unchanged are look-ups.
+
+    If this is cancelled, the steps that run are ended. Layers that were made by then are used next time, so a second
+    call goes on where the first one ended.
+
+    Args:
+        store: where the images go.
+        builder: the store's builder, whose steps a cancellation ends.
+        sources: Dockerfiles by the names of their images.
+        given: bases, as in `find_bases`.
+        jobs: how many builds run at once; by default, half as many as there are CPUs, and at least one.
+        force: build images that are unchanged, too.
+        progress: called with an image's name and a line, in another thread.
+        done: called with each outcome, in the order in which they end.
+
+    Returns:
+        The outcomes, in the order of `sources`.
+    """
+    outcomes: dict[str, BuildOutcome] = {}
+    limiter = anyio.CapacityLimiter(jobs or max(1, (os.cpu_count() or 1) // 2))
+
+    def build(name: str, source: DockerfileSource) -> BuildOutcome:
+        def say(line: str) -> None:
+            progress(name, line)
+
+        try:
+            found = find_bases(store, source, given, say)
+            return BuildOutcome(source, name, store.provide(found, name, force=force, progress=say))
+        except SandboxError as error:
+            return BuildOutcome(source, name, error=error)
+
+    async def run(name: str, source: DockerfileSource) -> None:
+        outcomes[name] = await anyio.to_thread.run_sync(build, name, source, limiter=limiter)
+        done(outcomes[name])
+
+    async def end_steps() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            if len(outcomes) < len(sources):  # cancelled: the threads wait for their steps
+                builder.namespace.cancel()
+
+    async with anyio.create_task_group() as watching:
+        watching.start_soon(end_steps)
+        async with anyio.create_task_group() as tasks:
+            for name, source in sources.items():
+                tasks.start_soon(run, name, source)
+        watching.cancel_scope.cancel()
+    return [outcomes[name] for name in sources]
