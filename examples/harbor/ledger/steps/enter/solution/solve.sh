@@ -1,0 +1,2 @@
+#!/bin/bash
+printf "rent 700\nfood 250\n" >/app/ledger.txt

@@ -1,0 +1,2 @@
+#!/bin/bash
+bash /tests/expect.sh /app/sum.txt 1000

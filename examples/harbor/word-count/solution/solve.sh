@@ -1,0 +1,2 @@
+#!/bin/bash
+cat /app/texts/*.txt | wc -w >/app/count.txt

@@ -1,0 +1,129 @@
+"""Tries the solution of each task of an environment, and an agent that does nothing.
+
+Guarantee: a task is good only if its solution gets 1 and nothing gets less; each that is not has its reason.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+from pydantic import JsonValue
+
+from rollout_service.environments.contract import Environment
+from rollout_service.environments.reference import Solving
+from rollout_service.errors import describe
+from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.trial import play
+from rollout_service.settings import Settings
+from rollout_service.testing.scripted_policy import ScriptedPolicy
+from sandboxes import make_provider
+
+IDLE_TURNS = ["I do nothing."] * 1_000
+"""One for each step that a task may have."""
+GRACE_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class TriedTask:
+    """What became of one task."""
+
+    instance: dict[str, JsonValue]
+    solved: float | None
+    """The reward of the solution; None if there is none."""
+    idle: float | None
+    """The reward of an agent that does nothing; None if there is none."""
+    problems: tuple[str, ...]
+    """Why it is not good; empty if it is."""
+    seconds: float
+
+    def as_dict(self) -> dict[str, JsonValue]:
+        """Return the outcome for `--json`."""
+        return asdict(self) | {"problems": list(self.problems)}
+
+
+async def try_tasks(
+    environment: Environment,
+    instances: Sequence[dict[str, JsonValue]],
+    sandboxes: SandboxSource,
+    *,
+    at_once: int,
+    done: Callable[[TriedTask], None] = lambda _tried: None,
+) -> list[TriedTask]:
+    """Try the tasks of these instances, a few at a time; `done` is called as each ends."""
+    found: dict[int, TriedTask] = {}
+    limiter = anyio.CapacityLimiter(at_once)
+
+    async def one(number: int, instance: dict[str, JsonValue]) -> None:
+        async with limiter:
+            found[number] = await _try_task(environment, instance, sandboxes)
+            done(found[number])
+
+    async with anyio.create_task_group() as tasks:
+        for number, instance in enumerate(instances):
+            tasks.start_soon(one, number, instance)
+    return [found[number] for number in range(len(instances))]
+
+
+async def _try_task(
+    environment: Environment, instance: dict[str, JsonValue], sandboxes: SandboxSource
+) -> TriedTask:
+    started = time.perf_counter()
+    specific = environment.for_instance(instance)
+    solved, why = await _reward(Solving(specific), instance, sandboxes)
+    problems = []
+    if solved != 1.0:
+        problems.append(f"its solution gets {'no reward' if solved is None else f'{solved:g}'}{why}")
+    idle, why = await _reward(specific, instance, sandboxes)
+    if idle is None or idle >= 1.0:
+        problems.append(f"doing nothing gets {'no reward' if idle is None else f'{idle:g}'}{why}")
+    return TriedTask(instance, solved, idle, tuple(problems), time.perf_counter() - started)
+
+
+async def _reward(
+    environment: Environment, instance: dict[str, JsonValue], sandboxes: SandboxSource
+) -> tuple[float | None, str]:
+    """Return the reward, or None and the reason, as the end of a sentence."""
+    limits = environment.spec.limits
+    seconds = limits.init_seconds + limits.rollout_seconds + limits.evaluate_seconds + GRACE_SECONDS
+    try:
+        with anyio.fail_after(seconds):
+            trial = await play(environment, dict(instance), ScriptedPolicy(IDLE_TURNS), sandboxes)
+    except TimeoutError:
+        return None, f": it took longer than {seconds:g} s"
+    except Exception as error:  # noqa: BLE001  every failure is the finding
+        return None, f": {describe(error).code}: {error}"
+    return trial.score.reward, "".join(f" ({note})" for note in trial.episode.notes)
+
+
+async def try_environment(
+    environment: Environment,
+    settings: Settings,
+    *,
+    limit: int | None,
+    at_once: int,
+    done: Callable[[TriedTask], None],
+) -> list[TriedTask]:
+    """Try the first tasks of an environment in the sandboxes that the settings configure."""
+    instances = (await anyio.to_thread.run_sync(environment.dataset))[:limit]
+    with tempfile.TemporaryDirectory(prefix="rollout-check-") as state:
+        provider = make_provider(settings.sandbox, Path(state), settings.images_dir)
+        try:
+            return await try_tasks(
+                environment, instances, SandboxSource(provider), at_once=at_once, done=done
+            )
+        finally:
+            await provider.close()
+
+
+def write_good(tried: Sequence[TriedTask], path: Path) -> int:
+    """Write the instances of good tasks as JSON Lines; return how many there are."""
+    good = [one.instance for one in tried if not one.problems]
+    path.write_text("".join(json.dumps(instance) + "\n" for instance in good), encoding="utf-8")
+    return len(good)

@@ -1,0 +1,1 @@
+"""Tasks in Harbor's format, such as Terminal-Bench's, as environments."""

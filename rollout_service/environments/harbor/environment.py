@@ -1,0 +1,256 @@
+"""One task in Harbor's format as an environment.
+
+Guarantees:
+- While the agent works, its sandbox holds neither the tests nor the solution.
+- A step's outcome is graded after the agent has ended for good, from what it had left when the step ended.
+- An agent that runs out of time is graded; a verifier that does is a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+from pydantic import JsonValue
+
+from api_schemas.rollouts import StopReason
+from api_schemas.trajectories import Message
+from rollout_service.environments.agent_environment import AgentEnvironment, check_artifact
+from rollout_service.environments.contract import EvaluateIn
+from rollout_service.environments.declarative.files import archive
+from rollout_service.environments.harbor import variables
+from rollout_service.environments.harbor.errors import HealthcheckFailedError
+from rollout_service.environments.harbor.rewards import Rewards, combine, is_below
+from rollout_service.environments.harbor.spec import spec_of
+from rollout_service.environments.harbor.task_folder import SETUP, SOLUTION, HarborTask, TaskStep
+from rollout_service.environments.harbor.task_toml import HealthcheckTable
+from rollout_service.environments.harbor.verifier import Verifier
+from rollout_service.episodes import SANDBOX_ENDED_SCORE, Episode, Score
+from rollout_service.errors import ConfigurationError, EnvironmentFailedError
+from rollout_service.settings.harbor import HarborSettings
+from sandboxes import ExecResult, Sandbox
+from sandboxes.errors import LimitExceededError, SandboxClosedError, SandboxError
+
+GRADED = "harbor_rewards"
+"""The key of the rewards of steps that were graded, in an episode's state."""
+OVER = frozenset({StopReason.SANDBOX_ENDED, StopReason.CONTEXT_FULL, StopReason.MAX_TOKENS})
+"""The reasons for which an agent cannot go on with the next step."""
+SETUP_SECONDS = 120.0
+PRINTED_CHARS = 2_000
+
+Work = Callable[[Episode, TaskStep, list[Message]], Awaitable[StopReason]]
+
+
+class HarborTaskEnvironment(AgentEnvironment):
+    """Runs the agent on each step of a task, and grades what it left with the task's tests."""
+
+    def __init__(self, task: HarborTask, name: str, settings: HarborSettings) -> None:
+        """Take a task; `name` is the environment that it belongs to.
+
+        Raises:
+            ConfigurationError: The task asks for what there is not here.
+        """
+        super().__init__(spec_of(task, name, settings))
+        self.task = task
+        self.has_solution = task.has_solution
+        self._settings = settings
+
+    def warnings(self) -> list[str]:
+        return list(self.task.warnings)
+
+    def dockerfiles(self) -> dict[str, Path]:
+        return self.task.dockerfiles()
+
+    def messages(self, instance: dict[str, JsonValue]) -> list[Message]:  # noqa: ARG002 - the task says all
+        return [Message(role="user", content=self.task.steps[0].instruction)]
+
+    async def init(self, episode: Episode) -> None:
+        sandbox = episode.require_sandbox()
+        self._require_usable(sandbox)
+        await sandbox.exec(["mkdir", "-p", "/logs/agent", "/logs/verifier", "/logs/artifacts"], cwd="/")
+        await self._begin(sandbox, self.task.steps[0])
+        if (check := self.task.toml.environment.healthcheck) is not None:
+            await _require_healthy(sandbox, check)
+
+    def _require_usable(self, sandbox: Sandbox) -> None:
+        if sandbox.workdir != sandbox.spec.workdir:
+            raise EnvironmentFailedError(
+                "tasks in Harbor's format have fixed paths, and this provider does not isolate files",
+                hint='Use provider = "apptainer".',
+            )
+        if self.spec.evaluate_in is EvaluateIn.FRESH and not self.task.toml.verifier.is_separate:
+            try:
+                check_artifact(self.task.name, sandbox.workdir)
+            except ConfigurationError as error:
+                raise EnvironmentFailedError(
+                    f"the working folder {sandbox.workdir} cannot be graded in a fresh sandbox",
+                    hint="Set `workdir` in [environment] of the task.",
+                ) from error
+
+    async def run(self, episode: Episode) -> StopReason:
+        return await self._run_steps(episode, self._work)
+
+    async def solve(self, episode: Episode) -> StopReason:
+        return await self._run_steps(episode, self._solve)
+
+    async def _run_steps(self, episode: Episode, work: Work) -> StopReason:
+        """Do the steps in order; the outcome of each but the last becomes a checkpoint."""
+        reason, steps = StopReason.FINISHED, self.task.steps
+        for number, step in enumerate(steps):
+            if reason not in OVER:
+                new = self.messages({}) if number == 0 else [*_unanswered(episode), _prompt(step)]
+                reason = await self._prepare_and_work(episode, number, step, work, new)
+            if number < len(steps) - 1 and episode.checkpoint is not None:
+                await episode.checkpoint()
+        return reason
+
+    async def _prepare_and_work(
+        self, episode: Episode, number: int, step: TaskStep, work: Work, new: list[Message]
+    ) -> StopReason:
+        sandbox = episode.require_sandbox()
+        try:
+            if number > 0:
+                await self._begin(sandbox, step)
+            reason = await work(episode, step, new)
+            await self._collect(sandbox)
+        except (SandboxError, HealthcheckFailedError) as error:
+            if number == 0 and not isinstance(error, SandboxClosedError | LimitExceededError):
+                raise  # before the agent, or while it worked in a sandbox that had been sound
+            episode.notes.append(f"the agent's sandbox could not be used any more: {error}")
+            return StopReason.SANDBOX_ENDED
+        return reason
+
+    async def _work(self, episode: Episode, step: TaskStep, new: list[Message]) -> StopReason:
+        whole = episode.limits
+        seconds = step.agent.timeout_sec or whole.agent_seconds
+        episode.limits = whole.model_copy(update={"agent_seconds": min(seconds, whole.agent_seconds)})
+        try:
+            return await self._run_agent(episode, new)
+        finally:
+            episode.limits = whole
+
+    async def _solve(
+        self,
+        episode: Episode,
+        step: TaskStep,
+        new: list[Message],  # noqa: ARG002 - a solution reads no prompt
+    ) -> StopReason:
+        sandbox = episode.require_sandbox()
+        files = await anyio.to_thread.run_sync(step.solution)
+        if not any(file.path == SOLUTION for file in files):
+            raise EnvironmentFailedError(f"{step.folders[-1]} has no solution/{SOLUTION}")
+        await sandbox.import_path("/solution", archive(files))
+        env = variables.resolve(self.task.toml.solution.env, self._settings.variables)
+        seconds = step.agent.timeout_sec or episode.limits.agent_seconds
+        command = f"chmod +x /solution/{SOLUTION}; /solution/{SOLUTION}"
+        done = await sandbox.exec(["bash", "-c", command], cwd=sandbox.workdir, env=env, timeout=seconds)
+        if done.exit_code != 0:
+            episode.notes.append(f"{SOLUTION} ended with exit code {done.exit_code}: {_printed(done)}")
+        await sandbox.exec(["rm", "-rf", "/solution"], cwd="/")
+        return StopReason.AGENT_TIMEOUT if done.timed_out else StopReason.FINISHED
+
+    async def _begin(self, sandbox: Sandbox, step: TaskStep) -> None:
+        """Bring a step's files into the working folder, and wait until the sandbox is healthy."""
+        if files := await anyio.to_thread.run_sync(step.workdir):
+            await sandbox.import_path(sandbox.workdir, archive(files))
+        if any(file.path == SETUP for file in files):
+            setup = f"{sandbox.workdir}/{SETUP}"
+            done = await sandbox.exec(["bash", setup], cwd=sandbox.workdir, timeout=SETUP_SECONDS)
+            if done.exit_code != 0:
+                raise HealthcheckFailedError(f"{SETUP} of the step {step.name!r} failed: {_printed(done)}")
+        if step.healthcheck is not None:
+            await _require_healthy(sandbox, step.healthcheck)
+
+    async def _collect(self, sandbox: Sandbox) -> None:
+        """Run the commands that gather what a separate verifier needs; they are the agent's to break."""
+        for command in self.task.toml.verifier.collect:
+            await sandbox.exec(
+                ["bash", "-c", command.command], cwd=sandbox.workdir, timeout=command.timeout_sec
+            )
+
+    async def evaluate_checkpoint(self, episode: Episode, number: int) -> bool:
+        step = self.task.steps[number]
+        graded = _graded(episode)
+        if number == 0:
+            graded.clear()
+        rewards = graded[number] = await self._verify(episode.require_sandbox(), step)
+        if not is_below(rewards, step.min_reward):
+            return True
+        episode.notes.append(
+            f"the step {step.name!r} is below its min_reward: the steps after it do not count"
+        )
+        return False
+
+    async def evaluate(self, episode: Episode) -> Score:
+        steps, graded = self.task.steps, _graded(episode)
+        last = len(steps) - 1
+        if last and not graded:
+            raise EnvironmentFailedError(
+                "a task of several steps was not done step by step", hint="Use the built-in agent for it."
+            )
+        ended = [number for number in graded if is_below(graded[number], steps[number].min_reward)]
+        if not ended:
+            try:
+                graded[last] = await self._verify(episode.require_sandbox(), steps[last])
+            except SandboxClosedError:
+                if self.spec.evaluate_in is EvaluateIn.SAME:
+                    return SANDBOX_ENDED_SCORE
+                raise
+        named = [(steps[number].name, graded[number]) for number in sorted(graded)]
+        return combine(named, self.task.toml.multi_step_reward_strategy)
+
+    async def _verify(self, sandbox: Sandbox, step: TaskStep) -> Rewards:
+        env = variables.resolve(step.verifier.env, self._settings.variables)
+        places = [sandbox.workdir if path == "." else path for path in self.spec.artifacts]
+        return await Verifier(step, env, places).run(sandbox)
+
+
+def _graded(episode: Episode) -> dict[int, Rewards]:
+    graded: dict[int, Rewards] = episode.state.setdefault(GRADED, {})
+    return graded
+
+
+def _prompt(step: TaskStep) -> Message:
+    return Message(role="user", content=step.instruction)
+
+
+def _unanswered(episode: Episode) -> list[Message]:
+    """Return results of the calls with which the last step ended, since every call must have one."""
+    last = episode.policy.messages[-1] if episode.policy.messages else None
+    if last is None or last.role != "assistant":
+        return []
+    return [
+        Message(role="tool", content="This step has ended.", tool_call_id=call.id, name=call.name)
+        for call in last.tool_calls
+    ]
+
+
+async def _require_healthy(sandbox: Sandbox, check: HealthcheckTable) -> None:
+    """Run a health check until it succeeds; those that fail in the start period do not count.
+
+    Raises:
+        HealthcheckFailedError: It failed too often.
+    """
+    starting_until = anyio.current_time() + check.start_period_sec
+    failures = 0
+    while True:
+        done = await sandbox.exec(
+            ["bash", "-c", check.command], cwd=sandbox.workdir, timeout=check.timeout_sec
+        )
+        if done.exit_code == 0:
+            return
+        starting = anyio.current_time() < starting_until
+        failures += not starting
+        if failures >= check.retries:
+            raise HealthcheckFailedError(
+                f"the health check failed {failures} times: {check.command!r}: {_printed(done)}",
+                hint="Run the command in a sandbox of the task's image to see why.",
+            )
+        await anyio.sleep(check.start_interval_sec if starting else check.interval_sec)
+
+
+def _printed(done: ExecResult) -> str:
+    text = (done.stderr + done.stdout).decode(errors="replace").strip()
+    return text[-PRINTED_CHARS:] or "it printed nothing"

@@ -1,0 +1,285 @@
+"""One task on disk: `task.toml`, the instructions, the tests, the solution, and the image's Dockerfile.
+
+Guarantees: a task is read when it is loaded, except for its tests and its solution; nothing outside its folder is read,
+whatever links there are; what this service cannot do is refused with its path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollout_service.environments.declarative.files import PackedFile, read_folder
+from rollout_service.environments.harbor.task_toml import (
+    FILE_NAME,
+    AgentTable,
+    ArtifactTable,
+    EnvironmentTable,
+    HealthcheckTable,
+    StepTable,
+    TaskToml,
+    VerifierTable,
+    read_task_toml,
+)
+from rollout_service.errors import ConfigurationError
+from sandboxes.images.sources import name_of_reference
+
+TEST = "test.sh"
+SOLUTION = "solve.sh"
+SETUP = "setup.sh"
+COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
+VERIFIER = "verifier.environment"
+NAME_CHARS = 40
+"""The part of an image's name that is the task's; a digest follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskStep:
+    """One prompt of a task, and how its outcome is graded."""
+
+    name: str
+    """Empty for the only step of a task without steps."""
+    instruction: str
+    agent: AgentTable
+    verifier: VerifierTable
+    min_reward: float | dict[str, float] | None
+    healthcheck: HealthcheckTable | None
+    folders: tuple[Path, ...]
+    """The task's folder, and the step's, whose files win."""
+
+    def tests(self) -> tuple[PackedFile, ...]:
+        """Read the files of the tests; this blocks."""
+        return self._read("tests")
+
+    def solution(self) -> tuple[PackedFile, ...]:
+        """Read the files of the solution; this blocks."""
+        return self._read("solution")
+
+    def workdir(self) -> tuple[PackedFile, ...]:
+        """Read the files that the step brings into the working folder; this blocks."""
+        return self._read("workdir") if self.name else ()
+
+    def _read(self, name: str) -> tuple[PackedFile, ...]:
+        found = {
+            file.path: file
+            for folder in self.folders
+            if (folder / name).is_dir()
+            for file in read_folder(folder / name)
+        }
+        return tuple(found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class HarborTask:
+    """A task."""
+
+    name: str
+    folder: Path
+    toml: TaskToml
+    steps: tuple[TaskStep, ...]
+    image: str
+    """A name that contains a digest of `environment`, or what `docker_image` says."""
+    verifier_image: str | None
+    """The image of a separate verifier that has one of its own."""
+    warnings: tuple[str, ...]
+    """Keys that have no effect here."""
+
+    @property
+    def has_solution(self) -> bool:
+        """Whether the task brings a solution of each step."""
+        return all(
+            any((folder / "solution" / SOLUTION).is_file() for folder in step.folders) for step in self.steps
+        )
+
+    def dockerfiles(self) -> dict[str, Path]:
+        """Return the Dockerfiles to be built, by the names of their images."""
+        found = {
+            self.image: _dockerfile(self.folder / "environment"),
+            self.verifier_image: _verifier_file(self),
+        }
+        return {name: path for name, path in found.items() if name is not None and path is not None}
+
+
+def load_task(folder: Path, name: str) -> HarborTask:
+    """Load the task in a folder.
+
+    Raises:
+        ConfigurationError: The task is not valid, or asks for what there is not here; the message says where.
+    """
+    where = folder / FILE_NAME
+    _require_inside(folder)
+    toml = read_task_toml(_read_text(where), where=str(where))
+    refusals = [f"{where}: {refusal}" for refusal in _refusals(folder, toml)]
+    if refusals:
+        raise ConfigurationError("\n".join(refusals), hint="Leave the task out, or change it.")
+    verifier = toml.verifier.environment if toml.verifier.is_separate else None
+    return HarborTask(
+        name=name,
+        folder=folder,
+        toml=toml,
+        steps=tuple(_steps(folder, toml)),
+        image=_image(folder, toml.environment, folder / "environment", name),
+        verifier_image=_verifier_image(folder, verifier, name),
+        warnings=tuple(_warnings(toml)),
+    )
+
+
+def _steps(folder: Path, toml: TaskToml) -> Iterator[TaskStep]:
+    if not toml.steps:
+        yield TaskStep(
+            name="",
+            instruction=_read_text(folder / "instruction.md"),
+            agent=toml.agent,
+            verifier=toml.verifier,
+            min_reward=None,
+            healthcheck=None,
+            folders=(folder,),
+        )
+    for step in toml.steps:
+        own = folder / "steps" / step.name
+        yield TaskStep(
+            name=step.name,
+            instruction=_read_text(own / "instruction.md"),
+            agent=_agent_of(step, toml),
+            verifier=step.verifier or toml.verifier,
+            min_reward=step.min_reward,
+            healthcheck=step.healthcheck,
+            folders=(folder, own),
+        )
+
+
+def _agent_of(step: StepTable, toml: TaskToml) -> AgentTable:
+    return step.agent if step.agent.timeout_sec is not None else toml.agent
+
+
+def _refusals(folder: Path, toml: TaskToml) -> Iterator[str]:
+    """Yield what the task asks for and this service has not, each with its path."""
+    for name in COMPOSE:
+        if (folder / "environment" / name).exists():
+            yield f"environment/{name}: there is one sandbox for a task, and no services beside it"
+    tests = [folder / "tests", *(folder / "steps" / step.name / "tests" for step in toml.steps)]
+    if not any((path / TEST).is_file() for path in tests):
+        yield f"tests/{TEST} is missing, and nothing else grades the task"
+    yield from _key_refusals(toml)
+
+
+def _key_refusals(toml: TaskToml) -> Iterator[str]:
+    yield from _environment_refusals("environment", toml.environment)
+    if toml.verifier.environment is not None:
+        yield from _environment_refusals(VERIFIER, toml.verifier.environment)
+    if toml.environment.mcp_servers and len(toml.steps) > 1:
+        yield "environment.mcp_servers: a task of several steps cannot have servers"
+    for path, entry in _artifacts(toml):
+        if isinstance(entry, ArtifactTable) and entry.service is not None:
+            yield f"{path}.service: there are no services beside the sandbox"
+    for number, command in enumerate(toml.verifier.collect):
+        if command.service is not None:
+            yield f"verifier.collect.{number}.service: there are no services beside the sandbox"
+    for number, step in enumerate(toml.steps):
+        if step.agent.network_mode is not None:
+            yield f"steps.{number}.agent.network_mode: the network of a sandbox cannot change"
+        if step.verifier is not None and (
+            step.verifier.is_separate or step.verifier.network_mode is not None
+        ):
+            yield f"steps.{number}.verifier: all steps have the verifier's sandbox of the task"
+
+
+def _environment_refusals(path: str, table: EnvironmentTable) -> Iterator[str]:
+    for number, server in enumerate(table.mcp_servers):
+        if path == VERIFIER or server.transport == "sse":
+            what = "a verifier has no agent" if path == VERIFIER else "the transport sse is not supported"
+            yield f"{path}.mcp_servers.{number}: {what}"
+    if table.gpus:
+        yield f"{path}.gpus: sandboxes have no GPU"
+    if table.tpu is not None:
+        yield f"{path}.tpu: sandboxes have no TPU"
+    if table.os != "linux":
+        yield f"{path}.os: sandboxes run Linux, not {table.os!r}"
+
+
+def _artifacts(toml: TaskToml) -> Iterator[tuple[str, str | ArtifactTable]]:
+    for number, entry in enumerate(toml.artifacts):
+        yield f"artifacts.{number}", entry
+    for step_number, step in enumerate(toml.steps):
+        for number, entry in enumerate(step.artifacts):
+            yield f"steps.{step_number}.artifacts.{number}", entry
+
+
+def artifact_paths(toml: TaskToml) -> list[str]:
+    """Return the absolute paths that the task lists as artifacts, of all steps."""
+    paths = [entry if isinstance(entry, str) else entry.source for _, entry in _artifacts(toml)]
+    return list(dict.fromkeys(paths))
+
+
+def _warnings(toml: TaskToml) -> Iterator[str]:
+    users = {"agent.user": toml.agent.user, "verifier.user": toml.verifier.user}
+    for path, user in users.items():
+        if user not in (None, "root", 0):
+            yield f"{path}: a sandbox has one user, so {user!r} has no effect"
+    if toml.environment.skills_dir is not None:
+        yield "environment.skills_dir: the built-in agent knows no skills"
+    if toml.environment.network_mode in (None, "public"):
+        yield "environment.network_mode: a public network is what [harbor] public_network says"
+    for path, entry in _artifacts(toml):
+        if isinstance(entry, ArtifactTable) and entry.exclude:
+            yield f"{path}.exclude: artifacts are copied whole"
+
+
+def _image(folder: Path, table: EnvironmentTable, context: Path, name: str) -> str:
+    if _dockerfile(context) is not None:
+        return _name_by_digest(context, name)
+    if table.docker_image is None:
+        raise ConfigurationError(
+            f"{folder}: the task has neither environment/Dockerfile nor environment.docker_image"
+        )
+    local = folder / table.docker_image
+    return str(local) if local.is_file() else table.docker_image
+
+
+def _verifier_image(folder: Path, table: EnvironmentTable | None, name: str) -> str | None:
+    if table is None:
+        return None
+    if table.docker_image is not None:
+        return _image(folder, table, folder / "none", name)
+    context = folder / "tests"
+    return _name_by_digest(context, f"{name}-verifier") if _dockerfile(context) is not None else None
+
+
+def _verifier_file(task: HarborTask) -> Path | None:
+    return _dockerfile(task.folder / "tests") if task.verifier_image is not None else None
+
+
+def _dockerfile(context: Path) -> Path | None:
+    path = context / "Dockerfile"
+    return path if path.is_file() else None
+
+
+def _name_by_digest(context: Path, name: str) -> str:
+    """Return an image's name that changes with every file that its build may read."""
+    digest = hashlib.sha256()
+    for path in sorted(context.rglob("*")):
+        if path.is_file():
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            mode = bool(path.stat().st_mode & 0o111)
+            digest.update(f"{path.relative_to(context)}\0{mode}\0{content}\n".encode())
+    return f"{name_of_reference(f'harbor-{name}')[:NAME_CHARS]}-{digest.hexdigest()[:16]}"
+
+
+def _require_inside(folder: Path) -> None:
+    """Refuse links that lead out of a task's folder: their targets would be copied into a sandbox."""
+    root = folder.resolve()
+    for parent, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(parent, name)
+            if path.is_symlink() and not path.resolve().is_relative_to(root):
+                raise ConfigurationError(f"{path}: the link leads out of the task's folder")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}") from error

@@ -1,0 +1,155 @@
+"""The verifier of a task: copies the tests in, runs `test.sh`, and reads the reward that it wrote.
+
+Guarantees:
+- The tests are copied in here, after the agent; before that, no sandbox of the rollout has them.
+- The host reads the reward after every process of the verifier has ended.
+- A program is looked for first in folders that the agent did not fill, and no Python module in its folder is imported
+  by accident.
+- Tests that did not run are a failure, whatever reward was written: so is a missing, an empty, or an infinite one.
+
+What it does not cover: tests that run the agent's program in their own sandbox, as Harbor's format has it, can be
+deceived by that program.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import anyio.to_thread
+
+from rollout_service.environments.declarative.files import PackedFile, archive, exported_file
+from rollout_service.environments.harbor.errors import (
+    RewardMissingError,
+    TestsNeverRanError,
+    VerifierTimeoutError,
+)
+from rollout_service.environments.harbor.rewards import Rewards, parse_json, parse_text
+from rollout_service.environments.harbor.task_folder import TEST, TaskStep
+from sandboxes import ExecResult, Sandbox
+from sandboxes.errors import FileMissingError
+
+TESTS = "/tests"
+LOGS = "/logs/verifier"
+REPORT = "ctrf.json"
+"""The report of Terminal-Bench's tests, which is missing if they never ran."""
+MAX_REWARD_BYTES = 64 * 1024
+MAX_REPORT_BYTES = 16 * 1024 * 1024
+PRINTED_CHARS = 2_000
+NOT_RUN = {126: "a program cannot be executed", 127: "a program is missing"}
+_NOT_FOUND = re.compile(
+    rb"^/tests/test\.sh: line \d+: ([^\n]*): (?:command not found|No such file or directory)$", re.MULTILINE
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    """Grades one step in a sandbox."""
+
+    step: TaskStep
+    env: Mapping[str, str]
+    """The task's own variables for its tests."""
+    untrusted: Sequence[str] = ()
+    """The folders that hold what the agent left."""
+
+    async def run(self, sandbox: Sandbox) -> Rewards:
+        """Return the rewards of what the sandbox holds.
+
+        Raises:
+            EnvironmentFailedError: There is none; its type says why.
+            SandboxError: The sandbox has ended.
+        """
+        tests = await anyio.to_thread.run_sync(self.step.tests)
+        await self._place(sandbox, tests)
+        env = {"PYTHONSAFEPATH": "1", "PYTHONPATH": TESTS} | await self._path(sandbox) | dict(self.env)
+        done = await sandbox.exec(
+            ["bash", "-c", f"cd -- {shlex.quote(sandbox.workdir)}; exec {TESTS}/{TEST}"],
+            cwd="/",  # the agent may have made the working folder something else
+            env=env,
+            timeout=self.step.verifier.timeout_sec,
+        )
+        await sandbox.end_processes()
+        await self._require_run(sandbox, done, tests)
+        return await _read_rewards(sandbox, done, tests)
+
+    async def _place(self, sandbox: Sandbox, tests: Sequence[PackedFile]) -> None:
+        """Copy the tests in, and make the folder of their results, with nothing of the agent in either."""
+        places = shlex.join([TESTS, LOGS])
+        await sandbox.exec(
+            ["bash", "-c", f"rm -rf -- {places}; mkdir -p -- {places} /logs/artifacts"], cwd="/"
+        )
+        files = [PackedFile(one.path, one.data, one.executable or one.path == TEST) for one in tests]
+        await sandbox.import_path(TESTS, archive(files))
+
+    async def _path(self, sandbox: Sandbox) -> dict[str, str]:
+        """Return `PATH` with the agent's folders behind the others."""
+        if not self.untrusted:
+            return {}
+        found = await sandbox.exec(["bash", "-c", 'printf %s "$PATH"'], cwd="/")
+        folders = [folder for folder in found.stdout.decode(errors="replace").split(":") if folder]
+        return {"PATH": ":".join(sorted(folders, key=self._is_untrusted))}
+
+    def _is_untrusted(self, folder: str) -> bool:
+        return any(f"{folder}/".startswith(f"{place}/") for place in self.untrusted) or folder[0] != "/"
+
+    async def _require_run(self, sandbox: Sandbox, done: ExecResult, tests: Sequence[PackedFile]) -> None:
+        seconds = self.step.verifier.timeout_sec
+        if done.timed_out:
+            raise VerifierTimeoutError(
+                f"the verifier did not end within {seconds:g} s; {_printed(done)}",
+                hint="Raise `timeout_sec` in [verifier], or give the sandbox more of the machine.",
+            )
+        if done.exit_code in NOT_RUN:
+            raise TestsNeverRanError(
+                f"the tests never ran: {NOT_RUN[done.exit_code]}; {_printed(done)}", hint=_BAKE
+            )
+        if lost := _NOT_FOUND.search(done.stderr) or _NOT_FOUND.search(done.stdout):
+            name = lost[1].decode(errors="replace")
+            raise TestsNeverRanError(f"{TEST} did not find {name!r}; {_printed(done)}", hint=_BAKE)
+        if any(one.path == TEST and REPORT.encode() in one.data for one in tests):
+            await _require_report(sandbox, done)
+
+
+async def _require_report(sandbox: Sandbox, done: ExecResult) -> None:
+    try:
+        report = json.loads(await exported_file(sandbox, f"{LOGS}/{REPORT}", MAX_REPORT_BYTES))
+    except FileMissingError as error:
+        raise TestsNeverRanError(f"the tests left no {REPORT}; {_printed(done)}", hint=_BAKE) from error
+    except ValueError as error:
+        raise TestsNeverRanError(f"{REPORT} is not JSON: {error}; {_printed(done)}", hint=_BAKE) from error
+    results = report.get("results") if isinstance(report, dict) else None
+    if not (isinstance(results, dict) and results.get("tests")):
+        raise TestsNeverRanError(f"{REPORT} names no test; {_printed(done)}", hint=_BAKE)
+
+
+async def _read_rewards(sandbox: Sandbox, done: ExecResult, tests: Sequence[PackedFile]) -> Rewards:
+    """Read `reward.json` before `reward.txt`, unless the tests speak of the latter alone: then that is the result."""
+    kinds = {"reward.json": parse_json, "reward.txt": parse_text}
+    if not any(b"reward.json" in one.data for one in tests) and any(
+        b"reward.txt" in one.data for one in tests
+    ):
+        kinds = {"reward.txt": parse_text}
+    for name, parse in kinds.items():
+        try:
+            data = await exported_file(sandbox, f"{LOGS}/{name}", MAX_REWARD_BYTES)
+        except FileMissingError:
+            continue
+        return parse(data)
+    raise RewardMissingError(
+        f"the verifier wrote no {' and no '.join(kinds)}; {_printed(done)}",
+        hint=f"{TEST} must write to {LOGS}. Run `rollout-service env check --run` to try its solution.",
+    )
+
+
+_BAKE = (
+    "What the tests need must be in the image: sandboxes have no network unless the task has an allow list. "
+    "Run `rollout-service env check --run` to try the task's solution."
+)
+
+
+def _printed(done: ExecResult) -> str:
+    text = (done.stdout + done.stderr).decode(errors="replace").strip()
+    return f"it printed: {text[-PRINTED_CHARS:]}" if text else "it printed nothing"

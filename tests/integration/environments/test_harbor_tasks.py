@@ -1,0 +1,311 @@
+"""Tasks in Harbor's format: their solutions get 1, nothing gets 0, and nobody forges a reward."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from api_schemas.rollouts import StopReason
+from api_schemas.trajectories import Message
+from rollout_service.cli import app
+from rollout_service.environments.contract import Environment
+from rollout_service.environments.harbor.collection import load_harbor
+from rollout_service.environments.harbor.errors import (
+    HealthcheckFailedError,
+    RewardEmptyError,
+    RewardInvalidError,
+    RewardMissingError,
+    TestsNeverRanError,
+    VerifierTimeoutError,
+)
+from rollout_service.environments.reference import Solving
+from rollout_service.episodes import PolicyTurn
+from rollout_service.errors import EnvironmentFailedError
+from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.trial import Trial, play
+from rollout_service.settings.harbor import HarborSettings
+from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
+from sandboxes import ApptainerConfig, make_provider
+from sandboxes.images.build import ApptainerBuilder
+from sandboxes.images.dockerfiles import build_many, dockerfile_at
+from sandboxes.images.store import ImageStore
+from tests.support.harbor.attacks import ATTACKS
+
+pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.timeout(600)]
+EXAMPLES = Path(__file__).parents[3] / "examples" / "harbor"
+TASKS = ("counter-service", "ledger", "word-count")
+SERVER = Path(__file__).parents[2] / "support" / "mcp_server.py"
+BASE = {"base": str(ImageStore().root / "base.sif")}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Build the images of the examples, once."""
+    place = tmp_path_factory.mktemp("harbor")
+    builder = ApptainerBuilder(place / "layers")
+    store = ImageStore(place / "images", builder)
+    dockerfiles = load_harbor(EXAMPLES, HarborSettings()).dockerfiles()
+    sources = {name: dockerfile_at(path) for name, path in dockerfiles.items()}
+
+    async def build() -> None:
+        for outcome in await build_many(store, builder, sources, given=BASE):
+            assert outcome.error is None, outcome.error
+
+    anyio.run(build)
+    yield store.root
+    shutil.rmtree(place, ignore_errors=True)
+
+
+@pytest.fixture
+async def sandboxes(images: Path, tmp_path: Path) -> AsyncIterator[SandboxSource]:
+    provider = make_provider(ApptainerConfig(), tmp_path / "state", images)
+    yield SandboxSource(provider)
+    assert provider.live() == []
+    await provider.close()
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    """Return a copy of the examples, to be changed."""
+    return Path(shutil.copytree(EXAMPLES, tmp_path / "tasks"))
+
+
+def task(name: str, folder: Path = EXAMPLES, **settings: Any) -> Environment:
+    return load_harbor(folder, HarborSettings(**settings)).for_instance({"task": name})
+
+
+async def solve(environment: Environment, sandboxes: SandboxSource) -> Trial:
+    return await play(Solving(environment), {}, ScriptedPolicy([]), sandboxes)
+
+
+async def act(environment: Environment, sandboxes: SandboxSource, *commands: str) -> Trial:
+    """Let an agent run a command in each step, and stop."""
+    script = [
+        one for command in commands for one in (turn("", call("bash", command=command)), turn("I am done."))
+    ]
+    return await play(environment, {}, ScriptedPolicy(script), sandboxes)
+
+
+@pytest.mark.parametrize("name", TASKS)
+async def test_a_solution_gets_one_and_nothing_gets_zero(name: str, sandboxes: SandboxSource) -> None:
+    solved = await solve(task(name), sandboxes)
+    assert (solved.score.reward, solved.stop_reason, solved.episode.notes) == (1.0, StopReason.FINISHED, [])
+    idle = await play(task(name), {}, ScriptedPolicy(["No.", "No."]), sandboxes)
+    assert (idle.score.reward, idle.stop_reason) == (0.0, StopReason.ANSWERED)
+
+
+async def test_steps_follow_in_one_conversation(sandboxes: SandboxSource) -> None:
+    script = [
+        turn("", call("bash", command="printf 'rent 700\\nfood 250\\n' >ledger.txt")),
+        turn("", call("finish", answer="entered")),
+        turn("", call("bash", command="ls; cat more.txt >>ledger.txt; echo 1000 >sum.txt")),
+        turn("", call("finish", answer="reported")),
+    ]
+    policy = ScriptedPolicy(script)
+    trial = await play(task("ledger"), {}, policy, sandboxes)
+    assert trial.score.parts == {"reward": 1.0, "enter.reward": 1.0, "report.reward": 1.0}
+    assert [message.role for message in policy.messages] == [
+        *("user", "assistant", "tool", "assistant"),
+        *("tool", "user", "assistant", "tool", "assistant"),
+    ]
+    assert policy.messages[4].content == "This step has ended."
+    assert policy.messages[7].content.split() == ["ledger.txt", "more.txt"]  # the setup has removed itself
+    assert trial.episode.answer == "reported"
+
+
+@pytest.mark.parametrize(
+    ("commands", "reward", "parts"),
+    [
+        # A gate that is missed ends the task, whatever the agent did later.
+        (
+            ["true", "printf 'rent 700\\nfood 250\\n' >ledger.txt; echo 1000 >sum.txt"],
+            0.0,
+            {"enter.reward": 0.0},
+        ),
+        (
+            ["printf 'rent 700\\nfood 250\\n' >ledger.txt", "true"],
+            0.5,
+            {"enter.reward": 1.0, "report.reward": 0.0},
+        ),
+        # Each step is graded by what the agent had left at its end.
+        (["printf 'rent 700\\nfood 250\\n' >ledger.txt", "rm ledger.txt; echo 1000 >sum.txt"], 1.0, {}),
+    ],
+    ids=["gate", "half", "moments"],
+)
+async def test_steps_are_graded_apart(
+    commands: list[str], reward: float, parts: dict[str, float], sandboxes: SandboxSource
+) -> None:
+    trial = await act(task("ledger"), sandboxes, *commands)
+    assert trial.score.reward == reward
+    assert trial.score.parts.items() >= parts.items()
+
+
+@pytest.mark.parametrize("name", TASKS)
+async def test_a_hostile_agent_gets_nothing(name: str, sandboxes: SandboxSource) -> None:
+    rewards: dict[str, float | None] = {}
+
+    async def attack(attack: str, command: str) -> None:
+        async with limiter:
+            try:
+                rewards[attack] = (await act(task(name), sandboxes, command, command)).score.reward
+            except EnvironmentFailedError as error:
+                rewards[attack] = None
+                failures.append(f"{attack}: {error}")
+
+    limiter, failures = anyio.CapacityLimiter(3), list[str]()
+    async with anyio.create_task_group() as group:
+        for each, command in ATTACKS.items():
+            group.start_soon(attack, each, command)
+    assert rewards == dict.fromkeys(ATTACKS, 0.0), failures
+
+
+def test_the_commands_build_the_images_and_tell_good_tasks(
+    images: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLOUT_IMAGES_DIR", str(images))
+    monkeypatch.setenv("ROLLOUT_LAYERS_DIR", str(images.parent / "layers"))
+    shutil.rmtree(tasks / "counter-service")
+    (tasks / "ledger/steps/report/solution/solve.sh").write_text("#!/bin/bash\necho 999 >/app/sum.txt\n")
+
+    def invoke(*arguments: str) -> Result:
+        return CliRunner().invoke(app, ["env", *arguments])
+
+    built = invoke("build", str(tasks), "--base", f"base={BASE['base']}", "--json")
+    assert built.exit_code == 0
+    assert sorted(one["name"] for one in json.loads(built.stdout)) == sorted(
+        load_harbor(tasks, HarborSettings()).dockerfiles()
+    )
+    good = tmp_path / "good.jsonl"
+    checked = invoke("check", str(tasks), "--run", "--good", str(good), "--json")
+    assert checked.exit_code == 1
+    report = json.loads(checked.stdout)
+    assert report["findings"] == ['{"task": "ledger"}: its solution gets 0.5']
+    assert [(one["solved"], one["idle"]) for one in report["tried"]] == [(0.5, 0.0), (1.0, 0.0)]
+    assert good.read_text() == '{"task": "word-count"}\n'
+    (tasks / "ledger/environment/Dockerfile").write_text("FROM base\nRUN mkdir -p /app /new\n")
+    missing = invoke("check", str(tasks))
+    assert missing.exit_code == 1
+    assert "build it with `rollout-service env build`" in missing.stdout
+
+
+async def test_a_solution_that_leaves_daemons_still_counts(tasks: Path, sandboxes: SandboxSource) -> None:
+    solution = tasks / "word-count/solution/solve.sh"
+    solution.write_text(solution.read_text() + "setsid sleep 1000 >/dev/null 2>&1 &\n")
+    assert (await solve(task("word-count", tasks), sandboxes)).score.reward == 1.0
+
+
+TEST = "echo 1 >/logs/verifier/reward.txt\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "error", "said"),
+    [
+        ("true", RewardMissingError, "no reward.json and no reward.txt"),
+        (": reward.txt; echo oh no", RewardMissingError, "oh no"),
+        (">/logs/verifier/reward.txt", RewardEmptyError, "reward.txt is empty"),
+        ("echo ' ' >/logs/verifier/reward.json", RewardEmptyError, "reward.json is empty"),
+        ("echo '{}' >/logs/verifier/reward.json", RewardEmptyError, "no number"),
+        ("echo nan >/logs/verifier/reward.txt", RewardInvalidError, "not a finite number"),
+        ("echo good >/logs/verifier/reward.txt", RewardInvalidError, "not a number: 'good'"),
+        ('echo \'{"a": {"b": 1}}\' >/logs/verifier/reward.json', RewardInvalidError, "a: "),
+        ("echo '{\"a\": true}' >/logs/verifier/reward.json", RewardInvalidError, "a: "),
+        (f"{TEST}no-such-program", TestsNeverRanError, "a program is missing"),
+        (f"no-such-program\n{TEST}", TestsNeverRanError, "did not find 'no-such-program'"),
+        (f"# /logs/verifier/ctrf.json\n{TEST}", TestsNeverRanError, "left no ctrf.json"),
+        (f"echo '{{}}' >/logs/verifier/ctrf.json\n{TEST}", TestsNeverRanError, "names no test"),
+        (f"{TEST}sleep 100", VerifierTimeoutError, "within 2 s"),
+    ],
+)
+async def test_a_verifier_that_fails_gives_no_reward(
+    script: str,
+    error: type[EnvironmentFailedError],
+    said: str,
+    tasks: Path,
+    sandboxes: SandboxSource,
+) -> None:
+    if error is VerifierTimeoutError:
+        toml = tasks / "word-count/task.toml"
+        toml.write_text(toml.read_text().replace("timeout_sec = 60", "timeout_sec = 2"))
+    (tasks / "word-count/tests/test.sh").write_text(f"#!/bin/bash\n{script}\n")
+    with pytest.raises(error, match=said):
+        await act(task("word-count", tasks), sandboxes, "true")
+
+
+async def test_the_task_s_variables_and_folders(tasks: Path, sandboxes: SandboxSource) -> None:
+    toml = tasks / "word-count/task.toml"
+    text = toml.read_text().replace(
+        "timeout_sec = 60\n", 'timeout_sec = 60\n\n[verifier.env]\nONLY = "tests"\n'
+    )
+    toml.write_text(text)
+    (tasks / "word-count/tests/test.sh").write_text(
+        "#!/bin/bash\n"
+        '[ "$PWD:$GREETING:$ONLY:$(cat count.txt)" = /app:hello:tests:/app:hello:: ] && r=1 || r=0\n'
+        'echo "{\\"a\\": $r, \\"b\\": 0}" >/logs/verifier/reward.json\n'
+    )
+    trial = await act(
+        task("word-count", tasks), sandboxes, 'echo "$PWD:$GREETING:$ONLY:" >count.txt; ls /tests'
+    )
+    assert trial.score == dataclasses.replace(trial.score, reward=0.5, parts={"a": 1.0, "b": 0.0})
+
+
+async def test_what_the_agent_removed_is_not_there_for_the_verifier(
+    tasks: Path, sandboxes: SandboxSource
+) -> None:
+    (tasks / "word-count/tests/test.sh").write_text(
+        "#!/bin/bash\n[ -e texts/b.txt ] && [ ! -e texts/a.txt ] && r=1 || r=0\necho $r >/logs/verifier/reward.txt\n"
+    )
+    assert (await act(task("word-count", tasks), sandboxes, "rm texts/a.txt")).score.reward == 1.0
+
+
+async def test_the_agent_has_the_tools_of_a_server(tasks: Path, sandboxes: SandboxSource) -> None:
+    arguments = json.dumps(["-c", SERVER.read_text()])
+    server = f'name = "notes"\ntransport = "stdio"\ncommand = "python3"\nargs = {arguments}\n'
+    toml = tasks / "word-count/task.toml"
+    toml.write_text(toml.read_text() + f"\n[[environment.mcp_servers]]\n{server}")
+
+    def write(messages: Sequence[Message]) -> PolicyTurn:
+        return turn("", call("write", path="/app/count.txt", content=messages[-1].content))
+
+    policy = ScriptedPolicy([turn("", call("notes__add", a=2, b=3)), write, "Done."])
+    trial = await play(task("word-count", tasks), {}, policy, sandboxes)
+    assert trial.score.reward == 1.0, policy.messages
+
+
+async def test_a_sandbox_that_is_not_healthy_is_a_failure(tasks: Path, sandboxes: SandboxSource) -> None:
+    toml = tasks / "word-count/task.toml"
+    check = 'command = "test -s /app/texts/a.txt"'
+    broken = 'command = "echo not yet; false"\nretries = 2\ninterval_sec = 0'
+    toml.write_text(toml.read_text().replace(check, broken))
+    with pytest.raises(HealthcheckFailedError, match=r"failed 2 times: .* not yet"):
+        await act(task("word-count", tasks), sandboxes, "true")
+
+
+async def test_a_separate_verifier_sees_the_artifacts_alone(tasks: Path, sandboxes: SandboxSource) -> None:
+    toml = tasks / "word-count/task.toml"
+    text = toml.read_text().replace("[verifier]", '[verifier]\nenvironment_mode = "separate"', 1)
+    text = text.replace(
+        "[environment]", '[[verifier.collect]]\ncommand = "cp count.txt /logs/artifacts/"\n\n[environment]'
+    )
+    toml.write_text(f'artifacts = ["/app/kept"]\n{text}')
+    (tasks / "word-count/tests/test.sh").write_text(
+        "#!/bin/bash\n[ ! -e /app/count.txt ] && [ -s /logs/artifacts/count.txt ] && [ -e /app/kept/x ] && r=1 || r=0\n"
+        "echo $r >/logs/verifier/reward.txt\n"
+    )
+    trial = await act(task("word-count", tasks), sandboxes, "mkdir kept; echo 5 | tee count.txt >kept/x")
+    assert trial.score.reward == 1.0
+
+
+async def test_a_shared_verifier_in_the_agents_own_sandbox(sandboxes: SandboxSource) -> None:
+    shared = task("counter-service", shared_verifier="same")
+    assert shared.spec.evaluate_in == "same"
+    assert (await solve(shared, sandboxes)).score.reward == 1.0
+    assert (
+        await act(shared, sandboxes, ATTACKS["leaves a daemon that rewrites the reward"])
+    ).score.reward == 0.0

@@ -1,0 +1,204 @@
+"""Folders of Harbor's tasks as environments: found, described, and refused where this service cannot do them."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rollout_service.environments.harbor.collection import load_harbor
+from rollout_service.environments.registry import EnvironmentRegistry, load_path
+from rollout_service.errors import ConfigurationError, InvalidFieldError
+from rollout_service.settings.harbor import HarborSettings
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "harbor"
+TOML = '[environment]\ndocker_image = "base"\n'
+MCP = TOML + '[[environment.mcp_servers]]\nname = "x"\n'
+
+
+def make(folder: Path, toml: str = TOML, *, steps: tuple[str, ...] = ()) -> Path:
+    (folder / "tests").mkdir(parents=True)
+    (folder / "task.toml").write_text(toml)
+    (folder / "instruction.md").write_text("Do it.")
+    (folder / "tests/test.sh").write_text("#!/bin/bash\n")
+    for step in steps:
+        (folder / "steps" / step).mkdir(parents=True)
+        (folder / "steps" / step / "instruction.md").write_text(f"Do {step}.")
+    return folder
+
+
+def spec(folder: Path, **settings):
+    return load_harbor(folder, HarborSettings(**settings)).for_instance({"task": folder.name}).spec
+
+
+def test_a_folder_of_tasks_is_an_environment_and_harbor_has_them_all(tmp_path):
+    make(tmp_path / "set/one")
+    make(tmp_path / "set/group/two")
+    make(tmp_path / "single")
+    registry = EnvironmentRegistry.load([tmp_path / "set", tmp_path / "single"], plugins=[])
+    assert registry.problems == {}
+    assert [one.spec.name for one in registry.list()] == ["harbor", "set", "single"]
+    assert registry.get("set").dataset() == [{"task": "group/two"}, {"task": "one"}]
+    assert registry.get("harbor").dataset() == [{"task": "group/two"}, {"task": "one"}, {"task": "single"}]
+    assert registry.get("single").for_instance({"task": "single"}).spec.name == "single"
+
+
+def test_tasks_of_the_same_name_are_told_apart_by_their_folder(tmp_path):
+    make(tmp_path / "a/x")
+    make(tmp_path / "b/x")
+    registry = EnvironmentRegistry.load([tmp_path / "a", tmp_path / "b"], plugins=[])
+    assert registry.get("harbor").dataset() == [{"task": "a/x"}, {"task": "b/x"}]
+
+
+@pytest.mark.parametrize("task", ["../secret", "/etc", "{folder}", "", None, 5, ["one"]])
+def test_an_instance_names_a_loaded_task_and_no_other_path(tmp_path, task):
+    make(tmp_path / "set/one")
+    make(tmp_path / "secret")
+    environment = load_path(tmp_path / "set")
+    named = str(tmp_path / "secret") if task == "{folder}" else task
+    with pytest.raises(InvalidFieldError, match=r"^instance\.task: ") as caught:
+        environment.check({"task": named})
+    assert caught.value.fields[0].path == "instance.task"
+
+
+def test_the_nearest_name_is_suggested(tmp_path):
+    make(tmp_path / "set/word-count")
+    with pytest.raises(InvalidFieldError, match="did you mean word-count"):
+        load_path(tmp_path / "set").check({"task": "word-cuont"})
+
+
+def test_a_task_that_cannot_be_used_does_not_hide_the_others(tmp_path):
+    make(tmp_path / "set/good")
+    make(tmp_path / "set/bad", TOML + "gpus = 1\n")
+    environment = load_path(tmp_path / "set")
+    assert environment.dataset() == [{"task": "good"}]
+    assert "environment.gpus: sandboxes have no GPU" in environment.findings()[0]
+    with pytest.raises(InvalidFieldError, match=r"cannot be used: .*environment\.gpus"):
+        environment.check({"task": "bad"})
+
+
+def test_settings_of_a_task_become_those_of_its_sandboxes(tmp_path):
+    toml = (
+        '[agent]\ntimeout_sec = 70\nnetwork_mode = "allowlist"\nallowed_hosts = ["pypi.org"]\n'
+        '[verifier]\ntimeout_sec = 30\n[environment]\ndocker_image = "base"\nnetwork_mode = "no-network"\n'
+        'cpus = 0.5\nmemory_mb = 64\nstorage_mb = 32\nworkdir = "/app"\nenv = {A = "${HOST_A:-b}"}\n'
+    )
+    found = spec(make(tmp_path / "t", toml))
+    assert (found.image, found.workdir, found.evaluate_in) == ("base", "/app", "fresh")
+    sandbox = found.sandbox
+    assert (sandbox.memory, sandbox.disk, sandbox.cpus, sandbox.env) == ("64M", "32M", 0.5, {"A": "b"})
+    assert (sandbox.network, found.for_grader().sandbox.network) == (("pypi.org",), "none")
+    limits = found.limits
+    assert (limits.agent_seconds, limits.rollout_seconds, limits.evaluate_seconds) == (70, 190, 150)
+    assert found.artifacts == [".", "/app", "/data", "/home", "/srv", "/logs/artifacts"]
+
+
+def test_a_public_network_is_what_the_operator_says(tmp_path):
+    folder = make(tmp_path / "t", TOML + 'network_mode = "public"\n')
+    assert spec(folder).sandbox.network == "none"
+    assert spec(folder, public_network=["pypi.org"]).sandbox.network == ("pypi.org",)
+
+
+def test_a_separate_verifier_gets_its_artifacts_alone(tmp_path):
+    toml = (
+        'artifacts = ["/app/out", {source = "/data/x"}]\n[verifier]\nenvironment_mode = "separate"\n' + TOML
+    )
+    found = spec(make(tmp_path / "t", toml), shared_verifier="same")
+    assert (found.evaluate_in, found.artifacts) == ("fresh", ["/app/out", "/data/x", "/logs/artifacts"])
+
+
+def test_servers_of_a_task_become_those_of_its_agent(tmp_path):
+    toml = MCP + 'transport = "stdio"\ncommand = "python3"\nargs = ["-m", "notes"]\n'
+    (server,) = spec(make(tmp_path / "t", toml)).mcp
+    assert (server.name, server.command) == ("x", ["python3", "-m", "notes"])
+    steps = make(tmp_path / "s", toml + '[[steps]]\nname = "a"\n[[steps]]\nname = "b"\n', steps=("a", "b"))
+    with pytest.raises(ConfigurationError, match="several steps cannot have servers"):
+        load_path(steps)
+
+
+def test_steps_have_limits_of_their_own(tmp_path):
+    toml = '[agent]\ntimeout_sec = 50\n[[steps]]\nname = "a"\n[steps.agent]\ntimeout_sec = 9\n[[steps]]\nname = "b"\n'
+    folder = make(tmp_path / "t", toml + TOML, steps=("a", "b"))
+    task = load_harbor(folder, HarborSettings()).tasks["t"].task
+    assert [(step.agent.timeout_sec, step.instruction) for step in task.steps] == [
+        (9, "Do a."),
+        (50, "Do b."),
+    ]
+    assert spec(folder).limits.agent_seconds == 50
+
+
+@pytest.mark.parametrize(
+    ("toml", "said"),
+    [
+        (MCP + 'url = "http://x.org/sse"\n', "environment.mcp_servers.0: the transport sse"),
+        (
+            MCP + 'transport = "stdio"\nurl = "http://x.org"\n',
+            "environment.mcp_servers.0: a server has `command`",
+        ),
+        (
+            MCP + 'transport = "streamable-http"\nurl = "x"\n',
+            "environment.mcp_servers.0.url: String should match",
+        ),
+        (MCP + 'transport = "streamable-http"\nurl = "http://x.org"\n', "'x' cannot be reached"),
+        (TOML + 'os = "windows"\n', "environment.os"),
+        (TOML + 'env = {A = "${NOBODY_SETS_THIS}"}\n', "environment.env.A: the variable NOBODY_SETS_THIS"),
+        (TOML + 'network_mode = "allowlist"\nallowed_hosts = ["http://x"]\n', "environment.allowed_hosts: "),
+        ('artifacts = [{source = "/x", service = "db"}]\n' + TOML, "artifacts.0.service"),
+        ('artifacts = ["/usr/bin"]\n' + TOML, "would copy the agent's programs"),
+        ('artifacts = ["x/../y"]\n' + TOML, "is not an absolute path"),
+        ('[verifier]\ncollect = [{command = "x", service = "db"}]\n' + TOML, "verifier.collect.0.service"),
+        ("", "neither environment/Dockerfile nor environment.docker_image"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_its_path(tmp_path, toml, said):
+    with pytest.raises(ConfigurationError) as caught:
+        load_path(make(tmp_path / "t", toml))
+    assert said in str(caught.value)
+
+
+def test_a_task_without_tests_or_with_services_is_refused(tmp_path):
+    folder = make(tmp_path / "t")
+    (folder / "tests/test.sh").unlink()
+    (folder / "environment").mkdir()
+    (folder / "environment/docker-compose.yaml").touch()
+    with pytest.raises(ConfigurationError) as caught:
+        load_path(folder)
+    assert "tests/test.sh is missing" in str(caught.value)
+    assert "environment/docker-compose.yaml" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tests/key", "solution", "environment"])
+def test_a_link_out_of_the_tasks_folder_is_refused(tmp_path, name):
+    folder, outside = make(tmp_path / "t"), tmp_path / "outside"
+    outside.mkdir()
+    (folder / name).symlink_to(outside)
+    with pytest.raises(ConfigurationError, match="leads out of the task's folder"):
+        load_path(folder)
+    (folder / name).unlink()
+    (folder / "tests/again").symlink_to("test.sh")
+    load_path(folder)
+
+
+def test_the_name_of_an_image_changes_with_its_files(tmp_path):
+    folder = Path(shutil.copytree(EXAMPLES / "word-count", tmp_path / "word-count"))
+
+    def image() -> str:
+        (name,) = load_harbor(folder, HarborSettings()).dockerfiles()
+        return name
+
+    names = [image()]
+    assert names[0] == image()
+    (folder / "environment/texts/a.txt").write_text("other")
+    names.append(image())
+    (folder / "environment/texts/a.txt").chmod(0o755)
+    names.append(image())
+    (folder / "instruction.md").write_text("other")
+    assert image() == names[-1]
+    assert len(set(names)) == 3
+    assert all(len(name) <= 64 and name.startswith("harbor-word-count-") for name in names)
+
+
+def test_the_examples_are_whole():
+    environment = load_path(EXAMPLES)
+    assert environment.findings() == environment.warnings() == []
+    assert [one["task"] for one in environment.dataset()] == ["counter-service", "ledger", "word-count"]
+    assert all(environment.for_instance(one).has_solution for one in environment.dataset())
