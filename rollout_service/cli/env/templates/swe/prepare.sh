@@ -1,0 +1,3 @@
+# Puts the repository into the working folder, without the history that has the repair.
+set -e
+cp -r "$ROLLOUT_ENVIRONMENT/repo/." .

@@ -1,0 +1,171 @@
+"""`swe`: repair a repository; right when its hidden tests pass in a fresh sandbox.
+
+Guarantees:
+- The agent's sandbox has no test of the evaluation, no reference repair, and no history after the task's commit.
+- Only a patch leaves the agent's sandbox. Tests and what configures their runner are left out of it.
+- Before the first patch of a task is judged, its tests prove on the repository as it was that they can be run. So a
+  run without results is the patch's doing, and a task that cannot be judged fails; neither is the other.
+- A report that does not show the failure of the canary (see `scripts`) gives no reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from api_schemas.errors import FieldError
+from api_schemas.rollouts import StopReason
+from rollout_service.environments.agent_environment import AgentEnvironment
+from rollout_service.environments.dataset_files import read_instances
+from rollout_service.environments.declarative.declaration import FILE_NAME
+from rollout_service.environments.swe.declaration import SweDeclaration, read_swe
+from rollout_service.environments.swe.evaluation import SweEvaluation
+from rollout_service.environments.swe.repository import StartState, apply_patch, make_ready, read_changes
+from rollout_service.environments.swe.tasks import SweTask, read_task
+from rollout_service.episodes import Episode, Score
+from rollout_service.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
+from rollout_service.templates import PromptTemplate
+from sandboxes.errors import LimitExceededError, SandboxClosedError
+
+ANY_IMAGE = "an image that each task names"
+PATCH = "swe.patch"
+START = "swe.start"
+SOLVED = "swe.solved"
+
+
+class SweEnvironment(AgentEnvironment):
+    """A set of tasks; `for_instance` returns the environment of one."""
+
+    has_solution = True
+
+    def __init__(self, declaration: SweDeclaration, dataset: Sequence[dict[str, JsonValue]] = ()) -> None:
+        """Take the settings, and the instances that ship with them.
+
+        Raises:
+            ConfigurationError: The settings contradict themselves.
+        """
+        super().__init__(declaration.spec().model_copy(update={"image": ANY_IMAGE}))
+        self.spec = declaration.spec()
+        self._declaration = declaration
+        self._dataset = dataset
+        self._image = (
+            PromptTemplate(declaration.image, where=f"the image of {declaration.name!r}")
+            if declaration.image
+            else None
+        )
+        self._proven: set[str] = set()
+
+    def check(self, instance: dict[str, JsonValue]) -> None:
+        read_task(instance, self._declaration.family)
+        self._image_of(instance)
+        super().check(instance)
+
+    def for_instance(self, instance: dict[str, JsonValue]) -> SweTaskEnvironment:
+        task = read_task(instance, self._declaration.family)
+        return SweTaskEnvironment(
+            self._declaration, task, self._image_of(instance) or task.image, self._proven
+        )
+
+    def _image_of(self, instance: dict[str, JsonValue]) -> str:
+        """Return the image that the settings name for a task; "" if they leave it to the instance."""
+        if self._image is None:
+            return ""
+        image = self._image.render(instance)
+        if ".." in image.split("/"):
+            message = f"makes the image {image!r}, which leads out of its folder"
+            raise InvalidFieldError([FieldError(path="instance", message=message)])
+        return image
+
+    async def run(self, episode: Episode) -> StopReason:  # noqa: ARG002 - it always refuses
+        """Refuse: a rollout has the environment of its task."""
+        raise EnvironmentFailedError(f"{self.spec.name!r} runs one task at a time; see `for_instance`")
+
+    async def evaluate(self, episode: Episode) -> Score:  # noqa: ARG002 - it always refuses
+        """Refuse: a rollout has the environment of its task."""
+        raise EnvironmentFailedError(f"{self.spec.name!r} scores one task at a time; see `for_instance`")
+
+    def dataset(self) -> list[dict[str, JsonValue]]:
+        return [dict(instance) for instance in self._dataset]
+
+
+class SweTaskEnvironment(AgentEnvironment):
+    """One task."""
+
+    has_solution = True
+
+    def __init__(self, declaration: SweDeclaration, task: SweTask, image: str, proven: set[str]) -> None:
+        """Take `proven`, the tasks whose tests are known to run; it grows."""
+        super().__init__(declaration.spec().model_copy(update={"image": image}))
+        self._task = task
+        self._proven = proven
+
+    async def init(self, episode: Episode) -> None:
+        episode.state[START] = await make_ready(episode.require_sandbox(), self._task)
+
+    async def run(self, episode: Episode) -> StopReason:
+        reason = await super().run(episode)
+        await self._collect(episode)
+        return reason
+
+    async def solve(self, episode: Episode) -> StopReason:
+        """Apply the reference repair, in place of an agent; the evaluation then checks the task too."""
+        if not self._task.gold:
+            raise EnvironmentFailedError(f"the instance {self._task.instance_id} has no reference repair")
+        sandbox, reverse = episode.require_sandbox(), self._task.reverse_gold
+        if why := await apply_patch(sandbox, self._task, self._task.gold, reverse=reverse):
+            raise EnvironmentFailedError(
+                f"the reference repair of {self._task.instance_id} does not apply: {why}"
+            )
+        await self._collect(episode)
+        episode.state[SOLVED] = True
+        return StopReason.FINISHED
+
+    async def _collect(self, episode: Episode) -> None:
+        """Keep what was changed as a patch; a sandbox that the agent ended leaves none."""
+        start: StartState = episode.state[START]
+        sandbox = episode.require_sandbox()
+        try:
+            await sandbox.end_processes()
+            patch, note = await read_changes(sandbox, self._task, start)
+        except (SandboxClosedError, LimitExceededError) as error:
+            patch, note = b"", f"the agent's sandbox ended, and its changes with it: {error}"
+        episode.state[PATCH] = patch
+        if note:
+            episode.notes.append(note)
+
+    async def evaluate(self, episode: Episode) -> Score:
+        evaluation = SweEvaluation(self._task, episode.require_sandbox(), episode.limits.evaluate_seconds)
+        key = f"{self.spec.image} {self._task.instance_id} {hash(self._task.script)}"
+        outcome = await evaluation.run(
+            episode.state.get(PATCH, b""),
+            is_proven=key in self._proven,
+            checks_task=episode.state.get(SOLVED, False),
+        )
+        if outcome.is_proven:
+            self._proven.add(key)
+        episode.notes += outcome.notes
+        return outcome.score
+
+
+def load_swe(folder: Path) -> SweEnvironment:
+    """Load the environment in a folder whose `environment.toml` has `kind = "swe"`.
+
+    Raises:
+        ConfigurationError: The environment is not valid; the message says why.
+    """
+    path = folder / FILE_NAME
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}") from error
+    declaration = read_swe(text, where=str(path))
+    files = declaration.dataset.files(folder) if declaration.dataset else []
+    rows = [row for file, split in files for row in read_instances(file, split)]
+    return SweEnvironment(declaration, rows)
+
+
+def environment() -> SweEnvironment:
+    """Return the environment `swe`, with the default settings."""
+    return SweEnvironment(SweDeclaration())

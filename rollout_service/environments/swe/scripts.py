@@ -1,0 +1,171 @@
+"""Scripts of bash that run a task's tests, in the form of swebench's own, and the canary in them.
+
+A canary is a test that must fail, in a file with a random name that no patch can know. A run whose report does not say
+that it failed is no evidence, whatever it says of the other tests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from rollout_service.environments.swe.patches import split_patch
+
+START = ">>>>> Start Test Output"
+END = ">>>>> End Test Output"
+EXIT_CODE = ">>>>> Test Exit Code"
+
+_PYTEST = re.compile(r"(?:^|[\s/])(?:pytest|py\.test|tox|bin/test)(?=\s|$)")
+_DJANGO = re.compile(r"(?:^|[\s/])runtests\.py(?=\s|$)")
+_FOLDER_OF_R2E = re.compile(r"(?:^|[\s/])run_tests\.sh(?=\s|$)")
+_END_OF_COMMAND = re.compile(r"\s(?:[|;>]|&&|2>)")
+
+ACTIVATE = """\
+if [ -f /opt/miniconda3/bin/activate ]; then
+    set +u; source /opt/miniconda3/bin/activate; conda activate testbed; set -u
+elif [ -f {folder}/.venv/bin/activate ]; then
+    set +u; source {folder}/.venv/bin/activate; set -u
+fi
+cd {folder}
+git config --global --add safe.directory {folder}"""
+
+
+def make_script(
+    folder: str,
+    command: str,
+    files: Sequence[str],
+    *,
+    base: str = "",
+    test_patch: str = "",
+    restore: bool = False,
+) -> str:
+    """Return a script that puts the tests in place, runs them, and takes them away again.
+
+    Args:
+        folder: the repository.
+        command: what runs tests; `files` are added to it.
+        files: the files of tests.
+        base: the commit whose tests `test_patch` changes.
+        test_patch: the changes of the tests.
+        restore: whether the tests are those of the repository's last commit that has them.
+    """
+    place = shlex.quote(folder)
+    lines = ["#!/bin/bash", "set -uxo pipefail", ACTIVATE.format(folder=place)]
+    changed = [_one_path(change.paths) for change in split_patch(test_patch.encode()) if not change.adds]
+    back = f"git checkout {base} {shlex.join(changed)}" if changed else ""
+    if test_patch:
+        word = f"EOF_{hashlib.sha256(test_patch.encode()).hexdigest()[:16]}"
+        lines += [back, f"git apply -v - <<'{word}'", test_patch.removesuffix("\n"), word]
+    if restore:
+        named = [shlex.quote(file) for file in files]
+        lines += [f"git checkout HEAD -- {file} || git checkout HEAD~1 -- {file}" for file in named]
+    lines += [f": '{START}'", f"{command} {shlex.join(files)}".rstrip(), f": '{END}'", back]
+    return "\n".join(line for line in lines if line) + "\n"
+
+
+def _one_path(paths: frozenset[str]) -> str:
+    return min(paths)
+
+
+@dataclass(frozen=True, slots=True)
+class PlantedScript:
+    """A script with a canary among its tests."""
+
+    text: str
+    control: str
+    """The same script with the canary alone, which tells whether tests can be run here at all."""
+    canary: str
+    """A part of the canary's id that is in no other; "" if none could be planted."""
+
+    def status(self, statuses: Mapping[str, str]) -> str | None:
+        """Return the status of the canary among those of all tests; None if it was not reported."""
+        found = (status for name, status in statuses.items() if self.canary and self.canary in name)
+        return next(found, None)
+
+
+def plant_canary(script: str, tests: Collection[str], folder: str) -> PlantedScript:
+    """Add a canary to the tests that a script runs, and have it print their exit code.
+
+    Args:
+        script: a script in swebench's form.
+        tests: the files of tests, which the control leaves out.
+        folder: the repository.
+    """
+    lines = script.rstrip("\n").split("\n")
+    start = next((number for number, line in enumerate(lines) if START in line), None)
+    end = next((number for number, line in enumerate(lines) if END in line), None)
+    if start is None or end is None:
+        return PlantedScript(script, script, "")
+    token = secrets.token_hex(6)
+    command = next((n for n in range(end - 1, start, -1) if _runner(lines[n])), None)
+    if command is None:
+        text = "\n".join([*lines[:end], *_with_exit_code(lines[end]), *lines[end + 1 :]]) + "\n"
+        return PlantedScript(text, text, "")
+    planting, argument = _canary(lines[command], tests, folder, token)
+
+    def with_command(line: str) -> str:
+        body = [*lines[:start], planting, *lines[start:command], line, *lines[command + 1 : end]]
+        return "\n".join([*body, *_with_exit_code(lines[end]), *lines[end + 1 :]]) + "\n"
+
+    alone = _without(lines[command], tests)
+    return PlantedScript(
+        with_command(_append(lines[command], argument)), with_command(_append(alone, argument)), token
+    )
+
+
+def _runner(line: str) -> bool:
+    return any(kind.search(line) for kind in (_PYTEST, _DJANGO, _FOLDER_OF_R2E))
+
+
+def _with_exit_code(marker: str) -> list[str]:
+    return ["SWEBENCH_TEST_EXIT_CODE=$?", marker, f'echo "{EXIT_CODE}: $SWEBENCH_TEST_EXIT_CODE"']
+
+
+def _canary(line: str, tests: Collection[str], folder: str, token: str) -> tuple[str, str]:
+    """Return a line that writes a canary, and the argument that makes the command run it."""
+    one, other = secrets.randbelow(10**6), secrets.randbelow(10**6) + 10**6
+    if _DJANGO.search(line):
+        module = f"{folder}/tests/case_{token}"
+        text = (
+            "from django.test import SimpleTestCase\n\n\nclass Tests(SimpleTestCase):\n"
+            f"    def test_{token}(self):\n        self.assertEqual({one}, {other})\n"
+        )
+        files = {f"{module}/__init__.py": "", f"{module}/tests.py": text}
+        return _writing(files), f"case_{token}"
+    text = f"def test_{token}():\n    assert {one} == {other}\n"
+    if _FOLDER_OF_R2E.search(line):
+        return _writing({f"{folder}/r2e_tests/test_{token}.py": text}), ""
+    near = next((path for path in sorted(tests) if PurePosixPath(path).name.startswith("test")), "")
+    path = str(PurePosixPath(near).parent / f"test_{token}.py")
+    return _writing({f"{folder}/{path}": text}), shlex.quote(path)
+
+
+def _writing(files: dict[str, str]) -> str:
+    commands = []
+    for path, text in files.items():
+        commands.append(f"mkdir -p {shlex.quote(str(PurePosixPath(path).parent))}")
+        commands.append(f"printf %s {shlex.quote(text)} >{shlex.quote(path)}")
+    return " && ".join(commands)
+
+
+def _append(line: str, argument: str) -> str:
+    """Add an argument to the command that runs tests, before what its output goes to."""
+    runner = next(found for kind in (_PYTEST, _DJANGO, _FOLDER_OF_R2E) if (found := kind.search(line)))
+    cut = _END_OF_COMMAND.search(line, runner.end())
+    at = cut.start() if cut else len(line)
+    return f"{line[:at]} {argument}{line[at:]}" if argument else line
+
+
+def _without(line: str, tests: Collection[str]) -> str:
+    """Return the command without the tests that it names."""
+    words = line.split(" ")
+    if _DJANGO.search(line):
+        while len(words) > 1 and re.fullmatch(r"[A-Za-z_][\w.]*", words[-1]):
+            words.pop()
+        return " ".join(words)
+    return " ".join(word for word in words if word.split("::")[0].strip("'\"") not in tests)

@@ -1,0 +1,325 @@
+"""One task of SWE-bench's family, whatever set its instance is from.
+
+The sets differ in the names of fields and images, in what is the reference repair, and in how tests are run.
+`read_task` knows SWE-bench (also Verified, Lite and Multilingual), SWE-Gym, SWE-smith, SWE-rebench and R2E-Gym, and
+instances that bring a `test_cmd` and a `log_parser`.
+
+Guarantees: an instance that lacks what the evaluation needs is rejected with the paths of its fields; nothing is run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import PurePosixPath
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+
+from api_schemas.errors import FieldError
+from rollout_service.environments.swe.patches import changed_paths, split_patch
+from rollout_service.environments.swe.scripts import make_script
+from rollout_service.errors import InvalidFieldError
+
+_TEST_MODULE = re.compile(r"^tests?[_.]|[_.](tests?|spec)\.\w+$")
+_PATH = re.compile(r"^[/.~]|\.(?:sif|img)$|:/(?!/)|^\w+-(?:archive|layout):|^(?:oci|file):")
+COMMIT = r"^[0-9a-f]{7,64}$"
+
+
+class SweFamily(StrEnum):
+    """A set of instances that share their conventions."""
+
+    SWE_BENCH = "swe-bench"
+    SWE_GYM = "swe-gym"
+    SWE_SMITH = "swe-smith"
+    SWE_REBENCH = "swe-rebench"
+    R2E_GYM = "r2e-gym"
+
+
+@dataclass(frozen=True, slots=True)
+class SweTask:
+    """What a rollout and its evaluation need to know."""
+
+    instance_id: str
+    family: SweFamily
+    repo: str
+    version: str
+    image: str
+    """The reference of the image that the set publishes."""
+    folder: str
+    """Where the repository is in the image."""
+    base_commit: str
+    """The commit before the repair; "" means that of the image."""
+    branch: str
+    """The branch or commit to start from where the image has others too; "" means that of the image."""
+    bug: bytes
+    """A patch that makes the bug, for images without it and without its branch."""
+    gold: bytes
+    """The reference repair; empty if the instance has none."""
+    reverse_gold: bool
+    """Whether the repair is made by undoing the patch."""
+    tests: frozenset[str]
+    """The files of tests, which the evaluation puts in place itself."""
+    hidden: tuple[str, ...]
+    """Paths that the agent must not see."""
+    script: str
+    """The script of bash that puts the tests in place and runs them."""
+    log_parser: str
+    eval_type: str
+    fail_to_pass: tuple[str, ...]
+    pass_to_pass: tuple[str, ...]
+    expected: Mapping[str, str] | None
+    """The status of each test, where all of them are compared; None otherwise."""
+
+
+def _from_json(value: Any) -> Any:
+    """Return a value that some sets write as JSON in a string."""
+    if isinstance(value, str) and value[:1] in ("[", "{"):
+        return json.loads(value)
+    return [] if value == "" else value
+
+
+def _text(value: Any) -> Any:
+    return "" if value is None else value
+
+
+Text = Annotated[str, BeforeValidator(_text)]
+Tests = Annotated[tuple[str, ...], BeforeValidator(_from_json)]
+
+
+class _Install(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    test_cmd: str | list[str] = ""
+    log_parser: Text = ""
+
+
+class _SweInstance(BaseModel):
+    """The fields that are used; the prompt may use others."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    instance_id: str = Field("", max_length=256)
+    repo: Text = ""
+    repo_name: Text = ""
+    version: Text = ""
+    base_commit: Annotated[str, BeforeValidator(_text), Field(pattern=rf"{COMMIT}|^$")] = ""
+    commit_hash: Text = ""
+    problem_statement: str
+    patch: Text = ""
+    test_patch: Text = ""
+    FAIL_TO_PASS: Tests = ()
+    PASS_TO_PASS: Tests = ()
+    image: Text = ""
+    docker_image: Text = ""
+    image_name: Text = ""
+    eval_script: Text = ""
+    test_cmd: Text = ""
+    log_parser: Text = ""
+    eval_type: str = "pass_and_fail"
+    install_config: Annotated[_Install | None, BeforeValidator(_from_json)] = None
+    expected_output_json: Annotated[dict[str, str] | None, BeforeValidator(_from_json)] = None
+    repo_folder: str = Field("/testbed", pattern=r"^/[\w./-]+$")
+    family: SweFamily | None = None
+
+
+def read_task(instance: dict[str, JsonValue], family: SweFamily | None = None) -> SweTask:
+    """Read an instance; `family`, if given, is its set, which is otherwise told from its fields.
+
+    Raises:
+        InvalidFieldError: A field is wrong, or the evaluation lacks one.
+    """
+    try:
+        read = _SweInstance.model_validate(instance)
+    except ValidationError as error:
+        fields = [
+            FieldError(path=".".join(["instance", *map(str, item["loc"])]), message=item["msg"])
+            for item in error.errors(include_url=False, include_input=False)
+        ]
+        raise InvalidFieldError(fields) from error
+    _require_plain_image(read)
+    return _READERS[family or read.family or _family_of(read)](read)
+
+
+def _family_of(read: _SweInstance) -> SweFamily:
+    if read.expected_output_json is not None:
+        return SweFamily.R2E_GYM
+    if read.install_config is not None:
+        return SweFamily.SWE_REBENCH
+    if "swesmith" in read.image_name or read.repo.startswith("swesmith/"):
+        return SweFamily.SWE_SMITH
+    return SweFamily.SWE_BENCH
+
+
+def _require_plain_image(read: _SweInstance) -> None:
+    """Reject a path: an instance names images, never files of the host."""
+    for name in ("image", "docker_image", "image_name"):
+        value: str = getattr(read, name)
+        if _PATH.search(value):
+            message = f"{value!r} is a path; name an image of this machine or a reference"
+            raise InvalidFieldError([FieldError(path=f"instance.{name}", message=message)])
+
+
+def _reference(name: str) -> str:
+    """Return an image's name as a reference of a registry, unless it names a local image."""
+    return f"docker://{name}" if "/" in name and "://" not in name else name
+
+
+def _swe_bench(read: _SweInstance, family: SweFamily = SweFamily.SWE_BENCH, names: str = "") -> SweTask:
+    published = names or "swebench/sweb.eval.x86_64.{}:latest"
+    separator = "_s_" if family is SweFamily.SWE_GYM else "_1776_"
+    default = published.format(read.instance_id.replace("__", separator).lower())
+    command, parser = read.test_cmd, read.log_parser
+    if read.install_config is not None:
+        words = read.install_config.test_cmd
+        command = command or (words if isinstance(words, str) else " && ".join(words))
+        parser = parser or read.install_config.log_parser
+    tests = _tests_of(read.test_patch)
+    _require(read, {"instance_id": read.instance_id, "FAIL_TO_PASS": read.FAIL_TO_PASS, "log_parser": parser})
+    if not read.eval_script:
+        _require(
+            read, {"eval_script": command, "base_commit": read.base_commit, "test_patch": read.test_patch}
+        )
+    script = read.eval_script or make_script(
+        read.repo_folder,
+        command,
+        _runnable(read.test_patch),
+        base=read.base_commit,
+        test_patch=read.test_patch,
+    )
+    return SweTask(
+        instance_id=read.instance_id,
+        family=family,
+        repo=read.repo,
+        version=read.version,
+        image=_reference(read.image or read.docker_image or read.image_name or default),
+        folder=read.repo_folder,
+        base_commit=read.base_commit,
+        branch="",
+        bug=b"",
+        gold=read.patch.encode(errors="surrogateescape"),
+        reverse_gold=False,
+        tests=tests,
+        hidden=(),
+        script=script,
+        log_parser=parser,
+        eval_type=read.eval_type,
+        fail_to_pass=read.FAIL_TO_PASS,
+        pass_to_pass=read.PASS_TO_PASS,
+        expected=None,
+    )
+
+
+def _swe_gym(read: _SweInstance) -> SweTask:
+    return _swe_bench(read, SweFamily.SWE_GYM, "xingyaoww/sweb.eval.x86_64.{}:latest")
+
+
+def _swe_rebench(read: _SweInstance) -> SweTask:
+    return _swe_bench(read, SweFamily.SWE_REBENCH, "swerebench/sweb.eval.x86_64.{}:latest")
+
+
+def _swe_smith(read: _SweInstance) -> SweTask:
+    """Read an instance whose patch is the bug. Its tests are those of the commit before the instance's branch."""
+    owner, _, rest = read.repo.removeprefix("swesmith/").partition("__")
+    name, _, commit = rest.rpartition(".")
+    named = read.FAIL_TO_PASS + read.PASS_TO_PASS
+    files = frozenset(test.split("::")[0] for test in named if "::" in test)
+    _require(read, {"instance_id": read.instance_id, "FAIL_TO_PASS": read.FAIL_TO_PASS, "patch": read.patch})
+    command = read.test_cmd or "python -m pytest --disable-warnings --color=no --tb=no -rA"
+    return SweTask(
+        instance_id=read.instance_id,
+        family=SweFamily.SWE_SMITH,
+        repo=read.repo,
+        version=read.version,
+        image=_reference(
+            read.image
+            or read.image_name
+            or f"swebench/swesmith.x86_64.{owner}_1776_{name}.{commit[:8]}".lower()
+        ),
+        folder=read.repo_folder,
+        base_commit="",
+        branch=read.instance_id,
+        bug=read.patch.encode(errors="surrogateescape"),
+        gold=read.patch.encode(errors="surrogateescape"),
+        reverse_gold=True,
+        tests=files,
+        hidden=(),
+        script=read.eval_script or make_script(read.repo_folder, command, sorted(files), restore=True),
+        log_parser=read.log_parser or "parse_log_pytest",
+        eval_type=read.eval_type,
+        fail_to_pass=read.FAIL_TO_PASS,
+        pass_to_pass=read.PASS_TO_PASS,
+        expected=None,
+    )
+
+
+def _r2e_gym(read: _SweInstance) -> SweTask:
+    """Read an instance whose image has the tests, and whose tests must all have the status that is expected."""
+    _require(
+        read,
+        {"docker_image": read.docker_image or read.image, "expected_output_json": read.expected_output_json},
+    )
+    expected = {name.split(" - ")[0]: status for name, status in (read.expected_output_json or {}).items()}
+    name = read.instance_id or f"{read.repo_name or read.repo}-{read.commit_hash}"
+    return SweTask(
+        instance_id=name,
+        family=SweFamily.R2E_GYM,
+        repo=read.repo or read.repo_name,
+        version=read.version,
+        image=_reference(read.image or read.docker_image),
+        folder=read.repo_folder,
+        base_commit="",
+        branch="",
+        bug=b"",
+        gold=read.patch.encode(errors="surrogateescape"),
+        reverse_gold=False,
+        tests=frozenset({"run_tests.sh", "r2e_tests"}),
+        hidden=("/r2e_tests", f"{read.repo_folder}/r2e_tests", f"{read.repo_folder}/run_tests.sh"),
+        script=read.eval_script or make_script(read.repo_folder, read.test_cmd or "bash run_tests.sh", []),
+        log_parser="",
+        eval_type=read.eval_type,
+        fail_to_pass=(),
+        pass_to_pass=(),
+        expected=expected,
+    )
+
+
+_READERS = {
+    SweFamily.SWE_BENCH: _swe_bench,
+    SweFamily.SWE_GYM: _swe_gym,
+    SweFamily.SWE_SMITH: _swe_smith,
+    SweFamily.SWE_REBENCH: _swe_rebench,
+    SweFamily.R2E_GYM: _r2e_gym,
+}
+
+_WHY = {
+    "eval_script": "is missing, and so is `test_cmd`: nothing says how the tests are run",
+    "log_parser": "is missing: it names the parser of swebench that reads the tests' log",
+}
+
+
+def _require(read: _SweInstance, fields: Mapping[str, object]) -> None:
+    missing = [
+        FieldError(path=f"instance.{name}", message=_WHY.get(name, "is missing, and the evaluation needs it"))
+        for name, value in fields.items()
+        if not value
+    ]
+    if missing:
+        raise InvalidFieldError(
+            missing,
+            hint=f"See docs/how-to/run-swe-tasks.md for what an instance must have ({read.instance_id}).",
+        )
+
+
+def _tests_of(test_patch: str) -> frozenset[str]:
+    return changed_paths(test_patch.encode(errors="surrogateescape"))
+
+
+def _runnable(test_patch: str) -> list[str]:
+    """Return the files that a test runner is told of: modules of tests, not their data or helpers."""
+    changes = split_patch(test_patch.encode(errors="surrogateescape"))
+    paths = {path for change in changes if not change.deletes for path in change.paths}
+    return sorted(path for path in paths if _TEST_MODULE.search(PurePosixPath(path).name))
