@@ -1,0 +1,29 @@
+"""Installs the packages of environments that keep theirs apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rollout_service.cli.common import CommandError
+from rollout_service.environments.bridges.reasoning_gym.generate import REASONING_GYM
+from rollout_service.environments.libraries import Library
+from rollout_service.environments.swe.grading import SWEBENCH
+from rollout_service.errors import did_you_mean
+
+LIBRARIES: tuple[Library, ...] = (SWEBENCH, REASONING_GYM)
+
+
+def install_library(name: str) -> Path:
+    """Install the packages of an environment, and return their folder.
+
+    Raises:
+        CommandError: There is no such environment.
+        ConfigurationError: The packages cannot be installed.
+    """
+    known = {library.name: library for library in LIBRARIES}
+    if name not in known:
+        raise CommandError(
+            f"{name!r} needs no packages of its own{did_you_mean(name, known)}",
+            hint=f"Those that do: {', '.join(known)}.",
+        )
+    return known[name].install()

@@ -1,0 +1,178 @@
+"""`reasoning-gym`: puzzles that the library makes from a seed, scored by the library's own scorers.
+
+Guarantees: the reward is what the library gives the same answer, but for answers that are code (see `worker`), which
+score like nonsense. An answer is scored in a fresh sandbox with limits of time and memory, since the library executes
+some of them. The library's own failure fails the rollout.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from api_schemas.errors import FieldError
+from rollout_service.environments.agent_environment import AgentEnvironment
+from rollout_service.environments.bridges.reasoning_gym.generate import (
+    LEFT_OUT,
+    REASONING_GYM,
+    TASKS,
+    WORKER,
+)
+from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, SandboxSettings
+from rollout_service.environments.dataset_files import read_instances
+from rollout_service.environments.libraries import Library
+from rollout_service.episodes import Episode, EpisodeLimits, Score
+from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
+from sandboxes import ExecResult
+
+INSIDE: Final = "/opt/reasoning-gym"
+"""The path of the library's packages in the sandbox."""
+CPU_SECONDS: Final = 20
+"""The limit of one answer, with two seconds for imports; the slowest tasks take about ten to be made again."""
+MEMORY_KILOBYTES: Final = 2 * 1024 * 1024
+MAX_ANSWER_CHARS: Final = 65_536
+_LIMITED: Final = 'ulimit -v "$1" && ulimit -t "$2" && shift 2 && exec "$@"'
+_KILLED: Final = (137, 152)
+"""The exit codes of a process that the kernel ended for its memory, or its CPU time."""
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+SPEC = EnvironmentSpec(
+    name="reasoning-gym",
+    description="Puzzles of reasoning-gym, scored by its own scorers; `env install reasoning-gym` installs it.",
+    image="base",
+    system=(
+        "Solve the task step by step. Write your final answer between <answer> and </answer>, in the form that the "
+        "task asks for, and nothing else there."
+    ),
+    limits=EpisodeLimits(max_turns=1, max_tokens=8_192, max_turn_tokens=8_192, evaluate_seconds=240.0),
+    sandbox=SandboxSettings(memory="2G", max_processes=64),
+    evaluate_in=EvaluateIn.FRESH,
+)
+
+
+class ReasoningTask(BaseModel):
+    """The fields of an instance: how the library makes the task again."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    question: str
+    task: str = Field(pattern=r"^[a-z0-9_]+$")
+    module: str = Field(pattern=r"^reasoning_gym(\.[a-z0-9_]+)+$")
+    seed: int
+    size: int = Field(ge=1)
+    index: int = Field(ge=0)
+    config: dict[str, JsonValue] = {}
+
+
+class ReasoningGym(AgentEnvironment):
+    """Instances: what `generate` makes."""
+
+    def __init__(self, library: Library = REASONING_GYM, cpu_seconds: int = CPU_SECONDS) -> None:
+        self._library = library
+        self._cpu_seconds = cpu_seconds
+        binds = {INSIDE: str(library.packages)} if library.is_installed else {}
+        super().__init__(SPEC.model_copy(update={"binds": binds}))
+
+    def check(self, instance: dict[str, JsonValue]) -> None:
+        """Reject an instance that the library cannot make again.
+
+        Raises:
+            ConfigurationError: The library is not installed.
+            InvalidFieldError: A field is missing or wrong.
+        """
+        self._library.python()
+        _read(instance)
+        super().check(instance)
+
+    async def evaluate(self, episode: Episode) -> Score:
+        task, answer = _read(episode.instance), final_answer(episode.answer)
+        if answer is None or len(answer) > MAX_ANSWER_CHARS:
+            return Score(0.0, {"answered": float(answer is not None)})
+        request = {"op": "score", **task.model_dump(mode="json"), "answer": answer}
+        limits = [str(MEMORY_KILOBYTES), str(self._cpu_seconds)]
+        program = ["python3", "-I", "-c", _worker(), INSIDE]
+        result = await episode.require_sandbox().exec(
+            ["bash", "-c", _LIMITED, "bash", *limits, *program],
+            stdin=json.dumps(request).encode() + b"\n",
+            env={"OPENBLAS_NUM_THREADS": "1"},
+            timeout=0.9 * episode.limits.evaluate_seconds,
+        )
+        return read_score(result)
+
+    def dataset(self) -> list[dict[str, JsonValue]]:
+        """Return the instances that were made when the library was installed.
+
+        Raises:
+            ConfigurationError: The library is not installed.
+        """
+        return [dict(one) for one in _tasks(self._library.python().parents[1] / TASKS)]
+
+
+def final_answer(text: str | None) -> str | None:
+    """Return what the last pair of tags encloses, or None."""
+    found = _ANSWER.findall(text or "")
+    return found[-1].strip() if found else None
+
+
+def read_score(result: ExecResult) -> Score:
+    """Return the score that the worker reports.
+
+    Raises:
+        EnvironmentFailedError: The library failed, and not because of the answer.
+    """
+    replies = [_reply(line) for line in result.stdout.splitlines()]
+    last = replies[-1] if replies else {}
+    is_ready = bool(replies) and replies[0].get("ready") is True
+    if is_ready and isinstance(score := last.get("score"), int | float):
+        refused, raised = float("refused" in last), float("raised" in last)
+        return Score(float(score), {"answered": 1.0, "refused": refused, "raised": raised})
+    if is_ready and result.exit_code in _KILLED:
+        return Score(0.0, {"answered": 1.0, "too_costly": 1.0})
+    end = result.stderr.decode(errors="replace").strip()[-500:]
+    raise EnvironmentFailedError(
+        f"reasoning-gym gave no score: {last.get('error') or end or 'it took too long'}",
+        hint="The sandbox image needs a python3 of the same minor version as the service's.",
+    )
+
+
+def _reply(line: bytes) -> dict[str, Any]:
+    try:
+        reply = json.loads(line)
+    except ValueError:
+        return {}
+    return reply if isinstance(reply, dict) else {}
+
+
+def _read(instance: dict[str, JsonValue]) -> ReasoningTask:
+    try:
+        task = ReasoningTask.model_validate(instance)
+    except ValidationError as error:
+        fields = [
+            FieldError(path=".".join(["instance", *map(str, item["loc"])]), message=item["msg"])
+            for item in error.errors(include_url=False, include_input=False)
+        ]
+        raise InvalidFieldError(
+            fields, hint="Make tasks with the module `generate` of this bridge."
+        ) from error
+    if task.task in LEFT_OUT:
+        message = f"the library's scorer of {task.task} gives full marks to wrong answers"
+        raise InvalidFieldError([FieldError(path="instance.task", message=message)])
+    return task
+
+
+@cache
+def _worker() -> str:
+    return WORKER.read_text()
+
+
+@cache
+def _tasks(path: Path) -> list[dict[str, JsonValue]]:
+    return read_instances(path)
+
+
+environment = ReasoningGym()

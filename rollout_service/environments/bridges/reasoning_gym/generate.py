@@ -1,0 +1,106 @@
+"""Makes tasks of reasoning-gym, as instances of the environment: `python -m` this module.
+
+Guarantee: the same options give the same instances, and each says all that is needed to make it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import anyio
+
+from rollout_service.environments.bridges.process import LibraryProcess, library_process
+from rollout_service.environments.libraries import Library
+from rollout_service.errors import ConfigurationError, EnvironmentFailedError
+
+NAME: Final = "reasoning-gym"
+TASKS: Final = "tasks.jsonl"
+"""The file of the data set, in the folder of the installed library."""
+WORKER: Final = Path(__file__).with_name("worker.py")
+LEFT_OUT: Final = frozenset({"coin_flip", "game_of_life_halting"})
+"""Tasks whose scorer gives full marks to answers that are not right."""
+GENERATE_SECONDS: Final = 300.0
+SHIPPED_SEEDS: Final = {"train": 20_261, "held_out": 7_020_261}
+"""Far apart: the library makes instance i of seed s like instance 0 of seed s + i."""
+SHIPPED_SPLITS: Final = {"train": 4, "held_out": 1}
+"""How many instances of each task are in the data set."""
+
+
+async def task_names(process: LibraryProcess) -> list[str]:
+    """Return the names of all tasks that can be scored."""
+    names = (await process.ask({"op": "generate"}, GENERATE_SECONDS))["tasks"]
+    return [name for name in names if name not in LEFT_OUT]
+
+
+async def generate(
+    process: LibraryProcess, task: str, *, seed: int, size: int, config: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """Return instances of one task.
+
+    Raises:
+        EnvironmentFailedError: There is no such task, or it has no such option.
+    """
+    made = {"task": task, "seed": seed, "size": size, "config": config or {}}
+    reply = await process.ask({"op": "generate", **made}, GENERATE_SECONDS)
+    return [
+        {**entry, **made, "module": reply["module"], "index": index}
+        for index, entry in enumerate(reply["entries"])
+    ]
+
+
+async def shipped(python: Path) -> AsyncIterator[dict[str, Any]]:
+    """Yield the instances of the environment's own data set: some of every task, for each split."""
+    async with library_process([python, "-I", WORKER], NAME) as process:
+        for task in await task_names(process):
+            seen: set[str] = set()
+            for split, size in SHIPPED_SPLITS.items():
+                for instance in await generate(process, task, seed=SHIPPED_SEEDS[split], size=size):
+                    if instance["question"] not in seen:
+                        seen.add(instance["question"])
+                        yield {**instance, "split": split}
+
+
+def write_tasks(folder: Path) -> None:
+    """Write the data set, while the library is installed.
+
+    Raises:
+        ConfigurationError: The library does not work.
+    """
+
+    async def write() -> None:
+        async with await anyio.open_file(folder / TASKS, "w") as file:
+            async for instance in shipped(folder / "bin" / "python"):
+                await file.write(json.dumps(instance) + "\n")
+
+    try:
+        anyio.run(write)
+    except EnvironmentFailedError as error:
+        raise ConfigurationError(f"the tasks of {NAME} cannot be made: {error}", hint=error.hint) from error
+
+
+REASONING_GYM: Final = Library(NAME, Path(__file__).with_name("requirements.lock"), prepare=write_tasks)
+
+
+async def main(arguments: Sequence[str]) -> None:
+    """Print the instances that the arguments ask for, one a line."""
+    parser = argparse.ArgumentParser(description="Make tasks of reasoning-gym, one JSON object a line.")
+    parser.add_argument("task", help="the name of a task, such as countdown")
+    parser.add_argument("--size", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--config", type=json.loads, default={}, help="more options of the task, as JSON")
+    options = parser.parse_args(arguments)
+    async with library_process([REASONING_GYM.python(), "-I", WORKER], NAME) as process:
+        made = await generate(
+            process, options.task, seed=options.seed, size=options.size, config=options.config
+        )
+        for instance in made:
+            sys.stdout.write(json.dumps(instance) + "\n")
+
+
+if __name__ == "__main__":
+    anyio.run(main, sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Questions of science and engineering, scored by rules first and by a judge for the rest."""

@@ -1,0 +1,218 @@
+r"""`stem`: questions of science and engineering with one answer in \boxed{}.
+
+Rules decide first: choices by their letter, numbers by their unit and tolerance, expressions by math-verify. A judge
+decides only what they cannot. An answer without a box is wrong. An answer that nobody can decide fails the rollout: it
+is never a zero.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Annotated, Final, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+
+from api_schemas.errors import FieldError
+from rollout_service.environments.agent_environment import AgentEnvironment
+from rollout_service.environments.builtin.boxed import last_boxed
+from rollout_service.environments.builtin.math.verifier import MathVerifier
+from rollout_service.environments.builtin.math.worker import MathVerdict
+from rollout_service.environments.builtin.stem.quantities import Quantity, read_quantity
+from rollout_service.environments.builtin.stem.rules import (
+    RuleVerdict,
+    compare_choice,
+    compare_quantity,
+    same_words,
+)
+from rollout_service.environments.builtin.stem.units import Unit, read_unit
+from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, Replayable
+from rollout_service.environments.dataset_files import read_instances
+from rollout_service.episodes import Episode, EpisodeLimits, Score
+from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
+from rollout_service.judging.rubric import Rubric, RubricSettings
+
+TASKS: Final = Path(__file__).with_name("tasks.jsonl")
+MAX_REFERENCE_CHARS: Final = 65_536
+SOLUTIONS: Final = ("extracted_solution", "matched_solution", "solution")
+"""The fields of published data sets that have a worked solution in place of an answer."""
+
+SPEC = EnvironmentSpec(
+    name="stem",
+    description=r"Science and engineering questions, answered in \boxed{}; rules first, then a judge.",
+    system=(
+        "Reason step by step, and put your final answer in \\boxed{}. Give numbers with their unit. "
+        "For a multiple-choice question, give the letter of your choice."
+    ),
+    prompt=(
+        "{{ instance.question if 'question' in instance else instance.problem }}"
+        "{% if instance.choices is defined and instance.choices %}\n"
+        "{% for choice in instance.choices %}\n{{ 'ABCDEFGHIJKLMNOPQRSTUVWXYZ'[loop.index0] }}. {{ choice }}"
+        "{% endfor %}{% endif %}"
+        "{% if instance.unit is defined and instance.unit %}\n\nGive the number in {{ instance.unit }}.{% endif %}"
+    ),
+    limits=EpisodeLimits(max_turns=1, max_tokens=8_192, max_turn_tokens=8_192, evaluate_seconds=240.0),
+    evaluate_in=EvaluateIn.NONE,
+)
+RUBRIC = RubricSettings(
+    name="stem",
+    template=(
+        "Decide whether an answer to a question is equivalent to the reference. Notation, rounding to the precision "
+        "of the reference, and the order of equal parts do not matter. A missing or wrong unit, sign or condition "
+        "does. Do not solve the question yourself: the reference is right.\n\nQuestion:\n"
+        "{{ instance.question if 'question' in instance else instance.problem }}\n\n"
+        "Reference:\n{{ instance.reference }}\n\nAnswer:\n{{ answer }}"
+    ),
+)
+
+
+class StemTask(BaseModel):
+    """The fields of an instance that decide its score."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    question: str = Field(min_length=1)
+    answer: Annotated[str, Field(min_length=1, max_length=MAX_REFERENCE_CHARS)]
+    kind: Literal["choice", "number", "expression", "text"] | None = None
+    choices: tuple[str, ...] = Field((), max_length=len(ascii_uppercase))
+    unit: str | None = None
+    tolerance: float | None = Field(None, ge=0, le=1)
+    judge: bool = True
+    """Whether a judge decides what rules cannot; otherwise that is wrong."""
+
+    @model_validator(mode="after")
+    def _answer_fits_its_kind(self) -> Self:
+        if self.choices and self.answer.strip().upper() not in ascii_uppercase[: len(self.choices)]:
+            raise ValueError("with `choices`, the `answer` is the letter of one of them")
+        if self.kind == "choice" and not self.choices:
+            raise ValueError("a task of the kind `choice` needs `choices`")
+        if self.unit is not None and self.asked_unit is None:
+            raise ValueError(f"the unit {self.unit!r} is not known")
+        if self.kind == "number" and self.quantity is None:
+            raise ValueError("with the kind `number`, the `answer` is a number, with or without a unit")
+        return self
+
+    @property
+    def quantity(self) -> Quantity | None:
+        """The answer as a number with its unit, if it is one and may be."""
+        return read_quantity(self.answer) if self.kind in (None, "number") and not self.choices else None
+
+    @property
+    def asked_unit(self) -> Unit | None:
+        """The unit that the question asks for."""
+        return read_unit(self.unit) if self.unit is not None else None
+
+    @property
+    def is_expression(self) -> bool:
+        """Whether math-verify can be expected to read the answer."""
+        looks_so = any(sign in self.answer for sign in "\\0123456789=^")
+        return self.kind == "expression" or (self.kind is None and looks_so and len(self.answer) < 400)
+
+
+class Stem(AgentEnvironment):
+    """Instances: `question` and `answer`; see `StemTask`, and `read_task` for the fields of published data sets."""
+
+    replayable: Replayable = "answer"
+
+    def __init__(
+        self,
+        spec: EnvironmentSpec = SPEC,
+        rubric: RubricSettings = RUBRIC,
+        verifier: MathVerifier | None = None,
+    ) -> None:
+        super().__init__(spec)
+        self._rubric = Rubric(rubric)
+        self._verifier = verifier or MathVerifier()
+
+    def check(self, instance: dict[str, JsonValue]) -> None:
+        read_task(instance)
+        super().check(instance)
+
+    async def evaluate(self, episode: Episode) -> Score:
+        boxed = last_boxed(episode.answer)
+        if not boxed:
+            return Score(0.0, {"boxed": 0.0})
+        task = read_task(episode.instance)
+        verdict = await self._apply_rules(task, boxed)
+        if verdict is not RuleVerdict.UNDECIDED:
+            return Score(float(verdict is RuleVerdict.RIGHT), {"boxed": 1.0, "by_rule": 1.0})
+        if not task.judge:
+            return Score(0.0, {"boxed": 1.0, "by_rule": 0.0})
+        asked = {**episode.instance, "reference": task.answer}
+        judgment = await episode.require_judge().ask(self._rubric, asked, answer=boxed)
+        episode.notes.append(judgment.note)
+        return Score(judgment.value, {"boxed": 1.0, "by_rule": 0.0})
+
+    async def _apply_rules(self, task: StemTask, boxed: str) -> RuleVerdict:
+        if task.choices:
+            return compare_choice(
+                task.answer.strip(), boxed, dict(zip(ascii_uppercase, task.choices, strict=False))
+            )
+        if same_words(task.answer, boxed):
+            return RuleVerdict.RIGHT
+        if (gold := task.quantity) is not None:
+            verdict = compare_quantity(gold, boxed, task.tolerance, task.asked_unit)
+            if verdict is not RuleVerdict.UNDECIDED or not gold.is_bare:
+                return verdict
+        if not task.is_expression:
+            return RuleVerdict.UNDECIDED
+        return await self._compare_expressions(task, boxed)
+
+    async def _compare_expressions(self, task: StemTask, boxed: str) -> RuleVerdict:
+        """Compare mathematically. Only what is equal is certain, since notation of the sciences is easily misread."""
+        try:
+            verdict = await self._verifier.compare(task.answer, boxed)
+        except EnvironmentFailedError:
+            if not task.judge:
+                raise
+            return RuleVerdict.UNDECIDED
+        if verdict is MathVerdict.TOO_COSTLY:
+            return RuleVerdict.WRONG
+        return RuleVerdict.RIGHT if verdict is MathVerdict.EQUAL else RuleVerdict.UNDECIDED
+
+    def dataset(self) -> list[dict[str, JsonValue]]:
+        return [dict(instance) for instance in _shipped()]
+
+
+@cache
+def _shipped() -> list[dict[str, JsonValue]]:
+    return read_instances(TASKS)
+
+
+def read_task(instance: dict[str, JsonValue]) -> StemTask:
+    r"""Return the task of an instance, which may be a row of a data set such as SCP-116K.
+
+    Such a row has a `problem` in place of a `question`, and a solution in place of an `answer`. The last `\boxed{}` of
+    the solution is then the answer, or the whole solution is the reference for the judge.
+
+    Raises:
+        InvalidFieldError: A field is missing or wrong.
+    """
+    fields = dict(instance)
+    if "question" not in fields and "problem" in fields:
+        fields["question"] = fields["problem"]
+    if "answer" not in fields:
+        solution = next(
+            (text for name in SOLUTIONS if isinstance(text := fields.get(name), str) and text), None
+        )
+        if solution is not None:
+            boxed = last_boxed(solution)
+            fields |= {"answer": boxed} if boxed else {"answer": solution, "kind": "text"}
+    elif isinstance(answer := fields["answer"], int | float) and not isinstance(answer, bool):
+        fields["answer"] = str(answer)
+    try:
+        return StemTask.model_validate({name: value for name, value in fields.items() if value is not None})
+    except ValidationError as error:
+        problems = [
+            FieldError(path=".".join(["instance", *map(str, item["loc"])]), message=_message(item["msg"]))
+            for item in error.errors(include_url=False)
+        ]
+        raise InvalidFieldError(problems) from error
+
+
+def _message(message: str) -> str:
+    return "is missing" if message == "Field required" else message.removeprefix("Value error, ")
+
+
+environment = Stem()

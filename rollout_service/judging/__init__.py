@@ -1,0 +1,1 @@
+"""Judges: models that decide, by a rubric, how good a text is."""

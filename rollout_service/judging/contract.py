@@ -1,0 +1,156 @@
+"""The contract of a judge: a rubric and a text in, a judgment out.
+
+Guarantee of every judge: a judgment rests on verdicts that the model gave. A call that failed, took too long or gave no
+verdict that can be read is an error with its cause, and never a value.
+
+JudgeError
+ |- NoVerdictError       too few answers of the judge have a verdict, or they contradict each other
+ `- JudgeTimeoutError    the judge took longer than the rubric allows
+Errors of inference and of tokens (`InferenceError`, `TokenError`) are raised as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+from pydantic import JsonValue
+
+from api_schemas.errors import Boundary
+from api_schemas.trajectories import Message
+from rollout_service.errors import ServiceError
+
+if TYPE_CHECKING:
+    from rollout_service.judging.rubric import Rubric
+
+
+class JudgeError(ServiceError):
+    """The base of the family."""
+
+    code = "judge_failed"
+    boundary = Boundary.ENVIRONMENT
+
+    def __init__(self, message: str, *, hint: str = "", retryable: bool = False) -> None:
+        super().__init__(message, hint=hint)
+        self.retryable = retryable
+
+
+class NoVerdictError(JudgeError):
+    """Too few answers of the judge have a verdict, or no verdict has a majority."""
+
+    code = "no_verdict"
+
+
+class JudgeTimeoutError(JudgeError):
+    """The judge took longer than the rubric allows."""
+
+    code = "judge_timeout"
+
+
+class VoteOutcome(StrEnum):
+    """What became of one call of the judge."""
+
+    VALID = "valid"
+    UNREADABLE = "unreadable"
+    """Its answer has no verdict, or one that the rubric does not have."""
+    TRUNCATED = "truncated"
+    """Its answer was cut off by the token limit, so it is not known how it would have ended."""
+    TIMED_OUT = "timed_out"
+    FAILED = "failed"
+    """No engine answered, or the prompt cannot be rendered."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledText:
+    """What a model said to a prompt."""
+
+    text: str
+    """Without the reasoning that its chat format marks as such."""
+    truncated: bool
+    """Whether the token limit cut it off."""
+    prompt_tokens: int
+    sampled_tokens: int
+
+
+class TextSampler(Protocol):
+    """Samples texts from the engines of pools."""
+
+    def model(self, pool: str) -> str:
+        """Return the model that a pool serves now, as `path@version`.
+
+        Raises:
+            NoBackendError: The pool has no backend.
+        """
+        ...
+
+    async def sample(
+        self, pool: str, messages: Sequence[Message], *, max_tokens: int, temperature: float
+    ) -> SampledText:
+        """Sample one answer of at most `max_tokens` tokens.
+
+        Raises:
+            ContextFullError: The prompt leaves no room for an answer.
+            InferenceError: No engine answered.
+            TokenError: The messages cannot be turned into ids.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """One call of the judge."""
+
+    outcome: VoteOutcome
+    label: str | None = None
+    """The rubric's label that it chose; None unless `outcome` is valid."""
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    error: ServiceError | None = None
+    text: str = ""
+    """The end of an answer without a verdict, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgment:
+    """What a judge decided."""
+
+    value: float
+    """The value of the label that has the majority, or the mean of the values of all labels that were chosen."""
+    label: str | None
+    """The label that has the majority; None for a mean."""
+    votes: tuple[Vote, ...]
+    """Without those that could not change a majority any more."""
+    model: str
+    """The model that judged, as `path@version`."""
+    rubric: str
+    prompt_hash: str
+    """Identifies the prompt, without its content."""
+
+    @property
+    def note(self) -> str:
+        """A sentence about the judgment, for the notes of a rollout."""
+        count = sum(vote.outcome is VoteOutcome.VALID for vote in self.votes)
+        verdict = f"{self.label!r}" if self.label is not None else f"a mean of {self.value:g}"
+        return (
+            f"judged by {self.model} with the rubric {self.rubric}: {verdict}, {count} valid of "
+            f"{len(self.votes)} votes (prompt {self.prompt_hash})"
+        )
+
+
+class Judge(Protocol):
+    """Asks models for judgments."""
+
+    async def ask(self, rubric: Rubric, instance: dict[str, JsonValue], **texts: str) -> Judgment:
+        """Return the judgment on texts, by the names that the rubric has for them, that belong to a task.
+
+        The texts are data: they are marked as such in the prompt, whatever they say.
+
+        Raises:
+            JudgeError: There is no verdict, or it took too long.
+            InferenceError: No engine answered.
+            TokenError: The prompt cannot be turned into ids.
+            InvalidFieldError: The instance lacks a field that the rubric uses.
+        """
+        ...

@@ -1,0 +1,164 @@
+"""Asks the engines of a pool for judgments; implements `contract.Judge`.
+
+Guarantees: all votes are sampled at once, each within the rubric's time; once more than half of all votes agree, the
+others are cancelled. A value rests on more than half of the votes, and a majority on more than half of the valid ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from hashlib import sha256
+
+import anyio
+from pydantic import JsonValue
+
+from api_schemas.trajectories import Message
+from rollout_service.errors import ServiceError, describe
+from rollout_service.judging.cache import JudgmentCache
+from rollout_service.judging.contract import (
+    Judge,
+    JudgeTimeoutError,
+    Judgment,
+    NoVerdictError,
+    TextSampler,
+    Vote,
+    VoteOutcome,
+)
+from rollout_service.judging.metrics import CACHED, JUDGED, JudgeMetrics
+from rollout_service.judging.rubric import Rubric, RubricSettings
+from rollout_service.judging.verdicts import read_verdict
+
+SHOWN_CHARS = 200
+"""Characters of a judge's answer that an error shows."""
+
+
+class PoolJudge(Judge):
+    """Asks the engines of pools, and remembers their judgments."""
+
+    def __init__(
+        self, sampler: TextSampler, metrics: JudgeMetrics, cache: JudgmentCache | None = None
+    ) -> None:
+        self._sampler = sampler
+        self._metrics = metrics
+        self._cache = cache or JudgmentCache()
+
+    async def ask(self, rubric: Rubric, instance: dict[str, JsonValue], **texts: str) -> Judgment:
+        messages = rubric.messages(instance, texts)
+        name = rubric.settings.name
+        try:
+            model = self._sampler.model(rubric.settings.pool)
+            prompt_hash = _hash(*(message.content for message in messages))
+            judgment, is_cached = await self._cache.get(
+                _hash(model, rubric.digest, prompt_hash),
+                lambda: self._judge(rubric, messages, model, prompt_hash[:12]),
+            )
+        except Exception as error:
+            self._metrics.count_judgment(name, describe(error).code)
+            raise
+        self._metrics.count_judgment(name, CACHED if is_cached else JUDGED)
+        return judgment
+
+    async def _judge(
+        self, rubric: Rubric, messages: Sequence[Message], model: str, prompt_hash: str
+    ) -> Judgment:
+        started = time.perf_counter()
+        votes = await self._collect(rubric.settings, messages)
+        self._metrics.count_votes(rubric.settings.name, votes, time.perf_counter() - started)
+        value, label = decide(rubric.settings, votes)
+        return Judgment(value, label, tuple(votes), model, rubric.settings.name, prompt_hash)
+
+    async def _collect(self, rubric: RubricSettings, messages: Sequence[Message]) -> list[Vote]:
+        votes: list[Vote] = []
+
+        async def collect_one() -> None:
+            votes.append(await self._vote(rubric, messages))
+            if _has_settled(rubric, votes):
+                tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(rubric.votes):
+                tasks.start_soon(collect_one)
+        return votes
+
+    async def _vote(self, rubric: RubricSettings, messages: Sequence[Message]) -> Vote:
+        with anyio.move_on_after(rubric.vote_seconds):
+            try:
+                said = await self._sampler.sample(
+                    rubric.pool, messages, max_tokens=rubric.max_tokens, temperature=rubric.temperature
+                )
+            except ServiceError as error:
+                return Vote(VoteOutcome.FAILED, error=error)
+            cost = (said.prompt_tokens, said.sampled_tokens)
+            if said.truncated:
+                return Vote(VoteOutcome.TRUNCATED, None, *cost, text=said.text[-SHOWN_CHARS:])
+            label = read_verdict(said.text, rubric.labels)
+            if label is None:
+                return Vote(VoteOutcome.UNREADABLE, None, *cost, text=said.text[-SHOWN_CHARS:])
+            return Vote(VoteOutcome.VALID, label, *cost)
+        return Vote(VoteOutcome.TIMED_OUT)
+
+
+def decide(rubric: RubricSettings, votes: Sequence[Vote]) -> tuple[float, str | None]:
+    """Return the value that follows from the votes, and the label if one has the majority.
+
+    Raises:
+        InferenceError: Too few votes are valid, and an engine was at fault; also other errors of single votes.
+        JudgeTimeoutError: Too few are valid, and one took too long.
+        NoVerdictError: Too few are valid, or no label has a majority.
+    """
+    labels = [vote.label for vote in votes if vote.label is not None]
+    if 2 * len(labels) <= rubric.votes:
+        raise _too_few(rubric, votes, len(labels))
+    if rubric.combine == "mean":
+        return sum(rubric.labels[label] for label in labels) / len(labels), None
+    [(label, count)] = Counter(labels).most_common(1)
+    if 2 * count <= len(labels):
+        counted = ", ".join(f"{label} {count}" for label, count in sorted(Counter(labels).items()))
+        raise NoVerdictError(
+            f"the judge's votes have no majority: {counted}",
+            hint="Use an odd number of votes, or combine them by their mean.",
+            retryable=True,
+        )
+    return rubric.labels[label], label
+
+
+def _has_settled(rubric: RubricSettings, votes: Sequence[Vote]) -> bool:
+    """Return whether the votes that are missing cannot change the majority."""
+    if rubric.combine == "mean":
+        return len(votes) == rubric.votes
+    counts = Counter(vote.label for vote in votes if vote.label is not None)
+    return any(2 * count > rubric.votes for count in counts.values())
+
+
+def _too_few(rubric: RubricSettings, votes: Sequence[Vote], valid: int) -> ServiceError:
+    """Return the error that says why too few votes are valid."""
+    if (failed := next((vote.error for vote in votes if vote.error is not None), None)) is not None:
+        return failed
+    outcomes = Counter(vote.outcome for vote in votes)
+    if outcomes[VoteOutcome.TIMED_OUT]:
+        return JudgeTimeoutError(
+            f"the judge took longer than {rubric.vote_seconds:g} s, {outcomes[VoteOutcome.TIMED_OUT]} times",
+            hint=f"Give the pool {rubric.pool!r} more engines, or raise `vote_seconds`.",
+            retryable=True,
+        )
+    ends = next((vote.text for vote in votes if vote.text), "")
+    hint = (
+        "Raise `max_tokens` of the rubric."
+        if outcomes[VoteOutcome.TRUNCATED]
+        else "Use a model that follows the rubric, or more votes."
+    )
+    return NoVerdictError(
+        f"only {valid} of {rubric.votes} answers of the judge have a verdict; one ends in {ends!r}",
+        hint=hint,
+        retryable=rubric.temperature > 0,
+    )
+
+
+def _hash(*parts: str) -> str:
+    digest = sha256()
+    for part in parts:
+        data = part.encode(errors="replace")
+        digest.update(len(data).to_bytes(8, "big") + data)
+    return digest.hexdigest()

@@ -1,0 +1,58 @@
+"""Metrics of judges.
+
+Guarantee: every call is counted once, by what became of it, so a judge that cannot be understood is told apart from one
+that cannot be reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from rollout_service.judging.contract import Vote
+
+_SECONDS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+CACHED: Final = "cached"
+JUDGED: Final = "judged"
+
+
+class JudgeMetrics:
+    """The metrics of one service's judges."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._judgments = Counter(
+            "rollout_judge_judgments_total",
+            "Questions to judges: judged, cached, or the code of the error",
+            ["rubric", "outcome"],
+            registry=registry,
+        )
+        self._votes = Counter(
+            "rollout_judge_votes_total",
+            "Calls of judges, by what became of them",
+            ["rubric", "outcome"],
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "rollout_judge_tokens_total", "Tokens of judges, by kind", ["rubric", "kind"], registry=registry
+        )
+        self._seconds = Histogram(
+            "rollout_judge_seconds",
+            "Time to a judgment that was not cached",
+            ["rubric"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+
+    def count_judgment(self, rubric: str, outcome: str) -> None:
+        """Count a question."""
+        self._judgments.labels(rubric, outcome).inc()
+
+    def count_votes(self, rubric: str, votes: Sequence[Vote], seconds: float) -> None:
+        """Count the calls for one question, and their tokens."""
+        self._seconds.labels(rubric).observe(seconds)
+        for vote in votes:
+            self._votes.labels(rubric, vote.outcome).inc()
+        self._tokens.labels(rubric, "prompt").inc(sum(vote.prompt_tokens for vote in votes))
+        self._tokens.labels(rubric, "sampled").inc(sum(vote.sampled_tokens for vote in votes))

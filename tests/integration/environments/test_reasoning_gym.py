@@ -1,0 +1,154 @@
+"""With the real library, rewards are those of its own scorers, and answers that attack the scorer gain nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from rollout_service.environments.bridges.process import library_process
+from rollout_service.environments.bridges.reasoning_gym.environment import ReasoningGym
+from rollout_service.environments.bridges.reasoning_gym.generate import REASONING_GYM, WORKER, generate
+from rollout_service.environments.splits import count_splits
+from rollout_service.episodes import Score
+from rollout_service.errors import EnvironmentFailedError
+from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.trial import play
+from rollout_service.testing.scripted_policy import ScriptedPolicy
+from sandboxes import ApptainerConfig, make_provider
+
+pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.bridges]
+SEED = 11
+ANSWERS = {
+    "countdown": ["1 + 1", "no idea", "2**0.5 +"],
+    "leg_counting": ["0"],
+    "string_insertion": ["entry['answer']"],
+    "prime_factorization": ["I do not know"],
+}
+"""Answers to each task besides the right one."""
+MADE_AGAIN = ("arc_agi", "isomorphic_strings", "ransom_note")
+"""Tasks whose entries JSON changes, and tasks that depend on the order of sets."""
+SCORE = """
+import json, sys
+import reasoning_gym
+for line in sys.stdin:
+    task, seed, answer = json.loads(line)
+    dataset = reasoning_gym.create_dataset(task, seed=seed, size=1)
+    try:
+        score = dataset.score_answer(answer, dataset[0])
+    except Exception:
+        score = None
+    print(json.dumps({"score": score}), flush=True)
+"""
+
+
+class Scorer:
+    """The library alone, in a process of its own."""
+
+    def __init__(self) -> None:
+        command = [str(REASONING_GYM.python()), "-I", "-c", SCORE]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def score(self, task: str, answer: str) -> float | None:
+        """Return what the library gives an answer, or None if it raises."""
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(json.dumps([task, SEED, answer]) + "\n")
+        self.process.stdin.flush()
+        score: float | None = json.loads(self.process.stdout.readline())["score"]
+        return score
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Iterator[Scorer]:
+    scorer = Scorer()
+    yield scorer
+    scorer.process.kill()
+    scorer.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def instances() -> dict[str, dict[str, Any]]:
+    async def make() -> dict[str, dict[str, Any]]:
+        async with library_process([REASONING_GYM.python(), "-I", WORKER], "reasoning-gym") as process:
+            return {
+                task: (await generate(process, task, seed=SEED, size=1))[0]
+                for task in (*ANSWERS, *MADE_AGAIN)
+            }
+
+    return anyio.run(make)
+
+
+@pytest.fixture
+async def sandboxes(tmp_path: Path) -> AsyncIterator[SandboxSource]:
+    provider = make_provider(ApptainerConfig(), tmp_path / "state")
+    yield SandboxSource(provider)
+    await provider.close()
+
+
+async def score(
+    sandboxes: SandboxSource, instance: dict[str, Any], answer: str, cpu_seconds: int = 20
+) -> Score:
+    policy = ScriptedPolicy([f"Hm.\n<answer>{answer}</answer>"])
+    return (await play(ReasoningGym(cpu_seconds=cpu_seconds), instance, policy, sandboxes)).score
+
+
+@pytest.mark.parametrize("task", ["countdown", "leg_counting"])
+async def test_rewards_are_those_of_the_library(
+    sandboxes: SandboxSource, scorer: Scorer, instances: dict[str, dict[str, Any]], task: str
+) -> None:
+    answers = [instances[task]["answer"], *ANSWERS[task]]
+    expected = [scorer.score(task, answer) for answer in answers]
+    assert expected[0] == 1.0
+    assert [(await score(sandboxes, instances[task], answer)).reward for answer in answers] == expected
+
+
+@pytest.mark.parametrize("task", MADE_AGAIN)
+async def test_a_task_is_made_again_as_it_was(
+    sandboxes: SandboxSource, instances: dict[str, dict[str, Any]], task: str
+) -> None:
+    assert (await score(sandboxes, instances[task], instances[task]["answer"])).reward == 1.0
+
+
+async def test_an_answer_at_which_the_scorer_raises_is_wrong(
+    sandboxes: SandboxSource, scorer: Scorer, instances: dict[str, dict[str, Any]]
+) -> None:
+    [prose] = ANSWERS["prime_factorization"]
+    assert scorer.score("prime_factorization", prose) is None
+    found = await score(sandboxes, instances["prime_factorization"], prose)
+    assert (found.reward, found.parts["raised"]) == (0.0, 1.0)
+
+
+async def test_answers_that_attack_the_scorer_gain_nothing(
+    sandboxes: SandboxSource, scorer: Scorer, instances: dict[str, dict[str, Any]]
+) -> None:
+    endless = await score(sandboxes, instances["countdown"], "9**9**9**9", cpu_seconds=10)
+    assert (endless.reward, endless.parts.get("too_costly") or endless.parts.get("raised")) == (0.0, 1.0)
+    [attack] = ANSWERS["string_insertion"]
+    assert scorer.score("string_insertion", attack) == 0.1
+    forged = await score(sandboxes, instances["string_insertion"], attack)
+    assert (forged.reward, forged.parts["refused"]) == (0.0, 1.0)
+
+
+async def test_a_task_that_was_changed_fails_instead_of_scoring(
+    sandboxes: SandboxSource, instances: dict[str, dict[str, Any]]
+) -> None:
+    with pytest.raises(EnvironmentFailedError, match="another version"):
+        await score(sandboxes, {**instances["leg_counting"], "question": "How many legs?"}, "4")
+
+
+def test_the_data_set_has_both_splits_of_every_task() -> None:
+    tasks = ReasoningGym().dataset()
+    splits = count_splits(tasks)
+    names = {task["task"] for task in tasks}
+    assert len(names) > 95
+    assert splits.keys() == {"train", "held_out"}
+    assert min(splits.values()) > 95
+    assert not {task["question"] for task in tasks if task["split"] == "train"} & {
+        task["question"] for task in tasks if task["split"] == "held_out"
+    }

@@ -1,0 +1,237 @@
+"""Bridges run libraries in processes of their own, and execute no code that an answer brings."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import JsonValue
+
+from rollout_service.environments.bridges.process import library_process
+from rollout_service.environments.bridges.reasoning_gym.environment import (
+    ReasoningGym,
+    final_answer,
+    read_score,
+)
+from rollout_service.environments.bridges.reasoning_gym.generate import REASONING_GYM, write_tasks
+from rollout_service.environments.bridges.reasoning_gym.worker import import_alone, is_harmless
+from rollout_service.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
+from sandboxes import ExecResult
+
+pytestmark = pytest.mark.anyio
+TASK: dict[str, JsonValue] = {
+    "question": "Calculate 10 using 4 and 6.",
+    "task": "countdown",
+    "module": "reasoning_gym.games.countdown",
+    "seed": 7,
+    "size": 1,
+    "index": 0,
+    "config": {},
+}
+ECHO = """
+import json, os, sys, time
+for line in sys.stdin:
+    request = json.loads(line)
+    match request["do"]:
+        case "echo": print(json.dumps({"pid": os.getpid(), **request}), flush=True)
+        case "fail": print(json.dumps({"error": "ValueError: no"}), flush=True)
+        case "noise": print("hello", flush=True)
+        case "end": sys.exit(3)
+        case "hang": time.sleep(600)
+"""
+
+
+@pytest.fixture
+def nothing_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_a_library_replies_line_by_line_and_ends_with_its_block() -> None:
+    async with library_process([sys.executable, "-c", ECHO], "echo") as process:
+        replies = [await process.ask({"do": "echo", "n": n}, 30) for n in range(3)]
+        assert [reply["n"] for reply in replies] == [0, 1, 2]
+        with pytest.raises(EnvironmentFailedError, match="echo failed: ValueError: no"):
+            await process.ask({"do": "fail"}, 30)
+        assert (await process.ask({"do": "echo"}, 30))["pid"] == replies[0]["pid"]
+    assert not is_running(replies[0]["pid"])
+
+
+@pytest.mark.parametrize(
+    ("does", "seconds", "why"),
+    [("end", 30, "ended"), ("noise", 30, "something else"), ("hang", 0.1, "within 0.1 s")],
+)
+async def test_a_library_that_ends_hangs_or_babbles_is_an_error(does: str, seconds: float, why: str) -> None:
+    async with library_process([sys.executable, "-c", ECHO], "echo") as process:
+        await process.ask({"do": "echo"}, 30)
+        with pytest.raises(EnvironmentFailedError, match=why):
+            await process.ask({"do": does}, seconds)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_library_that_cannot_start_is_an_error(waits: bool) -> None:
+    async with library_process(["/bin/false"], "false") as process:
+        if waits:
+            await process._process.wait()
+        with pytest.raises(EnvironmentFailedError, match="the process of false ended"):
+            await process.ask({"do": "x" * 10_000_000}, 30)
+
+
+async def test_a_cancelled_request_leaves_no_process() -> None:
+    pid = 0
+    with anyio.CancelScope() as scope:
+        async with library_process([sys.executable, "-c", ECHO], "echo") as process:
+            pid = (await process.ask({"do": "echo"}, 30))["pid"]
+            scope.cancel()
+            await process.ask({"do": "hang"}, 600)
+    assert scope.cancelled_caught
+    assert not is_running(pid)
+
+
+def test_without_the_library_the_error_names_the_command_that_installs_it(nothing_installed: Path) -> None:
+    environment = ReasoningGym()
+    for use in (environment.dataset, lambda: environment.check(TASK)):
+        with pytest.raises(ConfigurationError) as caught:
+            use()
+        assert "rollout-service env install reasoning-gym" in caught.value.hint
+
+
+def test_a_library_that_cannot_make_its_tasks_is_not_installed(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to("/bin/false")
+    with pytest.raises(ConfigurationError, match="tasks of reasoning-gym cannot be made"):
+        write_tasks(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ({"seed": "x"}, "instance.seed"),
+        ({"module": "os.path"}, "instance.module"),
+        ({"module": "reasoning_gym/../os"}, "instance.module"),
+        ({"task": "coin_flip"}, "instance.task"),
+        ({"index": -1}, "instance.index"),
+    ],
+)
+def test_a_task_that_cannot_be_made_again_is_refused(
+    nothing_installed: Path, change: dict[str, JsonValue], path: str
+) -> None:
+    python = REASONING_GYM.folder / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    with pytest.raises(InvalidFieldError) as caught:
+        ReasoningGym().check(TASK | change)
+    assert [field.path for field in caught.value.fields] == [path]
+
+
+@pytest.mark.parametrize(
+    ("task", "answer", "harmless"),
+    [
+        ("countdown", "94*4 - (61 + 6)", True),
+        ("polynomial_multiplication", "x**2 + 3*x*y - 1.5", True),
+        ("simple_integration", "sqrt(x) + sin(2*x)/2 + C", True),
+        ("countdown", "9**9**9**9", True),
+        ("countdown", "exit()", False),
+        ("countdown", "__import__('os').system('id')", False),
+        ("countdown", "(exec)(x)", False),
+        ("countdown", "S('exit()')", False),
+        ("countdown", "x.evalf", False),
+        ("countdown", "\uff45\uff58\uff45\uff43(1)", False),
+        ("countdown", "lambda: 1", False),
+        ("string_insertion", "ABCDEA", True),
+        ("string_insertion", "['A', 'B']", True),
+        ("string_insertion", "entry['answer']", False),
+        ("string_insertion", "answer", False),
+        ("string_insertion", "['A'] and exit()", False),
+        ("string_insertion", "[c for c in entry['answer']]", False),
+        ("string_insertion", "f'{entry}'", False),
+        ("binary_matrix", "0 1\n1 0", True),
+        ("binary_matrix", "[[0, 1], [-1, 0]]", True),
+        ("n_queens", "_ Q\nQ _", True),
+        ("n_queens", "  \tprint(1)", False),
+        ("prime_factorization", "__import__('os')", True),
+    ],
+)
+def test_only_literals_and_arithmetic_of_an_answer_are_evaluated(
+    task: str, answer: str, harmless: bool
+) -> None:
+    assert is_harmless(task, answer) is harmless
+
+
+@given(st.sampled_from(["countdown", "n_queens"]), st.text(max_size=60))
+def test_any_text_is_judged_harmless_or_not(task: str, answer: str) -> None:
+    assert is_harmless(task, answer) in (True, False)
+
+
+@pytest.mark.parametrize("module", ["os", "reasoning_gym.a-b", "reasoning_gymnastics.x"])
+def test_no_other_module_is_imported(module: str) -> None:
+    with pytest.raises(ValueError, match="is not a module of reasoning-gym"):
+        import_alone(module)
+
+
+def test_the_last_answer_counts() -> None:
+    assert final_answer("<answer>1</answer> no: <answer> 2\n3 </answer>") == "2\n3"
+    assert final_answer("<answer>1") is None
+    assert final_answer(None) is None
+
+
+READY, SCORE = b'{"ready": true}\n', b'{"score": 0.5}\n'
+
+
+def result(stdout: bytes, exit_code: int | None = 0, stderr: bytes = b"") -> ExecResult:
+    return ExecResult(exit_code, stdout, stderr, timed_out=exit_code is None, truncated=False)
+
+
+@pytest.mark.parametrize(
+    ("ran", "reward", "part"),
+    [
+        (result(READY + SCORE), 0.5, "answered"),
+        (result(READY + b'{"score": 0.0, "raised": "ValueError"}\n'), 0.0, "raised"),
+        (result(READY + b'{"score": 0.0, "refused": true}\n'), 0.0, "refused"),
+        (result(READY, 152), 0.0, "too_costly"),
+        (result(READY, 137), 0.0, "too_costly"),
+    ],
+)
+def test_what_the_answer_did_is_a_score(ran: ExecResult, reward: float, part: str) -> None:
+    score = read_score(ran)
+    assert (score.reward, score.parts[part]) == (reward, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("ran", "why"),
+    [
+        (result(SCORE), "no score"),
+        (result(b'{"error": "ImportError: numpy"}\n'), "ImportError: numpy"),
+        (result(b"", 137), "took too long"),
+        (result(READY, None), "took too long"),
+        (result(b"", 127, b"python3: not found"), "python3: not found"),
+        (result(READY + b"{"), "no score"),
+    ],
+)
+def test_what_the_library_did_is_a_failure(ran: ExecResult, why: str) -> None:
+    with pytest.raises(EnvironmentFailedError, match=why):
+        read_score(ran)
+
+
+def test_the_worker_needs_nothing_but_the_standard_library() -> None:
+    worker = Path(sys.modules[is_harmless.__module__].__file__ or "")
+    request = json.dumps({"op": "generate"}) + "\n"
+    command = [sys.executable, "-I", "-S", "-c", worker.read_text(), "/nowhere"]
+    done = subprocess.run(command, input=request, capture_output=True, text=True, check=True)
+    assert "No module named 'reasoning_gym'" in json.loads(done.stdout)["error"]
