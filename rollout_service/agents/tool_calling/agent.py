@@ -26,6 +26,8 @@ from rollout_service.tokens import ToolSpec
 from sandboxes.errors import LimitExceededError
 from sandboxes.task_groups import open_task_group
 
+TOOL_STATE = "tools"
+"""The key of what tools keep in `Episode.state`."""
 GRACE_SECONDS = 5.0
 """Time beyond its limit for a tool to end by itself, which leaves a better result than cutting it off."""
 
@@ -46,7 +48,7 @@ class ToolCallingAgent:
 
         Errors of the engine, the renderer and the sandbox are raised as they are.
         """
-        with anyio.move_on_after(episode.limits.agent_seconds):
+        with episode.clock.limit(episode.limits.agent_seconds):
             return await self._run_turns(episode, list(messages))
         return StopReason.AGENT_TIMEOUT
 
@@ -77,7 +79,11 @@ class ToolCallingAgent:
         """Return the results of a turn's calls; empty if one of them ended the agent."""
         limits = episode.limits
         context = ToolContext(
-            episode.sandbox, limits.tool_seconds, limits.tool_output_chars, episode.limit_violations
+            episode.sandbox,
+            limits.tool_seconds,
+            limits.tool_output_chars,
+            episode.limit_violations,
+            episode.state.setdefault(TOOL_STATE, {}),
         )
         messages: list[Message] = []
         started = time.perf_counter()

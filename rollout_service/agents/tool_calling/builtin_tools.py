@@ -1,4 +1,4 @@
-"""The built-in tools: `bash`, `python`, `read`, `write`, `edit` and `finish`.
+"""The built-in tools, by name. The sessions, single files and the end are here; the others have modules of their own.
 
 A result is the output of the command or the code without its last newline, followed by notes in square brackets: a
 nonzero exit code, a time limit that was reached, missing output. Guarantees: the whole is no longer than the
@@ -7,13 +7,14 @@ environment's limit, and no note is cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from pydantic import ConfigDict
 
-from rollout_service.agents.errors import ToolInputError
-from rollout_service.agents.tool_calling.text import MIN_LIMIT, cut_middle
+from rollout_service.agents.tool_calling.editor import EDITOR
+from rollout_service.agents.tool_calling.file_search import GLOB, GREP
+from rollout_service.agents.tool_calling.sandbox_calls import file_errors, refuse_nul
+from rollout_service.agents.tool_calling.text import MIN_LIMIT, cut_middle, with_notes
 from rollout_service.agents.tool_calling.tools import (
     Arguments,
     FunctionTool,
@@ -22,12 +23,11 @@ from rollout_service.agents.tool_calling.tools import (
     ToolResult,
     by_name,
 )
+from rollout_service.agents.web.browse import BROWSE
 from rollout_service.episodes import require_sandbox
 from rollout_service.errors import ConfigurationError, did_you_mean
 from sandboxes import BashResult, PythonResult
-from sandboxes.errors import LimitExceededError, SandboxFileError, SessionDiedError
-
-NO_OUTPUT = "[no output]"
+from sandboxes.errors import LimitExceededError, SessionDiedError
 
 
 class _Bash(Arguments):
@@ -53,6 +53,10 @@ class _Edit(Arguments):
     new: str
 
 
+class _Think(Arguments):
+    thought: str
+
+
 class _Finish(Arguments):
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
@@ -60,7 +64,7 @@ class _Finish(Arguments):
 
 
 async def _bash(arguments: _Bash, context: ToolContext) -> str:
-    _refuse_nul(arguments.command, "command")
+    refuse_nul(arguments.command, "command")
     try:
         session = await require_sandbox(context.sandbox).bash()
         result = await session.run(arguments.command, timeout=context.seconds)
@@ -70,7 +74,7 @@ async def _bash(arguments: _Bash, context: ToolContext) -> str:
     notes = _notes(result, context.seconds)
     if result.exit_code:
         notes.append(f"[exit code {result.exit_code}]")
-    return _text(result.output, notes, context.output_chars)
+    return with_notes(result.output, notes, context.output_chars)
 
 
 async def _python(arguments: _Python, context: ToolContext) -> str:
@@ -84,25 +88,29 @@ async def _python(arguments: _Python, context: ToolContext) -> str:
     traceback = result.error.traceback.lstrip("-").lstrip() if result.error and not result.timed_out else None
     parts = [result.output.removesuffix("\n"), result.result, traceback]
     output = "\n".join(part for part in parts if part)
-    return _text(output, _notes(result, context.seconds), context.output_chars)
+    return with_notes(output, _notes(result, context.seconds), context.output_chars)
 
 
 async def _read(arguments: _Read, context: ToolContext) -> str:
-    with _file_errors(arguments.path):
+    with file_errors(arguments.path):
         content = await require_sandbox(context.sandbox).read_file(arguments.path)
-    return _text(content.decode(errors="replace"), [], context.output_chars)
+    return with_notes(content.decode(errors="replace"), [], context.output_chars)
 
 
 async def _write(arguments: _Write, context: ToolContext) -> str:
-    with _file_errors(arguments.path):
+    with file_errors(arguments.path):
         await require_sandbox(context.sandbox).write_file(arguments.path, arguments.content)
     return f"wrote {arguments.path}"
 
 
 async def _edit(arguments: _Edit, context: ToolContext) -> str:
-    with _file_errors(arguments.path):
+    with file_errors(arguments.path):
         await require_sandbox(context.sandbox).edit_file(arguments.path, arguments.old, arguments.new)
     return f"edited {arguments.path}"
+
+
+async def _think(arguments: _Think, context: ToolContext) -> str:  # noqa: ARG001
+    return "noted"
 
 
 async def _finish(arguments: _Finish, context: ToolContext) -> ToolResult:  # noqa: ARG001
@@ -114,10 +122,13 @@ PYTHON = FunctionTool("python", "Run code.", _Python, _python)
 READ = FunctionTool("read", "Read a file.", _Read, _read, parallel=True)
 WRITE = FunctionTool("write", "Write a file.", _Write, _write)
 EDIT = FunctionTool("edit", "Replace a text that occurs once in a file.", _Edit, _edit)
+THINK = FunctionTool(
+    "think", "Write down a thought. Nothing is run or changed.", _Think, _think, parallel=True
+)
 FINISH = FunctionTool("finish", "End the task with your answer.", _Finish, _finish)
 
-BUILTIN_TOOLS: tuple[Tool, ...] = (BASH, PYTHON, READ, WRITE, EDIT, FINISH)
-NEEDS_SANDBOX = frozenset(tool.name for tool in BUILTIN_TOOLS) - {FINISH.name}
+BUILTIN_TOOLS: tuple[Tool, ...] = (BASH, PYTHON, READ, WRITE, EDIT, EDITOR, GLOB, GREP, BROWSE, THINK, FINISH)
+NEEDS_SANDBOX = frozenset(tool.name for tool in BUILTIN_TOOLS) - {THINK.name, FINISH.name}
 
 
 def builtin_tools(names: Iterable[str]) -> list[Tool]:
@@ -138,21 +149,6 @@ def builtin_tools(names: Iterable[str]) -> list[Tool]:
     return tools
 
 
-@contextmanager
-def _file_errors(path: str) -> Iterator[None]:
-    """Report a file that cannot be used to the policy, as a ToolInputError."""
-    _refuse_nul(path, "path")
-    try:
-        yield
-    except SandboxFileError as error:
-        raise ToolInputError(f"{error}; {error.hint}" if error.hint else str(error)) from error
-
-
-def _refuse_nul(text: str, name: str) -> None:
-    if "\0" in text:
-        raise ToolInputError(f"{name} holds a NUL character")
-
-
 def _died(what: str, error: SessionDiedError | LimitExceededError, context: ToolContext) -> str:
     """Describe a session that the policy's own code ended, or keeps from starting: its output and the cause."""
     if isinstance(error, LimitExceededError):
@@ -160,7 +156,7 @@ def _died(what: str, error: SessionDiedError | LimitExceededError, context: Tool
             raise error  # the sandbox has ended, so no later call can work
         context.limit_violations.append(error)
     note = f"[{what} was restarted, its state is lost: {cut_middle(str(error), MIN_LIMIT * 2)}]"
-    return _text(error.output, [note], context.output_chars)
+    return with_notes(error.output, [note], context.output_chars)
 
 
 def _notes(result: BashResult | PythonResult, seconds: float) -> list[str]:
@@ -173,14 +169,3 @@ def _notes(result: BashResult | PythonResult, seconds: float) -> list[str]:
         f"[{violation}]" for violation in result.limit_violations if violation.limit not in {"output", "time"}
     ]
     return notes
-
-
-def _text(output: str, notes: list[str], limit: int) -> str:
-    """Return the output and the notes; the output is cut if necessary, the notes never."""
-    tail = "\n".join(notes)
-    output = output.removesuffix("\n")
-    if not output:
-        return tail or NO_OUTPUT
-    room = limit - len(tail) - 1 if tail else limit
-    output = cut_middle(output, max(room, MIN_LIMIT))
-    return f"{output}\n{tail}" if tail else output

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+NO_OUTPUT = "[no output]"
 MIN_LIMIT = 64
 """The smallest limit that leaves room for text next to the note."""
 
@@ -20,6 +23,17 @@ def cut_middle(text: str, limit: int) -> str:
     head = (room + 1) // 2
     tail = room - head
     return text[:head] + _note(len(text) - room) + (text[-tail:] if tail else "")
+
+
+def with_notes(output: str, notes: Sequence[str], limit: int) -> str:
+    """Return the output and the notes; the output is cut if necessary, the notes never."""
+    tail = "\n".join(notes)
+    output = output.removesuffix("\n")
+    if not output:
+        return tail or NO_OUTPUT
+    room = limit - len(tail) - 1 if tail else limit
+    output = cut_middle(output, max(room, MIN_LIMIT))
+    return f"{output}\n{tail}" if tail else output
 
 
 def _note(missing: int) -> str:

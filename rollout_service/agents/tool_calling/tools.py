@@ -29,6 +29,8 @@ class ToolContext:
     """The length of the longest useful result; at least 256."""
     limit_violations: list[LimitExceededError] = field(default_factory=list)
     """Takes the limits of the sandbox that the call reached."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """What tools keep from one call to the next; one for each episode, with the tools' names as keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,20 +128,20 @@ def by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
 
 def _parameters(arguments: type[BaseModel]) -> dict[str, Any]:
     """Return the JSON schema of the arguments, without the parts that only cost tokens."""
-    schema = _without_titles(arguments.model_json_schema())
+    schema = _lean(arguments.model_json_schema())
     return {key: schema[key] for key in ("type", "properties", "required", "$defs") if key in schema}
 
 
-def _without_titles(value: Any, *, named: bool = False) -> Any:
-    """Return a schema without pydantic's titles; in a map of fields (`named`), `title` is a field and stays."""
+def _lean(value: Any, *, named: bool = False) -> Any:
+    """Return a schema without pydantic's titles and null defaults; in a map of fields (`named`), `title` is a field."""
     if isinstance(value, list):
-        return [_without_titles(item) for item in value]
+        return [_lean(item) for item in value]
     if not isinstance(value, dict):
         return value
     return {
-        key: _without_titles(item, named=key in ("properties", "$defs") and not named)
+        key: _lean(item, named=key in ("properties", "$defs") and not named)
         for key, item in value.items()
-        if named or key != "title"
+        if named or (key != "title" and not (key == "default" and item is None))
     }
 
 

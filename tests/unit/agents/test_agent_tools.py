@@ -54,7 +54,8 @@ def test_a_definition_says_what_is_needed_and_no_more():
             },
         },
     }
-    assert all(len(json.dumps(tool.definition)) < 300 for tool in BUILTIN_TOOLS)
+    long = {"str_replace_editor": 1_100}
+    assert all(len(json.dumps(tool.definition)) < long.get(tool.name, 400) for tool in BUILTIN_TOOLS)
 
 
 async def test_arguments_are_checked():

@@ -1,0 +1,222 @@
+"""How messages get to a server and back: over the pipes of a program in the sandbox, or by HTTP from inside it.
+
+Guarantees: a message has a largest size; messages that answer nothing which was asked are dropped; requests of the
+server are refused, except `ping`. Whoever calls sets the deadline, and may leave at it: what arrives late is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Protocol
+
+import httpcore
+import orjson
+
+from rollout_service.agents.mcp.errors import McpServerError
+from rollout_service.agents.mcp.settings import McpSettings
+from rollout_service.agents.web.tunnel import HTTP_ERRORS, connection_pool
+from sandboxes import RunningProgram, Sandbox
+
+MESSAGE_BYTES = 4 * 1024 * 1024
+ERROR_CHARS = 1_000
+NO_METHOD = -32_601
+SESSION, VERSION = b"mcp-session-id", b"mcp-protocol-version"
+
+JsonObject = dict[str, Any]
+
+
+class Transport(Protocol):
+    """Carries messages of JSON-RPC; for one caller at a time."""
+
+    version: str
+    """The version of the protocol, once it is known."""
+
+    async def ask(self, message: JsonObject) -> JsonObject:
+        """Send a request, and return the message that answers it.
+
+        Raises:
+            McpServerError: The server has ended, or says what no server may say.
+        """
+        ...
+
+    async def tell(self, message: JsonObject) -> None:
+        """Send a notification; raises as `ask` does."""
+        ...
+
+
+class PipeTransport:
+    """One message a line, over the standard streams of a program."""
+
+    def __init__(self, name: str, program: RunningProgram) -> None:
+        self.version = ""
+        self._name = name
+        self._program = program
+        self._buffer = bytearray()
+        self._searched = 0
+        """How much of the buffer has no end of a line."""
+        self._writing = False
+
+    async def ask(self, message: JsonObject) -> JsonObject:
+        await self.tell(message)
+        while True:
+            answer = _parse(await self._line())
+            if answer is None:
+                continue
+            if "method" in answer:
+                await self._refuse(answer)
+            elif answer.get("id") == message["id"]:
+                return answer
+
+    async def tell(self, message: JsonObject) -> None:
+        if self._writing:
+            raise McpServerError(f"the MCP server {self._name!r} has not read a whole message in time")
+        self._writing = True
+        if not await self._program.send(orjson.dumps(message) + b"\n"):
+            raise await self._ended()
+        self._writing = False
+
+    async def _refuse(self, asked: JsonObject) -> None:
+        """Answer a request of the server; it is told of no capability that would allow one but `ping`."""
+        if "id" in asked:
+            await self.tell({"jsonrpc": "2.0", "id": asked["id"], **_answer_to(asked)})
+
+    async def _line(self) -> bytes:
+        while (end := self._buffer.find(b"\n", self._searched)) < 0:
+            self._searched = len(self._buffer)
+            if self._searched > MESSAGE_BYTES:
+                raise McpServerError(
+                    f"the MCP server {self._name!r} sent a message of more than {MESSAGE_BYTES} bytes"
+                )
+            data = await self._program.receive()
+            if not data:
+                raise await self._ended()
+            self._buffer += data
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        self._searched = 0
+        return line
+
+    async def _ended(self) -> McpServerError:
+        code = await self._program.wait()
+        said = self._program.errors().strip()[-ERROR_CHARS:]
+        return McpServerError(
+            f"the MCP server {self._name!r} has ended with exit code {code}: {said or 'it printed nothing'}",
+            hint="Run its command in a sandbox by hand. Whatever is not a message belongs on standard error.",
+        )
+
+
+class HttpTransport:
+    """One request of HTTP for each message, from inside the sandbox."""
+
+    def __init__(self, settings: McpSettings, pool: httpcore.AsyncConnectionPool) -> None:
+        self.version = ""
+        self._settings = settings
+        self._pool = pool
+        self._session: bytes | None = None
+
+    async def ask(self, message: JsonObject) -> JsonObject:
+        answer = await self._post(message)
+        if answer is not None:
+            return answer
+        raise McpServerError(f"the MCP server {self._settings.name!r} did not answer {message['method']!r}")
+
+    async def tell(self, message: JsonObject) -> None:
+        await self._post(message)
+
+    async def _post(self, message: JsonObject) -> JsonObject | None:
+        """Send a message; return what answers it, if anything does."""
+        url, name = str(self._settings.url), self._settings.name
+        try:
+            content = orjson.dumps(message)
+            async with self._pool.stream("POST", url, headers=self._headers(), content=content) as response:
+                return await self._read(response, message.get("id"))
+        except (*HTTP_ERRORS, ValueError) as error:
+            raise McpServerError(
+                f"the MCP server {name!r} at {url} cannot be reached: {str(error) or type(error).__name__}",
+                hint="List its host in `network` of `[sandbox]`, and see that it is up.",
+            ) from error
+
+    async def _read(self, response: httpcore.Response, asked: object) -> JsonObject | None:
+        """Read an answer: one message, or a stream of events, which may go on after the one that is waited for."""
+        name = self._settings.name
+        headers = {key.lower(): value for key, value in response.headers}
+        self._session = headers.get(SESSION, self._session)
+        streamed = b"text/event-stream" in headers.get(b"content-type", b"") and response.status < 300
+        body = bytearray()
+        async for part in response.aiter_stream():
+            body += part.replace(b"\r", b"")
+            if len(body) > MESSAGE_BYTES:
+                raise McpServerError(
+                    f"the MCP server {name!r} sent an answer of more than {MESSAGE_BYTES} bytes"
+                )
+            while streamed and (end := body.find(b"\n\n")) >= 0:
+                event = bytes(body[:end])
+                del body[: end + 2]
+                if (found := _answering(_data(event), asked)) is not None:
+                    return found
+        if response.status >= 300:
+            text = body.decode(errors="replace")[:ERROR_CHARS]
+            raise McpServerError(f"the MCP server {name!r} answered HTTP {response.status}: {text}")
+        return _answering(_data(bytes(body)) if streamed else bytes(body), asked)
+
+    def _headers(self) -> list[tuple[bytes, bytes]]:
+        own = [(name.encode(), value.encode()) for name, value in self._settings.headers.items()]
+        if self._session is not None:
+            own.append((SESSION, self._session))
+        if self.version:
+            own.append((VERSION, self.version.encode()))
+        return [
+            (b"content-type", b"application/json"),
+            (b"accept", b"application/json, text/event-stream"),
+            (b"accept-encoding", b"identity"),
+            *own,
+        ]
+
+    async def end(self) -> None:
+        """Tell the server that the session is over; it need not answer."""
+        if self._session is not None:
+            with suppress(*HTTP_ERRORS):
+                await self._pool.request("DELETE", str(self._settings.url), headers=self._headers())
+
+
+@asynccontextmanager
+async def open_transport(settings: McpSettings, sandbox: Sandbox) -> AsyncIterator[Transport]:
+    """Start a server's program, or prepare to reach its address; everything is ended with the block."""
+    if settings.url is None:
+        async with sandbox.program(settings.command, env=settings.env) as program:
+            yield PipeTransport(settings.name, program)
+        return
+    try:
+        pool = await connection_pool(sandbox, settings.url)
+    except HTTP_ERRORS as error:
+        raise McpServerError(f"the MCP server {settings.name!r} cannot be reached: {error}") from error
+    async with pool:
+        yield HttpTransport(settings, pool)
+
+
+def _data(event: bytes) -> bytes:
+    """Return the data of an event of a stream."""
+    lines = event.split(b"\n")
+    return b"\n".join(line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:"))
+
+
+def _answering(data: bytes, asked: object) -> JsonObject | None:
+    """Return a message if it answers the request with this id."""
+    found = _parse(data)
+    return found if found is not None and "method" not in found and found.get("id") == asked else None
+
+
+def _parse(data: bytes) -> JsonObject | None:
+    """Return a message, or None for what is none: servers print other things by mistake."""
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _answer_to(asked: JsonObject) -> JsonObject:
+    if asked.get("method") == "ping":
+        return {"result": {}}
+    return {"error": {"code": NO_METHOD, "message": "this client offers nothing"}}

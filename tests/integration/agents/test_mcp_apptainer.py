@@ -1,0 +1,73 @@
+"""An environment's MCP servers run in the agent's sandbox and end with the agent."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rollout_service.agents.mcp.errors import McpServerError
+from rollout_service.environments.declarative.environment import load_folder
+from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.trial import play
+from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
+from sandboxes import ApptainerConfig, make_provider
+from tests.support import mcp_server
+
+pytestmark = [pytest.mark.anyio, pytest.mark.apptainer]
+TOML = """
+name = "adding"
+image = "base"
+prompt = "Add."
+tools = ["bash", "finish"]
+[init]
+command = "cp /environment/server.py /workspace/"
+files = ["server.py"]
+[[mcp]]
+name = "notes"
+command = ["python3", "server.py"]
+tools = ["add", "where"]
+[evaluate]
+command = '''echo "{\\"reward\\": $(grep -l server[.]py /proc/[0-9]*/cmdline | wc -l)}" >"$ROLLOUT_RESULT"'''
+sandbox = "same"
+"""
+
+
+@pytest.fixture
+async def sandboxes(tmp_path):
+    provider = make_provider(ApptainerConfig(), tmp_path / "state")
+    yield SandboxSource(provider)
+    assert provider.live() == []
+    await provider.close()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "adding"
+    folder.mkdir()
+    (folder / "environment.toml").write_text(TOML)
+    shutil.copy(Path(mcp_server.__file__), folder / "server.py")
+    return folder
+
+
+async def test_the_policy_has_their_tools_and_they_end_with_the_agent(folder, sandboxes):
+    policy = ScriptedPolicy(
+        [
+            turn("", call("notes__add", a=40, b=2), call("notes__where")),
+            turn("", call("bash", command="cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c 'server[.]py'")),
+            turn("", call("finish", answer="42")),
+        ]
+    )
+    trial = await play(load_folder(folder), {}, policy, sandboxes)
+    assert [tool["function"]["name"] for tool in policy.tools] == [
+        *("bash", "finish", "notes__add", "notes__where")
+    ]
+    results = [message.content for message in policy.messages if message.role == "tool"]
+    assert results[:2] == ["42", '{"cwd":"/workspace","given":null}']
+    assert results[2] == "1"
+    assert (trial.episode.answer, trial.score.reward) == ("42", 0.0)  # no server is left when it is scored
+
+
+async def test_a_server_that_does_not_start_fails_the_rollout(folder, sandboxes):
+    (folder / "environment.toml").write_text(TOML.replace('"server.py"]\ntools', '"none.py"]\ntools'))
+    with pytest.raises(McpServerError, match=r"none\.py"):
+        await play(load_folder(folder), {}, ScriptedPolicy(["Done."]), sandboxes)

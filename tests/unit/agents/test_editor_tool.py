@@ -1,0 +1,148 @@
+"""The editor changes what the policy names and nothing else, and says what to do about each mistake."""
+
+import posixpath
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_service.agents.errors import ToolInputError
+from rollout_service.agents.tool_calling import editor
+from rollout_service.agents.tool_calling.builtin_tools import BUILTIN_TOOLS
+from rollout_service.agents.tool_calling.tools import ToolContext, by_name
+
+pytestmark = pytest.mark.anyio
+EDITOR = by_name(BUILTIN_TOOLS)["str_replace_editor"]
+
+
+class Editing:
+    """Calls of the editor within one episode."""
+
+    def __init__(self, sandbox, output_chars=4_000):
+        self.sandbox = sandbox
+        self.context = ToolContext(sandbox, 20.0, output_chars)
+
+    async def __call__(self, command, path="a.txt", **arguments):
+        result = await EDITOR({"command": command, "path": path, **arguments}, self.context)
+        return result.text
+
+    async def refused(self, command, path="a.txt", **arguments):
+        with pytest.raises(ToolInputError) as caught:
+            await self(command, path, **arguments)
+        return str(caught.value)
+
+    async def content(self, path="a.txt"):
+        return (await self.sandbox.read_file(path)).decode()
+
+
+@pytest.fixture
+def edit(local_sandbox):
+    return Editing(local_sandbox)
+
+
+def test_its_definition_names_every_argument_without_null():
+    parameters = EDITOR.definition["function"]["parameters"]
+    assert parameters["required"] == ["command", "path"]
+    assert parameters["properties"]["command"]["enum"] == [
+        *("view", "create", "str_replace", "insert", "undo_edit")
+    ]
+    assert parameters["properties"]["old_str"] == {
+        "description": "for str_replace; must occur exactly once",
+        "type": "string",
+    }
+    assert "null" not in str(parameters)
+    assert "None" not in str(parameters)
+
+
+async def test_a_file_is_created_changed_and_restored_step_by_step(edit):
+    assert await edit("create", file_text="one\ntwo\nthree\n") == "created a.txt"
+    assert "     2\tTWO" in await edit("str_replace", old_str="two", new_str="TWO")
+    assert "     1\tzero" in await edit("insert", insert_line=0, new_str="zero")
+    await edit("insert", insert_line=4, new_str="four")
+    assert await edit.content() == "zero\none\nTWO\nthree\nfour"
+    await edit("str_replace", old_str="zero\n")
+    assert await edit.content() == "one\nTWO\nthree\nfour"
+    for left in (
+        "zero\none\nTWO\nthree\nfour",
+        "zero\none\nTWO\nthree\n",
+        "one\nTWO\nthree\n",
+        "one\ntwo\nthree\n",
+    ):
+        await edit("undo_edit")
+        assert await edit.content() == left
+    assert "removed again" in await edit("undo_edit")
+    assert "no such file" in (await edit.refused("view")).lower()
+    assert "no edit to undo" in await edit.refused("undo_edit")
+
+
+async def test_undo_is_per_file_and_knows_it_by_any_path(edit, local_sandbox):
+    await edit("create", "a.txt", file_text="a")
+    await edit("create", "b.txt", file_text="b")
+    absolute = posixpath.join(local_sandbox.workdir, "sub/../a.txt")
+    await edit("create", absolute, file_text="A")
+    await edit("undo_edit", "a.txt")
+    assert (await edit.content("a.txt"), await edit.content("b.txt")) == ("a", "b")
+
+
+async def test_the_history_is_bounded(edit, monkeypatch):
+    monkeypatch.setattr(editor, "HISTORY_BYTES", 1_000)
+    for text in ("a" * 600, "b" * 600, "c" * 600):
+        await edit("create", file_text=text)
+    await edit("undo_edit")
+    assert await edit.content() == "b" * 600
+    assert "no edit to undo" in await edit.refused("undo_edit")
+
+
+async def test_mistakes_say_what_to_do(edit, local_sandbox):
+    await edit("create", file_text="x = 1\ny = 1\n")
+    assert "2 times, in lines 1, 2" in await edit.refused("str_replace", old_str="= 1", new_str="= 2")
+    assert "does not occur" in await edit.refused("str_replace", old_str="z", new_str="")
+    assert "str_replace needs old_str" in await edit.refused("str_replace", new_str="z")
+    assert "create needs file_text" in await edit.refused("create")
+    assert "insert needs insert_line" in await edit.refused("insert", new_str="z")
+    assert "within 0 and 2" in await edit.refused("insert", insert_line=3, new_str="z")
+    assert "within 1 and 2" in await edit.refused("view", view_range=[2, 9])
+    assert "command: Input should be" in await edit.refused("delete")
+    assert "NUL" in await edit.refused("view", "a\0b")
+    assert await edit.content() == "x = 1\ny = 1\n"
+    await local_sandbox.write_file("dos.txt", b"a\r\nb\r\n")
+    assert r"\r\n" in await edit.refused("str_replace", "dos.txt", old_str="a\nb", new_str="c")
+
+
+async def test_images_and_large_files_are_refused_clearly(edit, local_sandbox):
+    await local_sandbox.write_file("picture.png", b"\x89PNG\r\n\x1a\n\0\0")
+    assert "images and other binary files" in await edit.refused("view", "picture.png")
+    await local_sandbox.write_file("large.txt", b"x" * (editor.FILE_BYTES + 1))
+    assert "more than 1048576 bytes" in await edit.refused("view", "large.txt")
+    assert "more than 1048576 bytes" in await edit.refused("create", "large.txt", file_text="")
+
+
+async def test_a_view_says_what_it_leaves_out(local_sandbox):
+    edit = Editing(local_sandbox, output_chars=600)
+    await edit("create", file_text="".join(f"line {n}\n" for n in range(1, 1001)))
+    seen = await edit("view")
+    assert len(seen) <= 600
+    assert "     1\tline 1\n" in seen
+    last = int(seen.split("\n")[-2].split("\t")[0])
+    assert seen.endswith(f"[lines 1 to {last} of 1000; view_range shows others]")
+    assert "  1000\tline 1000\n" in await edit("view", view_range=[998, -1])
+    await edit("create", file_text="x" * 5_000)
+    seen = await edit("view")
+    assert "characters cut" in seen
+    assert len(seen) <= 600
+
+
+async def test_a_folder_is_shown_two_levels_deep(edit, local_sandbox):
+    await local_sandbox.write_file("p/q/r.txt", "")
+    await local_sandbox.write_file("p/.hidden", "")
+    assert await edit("view", "p") == "q/\nq/r.txt"
+    assert "for files" in await edit.refused("view", "p", view_range=[1, 2])
+    assert await edit("view", "p/q/r.txt") == "[an empty file]"
+
+
+@given(st.lists(st.text(alphabet="ab\n\r\u2028", max_size=6), max_size=6), st.integers(0, 8))
+async def test_the_lines_of_a_text_are_those_that_newlines_end(parts, at):
+    text = "\n".join(parts)
+    lines = editor._lines(text)
+    assert "\n".join(lines) == text.removesuffix("\n")
+    assert not any("\n" in line for line in lines)

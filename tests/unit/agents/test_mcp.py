@@ -1,0 +1,186 @@
+"""Tools of MCP servers work over pipes and HTTP; a server that fails is a typed failure, whatever it sends."""
+
+import json
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from rollout_service.agents.errors import ToolInputError
+from rollout_service.agents.mcp.errors import McpServerError
+from rollout_service.agents.mcp.settings import McpSettings
+from rollout_service.agents.mcp.tools import open_servers, result_text
+from rollout_service.agents.tool_calling.tools import ToolContext
+from rollout_service.errors import describe
+from tests.support import mcp_server
+from tests.support.web_server import web_server
+
+pytestmark = pytest.mark.anyio
+SERVER = str(Path(mcp_server.__file__))
+
+
+def stdio(name="notes", **settings):
+    return McpSettings(name=name, command=[sys.executable, SERVER], **settings)
+
+
+def script(code, **settings):
+    return McpSettings(name="bad", command=[sys.executable, "-c", code], **settings)
+
+
+@asynccontextmanager
+async def opened(sandbox, *servers, agent_runs_code=False):
+    async with open_servers(servers, sandbox, agent_runs_code=agent_runs_code) as tools:
+        yield {tool.name: tool for tool in tools}
+
+
+async def call(tool, seconds=20.0, output_chars=4_000, **arguments):
+    return (await tool(arguments, ToolContext(None, seconds, output_chars))).text
+
+
+async def test_tools_have_their_servers_name_and_schema(local_sandbox):
+    async with opened(local_sandbox, stdio(), stdio("more", tools=["fail", "add"])) as tools:
+        assert list(tools)[:2] == ["notes__add", "notes__picture"]
+        assert list(tools)[-3:] == ["notes__odd_name", "more__fail", "more__add"]
+        assert tools["notes__add"].definition["function"] == {
+            "name": "notes__add",
+            "description": "Add two numbers.",
+            "parameters": mcp_server.SCHEMA,
+        }
+        assert await call(tools["notes__add"], a=2, b=3) == "5"
+        assert await call(tools["more__add"], a=20, b=30) == "50"
+
+
+async def test_results_become_text(local_sandbox):
+    async with opened(local_sandbox, stdio(env={"GIVEN": "yes"})) as tools:
+        assert await call(tools["notes__picture"]) == (
+            "see:\n[a part was left out: image (image/png); only text can be shown]"
+        )
+        assert await call(tools["notes__fail"]) == "no such note\n[the tool reports an error]"
+        assert json.loads(await call(tools["notes__where"])) == {"cwd": local_sandbox.workdir, "given": "yes"}
+        said = await call(tools["notes__long"], output_chars=500)
+        assert len(said) <= 500
+        assert "characters cut" in said
+        with pytest.raises(ToolInputError, match="wrong: 'b'"):
+            await call(tools["notes__add"], a=1)
+
+
+@pytest.mark.parametrize(
+    "content", [None, 3, [None, 4, {}, {"type": "text"}, {"type": "resource", "resource": 5}]]
+)
+def test_a_result_may_hold_anything(content):
+    assert isinstance(result_text({"content": content}, 500), str)
+
+
+async def test_a_slow_tool_is_stopped_and_a_server_that_answers_goes_on(local_sandbox):
+    async with opened(local_sandbox, stdio(env={"SLEEP": "1"}, call_seconds=0.2)) as tools:
+        assert await call(tools["notes__sleep"]) == "[stopped: it took longer than 0.2 s]"
+        assert await call(tools["notes__add"], a=1, b=1) == "2"
+
+
+async def test_a_server_that_dies_or_hangs_is_a_typed_failure(local_sandbox, monkeypatch):
+    async with opened(local_sandbox, stdio()) as tools:
+        with pytest.raises(McpServerError, match="has ended with exit code 7: out of notes") as caught:
+            await call(tools["notes__die"])
+        info = describe(caught.value)
+        assert (info.code, info.boundary, info.retryable) == ("mcp_server_failed", "environment", True)
+        with pytest.raises(McpServerError, match="has ended"):
+            await call(tools["notes__add"], a=1, b=1)
+    monkeypatch.setattr("rollout_service.agents.mcp.connection.PING_SECONDS", 0.1)
+    async with opened(local_sandbox, stdio(env={"SLEEP": "600"})) as tools:
+        with pytest.raises(McpServerError, match="nor a ping after it"):
+            await call(tools["notes__sleep"], seconds=0.1)
+
+
+async def test_an_agent_that_could_have_ended_the_server_only_reads_of_it(local_sandbox):
+    async with opened(local_sandbox, stdio(), agent_runs_code=True) as tools:
+        assert "has ended with exit code 7" in await call(tools["notes__die"])
+        assert "has ended" in await call(tools["notes__add"], a=1, b=1)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("raise SystemExit('no notes')", "has ended with exit code 1: no notes"),
+        ("print('{}', flush=True); input(); input()", "was not ready within"),
+        ("import time\nwhile True: print('x' * 999_999, end='')", "message of more than"),
+        ('print(\'{"jsonrpc": "2.0", "id": 1, "result": {}}\', flush=True); input()', "names no version"),
+        ('print(\'{"jsonrpc": "2.0", "id": 1, "result": 5}\', flush=True); input()', "neither a result"),
+        ('print(\'{"id": 1, "error": {"message": "no"}}\', flush=True); input()', "refuses to begin: no"),
+    ],
+)
+async def test_a_server_that_does_not_begin_is_a_typed_failure(local_sandbox, code, message):
+    late = 1.0 if "ready" in message else 60.0
+    with pytest.raises(McpServerError, match=message):
+        async with opened(local_sandbox, script(code, start_seconds=late)):
+            pytest.fail("it began")
+
+
+async def test_tools_that_are_missing_or_double_are_refused(local_sandbox):
+    with pytest.raises(McpServerError, match="has no tool 'ad'; did you mean add"):
+        async with opened(local_sandbox, stdio(tools=["ad"])):
+            pytest.fail("it began")
+    with pytest.raises(McpServerError, match="would both be named 'notes__add'"):
+        async with opened(local_sandbox, stdio(tools=["add", "add"])):
+            pytest.fail("it began")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_server_is_reached_over_http(local_sandbox, streamed):
+    asked = []
+
+    def page(path, body):
+        if not body:
+            return 200, {}, b""
+        message = json.loads(body)
+        asked.append(message["method"])
+        found = mcp_server.answer(message)
+        if found is None:
+            return 202, {}, b""
+        data = json.dumps(found)
+        if streamed:
+            events = (
+                f'event: message\r\ndata: {{"method": "ping", "id": 9}}\r\n\r\ndata: {data}\r\n\r\n: more'
+            )
+            return 200, {"content-type": "text/event-stream"}, events.encode()
+        return 200, {"content-type": "application/json", "mcp-session-id": "s-1"}, data.encode()
+
+    with web_server(page) as address:
+        server = McpSettings(name="far", url=f"http://{address}/mcp", headers={"authorization": "Bearer k"})
+        async with opened(local_sandbox, server, agent_runs_code=True) as tools:
+            assert await call(tools["far__add"], a=2, b=2) == "4"
+    assert asked == ["initialize", "notifications/initialized", *["tools/list"] * 3, "tools/call"]
+    with pytest.raises(McpServerError, match="cannot be reached"):
+        async with opened(local_sandbox, server):
+            pytest.fail("it began")
+
+
+async def test_an_http_server_that_fails_is_never_the_agents_doing(local_sandbox):
+    def page(path, body):
+        message = json.loads(body or b"{}")
+        if message.get("method") == "tools/call":
+            return 500, {}, b"out of notes"
+        return 200, {}, json.dumps(mcp_server.answer(message)).encode()
+
+    with web_server(page) as address:
+        server = McpSettings(name="far", url=f"http://{address}/mcp")
+        async with opened(local_sandbox, server, agent_runs_code=True) as tools:
+            with pytest.raises(McpServerError, match="answered HTTP 500: out of notes"):
+                await call(tools["far__add"], a=2, b=2)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"name": "a"}, "either `command` or `url`"),
+        ({"name": "a", "command": ["x"], "url": "http://a"}, "either `command` or `url`"),
+        ({"name": "a", "command": "x y"}, "as a list"),
+        ({"name": "a b", "command": ["x"]}, "name"),
+        ({"name": "a", "command": ["x"], "headers": {"a": "b"}}, "belong to a `url`"),
+        ({"name": "a", "url": "ftp://a"}, "url"),
+    ],
+)
+def test_settings_that_contradict_are_refused(table, message):
+    with pytest.raises(ValidationError, match=message):
+        McpSettings.model_validate(table)
