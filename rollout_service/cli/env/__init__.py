@@ -10,12 +10,15 @@ import typer
 from rollout_service.cli import common
 from rollout_service.cli.common import AsJson, Key
 
-app = typer.Typer(name="env", help="List, make, check, attack, and try environments.", no_args_is_help=True)
+app = typer.Typer(
+    name="env", help="List, make, add, build, check, attack, and try environments.", no_args_is_help=True
+)
 
 Environment = Annotated[
     str,
     typer.Argument(
-        help="Folder with an environment.toml, image that contains one, or name of an installed environment."
+        help="Folder with an environment.toml or of Harbor's tasks, image that contains one, or name of an installed "
+        "environment."
     ),
 ]
 ServerUrl = Annotated[str | None, typer.Option("--url", help="Use this server instead of this machine.")]
@@ -47,31 +50,108 @@ def list_environments(url: ServerUrl = None, key: Key = None, as_json: AsJson = 
 def new(
     name: Annotated[str, typer.Argument(help="The environment's name: letters, digits, '.', '_', or '-'.")],
     folder: Annotated[Path, typer.Option(help="Folder to make the folder NAME in.")] = Path(),
+    template: Annotated[
+        str, typer.Option(help="What to begin with: files, terminal, stem, mcp, or swe.")
+    ] = "files",
 ) -> None:
-    """Make a small working environment: a task file, a prompt, and a grader, without a Python module."""
+    """Make a small working environment: tasks, a prompt, a grader, and a solution, without a Python module.
+
+    `files`: the agent writes a file. `terminal`: it works in a shell. `stem`: it answers with a number. `mcp`: it uses
+    the tools of a server. `swe`: it repairs code, which hidden cases test.
+    """
 
     def main() -> None:
         from rollout_service.cli.env.new import make_environment
 
-        made = make_environment(name, folder)
+        made = make_environment(name, folder, template)
         common.err().print(f"made {made}; now try:", soft_wrap=True)
-        for command in (f"check {made}", f"run {made} --script {made / 'solution.jsonl'}"):
+        run = f"run {made} --script {made / 'solution.jsonl'}"
+        for command in (f"check {made}", run, f"audit {made}"):
             common.err().print(f"  rollout-service env {command}", soft_wrap=True)
 
     common.run_blocking(main)
 
 
+@app.command("add", epilog="Example: rollout-service env add ./terminal-tasks")
+def add(
+    folder: Annotated[
+        Path,
+        typer.Argument(help="Folder with an environment.toml, image with one, or folder of Harbor's tasks."),
+    ],
+    config: Annotated[
+        Path | None, typer.Option(help="Settings file; by default, that of the service: rollout.toml.")
+    ] = None,
+) -> None:
+    """Add an environment to the settings file, so that the service has it from its next start on."""
+
+    def main() -> None:
+        import os
+
+        from rollout_service.cli.env.add import add_to_settings
+        from rollout_service.cli.env.check import load_environment
+
+        place = folder.expanduser().absolute()
+        name = load_environment(str(place)).spec.name
+        file = config or Path(os.environ.get("ROLLOUT_CONFIG", "rollout.toml"))
+        is_new = add_to_settings(file, place)
+        common.err().print(f"{file}: {name} {'added' if is_new else 'was there'}", soft_wrap=True)
+
+    common.run_blocking(main)
+
+
+@app.command(
+    "build", epilog="Example: rollout-service env build ./terminal-tasks --base debian:12=debian.sif"
+)
+def build(
+    environment: Environment,
+    base: Annotated[
+        list[str] | None, typer.Option(help="NAME=PATH for a base of the Dockerfiles; may be repeated.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Images built at once; by default, half as many as CPUs.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Build images again even if they exist.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Build the images of an environment's tasks from their Dockerfiles; unchanged ones are not built again."""
+
+    def main() -> int:
+        from rollout_service.cli.env.images import ImageBuild, build_images
+        from rollout_service.cli.image import name_value_pairs
+
+        bases = name_value_pairs(base or [], "--base")
+        return build_images(environment, ImageBuild(bases, jobs, force), as_json=as_json)
+
+    common.run_blocking(main)
+
+
 @app.command("check", epilog="Example: rollout-service env check ./word-count")
-def check(environment: Environment, as_json: AsJson = False) -> None:
-    """Validate an environment: its settings, its image, and every instance of its data set.
+def check(
+    environment: Environment,
+    solve: Annotated[
+        bool,
+        typer.Option(
+            "--run", help="Also run each task's solution, which must get 1, and nothing, which must not."
+        ),
+    ] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --run: only so many tasks.")] = None,
+    at_once: Annotated[int, typer.Option(min=1, help="With --run: tasks that run at once.")] = 2,
+    good: Annotated[
+        Path | None, typer.Option(help="With --run: file for the instances of good tasks, as JSONL.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Validate an environment: its settings, its images, and every instance of its data set.
 
     Each finding says what is wrong, and where. The exit code is 1 if there are any.
     """
 
     def main() -> int:
-        from rollout_service.cli.env.check import check_environment
+        from rollout_service.cli.env.check import check_environment, with_solutions
 
         report = check_environment(environment)
+        if solve:
+            report = with_solutions(report, environment, limit=limit, at_once=at_once, good=good)
         if as_json:
             common.print_json(report.as_dict())
         else:
@@ -102,6 +182,55 @@ def attack(
         from rollout_service.cli.env.attack import attack as run_attacks
 
         return await run_attacks(environment, instance, only or [], at_once, as_json=as_json)
+
+    common.run(main)
+
+
+@app.command("install", epilog="Example: rollout-service env install swe")
+def install(
+    name: Annotated[str, typer.Argument(help="The environment: swe or reasoning-gym.")],
+) -> None:
+    """Install the packages that an environment runs in a Python environment of their own.
+
+    Nothing is done if they are there. They come from the package index that uv or pip is configured with.
+    """
+
+    def main() -> None:
+        from rollout_service.cli.env.install import install_library
+
+        common.out().print(str(install_library(name)), soft_wrap=True)
+
+    common.run_blocking(main)
+
+
+@app.command("audit", epilog="Example: rollout-service env audit ./word-count --runs 5")
+def audit(
+    environment: Environment,
+    instance: Annotated[
+        str | None, typer.Option(help="Instance to audit, as JSON, instead of the data set's.")
+    ] = None,
+    instances: Annotated[
+        int, typer.Option(min=1, help="Instances of the data set to audit, from its start.")
+    ] = 3,
+    runs: Annotated[
+        int, typer.Option(min=1, help="Runs of each agent, to see whether its reward changes.")
+    ] = 3,
+    backend: Annotated[
+        str | None, typer.Option(help="URL of an engine, whose policy's pass rate is measured too.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run tasks with an idle agent and with the environment's own solution, and report on their quality.
+
+    Finds tasks that the solution does not solve or that an idle agent does, rewards that change from run to run, and
+    files of the grader or answers that the agent can read. Measures the time of each stage and the memory. The exit
+    code is 1 if anything is wrong.
+    """
+
+    async def main() -> int:
+        from rollout_service.cli.env.audit import audit as run_audit
+
+        return await run_audit(environment, instance, instances, runs, backend, as_json=as_json)
 
     common.run(main)
 

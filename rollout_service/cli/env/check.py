@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
+import anyio
 from pydantic import JsonValue
 from rich.table import Table
 from rich.text import Text
 
-from rollout_service.cli.common import count
+from rollout_service.cli.common import CommandError, count, err
 from rollout_service.cli.console import SafeConsole, id_column, table
 from rollout_service.cli.image import unpacked_images
-from rollout_service.environments.contract import Environment
+from rollout_service.environments.contract import Environment, EvaluateIn
 from rollout_service.environments.declarative.declaration import FILE_NAME
+from rollout_service.environments.harbor.collection import is_harbor_folder
 from rollout_service.environments.registry import EnvironmentRegistry, load_path
 from rollout_service.environments.splits import count_splits, get_split
 from rollout_service.errors import InvalidFieldError
@@ -31,6 +35,8 @@ class EnvironmentReport:
 
     name: str
     image: str | None
+    harness: str | None
+    """The program that is the agent; None for the built-in one."""
     tools: list[str]
     """The built-in tools and the environment's own, as the policy is told of them."""
     instances: int
@@ -40,6 +46,10 @@ class EnvironmentReport:
     """The problems, each with its location."""
     warnings: list[str]
     """Settings that have no effect."""
+    tried: list[dict[str, JsonValue]] = field(default_factory=list)
+    """The tasks whose solutions ran, with their rewards."""
+    task_images: bool = False
+    """Whether each task names its own image."""
 
     def as_dict(self) -> dict[str, JsonValue]:
         """Return the report for `--json`."""
@@ -49,8 +59,11 @@ class EnvironmentReport:
         """Print the report."""
         rows = table("", "", header=False)
         rows.add_row("environment", self.name)
-        rows.add_row("image", self.image or "none; it needs no sandbox")
-        rows.add_row("tools", ", ".join(self.tools) or "none")
+        rows.add_row("image", self.image or self._without_image())
+        if self.harness is not None:
+            rows.add_row("harness", self.harness)
+        else:
+            rows.add_row("tools", ", ".join(self.tools) or "none")
         rows.add_row("data set", self._dataset())
         console.print(rows)
         for warning in self.warnings:
@@ -61,6 +74,9 @@ class EnvironmentReport:
             console.print(f"... and {more} more")
         console.print(count(len(self.findings), "finding") if self.findings else "nothing is wrong")
 
+    def _without_image(self) -> str:
+        return "that of each task" if self.task_images else "none; it needs no sandbox"
+
     def _dataset(self) -> str:
         if not self.instances:
             return "none; tasks bring their own instances"
@@ -70,7 +86,8 @@ class EnvironmentReport:
 
 def list_installed() -> tuple[list[dict[str, JsonValue]], list[str]]:
     """Return the environments that a server on this machine would have, and the errors of those that fail to load."""
-    registry = EnvironmentRegistry.load(load_settings().environments)
+    settings = load_settings()
+    registry = EnvironmentRegistry.load(settings.environments, harbor=settings.harbor)
     specs = [_spec(environment) for environment in registry.list()]
     return specs, [f"{source}: {error}" for source, error in registry.problems.items()]
 
@@ -99,7 +116,7 @@ def environment_table(specs: Sequence[dict[str, JsonValue]]) -> Table:
 def environment_path(name_or_path: str) -> Path | None:
     """Return the path of an environment, or None if it is the name of an installed one."""
     path = Path(name_or_path).expanduser()
-    is_place = "/" in name_or_path or path.is_file() or (path / FILE_NAME).is_file()
+    is_place = "/" in name_or_path or path.is_file() or (path / FILE_NAME).is_file() or is_harbor_folder(path)
     return path.absolute() if is_place else None
 
 
@@ -110,10 +127,11 @@ def load_environment(name_or_path: str) -> Environment:
         ConfigurationError: The environment at the path is invalid.
         InvalidFieldError: There is no installed environment with this name.
     """
+    settings = load_settings()
     place = environment_path(name_or_path)
     if place is not None:
-        return load_path(place)
-    return EnvironmentRegistry.load(load_settings().environments).get(name_or_path)
+        return load_path(place, settings.harbor)
+    return EnvironmentRegistry.load(settings.environments, harbor=settings.harbor).get(name_or_path)
 
 
 def check_environment(name_or_path: str) -> EnvironmentReport:
@@ -125,18 +143,56 @@ def check_environment(name_or_path: str) -> EnvironmentReport:
         *environment.findings(),
         *_check_image(environment, settings),
         *_check_instances(environment, dataset),
+        *_check_task_images(environment, dataset, settings),
         *_find_unsplit(dataset),
     ]
     spec = environment.spec
     return EnvironmentReport(
         spec.name,
         spec.image,
+        spec.harness.name if spec.harness is not None else None,
         tool_names(environment),
         len(dataset),
         count_splits(dataset),
         findings,
         environment.warnings(),
+        task_images=spec.image is None and spec.evaluate_in is EvaluateIn.FRESH,
     )
+
+
+def with_solutions(
+    report: EnvironmentReport, name_or_path: str, *, limit: int | None, at_once: int, good: Path | None
+) -> EnvironmentReport:
+    """Run the solutions of an environment's tasks, and an agent that does nothing; return the report with findings.
+
+    Raises:
+        CommandError: The environment brings no solutions, or no tasks.
+    """
+    from rollout_service.cli.env.solutions import TriedTask, try_environment, write_good
+
+    environment = load_environment(name_or_path)
+    if not environment.has_solution or not environment.dataset():
+        raise CommandError(
+            f"{report.name} brings no solutions of its tasks",
+            hint="Leave --run out, and try a solution of yours with `env run --script`.",
+        )
+
+    def show(tried: TriedTask) -> None:
+        outcome = "; ".join(tried.problems) or "good"
+        err().print(Text(f"{instance_name(tried.instance)}: {outcome}"), soft_wrap=True)
+
+    start = partial(try_environment, environment, load_settings(), limit=limit, at_once=at_once, done=show)
+    tried = anyio.run(start)
+    if good is not None:
+        err().print(f"{count(write_good(tried, good), 'good task')} in {good}", soft_wrap=True)
+    problems = [f"{instance_name(one.instance)}: {problem}" for one in tried for problem in one.problems]
+    return replace(report, findings=[*report.findings, *problems], tried=[one.as_dict() for one in tried])
+
+
+def instance_name(instance: dict[str, JsonValue]) -> str:
+    """Return what tells an instance from others to a person: its id, or all of it."""
+    name = instance.get("instance_id")
+    return name if isinstance(name, str) else json.dumps(instance)
 
 
 def _check_image(environment: Environment, settings: Settings) -> Iterator[str]:
@@ -151,6 +207,26 @@ def _check_image(environment: Environment, settings: Settings) -> Iterator[str]:
         return
     for name in facts.missing:
         yield f"image: it lacks {name}, which every sandbox needs"
+
+
+def _check_task_images(
+    environment: Environment, dataset: Sequence[dict[str, JsonValue]], settings: Settings
+) -> Iterator[str]:
+    """Look for the images of tasks that have others than their environment."""
+    store, built = ImageStore(settings.images_dir), environment.dockerfiles()
+    seen: set[str] = {environment.spec.image or ""}
+    for instance in dataset:
+        try:
+            spec = environment.for_instance(instance).spec
+        except InvalidFieldError:
+            continue  # found already
+        for image in {spec.image, spec.for_grader().image} - seen - {None}:
+            seen.add(image or "")
+            try:
+                store.resolve(image or "")
+            except ImageError as error:
+                hint = "build it with `rollout-service env build`" if image in built else error.hint
+                yield f"{instance_name(instance)}: image: {error} ({hint})"
 
 
 def _find_unsplit(dataset: Sequence[dict[str, JsonValue]]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Makes a new environment from the template next to this module."""
+"""Makes a new environment from one of the templates next to this module."""
 
 from __future__ import annotations
 
@@ -9,17 +9,26 @@ from pydantic import TypeAdapter, ValidationError
 
 from api_schemas.base import Name
 from rollout_service.cli.common import CommandError
+from rollout_service.errors import did_you_mean
 
-TEMPLATE = Path(__file__).parent / "template"
+TEMPLATES = Path(__file__).parent / "templates"
+DEFAULT = "files"
+FILE_NAME = "environment.toml"
 PLACEHOLDER = "ENVIRONMENT_NAME"
 
 
-def make_environment(name: str, folder: Path) -> Path:
-    """Copy the template to `folder/name`, and fill in the name.
+def make_environment(name: str, folder: Path, template: str = DEFAULT) -> Path:
+    """Copy a template to `folder/name`, and fill in the name.
 
     Raises:
-        CommandError: The name is invalid, the folder exists, or it cannot be written.
+        CommandError: The name is invalid, there is no such template, the folder exists, or it cannot be written.
     """
+    known = sorted(path.name for path in TEMPLATES.iterdir() if (path / FILE_NAME).is_file())
+    if template not in known:
+        raise CommandError(
+            f"there is no template {template!r}{did_you_mean(template, known)}",
+            hint=f"The templates are {', '.join(known)}.",
+        )
     try:
         TypeAdapter(Name).validate_python(name)
     except ValidationError as error:
@@ -27,7 +36,7 @@ def make_environment(name: str, folder: Path) -> Path:
         raise CommandError(f"{name!r} is not a valid name for an environment", hint=hint) from error
     target = folder / name
     try:
-        shutil.copytree(TEMPLATE, target, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(TEMPLATES / template, target, ignore=shutil.ignore_patterns("__pycache__"))
     except FileExistsError as error:
         raise CommandError(
             f"{target} already exists", hint="Choose another name, or another folder with --folder."

@@ -1,12 +1,12 @@
-"""Prompts: sandboxed Jinja2 templates over a task's instance.
+"""Prompts: sandboxed Jinja2 templates over a task's instance, and over texts that their user names.
 
-Guarantees: the instance is data and never read as a template, whatever braces it contains; a template cannot change the
+Guarantees: the values are data and never read as a template, whatever braces they contain; a template cannot change the
 instance or reach Python behind it; a missing field raises an InvalidFieldError that names it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -56,8 +56,8 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
 class PromptTemplate:
     """A compiled template."""
 
-    def __init__(self, source: str, *, where: str) -> None:
-        """Compile the template.
+    def __init__(self, source: str, *, where: str, texts: Collection[str] = ()) -> None:
+        """Compile the template, which may use `instance` and the `texts` of these names.
 
         Raises:
             ConfigurationError: The template is not valid; the message names `where`.
@@ -68,6 +68,7 @@ class PromptTemplate:
         try:
             unknown = find_undeclared_variables(environment.parse(source)) - {
                 "instance",
+                *texts,
                 *environment.globals,
             }
             self._template = environment.from_string(source)
@@ -75,19 +76,20 @@ class PromptTemplate:
             raise ConfigurationError(f"{where} is not a valid template: {error}") from error
         if unknown:
             names = ", ".join(sorted(unknown))
+            known = " and ".join(f"`{name}`" for name in ["instance", *texts])
             raise ConfigurationError(
-                f"{where} uses {names}, but a template has only `instance`",
+                f"{where} uses {names}, but a template has only {known}",
                 hint="Write {{ instance.NAME }} for a field of the task.",
             )
 
-    def render(self, instance: dict[str, JsonValue]) -> str:
-        """Return the text for an instance.
+    def render(self, instance: dict[str, JsonValue], texts: Mapping[str, str] | None = None) -> str:
+        """Return the text for an instance; `texts` has a value for each name that was declared.
 
         Raises:
             InvalidFieldError: The instance lacks a field that the template uses.
         """
         try:
-            return self._template.render(instance=instance)
+            return self._template.render({**(texts or {}), "instance": instance})
         except _MissingError as error:
             raise self._invalid(error, instance) from None
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:

@@ -1,0 +1,104 @@
+"""What an audit found: for each instance the measurements, and for all of them what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+
+from pydantic import JsonValue
+
+
+@dataclass(slots=True)
+class TrialRecord:
+    """One run of an agent that does nothing, or of the environment's own solution."""
+
+    reward: float | None = None
+    """None if the run failed."""
+    error: str = ""
+    init_seconds: float = 0.0
+    solve_seconds: float = 0.0
+    evaluate_seconds: float = 0.0
+    memory_bytes: int = 0
+    """The most resident memory that was seen in its sandboxes, sampled."""
+
+
+@dataclass(slots=True)
+class InstanceAudit:
+    """The runs of one instance."""
+
+    index: int
+    """Its place in the data set, from 0."""
+    idle: list[TrialRecord] = field(default_factory=list)
+    solved: list[TrialRecord] = field(default_factory=list)
+    """Empty if the environment has no solution."""
+    leaks: list[str] = field(default_factory=list)
+    """Where the agent can read what only the grader should know."""
+    policy_rewards: list[float | None] = field(default_factory=list)
+    """The rewards of a policy, if one was asked; None for a rollout that failed."""
+
+    def findings(self) -> Iterator[str]:
+        """Yield what is wrong with this instance."""
+        where = f"instance {self.index}"
+        for kind, trials in (("an idle agent", self.idle), ("the solution", self.solved)):
+            errors = [trial.error for trial in trials if trial.error]
+            if errors:
+                yield f"{where}: {kind} got no reward in {len(errors)} of {len(trials)} runs: {errors[0]}"
+            rewards = sorted({trial.reward for trial in trials if trial.reward is not None})
+            if len(rewards) > 1:
+                shown = ", ".join(f"{reward:g}" for reward in rewards)
+                yield f"{where}: flaky: {kind} got the rewards {shown}"
+        best = _best(self.solved)
+        idle = _best(self.idle)
+        if best is not None and idle is not None and best <= idle:
+            yield f"{where}: the solution gets {best:g}, and an idle agent {idle:g}"
+        if best is None and idle is not None and idle >= 1:
+            yield f"{where}: an idle agent gets {idle:g}"
+        yield from (f"{where}: leak: {leak}" for leak in self.leaks)
+
+    @property
+    def pass_rate(self) -> float | None:
+        """The share of a policy's rollouts with the reward of the solution, or 1; None if none was scored."""
+        best = _best(self.solved)
+        rewards = [reward for reward in self.policy_rewards if reward is not None]
+        return (
+            sum(reward >= (1.0 if best is None else best) for reward in rewards) / len(rewards)
+            if rewards
+            else None
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """The result of an audit."""
+
+    environment: str
+    has_solution: bool
+    network: str
+    """The network that its sandboxes may use."""
+    connections: int
+    """Connections through the list of hosts; those of `full` are not seen."""
+    refused: int
+    """Connections that the list of hosts refused."""
+    instances: tuple[InstanceAudit, ...]
+
+    @property
+    def findings(self) -> list[str]:
+        """What is wrong, each with its instance."""
+        found = [finding for one in self.instances for finding in one.findings()]
+        if self.refused:
+            found.append(f"{self.refused} connections were refused by the list of hosts")
+        return found
+
+    @property
+    def good(self) -> list[int]:
+        """The indices of the instances with no findings."""
+        return [one.index for one in self.instances if not any(one.findings())]
+
+    def as_dict(self) -> dict[str, JsonValue]:
+        """Return the report as JSON."""
+        rates: list[JsonValue] = [one.pass_rate for one in self.instances]
+        return {**asdict(self), "findings": [*self.findings], "good": [*self.good], "pass_rates": rates}
+
+
+def _best(trials: list[TrialRecord]) -> float | None:
+    return max((trial.reward for trial in trials if trial.reward is not None), default=None)
