@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from api_schemas.base import StrEnum, WireModel
 
@@ -58,6 +60,8 @@ class EnvironmentSandbox(WireModel):
     """The seconds after which the sandbox ends; null means that it lives as long as its rollout."""
     env: dict[str, str]
     """Environment variables."""
+    requires: list[str] = []
+    """The labels that a node must have to take its rollouts."""
 
 
 class EnvironmentView(WireModel):
@@ -75,6 +79,10 @@ class EnvironmentView(WireModel):
     """The first user message: a template that is filled in from the task's instance."""
     tools: list[str]
     """The names of the built-in tools available to the agent."""
+    harness: Annotated[str | None, Field(exclude_if=lambda harness: harness is None)] = None
+    """The program that is the agent; left out of JSON if it is the built-in one."""
+    mcp: Annotated[list[str], Field(exclude_if=lambda servers: not servers)] = []
+    """The names of the MCP servers whose tools the agent has too; left out of JSON if there are none."""
     limits: EnvironmentLimits
     sandbox: EnvironmentSandbox
     evaluate_in: EvaluationSandbox

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from api_schemas.exports import RescoreRollouts as RescoreRollouts
     from api_schemas.exports import RescoreRun as RescoreRun
     from api_schemas.exports import without_tokens as without_tokens
+    from api_schemas.external import AgentKind as AgentKind
+    from api_schemas.external import RolloutAccess as RolloutAccess
+    from api_schemas.external import RolloutEnd as RolloutEnd
     from api_schemas.inference import AbortRequest as AbortRequest
     from api_schemas.inference import BackendSpec as BackendSpec
     from api_schemas.inference import BackendView as BackendView
@@ -66,6 +69,7 @@ else:
             "ExportedSample RecordedRollout Rescored RescoreEnd RescoreOptions RescoreRollouts RescoreRun"
             " without_tokens"
         ),
+        "api_schemas.external": "AgentKind RolloutAccess RolloutEnd",
         "api_schemas.inference": (
             "AbortRequest BackendSpec BackendView DiskWeights DistributedWeights PauseMode PauseRequest PoolOutcome"
             " ResumeRequest WeightsGroupRequest WeightsRequest"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator, Iterable
+from contextlib import AbstractAsyncContextManager
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from rollout_client._run_all import Refused
+    from rollout_client.external import ExternalRollout
 
 __all__ = [
     "ClientError",
@@ -197,6 +199,21 @@ class RolloutClient:
         from rollout_client._run_all import run_all
 
         return run_all(self.run, self._tasks, iter(requests), concurrency, refused)
+
+    def external_rollout(self, request: wire.RolloutRequest) -> AbstractAsyncContextManager[ExternalRollout]:
+        """Begin a rollout whose agent is the program in the block: `async with client.external_rollout(...) as r`.
+
+        The block begins when the policy may be called, as with `OpenAI(**r.openai)`. Report the reward with
+        `r.end(reward)`. Without that, leaving the block has the environment score the outcome, and an exception
+        fails the rollout. `await r.result()` then waits for the trajectory.
+
+        Raises:
+            InvalidRequestError: The request cannot be carried out as it is.
+            RolloutOverError: The rollout ended before its program began.
+        """
+        from rollout_client.external import open_external
+
+        return open_external(self._connection, with_id(request))
 
     async def cancel(self, rollout_id: str) -> wire.RolloutState | None:
         """Cancel a rollout, and return the state that it was in.
@@ -386,8 +403,35 @@ class RolloutClient:
         return await self._connection.call(list[wire.SandboxView], "GET", "/v1/sandboxes")
 
     async def nodes(self) -> list[wire.NodeView]:
-        """Return the hosts that run sandboxes: how many each can take, why not more, and what its sandboxes did."""
+        """Return the nodes that share the store: what each takes and works on, and what holds back new sandboxes."""
         return await self._connection.call(list[wire.NodeView], "GET", "/v1/nodes")
+
+    async def drain_node(self, node: str) -> wire.NodeView:
+        """Let a node end its rollouts and begin no more.
+
+        Raises:
+            NotFoundError: There is no such node.
+            ConflictError: The node is dead.
+        """
+        return await self._connection.call(wire.NodeView, "POST", f"/v1/nodes/{node}/drain")
+
+    async def resume_node(self, node: str) -> wire.NodeView:
+        """Let a drained node begin rollouts again.
+
+        Raises:
+            NotFoundError: There is no such node.
+            ConflictError: The node is dead.
+        """
+        return await self._connection.call(wire.NodeView, "POST", f"/v1/nodes/{node}/resume")
+
+    async def remove_node(self, node: str) -> None:
+        """Remove a dead node from the list of nodes.
+
+        Raises:
+            NotFoundError: There is no such node.
+            ConflictError: The node is alive.
+        """
+        await self._connection.call(None, "DELETE", f"/v1/nodes/{node}")
 
     async def node(self) -> wire.NodeConcurrency:
         """Return how much the service runs at once."""

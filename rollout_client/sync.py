@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, update_wrapper
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, TypeVar
 from rollout_client import _wire as wire
 from rollout_client.arrays import BatchArrays
 from rollout_client.client import RolloutClient
+from rollout_client.external import AnthropicOptions, ExternalRollout, GoogleOptions, OpenAIOptions
 from rollout_client.runs import LEASE_SECONDS, ClientRun, LeasedBatch
 
 if TYPE_CHECKING:
@@ -181,6 +182,43 @@ class SyncRun(Blocking[ClientRun]):
             yield SyncBatch(leased, self._portal)
 
 
+class SyncExternalRollout(Blocking[ExternalRollout]):
+    """A rollout that the caller's program works on; see `ExternalRollout`."""
+
+    end = blocking(ExternalRollout.end)
+    result = blocking(ExternalRollout.result)
+
+    @property
+    def rollout_id(self) -> str:
+        """The id."""
+        return self._wrapped.rollout_id
+
+    @property
+    def task(self) -> wire.Task:
+        """The task to work on."""
+        return self._wrapped.task
+
+    @property
+    def model(self) -> str:
+        """The name of the model."""
+        return self._wrapped.model
+
+    @property
+    def openai(self) -> OpenAIOptions:
+        """The arguments for OpenAI's client."""
+        return self._wrapped.openai
+
+    @property
+    def anthropic(self) -> AnthropicOptions:
+        """The arguments for Anthropic's client."""
+        return self._wrapped.anthropic
+
+    @property
+    def google(self) -> GoogleOptions:
+        """The arguments for Google's client."""
+        return self._wrapped.google
+
+
 class SyncRolloutClient(Blocking[RolloutClient]):
     """The service at one address. Use it as `with SyncRolloutClient(url, key) as client`; see `RolloutClient`."""
 
@@ -246,11 +284,21 @@ class SyncRolloutClient(Blocking[RolloutClient]):
     dataset = blocking(RolloutClient.dataset)
     sandboxes = blocking(RolloutClient.sandboxes)
     nodes = blocking(RolloutClient.nodes)
+    drain_node = blocking(RolloutClient.drain_node)
+    resume_node = blocking(RolloutClient.resume_node)
+    remove_node = blocking(RolloutClient.remove_node)
     node = blocking(RolloutClient.node)
     update_node = blocking(RolloutClient.update_node)
     ready = blocking(RolloutClient.ready)
     readiness = blocking(RolloutClient.readiness)
     events = iterating(RolloutClient.events)
+
+    @contextmanager
+    def external_rollout(self, request: wire.RolloutRequest) -> Iterator[SyncExternalRollout]:
+        """Begin a rollout whose agent is the program in the block; see `RolloutClient.external_rollout`."""
+        opened = self._wrapped.external_rollout(request)
+        with self._portal.wrap_async_context_manager(opened) as rollout:
+            yield SyncExternalRollout(rollout, self._portal)
 
     def create_run(self, request: wire.RunRequest) -> SyncRun:
         """Create a run, or open the one with this id. It is durable when this returns."""

@@ -16,6 +16,7 @@ ServiceError
  |   `- RequestTimeoutError       408
  |- EnvironmentFailedError        an environment's own code, or its grader, failed
  |- StoreError                    the durable store cannot be read or written           503
+ |   `- LeadershipLostError       another service now does what one alone may do          503
  |- RecordLostError               one record of the store is gone or damaged            500
  |- UnavailableError              the service cannot do this now                        503
  |- StageTimeoutError             a stage's deadline passed
@@ -170,6 +171,12 @@ class StoreError(ServiceError):
     boundary = Boundary.STORE
     status = 503
     retryable = True
+
+
+class LeadershipLostError(StoreError):
+    """The store refused a write of a service that no longer leads; another one goes on with its work."""
+
+    code = "leadership_lost"
 
 
 class RecordLostError(ServiceError):

@@ -172,6 +172,32 @@ ensure_trainer() {
         ${ROLLOUT_TORCH_INDEX:+--index-url "$ROLLOUT_TORCH_INDEX"} --requirement "$root/deploy/torch/torch.txt"
 }
 
+# --- separate environments ----------------------------------------------------------------------------------
+
+# For programs whose pins conflict with this project's. Each is stamped with the fingerprint of what it was made from.
+
+fingerprint_of() {
+    cat "$@" | sha256sum | cut -d' ' -f1
+}
+
+environment_is_ready() {
+    [[ -x $1/bin/python && -f $1/.installed && $(<"$1/.installed") == "$2" ]]
+}
+
+# make_environment DIR LOCK...: install locks without their dependencies, then torch. Torch comes last and alone, so its
+# index serves nothing else (except a GPU build's own libraries).
+make_environment() {
+    local environment=$1
+    shift
+    ensure_uv
+    rm -f "$environment/.installed"
+    # With pip: vLLM lists its own packages when it is asked for its settings, and fails if it has neither pip nor uv.
+    "$uv" venv --quiet --allow-existing --seed --python "$python" "$environment"
+    "$uv" pip install --quiet --python "$environment/bin/python" --no-deps --require-hashes "${@/#/--requirement=}"
+    "$uv" pip install --quiet --python "$environment/bin/python" \
+        ${ROLLOUT_TORCH_INDEX:+--index-url "$ROLLOUT_TORCH_INDEX"} --requirement "$root/deploy/torch/torch.txt"
+}
+
 # --- sandboxes and engines ----------------------------------------------------------------------------------
 
 has_apptainer() {
@@ -196,15 +222,83 @@ if not ids.has_subordinate_ids(os.getuid()): print(ids.subordinate_ids_command()
 or, without them: point ROLLOUT_IMAGES_DIR at a folder that has base.sif, such as the one of a user who built it"
 }
 
+images_folder() {
+    echo "${ROLLOUT_IMAGES_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/rollout-service/images}"
+}
+
 ensure_base_image() {
-    local stamp=$cache/base-image fingerprint images
-    images=${ROLLOUT_IMAGES_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/rollout-service/images}
+    local stamp=$cache/base-image fingerprint
     fingerprint=$(sha256sum <"$root/sandboxes/definitions/base.def")
     # An existing image is used, whoever built it. It is rebuilt if this checkout built it from another definition.
-    [[ -e $images/base.sif ]] && [[ ! -f $stamp || $(<"$stamp") == "$fingerprint" ]] && return
+    [[ -e $(images_folder)/base.sif ]] && [[ ! -f $stamp || $(<"$stamp") == "$fingerprint" ]] && return
     require_ids
     ensure_uv # the image's Python packages may come through it
     step "build the base image" "$venv/bin/rollout-service" image build base
+    echo "$fingerprint" >"$stamp"
+}
+
+# The image of examples/environments/calc_openai, whose environment.toml names the version of the package.
+ensure_openai_image() {
+    local package
+    [[ ! -e $(images_folder)/openai.sif ]] || return 0
+    package=$(grep --only-matching 'openai==[0-9.]*' "$root/examples/environments/calc_openai/environment.toml")
+    require_ids
+    ensure_uv
+    step "build the image with $package" "$venv/bin/rollout-service" image build openai \
+        --definition "$root/sandboxes/definitions/base.def" --arg "PYTHON_PACKAGES=$package"
+}
+
+# The libraries of bridges, each in its own environment.
+ensure_bridges() {
+    "$venv/bin/python" -c 'import sys
+from rollout_service.environments.bridges.reasoning_gym.generate import REASONING_GYM
+sys.exit(not REASONING_GYM.is_installed)' && return
+    ensure_uv
+    step "install reasoning-gym" "$venv/bin/rollout-service" env install reasoning-gym
+}
+
+# swebench reads the logs of tests, in an environment of its own.
+ensure_swebench() {
+    "$venv/bin/python" -c 'import sys
+from rollout_service.environments.swe.grading import SWEBENCH
+sys.exit(not SWEBENCH.is_installed)' && return
+    ensure_uv
+    step "install swebench" "$venv/bin/rollout-service" env install swe
+}
+
+# The base of tasks that are made from releases of packages.
+ensure_swe_base_image() {
+    [[ ! -e $(images_folder)/swe-base.sif ]] || return 0
+    require_ids
+    ensure_uv
+    step "build a base image with git and pytest" "$venv/bin/rollout-service" image build swe-base \
+        --definition "$root/sandboxes/definitions/base.def" --arg DEBIAN_PACKAGES=git --arg PYTHON_PACKAGES=pytest==8.4.2
+}
+
+# Two small tasks of software repair, which tests roll out and grade.
+ensure_swe() {
+    local folder=$cache/swe fingerprint
+    fingerprint=$(fingerprint_of "$root/benchmarks/swe_instances.py")
+    ensure_swebench
+    [[ -f $folder/.made && $(<"$folder/.made") == "$fingerprint" && -e $(images_folder)/swe-sqlparse-0.5.2.sif ]] && return
+    ensure_uv
+    ensure_swe_base_image
+    export SWE_PIP_PYTHON=$cache/bootstrap/bin/python
+    step "make two tasks of software repair" "$venv/bin/python" "$root/benchmarks/swe_instances.py" "$folder" \
+        --only sqlparse-0.5.2 --only cachetools-5.5.0
+    echo "$fingerprint" >"$folder/.made"
+}
+
+# One image with all programs that the tests run. An image that is unchanged is not built again.
+ensure_harnesses() {
+    local stamp=$cache/harnesses fingerprint
+    fingerprint=$(fingerprint_of "$root/sandboxes/definitions/base.def" "$root"/rollout_service/agents/harnesses/presets/*.toml)
+    [[ -e $(images_folder)/test-harnesses.sif && -f $stamp && $(<"$stamp") == "$fingerprint" ]] && return
+    require_ids
+    ensure_uv
+    step "build an image of agents' programs (2 GB)" "$venv/bin/rollout-service" image build test-harnesses \
+        --harness codex --harness claude_code --harness qwen_code --harness opencode --harness gemini_cli \
+        --harness mini_swe_agent
     echo "$fingerprint" >"$stamp"
 }
 
@@ -221,6 +315,11 @@ ensure_docker() {
     step "install Docker" "$root/scripts/install-docker"
 }
 
+ensure_redis() {
+    "$root/scripts/install-redis" >/dev/null 2>&1 && return
+    step "install Redis" "$root/scripts/install-redis"
+}
+
 ensure_sglang() {
     [[ -f $root/.venv-sglang/.installed ]] && "$root/scripts/install-sglang" >/dev/null && return
     step "install SGLang for the CPU (2 GB)" "$root/scripts/install-sglang"
@@ -234,4 +333,9 @@ ensure_vllm() {
 ensure_trl() {
     [[ -f $root/.venv-trl/.installed ]] && "$root/scripts/install-trl" >/dev/null && return
     step "install TRL for the CPU (1.5 GB)" "$root/scripts/install-trl"
+}
+
+ensure_slurm() {
+    [[ -f $cache/slurm/.installed ]] && "$root/scripts/install-slurm" >/dev/null && return
+    step "unpack Slurm" "$root/scripts/install-slurm"
 }

@@ -1,15 +1,16 @@
 """Fixtures that every test may use."""
 
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from sandboxes import LocalConfig, Sandbox, SandboxSpec, make_provider
-from tests.support import leftovers, time_limits
+from tests.support import leftovers, sendable_reports, time_limits
 from tests.support.longest_first import longest_first
+from tests.support.redis_server import RedisServer, redis_server
 
 # On a busy machine, drawing examples is slow for reasons that have nothing to do with the examples.
 settings.register_profile("patient", suppress_health_check=[HealthCheck.too_slow], deadline=None)
@@ -20,7 +21,9 @@ settings.load_profile("patient")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
-REAL_PARTS = frozenset({"apptainer", "docker", "sglang", "vllm", "trl"})
+REAL_PARTS = frozenset(
+    {"apptainer", "bridges", "docker", "harnesses", "redis", "sglang", "slurm", "swe", "vllm", "trl"}
+)
 TORCH_MODULES = frozenset({"test_trainer_learner.py", "test_trainer_loss.py"})
 """Modules that cannot even be imported without PyTorch."""
 SLOW_MODULES = frozenset(
@@ -50,6 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(leftovers)
+    config.pluginmanager.register(sendable_reports)
     config.pluginmanager.register(time_limits)
     if config.getoption("--fast"):
         settings.load_profile("fast")
@@ -98,3 +102,10 @@ async def local_sandbox(tmp_path: Path) -> AsyncIterator[Sandbox]:
         yield await provider.start(SandboxSpec())
     finally:
         await provider.close()
+
+
+@pytest.fixture(scope="session")
+def shared_redis() -> Iterator[RedisServer]:
+    """Run one Redis per worker, for tests that leave it as it is; each takes a prefix of its own (`config()`)."""
+    with redis_server() as server:
+        yield server

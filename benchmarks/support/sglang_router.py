@@ -8,9 +8,9 @@ from pathlib import Path
 
 import anyio
 import httpx
-from common import free_port
 
 from rollout_service.inference.local_servers.process import EngineStartError, ServerCommand, ServerProcess
+from sandboxes.host.ports import free_port
 
 _POLL_SECONDS = 0.2
 ENVIRONMENT = Path(__file__).parents[2] / ".venv-sglang-router"

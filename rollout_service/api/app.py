@@ -23,6 +23,7 @@ from rollout_service.api.routes import (
     environments,
     events,
     health,
+    nodes,
     prorl,
     rollouts,
     runs,
@@ -41,7 +42,7 @@ from rollout_service.settings import Settings
 from rollout_service.shutdown import Shutdown
 from rollout_service.telemetry.metrics import Metrics
 
-MODULES = (health, rollouts, runs, backends, environments, sandboxes, events, prorl)
+MODULES = (health, rollouts, runs, backends, environments, sandboxes, nodes, events, prorl)
 """In the order in which their routes are matched: probes first, since matching is a large part of their cost."""
 
 log = structlog.get_logger(__name__)

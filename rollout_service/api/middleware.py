@@ -71,6 +71,7 @@ class BearerAuthMiddleware:
                     hint=f"Use a key with the role {needed}.",
                     context={"role": key.role, "needed": needed},
                 )
+            scope.setdefault("state", {})["role"] = key.role
         slot = find_slot(scope)
         if slot is not None and not slot.admit():
             raise UnavailableError(

@@ -60,18 +60,18 @@ def serve(settings: Settings, *, port_file: Path | None = None) -> int:
     os.environ.pop("ROLLOUT_KEYS", None)  # child processes must not inherit them
     shutdown = Shutdown(settings.pipeline.drain_seconds)
     certificate = load_certificate(settings)
-    app = create_app(settings, shutdown)
-    config = uvicorn.Config(
-        PlainStartup(app),
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=CONNECTIONS_GRACE_SECONDS,
-        timeout_keep_alive=settings.http.keep_alive_seconds,
-        lifespan="on",
-        ws="none",
-        **(certificate.options() if certificate else {}),
-    )
     with _bind(settings) as listener:
+        app = create_app(settings.model_copy(update={"port": listener.getsockname()[1]}), shutdown)
+        config = uvicorn.Config(
+            PlainStartup(app),
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=CONNECTIONS_GRACE_SECONDS,
+            timeout_keep_alive=settings.http.keep_alive_seconds,
+            lifespan="on",
+            ws="none",
+            **(certificate.options() if certificate else {}),
+        )
         address = _address(listener, settings.host, "https" if certificate else "http")
         if port_file is not None:
             _announce(address, port_file)

@@ -1,7 +1,8 @@
 """Runs attacks against an environment, each in its own rollout, and compares the rewards with an idle agent's.
 
 Guarantees: an attack counts as `held` only if the environment gave a reward no higher than an idle agent's; every
-attack gets a verdict. The attacker has the agent's whole sandbox, whatever tools the agent has.
+attack gets a verdict. The attacker has the agent's whole sandbox, whatever tools the agent has; a program that is the
+agent is not started.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from enum import StrEnum
 import anyio
 from pydantic import JsonValue
 
+from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
 from rollout_service.attacks.scripts import PRELUDE, SCRIPTS, Attack
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
-from rollout_service.episodes import PolicyTurn
+from rollout_service.episodes import Episode, PolicyTurn, Score
 from rollout_service.errors import EnvironmentFailedError, describe
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
@@ -107,6 +109,7 @@ async def attack_environment(
             "the environment has no instance to attack",
             hint="Pass an instance with --instance, or add a data set to the environment.",
         )
+    environment = environment.for_instance(chosen)
     idle, detail = await _run_attack(environment, chosen, sandboxes, None)
     if idle is None:
         raise EnvironmentFailedError(
@@ -154,14 +157,40 @@ async def _run_attack(
 ) -> tuple[float | None, str]:
     """Return the reward under an attack, or None and the reason why there is none."""
     watched = _AgentSandboxRecorder(sandboxes)
+    attacked = _WithoutProgram(environment) if environment.uses_gateway else environment
     try:
         with anyio.fail_after(environment.spec.limits.evaluate_seconds + GRACE_SECONDS):
-            trial = await play(environment, dict(instance), _Attacker(watched, attack), watched)
+            trial = await play(attacked, dict(instance), _Attacker(watched, attack), watched)
     except TimeoutError:
         return None, "the evaluation timed out"
     except Exception as error:  # noqa: BLE001  every failure of an evaluation is the finding
         return None, f"{describe(error).code}: {error}"
     return trial.score.reward, ""
+
+
+class _WithoutProgram(Environment):
+    """An environment whose program is left out, so that the attacker alone acts in its sandbox."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self.spec: EnvironmentSpec = environment.spec
+
+    def check(self, instance: dict[str, JsonValue]) -> None:
+        self._environment.check(instance)
+
+    async def init(self, episode: Episode) -> None:
+        await self._environment.init(episode)
+
+    async def run(self, episode: Episode) -> StopReason:
+        turn = await episode.policy.respond([], max_tokens=episode.limits.max_turn_tokens)
+        episode.answer = turn.message.content
+        return StopReason.FINISHED
+
+    async def execute(self, episode: Episode) -> None:
+        await self._environment.execute(episode)
+
+    async def evaluate(self, episode: Episode) -> Score:
+        return await self._environment.evaluate(episode)
 
 
 class _AgentSandboxRecorder(SandboxSource):
@@ -173,9 +202,14 @@ class _AgentSandboxRecorder(SandboxSource):
         super().__init__(sandboxes.provider, sandboxes.artifacts_bytes)
 
     async def start(
-        self, spec: EnvironmentSpec, label: str, sessions: frozenset[SessionName] = frozenset()
+        self,
+        spec: EnvironmentSpec,
+        label: str,
+        sessions: frozenset[SessionName] = frozenset(),
+        *,
+        listens: bool = False,
     ) -> Sandbox:
-        sandbox = await self._sandboxes.start(spec, label, sessions)
+        sandbox = await self._sandboxes.start(spec, label, sessions, listens=listens)
         self.agent = self.agent or sandbox
         return sandbox
 

@@ -14,10 +14,12 @@ from rollout_service.cli import (
     demo,
     doctor,
     env,
+    harness,
     image,
     nodes,
     runs,
     serve,
+    slurm,
     submit,
     watch,
 )
@@ -51,7 +53,7 @@ def _root(
 
 for module in (serve, demo, submit, watch, doctor):
     app.command(name=module.__name__.rpartition(".")[2], epilog=module.EXAMPLE)(module.command)
-for group in (backends, nodes, runs, image, env, config):
+for group in (backends, nodes, runs, image, env, harness, config, slurm):
     app.add_typer(group.app)
 
 __all__ = ["app"]

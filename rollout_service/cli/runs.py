@@ -164,6 +164,10 @@ def export(
         Path,
         typer.Option("--output", "-o", help="File for the JSON Lines; compressed if its name ends in .gz."),
     ],
+    atif: Annotated[
+        bool,
+        typer.Option("--atif", help="Write a trajectory per line in ATIF 1.8, the format of Harbor's tools."),
+    ] = False,
     force: Force = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
@@ -172,6 +176,13 @@ def export(
 
     async def main() -> None:
         _refuse_to_overwrite(output, force=force)
+        if atif:
+            from rollout_service.cli.atif import export_atif
+
+            async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
+                written, left_out = await export_atif(client.open_run(run_id), output)
+            common.out().print(f"{output}: {written} written, {left_out} left out", soft_wrap=True)
+            return
         async with common.connect(url, key, patience_seconds=PATIENCE_SECONDS) as client:
             try:
                 size = await client.open_run(run_id).export(output)

@@ -66,6 +66,13 @@ def command(
         int | None,
         typer.Option(help="Sandboxes started ahead, of each kind; 0 for none.", rich_help_panel=PANEL),
     ] = None,
+    node_name: Annotated[
+        str | None, typer.Option(help="Name of this node, unique among those that share the store.")
+    ] = None,
+    node_label: Annotated[
+        list[str] | None,
+        typer.Option(help="What this node has that environments may require; may be repeated."),
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
     """Run the server in the foreground, until Ctrl-C.

@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
@@ -25,6 +26,14 @@ POLL_SECONDS = 0.05
 SHOWN_LOG_LINES = 15
 
 
+@dataclass(frozen=True, slots=True)
+class ServerChild:
+    """A server that is ready, and its process."""
+
+    client: RolloutClient
+    process: Process
+
+
 @asynccontextmanager
 async def running_server(
     state_dir: Path, flags: Sequence[str] = (), *, start_seconds: float = START_SECONDS
@@ -32,6 +41,19 @@ async def running_server(
     """Start `rollout-service serve` on a free loopback port, and yield a client once it is ready.
 
     The server's log is `server.log` in `state_dir`.
+
+    Raises:
+        CommandError: The server does not start; the message has the end of its log.
+    """
+    async with running_child(state_dir, flags, start_seconds=start_seconds) as child:
+        yield child.client
+
+
+@asynccontextmanager
+async def running_child(
+    state_dir: Path, flags: Sequence[str] = (), *, start_seconds: float = START_SECONDS
+) -> AsyncIterator[ServerChild]:
+    """Do the same as `running_server`, and yield the process too.
 
     Raises:
         CommandError: The server does not start; the message has the end of its log.
@@ -46,7 +68,7 @@ async def running_server(
     try:
         url = await _ready_address(process, address, log, start_seconds)
         async with RolloutClient(url) as client:
-            yield client
+            yield ServerChild(client, process)
     finally:
         await stop(process)
 

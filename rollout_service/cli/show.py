@@ -73,9 +73,10 @@ def render_trajectory(
 ) -> RenderableType:
     """Render every token of a trajectory: context dim, sampled tokens green with their log-probabilities."""
     parts: list[RenderableType] = []
-    for number, segment in enumerate(trajectory.segments):
+    for number, segment in enumerate((*trajectory.segments, *trajectory.untrained)):
         counts = f"{len(segment.token_ids)} tokens, {sum(segment.loss_mask)} sampled"
-        parts.append(Text(f"segment {number} ({segment.fork_reason}): {counts}", style="bold"))
+        kind = "" if number < len(trajectory.segments) else f", {segment.role}, not trained"
+        parts.append(Text(f"segment {number} ({segment.fork_reason}{kind}): {counts}", style="bold"))
         parts.extend(_render_span(span, tokenizer, scripted) for span in split_by_turn(segment))
     return Group(*parts)
 

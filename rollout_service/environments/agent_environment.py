@@ -1,4 +1,4 @@
-"""An environment with the built-in agent; a subclass only has to score the outcome."""
+"""An environment with the built-in agent or with a harness; a subclass only has to score the outcome."""
 
 from __future__ import annotations
 
@@ -8,16 +8,23 @@ from pydantic import JsonValue
 
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
+from rollout_service.agents.harnesses.agent import HarnessAgent
+from rollout_service.agents.mcp.tools import open_servers
 from rollout_service.agents.tool_calling.agent import ToolCallingAgent
 from rollout_service.agents.tool_calling.builtin_tools import NEEDS_SANDBOX, builtin_tools
 from rollout_service.agents.tool_calling.tools import Tool
+from rollout_service.agents.web.tunnel import unreachable
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
-from rollout_service.environments.templates import PromptTemplate
 from rollout_service.episodes import Episode
 from rollout_service.errors import ConfigurationError
+from rollout_service.templates import PromptTemplate
 from rollout_service.tokens import ToolSpec
 from sandboxes.errors import LimitExceededError, SandboxClosedError
 
+RUNS_CODE = frozenset({"bash", "python"})
+"""The tools with which an agent can end a server in its sandbox by itself."""
+WORKDIR = "."
+"""The working folder, among the artifacts of a spec."""
 WHOLE_SYSTEM = frozenset({"/", "/etc"})
 PROGRAMS = (
     *("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/usr", "/proc", "/sys", "/dev", "/run"),
@@ -28,7 +35,7 @@ PROGRAMS = (
 
 
 class AgentEnvironment(Environment):
-    """Renders the prompts of its spec over the instance and runs the built-in agent."""
+    """Renders the prompts of its spec over the instance and runs the agent that it names."""
 
     def __init__(self, spec: EnvironmentSpec, *, extra_tools: Sequence[Tool] = ()) -> None:
         """Take the spec, and `extra_tools` in addition to the built-in tools that it names.
@@ -47,14 +54,29 @@ class AgentEnvironment(Environment):
         self._system = (
             PromptTemplate(spec.system, where=f"the system prompt of {spec.name!r}") if spec.system else None
         )
+        self._agent: ToolCallingAgent | HarnessAgent
         try:
-            self._agent = ToolCallingAgent([*builtin_tools(spec.tools), *extra_tools])
+            if spec.harness is not None:
+                self._agent = HarnessAgent(spec.harness)
+            else:
+                self._tools = [*builtin_tools(spec.tools), *extra_tools]
+                self._agent = ToolCallingAgent(self._tools)
         except (ValueError, ConfigurationError) as error:
-            raise ConfigurationError(f"environment {spec.name!r}: {error}") from error
+            hint = error.hint if isinstance(error, ConfigurationError) else ""
+            raise ConfigurationError(f"environment {spec.name!r}: {error}", hint=hint) from error
+        self.uses_gateway = spec.harness is not None
+        if self.uses_gateway or any(server.url is not None for server in spec.mcp):
+            self.replayable = "never"  # what a program or a server elsewhere did is not recorded
 
     def check(self, instance: dict[str, JsonValue]) -> None:
-        """Reject an instance that lacks a field which the prompts use."""
-        self.messages(instance)
+        """Reject an instance that lacks a field which the prompts use, or whose prompt the agent cannot take."""
+        messages = self.messages(instance)
+        if isinstance(self._agent, HarnessAgent):
+            self._agent.check(messages)
+
+    async def init(self, episode: Episode) -> None:
+        if isinstance(self._agent, HarnessAgent):
+            await self._agent.prepare(episode)
 
     def messages(self, instance: dict[str, JsonValue]) -> list[Message]:
         """Return the messages that begin the conversation.
@@ -72,12 +94,21 @@ class AgentEnvironment(Environment):
 
     async def run(self, episode: Episode) -> StopReason:
         try:
-            return await self._agent.run(episode, self.messages(episode.instance))
+            return await self._run_agent(episode, self.messages(episode.instance))
         except (SandboxClosedError, LimitExceededError) as error:
             if isinstance(error, LimitExceededError) and error.limit != "lifetime":
                 raise
             episode.notes.append(f"the agent's sandbox ended while the agent was at work: {error}")
             return StopReason.SANDBOX_ENDED
+
+    async def _run_agent(self, episode: Episode, messages: list[Message]) -> StopReason:
+        if not self.spec.mcp:
+            return await self._agent.run(episode, messages)
+        runs_code = bool(RUNS_CODE.intersection(self.spec.tools))
+        async with open_servers(self.spec.mcp, episode.require_sandbox(), agent_runs_code=runs_code) as tools:
+            agent = ToolCallingAgent([*self._tools, *tools])
+            episode.policy.offer(agent.definitions)
+            return await agent.run(episode, messages)
 
 
 def _check_spec(spec: EnvironmentSpec) -> None:
@@ -88,11 +119,42 @@ def _check_spec(spec: EnvironmentSpec) -> None:
             f"environment {spec.name!r} has no image, and {what} needs a sandbox",
             hint="Name an image, such as image = 'base'.",
         )
+    if spec.harness is not None and (spec.tools or spec.system is not None or spec.image is None):
+        what = "tools" if spec.tools else "a system prompt" if spec.system is not None else "no image"
+        raise ConfigurationError(
+            f"environment {spec.name!r} has {what} and the harness {spec.harness.name!r}",
+            hint="A harness brings its own tools and its own system prompt, and runs in a sandbox.",
+        )
+    _check_mcp(spec)
     for path in spec.artifacts:
-        _check_artifact(spec.name, path)
+        if path != WORKDIR:
+            check_artifact(spec.name, path)
 
 
-def _check_artifact(name: str, path: str) -> None:
+def _check_mcp(spec: EnvironmentSpec) -> None:
+    where = f"environment {spec.name!r}: [[mcp]]"
+    if spec.mcp and (spec.harness is not None or spec.image is None):
+        raise ConfigurationError(
+            f"{where} needs the built-in agent and a sandbox",
+            hint="Name an image, and leave `harness` out: a program that is the agent takes servers its own way.",
+        )
+    names = [server.name for server in spec.mcp]
+    for server in spec.mcp:
+        if names.count(server.name) > 1:
+            raise ConfigurationError(f"{where}: two servers are named {server.name!r}", hint="Rename one.")
+        if server.url is not None and (why := unreachable(server.url, spec.sandbox.network)):
+            raise ConfigurationError(
+                f"{where}: the server {server.name!r} cannot be reached: {why}",
+                hint='Add its host to `network` of `[sandbox]`, such as network = ["mcp.example.com"].',
+            )
+
+
+def check_artifact(name: str, path: str) -> None:
+    """Check that a path may be copied from an agent's sandbox to its grader's.
+
+    Raises:
+        ConfigurationError: It is not absolute, or it holds programs or settings of the system.
+    """
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if not path.startswith("/") or ".." in parts:
         raise ConfigurationError(

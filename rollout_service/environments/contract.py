@@ -13,13 +13,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_serializer, field_validator
 
 from api_schemas.base import Name
 from api_schemas.rollouts import StopReason
+from rollout_service.agents.harnesses.preset import HarnessSettings
+from rollout_service.agents.mcp.settings import McpSettings
 from rollout_service.episodes import Episode, EpisodeLimits, Policy, PolicyTurn, Score
+from rollout_service.errors import EnvironmentFailedError
 from rollout_service.tokens import ToolSpec
 from sandboxes import SandboxConfigError, SessionName
 from sandboxes.egress.rules import AllowList
@@ -66,6 +70,8 @@ class SandboxSettings(EnvironmentSettings):
     lifetime: float | None = Field(None, gt=0)
     """Seconds after which the sandbox ends, whatever it is doing; None: it lives as long as its rollout."""
     env: dict[str, str] = {}
+    requires: tuple[Name, ...] = ()
+    """The labels that a node must have, such as `gpu`; see `[cluster] labels` of the settings."""
 
     @field_validator("network", mode="before")
     @classmethod
@@ -133,24 +139,51 @@ class EnvironmentSpec(EnvironmentSettings):
     """The first user message, a sandboxed Jinja2 template over the task's instance."""
     tools: list[str] = []
     """Names of the built-in tools available to the agent."""
+    harness: Annotated[HarnessSettings | None, Field(exclude_if=lambda harness: harness is None)] = None
+    """The program that is the agent instead of the built-in one; its name, where the environment is shown."""
+    mcp: Annotated[list[McpSettings], Field(exclude_if=lambda servers: not servers)] = []
+    """The MCP servers whose tools the built-in agent has too; their names, where the environment is shown."""
     limits: EpisodeLimits = EpisodeLimits()
     sandbox: SandboxSettings = SandboxSettings()
     evaluate_in: EvaluateIn = EvaluateIn.NONE
     artifacts: list[str] = []
-    """Absolute paths that are copied from the agent's sandbox into a fresh one for the evaluation."""
+    """Absolute paths that are copied from the agent's sandbox into a fresh one for the evaluation; `.` is the working
+    folder."""
     artifacts_size: Size = "256M"
     """The limit for all artifacts together, in the form of `memory`, capped at half of the sandbox's memory and disk.
     An agent that leaves more counts as having left nothing."""
     runs_submission: bool = False
     """Whether `Environment.execute` is called before `evaluate`, in a sandbox that holds nothing of the grader."""
+    workdir: str = Field("", exclude=True)
+    """The working folder, an absolute path; "" is the image's own."""
+    grader_image: str | None = Field(None, exclude=True)
+    """The image of the fresh sandbox that scores the outcome; None is the agent's."""
+    grader_sandbox: SandboxSettings | None = Field(None, exclude=True)
+    """The resources of the fresh sandbox that scores the outcome; None are the agent's."""
     binds: dict[str, str] = Field({}, exclude=True)
     """Files and folders of the host that the sandbox can read, by their path inside it."""
+
+    @field_serializer("mcp")
+    def _mcp_as_shown(self, servers: list[McpSettings]) -> list[str]:
+        return [server.name for server in servers]
+
+    @field_serializer("harness")
+    def _harness_as_shown(self, harness: HarnessSettings | None) -> str | None:
+        return None if harness is None else harness.name
 
     @property
     def artifacts_bytes(self) -> int:
         """`artifacts_size` in bytes, capped so that the grader's sandbox has room for the grader too."""
-        room = [self.sandbox.memory_bytes, self.sandbox.disk_bytes or DEFAULT_DISK_BYTES]
+        grader = self.for_grader().sandbox
+        room = [grader.memory_bytes, grader.disk_bytes or DEFAULT_DISK_BYTES]
         return min(parse_size(self.artifacts_size), min(room) // 2)
+
+    def for_grader(self) -> EnvironmentSpec:
+        """Return the description of the fresh sandbox that scores the outcome."""
+        if self.grader_image is None and self.grader_sandbox is None:
+            return self
+        own = {"image": self.grader_image or self.image, "sandbox": self.grader_sandbox or self.sandbox}
+        return self.model_copy(update={**own, "grader_image": None, "grader_sandbox": None})
 
     @property
     def sessions(self) -> frozenset[SessionName]:
@@ -166,6 +199,13 @@ class Environment(ABC):
     """How a finished rollout can be scored again. `answer`: `evaluate` looks at nothing but the task and the answer.
     `tools`: `init` and the recorded tool calls recreate the sandbox that it looks at. `never`: it looks at something
     that they do not recreate, such as a service elsewhere."""
+
+    has_solution: bool = False
+    """Whether `solve` can do what a perfect agent would, for checks of the grading."""
+
+    uses_gateway: bool = False
+    """Whether the agent is a program of its own that drives the policy through `Episode.gateway`. `Policy.respond` is
+    then not available."""
 
     def findings(self) -> list[str]:
         """Return the mistakes in the environment that can be found without running it."""
@@ -185,6 +225,17 @@ class Environment(ABC):
         """
         _ = instance  # a working default: everything is accepted
 
+    def for_instance(self, instance: dict[str, JsonValue]) -> Environment:
+        """Return the environment of one task, if its image, limits or prompts depend on the instance.
+
+        Every rollout uses what this returns for its task, after `check`. Must be quick, as `check`.
+
+        Raises:
+            InvalidFieldError: The instance cannot be used; the paths start at `instance`.
+        """
+        _ = instance  # a working default: all tasks have the same
+        return self
+
     async def init(self, episode: Episode) -> None:  # noqa: B027 - a working default: nothing to prepare
         """Prepare the sandbox for the agent."""
 
@@ -196,12 +247,36 @@ class Environment(ABC):
     async def run(self, episode: Episode) -> StopReason:
         """Run the agent, put its answer in `episode.answer`, and return why it stopped."""
 
+    async def solve(self, episode: Episode) -> StopReason:  # noqa: ARG002 - for environments that have one
+        """Do what a perfect agent would, in place of `run`; only if `has_solution`.
+
+        Raises:
+            EnvironmentFailedError: There is no solution of this task, or it failed.
+        """
+        raise EnvironmentFailedError(f"the environment {self.spec.name!r} brings no solution of its tasks")
+
+    async def evaluate_checkpoint(self, episode: Episode, number: int) -> bool:  # noqa: ARG002 - a default
+        """Score what the agent had left at a checkpoint; return whether those after it matter.
+
+        Called in order, before `evaluate`, for each `Episode.checkpoint` that `run` made; `number` counts from 0. Each
+        has a fresh sandbox of its own, with the artifacts of that moment. Keep the outcome in `episode.state`.
+        """
+        return False
+
+    def dockerfiles(self) -> dict[str, Path]:
+        """Return the Dockerfiles of which images are built that tasks need, by the names of these images."""
+        return {}
+
     async def execute(self, episode: Episode) -> None:  # noqa: B027 - a working default: nothing is run
         """Run the agent's program, if `spec.runs_submission`, and keep its output as data in `episode.state`.
 
         The sandbox is a fresh one with the artifacts, replaced by another for `evaluate`; or the agent's own, whose
         processes are ended before `evaluate`. A program that fails is the agent's doing: don't raise for it.
         """
+
+    def private_texts(self) -> dict[str, str]:
+        """Return the texts that the agent must not see, whatever the instance, by the names of their files."""
+        return {}
 
     @abstractmethod
     async def evaluate(self, episode: Episode) -> Score:

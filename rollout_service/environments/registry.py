@@ -1,4 +1,4 @@
-"""The environments of a service: built-in ones, plug-ins, folders and images.
+"""The environments of a service: built-in ones, plug-ins, folders, images, and tasks in Harbor's format.
 
 Guarantees: an environment that cannot be loaded does not hide the others, and looking it up raises the reason; if two
 have the same name, the second one is an error.
@@ -16,7 +16,17 @@ from rollout_service.environments.contract import Environment
 from rollout_service.environments.declarative.declaration import FILE_NAME, INSIDE
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.environments.declarative.from_image import extract_environment
+from rollout_service.environments.harbor.collection import (
+    ALL,
+    HarborEnvironment,
+    is_harbor_folder,
+    join,
+    load_harbor,
+)
+from rollout_service.environments.swe.declaration import is_declared
+from rollout_service.environments.swe.environment import load_swe
 from rollout_service.errors import ConfigurationError, InvalidFieldError, did_you_mean
+from rollout_service.settings.harbor import HarborSettings
 
 GROUP = "rollout_service.environments"
 """The group of entry points; each is an `Environment`, or a function without arguments that returns one."""
@@ -35,17 +45,27 @@ class EnvironmentRegistry:
             self.add(environment, environment.spec.name)
 
     @classmethod
-    def load(cls, paths: Iterable[Path] = (), *, plugins: Iterable[EntryPoint] | None = None) -> Self:
+    def load(
+        cls,
+        paths: Iterable[Path] = (),
+        *,
+        plugins: Iterable[EntryPoint] | None = None,
+        harbor: HarborSettings | None = None,
+    ) -> Self:
         """Load all plug-ins, including the built-in environments, and the environments at the paths.
 
-        A path is a folder with an `environment.toml`, such a file, or an image with `/environment`. Call this in a
-        thread: it imports plug-ins and may read images.
+        A path is a folder with an `environment.toml`, such a file, an image with `/environment`, or a folder of tasks
+        in Harbor's format, whose tasks the environment `harbor` has too. Call this in a thread: it imports plug-ins and
+        may read images.
         """
         registry = cls()
         for plugin in entry_points(group=GROUP) if plugins is None else plugins:
             registry._try(plugin.name, lambda plugin=plugin: _from_plugin(plugin))  # type: ignore[misc]
         for path in paths:
-            registry._try(str(path), lambda path=path: load_path(path))  # type: ignore[misc]
+            registry._try(str(path), lambda path=path: load_path(path, harbor))  # type: ignore[misc]
+        tasks = [one for one in registry.list() if isinstance(one, HarborEnvironment)]
+        if tasks and ALL not in registry:
+            registry.add(join(tasks), ALL)
         return registry
 
     def add(self, environment: Environment, source: str) -> None:
@@ -60,6 +80,9 @@ class EnvironmentRegistry:
                 f"{source}: environment {name!r} is already registered", hint="Give it another name."
             )
         self._environments[name] = environment
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._environments
 
     def get(self, name: str) -> Environment:
         """Return the environment of that name.
@@ -90,8 +113,8 @@ class EnvironmentRegistry:
             self.problems[source] = error
 
 
-def load_path(path: Path) -> Environment:
-    """Load the environment at a path.
+def load_path(path: Path, harbor: HarborSettings | None = None) -> Environment:
+    """Load the environment at a path; `harbor` is for tasks in Harbor's format.
 
     Raises:
         ConfigurationError: The path has no environment, or not a valid one; the message names the path.
@@ -100,12 +123,14 @@ def load_path(path: Path) -> Environment:
     if path.name == FILE_NAME:
         path = path.parent
     if path.is_dir() and (path / FILE_NAME).is_file():
-        return load_folder(path)
+        return load_swe(path) if is_declared(path) else load_folder(path)
+    if path.is_dir() and is_harbor_folder(path):
+        return load_harbor(path, harbor or HarborSettings())
     if path.is_file():
         return _load_image(path.resolve())
     raise ConfigurationError(
         f"there is no environment at {path}",
-        hint=f"Name a folder with an {FILE_NAME}, or an image that contains one.",
+        hint=f"Name a folder with an {FILE_NAME}, an image that contains one, or a folder of Harbor's tasks.",
     )
 
 

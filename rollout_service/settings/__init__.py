@@ -10,14 +10,15 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import re
+import socket
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PrivateAttr,
     SecretStr,
@@ -33,10 +34,14 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from api_schemas.base import Name
 from api_schemas.inference import BackendSpec
 from rollout_service.errors import ConfigurationError, did_you_mean
 from rollout_service.http.api_keys import KEY_COMMAND, ApiKey, check_unique, name_keys
+from rollout_service.settings.gateway import GatewaySettings
+from rollout_service.settings.harbor import HarborSettings
 from rollout_service.settings.keys import known_keys
+from rollout_service.settings.section import Section
 from rollout_service.settings.sources import ENV_PREFIX, HINT, Sources
 from sandboxes.config import (
     ApptainerConfig,
@@ -84,12 +89,6 @@ Backends = Annotated[list[BackendSpec], NoDecode, BeforeValidator(_addresses), B
 Keys = Annotated[list[ApiKey], NoDecode, BeforeValidator(name_keys), BeforeValidator(_split)]
 
 
-class Section(BaseModel):
-    """A table of the settings."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
 class PipelineSettings(Section):
     """How many rollouts each stage holds at once.
 
@@ -118,6 +117,9 @@ class PipelineSettings(Section):
     """The wait before the second attempt; it doubles with every further attempt."""
     lease_seconds: float = Field(30.0, gt=0)
     """How long a rollout stays leased to a service that has stopped renewing the lease."""
+    resume: bool = True
+    """Whether a rollout that a crash or a shutdown interrupted continues from its last whole turn. For this, turns are
+    saved in the background."""
     drain_seconds: float = Field(10.0, ge=0)
     """How long a shutdown waits for rollouts to end before it returns them to the store."""
 
@@ -171,6 +173,50 @@ class HttpSettings(Section):
     max_connections: int | None = Field(None, ge=1)
     """The most open connections that have sent a valid key. Left out, 10,000, or fewer if the limit on open files is
     low: all connections take at most half of it."""
+
+
+class StoreSettings(Section):
+    """Where rollouts and results are kept. Left out, in a SQLite file in the state folder, for one node."""
+
+    url: str | None = None
+    """The Redis that the services of many nodes share: `redis://HOST:PORT/0`, `rediss://HOST:PORT/0` (TLS), or
+    `unix:///PATH/redis.sock`. A password belongs in `password_file`."""
+    prefix: str = Field("rollouts", pattern="^[A-Za-z0-9_.-]{1,64}$")
+    """The name that the keys in Redis begin with: services with the same prefix do the same work."""
+    password_file: Path | None = None
+    """A file with the password of the Redis, which only its owner may read (mode 0600)."""
+    folder: Path | None = None
+    """The folder for trajectories, which are too large for the Redis; all nodes share it, under any path. Left out,
+    they are in the Redis."""
+    redis_durability: Literal["strict", "relaxed"] = "strict"
+    """`strict` refuses a Redis that could lose what it acknowledged: it needs `appendonly yes` and `appendfsync
+    always`. `relaxed` accepts that a crash of Redis loses work."""
+    redis_replicas: int = Field(0, ge=0, le=16)
+    """How many replicas of the Redis must have a write before it is acknowledged, so that a failover to them loses
+    nothing. While there are fewer, work is refused."""
+
+    @field_validator("url")
+    @classmethod
+    def _url_has_no_password(cls, url: str | None) -> str | None:
+        parts = urlsplit(url or "redis://")
+        if parts.scheme not in ("redis", "rediss", "unix"):
+            raise ValueError("not the address of a Redis; use redis://, rediss:// or unix://")
+        if parts.password is not None or "password=" in parts.query:
+            raise ValueError("the URL contains a password; put it in a file, and set password_file")
+        return url
+
+
+class ClusterSettings(Section):
+    """This node among those that share the store."""
+
+    name: Name | None = None
+    """The name of this node; every node that shares the store needs its own. Left out, the host name."""
+    labels: Annotated[list[Name], NoDecode, BeforeValidator(_split)] = []
+    """What this node has that environments may require, such as `gpu`: it runs only those whose `[sandbox] requires`
+    it has."""
+    address: str | None = Field(None, pattern="^https?://[^/]+$")
+    """The URL at which others reach this node's API, as `GET /v1/nodes` shows it. Left out, made of `host` and
+    `port`."""
 
 
 class RetentionSettings(Section):
@@ -232,12 +278,18 @@ class Settings(BaseSettings):
     """The largest request body."""
     http: HttpSettings = HttpSettings()
     environments: Paths = []
-    """Environments to load: folders with an `environment.toml`, or images that contain one."""
+    """Environments to load: folders with an `environment.toml`, images that contain one, or folders of tasks in
+    Harbor's format."""
+    harbor: HarborSettings = HarborSettings()
     images_dir: Path | None = None
     """The folder for named images. Left out, `~/.cache/rollout-service/images`."""
     images_budget_bytes: int | None = Field(None, ge=0)
     """The most space for named images: the least recently used are removed, copies of pulled images first. Left out,
     there is no limit."""
+    layers_dir: Path | None = None
+    """The folder for layers of Dockerfiles, on a disk of this machine. Left out, `~/.cache/rollout-service/layers`."""
+    layers_budget_bytes: int | None = Field(50 * 2**30, ge=0)
+    """The most space for layers of Dockerfiles: the least recently used are removed after a build."""
     sandbox: ProviderConfig = Field(default_factory=ApptainerConfig)
     """What runs untrusted code. `provider = "local"` isolates nothing, and is never the default."""
     sandboxes: SandboxesSettings = SandboxesSettings()
@@ -249,7 +301,10 @@ class Settings(BaseSettings):
     """Engines to register at the start; if there are any, the embedded engine is not started."""
     pools: dict[str, PoolSettings] = {}
     """Limits of the pools, by name, such as `[pools.judge]` with `max_in_flight = 64`."""
+    gateway: GatewaySettings = GatewaySettings()
     pipeline: PipelineSettings = PipelineSettings()
+    store: StoreSettings = StoreSettings()
+    cluster: ClusterSettings = ClusterSettings()
     retention: RetentionSettings = RetentionSettings()
     hold_seconds: float = Field(300.0, gt=0)
     """How long an agent's request waits while its pool is paused."""
@@ -296,6 +351,24 @@ class Settings(BaseSettings):
         bound = stages.init_workers + stages.rollout_queue + stages.rollout_workers
         bound += stages.evaluate_workers + stages.evaluate_queue
         return self.sandboxes.ceiling or bound + warm.size * warm.max_kinds
+
+    @property
+    def node_name(self) -> str:
+        """The name of this node."""
+        return (
+            self.cluster.name
+            or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64].lstrip("._-")
+            or "node"
+        )
+
+    @property
+    def address(self) -> str:
+        """The URL at which others reach this node's API; a host that stands for all addresses becomes the host name."""
+        if self.cluster.address is not None:
+            return self.cluster.address
+        host = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host  # noqa: S104 - not bound here
+        scheme = "http" if self.tls_certificate is None else "https"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     @property
     def database(self) -> Path:

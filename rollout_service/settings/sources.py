@@ -51,6 +51,8 @@ FLAGS = {
     "pipeline.evaluate_workers": "--evaluate-workers",
     "sandboxes.ceiling": "--max-sandboxes",
     "sandboxes.warm.size": "--warm-sandboxes",
+    "cluster.name": "--node-name",
+    "cluster.labels": "--node-label",
     "log_level": "--log-level",
 }
 """The flags of `serve` that set a key, by key."""

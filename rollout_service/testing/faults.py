@@ -1,5 +1,6 @@
 """The ways in which a request to a scripted engine can go wrong."""
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -29,7 +30,19 @@ class Fault(StrEnum):
     """The answer is an abort without tokens, logprobs or counts, like SGLang's for a request in its queue."""
     DIE = "die"
     """The engine closes every connection and stops listening."""
+    CUT = "cut"
+    """The answer ends early, as if it were whole."""
 
 
-BREAKING = frozenset({Fault.DROP, Fault.HANG, Fault.GARBAGE, Fault.ERROR, Fault.QUEUE_ABORT, Fault.DIE})
+@dataclass(frozen=True, slots=True)
+class AfterTokens:
+    """A fault that strikes a streamed answer once so many tokens were sent, and other answers as a whole."""
+
+    tokens: int
+    fault: Fault
+
+
+BREAKING = frozenset(
+    {Fault.DROP, Fault.HANG, Fault.GARBAGE, Fault.ERROR, Fault.QUEUE_ABORT, Fault.DIE, Fault.CUT}
+)
 """Faults of the whole answer: nothing is sampled."""

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 
 import anyio
 
+from rollout_service.testing.chunks import ChunkStream
 from rollout_service.testing.figures import ScriptedRequest
 from rollout_service.testing.hardware import Accelerator, Hardware
 from rollout_service.testing.script import Reply, Script
@@ -40,9 +41,10 @@ class TurnScheduler:
         """Requests that are being answered."""
         return len(self._turns)
 
-    async def _run(self, asked: ScriptedRequest) -> EngineTurn:
-        """Answer a request, and return its turn once it has ended."""
+    async def _run(self, asked: ScriptedRequest, stream: ChunkStream | None = None) -> EngineTurn:
+        """Answer a request, and return its turn once it has ended; `stream` gets the tokens as they are sampled."""
         turn = self._make_turn(asked)
+        turn.stream = stream
         self._turns[turn.rid] = turn
         try:
             await self._take_time(turn)
@@ -58,12 +60,13 @@ class TurnScheduler:
         given = self._handed_back.pop(asked.rid[:_BASE_ID_LENGTH], 0)
         whole = self._script.reply(asked.ids[: len(asked.ids) - given], asked.budget + given)
         left = whole.ids[given : given + asked.budget]
-        return EngineTurn(asked, Reply(left, whole.stops and given + len(left) == len(whole.ids)))
+        stops = whole.stops and given + len(left) == len(whole.ids)
+        return EngineTurn(asked, Reply(left, stops, whole.seconds))
 
     async def _take_time(self, turn: EngineTurn) -> None:
         ids = turn.asked.ids
         if self.accelerator is None:
-            turn.seconds = self.latency
+            turn.seconds = self.latency if turn.reply.seconds is None else turn.reply.seconds
             await self._sample(turn)
             return
         async with AsyncExitStack() as stack:
@@ -84,12 +87,18 @@ class TurnScheduler:
                 continue
             turn.interrupted.clear()  # set by a pause that is over
             started = time.perf_counter()
-            with anyio.move_on_after(turn.seconds - turn.elapsed):
+            with anyio.move_on_after(turn.seconds_to_next()):
                 await turn.interrupted.wait()
-            turn.elapsed += time.perf_counter() - started
+            before = turn.elapsed
+            turn.elapsed = before + time.perf_counter() - started
             turn.done = int(min(1.0, turn.elapsed / turn.seconds) * len(turn.reply.ids))
+            if turn.stream is not None and not turn.aborted:
+                await turn.stream.advance(turn)
+                turn.elapsed = before + time.perf_counter() - started
         if not turn.aborted:
             turn.done = len(turn.reply.ids)
+            if turn.stream is not None:
+                await turn.stream.advance(turn)
 
     def _holds(self, turn: EngineTurn) -> bool:
         return self.paused and not turn.ignores_pause

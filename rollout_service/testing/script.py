@@ -17,6 +17,8 @@ class Reply:
 
     ids: Sequence[int]
     stops: bool = True
+    seconds: float | None = None
+    """How long it takes, without simulated hardware; None for as long as the engine's other turns."""
 
 
 class Script(Protocol):

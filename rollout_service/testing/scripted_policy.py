@@ -14,6 +14,7 @@ from api_schemas.rollouts import Usage
 from api_schemas.trajectories import FinishReason, ForkReason, Message, ToolCall, Trajectory
 from rollout_service.episodes import PolicyTurn
 from rollout_service.errors import ServiceError
+from rollout_service.tokens import ToolSpec
 
 
 class ScriptEndedError(ServiceError):
@@ -36,6 +37,8 @@ class ScriptedPolicy:
         self.messages: list[Message] = []
         self.max_tokens: list[int] = []
         """The `max_tokens` of each turn so far."""
+        self.tools: list[ToolSpec] = []
+        """The tools that were offered since the conversation was opened."""
         self._script = iter(script)
         self._delay = delay
         self._usage = Usage()
@@ -60,6 +63,10 @@ class ScriptedPolicy:
         self._finish_reasons.append(FinishReason.LENGTH if played.truncated else FinishReason.STOP)
         self._count(new_messages, played)
         return played
+
+    def offer(self, tools: Sequence[ToolSpec]) -> None:
+        """Keep the tools for a test to look at."""
+        self.tools = list(tools)
 
     def replace(self, messages: list[Message], reason: ForkReason = ForkReason.HISTORY_EDITED) -> None:
         """Replace the whole history by other messages."""

@@ -10,6 +10,8 @@ import base64
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,7 +21,8 @@ import numpy as np
 import orjson
 from aiohttp import web
 
-from rollout_service.testing.faults import BREAKING, Fault
+from rollout_service.testing.chunks import ChunkStream, EndOfStreamError
+from rollout_service.testing.faults import BREAKING, AfterTokens, Fault
 from rollout_service.testing.figures import (
     SAMPLED_LOGPROB,
     ScriptedRequest,
@@ -48,6 +51,8 @@ class ScriptedEngine(TurnScheduler):
         context_length: longer requests are a 400.
         model_path: as reported, also for the tokenizer.
         faults: one per request, in order; None stands for a good answer, which later requests get too.
+        incremental: whether it was started with --incremental-streaming-output.
+        update_seconds: seconds that new weights take to load.
         host: address to listen at.
         port: port to listen at; 0 takes a free one.
     """
@@ -62,7 +67,9 @@ class ScriptedEngine(TurnScheduler):
         routing: tuple[int, int] | None = None,
         context_length: int = 131_072,
         model_path: Path | str = "scripted",
-        faults: Iterable[Fault | None] = (),
+        faults: Iterable[Fault | AfterTokens | None] = (),
+        incremental: bool = False,
+        update_seconds: float = 0.0,
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
@@ -78,7 +85,9 @@ class ScriptedEngine(TurnScheduler):
         self._routing = routing
         self._context_length = context_length
         self._model_path = str(model_path)
-        self._faults: deque[Fault | None] = deque(faults)
+        self._faults: deque[Fault | AfterTokens | None] = deque(faults)
+        self._is_incremental = incremental
+        self._update_seconds = update_seconds
         self._address = (host, port)
         self._runner: web.ServerRunner | None = None
         self._transports: set[asyncio.BaseTransport] = set()
@@ -104,7 +113,7 @@ class ScriptedEngine(TurnScheduler):
         host, port = self._address
         return f"http://{host}:{port}"
 
-    def inject(self, fault: Fault, count: int = 1) -> None:
+    def inject(self, fault: Fault | AfterTokens, count: int = 1) -> None:
         """Inject a fault into the next `count` requests that have none."""
         self._faults.extend([fault] * count)
 
@@ -133,7 +142,7 @@ class ScriptedEngine(TurnScheduler):
             await runner.cleanup()
 
     def _server(self) -> web.Server:
-        return web.Server(self._handle, handler_cancellation=True)
+        return web.Server(self._handle, request_factory=_request_of_any_size, handler_cancellation=True)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         raw = await request.read()
@@ -151,17 +160,27 @@ class ScriptedEngine(TurnScheduler):
         if len(asked.ids) + asked.budget > self._context_length:
             return refusal(f"exceeds the model's context length of {self._context_length} tokens")
         fault = self._faults.popleft() if self._faults else None
-        if fault in BREAKING:
+        interval = self._stream_interval(body)
+        late = fault if isinstance(fault, AfterTokens) and interval else None
+        fault = fault.fault if isinstance(fault, AfterTokens) else fault
+        if fault in BREAKING and late is None:
             return await self._break(fault, request)
         transport = request.transport
         if transport is not None:
             self._transports.add(transport)
         try:
-            turn = await self._run(asked)
+            if interval is None:
+                return json_answer(self._answer(await self._run(asked), fault))
+            late = late or (AfterTokens(0, fault) if fault is not None else None)
+            return await self._stream(asked, ChunkStream(request, interval, self._events, late, self._break))
         finally:
             if transport is not None:
                 self._transports.discard(transport)
-        return self._answer(turn, fault)
+
+    async def _stream(self, asked: ScriptedRequest, stream: ChunkStream) -> web.StreamResponse:
+        with suppress(EndOfStreamError):
+            await stream.end(await self._run(asked, stream))
+        return stream.response
 
     def _read(self, body: dict[str, Any]) -> ScriptedRequest:
         ids, start = body["input_ids"], body.get("logprob_start_len", -1)
@@ -176,7 +195,21 @@ class ScriptedEngine(TurnScheduler):
             else None,
         )
 
-    def _answer(self, turn: EngineTurn, fault: Fault | None) -> web.Response:
+    def _stream_interval(self, body: dict[str, Any]) -> int | None:
+        """Return how many tokens a chunk has; None for an answer in one piece."""
+        return body["sampling_params"].get("stream_interval", 1) if body.get("stream") else None
+
+    def _events(self, turn: EngineTurn, fault: Fault | None, *, is_last: bool) -> list[dict[str, Any]]:
+        """Return a chunk of a streamed answer."""
+        if fault is Fault.QUEUE_ABORT:
+            return [self._queue_abort()]
+        chunk = self._answer(turn if self._is_incremental else replace(turn, since=0), fault)
+        if not is_last:
+            chunk["meta_info"]["finish_reason"] = None
+            chunk["meta_info"].pop("routed_experts", None)
+        return [chunk]
+
+    def _answer(self, turn: EngineTurn, fault: Fault | None) -> dict[str, Any]:
         ids = self._output_ids(turn, fault)
         logprobs: list[list[float | None]] = [
             [value, id_, None] for value, id_ in self._logprobs(turn, fault)
@@ -185,7 +218,7 @@ class ScriptedEngine(TurnScheduler):
             "id": turn.rid,
             "finish_reason": turn.finish_reason(),
             "prompt_tokens": turn.prompt_tokens,
-            "completion_tokens": len(ids),
+            "completion_tokens": turn.done,
             "cached_tokens": turn.cached_tokens,
             "weight_version": self.version,
             "output_token_logprobs": logprobs,
@@ -194,7 +227,7 @@ class ScriptedEngine(TurnScheduler):
             del meta["output_token_logprobs"]
         if turn.spans:
             meta["weight_versions"] = turn.version_spans(self.version)
-        return json_answer({"text": "", "output_ids": ids, "meta_info": meta})
+        return {"text": "", "output_ids": ids, "meta_info": meta}
 
     def _output_ids(self, turn: EngineTurn, fault: Fault | None) -> list[int]:
         ids = turn.sampled
@@ -237,14 +270,20 @@ class ScriptedEngine(TurnScheduler):
         if fault is Fault.GARBAGE:
             return web.Response(body=b'{"text": "cut off', content_type="application/json")
         if fault is Fault.QUEUE_ABORT:
-            reason = {"type": "abort", "message": "Abort in waiting queue"}
-            meta = {"finish_reason": reason, "weight_version": self.version}
-            return json_answer({"text": "", "output_ids": [], "meta_info": meta})
+            return json_answer(self._queue_abort())
         if fault is Fault.DIE:
             await self.die()
         elif request.transport is not None:
             request.transport.abort()
         return web.Response(status=500)
+
+    def _queue_abort(self) -> dict[str, Any]:
+        reason = {"type": "abort", "message": "Abort in waiting queue"}
+        return {
+            "text": "",
+            "output_ids": [],
+            "meta_info": {"finish_reason": reason, "weight_version": self.version},
+        }
 
     # ---- control
 
@@ -265,6 +304,7 @@ class ScriptedEngine(TurnScheduler):
         return json_answer({"status": "ok"})
 
     async def _update(self, body: dict[str, Any]) -> web.Response:
+        await anyio.sleep(self._update_seconds)
         self._model_path = body["model_path"]
         self.version = body.get("weight_version") or self.version
         if body.get("flush_cache", True):
@@ -304,6 +344,14 @@ class ScriptedEngine(TurnScheduler):
             load = {"num_running_reqs": self.in_flight, "num_waiting_reqs": 0}
             return json_answer({"loads": [load | {"num_used_tokens": 0, "token_usage": 0.0}]})
         return json_answer({"loads": [self.accelerator.load()]})
+
+
+def _request_of_any_size(
+    message: Any, payload: Any, protocol: Any, writer: Any, task: Any
+) -> web.BaseRequest:
+    """Return a request whose body may be as large as a real engine's, and not only 1 MiB."""
+    loop = asyncio.get_running_loop()
+    return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=0)
 
 
 def json_answer(content: object, status: int = 200) -> web.Response:

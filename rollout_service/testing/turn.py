@@ -2,11 +2,15 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import anyio
 
 from rollout_service.testing.figures import ScriptedRequest
 from rollout_service.testing.script import Reply
+
+if TYPE_CHECKING:
+    from rollout_service.testing.chunks import ChunkStream
 
 
 @dataclass(slots=True, eq=False)
@@ -17,11 +21,14 @@ class EngineTurn:
     reply: Reply
     done: int = 0
     """Number of tokens sampled so far."""
+    since: int = 0
+    """Number of tokens that an earlier chunk had."""
     seconds: float = 0.0
     """Duration of the sampling."""
     elapsed: float = 0.0
     cached_tokens: int = 0
     aborted: bool = False
+    stream: "ChunkStream | None" = None
     ignores_pause: bool = False
     """Whether it continues during a pause, as open requests do in vLLM's mode `wait`."""
     before_sampling: anyio.CancelScope = field(default_factory=anyio.CancelScope)
@@ -43,8 +50,15 @@ class EngineTurn:
 
     @property
     def sampled(self) -> list[int]:
-        """The tokens sampled so far."""
-        return list(self.reply.ids[: self.done])
+        """The tokens sampled so far, without those of earlier chunks."""
+        return list(self.reply.ids[self.since : self.done])
+
+    def seconds_to_next(self) -> float:
+        """Return the time until the next chunk is sampled, or until the end of a turn that is not streamed."""
+        tokens = len(self.reply.ids)
+        if self.stream is None:
+            return self.seconds - self.elapsed
+        return self.seconds * min(self.stream.next_end, tokens) / tokens - self.elapsed
 
     def finish_reason(self) -> dict[str, object]:
         """Return why it ended, in SGLang's format."""

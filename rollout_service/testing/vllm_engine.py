@@ -105,6 +105,19 @@ class ScriptedVllm(ScriptedEngine):
             routed_experts_from=params.get("routed_experts_prompt_start", 0),
         )
 
+    def _stream_interval(self, body: dict[str, Any]) -> int | None:
+        return 1 if body.get("stream") else None
+
+    def _events(self, turn: EngineTurn, fault: Fault | None, *, is_last: bool) -> list[dict[str, Any]]:
+        answer = self._answer(turn, fault)
+        usage = {"request_id": answer["request_id"], "choices": [], "usage": answer.pop("usage")}
+        del answer["prompt_logprobs"]
+        if not is_last:
+            answer["choices"][0] |= dict.fromkeys(
+                ("finish_reason", "stop_reason", "weight_versions", "routed_experts")
+            )
+        return [answer, usage] if is_last else [answer]
+
     def _answer_probe(self, body: dict[str, Any]) -> web.Response:
         """Answer with one token, the only one that `top_k` 1 leaves; its logprobs depend on the mode."""
         values = {"processed_logprobs": (0.0, _NO_LOGPROB), "raw_logprobs": (-0.5, -1.5)}
@@ -120,10 +133,10 @@ class ScriptedVllm(ScriptedEngine):
             self._gauge = self.in_flight - 1
         self._sampled_tokens += turn.done
 
-    def _answer(self, turn: EngineTurn, fault: Fault | None) -> web.Response:
+    def _answer(self, turn: EngineTurn, fault: Fault | None) -> dict[str, Any]:
         ids = self._output_ids(turn, fault)
         prompt, reason = turn.prompt_tokens, turn.finish_reason()
-        usage = {"prompt_tokens": prompt, "completion_tokens": len(ids), "total_tokens": prompt + len(ids)}
+        usage = {"prompt_tokens": prompt, "completion_tokens": turn.done, "total_tokens": prompt + turn.done}
         details = {"cached_tokens": turn.cached_tokens} if self._cached_details else None
         choice = {
             "index": 0,
@@ -134,14 +147,12 @@ class ScriptedVllm(ScriptedEngine):
             "weight_versions": turn.version_spans(self.version),
             "routed_experts": None if fault is Fault.NO_EXTRAS else self._routed(turn, fault),
         }
-        return json_answer(
-            {
-                "request_id": _ID_PREFIX + turn.rid,
-                "choices": [choice],
-                "usage": usage | {"prompt_tokens_details": details},
-                "prompt_logprobs": None if fault is Fault.NO_EXTRAS else _prompt(turn, fault),
-            }
-        )
+        return {
+            "request_id": _ID_PREFIX + turn.rid,
+            "choices": [choice],
+            "usage": usage | {"prompt_tokens_details": details},
+            "prompt_logprobs": None if fault is Fault.NO_EXTRAS else _prompt(turn, fault),
+        }
 
     def _content(self, turn: EngineTurn, fault: Fault | None) -> list[dict[str, Any]]:
         content = []

@@ -8,7 +8,7 @@ import pytest
 
 from sandboxes import ApptainerConfig, LocalConfig, SandboxProvider, make_provider
 from sandboxes.conformance import CHECKS, Check
-from sandboxes.conformance.runner import assess_check
+from tests.support.sandbox_conformance import conforms
 from tests.support.users.as_user import OrdinaryUser, ordinary_user
 
 pytestmark = pytest.mark.anyio
@@ -26,13 +26,6 @@ async def apptainer(tmp_path: Path) -> AsyncIterator[SandboxProvider]:
     provider = make_provider(ApptainerConfig(), tmp_path)
     yield provider
     await provider.close()
-
-
-async def conforms(check: Check, provider: SandboxProvider) -> None:
-    """Assert that a check holds or fails as declared; a declared failure that holds is an error too."""
-    outcome = await assess_check(check, provider)
-    expected = "known failure" if check.__name__ in provider.known_failures else "holds"
-    assert outcome.verdict == expected, outcome.reason
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

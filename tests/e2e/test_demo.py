@@ -1,6 +1,7 @@
 """The demo works on real parts: Apptainer, with the embedded engine and with SGLang."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from api_schemas.rollouts import Rollout
 from rollout_service.inference.local_servers.sglang_cpu import DEFAULT_ENVIRONMENT
 from rollout_service.policies.shipped import policy_folder
 from rollout_service.tokens.trajectory import check_invariants
+from tests.support.redis_server import program as redis_program
 
 RECOMPUTE = Path(__file__).parents[1] / "support" / "engines" / "recompute_logprobs.py"
 TOLERANCE = 1e-3
@@ -74,6 +76,29 @@ def test_a_demo_draws_the_same_samples_again(tmp_path):
     once = drawn("once")
     assert drawn("again") == once
     assert drawn("other", "--seed", "100") != once
+
+
+@pytest.mark.redis
+def test_a_node_that_is_killed_on_the_way_loses_no_rollout(tmp_path, monkeypatch):
+    folder = Path(redis_program()).parent
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    figures, rollouts, _ = demo(tmp_path, "--nodes", "2", "--rollouts", "16", "--sandbox", "local")
+    assert figures["rollouts"] == len({rollout.rollout_id for rollout in rollouts}) == 16
+    assert figures["failed"] == 0
+    for rollout in rollouts:
+        check_invariants(rollout.trajectory)
+    logs = [(tmp_path / "state" / name / "server.log").read_text() for name in ("node-1", "node-2")]
+    assert ["reason=SIGTERM" in log for log in logs] == [True, False], "only one could stop in order"
+
+
+@pytest.mark.redis
+def test_a_demo_of_several_nodes_says_how_to_get_a_redis(tmp_path):
+    command = [*COMMAND, "--nodes", "2", "--sandbox", "local", "--state-dir", str(tmp_path)]
+    refused = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={"PATH": "/nowhere", "HOME": str(tmp_path)}
+    )
+    assert refused.returncode != 0
+    assert "scripts/demo" in refused.stderr
 
 
 @pytest.mark.apptainer

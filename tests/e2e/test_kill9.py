@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -18,7 +18,10 @@ import psutil
 import pytest
 
 from api_schemas.events import Event
+from rollout_service.cluster.identity import is_gone
+from rollout_service.store.redis import RedisConfig, RedisStore
 from rollout_service.store.sqlite import SqliteStore
+from tests.support.redis_server import redis_server
 
 pytestmark = pytest.mark.anyio
 
@@ -90,13 +93,16 @@ def scripted_engine(folder: Path) -> Iterator[str]:
 
 
 @contextmanager
-def server(folder: Path, engine_url: str, provider: str) -> Iterator[tuple[psutil.Popen, httpx.Client]]:
+def server(
+    folder: Path, engine_url: str, provider: str, redis: RedisConfig | None
+) -> Iterator[tuple[psutil.Popen, httpx.Client]]:
     (folder / "echo").mkdir(exist_ok=True)
     (folder / "echo" / "environment.toml").write_text(ENVIRONMENT)
     config = folder / "rollout.toml"
     config.write_text(
         f'[sandbox]\nprovider = "{provider}"\nrun_dir = "{folder / "run"}"\n'
         "[pipeline]\ninit_workers = 4\nrollout_workers = 8\ndrain_seconds = 1\n"
+        + (f'[store]\nurl = "{redis.url}"\nprefix = "{redis.prefix}"\n' if redis is not None else "")
     )
     address, log = folder / "server.address", folder / "server.log"
     arguments = ["rollout_service.cli", "serve", "--config", str(config), "--port", "0"]
@@ -150,12 +156,23 @@ def mentioning(folder: Path) -> list[int]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("provider", ["local", pytest.param("apptainer", marks=pytest.mark.apptainer)])
-async def test_kill_9_in_the_middle_loses_nothing_and_leaves_nothing(folder: Path, provider: str) -> None:
+@pytest.mark.parametrize(
+    ("provider", "store"),
+    [
+        ("local", "sqlite"),
+        pytest.param("local", "redis", marks=pytest.mark.redis),
+        pytest.param("apptainer", "sqlite", marks=pytest.mark.apptainer),
+    ],
+)
+async def test_kill_9_in_the_middle_loses_nothing_and_leaves_nothing(
+    folder: Path, provider: str, store: str
+) -> None:
     ids = [f"r{number}" for number in range(ROLLOUTS)]
     log = folder / "server.log"
-    with scripted_engine(folder) as engine_url:
-        with server(folder, engine_url, provider) as (process, client):
+    with ExitStack() as stack:
+        redis = stack.enter_context(redis_server()).config() if store == "redis" else None
+        engine_url = stack.enter_context(scripted_engine(folder))
+        with server(folder, engine_url, provider, redis) as (process, client):
             for number, rollout_id in enumerate(ids):
                 order = {
                     "rollout_id": rollout_id,
@@ -173,7 +190,7 @@ async def test_kill_9_in_the_middle_loses_nothing_and_leaves_nothing(folder: Pat
         eventually(lambda: list((folder / "run").iterdir()) == [], log, RECLAIM_SECONDS)
         assert time.monotonic() - killed < RECLAIM_SECONDS, "nothing outlives the server, restarted or not"
         assert mounts_below(folder) == []
-        with server(folder, engine_url, provider) as (_, client):
+        with server(folder, engine_url, provider, redis) as (_, client):
             eventually(lambda: ended(client) == ROLLOUTS, log, END_SECONDS)
             results = {rollout["rollout_id"]: rollout for rollout in completed(client)}
             assert set(results) == set(ids), log.read_text()[-4_000:]
@@ -185,7 +202,7 @@ async def test_kill_9_in_the_middle_loses_nothing_and_leaves_nothing(folder: Pat
                 assert len(trajectory["finish_reasons"]) == TURNS
             assert any(rollout["attempt"] == 2 for rollout in results.values())
             eventually(lambda: in_use(client) == [], log)
-    await check_each_ended_once(folder / "state" / "rollouts.sqlite3", ids)
+        await check_each_ended_once(folder / "state" / "rollouts.sqlite3", redis, ids)
     assert mentioning(folder) == []
     assert mounts_below(folder) == []
     assert [path for path in (folder / "run").rglob("*") if path.is_dir()] == []
@@ -196,8 +213,9 @@ def completed(client: httpx.Client) -> list[dict]:
     return page.json()["rollouts"]
 
 
-async def check_each_ended_once(database: Path, ids: list[str]) -> None:
-    async with await SqliteStore.open(database) as store:
+async def check_each_ended_once(database: Path, redis: RedisConfig | None, ids: list[str]) -> None:
+    opened = SqliteStore.open(database) if redis is None else RedisStore.open(redis, is_gone=is_gone)
+    async with await opened as store:
         events: list[Event] = await store.events(after=0, limit=100_000)
     ends = Counter(
         event.subject for event in events if event.data.get("state") in ("completed", "failed", "cancelled")

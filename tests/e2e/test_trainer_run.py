@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from trainer.curves import read_points
 
 from rollout_service.inference.engines.embedded.weights import read_tensors
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "train_calc.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLE = EXAMPLES / "train_calc.py"
 FLAGS = [
     "--sandbox",
     "local",
@@ -76,3 +78,24 @@ def test_a_killed_trainer_resumes_and_updates_the_weights(tmp_path):
     assert max(point["logprob_gap_max"] for point in fresh) < 1e-3
     before, after = (read_tensors(checkpoints / f"step-{step}") for step in (done, done + 1))
     assert any((before[name] != after[name]).any() for name in before)
+
+
+@pytest.mark.timeout(PATIENCE_SECONDS + 30)
+def test_the_trainer_learns_from_an_agent_that_is_a_program(tmp_path):
+    figures = tmp_path / "figures.json"
+    place = str(EXAMPLES / "environments" / "calc_openai")
+    flags = ["--add-environment", place, "--environment", "calc-openai", "--max-staleness", "0"]
+    flags += ["--batch-size", "1", "--steps", "1", "--json", str(figures)]
+    python = Path(sys.executable).parent  # has the package that the agent imports
+    subprocess.run(
+        command(tmp_path, *flags),
+        env=os.environ | {"PATH": f"{python}:{os.environ['PATH']}"},
+        timeout=PATIENCE_SECONDS,
+        check=True,
+    )
+    [point] = read_points(tmp_path / "curve.jsonl")
+    assert json.loads(figures.read_text())["rewards"] == [point["reward"]]
+    assert 0 < point["reward"] < 1
+    assert point["gradient_norm"] > 0
+    # The recorded tokens are those that the engine sampled: the trainer finds the same log-probabilities.
+    assert point["logprob_gap_max"] < 1e-3

@@ -7,12 +7,15 @@ import pytest
 
 LONGEST = (
     "sglang",
+    "slurm run",
+    "harnesses",
     "test_adapter_trl.py",
     "vllm",
     "conformance of an ordinary user",
     "wheels",
     "cli",
     "docker",
+    "slurm",
     "a new user",
     "test_reward_hacks.py",
     "test_demo.py",
@@ -21,6 +24,8 @@ LONGEST = (
     "openapi",
     "hang_ups",
     "test_runs_crash.py",
+    "test_chaos.py",
+    "test_scaling.py",
     "test_restarts.py",
     "test_apptainer_hostile.py",
 )

@@ -16,6 +16,7 @@ REQUESTS: dict[str, Any] = {
         "limits": {"max_turns": 8},
         "metadata": {"epoch": 1},
     },
+    "end_rollout": {"reward": 1.0, "reward_parts": {"tests": 1.0}, "attempt": 1},
     "abort_rollouts": {"rollout_ids": ["first-42"]},
     "create_run": {
         "run_id": "calc-1",

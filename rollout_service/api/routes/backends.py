@@ -73,7 +73,7 @@ async def remove_backend(service: ServiceDep, backend_id: str) -> None:
 @router.post("/backends/{backend_id:path}/drain", responses=raises(UnknownBackend))
 async def drain_backend(service: ServiceDep, backend_id: str) -> BackendView:
     """Stop sending an engine new requests, and let it finish those it has. Remove it when `in_flight` is 0."""
-    return service.serving.drain(backend_id)
+    return await service.serving.drain(backend_id)
 
 
 @router.post(

@@ -1,8 +1,9 @@
 """The stream of events, which a reader can leave and resume without missing anything.
 
-Guarantees: each event is sent once, in order. The stream begins with the id that it starts after, so a reader that gave
-no position knows where to resume even if it has seen no event. A reader that hangs up is not an error. When the service
-shuts down, the stream ends after a whole event.
+Guarantees: each event is sent once, in order. The stream begins with the id that it starts after, so a reader that
+gave no position knows where to resume even if it has seen no event. If the store has lost events, as in a failover, the
+stream sends the id of the newest one left, and goes on after it. A reader that hangs up is not an error. When the
+service shuts down, the stream ends after a whole event.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ async def stream_events(
 
     The stream starts after the event that `Last-Event-ID` or `after` names, or with the next event if neither is given.
     Its first line is the `id` that it starts after. To resume after a lost connection, send the last `id` that you saw
-    as `Last-Event-ID`. Idle streams carry a comment every 15 seconds.
+    as `Last-Event-ID`. An id that is lower than the last says that the store has lost events: look again at what you
+    wait for. Idle streams carry a comment every 15 seconds.
     """
     service.shutdown.refuse()
     start = last_event_id if last_event_id is not None else after
@@ -68,17 +70,20 @@ async def _events(service: Service, seen: int) -> AsyncIterator[bytes]:
                 yield format_sse_event(
                     data_str=event.model_dump_json(), event=event.kind, id=str(event.event_id)
                 )
-            if not await _more(service, seen):
+            newest = await _newest(service, seen)
+            if newest is None:
                 yield KEEPALIVE_COMMENT
+            elif newest < seen:  # the store has lost events
+                seen = newest
+                yield b"id: %d\n\n" % seen
 
 
-async def _more(service: Service, seen: int) -> bool:
-    """Return whether there are more events, waiting at most `PING_SECONDS` for them.
+async def _newest(service: Service, seen: int) -> int | None:
+    """Return the id of the newest event once it is another, or None if that takes longer than `PING_SECONDS`.
 
     Raises:
         ShuttingDownError: The service is shutting down.
     """
     with anyio.move_on_after(PING_SECONDS):
-        await service.shutdown.until_begun(lambda: service.store.wait_for_events(after=seen))
-        return True
-    return False
+        return await service.shutdown.until_begun(lambda: service.store.wait_for_events(after=seen))
+    return None

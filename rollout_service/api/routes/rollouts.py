@@ -5,12 +5,13 @@ from __future__ import annotations
 import uuid
 from contextlib import suppress
 from http import HTTPStatus
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Body, Query, Request
 from fastapi.responses import Response
 
 from api_schemas.base import RolloutId
+from api_schemas.external import RolloutEnd
 from api_schemas.inference import AbortRequest
 from api_schemas.rollouts import (
     AbortAnswer,
@@ -21,11 +22,13 @@ from api_schemas.rollouts import (
     RolloutState,
 )
 from api_schemas.trajectories import Trajectory
+from rollout_service.api.elsewhere import pass_on, wait_for_access
 from rollout_service.api.openapi.responses import extra_response, raises
-from rollout_service.api.routes.dependencies import ServiceDep, as_json
+from rollout_service.api.routes.dependencies import ServiceDep, as_json, role_of
 from rollout_service.api.routes.disconnects import cancel_on_disconnect
 from rollout_service.api.routes.strict import StrictRoute
-from rollout_service.errors import ConflictError, NotFoundError
+from rollout_service.errors import ConflictError, NotFoundError, UnavailableError
+from rollout_service.http.api_keys import Role
 from rollout_service.inference.errors import NoBackendError
 from rollout_service.shutdown import ShuttingDownError
 
@@ -95,20 +98,57 @@ async def get_rollout(
         bool, Query(description="Include the trajectory: every token with its log-probability.")
     ] = False,
     wait: Annotated[
-        float, Query(ge=0, le=MAX_WAIT_SECONDS, description="Seconds to wait for the rollout to end.")
+        float, Query(ge=0, le=MAX_WAIT_SECONDS, description="Seconds to wait for what `until` says.")
     ] = 0.0,
+    until: Annotated[
+        Literal["ended", "access"],
+        Query(description="What to wait for: the end, or also that an external agent may begin."),
+    ] = "ended",
 ) -> Response:
     """Read a rollout: its state and, once it has ended, its reward, usage, timings, and error.
 
     With `wait`, the request stays open until the rollout ends or the time is up, and then answers with its current
     state. A `rollout_id` that was never submitted is a 404.
+
+    While the agent of a rollout with `agent` set to `external` may work, `access` has the gateway's URL and key for it.
+    It is shown to keys that may submit rollouts: by the node that runs the rollout, and with `until=access` by all.
     """
     rollout = await service.get(rollout_id, trajectory=trajectory)
-    if wait and not rollout.state.terminal:
+    if wait and until == "access" and not rollout.state.terminal:
+        elsewhere = await cancel_on_disconnect(http, lambda: wait_for_access(service, http, rollout_id, wait))
+        if elsewhere is not None:
+            return elsewhere
+        rollout = await service.get(rollout_id)
+    elif wait and not rollout.state.terminal:
         ended = await cancel_on_disconnect(http, lambda: service.wait(rollout_id, wait))
         if ended is not None:
-            return as_json(ended if trajectory else ended.model_copy(update={"trajectory": None}))
+            rollout = ended if trajectory else ended.model_copy(update={"trajectory": None})
+    if rollout.access is not None and not role_of(http).allows(Role.SUBMIT):
+        rollout = rollout.model_copy(update={"access": None})
     return as_json(rollout)
+
+
+@router.post(
+    "/rollouts/{rollout_id}/end",
+    status_code=HTTPStatus.ACCEPTED,
+    response_model=Rollout,
+    response_description="The report is taken; the rollout goes on to its evaluation.",
+    responses=raises(NotFoundError, ConflictError, UnavailableError),
+)
+async def end_rollout(service: ServiceDep, http: Request, rollout_id: RolloutId, end: RolloutEnd) -> Response:
+    """Report that the external agent of a rollout has ended.
+
+    With a `reward`, that is the score. Without one, the environment scores the outcome: the `answer`, or the policy's
+    last text. With an `error`, the rollout fails. Any node takes it. Idempotent, as long as the agent's stage lasts. A
+    report about an attempt that is over, or that contradicts an earlier one, is a 409.
+    """
+    try:
+        return as_json(await service.end(rollout_id, end), HTTPStatus.ACCEPTED)
+    except NotFoundError:
+        elsewhere = await pass_on(service, http, rollout_id, body=end.model_dump_json().encode())
+        if elsewhere is None:
+            raise
+        return elsewhere
 
 
 @router.get("/rollouts/{rollout_id}/trajectory", response_model=Trajectory, responses=raises(NotFoundError))

@@ -10,11 +10,14 @@ import tomllib
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from api_schemas.base import Name
+from rollout_service.agents.harnesses.preset import HarnessSettings
+from rollout_service.agents.harnesses.registry import harnesses
+from rollout_service.agents.mcp.settings import McpSettings
 from rollout_service.environments.contract import (
     EnvironmentSettings,
     EnvironmentSpec,
@@ -24,6 +27,8 @@ from rollout_service.environments.contract import (
 )
 from rollout_service.episodes import EpisodeLimits
 from rollout_service.errors import ConfigurationError, did_you_mean
+
+M = TypeVar("M", bound=BaseModel)
 
 FILE_NAME = "environment.toml"
 INSIDE = "/environment"
@@ -36,6 +41,12 @@ class InitTable(EnvironmentSettings):
     command: str = Field(min_length=1)
     files: list[str] = []
     """Files and folders of the environment that the command needs, in addition to those that it names itself."""
+
+
+class AuditSolution(EnvironmentSettings):
+    """`[solution]`: the command that solves the task, for audits alone; what it prints is the agent's answer."""
+
+    command: str = Field(min_length=1)
 
 
 class GraderSandbox(StrEnum):
@@ -96,14 +107,37 @@ class Declaration(EnvironmentSettings):
     name: Name
     description: str = ""
     image: str = Field(min_length=1)
+    """May be left out if the harness names one."""
     system: str | None = None
     prompt: str = "{{ instance.question }}"
     tools: list[str] = ["bash", "python", "read", "write", "edit", "finish"]
+    harness: HarnessSettings | None = None
+    """The program that is the agent instead of the built-in one: its name, or `[harness]` with more."""
+    mcp: list[McpSettings] = []
+    """`[[mcp]]`: servers of the Model Context Protocol, whose tools the built-in agent has too."""
+    replayable: Literal["tools", "never"] = "tools"
+    """Whether `init` and the recorded tool calls recreate the sandbox: `never` if something outside it matters."""
     limits: EpisodeLimits = EpisodeLimits()
     sandbox: SandboxSettings = SandboxSettings()
     init: InitTable | None = None
     evaluate: EvaluateTable
+    solution: AuditSolution | None = None
     dataset: DatasetTable | None = None
+
+    @field_validator("harness", mode="before")
+    @classmethod
+    def _harness_may_be_a_name(cls, harness: Any) -> Any:
+        return {"name": harness} if isinstance(harness, str) else harness
+
+    @model_validator(mode="before")
+    @classmethod
+    def _harness_may_have_an_image(cls, table: Any) -> Any:
+        if not isinstance(table, dict) or "image" in table:
+            return table
+        harness = table.get("harness")
+        name = harness.get("name") if isinstance(harness, dict) else harness
+        image = next((one.image for one in harnesses() if one.name == name), None) if name else None
+        return table if image is None else {**table, "image": image}
 
     def spec(self, folder: Path) -> EnvironmentSpec:
         """Return the environment's description; an image that is a file in the folder becomes its absolute path."""
@@ -114,7 +148,9 @@ class Declaration(EnvironmentSettings):
             image=_image(self.image, folder),
             system=self.system,
             prompt=self.prompt,
-            tools=self.tools,
+            tools=[] if self.harness is not None and "tools" not in self.model_fields_set else self.tools,
+            harness=self.harness,
+            mcp=self.mcp,
             limits=self.limits,
             sandbox=self.sandbox,
             evaluate_in=EvaluateIn.FRESH if fresh else EvaluateIn.SAME,
@@ -135,41 +171,53 @@ def read_declaration(text: str, *, where: str, image: str | None = None) -> Decl
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"{where} is not valid TOML: {error}") from error
     table |= {} if image is None else {"image": image}
+    return read_table(Declaration, table, where=where)
+
+
+def read_table(model: type[M], table: dict[str, Any], *, where: str) -> M:
+    """Validate a table of TOML.
+
+    Raises:
+        ConfigurationError: It is not valid; the message has a line for every key at fault, after `where`.
+    """
     try:
-        return Declaration.model_validate(table)
+        return model.model_validate(table)
     except ValidationError as error:
         items = error.errors(include_url=False)
-        lines = [f"{where}: {_explain(item)}" for item in items]
-        raise ConfigurationError("\n".join(lines), hint=_keys_there_are(items)) from error
+        lines = [f"{where}: {_explain(model, item)}" for item in items]
+        raise ConfigurationError("\n".join(lines), hint=_keys_there_are(model, items)) from error
 
 
-def _explain(item: Any) -> str:
+def _explain(model: type[BaseModel], item: Any) -> str:
     *parents, last = [str(part) for part in item["loc"]]
     path = ".".join([*parents, last])
     if item["type"] == "extra_forbidden":
-        return f"there is no key {path}{did_you_mean(last, _known_keys(parents))}"
+        return f"there is no key {path}{did_you_mean(last, _known_keys(model, parents))}"
     if item["type"] == "missing":
         return f"the key {path} is missing"
     return f"{path}: {item['msg']}"
 
 
-def _keys_there_are(items: Sequence[Any]) -> str:
+def _keys_there_are(model: type[BaseModel], items: Sequence[Any]) -> str:
     """Return the keys of each table that has an unknown or a missing one; empty if only values are wrong."""
     places = [item["loc"][:-1] for item in items if item["type"] in ("extra_forbidden", "missing")]
     tables = dict.fromkeys(tuple(map(str, place)) for place in places)
     return " ".join(
-        f"{_name_of(table)} takes {', '.join(sorted(_known_keys([*table])))}." for table in tables
+        f"{_name_of(table)} takes {', '.join(sorted(_known_keys(model, [*table])))}." for table in tables
     )
 
 
 def _name_of(table: tuple[str, ...]) -> str:
-    return f"[{'.'.join(table)}]" if table else "The file"
+    if not table:
+        return "The file"
+    if table[-1].isdigit():
+        return f"[[{'.'.join(part for part in table if not part.isdigit())}]]"
+    return f"[{'.'.join(table)}]"
 
 
-def _known_keys(parents: list[str]) -> set[str]:
-    """Return the keys of the table at the path."""
-    model: type[BaseModel] = Declaration
-    for name in parents:
+def _known_keys(model: type[BaseModel], parents: list[str]) -> set[str]:
+    """Return the keys of the table at the path in a model."""
+    for name in (name for name in parents if not name.isdigit()):
         annotation = model.model_fields[name].annotation
         options = [annotation, *getattr(annotation, "__args__", ())]
         model = next(one for one in options if isinstance(one, type) and issubclass(one, BaseModel))

@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
+from api_schemas.rollouts import StopReason
 from rollout_service.environments import lint
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.contract import EnvironmentSpec
@@ -76,16 +77,19 @@ class DeclarativeEnvironment(AgentEnvironment):
         spec = declaration.spec(folder)
         if in_image:
             spec = spec.model_copy(update={"binds": {INSIDE: str(empty_folder())}})
+        self.replayable = declaration.replayable
         super().__init__(spec)
         self._declaration = declaration
         files = declaration.dataset.files(folder) if declaration.dataset else []
         self._dataset = [one for path, split in files for one in read_instances(path, split)]
         self._files = read_folder(folder, without=[path for path, _ in files])
+        self.has_solution = declaration.solution is not None
         self._init_files = _init_files(declaration, self._files)
         self._warnings = list(warnings)
 
     async def init(self, episode: Episode) -> None:
         sandbox = episode.require_sandbox()
+        await super().init(episode)
         if init := self._declaration.init:
             place = await SecretFolder.make(sandbox, [_instance_file(episode.instance), *self._init_files])
             result = await place.run(init.command, cwd=sandbox.workdir, seconds=episode.limits.init_seconds)
@@ -117,6 +121,29 @@ class DeclarativeEnvironment(AgentEnvironment):
         result = await place.run(command, cwd=place.path, seconds=seconds)
         _require_success("evaluate", command, result)
         return parse_score(await place.result(result), result)
+
+    async def solve(self, episode: Episode) -> StopReason:
+        if (solution := self._declaration.solution) is None:
+            return await super().solve(episode)
+        sandbox = episode.require_sandbox()
+        place = await SecretFolder.make(sandbox, [_instance_file(episode.instance), *_below(self._files)])
+        seconds = episode.limits.agent_seconds
+        result = await place.run(solution.command, cwd=sandbox.workdir, seconds=seconds)
+        _require_success("solution", solution.command, result)
+        await place.remove()
+        episode.answer = result.stdout.decode(errors="replace").strip()
+        return StopReason.FINISHED
+
+    def private_texts(self) -> dict[str, str]:
+        shown = {file.path.removeprefix("environment/") for file in self._init_files} | {FILE_NAME}
+        known = {line.strip() for file in self._init_files for line in file.data.splitlines()}
+        return {
+            file.path: b"\n".join(
+                line for line in file.data.splitlines() if line.strip() not in known
+            ).decode(errors="replace")
+            for file in self._files
+            if file.path not in shown
+        }
 
     def findings(self) -> list[str]:
         found = list(lint.findings(self._declaration, self._files))

@@ -12,8 +12,8 @@ from rollout_service.environments.declarative.declaration import INSIDE
 from rollout_service.errors import ConfigurationError
 from sandboxes.errors import ImageError, ProviderUnavailableError
 from sandboxes.host.facts import find_apptainer
+from sandboxes.images.cache import default_cache
 from sandboxes.images.squashfs import unpack
-from sandboxes.images.store import default_cache
 from sandboxes.images.tree import ImageTree
 
 

@@ -1,5 +1,6 @@
 """The command line works against a real server with the embedded engine, each in its own process."""
 
+import gzip
 import json
 import os
 import signal
@@ -220,6 +221,14 @@ def test_a_leased_batch_is_given_back_and_acknowledged_by_its_id(server, tmp_pat
     assert f"{batch_id}: acknowledged" in acknowledged.stderr
     assert invoke("runs", "show", "settled", "--json", url=server.url).exit_code == 0
     assert invoke("runs", "show", "settled", url=server.url).stdout.splitlines()[1].endswith("100%")
+    atif = tmp_path / "settled.jsonl.gz"
+    said = invoke("runs", "export", "settled", "--atif", "-o", str(atif), url=server.url)
+    assert (said.exit_code, said.stdout) == (0, f"{atif}: 1 written, 0 left out\n")
+    document = json.loads(gzip.decompress(atif.read_bytes()))
+    assert document["schema_version"] == "ATIF-v1.8"
+    assert all(
+        step["metrics"]["completion_token_ids"] for step in document["steps"] if step["source"] == "agent"
+    )
     over = invoke("runs", "lease", "settled", "-o", str(tmp_path / "next.json"), url=server.url)
     assert over.exit_code == 1
 

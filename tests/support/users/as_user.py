@@ -44,10 +44,7 @@ END_SECONDS = 5.0
 # Arguments: scratch folder, command... In the scratch folder, "etc" is what to show as /etc, "hidden" lists the folders
 # to cover, and "shown" lists what to show afterwards: a path and its target, on two lines. /etc is covered as a whole:
 # a mount on one of its files would vanish as soon as the host replaces the file, as `useradd` does.
-SETUP = """
-set -eu
-scratch=$1
-shift
+SHOW = """
 number=0
 while read -r path && read -r target; do
   number=$((number + 1))
@@ -62,7 +59,13 @@ while read -r path && read -r target; do
   mount --bind "$scratch/$$-$number" "$target"
   mount -o remount,bind,ro "$target"
 done <"$scratch/shown"
-mount --bind "$scratch/etc" /etc
+"""
+"""Covers the folders listed in `$scratch/hidden`, and shows the paths listed in `$scratch/shown` again."""
+SETUP = f"""
+set -eu
+scratch=$1
+shift
+{SHOW}mount --bind "$scratch/etc" /etc
 if [ -e "$scratch/closed" ] && [ -e /dev/fuse ]; then mount --bind "$scratch/closed" /dev/fuse; fi
 cd "$START"
 unset START
@@ -195,7 +198,7 @@ def _prepare(user: OrdinaryUser, scratch: Path, *, fuse: bool) -> None:
     for name, line in lines.items():
         with (etc / name).open("a") as file:
             file.write(line)
-    shown, hidden = _covered([REPOSITORY, Path(sys.base_prefix), Path(sys.prefix)])
+    shown, hidden = covered_paths()
     pairs = [(path, path) for path in shown]
     if (images := ImageStore().root).is_dir():
         pairs.append((images.resolve(), user.home / ".cache/rollout-service/images"))
@@ -205,8 +208,12 @@ def _prepare(user: OrdinaryUser, scratch: Path, *, fuse: bool) -> None:
         (scratch / "closed").touch(mode=0o000)
 
 
-def _covered(wanted: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """Return the paths that others may not reach, and the topmost folders in the way, each of which is covered."""
+def covered_paths() -> tuple[list[Path], list[Path]]:
+    """Return the paths of this project and its Python that others may not reach, and the topmost folders in the way.
+
+    Each of those folders is covered.
+    """
+    wanted = (REPOSITORY, Path(sys.base_prefix), Path(sys.prefix))
     shown: list[Path] = []
     hidden: dict[Path, None] = {}
     for path in wanted:

@@ -24,6 +24,7 @@ VALUE = "{role}-key-of-enough-characters"
 SUBMIT = {
     ("POST", "/v1/rollouts"),
     ("DELETE", "/v1/rollouts/{rollout_id}"),
+    ("POST", "/v1/rollouts/{rollout_id}/end"),
     ("POST", "/v1/runs"),
     ("PATCH", "/v1/runs/{run_id}"),
     ("DELETE", "/v1/runs/{run_id}"),

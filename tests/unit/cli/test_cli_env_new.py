@@ -49,3 +49,20 @@ def test_the_templates_own_scripts_prepare_and_grade(tmp_path, answer, reward, a
         (work / "answer.txt").write_text(answer)
     subprocess.run([sys.executable, folder / "grade.py"], cwd=tmp_path, env=environ, check=True)
     assert json.loads(result.read_text()) == {"reward": reward, "parts": {"answered": answered}}
+
+
+@pytest.mark.parametrize("template", ["files", "terminal", "stem", "mcp", "swe"])
+def test_every_template_is_an_environment_without_findings(tmp_path, template):
+    environment = load_folder(make_environment("mine", tmp_path, template))
+    assert environment.spec.name == "mine"
+    assert environment.has_solution
+    assert environment.findings() == []
+    for instance in environment.dataset():
+        environment.check(instance)
+
+
+def test_an_unknown_template_is_refused_with_the_nearest(tmp_path):
+    with pytest.raises(CommandError, match="no template 'terminl'; did you mean terminal") as caught:
+        make_environment("mine", tmp_path, "terminl")
+    assert caught.value.hint == "The templates are files, mcp, stem, swe, terminal."
+    assert list(tmp_path.iterdir()) == []

@@ -16,13 +16,18 @@ COMMANDS = {
     ("submit",),
     ("watch",),
     ("doctor",),
-    *(("nodes", name) for name in ("show", "set")),
+    *(("harness", name) for name in ("list", "check")),
+    *(("nodes", name) for name in ("list", "drain", "resume", "remove", "show", "set")),
     *(("backends", name) for name in ("list", "add", "remove", "drain")),
     *(("runs", name) for name in ("create", "list", "show", "pause", "resume", "end", "lease")),
     *(("runs", name) for name in ("ack", "nack", "export", "rescore")),
     *(("config", name) for name in ("show", "docs")),
-    *(("image", name) for name in ("list", "build", "pull", "inspect", "remove", "prune")),
-    *(("env", name) for name in ("list", "new", "check", "attack", "run")),
+    *(("image", name) for name in ("list", "build", "pull", "import", "inspect", "remove", "prune")),
+    *(("slurm", name) for name in ("submit", "status", "logs", "tunnel", "stop", "run", "node", "engine")),
+    *(
+        ("env", name)
+        for name in ("list", "new", "add", "build", "check", "attack", "audit", "install", "run")
+    ),
 }
 HEAVY = {"httpx", "pydantic", "fastapi", "anyio", "rich.console", "transformers", "numpy", "jinja2"}
 

@@ -58,7 +58,8 @@ def test_the_printed_text_shows_the_original_characters():
 
 
 def test_only_one_module_makes_consoles_and_one_writes_lines():
-    for path in CLI.rglob("*.py"):
+    # The templates of environments are programs for sandboxes.
+    for path in (path for path in CLI.rglob("*.py") if "templates" not in path.parts):
         calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         names = {call.id if isinstance(call, ast.Name) else getattr(call, "attr", "") for call in calls}
         written = {ast.unparse(call) for call in calls}

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_client._sse import ServerSentEvent, SSEParser
+from rollout_client._events import ServerSentEvent, SSEParser
 
 LINE_ENDS = st.sampled_from(["\n", "\r", "\r\n"])
 TEXT = st.text(st.characters(exclude_characters="\r\n\0", exclude_categories=("Cs",)), max_size=20)

@@ -10,9 +10,15 @@ import httpx
 import pytest
 
 from rollout_client.client import ClientRun, LeasedBatch, NotFoundError, RolloutClient
-from rollout_client.sync import SyncBatch, SyncRolloutClient, SyncRun
+from rollout_client.external import ExternalRollout
+from rollout_client.sync import SyncBatch, SyncExternalRollout, SyncRolloutClient, SyncRun
 
-PAIRS = [(RolloutClient, SyncRolloutClient), (ClientRun, SyncRun), (LeasedBatch, SyncBatch)]
+PAIRS = [
+    (RolloutClient, SyncRolloutClient),
+    (ClientRun, SyncRun),
+    (LeasedBatch, SyncBatch),
+    (ExternalRollout, SyncExternalRollout),
+]
 ASYNCHRONOUS_ONLY = {"aclose"}
 """Methods for use without `async with`. The blocking client always needs `with`, which runs its thread."""
 

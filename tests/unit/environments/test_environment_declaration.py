@@ -211,3 +211,40 @@ def test_an_image_that_is_an_environment_needs_no_key_image(tmp_path, key, warne
     assert environment.spec.image == str(image)
     assert len(environment.warnings()) == warned
     assert all("'whatever'" in warning for warning in environment.warnings())
+
+
+@pytest.mark.parametrize(
+    ("mcp", "message"),
+    [
+        ('name = "a"\ncomand = ["x"]', "there is no key mcp.0.comand; did you mean command?"),
+        ('command = ["x"]', "the key mcp.0.name is missing"),
+        ('name = "a"', "mcp.0: Value error, give either `command` or `url`"),
+        (
+            'name = "a"\nurl = "https://mcp.example.com/mcp"',
+            "the server 'a' cannot be reached: the sandbox has no network",
+        ),
+        ('name = "a"\ncommand = ["x"]\n[[mcp]]\nname = "a"\ncommand = ["y"]', "two servers are named 'a'"),
+    ],
+)
+def test_wrong_mcp_servers_are_refused(tmp_path, mcp, message):
+    (tmp_path / "environment.toml").write_text(
+        f'name = "e"\nimage = "base"\nprompt = "?"\n[[mcp]]\n{mcp}\n[evaluate]\ncommand = "true"\n'
+    )
+    with pytest.raises(ConfigurationError) as caught:
+        load_folder(tmp_path)
+    assert message in str(caught.value)
+    if "no key" in message:
+        assert "[[mcp]] takes call_seconds, command, env" in caught.value.hint
+
+
+def test_a_server_elsewhere_makes_an_environment_not_replayable(tmp_path):
+    (tmp_path / "environment.toml").write_text(
+        'name = "e"\nimage = "base"\nprompt = "?"\n[sandbox]\nnetwork = ["mcp.example.com"]\n'
+        '[[mcp]]\nname = "far"\nurl = "https://mcp.example.com/mcp"\nheaders = { authorization = "Bearer secret" }\n'
+        '[evaluate]\ncommand = "true"\n'
+    )
+    environment = load_folder(tmp_path)
+    assert environment.replayable == "never"
+    shown = environment.spec.model_dump_json()
+    assert '"mcp":["far"]' in shown
+    assert "secret" not in shown

@@ -27,8 +27,14 @@ def bash(code: str, folder: Path, **environ: str) -> subprocess.CompletedProcess
         pytest.param("train", marks=pytest.mark.torch),  # every flag of the trainer, which imports it
         "lock",
         "install-apptainer",
+        "install-lightning",
+        "install-redis",
         "install-sglang",
         "install-sglang-router",
+        "install-swerex",
+        "install-trl",
+        "install-vllm",
+        "install-slurm",
     ],
 )
 def test_every_script_has_help(name):

@@ -1,0 +1,39 @@
+"""An environment whose agent is the task's own solution, to check the grading."""
+
+from __future__ import annotations
+
+from pydantic import JsonValue
+
+from api_schemas.rollouts import StopReason
+from rollout_service.environments.contract import Environment
+from rollout_service.episodes import Episode, Score
+
+
+class Solving(Environment):
+    """Sets up and scores as another environment does, and solves the task in between."""
+
+    def __init__(self, environment: Environment) -> None:
+        """Take an environment with `has_solution`."""
+        self._environment = environment
+        self.spec = environment.spec
+
+    def check(self, instance: dict[str, JsonValue]) -> None:
+        self._environment.check(instance)
+
+    def for_instance(self, instance: dict[str, JsonValue]) -> Environment:
+        return Solving(self._environment.for_instance(instance))
+
+    async def init(self, episode: Episode) -> None:
+        await self._environment.init(episode)
+
+    async def run(self, episode: Episode) -> StopReason:
+        return await self._environment.solve(episode)
+
+    async def execute(self, episode: Episode) -> None:
+        await self._environment.execute(episode)
+
+    async def evaluate_checkpoint(self, episode: Episode, number: int) -> bool:
+        return await self._environment.evaluate_checkpoint(episode, number)
+
+    async def evaluate(self, episode: Episode) -> Score:
+        return await self._environment.evaluate(episode)

@@ -1,0 +1,103 @@
+"""After kill -9 of the service, rollouts continue from their last turns, token for token."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import pytest
+from aiohttp import web
+from anyio.from_thread import start_blocking_portal
+
+from rollout_service.policies.shipped import policy_folder
+from rollout_service.testing.faults import Fault
+from rollout_service.testing.script import Replies
+from rollout_service.testing.sglang_engine import ScriptedEngine
+from rollout_service.testing.turn import EngineTurn
+from tests.support.processes.service import Running, eventually, service
+
+ROLLOUTS, TURNS = 8, 10
+TURN_SECONDS = 0.4
+KEPT_SHARE = 0.9
+MODEL = policy_folder("calc-tuned")
+CONFIG = (
+    f"[pipeline]\ninit_workers = 4\nrollout_workers = {ROLLOUTS}\n[sandboxes.pressure]\nenabled = false\n"
+)
+
+
+class CountingEngine(ScriptedEngine):
+    """Answers every turn with a different call, and counts how often it has answered each prompt."""
+
+    def __init__(self) -> None:
+        commands = [f"echo step {number} | tee -a steps; wc -l < steps" for number in range(TURNS)]
+        calls = [json.dumps({"name": "bash", "arguments": {"command": command}}) for command in commands]
+        texts = [f"<tool_call>\n{call}\n</tool_call><|im_end|>" for call in calls]
+        vocab_size = json.loads((MODEL / "config.json").read_bytes())["vocab_size"]
+        script = Replies.from_texts(texts, MODEL)
+        super().__init__(script, latency=TURN_SECONDS, vocab_size=vocab_size, model_path=MODEL)
+        self.answered: Counter[tuple[int, ...]] = Counter()
+
+    def _answer(self, turn: EngineTurn, fault: Fault | None) -> web.Response:
+        self.answered[tuple(turn.asked.ids)] += 1
+        return super()._answer(turn, fault)
+
+
+@pytest.mark.timeout(300)
+def test_kill_9_in_mid_rollout_costs_no_finished_turn(tmp_path: Path) -> None:
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(CountingEngine()) as engine:
+        with service(tmp_path, engine.url, CONFIG, turns=TURNS) as running:
+            submit(running, "disturbed")
+            eventually(lambda running=running: nearly_all_saved(running, engine), running.log_file)
+            running.stop(signal.SIGKILL)
+            running.ended(30)
+            finished = engine.answered.total()
+        with service(tmp_path, engine.url, CONFIG, turns=TURNS) as running:
+            results = wait_for_all(running, "disturbed")
+            lost = engine.answered.total() - len(engine.answered)
+            submit(running, "undisturbed")
+            expected = wait_for_all(running, "undisturbed")
+            counted = metric(running, "rollout_resumed_turns_total")
+    assert lost <= (1 - KEPT_SHARE) * finished, f"{lost} of {finished} finished turns were sampled again"
+    assert counted == finished - lost
+    for result, undisturbed in zip(results, expected, strict=True):
+        assert result["usage"] == undisturbed["usage"]
+        assert result["trajectory"] == undisturbed["trajectory"]
+        assert [result["attempt"], undisturbed["attempt"]] == [2, 1]
+        assert "step 9" in result["trajectory"]["messages"][-1]["tool_calls"][0]["raw"]
+
+
+def nearly_all_saved(running: Running, engine: CountingEngine) -> bool:
+    """Return whether half of all turns are saved, and not more than two answers wait for it.
+
+    Rollouts that began together are answered together; a kill at that very moment would cost each of them a turn.
+    """
+    saved = metric(running, 'rollout_saved_turns_total{outcome="saved"}')
+    return saved >= ROLLOUTS * TURNS // 2 and engine.answered.total() - saved <= 2
+
+
+def submit(running: Running, name: str) -> None:
+    for number in range(ROLLOUTS):
+        task = {"environment": "echo", "instance": {"number": number}}
+        order = {"rollout_id": f"{name}-{number}", "task": task}
+        httpx.post(f"{running.url}/v1/rollouts", json=order, timeout=30).raise_for_status()
+
+
+def wait_for_all(running: Running, name: str) -> list[dict]:
+    results = []
+    for number in range(ROLLOUTS):
+        url = f"{running.url}/v1/rollouts/{name}-{number}"
+        eventually(
+            lambda url=url: httpx.get(url, timeout=30).json()["state"] == "completed", running.log_file
+        )
+        result = httpx.get(url, timeout=30).json()
+        result["trajectory"] = httpx.get(f"{url}/trajectory", timeout=30).raise_for_status().json()
+        results.append(result)
+    return results
+
+
+def metric(running: Running, name: str) -> float:
+    lines = httpx.get(f"{running.url}/metrics", timeout=30).text.splitlines()
+    return next((float(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0.0)
