@@ -23,8 +23,7 @@ from rollout_service.environments.harbor.collection import (
     join,
     load_harbor,
 )
-from rollout_service.environments.swe.declaration import is_declared
-from rollout_service.environments.swe.environment import load_swe
+from rollout_service.environments.kinds import load_declared
 from rollout_service.errors import ConfigurationError, InvalidFieldError, did_you_mean
 from rollout_service.settings.harbor import HarborSettings
 
@@ -123,7 +122,7 @@ def load_path(path: Path, harbor: HarborSettings | None = None) -> Environment:
     if path.name == FILE_NAME:
         path = path.parent
     if path.is_dir() and (path / FILE_NAME).is_file():
-        return load_swe(path) if is_declared(path) else load_folder(path)
+        return load_declared(path)
     if path.is_dir() and is_harbor_folder(path):
         return load_harbor(path, harbor or HarborSettings())
     if path.is_file():

@@ -21,7 +21,8 @@ from api_schemas.trajectories import Message, ToolCall
 from rollout_service.agents.errors import ToolInputError
 from rollout_service.agents.tool_calling.builtin_tools import FINISH
 from rollout_service.agents.tool_calling.tools import Tool, ToolContext, ToolResult, by_name
-from rollout_service.episodes import ContextFullError, Episode, PolicyTurn
+from rollout_service.agents.turns import sample_turn, why_truncated
+from rollout_service.episodes import Episode, PolicyTurn
 from rollout_service.tokens import ToolSpec
 from sandboxes.errors import LimitExceededError
 from sandboxes.task_groups import open_task_group
@@ -53,17 +54,12 @@ class ToolCallingAgent:
         return StopReason.AGENT_TIMEOUT
 
     async def _run_turns(self, episode: Episode, messages: list[Message]) -> StopReason:
-        limits, policy = episode.limits, episode.policy
+        limits = episode.limits
         malformed_turns = 0
         for _ in range(limits.max_turns):
-            tokens_left = limits.max_tokens - policy.usage.sampled_tokens
-            if tokens_left < 1:
-                return StopReason.MAX_TOKENS
-            try:
-                turn = await policy.respond(messages, max_tokens=min(limits.max_turn_tokens, tokens_left))
-            except ContextFullError:
-                return StopReason.CONTEXT_FULL
-            episode.answer = turn.message.content or None
+            turn = await sample_turn(episode, messages)
+            if isinstance(turn, StopReason):
+                return turn
             well_formed = any(call.error is None for call in turn.message.tool_calls)
             if not well_formed and (reason := _stop_reason_of(turn, episode)):
                 return reason
@@ -164,11 +160,7 @@ def _stop_reason_of(turn: PolicyTurn, episode: Episode) -> StopReason | None:
     """Return why a turn without a well-formed call is the last; None if it has malformed calls to answer."""
     if not turn.truncated:
         return None if turn.message.tool_calls else StopReason.ANSWERED
-    if turn.context_full:
-        return StopReason.CONTEXT_FULL
-    if episode.policy.usage.sampled_tokens >= episode.limits.max_tokens:
-        return StopReason.MAX_TOKENS
-    return StopReason.TRUNCATED
+    return why_truncated(turn, episode)
 
 
 def _message(call: ToolCall, text: str) -> Message:

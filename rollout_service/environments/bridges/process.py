@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 import anyio
-from anyio.abc import Process
+from anyio.abc import ByteReceiveStream, ByteSendStream, Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from rollout_service.errors import EnvironmentFailedError
+from sandboxes import RunningProgram, Sandbox
 from sandboxes.host.children import start_process
 
 MAX_REPLY_BYTES: Final = 64 * 1024 * 1024
+LAST_WORDS_CHARS: Final = 1_000
 _LOST: Final = (
     *(anyio.BrokenResourceError, anyio.ClosedResourceError),
     *(anyio.IncompleteRead, anyio.DelimiterNotFound, OSError),
@@ -29,17 +31,24 @@ _LOST: Final = (
 
 
 class LibraryProcess:
-    """A running process; `library_process` starts one."""
+    """A running process; `library_process` and `library_in_sandbox` start one."""
 
-    def __init__(self, process: Process, name: str) -> None:
-        self._process = process
+    def __init__(
+        self,
+        name: str,
+        requests: ByteSendStream,
+        replies: ByteReceiveStream,
+        *,
+        end: Callable[[], None],
+        last_words: Callable[[], str],
+    ) -> None:
         self._name = name
-        if process.stdin is None or process.stdout is None:
-            raise RuntimeError("the process was started without pipes")
-        self._stdin = process.stdin
-        self._replies = BufferedByteReceiveStream(process.stdout)
+        self._requests = requests
+        self._replies = BufferedByteReceiveStream(replies)
+        self._end = end
+        self._last_words = last_words
 
-    async def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+    async def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """Send a request and return the reply.
 
         Raises:
@@ -47,17 +56,17 @@ class LibraryProcess:
         """
         try:
             with anyio.fail_after(seconds):
-                await self._stdin.send(json.dumps(request).encode() + b"\n")
+                await self._requests.send(json.dumps(request).encode() + b"\n")
                 line = await self._replies.receive_until(b"\n", MAX_REPLY_BYTES)
             reply: dict[str, Any] = json.loads(line)
         except TimeoutError:
-            _kill(self._process)
+            self._end()
             raise EnvironmentFailedError(f"{self._name} gave no reply within {seconds:g} s") from None
         except (*_LOST, ValueError) as error:
-            _kill(self._process)
+            self._end()
             raise EnvironmentFailedError(
                 f"the process of {self._name} ended, or sent something else than a reply",
-                hint="The service's standard error has its last words.",
+                hint=self._last_words(),
             ) from error
         if "error" in reply:
             raise EnvironmentFailedError(f"{self._name} failed: {reply['error']}")
@@ -66,19 +75,71 @@ class LibraryProcess:
 
 @asynccontextmanager
 async def library_process(command: Sequence[str | Path], name: str) -> AsyncIterator[LibraryProcess]:
-    """Run a library's process within the block; its standard error is the service's."""
+    """Run a library's process on this host within the block; its standard error is the service's."""
     process = await start_process(
         [str(part) for part in command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         new_session=True,
     )
+    if process.stdin is None or process.stdout is None:
+        raise RuntimeError("the process was started without pipes")
     try:
-        yield LibraryProcess(process, name)
+        yield LibraryProcess(
+            name,
+            process.stdin,
+            process.stdout,
+            end=lambda: _kill(process),
+            last_words=lambda: "The service's standard error has its last words.",
+        )
     finally:
         with anyio.CancelScope(shield=True):
             _kill(process)
             await process.aclose()
+
+
+@asynccontextmanager
+async def library_in_sandbox(
+    sandbox: Sandbox, command: Sequence[str], name: str, *, env: Mapping[str, str] | None = None
+) -> AsyncIterator[LibraryProcess]:
+    """Run a library's process in a sandbox within the block: the place for a library that reads what an agent wrote.
+
+    Raises:
+        SandboxError: The process did not start.
+    """
+    async with sandbox.program(command, env=env) as program:
+        yield LibraryProcess(
+            name,
+            _ToProgram(program),
+            _FromProgram(program),
+            end=program.close_input,
+            last_words=lambda: f"It said: {program.errors().strip()[-LAST_WORDS_CHARS:] or 'nothing'}",
+        )
+
+
+class _ToProgram(ByteSendStream):
+    def __init__(self, program: RunningProgram) -> None:
+        self._program = program
+
+    async def send(self, item: bytes) -> None:
+        if not await self._program.send(item):
+            raise anyio.BrokenResourceError
+
+    async def aclose(self) -> None:
+        self._program.close_input()
+
+
+class _FromProgram(ByteReceiveStream):
+    def __init__(self, program: RunningProgram) -> None:
+        self._program = program
+
+    async def receive(self, max_bytes: int = 65_536) -> bytes:  # noqa: ARG002 - a program sends at most as many
+        if data := await self._program.receive():
+            return data
+        raise anyio.EndOfStream
+
+    async def aclose(self) -> None:
+        """Do nothing: the program ends with its own block."""
 
 
 def _kill(process: Process) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -15,7 +14,7 @@ from rollout_service.environments.contract import (
     EvaluateIn,
     SandboxSettings,
 )
-from rollout_service.environments.declarative.declaration import FILE_NAME, DatasetTable, read_table
+from rollout_service.environments.declarative.declaration import DatasetTable, read_table
 from rollout_service.environments.swe.tasks import SweFamily
 from rollout_service.episodes import EpisodeLimits
 
@@ -71,14 +70,6 @@ class SweDeclaration(EnvironmentSettings):
             sandbox=self.sandbox,
             evaluate_in=EvaluateIn.FRESH,
         )
-
-
-def is_declared(folder: Path) -> bool:
-    """Return whether a folder's `environment.toml` says that it is of this kind."""
-    try:
-        return tomllib.loads((folder / FILE_NAME).read_text(encoding="utf-8")).get("kind") == KIND
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
-        return False  # reading the file as one of the other kind says what is wrong
 
 
 def read_swe(text: str, *, where: str) -> SweDeclaration:

@@ -56,7 +56,19 @@ def test_a_plug_in_is_installed_next_to_the_locked_packages(tmp_path: Path, vers
 
 
 ALWAYS = ["trainer", "systemd"]
-REAL = ["apptainer", "base_image", "bridges", "swe", "harnesses", "docker", "redis", "sglang", "slurm", "vllm", "trl"]
+REAL = [
+    "apptainer",
+    "base_image",
+    "bridges",
+    "swe",
+    "harnesses",
+    "docker",
+    "redis",
+    "sglang",
+    "slurm",
+    "vllm",
+    "trl",
+]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -14,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import JsonValue
 
-from rollout_service.environments.bridges.process import library_process
+from rollout_service.environments.bridges.process import LibraryProcess, library_in_sandbox, library_process
 from rollout_service.environments.bridges.reasoning_gym.environment import (
     ReasoningGym,
     final_answer,
@@ -23,7 +25,7 @@ from rollout_service.environments.bridges.reasoning_gym.environment import (
 from rollout_service.environments.bridges.reasoning_gym.generate import REASONING_GYM, write_tasks
 from rollout_service.environments.bridges.reasoning_gym.worker import import_alone, is_harmless
 from rollout_service.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
-from sandboxes import ExecResult
+from sandboxes import ExecResult, LocalConfig, SandboxSpec, make_provider
 
 pytestmark = pytest.mark.anyio
 TASK: dict[str, JsonValue] = {
@@ -54,6 +56,36 @@ def nothing_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@asynccontextmanager
+async def on_the_host(program: str, tmp_path: Path) -> AsyncIterator[LibraryProcess]:
+    async with library_process([sys.executable, "-c", program], "echo") as process:
+        yield process
+
+
+@asynccontextmanager
+async def in_a_sandbox(program: str, tmp_path: Path) -> AsyncIterator[LibraryProcess]:
+    provider = make_provider(LocalConfig(provider="local"), tmp_path)
+    try:
+        async with (
+            await provider.start(SandboxSpec(image="base")) as sandbox,
+            library_in_sandbox(sandbox, [sys.executable, "-c", program], "echo") as process,
+        ):
+            yield process
+    finally:
+        await provider.close()
+
+
+Place = Callable[[str, Path], AbstractAsyncContextManager[LibraryProcess]]
+PLACES: list[Place] = [on_the_host, in_a_sandbox]
+
+
+async def wait_gone(pid: int) -> None:
+    """Wait until a process has ended; whoever has a child may collect it a moment after it was killed."""
+    with anyio.fail_after(30):
+        while is_running(pid):
+            await anyio.sleep(0.01)
+
+
 def is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -62,22 +94,26 @@ def is_running(pid: int) -> bool:
     return True
 
 
-async def test_a_library_replies_line_by_line_and_ends_with_its_block() -> None:
-    async with library_process([sys.executable, "-c", ECHO], "echo") as process:
+@pytest.mark.parametrize("place", PLACES)
+async def test_a_library_replies_line_by_line_and_ends_with_its_block(place: Place, tmp_path: Path) -> None:
+    async with place(ECHO, tmp_path) as process:
         replies = [await process.ask({"do": "echo", "n": n}, 30) for n in range(3)]
         assert [reply["n"] for reply in replies] == [0, 1, 2]
         with pytest.raises(EnvironmentFailedError, match="echo failed: ValueError: no"):
             await process.ask({"do": "fail"}, 30)
         assert (await process.ask({"do": "echo"}, 30))["pid"] == replies[0]["pid"]
-    assert not is_running(replies[0]["pid"])
+    await wait_gone(replies[0]["pid"])
 
 
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     ("does", "seconds", "why"),
     [("end", 30, "ended"), ("noise", 30, "something else"), ("hang", 0.1, "within 0.1 s")],
 )
-async def test_a_library_that_ends_hangs_or_babbles_is_an_error(does: str, seconds: float, why: str) -> None:
-    async with library_process([sys.executable, "-c", ECHO], "echo") as process:
+async def test_a_library_that_ends_hangs_or_babbles_is_an_error(
+    place: Place, does: str, seconds: float, why: str, tmp_path: Path
+) -> None:
+    async with place(ECHO, tmp_path) as process:
         await process.ask({"do": "echo"}, 30)
         with pytest.raises(EnvironmentFailedError, match=why):
             await process.ask({"do": does}, seconds)
@@ -87,7 +123,8 @@ async def test_a_library_that_ends_hangs_or_babbles_is_an_error(does: str, secon
 async def test_a_library_that_cannot_start_is_an_error(waits: bool) -> None:
     async with library_process(["/bin/false"], "false") as process:
         if waits:
-            await process._process.wait()
+            with pytest.raises(anyio.IncompleteRead):
+                await process._replies.receive_exactly(1)
         with pytest.raises(EnvironmentFailedError, match="the process of false ended"):
             await process.ask({"do": "x" * 10_000_000}, 30)
 

@@ -62,6 +62,13 @@ def test_the_built_in_environments_are_plug_ins_like_others():
         assert not train & held_out
 
 
+def test_an_unknown_kind_is_answered_with_the_nearest(tmp_path):
+    (tmp_path / "environment.toml").write_text('kind = "sve"\n')
+    with pytest.raises(ConfigurationError, match="there is no kind 'sve'; did you mean swe") as caught:
+        load_path(tmp_path)
+    assert "swe" in caught.value.hint
+
+
 def test_an_unknown_name_is_answered_with_the_known_ones():
     with pytest.raises(InvalidFieldError) as caught:
         EnvironmentRegistry([Plain("calc"), Plain("math")]).get("clac")

@@ -1,0 +1,100 @@
+"""Episodes in turns: the policy says something, and a game, a simulator or a tutor answers, until one of them ends it.
+
+Guarantees: rewards are those that the other side reported, added up; an agent that is stopped by a limit keeps what it
+had earned by then; a failure of the other side fails the rollout, and is never a reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from api_schemas.rollouts import StopReason
+from api_schemas.trajectories import Message
+from rollout_service.agents.turns import sample_turn, why_truncated
+from rollout_service.episodes import Episode, Score
+
+REWARDS: Final = "turn_rewards"
+"""The key of what was earned, in an episode's state."""
+MAX_PARTS: Final = 64
+"""How many turns are shown with a reward of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Consequence:
+    """What the other side says to an action."""
+
+    text: str
+    reward: float = 0.0
+    done: bool = False
+    """Whether the episode has ended."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """More numbers for people, shown with the reward."""
+
+
+class Partner(Protocol):
+    """The other side of an episode."""
+
+    async def step(self, action: str) -> Consequence:
+        """Take the policy's whole text as an action.
+
+        Raises:
+            EnvironmentFailedError: The other side failed, and not because of the action.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class Earned:
+    """What an episode in turns has brought so far."""
+
+    rewards: list[float] = field(default_factory=list)
+    """One for each action."""
+    finished: bool = False
+    parts: dict[str, float] = field(default_factory=dict)
+
+    def add(self, result: Consequence) -> None:
+        """Count a step."""
+        self.rewards.append(result.reward)
+        self.finished = result.done
+        self.parts.update(result.parts)
+
+
+async def take_turns(episode: Episode, messages: Sequence[Message], partner: Partner) -> StopReason:
+    """Let the policy act until the episode ends or a limit is reached; `messages` begin the conversation."""
+    earned = episode.state[REWARDS] = Earned()
+    with episode.clock.limit(episode.limits.agent_seconds):
+        return await _take_turns(episode, list(messages), partner, earned)
+    return StopReason.AGENT_TIMEOUT
+
+
+async def _take_turns(
+    episode: Episode, messages: list[Message], partner: Partner, earned: Earned
+) -> StopReason:
+    for _ in range(episode.limits.max_turns):
+        turn = await sample_turn(episode, messages)
+        if isinstance(turn, StopReason):
+            return turn
+        if turn.truncated:
+            return why_truncated(turn, episode)
+        result = await partner.step(turn.message.content)
+        earned.add(result)
+        if result.done:
+            return StopReason.FINISHED
+        messages = [Message(role="user", content=result.text)]
+    return StopReason.MAX_TURNS
+
+
+def score_turns(episode: Episode) -> Score:
+    """Return the sum of the rewards, with that of each turn which has one."""
+    earned: Earned = episode.state.get(REWARDS) or Earned()
+    turns = {
+        f"turn_{number}": reward
+        for number, reward in enumerate(earned.rewards[:MAX_PARTS], 1)
+        if reward and len(earned.rewards) > 1
+    }
+    return Score(
+        sum(earned.rewards),
+        {"turns": float(len(earned.rewards)), "finished": float(earned.finished), **turns, **earned.parts},
+    )
