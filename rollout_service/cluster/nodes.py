@@ -31,7 +31,7 @@ class ClusterNodes:
         """Return a node.
 
         Raises:
-            NotFoundError: There is no node of this name.
+            NotFoundError: No node has this name.
         """
         for view in await self.list():
             if view.node == name:
@@ -42,7 +42,7 @@ class ClusterNodes:
         """Tell a node to claim no more rollouts; those under way continue.
 
         Raises:
-            NotFoundError: There is no node of this name.
+            NotFoundError: No node has this name.
             ConflictError: The node is dead.
         """
         await self.cluster.change_state(name, NodeState.DRAINING)
@@ -52,7 +52,7 @@ class ClusterNodes:
         """Tell a node to claim rollouts again.
 
         Raises:
-            NotFoundError: There is no node of this name.
+            NotFoundError: No node has this name.
             ConflictError: The node is dead.
         """
         await self.cluster.change_state(name, NodeState.READY)
@@ -62,7 +62,7 @@ class ClusterNodes:
         """Forget a dead node.
 
         Raises:
-            NotFoundError: There is no node of this name.
+            NotFoundError: No node has this name.
             ConflictError: The node is alive.
         """
         await self.cluster.remove(name)

@@ -251,7 +251,7 @@ class Environment(ABC):
         """Do what a perfect agent would, in place of `run`; only if `has_solution`.
 
         Raises:
-            EnvironmentFailedError: There is no solution of this task, or it failed.
+            EnvironmentFailedError: The task has no solution, or its solution failed.
         """
         raise EnvironmentFailedError(f"the environment {self.spec.name!r} brings no solution of its tasks")
 

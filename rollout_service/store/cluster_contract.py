@@ -167,7 +167,7 @@ class ClusterStore(Protocol):
         A store that nodes share gives a draining node no leases from then on.
 
         Raises:
-            NotFoundError: There is no node of this name.
+            NotFoundError: No node has this name.
             ConflictError: The node is dead.
         """
         ...
@@ -176,7 +176,7 @@ class ClusterStore(Protocol):
         """Forget a dead node.
 
         Raises:
-            NotFoundError: There is no node of this name.
+            NotFoundError: No node has this name.
             ConflictError: The node is alive.
         """
         ...

@@ -73,7 +73,7 @@ if [ "$(objects)" != "$(git rev-list --objects HEAD | wc -l)" ]; then
     git gc --quiet --prune=now
 fi
 if [ "$(commits)" != "$(git rev-list --count HEAD)" ]; then
-    echo "the repository still has commits that are no ancestors of the task's" >&2
+    echo "the repository still has commits from after the task's" >&2
     exit 3
 fi
 export GIT_INDEX_FILE=$place/index

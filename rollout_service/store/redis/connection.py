@@ -23,6 +23,7 @@ import anyio
 import redis
 
 from rollout_service.errors import DefectError, ServiceError, StoreError
+from rollout_service.store.job_result import JobResult
 from rollout_service.store.redis import checks
 from rollout_service.store.redis.config import RedisConfig
 from rollout_service.store.redis.health import RedisHealth
@@ -49,22 +50,6 @@ class _RedisJob:
     command: tuple[Any, ...]
     future: asyncio.Future[Any]
     writes: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _RedisAnswer:
-    job: _RedisJob
-    value: Any = None
-    error: BaseException | None = None
-
-    def deliver(self) -> None:
-        """Pass the answer to the caller, unless the caller is gone."""
-        if self.job.future.done():
-            return
-        if self.error is not None:
-            self.job.future.set_exception(self.error)
-        else:
-            self.job.future.set_result(self.value)
 
 
 class RedisConnection:
@@ -258,12 +243,12 @@ class RedisConnection:
             self._jobs.put(None)  # the end comes after this batch
         return batch
 
-    def _run_batch(self, batch: list[_RedisJob]) -> list[_RedisAnswer]:
+    def _run_batch(self, batch: list[_RedisJob]) -> list[JobResult[_RedisJob]]:
         try:
             answers = self._send(batch)
         except (redis.RedisError, OSError, ServiceError) as error:
             self._disconnect()
-            return [_RedisAnswer(job, error=self._explained(error)) for job in batch]
+            return [JobResult(job, error=self._explained(error)) for job in batch]
         if any(isinstance(answer, Exception) and breaks_connection(answer) for answer in answers):
             self._disconnect()
         return [self._answer(job, answer) for job, answer in zip(batch, answers, strict=True)]
@@ -294,10 +279,10 @@ class RedisConnection:
             return [few if job.writes else answer for job, answer in zip(batch, answers, strict=True)]
         return answers
 
-    def _answer(self, job: _RedisJob, answer: Any) -> _RedisAnswer:
+    def _answer(self, job: _RedisJob, answer: Any) -> JobResult[_RedisJob]:
         if isinstance(answer, Exception):
-            return _RedisAnswer(job, error=self._explained(answer))
-        return _RedisAnswer(job, value=answer)
+            return JobResult(job, error=self._explained(answer))
+        return JobResult(job, value=answer)
 
     def _connect(self) -> redis.Redis:
         if self._client is None:
@@ -319,13 +304,13 @@ class RedisConnection:
 
     # -- on the event loop -------------------------------------------------------
 
-    def _deliver(self, answers: list[_RedisAnswer]) -> None:
+    def _deliver(self, answers: list[JobResult[_RedisJob]]) -> None:
         for writes in (False, True):
             self._record([answer for answer in answers if answer.job.writes is writes], writes=writes)
         for answer in answers:
             answer.deliver()
 
-    def _record(self, answers: list[_RedisAnswer], *, writes: bool) -> None:
+    def _record(self, answers: list[JobResult[_RedisJob]], *, writes: bool) -> None:
         part = "writes" if writes else "reads"
         failures = [answer.error for answer in answers if isinstance(answer.error, ServiceError)]
         if failures:
@@ -350,7 +335,7 @@ class RedisConnection:
             left += [job for job in [self._jobs.get_nowait()] if job is not None]
         self._jobs.put(None)
         for job in left:
-            _RedisAnswer(job, error=self._failure).deliver()
+            JobResult(job, error=self._failure).deliver()
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function on the event loop, unless the loop is closed and nobody waits."""

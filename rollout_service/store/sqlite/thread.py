@@ -26,6 +26,7 @@ import anyio
 import structlog
 
 from rollout_service.errors import StoreError
+from rollout_service.store.job_result import JobResult
 from rollout_service.store.sqlite.connection import Database, explain_job
 
 log = structlog.get_logger(__name__)
@@ -43,22 +44,6 @@ class _DatabaseJob:
     run: Callable[[sqlite3.Connection], Any]
     future: asyncio.Future[Any]
     writes: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _JobResult:
-    job: _DatabaseJob
-    value: Any = None
-    error: BaseException | None = None
-
-    def deliver(self) -> None:
-        """Pass the result to the caller, unless the caller is gone."""
-        if self.job.future.done():
-            return
-        if self.error is not None:
-            self.job.future.set_exception(self.error)
-        else:
-            self.job.future.set_result(self.value)
 
 
 class DatabaseThread:
@@ -187,7 +172,7 @@ class DatabaseThread:
         except sqlite3.Error as error:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
-            outcomes = [_JobResult(job, error=explain_job(error)) for job in batch]
+            outcomes = [JobResult(job, error=explain_job(error)) for job in batch]
             writes = False
         self._call(self._deliver, outcomes, newest if writes else None)
 
@@ -201,9 +186,9 @@ class DatabaseThread:
         while not self._jobs.empty():
             batch += [job for job in [self._jobs.get_nowait()] if job is not None]
         for job in batch:
-            _JobResult(job, error=self._failure).deliver()
+            JobResult(job, error=self._failure).deliver()
 
-    def _deliver(self, outcomes: list[_JobResult], newest: int | None) -> None:
+    def _deliver(self, outcomes: list[JobResult[_DatabaseJob]], newest: int | None) -> None:
         failed = [outcome.error for outcome in outcomes if isinstance(outcome.error, StoreError)]
         if failed:
             self._failure, self._failed_at = failed[0], time.monotonic()
@@ -230,7 +215,7 @@ class DatabaseThread:
             self._loop.call_soon_threadsafe(function, *arguments)
 
 
-def _attempt(connection: sqlite3.Connection, job: _DatabaseJob) -> _JobResult:
+def _attempt(connection: sqlite3.Connection, job: _DatabaseJob) -> JobResult[_DatabaseJob]:
     """Run one job in a savepoint.
 
     Raises:
@@ -239,13 +224,13 @@ def _attempt(connection: sqlite3.Connection, job: _DatabaseJob) -> _JobResult:
     if job.writes:
         connection.execute("SAVEPOINT job")
     try:
-        outcome = _JobResult(job, value=job.run(connection))
+        outcome = JobResult(job, value=job.run(connection))
     except sqlite3.Error as error:
         if job.writes and not connection.in_transaction:
             raise
-        outcome = _JobResult(job, error=explain_job(error))
+        outcome = JobResult(job, error=explain_job(error))
     except Exception as error:  # noqa: BLE001 - it is the caller's, who gets it
-        outcome = _JobResult(job, error=error)
+        outcome = JobResult(job, error=error)
     if job.writes:
         if outcome.error is not None:
             connection.execute("ROLLBACK TO job")
