@@ -33,6 +33,10 @@ LARGEST_ARGUMENT = 120_000
 """The kernel takes no argument of 128 KiB or more."""
 
 
+class ProgramSilentError(EnvironmentFailedError):
+    """The program of a harness has ended, or its time has, without a call to the model."""
+
+
 class HarnessAgent:
     """Runs one harness."""
 
@@ -97,8 +101,11 @@ class HarnessAgent:
     async def run(self, episode: Episode, messages: Sequence[Message]) -> StopReason:
         """Run the program on the task that the last message states; put its last text into `episode.answer`.
 
+        May be called again in the same episode: each time is a session of its own for the program.
+
         Raises:
-            EnvironmentFailedError: The program made no call, or its files cannot be written.
+            ProgramSilentError: The program made no call.
+            EnvironmentFailedError: There is no gateway.
             InferenceError: No engine answered.
             SandboxError: The sandbox failed.
         """
@@ -117,10 +124,13 @@ class HarnessAgent:
             "workdir": sandbox.workdir,
         }
         await self._write_files(sandbox, values)
-        async with gateway.serve(sandbox.listener):
+        turns_before = episode.policy.usage.turns
+        async with gateway.serve(sandbox.listener.dup()):
             result = await self._run_program(episode, gateway, values)
         episode.answer = final_answer(episode.policy.messages)
-        return self._stop_reason(episode, gateway, result)
+        if episode.policy.usage.turns == turns_before and gateway.stop_reason is None:
+            raise self._asked_nothing(result)
+        return self._stop_reason(gateway, result)
 
     async def _write_files(self, sandbox: Sandbox, values: dict[str, str]) -> None:
         if not self._preset.files:
@@ -157,14 +167,15 @@ class HarnessAgent:
         )
         return result
 
-    def _stop_reason(self, episode: Episode, gateway: GatewayAccess, result: ExecResult) -> StopReason:
-        if episode.policy.usage.turns == 0:
-            how = "did not end in time" if result.timed_out else f"ended with exit code {result.exit_code}"
-            raise EnvironmentFailedError(
-                f"{self._name} {how} and asked the model nothing; its output ends with: "
-                f"{_end_of(result, QUOTED_CHARS) or 'nothing'}",
-                hint=f"Run `rollout-service harness check {self._name}` to see whether it works here.",
-            )
+    def _asked_nothing(self, result: ExecResult) -> ProgramSilentError:
+        how = "did not end in time" if result.timed_out else f"ended with exit code {result.exit_code}"
+        return ProgramSilentError(
+            f"{self._name} {how} and asked the model nothing; its output ends with: "
+            f"{_end_of(result, QUOTED_CHARS) or 'nothing'}",
+            hint=f"Run `rollout-service harness check {self._name}` to see whether it works here.",
+        )
+
+    def _stop_reason(self, gateway: GatewayAccess, result: ExecResult) -> StopReason:
         if gateway.stop_reason is not None:
             return gateway.stop_reason
         if result.timed_out:

@@ -17,6 +17,7 @@ from pydantic import JsonValue
 
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
+from rollout_service.agents.harnesses.agent import ProgramSilentError
 from rollout_service.environments.agent_environment import AgentEnvironment, check_artifact
 from rollout_service.environments.contract import EvaluateIn
 from rollout_service.environments.declarative.files import archive
@@ -67,6 +68,7 @@ class HarborTaskEnvironment(AgentEnvironment):
         return [Message(role="user", content=self.task.steps[0].instruction)]
 
     async def init(self, episode: Episode) -> None:
+        await super().init(episode)
         sandbox = episode.require_sandbox()
         self._require_usable(sandbox)
         await sandbox.exec(["mkdir", "-p", "/logs/agent", "/logs/verifier", "/logs/artifacts"], cwd="/")
@@ -115,7 +117,7 @@ class HarborTaskEnvironment(AgentEnvironment):
                 await self._begin(sandbox, step)
             reason = await work(episode, step, new)
             await self._collect(sandbox)
-        except (SandboxError, HealthcheckFailedError) as error:
+        except (SandboxError, HealthcheckFailedError, ProgramSilentError) as error:
             if number == 0 and not isinstance(error, SandboxClosedError | LimitExceededError):
                 raise  # before the agent, or while it worked in a sandbox that had been sound
             episode.notes.append(f"the agent's sandbox could not be used any more: {error}")

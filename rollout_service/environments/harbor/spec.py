@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from pydantic import ValidationError
 
+from rollout_service.agents.harnesses.preset import HarnessSettings
 from rollout_service.agents.mcp.settings import McpSettings
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, SandboxSettings
 from rollout_service.environments.harbor import variables
@@ -54,7 +55,8 @@ def spec_of(task: HarborTask, name: str, settings: HarborSettings) -> Environmen
         name=name,
         description=toml.task.description,
         image=task.image,
-        tools=TOOLS,
+        tools=TOOLS if settings.harness is None else [],
+        harness=None if settings.harness is None else HarnessSettings(name=settings.harness),
         limits=_limits(task),
         sandbox=sandbox,
         mcp=_servers(f"{where}: environment.mcp_servers", toml.environment.mcp_servers),
