@@ -14,7 +14,7 @@ class HarborSettings(Section):
     """What a task gets that asks for a public network: nothing, the hosts of a list, or `full`, which includes this
     machine's own services."""
     harness: str | None = None
-    """The program that is the agent of all tasks, such as `codex`; their images must have it. None: the built-in one."""
+    """The program that is the agent of all tasks, such as `codex`; their images must have it. None: the built-in."""
     variables: list[str] = []
     """The variables of this machine that tasks may read, such as `${NAME}` in an `env`. They reach hostile code."""
     shared_verifier: Literal["fresh", "same"] = "fresh"
