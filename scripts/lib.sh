@@ -250,11 +250,14 @@ ensure_openai_image() {
 
 # The libraries of bridges, each in its own environment.
 ensure_bridges() {
-    "$venv/bin/python" -c 'import sys
-from rollout_service.environments.bridges.reasoning_gym.generate import REASONING_GYM
-sys.exit(not REASONING_GYM.is_installed)' && return
+    local library
     ensure_uv
-    step "install reasoning-gym" "$venv/bin/rollout-service" env install reasoning-gym
+    for library in reasoning-gym textarena; do
+        "$venv/bin/python" -c 'import sys
+from rollout_service.cli.env.install import LIBRARIES
+sys.exit(not all(one.is_installed for one in LIBRARIES if one.name == sys.argv[1]))' "$library" && continue
+        step "install $library" "$venv/bin/rollout-service" env install "$library"
+    done
 }
 
 # swebench reads the logs of tests, in an environment of its own.

@@ -188,7 +188,7 @@ def attack(
 
 @app.command("install", epilog="Example: rollout-service env install swe")
 def install(
-    name: Annotated[str, typer.Argument(help="The environment: swe or reasoning-gym.")],
+    name: Annotated[str, typer.Argument(help="The environment: swe, reasoning-gym or textarena.")],
 ) -> None:
     """Install the packages that an environment runs in a Python environment of their own.
 

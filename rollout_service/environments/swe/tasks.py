@@ -17,9 +17,10 @@ from enum import StrEnum
 from pathlib import PurePosixPath
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
 from api_schemas.errors import FieldError
+from rollout_service.environments.instance_fields import read_instance
 from rollout_service.environments.swe.patches import changed_paths, split_patch
 from rollout_service.environments.swe.scripts import make_script
 from rollout_service.errors import InvalidFieldError
@@ -132,14 +133,7 @@ def read_task(instance: dict[str, JsonValue], family: SweFamily | None = None) -
     Raises:
         InvalidFieldError: A field is wrong, or the evaluation lacks one.
     """
-    try:
-        read = _SweInstance.model_validate(instance)
-    except ValidationError as error:
-        fields = [
-            FieldError(path=".".join(["instance", *map(str, item["loc"])]), message=item["msg"])
-            for item in error.errors(include_url=False, include_input=False)
-        ]
-        raise InvalidFieldError(fields) from error
+    read = read_instance(_SweInstance, instance)
     _require_plain_image(read)
     return _READERS[family or read.family or _family_of(read)](read)
 

@@ -24,6 +24,8 @@ from rollout_service.environments.bridges.reasoning_gym.environment import (
 )
 from rollout_service.environments.bridges.reasoning_gym.generate import REASONING_GYM, write_tasks
 from rollout_service.environments.bridges.reasoning_gym.worker import import_alone, is_harmless
+from rollout_service.environments.bridges.textarena.environment import TextArena
+from rollout_service.environments.contract import Environment
 from rollout_service.errors import ConfigurationError, EnvironmentFailedError, InvalidFieldError
 from sandboxes import ExecResult, LocalConfig, SandboxSpec, make_provider
 
@@ -140,12 +142,19 @@ async def test_a_cancelled_request_leaves_no_process() -> None:
     assert not is_running(pid)
 
 
-def test_without_the_library_the_error_names_the_command_that_installs_it(nothing_installed: Path) -> None:
-    environment = ReasoningGym()
-    for use in (environment.dataset, lambda: environment.check(TASK)):
+@pytest.mark.parametrize(
+    ("environment", "instance"),
+    [(ReasoningGym, TASK), (TextArena, {"game": "GuessTheNumber-v0", "seed": 1})],
+    ids=["reasoning-gym", "textarena"],
+)
+def test_without_the_library_the_error_names_the_command_that_installs_it(
+    environment: type[Environment], instance: dict[str, JsonValue], nothing_installed: Path
+) -> None:
+    made = environment()
+    for use in (made.dataset, lambda: made.check(instance)):
         with pytest.raises(ConfigurationError) as caught:
             use()
-        assert "rollout-service env install reasoning-gym" in caught.value.hint
+        assert f"rollout-service env install {made.spec.name}" in caught.value.hint
 
 
 def test_a_library_that_cannot_make_its_tasks_is_not_installed(tmp_path: Path) -> None:

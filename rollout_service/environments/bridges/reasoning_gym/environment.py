@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from api_schemas.errors import FieldError
 from rollout_service.environments.agent_environment import AgentEnvironment
@@ -25,6 +25,7 @@ from rollout_service.environments.bridges.reasoning_gym.generate import (
 )
 from rollout_service.environments.contract import EnvironmentSpec, EvaluateIn, SandboxSettings
 from rollout_service.environments.dataset_files import read_instances
+from rollout_service.environments.instance_fields import read_instance
 from rollout_service.environments.libraries import Library
 from rollout_service.episodes import Episode, EpisodeLimits, Score
 from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
@@ -149,16 +150,9 @@ def _reply(line: bytes) -> dict[str, Any]:
 
 
 def _read(instance: dict[str, JsonValue]) -> ReasoningTask:
-    try:
-        task = ReasoningTask.model_validate(instance)
-    except ValidationError as error:
-        fields = [
-            FieldError(path=".".join(["instance", *map(str, item["loc"])]), message=item["msg"])
-            for item in error.errors(include_url=False, include_input=False)
-        ]
-        raise InvalidFieldError(
-            fields, hint="Make tasks with the module `generate` of this bridge."
-        ) from error
+    task = read_instance(
+        ReasoningTask, instance, hint="Make tasks with the module `generate` of this bridge."
+    )
     if task.task in LEFT_OUT:
         message = f"the library's scorer of {task.task} gives full marks to wrong answers"
         raise InvalidFieldError([FieldError(path="instance.task", message=message)])

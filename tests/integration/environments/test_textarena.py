@@ -1,0 +1,137 @@
+"""With the real library, games give their own rewards, and a seed gives the same game."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import JsonValue
+
+from api_schemas.rollouts import StopReason
+from rollout_service.environments.bridges.textarena.environment import TextArena
+from rollout_service.environments.bridges.textarena.library import TEXTARENA
+from rollout_service.environments.splits import count_splits
+from rollout_service.errors import EnvironmentFailedError, InvalidFieldError
+from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.pipeline.trial import Trial, play
+from rollout_service.testing.scripted_policy import ScriptedPolicy
+from sandboxes import ApptainerConfig, make_provider
+
+pytestmark = [pytest.mark.anyio, pytest.mark.apptainer, pytest.mark.bridges]
+ALONE = """
+import json, random, sys
+import textarena
+request = json.loads(sys.stdin.read())
+random.seed(request["seed"])
+env = textarena.make(request["game"], **request["options"])
+env.reset(num_players=1, seed=request["seed"])
+first = env.get_observation()[1]
+for action in request["actions"]:
+    if env.step(action)[0]:
+        break
+    env.get_observation()
+print("\\nREPLY", json.dumps({"reward": env.close()[0][0], "first": first}))
+"""
+GUESSES = [f"I say [{number}]." for number in range(1, 21)]
+PLAYS: dict[str, tuple[dict[str, JsonValue], list[str]]] = {
+    "guess": ({"game": "GuessTheNumber-v0", "seed": 5, "options": {"max_number": 8}}, GUESSES),
+    "guess badly": ({"game": "GuessTheNumber-v0", "seed": 6}, ["[999]", "no number", "[1]", "[1]", "[1]"]),
+    "hanoi": (
+        {"game": "TowerOfHanoi-v0", "seed": 1},
+        [f"[{move}]" for move in ("A C", "A B", "C B", "A C", "B A", "B C", "A C")],
+    ),
+    "blackjack": ({"game": "Blackjack-v0", "seed": 3}, ["[Stand]"] * 40),
+}
+"""Instances, and what a player says in each."""
+
+
+@pytest.fixture
+async def sandboxes(tmp_path: Path) -> AsyncIterator[SandboxSource]:
+    provider = make_provider(ApptainerConfig(), tmp_path)
+    yield SandboxSource(provider)
+    assert provider.live() == []
+    await provider.close()
+
+
+async def played(instance: dict[str, JsonValue], says: list[str], sandboxes: SandboxSource) -> Trial:
+    return await play(TextArena(), instance, ScriptedPolicy(says), sandboxes)
+
+
+def alone(instance: dict[str, JsonValue], actions: list[str]) -> dict[str, Any]:
+    """Return what the library gives the same player, in a process of its own."""
+    request = {"options": {}, **instance, "actions": actions}
+    done = subprocess.run(
+        [TEXTARENA.python(), "-sP", "-c", ALONE],
+        input=json.dumps(request),
+        env={"PYTHONHASHSEED": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    result: dict[str, Any] = json.loads(done.stdout.rpartition("REPLY")[2])
+    return result
+
+
+@pytest.mark.parametrize("name", PLAYS)
+async def test_the_reward_is_the_librarys_own(name: str, sandboxes: SandboxSource) -> None:
+    instance, says = PLAYS[name]
+    trial = await played(instance, says, sandboxes)
+    expected = alone(instance, says)
+    assert trial.stop_reason is StopReason.FINISHED
+    assert trial.score.reward == pytest.approx(expected["reward"])
+    assert trial.score.parts["finished"] == 1.0
+    first = trial.episode.policy.messages[1].content
+    assert first
+    assert first.split() == expected["first"].replace("[GAME]", "").split()
+
+
+async def test_a_player_sees_what_happened_and_not_its_own_words(sandboxes: SandboxSource) -> None:
+    instance: dict[str, JsonValue] = {"game": "GuessTheNumber-v0", "seed": 5, "options": {"max_number": 8}}
+    trial = await played(instance, GUESSES, sandboxes)
+    replies = [message.content for message in trial.episode.policy.messages[3::2]]
+    assert replies
+    assert set(replies) == {"The target number is higher."}
+
+
+async def test_a_limit_ends_a_game_without_a_reward_of_its_own(sandboxes: SandboxSource) -> None:
+    environment = TextArena()
+    limits = environment.spec.limits.model_copy(update={"max_turns": 1})
+    environment.spec = environment.spec.model_copy(update={"limits": limits})
+    instance: dict[str, JsonValue] = {"game": "TowerOfHanoi-v0", "seed": 1}
+    trial = await play(environment, instance, ScriptedPolicy(["[A C]"]), sandboxes)
+    assert trial.stop_reason is StopReason.MAX_TURNS
+    assert trial.score.parts["finished"] == 0.0
+
+
+async def test_options_that_a_game_does_not_have_are_a_failure(sandboxes: SandboxSource) -> None:
+    instance: dict[str, JsonValue] = {"game": "GuessTheNumber-v0", "seed": 5, "options": {"speed": 8}}
+    with pytest.raises(EnvironmentFailedError, match="speed"):
+        await played(instance, [], sandboxes)
+
+
+@pytest.mark.parametrize(
+    ("instance", "path", "message"),
+    [
+        ({"game": "GuesTheNumber-v0", "seed": 1}, "instance.game", "did you mean GuessTheNumber-v0"),
+        ({"game": "Chess-v0", "seed": 1}, "instance.game", "for one player"),
+        ({"game": "GuessTheNumber-v0"}, "instance.seed", "required"),
+    ],
+)
+def test_a_game_that_cannot_be_played_is_refused(
+    instance: dict[str, JsonValue], path: str, message: str
+) -> None:
+    with pytest.raises(InvalidFieldError) as caught:
+        TextArena().check(instance)
+    (field,) = caught.value.fields
+    assert field.path == path
+    assert message in field.message.lower() or message in field.message
+
+
+def test_the_data_set_has_games_of_both_splits() -> None:
+    instances = TextArena().dataset()
+    assert len({instance["game"] for instance in instances}) >= 15
+    assert set(count_splits(instances)) == {"train", "held_out"}
