@@ -238,6 +238,14 @@ async def test_a_verifier_that_fails_gives_no_reward(
         await act(task("word-count", tasks), sandboxes, "true")
 
 
+async def test_an_agent_that_runs_out_of_time_is_graded(tasks: Path, sandboxes: SandboxSource) -> None:
+    toml = tasks / "word-count" / "task.toml"
+    toml.write_text(toml.read_text().replace("[agent]\ntimeout_sec = 120", "[agent]\ntimeout_sec = 5"))
+    work = "cat /app/texts/*.txt | wc -w >/app/count.txt; sleep 600"
+    trial = await act(task("word-count", tasks), sandboxes, work)
+    assert (trial.stop_reason, trial.score.reward) == (StopReason.AGENT_TIMEOUT, 1.0)
+
+
 async def test_the_task_s_variables_and_folders(tasks: Path, sandboxes: SandboxSource) -> None:
     toml = tasks / "word-count/task.toml"
     text = toml.read_text().replace(
