@@ -127,7 +127,8 @@ def test_rollouts_wait_for_the_node_with_their_labels(cluster: Cluster) -> None:
     poor.stop()
     poor.ended(60)
     cluster.start("fast", LABELS)
-    eventually(lambda: get(plain, "/v1/rollouts?limit=1")["counts"].get("completed") == 11, nodes)
+    waiting = [f"/v1/rollouts/r{number}" for number in range(5, 9)]
+    eventually(lambda: all(get(plain, path)["state"] == "completed" for path in waiting), nodes)
 
 
 @pytest.mark.apptainer
