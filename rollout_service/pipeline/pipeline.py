@@ -71,6 +71,7 @@ class Pipeline:
         """Take `claims`, what may be claimed; without them, everything whose pool is in service."""
         self._context = context
         self._claims = claims or ClaimRules()
+        self._rules_changed = self._claims.changed.next
         self._settings = settings
         self._active: dict[str, ActiveRollout] = {}
         self._rewinds = context.store.rewinds
@@ -183,11 +184,12 @@ class Pipeline:
         context = self._context
 
         async def claim() -> list[Lease]:
-            rules_changed = self._claims.changed.next
-            await first_of(context.store.wait_for_work, self._pools_changed.wait, rules_changed.wait)
+            await first_of(context.store.wait_for_work, self._pools_changed.wait, self._rules_changed.wait)
             await self._reconcile()
             await self._started.wait()
             await self._claims.until_open()
+            # Taken before the rules are read: one that changes during the claim must lead to another claim.
+            self._rules_changed = self._claims.changed.next
             pools, self._pools_changed = context.policies.in_service()
             if not pools:
                 await self._pools_changed.wait()
