@@ -19,6 +19,7 @@ from api_schemas.tasks import Limits, Task
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.episodes import Episode, Policy, Score
 from rollout_service.errors import EnvironmentFailedError, UnavailableError
+from rollout_service.pipeline.claims import ClaimRules
 from rollout_service.pipeline.context import AttemptContext, EnvironmentSource
 from rollout_service.pipeline.pipeline import Pipeline, acquire_available
 from rollout_service.pipeline.semaphore import ResizableSemaphore
@@ -238,6 +239,7 @@ async def bench(
     admission: AdmissionController | None = None,
     environments: EnvironmentSource | None = None,
     is_stopping: bool = False,
+    claims: ClaimRules | None = None,
 ) -> AsyncIterator[Bench]:
     store = store or await SqliteStore.open(":memory:")
     provider = provider or CountingProvider()
@@ -246,7 +248,7 @@ async def bench(
         store, provider, environments or Only(environment), policies, settings, admission
     )
     context = replace(context, is_stopping=lambda: is_stopping)
-    pipeline = Pipeline(context, settings)
+    pipeline = Pipeline(context, settings, claims)
     async with pipeline.running():
         yield Bench(store, pipeline, context, provider, policies)
 
@@ -269,6 +271,23 @@ async def test_a_rollout_uses_the_environment_of_its_instance() -> None:
     async with bench(General()) as b:
         assert (await b.run()).reward == 1.0
         assert b.provider.started == 1  # the general environment needs no sandbox
+
+
+async def test_a_rule_that_changes_during_a_claim_leads_to_another_claim(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    claims, store = ClaimRules(), await SqliteStore.open(":memory:")
+    claims.suit({})
+    claim = store.claim
+
+    async def claim_and_change(*args: Any, **options: Any) -> Any:
+        leases = await claim(*args, **options)
+        claims.suit({"played": 0.0})
+        return leases
+
+    monkeypatch.setattr(store, "claim", claim_and_change)
+    async with bench(Played(), store=store, claims=claims) as b:
+        assert (await b.run()).reward == 1.0
 
 
 async def test_what_fails_while_the_service_ends_is_left_to_the_next_one() -> None:
