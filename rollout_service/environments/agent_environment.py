@@ -13,6 +13,8 @@ from rollout_service.agents.mcp.tools import open_servers
 from rollout_service.agents.tool_calling.agent import ToolCallingAgent
 from rollout_service.agents.tool_calling.builtin_tools import NEEDS_SANDBOX, builtin_tools
 from rollout_service.agents.tool_calling.tools import Tool
+from rollout_service.agents.web.search import NAME as SEARCH
+from rollout_service.agents.web.search import search_tool
 from rollout_service.agents.web.tunnel import unreachable
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.episodes import Episode
@@ -59,13 +61,14 @@ class AgentEnvironment(Environment):
             if spec.harness is not None:
                 self._agent = HarnessAgent(spec.harness)
             else:
-                self._tools = [*builtin_tools(spec.tools), *extra_tools]
+                self._tools = [*_named_tools(spec), *extra_tools]
                 self._agent = ToolCallingAgent(self._tools)
         except (ValueError, ConfigurationError) as error:
             hint = error.hint if isinstance(error, ConfigurationError) else ""
             raise ConfigurationError(f"environment {spec.name!r}: {error}", hint=hint) from error
         self.uses_gateway = spec.harness is not None
-        if self.uses_gateway or any(server.url is not None for server in spec.mcp):
+        elsewhere = any(server.url is not None for server in spec.mcp) or spec.search is not None
+        if self.uses_gateway or elsewhere:
             self.replayable = "never"  # what a program or a server elsewhere did is not recorded
 
     def check(self, instance: dict[str, JsonValue]) -> None:
@@ -111,6 +114,14 @@ class AgentEnvironment(Environment):
             return await agent.run(episode, messages)
 
 
+def _named_tools(spec: EnvironmentSpec) -> list[Tool]:
+    """Return the tools that the spec names, in its order."""
+    if spec.search is None:
+        return builtin_tools(spec.tools)
+    found = search_tool(spec.search)
+    return [found if name == found.name else builtin_tools([name])[0] for name in spec.tools]
+
+
 def _check_spec(spec: EnvironmentSpec) -> None:
     needing = sorted(NEEDS_SANDBOX.intersection(spec.tools))
     if spec.image is None and (needing or spec.evaluate_in is not EvaluateIn.NONE):
@@ -126,6 +137,7 @@ def _check_spec(spec: EnvironmentSpec) -> None:
             hint="A harness brings its own tools and its own system prompt, and runs in a sandbox.",
         )
     _check_mcp(spec)
+    _check_search(spec)
     for path in spec.artifacts:
         if path != WORKDIR:
             check_artifact(spec.name, path)
@@ -147,6 +159,17 @@ def _check_mcp(spec: EnvironmentSpec) -> None:
                 f"{where}: the server {server.name!r} cannot be reached: {why}",
                 hint='Add its host to `network` of `[sandbox]`, such as network = ["mcp.example.com"].',
             )
+
+
+def _check_search(spec: EnvironmentSpec) -> None:
+    named = SEARCH in spec.tools
+    if named is (spec.search is not None):
+        return
+    what = "the tool `search` and no [search]" if named else "[search], and `tools` does not name `search`"
+    raise ConfigurationError(
+        f"environment {spec.name!r} has {what}",
+        hint='Give both: "search" in `tools`, and a table [search] with the `url` of a search service.',
+    )
 
 
 def check_artifact(name: str, path: str) -> None:

@@ -22,6 +22,7 @@ from api_schemas.base import Name
 from api_schemas.rollouts import StopReason
 from rollout_service.agents.harnesses.preset import HarnessSettings
 from rollout_service.agents.mcp.settings import McpSettings
+from rollout_service.agents.web.search import SearchSettings
 from rollout_service.episodes import Episode, EpisodeLimits, Policy, PolicyTurn, Score
 from rollout_service.errors import EnvironmentFailedError
 from rollout_service.tokens import ToolSpec
@@ -143,6 +144,8 @@ class EnvironmentSpec(EnvironmentSettings):
     """The program that is the agent instead of the built-in one; its name, where the environment is shown."""
     mcp: Annotated[list[McpSettings], Field(exclude_if=lambda servers: not servers)] = []
     """The MCP servers whose tools the built-in agent has too; their names, where the environment is shown."""
+    search: Annotated[SearchSettings | None, Field(exclude_if=lambda search: search is None)] = None
+    """The service behind the tool `search`; its host, where the environment is shown."""
     limits: EpisodeLimits = EpisodeLimits()
     sandbox: SandboxSettings = SandboxSettings()
     evaluate_in: EvaluateIn = EvaluateIn.NONE
@@ -166,6 +169,10 @@ class EnvironmentSpec(EnvironmentSettings):
     @field_serializer("mcp")
     def _mcp_as_shown(self, servers: list[McpSettings]) -> list[str]:
         return [server.name for server in servers]
+
+    @field_serializer("search")
+    def _search_as_shown(self, search: SearchSettings | None) -> str | None:
+        return None if search is None else search.host
 
     @field_serializer("harness")
     def _harness_as_shown(self, harness: HarnessSettings | None) -> str | None:

@@ -18,6 +18,7 @@ from api_schemas.base import Name
 from rollout_service.agents.harnesses.preset import HarnessSettings
 from rollout_service.agents.harnesses.registry import harnesses
 from rollout_service.agents.mcp.settings import McpSettings
+from rollout_service.agents.web.search import SearchSettings
 from rollout_service.environments.contract import (
     EnvironmentSettings,
     EnvironmentSpec,
@@ -115,6 +116,8 @@ class Declaration(EnvironmentSettings):
     """The program that is the agent instead of the built-in one: its name, or `[harness]` with more."""
     mcp: list[McpSettings] = []
     """`[[mcp]]`: servers of the Model Context Protocol, whose tools the built-in agent has too."""
+    search: SearchSettings | None = None
+    """`[search]`: the service behind the tool `search`."""
     replayable: Literal["tools", "never"] = "tools"
     """Whether `init` and the recorded tool calls recreate the sandbox: `never` if something outside it matters."""
     limits: EpisodeLimits = EpisodeLimits()
@@ -151,6 +154,7 @@ class Declaration(EnvironmentSettings):
             tools=[] if self.harness is not None and "tools" not in self.model_fields_set else self.tools,
             harness=self.harness,
             mcp=self.mcp,
+            search=self.search,
             limits=self.limits,
             sandbox=self.sandbox,
             evaluate_in=EvaluateIn.FRESH if fresh else EvaluateIn.SAME,

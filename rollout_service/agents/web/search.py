@@ -1,0 +1,194 @@
+"""The tool `search`: results of a search service that the environment names, as titles, addresses and excerpts.
+
+Guarantees: queries go to that one address and nowhere else, redirects included; its key reaches neither the policy nor
+the sandbox; size and time are bounded; a service that fails is a failure of the rollout, never an empty result.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar, Final, Self
+
+import anyio.to_thread
+import httpx
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from api_schemas.errors import Boundary
+from rollout_service.agents.errors import ToolInputError
+from rollout_service.agents.tool_calling.text import with_notes
+from rollout_service.agents.tool_calling.tools import Arguments, FunctionTool, ToolContext
+from rollout_service.agents.web.page_text import page_text
+from rollout_service.errors import ServiceError
+
+NAME: Final = "search"
+ANSWER_BYTES: Final = 4 * 1024 * 1024
+QUERY_CHARS: Final = 1_000
+GET_SECONDS: Final = 30.0
+PAUSES: Final = (0.5, 2.0)
+"""How many seconds pass before each further attempt."""
+_BAD_QUERY: Final = frozenset({400, 413, 414, 422})
+"""What a service answers to a query that it cannot take."""
+
+
+class SearchFailedError(ServiceError):
+    """The search service cannot be reached, refuses, or gives no answer that can be read."""
+
+    code = "search_failed"
+    boundary: ClassVar[Boundary] = Boundary.ENVIRONMENT
+    retryable = True
+
+
+class SearchSettings(BaseModel):
+    """`[search]`: the service that answers the tool `search`, and where its answers have what."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    url: str = Field(pattern=r"^https?://[^/@?\s]+([/?]\S*)?$")
+    """The address of its search, which answers GET with JSON."""
+    query: str = Field("q", min_length=1)
+    """The name of the parameter that has the query."""
+    parameters: dict[str, str] = {}
+    """More parameters of every request, such as `format = "json"`."""
+    key_file: Path | None = None
+    """A file of the service's machine with a key, which every request carries."""
+    key_header: str = Field("Authorization", pattern=r"^[A-Za-z0-9-]+$")
+    """The header that has the key; in `Authorization`, `Bearer` stands before it."""
+    results: str = "results"
+    """Where the list of results is: keys with dots between them, such as `web.results`."""
+    title: str = "title"
+    """The key of a result's title."""
+    link: str = "url"
+    """The key of a result's address."""
+    text: str = "content"
+    """The key of a result's excerpt."""
+    max_results: int = Field(5, ge=1, le=50)
+    """How many results the policy sees."""
+
+    @property
+    def host(self) -> str:
+        """The host and the port of its address."""
+        return httpx.URL(self.url).netloc.decode()
+
+    @model_validator(mode="after")
+    def _key_file_is_absolute(self) -> Self:
+        if self.key_file is not None and not self.key_file.is_absolute():
+            raise ValueError("`key_file` must be an absolute path")
+        return self
+
+
+class _Search(Arguments):
+    query: str = Field(min_length=1, max_length=QUERY_CHARS)
+
+
+def search_tool(settings: SearchSettings) -> FunctionTool[_Search]:
+    """Return the tool `search` that asks this service."""
+
+    async def search(arguments: _Search, context: ToolContext) -> str:
+        answer = await _ask(settings, arguments.query, context.seconds)
+        entries = [_entry(settings, one) for one in _found(settings, answer)[: settings.max_results]]
+        return with_notes("\n\n".join(entries) or "no results", [], context.output_chars)
+
+    return FunctionTool(NAME, "Search the web.", _Search, search, parallel=True)
+
+
+async def _ask(settings: SearchSettings, query: str, seconds: float) -> Any:
+    """Return what the service answers, as parsed JSON.
+
+    Raises:
+        ToolInputError: The service cannot take the query.
+        SearchFailedError: It cannot be reached, or gives no answer that can be read.
+    """
+    headers = await anyio.to_thread.run_sync(_headers, settings)
+    try:
+        with anyio.fail_after(seconds):
+            return json.loads(await _get_patiently(settings, query, headers))
+    except TimeoutError:
+        raise _failed(settings, f"gave no answer within {seconds:g} s") from None
+    except httpx.HTTPStatusError as error:
+        status = error.response.status_code
+        if status in _BAD_QUERY:
+            raise ToolInputError(f"the search service does not take this query (HTTP {status})") from error
+        raise _failed(settings, f"answered HTTP {status}") from error
+    except (httpx.HTTPError, ValueError) as error:
+        raise _failed(settings, f"gave no usable answer: {str(error) or type(error).__name__}") from error
+
+
+async def _get_patiently(settings: SearchSettings, query: str, headers: dict[str, str]) -> bytes:
+    """Return the body of an answer; what may pass a moment later is tried again."""
+    for seconds in PAUSES:
+        try:
+            return await _get(settings, query, headers)
+        except httpx.HTTPError as error:
+            if not _may_pass(error):
+                raise
+        await anyio.sleep(seconds)
+    return await _get(settings, query, headers)
+
+
+async def _get(settings: SearchSettings, query: str, headers: dict[str, str]) -> bytes:
+    """Return the body of an answer."""
+    parameters = {**settings.parameters, settings.query: query}
+    url = httpx.URL(settings.url).copy_merge_params(parameters)
+    body = bytearray()
+    async with (
+        httpx.AsyncClient(headers=headers, timeout=GET_SECONDS) as client,
+        client.stream("GET", url) as response,
+    ):
+        if not response.is_success:
+            response.raise_for_status()
+        async for chunk in response.aiter_bytes():
+            body += chunk
+            if len(body) > ANSWER_BYTES:
+                raise ValueError(f"it is longer than {ANSWER_BYTES} bytes")
+    return bytes(body)
+
+
+def _headers(settings: SearchSettings) -> dict[str, str]:
+    headers = {"Accept": "application/json", "User-Agent": "rollout-service"}
+    if settings.key_file is None:
+        return headers
+    try:
+        key = settings.key_file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SearchFailedError(
+            f"the key of the search service cannot be read: {error}",
+            hint="Set `key_file` of [search] to a file that the service can read on every node.",
+        ) from error
+    bearer = settings.key_header.lower() == "authorization"
+    return {**headers, settings.key_header: f"Bearer {key}" if bearer else key}
+
+
+def _may_pass(error: httpx.HTTPError) -> bool:
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.status_code == 429 or error.response.status_code >= 500
+    return isinstance(error, httpx.TransportError)
+
+
+def _found(settings: SearchSettings, answer: Any) -> list[dict[str, Any]]:
+    """Return the results in an answer.
+
+    Raises:
+        SearchFailedError: There is no list of results where the settings say.
+    """
+    for key in settings.results.split(".") if settings.results else []:
+        answer = answer.get(key) if isinstance(answer, dict) else None
+    if not isinstance(answer, list):
+        raise _failed(settings, f"has no list at {settings.results!r} in its answer")
+    return [one for one in answer if isinstance(one, dict)]
+
+
+def _entry(settings: SearchSettings, result: dict[str, Any]) -> str:
+    link = str(result.get(settings.link) or "")
+    title, text = (
+        page_text(str(result.get(key) or ""), link).replace("\n", " ")
+        for key in (settings.title, settings.text)
+    )
+    return "\n".join(line for line in (title, link, text) if line)
+
+
+def _failed(settings: SearchSettings, what: str) -> SearchFailedError:
+    return SearchFailedError(
+        f"the search service at {settings.host} {what}",
+        hint="Check [search] in environment.toml, and that this node reaches the service.",
+    )

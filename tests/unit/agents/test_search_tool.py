@@ -1,0 +1,184 @@
+"""`search` asks the service that an environment names; a service that fails is a failure, not an empty result."""
+
+import json
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from pydantic import ValidationError
+
+from rollout_service.agents.errors import ToolInputError
+from rollout_service.agents.tool_calling.tools import ToolContext
+from rollout_service.agents.web import search
+from rollout_service.agents.web.search import SearchFailedError, SearchSettings, search_tool
+from rollout_service.environments.agent_environment import AgentEnvironment
+from rollout_service.environments.contract import EnvironmentSpec
+from rollout_service.environments.declarative.declaration import read_declaration
+from rollout_service.errors import ConfigurationError, describe
+from tests.support.web_server import web_server
+
+pytestmark = pytest.mark.anyio
+RESULTS = [
+    {"title": "A &amp; <b>B</b>", "url": "https://a.example/", "content": "first\nline <em>one</em>"},
+    {"title": "Second", "url": "https://b.example/?x=1&y=2", "content": None},
+    "no result",
+    {"title": "Third", "url": "https://c.example/", "content": "x"},
+]
+
+
+class Seeking(AgentEnvironment):
+    async def evaluate(self, episode):
+        raise NotImplementedError
+
+
+class Service:
+    """A search service that answers as it is told, and keeps what it was asked."""
+
+    def __init__(self):
+        self.asked = []
+        self.answers = []
+
+    def __call__(self, path, body):
+        self.asked.append(parse_qs(urlsplit(path).query))
+        if self.answers:
+            return self.answers.pop(0)
+        return answer({"results": RESULTS})
+
+
+def answer(value, status=200):
+    return status, {"content-type": "application/json"}, json.dumps(value).encode()
+
+
+@pytest.fixture
+def service(monkeypatch):
+    monkeypatch.setattr(search, "PAUSES", (0.0, 0.0))
+    service = Service()
+    with web_server(service) as address:
+        service.url = f"http://{address}/search"
+        yield service
+
+
+async def ask(service, words="what", output_chars=4_000, seconds=20.0, **settings):
+    tool = search_tool(SearchSettings(url=service.url, **settings))
+    return (await tool({"query": words}, ToolContext(None, seconds, output_chars))).text
+
+
+async def test_results_become_text(service):
+    assert await ask(service, "2+2 & more", parameters={"format": "json"}, max_results=3) == (
+        "A & B\nhttps://a.example/\nfirst line one\n\n"
+        "Second\nhttps://b.example/?x=1&y=2\n\n"
+        "Third\nhttps://c.example/\nx"
+    )
+    assert service.asked == [{"q": ["2+2 & more"], "format": ["json"]}]
+
+
+async def test_keys_of_other_services_are_named(service):
+    service.answers = [
+        answer({"web": {"hits": [{"name": "N", "link": "https://n.example/", "snippet": "S"}]}})
+    ]
+    keys = {"results": "web.hits", "title": "name", "link": "link", "text": "snippet", "query": "query"}
+    assert await ask(service, **keys) == "N\nhttps://n.example/\nS"
+    assert service.asked == [{"query": ["what"]}]
+
+
+async def test_a_list_may_be_the_whole_answer_and_empty(service):
+    service.answers = [answer([])]
+    assert await ask(service, results="") == "no results"
+
+
+@pytest.mark.parametrize(
+    ("header", "sent"), [("Authorization", "Bearer se-cret"), ("X-Subscription-Token", "se-cret")]
+)
+async def test_the_key_is_read_from_its_file(tmp_path, header, sent):
+    key = tmp_path / "key"
+    key.write_text("se-cret\n")
+    settings = SearchSettings(url="http://host.example/", key_file=key, key_header=header)
+    assert search._headers(settings)[header] == sent
+
+
+async def test_a_long_list_is_cut_to_the_limit(service):
+    service.answers = [answer({"results": [{"title": "t", "url": "u", "content": "x" * 10_000}]})]
+    assert len(await ask(service, output_chars=300)) <= 300
+
+
+async def test_what_may_pass_is_asked_again(service):
+    service.answers = [answer({}, 503), answer({}, 429)]
+    assert "Second" in await ask(service)
+    assert len(service.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("answers", "why"),
+    [
+        ([answer({}, 503)] * 3, "answered HTTP 503"),
+        ([answer({}, 401)], "answered HTTP 401"),
+        ([(302, {"location": "http://127.0.0.1:1/"}, b"")], "answered HTTP 302"),
+        ([answer({"error": "quota"})], "no list at 'results'"),
+        ([(200, {}, b"<html>")], "no usable answer"),
+        ([(200, {}, b"[" + b" " * search.ANSWER_BYTES)], "longer than"),
+    ],
+)
+async def test_a_service_that_fails_is_a_failure(service, answers, why):
+    service.answers = list(answers)
+    with pytest.raises(SearchFailedError, match=why) as caught:
+        await ask(service)
+    info = describe(caught.value)
+    assert (info.code, info.boundary, info.retryable) == ("search_failed", "environment", True)
+    assert len(service.asked) == len(answers)
+
+
+async def test_a_service_that_is_not_there_is_a_failure(service):
+    service.url = "http://127.0.0.1:1/"
+    with pytest.raises(SearchFailedError, match=r"127\.0\.0\.1:1 gave no usable answer"):
+        await ask(service)
+
+
+async def test_a_missing_key_names_the_setting(service, tmp_path):
+    with pytest.raises(SearchFailedError, match="key of the search service") as caught:
+        await ask(service, key_file=tmp_path / "none")
+    assert "key_file" in caught.value.hint
+
+
+async def test_a_bad_query_goes_back_to_the_policy(service):
+    service.answers = [answer({}, 422)]
+    with pytest.raises(ToolInputError, match="does not take this query"):
+        await ask(service)
+    with pytest.raises(ToolInputError, match="query"):
+        await ask(service, "x" * 1_001)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"url": "ftp://host/"}, {"url": "http://user@host/"}, {"url": "http://h/", "key_file": "key"}],
+)
+def test_wrong_settings_are_refused(settings):
+    with pytest.raises(ValidationError):
+        SearchSettings(**settings)
+
+
+def test_an_environment_names_both_the_tool_and_the_service():
+    table = {"url": "http://search.example/api"}
+    environment = Seeking(EnvironmentSpec(name="e", tools=["think", "search"], search=table))
+    assert [tool["function"]["name"] for tool in environment.tool_definitions()] == ["think", "search"]
+    assert environment.replayable == "never"
+    assert environment.spec.model_dump(mode="json")["search"] == "search.example"
+    for half in ({"tools": ["search"]}, {"search": table}):
+        with pytest.raises(ConfigurationError, match="search") as caught:
+            Seeking(EnvironmentSpec(name="e", **half))
+        assert "Give both" in caught.value.hint
+
+
+def test_environment_toml_has_a_table_for_it():
+    text = """
+name = "seek"
+image = "base"
+tools = ["search", "finish"]
+[search]
+url = "http://search.example/api"
+max_results = 3
+[evaluate]
+command = "true"
+"""
+    declaration = read_declaration(text, where="environment.toml")
+    assert declaration.search == SearchSettings(url="http://search.example/api", max_results=3)
+    with pytest.raises(ConfigurationError, match=r"search\.max_result"):
+        read_declaration(text.replace("max_results", "max_result"), where="environment.toml")
