@@ -11,6 +11,7 @@ import anyio.to_thread
 import psutil
 
 from rollout_service.pipeline.sandbox_source import SandboxSource
+from sandboxes.task_groups import open_task_group
 
 SAMPLE_SECONDS = 0.25
 
@@ -33,7 +34,7 @@ async def memory_peak(sandboxes: SandboxSource) -> AsyncIterator[MemoryPeak]:
             peak.bytes = max(peak.bytes, await anyio.to_thread.run_sync(_resident, pids))
             await anyio.sleep(SAMPLE_SECONDS)
 
-    async with anyio.create_task_group() as tasks:
+    async with open_task_group() as tasks:
         tasks.start_soon(sample)
         yield peak
         tasks.cancel_scope.cancel()

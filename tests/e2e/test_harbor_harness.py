@@ -14,7 +14,7 @@ import pytest
 from pydantic import HttpUrl
 
 from api_schemas.inference import BackendSpec
-from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState
+from api_schemas.rollouts import Rollout, RolloutRequest, RolloutState, StopReason
 from api_schemas.tasks import Task
 from rollout_client.client import RolloutClient
 from rollout_service.api.app import create_app
@@ -155,6 +155,7 @@ def test_only_work_is_rewarded(rollouts: dict[str, Rollout], task: str, behavior
     rollout = rollouts[f"{task}-{BEHAVIORS.index(behavior)}"]
     assert rollout.state is RolloutState.COMPLETED, rollout.error
     assert rollout.reward == float(behavior == SOLVE), (rollout.reward_parts, rollout.program)
-    assert rollout.program is not None
-    assert rollout.program.harness == HARNESS
+    if rollout.stop_reason is not StopReason.SANDBOX_ENDED:  # as when its memory is full of files
+        assert rollout.program is not None
+        assert rollout.program.harness == HARNESS
     assert rollout.usage.turns >= 1

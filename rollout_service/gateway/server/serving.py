@@ -19,6 +19,7 @@ from rollout_service.http.connections import ConnectionLimits, Connections
 from rollout_service.http.protocol import Observe, RequestLimits
 from rollout_service.http.server import Server
 from rollout_service.settings.gateway import GatewaySettings
+from sandboxes.task_groups import open_task_group
 
 GRACE_SECONDS = 1
 """How long answers may take to end once their sessions have."""
@@ -92,7 +93,7 @@ async def serving(
             await server.serve(sockets=[])
 
     with listener:
-        async with anyio.create_task_group() as tasks:
+        async with open_task_group() as tasks:  # what the block raises reaches its caller as it is
             tasks.start_soon(serve)
             try:
                 yield
