@@ -24,6 +24,7 @@ LONGEST = (
     "openapi",
     "hang_ups",
     "test_runs_crash.py",
+    "test_environments_benchmark.py",
     "test_chaos.py",
     "test_scaling.py",
     "test_restarts.py",

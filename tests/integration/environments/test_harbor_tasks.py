@@ -202,6 +202,13 @@ async def test_a_solution_that_leaves_daemons_still_counts(tasks: Path, sandboxe
 
 
 TEST = "echo 1 >/logs/verifier/reward.txt\n"
+FETCHES_ITS_TOOLS = """
+curl -LsSf https://astral.sh/uv/install.sh | sh
+source $HOME/.local/bin/env
+uvx -w pytest pytest --ctrf /logs/verifier/ctrf.json /tests/test_count.py
+if [ $? -eq 0 ]; then echo 1; else echo 0; fi >/logs/verifier/reward.txt
+"""
+"""What most tasks of Terminal-Bench do. Without a network it writes 0, whatever the agent did."""
 
 
 @pytest.mark.parametrize(
@@ -220,6 +227,7 @@ TEST = "echo 1 >/logs/verifier/reward.txt\n"
         (f"no-such-program\n{TEST}", TestsNeverRanError, "did not find 'no-such-program'"),
         (f"# /logs/verifier/ctrf.json\n{TEST}", TestsNeverRanError, "left no ctrf.json"),
         (f"echo '{{}}' >/logs/verifier/ctrf.json\n{TEST}", TestsNeverRanError, "names no test"),
+        pytest.param(FETCHES_ITS_TOOLS, TestsNeverRanError, "did not find", id="fetches its tools"),
         (f"{TEST}sleep 100", VerifierTimeoutError, "within 2 s"),
     ],
 )

@@ -207,6 +207,15 @@ async def test_tests_that_never_run_are_a_failure_and_no_zero(provider, instance
     assert caught.value.hint
 
 
+async def test_tests_that_do_not_end_are_a_failure_and_no_zero(provider, instances):
+    instance = instances["sqlparse"]
+    task = read_task(instance | {"test_cmd": f"sleep 600; {instance['test_cmd']}"})
+    async with sandbox_of(provider, instance) as sandbox:
+        with pytest.raises(EnvironmentFailedError, match="did not end within 2 s") as caught:
+            await SweEvaluation(task, sandbox, 2.0).run(instance["patch"].encode(), is_proven=True)
+    assert "evaluate_seconds" in caught.value.hint
+
+
 async def test_an_unknown_parser_names_the_nearest(provider, instances):
     with pytest.raises(ConfigurationError, match="parse_log_pytest"):
         await evaluate(

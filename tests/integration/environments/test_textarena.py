@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 from pydantic import JsonValue
 
@@ -87,6 +88,24 @@ async def test_the_reward_is_the_librarys_own(name: str, sandboxes: SandboxSourc
     first = trial.episode.policy.messages[1].content
     assert first
     assert first.split() == expected["first"].replace("[GAME]", "").split()
+
+
+async def test_games_at_once_are_those_of_each_alone(sandboxes: SandboxSource) -> None:
+    """Games draw from a generator that a process has once, so games in one process would change each other."""
+    said: dict[str, list[list[str]]] = {"guess": [], "blackjack": []}
+
+    async def play_one(name: str) -> None:
+        trial = await played(*PLAYS[name], sandboxes)
+        said[name].append([message.content for message in trial.episode.policy.messages])
+
+    for name in said:
+        await play_one(name)
+    async with anyio.create_task_group() as group:
+        for name in (*said, *said):
+            group.start_soon(play_one, name)
+    for first, *others in said.values():
+        assert len(set(first)) > 3
+        assert others == [first, first]
 
 
 async def test_a_player_sees_what_happened_and_not_its_own_words(sandboxes: SandboxSource) -> None:

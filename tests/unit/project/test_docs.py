@@ -164,6 +164,19 @@ def test_every_file_that_a_page_names_exists(page: str) -> None:
     assert not {path for path in named if not any(ROOT.glob(path.rstrip("/.")))}, page
 
 
+TEST = re.compile(r"`(tests/[\w/.]+\.py)::(test_\w+)`")
+
+
+def test_every_test_that_a_page_names_exists() -> None:
+    named = [(page, *found) for page in PAGES for found in TEST.findall(prose(page))]
+    assert named
+    assert not [
+        (page, path, name)
+        for page, path, name in named
+        if not (ROOT / path).is_file() or f"def {name}(" not in (ROOT / path).read_text()
+    ]
+
+
 def test_the_page_on_architecture_has_the_layers_of_the_script() -> None:
     script = ast.parse((ROOT / "scripts" / "architecture").read_text())
     [layers] = [
