@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from rollout_service.environments.bridges.verifiers.environment import load_verifiers
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.declarative.declaration import FILE_NAME
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.environments.swe.environment import load_swe
 from rollout_service.errors import ConfigurationError, did_you_mean
 
-KINDS: Final[dict[str, Callable[[Path], Environment]]] = {"swe": load_swe}
+KINDS: Final[dict[str, Callable[[Path], Environment]]] = {"swe": load_swe, "verifiers": load_verifiers}
 """What loads the folder of each kind; a folder that names none is loaded by `load_folder`."""
 
 

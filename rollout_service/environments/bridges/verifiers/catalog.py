@@ -1,0 +1,120 @@
+"""The tasks and tools of tasksets, as the library lists them on this host.
+
+Guarantees: the library and the packages of tasksets are imported in a process of their own; what they said is kept in
+the cache for as long as the declaration, the packages and the library stay the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+
+from api_schemas.trajectories import Message
+from rollout_service.environments.bridges.verifiers.declaration import TasksetTable
+from rollout_service.environments.bridges.verifiers.library import NAME, WORKER
+from rollout_service.environments.libraries import Library
+from rollout_service.errors import ConfigurationError
+from rollout_service.tokens import ToolSpec
+from sandboxes.images.cache import default_cache
+
+LIST_SECONDS: Final = 1_800.0
+"""Tasksets may download their data."""
+LAST_WORDS_CHARS: Final = 2_000
+
+
+class ListedTask(BaseModel):
+    """A task."""
+
+    model_config = ConfigDict(frozen=True)
+
+    problem: str | None = None
+    """Why it cannot be run here; the other fields are then empty."""
+    key: str = ""
+    """The library's name for the task, which changes with its content."""
+    data: dict[str, JsonValue] = {}
+    messages: list[Message] = []
+    """How the conversation begins."""
+    agent_seconds: float | None = None
+    scoring_seconds: float | None = None
+
+
+class Listing(BaseModel):
+    """A taskset."""
+
+    model_config = ConfigDict(frozen=True)
+
+    problem: str | None = None
+    """Why it cannot be used here; the other fields are then empty."""
+    tools: list[ToolSpec] = []
+    task_type: str = ""
+    data_type: str = ""
+    tasks: list[ListedTask] = []
+
+
+class _Listings(BaseModel):
+    tasksets: list[Listing]
+
+
+def list_tasksets(
+    library: Library, tables: Sequence[TasksetTable], packages: Sequence[Path], folder: Path
+) -> list[Listing]:
+    """Return a listing for each table. It may take minutes, so call it in a thread.
+
+    Raises:
+        ConfigurationError: The library is not installed, or it ended.
+    """
+    request = {
+        "op": "list",
+        "tasksets": [table.model_dump(include={"id", "config", "limit"}) for table in tables],
+    }
+    python = library.python()
+    line = json.dumps(request).encode() + b"\n"
+    path = default_cache() / "tasksets" / f"{_fingerprint(library, line, packages)}.json"
+    try:
+        return _Listings.model_validate_json(path.read_bytes()).tasksets
+    except (OSError, ValidationError):
+        written = _ask([str(python), "-I", str(WORKER), *map(str, packages)], line, folder)
+    try:
+        listings = _Listings.model_validate_json(written).tasksets
+    except ValidationError as error:
+        said = written[:LAST_WORDS_CHARS].decode(errors="replace")
+        raise ConfigurationError(f"the tasksets of {folder} cannot be listed: {said}") from error
+    if not any(listing.problem for listing in listings):  # what is missing may be there next time
+        _keep(path, written)
+    return listings
+
+
+def _ask(command: list[str], line: bytes, folder: Path) -> bytes:
+    try:
+        done = subprocess.run(
+            command, input=line, capture_output=True, check=False, timeout=LIST_SECONDS, cwd=folder
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigurationError(f"the tasksets of {folder} cannot be listed: {error}") from error
+    if done.returncode != 0 or not done.stdout:
+        said = done.stderr.decode(errors="replace").strip()[-LAST_WORDS_CHARS:]
+        raise ConfigurationError(f"{NAME} ended while it listed the tasksets of {folder}: {said}")
+    return done.stdout
+
+
+def _keep(path: Path, written: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as draft:
+        draft.write(written)
+    Path(draft.name).replace(path)
+
+
+def _fingerprint(library: Library, line: bytes, packages: Sequence[Path]) -> str:
+    digest = hashlib.sha256(b"\0".join([library.folder.name.encode(), WORKER.read_bytes(), line]))
+    for package in packages:
+        for path in sorted(one for one in package.rglob("*") if one.is_file() and one.suffix != ".pyc"):
+            facts: Any = path.stat()
+            digest.update(f"{path} {facts.st_size} {facts.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:32]

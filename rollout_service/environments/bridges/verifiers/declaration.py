@@ -1,0 +1,98 @@
+"""The keys of an `environment.toml` with `kind = "verifiers"`: tasksets of verifiers, and where their packages are."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import Field, field_validator
+
+from api_schemas.base import Name
+from rollout_service.environments.contract import (
+    EnvironmentSettings,
+    EnvironmentSpec,
+    EvaluateIn,
+    SandboxSettings,
+)
+from rollout_service.environments.declarative.declaration import FILE_NAME, read_table
+from rollout_service.episodes import EpisodeLimits
+from rollout_service.errors import ConfigurationError
+
+KIND: Final = "verifiers"
+
+
+class TasksetTable(EnvironmentSettings):
+    """`[[taskset]]`: one taskset with its configuration."""
+
+    id: str = Field(min_length=1)
+    """The name of its package or module, as the library takes it."""
+    name: str = ""
+    """The name by which instances call it; by default its `id`."""
+    config: dict[str, Any] = {}
+    """The keys of its configuration, which its package defines."""
+    split: str | None = Field(None, min_length=1)
+    """The split that its tasks belong to, such as `train`."""
+    limit: int = Field(10_000, ge=1)
+    """How many of its tasks are used, from the first on. They are kept in memory."""
+
+    @property
+    def called(self) -> str:
+        """The name by which instances call it."""
+        return self.name or self.id
+
+
+class VerifiersDeclaration(EnvironmentSettings):
+    """The whole file."""
+
+    kind: Literal["verifiers"] = "verifiers"
+    name: Name = KIND
+    description: str = "Tasks of verifiers, scored by their own rewards."
+    image: str = Field("base", min_length=1)
+    """The image of the sandbox; it needs a python3 of the same minor version as the service's."""
+    packages: list[str] = ["."]
+    """Folders with the packages of tasksets, relative to that of the file."""
+    taskset: list[TasksetTable] = Field(min_length=1)
+    limits: EpisodeLimits = EpisodeLimits()
+    sandbox: SandboxSettings = SandboxSettings(memory="2G", max_processes=64)
+
+    @field_validator("taskset")
+    @classmethod
+    def _names_are_unique(cls, tables: list[TasksetTable]) -> list[TasksetTable]:
+        names = [one.called for one in tables]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two tables [[taskset]] are named {twice[0]!r}; give one a `name` of its own")
+        return tables
+
+    def spec(self, binds: dict[str, str]) -> EnvironmentSpec:
+        """Return the description that all tasks share."""
+        return EnvironmentSpec(
+            name=self.name,
+            description=self.description,
+            image=self.image,
+            limits=self.limits,
+            sandbox=self.sandbox,
+            evaluate_in=EvaluateIn.FRESH,
+            binds=binds,
+        )
+
+
+def read_declaration(folder: Path) -> VerifiersDeclaration:
+    """Read the `environment.toml` of a folder.
+
+    Raises:
+        ConfigurationError: It is not valid, or a folder of packages is missing.
+    """
+    path = folder / FILE_NAME
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}") from error
+    declaration = read_table(VerifiersDeclaration, tomllib.loads(text), where=str(path))
+    for name in declaration.packages:
+        if not (folder / name).is_dir():
+            raise ConfigurationError(
+                f"{path}: there is no folder {folder / name}",
+                hint="`packages` names folders that hold the packages of tasksets.",
+            )
+    return declaration

@@ -1,0 +1,230 @@
+"""Tasksets of verifiers, with the built-in agent: their prompts, their tools, and their rewards.
+
+Guarantees: the reward is what the library's own `Task.score` gives the same conversation, in a fresh sandbox that holds
+nothing of the agent's. A task whose hooks need more than the conversation is refused before it begins, since the
+library would leave their rewards out. What fails in the library fails the rollout.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, Self
+
+from pydantic import BaseModel, ConfigDict, JsonValue
+
+from api_schemas.errors import FieldError
+from api_schemas.rollouts import StopReason
+from rollout_service.agents.tool_calling.agent import ToolCallingAgent
+from rollout_service.environments.bridges.process import library_in_sandbox
+from rollout_service.environments.bridges.verifiers.catalog import ListedTask, Listing, list_tasksets
+from rollout_service.environments.bridges.verifiers.conversation import library_messages, library_turns
+from rollout_service.environments.bridges.verifiers.declaration import (
+    TasksetTable,
+    VerifiersDeclaration,
+    read_declaration,
+)
+from rollout_service.environments.bridges.verifiers.library import NAME, VERIFIERS, WORKER
+from rollout_service.environments.bridges.verifiers.tools import open_tools, read_state
+from rollout_service.environments.contract import Environment
+from rollout_service.environments.instance_fields import read_instance
+from rollout_service.environments.libraries import Library
+from rollout_service.environments.splits import SPLIT
+from rollout_service.episodes import Episode, Score
+from rollout_service.errors import InvalidFieldError, did_you_mean
+from rollout_service.tokens import ToolSpec
+
+INSIDE: Final = "/opt/verifiers"
+"""The path of the library's packages in the sandbox; those of tasksets are next to it."""
+STATE: Final = "verifiers_state"
+"""The key of what the tools left for the rewards, in an episode's state."""
+STOP: Final = "verifiers_stop"
+"""The key of why the agent stopped."""
+SCORE_SHARE: Final = 0.9
+"""The part of the evaluation's time that the library may take; its failure is then told from the stage's deadline."""
+PROCESS_ENV: Final = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+class TasksetInstance(BaseModel):
+    """The fields of an instance."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    index: int
+    """The place of the task in its taskset, counted from 0."""
+    taskset: str | None = None
+    """The name of the taskset; not needed if the environment has only one."""
+    key: str | None = None
+    """The library's name for the task. A task with another content has another, and is refused."""
+
+
+class VerifiersEnvironment(Environment):
+    """Instances: the name of a taskset, and the index of a task."""
+
+    def __init__(
+        self,
+        declaration: VerifiersDeclaration,
+        listings: list[Listing],
+        binds: dict[str, str] | None = None,
+    ) -> None:
+        """Take a listing for each taskset, and the folders of the library and of the packages by their path inside."""
+        self.spec = declaration.spec(binds or {})
+        self._tasksets: dict[str, tuple[TasksetTable, Listing]] = {
+            table.called: (table, listing)
+            for table, listing in zip(declaration.taskset, listings, strict=True)
+        }
+        self._tools: list[ToolSpec] = []
+
+    def findings(self) -> list[str]:
+        return [
+            f"the taskset {name!r} cannot be used: {listing.problem}"
+            for name, (_, listing) in self._tasksets.items()
+            if listing.problem is not None
+        ]
+
+    def warnings(self) -> list[str]:
+        found = []
+        for name, (_, listing) in self._tasksets.items():
+            problems = [task.problem for task in listing.tasks if task.problem is not None]
+            if problems:
+                found.append(
+                    f"{len(problems)} tasks of {name!r} cannot be run, the first since {problems[0]}"
+                )
+        return found
+
+    def check(self, instance: dict[str, JsonValue]) -> None:
+        """Reject a task that there is not, or that needs more than this bridge has.
+
+        Raises:
+            InvalidFieldError: A field is missing or wrong, or the task cannot be run.
+        """
+        self._find(instance)
+
+    def for_instance(self, instance: dict[str, JsonValue]) -> Self:
+        _, listing, task = self._find(instance)
+        specific = copy.copy(self)
+        specific._tools = listing.tools
+        if task.agent_seconds is not None:
+            seconds = min(task.agent_seconds, self.spec.limits.agent_seconds)
+            limits = self.spec.limits.model_copy(update={"agent_seconds": seconds})
+            specific.spec = self.spec.model_copy(update={"limits": limits})
+        return specific
+
+    def tool_definitions(self) -> list[ToolSpec]:
+        return self._tools
+
+    async def run(self, episode: Episode) -> StopReason:
+        _, listing, task = self._find(episode.instance)
+        if not listing.tools:
+            stopped = await ToolCallingAgent([]).run(episode, task.messages)
+        else:
+            stopped = await self._run_with_tools(episode, listing, task)
+        episode.state[STOP] = stopped
+        return stopped
+
+    async def _run_with_tools(self, episode: Episode, listing: Listing, task: ListedTask) -> StopReason:
+        async with library_in_sandbox(
+            episode.require_sandbox(), self._command(), NAME, env=PROCESS_ENV
+        ) as process:
+            tools = await open_tools(process, self._request(episode), listing.tools)
+            stopped = await ToolCallingAgent(tools).run(episode, task.messages)
+            episode.state[STATE] = await read_state(process)
+            return stopped
+
+    async def evaluate(self, episode: Episode) -> Score:
+        _, listing, task = self._find(episode.instance)
+        request = {
+            "op": "score",
+            "task": self._request(episode),
+            "tools": listing.tools,
+            "messages": library_messages(episode.policy.messages),
+            "first_messages": len(task.messages),
+            "turns": library_turns(episode.policy.trajectory()),
+            "state": episode.state.get(STATE),
+            "stop": episode.state.get(STOP, StopReason.ANSWERED),
+            "agent_seconds": episode.clock.seconds,
+        }
+        seconds = SCORE_SHARE * episode.limits.evaluate_seconds
+        async with library_in_sandbox(
+            episode.require_sandbox(), self._command(), NAME, env=PROCESS_ENV
+        ) as process:
+            reply = await process.ask(request, min(seconds, task.scoring_seconds or seconds))
+        return read_score(reply)
+
+    def dataset(self) -> list[dict[str, JsonValue]]:
+        """Return the tasks that can be run, in the order of the tasksets."""
+        instances: list[dict[str, JsonValue]] = []
+        for name, (table, listing) in self._tasksets.items():
+            split: dict[str, JsonValue] = {SPLIT: table.split} if table.split else {}
+            instances += [
+                {"taskset": name, "index": index, "key": task.key, **split}
+                for index, task in enumerate(listing.tasks)
+                if task.problem is None
+            ]
+        return instances
+
+    def _find(self, instance: dict[str, JsonValue]) -> tuple[TasksetTable, Listing, ListedTask]:
+        wanted = read_instance(TasksetInstance, instance)
+        name = wanted.taskset
+        if name is None and len(self._tasksets) == 1:
+            name = next(iter(self._tasksets))
+        if name is None or name not in self._tasksets:
+            what = "the taskset is not named" if name is None else f"there is no taskset {name!r}"
+            raise _refusal("taskset", what + did_you_mean(name or "", self._tasksets), known=self._tasksets)
+        table, listing = self._tasksets[name]
+        if listing.problem is not None:
+            raise _refusal("taskset", f"the taskset {name!r} cannot be used here: {listing.problem}")
+        if not 0 <= wanted.index < len(listing.tasks):
+            raise _refusal("index", f"the taskset {name!r} has the tasks 0 to {len(listing.tasks) - 1}")
+        task = listing.tasks[wanted.index]
+        if task.problem is not None:
+            raise _refusal("index", f"the task {wanted.index} of {name!r} cannot be run here: {task.problem}")
+        if wanted.key not in (None, task.key):
+            raise _refusal("key", f"the task {wanted.index} of {name!r} is another one now: {task.key}")
+        return table, listing, task
+
+    def _request(self, episode: Episode) -> dict[str, Any]:
+        """Return what the library needs to make the task again."""
+        table, listing, task = self._find(episode.instance)
+        return {
+            **table.model_dump(include={"id", "config"}),
+            **listing.model_dump(include={"task_type", "data_type"}),
+            **task.model_dump(include={"data", "key"}),
+        }
+
+    def _command(self) -> list[str]:
+        return ["python3", "-sP", "-c", _worker(), *self.spec.binds]
+
+
+def read_score(reply: dict[str, Any]) -> Score:
+    """Return the library's rewards and metrics as a score; a metric with a reward's name is called `metric_NAME`."""
+    rewards: dict[str, float] = reply["rewards"]
+    metrics = {
+        f"metric_{name}" if name in rewards else name: value for name, value in reply["metrics"].items()
+    }
+    return Score(float(reply["reward"]), {**rewards, **metrics})
+
+
+def load_verifiers(folder: Path, library: Library = VERIFIERS) -> VerifiersEnvironment:
+    """Load the environment in a folder whose `environment.toml` has `kind = "verifiers"`.
+
+    Raises:
+        ConfigurationError: The file is not valid, the library is not installed, or it ended.
+    """
+    folder = folder.resolve()
+    declaration = read_declaration(folder)
+    packages = [(folder / name).resolve() for name in declaration.packages]
+    listings = list_tasksets(library, declaration.taskset, packages, folder)
+    own = {f"{INSIDE}-{number}": str(path) for number, path in enumerate(packages, 1)}
+    return VerifiersEnvironment(declaration, listings, {INSIDE: str(library.packages), **own})
+
+
+def _refusal(field: str, message: str, known: dict[str, Any] | None = None) -> InvalidFieldError:
+    hint = f"Known tasksets: {', '.join(known)}." if known else ""
+    return InvalidFieldError([FieldError(path=f"instance.{field}", message=message)], hint=hint)
+
+
+@cache
+def _worker() -> str:
+    return WORKER.read_text()
