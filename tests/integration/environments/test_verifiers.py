@@ -245,6 +245,7 @@ def test_a_task_has_its_tools_and_its_time(environment: VerifiersEnvironment) ->
     without = environment.for_instance(instance_of(environment, "vf_letters", 1))
     assert without.tool_definitions() == []
     assert without.spec.limits.agent_seconds == 12.5
+    assert (with_tools.replayable, without.replayable) == ("tools", "never")
     assert environment.spec.limits.agent_seconds == 900.0
 
 

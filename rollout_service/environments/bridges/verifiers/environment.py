@@ -105,6 +105,9 @@ class VerifiersEnvironment(Environment):
         _, listing, task = self._find(instance)
         specific = copy.copy(self)
         specific._tools = listing.tools
+        if any(message.role == "assistant" for message in task.messages):
+            # A replay would take the turn that the prompt shows for the policy's own.
+            specific.replayable = "never"
         if task.agent_seconds is not None:
             seconds = min(task.agent_seconds, self.spec.limits.agent_seconds)
             limits = self.spec.limits.model_copy(update={"agent_seconds": seconds})
