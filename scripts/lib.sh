@@ -258,6 +258,21 @@ from rollout_service.cli.env.install import LIBRARIES
 sys.exit(not all(one.is_installed for one in LIBRARIES if one.name == sys.argv[1]))' "$library" && continue
         step "install $library" "$venv/bin/rollout-service" env install "$library"
     done
+    ensure_openenv
+}
+
+# OpenEnv, whose servers tests connect to; the service itself does not need the package.
+ensure_openenv() {
+    local environment=$cache/openenv requirements=$root/tests/support/openenv/requirements.lock
+    environment_is_ready "$environment" "$(fingerprint_of "$requirements")" && return
+    ensure_uv
+    step "install openenv" install_openenv
+}
+
+install_openenv() {
+    "$uv" venv --quiet --clear --python "$python" "$environment"
+    "$uv" pip install --quiet --python "$environment/bin/python" --no-deps --require-hashes --requirement "$requirements"
+    fingerprint_of "$requirements" >"$environment/.installed"
 }
 
 # swebench reads the logs of tests, in an environment of its own.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from rollout_service.environments.bridges.openenv.environment import load_openenv
 from rollout_service.environments.bridges.verifiers.environment import load_verifiers
 from rollout_service.environments.contract import Environment
 from rollout_service.environments.declarative.declaration import FILE_NAME
@@ -14,7 +15,11 @@ from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.environments.swe.environment import load_swe
 from rollout_service.errors import ConfigurationError, did_you_mean
 
-KINDS: Final[dict[str, Callable[[Path], Environment]]] = {"swe": load_swe, "verifiers": load_verifiers}
+KINDS: Final[dict[str, Callable[[Path], Environment]]] = {
+    "openenv": load_openenv,
+    "swe": load_swe,
+    "verifiers": load_verifiers,
+}
 """What loads the folder of each kind; a folder that names none is loaded by `load_folder`."""
 
 

@@ -1,0 +1,1 @@
+"""Environments that a server of OpenEnv runs."""

@@ -1,0 +1,264 @@
+"""One session of an OpenEnv server: a WebSocket that resets an environment and steps through it.
+
+Guarantees: the session is closed with its block, and its server is given a moment to end it; pings are answered while
+the policy thinks; an exchange has a deadline and an answer a largest size; redirects are not followed. An answer is an
+observation or a typed error, never a guess.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import aiohttp
+import anyio
+import orjson
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from api_schemas.errors import Boundary
+from rollout_service.errors import EnvironmentFailedError, ServiceError
+from sandboxes.task_groups import open_task_group
+
+CONNECT_SECONDS: Final = 15.0
+CLOSE_SECONDS: Final = 5.0
+"""How long a server may take to end a session; it is then left to find out by itself."""
+MESSAGE_BYTES: Final = 4 * 1024 * 1024
+ERROR_CHARS: Final = 1_000
+SHOWN_ERRORS: Final = 8
+_LOST: Final = (aiohttp.ClientError, OSError, TimeoutError)
+
+
+class OpenEnvServerError(ServiceError):
+    """The server cannot be reached, has no free session, or was lost."""
+
+    code = "openenv_server_failed"
+    boundary: ClassVar[Boundary] = Boundary.ENVIRONMENT
+    retryable = True
+
+
+class InvalidActionError(Exception):
+    """The server refused an action as written; the session lives on, and the message is for the policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What the server says to a reset or a step."""
+
+    observation: dict[str, Any]
+    reward: float | None
+    done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OpenEnvServer:
+    """A server's address, and the headers of every request to it."""
+
+    url: str
+    headers: Mapping[str, str]
+
+    async def action_schema(self) -> dict[str, Any]:
+        """Return the JSON schema of an action.
+
+        Raises:
+            OpenEnvServerError: The server cannot be reached.
+            EnvironmentFailedError: It answers with something else.
+        """
+        try:
+            with anyio.fail_after(CONNECT_SECONDS):
+                async with self._client() as client, client.get(f"{self.url.rstrip('/')}/schema") as response:
+                    response.raise_for_status()
+                    body = await _read_all(response)
+        except _LOST as error:
+            raise self._unreachable(error) from error
+        try:
+            schema = orjson.loads(body)["action"]
+        except (ValueError, KeyError, TypeError):
+            schema = None
+        if not isinstance(schema, dict):
+            raise EnvironmentFailedError(
+                f"{self.url}/schema has no schema of an action",
+                hint="See that the address is an OpenEnv server's.",
+            )
+        return schema
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[OpenEnvSession]:
+        """Open a session, and close it with the block.
+
+        Raises:
+            OpenEnvServerError: The server cannot be reached.
+        """
+        async with self._client() as client:
+            try:
+                with anyio.fail_after(CONNECT_SECONDS):
+                    socket = await client.ws_connect(
+                        f"{self.url.rstrip('/')}/ws",
+                        max_msg_size=MESSAGE_BYTES,
+                        timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS),
+                    )
+            except _LOST as error:
+                raise self._unreachable(error) from error
+            try:
+                async with open_task_group() as tasks:
+                    arrived, answers = anyio.create_memory_object_stream[str](1)
+                    with answers:
+                        tasks.start_soon(_read, socket, arrived)
+                        yield OpenEnvSession(self.url, socket, answers)
+                        tasks.cancel_scope.cancel()
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await _close(socket)
+
+    def _client(self) -> aiohttp.ClientSession:
+        trace = aiohttp.TraceConfig()
+        trace.on_request_redirect.append(_refuse_redirect)
+        timeout = aiohttp.ClientTimeout(total=None)
+        return aiohttp.ClientSession(headers=self.headers, trace_configs=[trace], timeout=timeout)
+
+    def _unreachable(self, error: Exception) -> OpenEnvServerError:
+        return OpenEnvServerError(
+            f"the OpenEnv server at {self.url} cannot be reached: {str(error) or type(error).__name__}",
+            hint="See that it is up, and that `url` of the environment.toml is its address.",
+        )
+
+
+class OpenEnvSession:
+    """An open session; `OpenEnvServer.session` makes one."""
+
+    def __init__(
+        self, url: str, socket: aiohttp.ClientWebSocketResponse, answers: MemoryObjectReceiveStream[str]
+    ) -> None:
+        self._url = url
+        self._socket = socket
+        self._answers = answers
+
+    async def reset(self, arguments: Mapping[str, Any], seconds: float) -> Observed:
+        """Begin an episode.
+
+        Raises:
+            OpenEnvServerError: The server has no free session, or was lost.
+            EnvironmentFailedError: The environment failed, or does not take the arguments.
+        """
+        try:
+            return await self._ask("reset", arguments, seconds)
+        except InvalidActionError as error:
+            raise EnvironmentFailedError(
+                f"the OpenEnv server at {self._url} refused to reset: {error}",
+                hint="The instance's `seed` and `options` must be what the environment's `reset` takes.",
+            ) from error
+
+    async def step(self, action: Mapping[str, Any], seconds: float) -> Observed:
+        """Take an action.
+
+        Raises:
+            InvalidActionError: The server refused it as written.
+            OpenEnvServerError: The server was lost.
+            EnvironmentFailedError: The environment failed.
+        """
+        return await self._ask("step", action, seconds)
+
+    async def _ask(self, kind: str, data: Mapping[str, Any], seconds: float) -> Observed:
+        try:
+            with anyio.fail_after(seconds):
+                with suppress(*_LOST):  # a server that has closed the socket may have said why
+                    await self._socket.send_str(orjson.dumps({"type": kind, "data": data}).decode())
+                text = await self._answers.receive()
+        except TimeoutError as error:
+            raise EnvironmentFailedError(
+                f"the OpenEnv server at {self._url} gave no answer to a {kind} within {seconds:g} s",
+                hint="Raise `init_seconds` (resets) or `tool_seconds` (steps) in [limits], or mend the environment.",
+            ) from error
+        except anyio.EndOfStream as error:
+            raise OpenEnvServerError(
+                f"the OpenEnv server at {self._url} ended the session without an answer to a {kind} "
+                f"(close code {self._socket.close_code})",
+                hint="Look at the server's log; it may have been stopped, or limit how long a session is idle.",
+            ) from error
+        return self._read(kind, text)
+
+    def _read(self, kind: str, text: str) -> Observed:
+        try:
+            answer = orjson.loads(text)
+            failure = _failure(self._url, kind, answer["data"]) if answer["type"] == "error" else None
+            if failure is None:
+                return _observed(answer)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise EnvironmentFailedError(
+                f"the OpenEnv server at {self._url} answered a {kind} with something else than an observation: {error}",
+                hint="See that it speaks the protocol of OpenEnv 0.10.",
+            ) from error
+        raise failure
+
+
+def _observed(answer: dict[str, Any]) -> Observed:
+    data = answer["data"]
+    observation, reward, done = data["observation"], data.get("reward"), data.get("done", False)
+    if answer["type"] != "observation" or not isinstance(observation, dict) or not isinstance(done, bool):
+        raise ValueError("it is of another type, or its `observation` or `done` is")
+    if reward is None:
+        return Observed(observation, None, done)
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise ValueError(f"the reward {reward!r} is not a finite number")
+    return Observed(observation, float(reward), done)
+
+
+def _failure(url: str, kind: str, data: dict[str, Any]) -> Exception:
+    """Return what an error of the protocol means."""
+    code, message = str(data.get("code")), str(data.get("message"))[:ERROR_CHARS]
+    match code:
+        case "VALIDATION_ERROR":
+            return InvalidActionError(_explain(data.get("errors")) or message)
+        case "CAPACITY_REACHED":
+            return OpenEnvServerError(
+                f"the OpenEnv server at {url} has no free session: {message}",
+                hint="Start it with more (`max_concurrent_envs`), or lower `sessions` in the environment.toml.",
+            )
+    return EnvironmentFailedError(
+        f"the OpenEnv server at {url} failed in a {kind} ({code}): {message}",
+        hint="The server's log has more about it.",
+    )
+
+
+def _explain(errors: Any) -> str:
+    """Return the errors of a validation, each with its field."""
+    found = [one for one in errors if isinstance(one, dict)] if isinstance(errors, list) else []
+    lines = (
+        f"{'.'.join(map(str, one.get('loc') or ())) or 'action'}: {one.get('msg')}"
+        for one in found[:SHOWN_ERRORS]
+    )
+    return "; ".join(lines)[:ERROR_CHARS]
+
+
+async def _read_all(response: aiohttp.ClientResponse) -> bytes:
+    body = bytearray()
+    async for part in response.content.iter_any():
+        body += part
+        if len(body) > MESSAGE_BYTES:
+            raise aiohttp.ClientError(f"its answer has more than {MESSAGE_BYTES} bytes")
+    return bytes(body)
+
+
+async def _read(socket: aiohttp.ClientWebSocketResponse, arrived: MemoryObjectSendStream[str]) -> None:
+    """Pass texts on until the socket closes; reading also answers the server's pings."""
+    with arrived:
+        while (message := await socket.receive()).type is aiohttp.WSMsgType.TEXT:
+            await arrived.send(message.data)
+
+
+async def _close(socket: aiohttp.ClientWebSocketResponse) -> None:
+    """Ask the server to end the session, and wait until it has: its place is then free."""
+    with suppress(*_LOST), anyio.move_on_after(CLOSE_SECONDS):
+        await socket.send_str('{"type": "close"}')
+        while (await socket.receive()).type is aiohttp.WSMsgType.TEXT:
+            pass
+    with suppress(*_LOST):
+        await socket.close()
+
+
+async def _refuse_redirect(
+    _client: object, _context: object, params: aiohttp.TraceRequestRedirectParams
+) -> None:
+    raise aiohttp.ClientError(f"it redirects {params.url}")
