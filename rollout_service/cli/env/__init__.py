@@ -266,3 +266,23 @@ def run(
         return await run_one(own, index, instance, url, key, as_json=as_json)
 
     common.run(main)
+
+
+@app.command("serve", epilog="Example: rollout-service env serve ./word-count --port 8000 --sessions 8")
+def serve(
+    environment: Environment,
+    host: Annotated[str, typer.Option(help="Address to listen on; clients need no key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port; 0 for any that is free.")] = 8000,
+    sessions: Annotated[int, typer.Option(min=1, help="Clients served at once.")] = 1,
+) -> None:
+    """Serve an environment to clients of OpenEnv, until the command is ended.
+
+    Each client has an episode of its own, in a sandbox that ends with its connection.
+    """
+
+    async def main() -> None:
+        from rollout_service.cli.env.serve import serve as serve_environment
+
+        await serve_environment(environment, host, port, sessions)
+
+    common.run(main)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,12 @@ from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import Trial, play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, ScriptedTurn, call, malformed_call, turn
 from sandboxes import LocalConfig, make_provider
-from tests.support.openenv.process import RealOpenEnv, real_openenv
+from tests.support.openenv.process import RealOpenEnv
 from tests.support.processes.relay import relay_to
 
 pytestmark = [pytest.mark.anyio, pytest.mark.bridges, pytest.mark.xdist_group("openenv")]
 TALK = 'text_field = "message"\n'
 GUESS = 'observation_field = "text"\nsessions = 4\n'
-
-
-@pytest.fixture(scope="module")
-def real() -> Iterator[RealOpenEnv]:
-    with real_openenv() as process:
-        yield process
 
 
 @pytest.fixture

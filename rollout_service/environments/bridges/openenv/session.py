@@ -104,7 +104,7 @@ class OpenEnvServer:
             try:
                 async with open_task_group() as tasks:
                     arrived, answers = anyio.create_memory_object_stream[str](1)
-                    with answers:
+                    with arrived, answers:
                         tasks.start_soon(_read, socket, arrived)
                         yield OpenEnvSession(self.url, socket, answers)
                         tasks.cancel_scope.cancel()

@@ -1,0 +1,33 @@
+"""Serves an environment to clients of OpenEnv, in the sandboxes that the settings configure."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from rollout_service.cli import common
+from rollout_service.cli.env.check import load_environment
+from rollout_service.openenv_server.server import EnvironmentServer
+from rollout_service.pipeline.sandbox_source import SandboxSource
+from rollout_service.settings import load_settings
+from sandboxes import make_provider
+
+
+async def serve(name_or_path: str, host: str, port: int, max_sessions: int) -> None:
+    """Serve until the command is ended; print the address once it is served."""
+    settings = load_settings()
+    environment = await anyio.to_thread.run_sync(load_environment, name_or_path)
+    dataset = await anyio.to_thread.run_sync(environment.dataset)
+    with tempfile.TemporaryDirectory(prefix="rollout-serve-") as state:
+        provider = make_provider(settings.sandbox, Path(state), settings.images_dir)
+        try:
+            server = EnvironmentServer(environment, dataset, SandboxSource(provider), max_sessions)
+            async with server.listening(host, port) as url:
+                common.out().print(url, soft_wrap=True)
+                await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await provider.close()

@@ -1,0 +1,1 @@
+"""Environments of this service for clients of OpenEnv."""
